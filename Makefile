@@ -33,7 +33,7 @@ test-gpu:
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	set -a; . ./.env.example; set +a; $(BIN)/mypy
 	$(BIN)/lint-imports
 
 fmt: setup

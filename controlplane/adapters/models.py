@@ -1,0 +1,103 @@
+"""What there is to serve: base models, and each tenant's adapters with their versions."""
+
+from __future__ import annotations
+
+from django.db import models
+
+from controlplane.scoping import TenantModel, new_id
+from controlplane.tenants.models import User, slug_validator
+
+
+class BaseModel(models.Model):
+    """A model that adapters are made for. Global: the operator manages it, all tenants use it."""
+
+    id = models.UUIDField(primary_key=True, default=new_id, editable=False)
+    name = models.CharField(max_length=63, unique=True, validators=[slug_validator])
+    #: sha256 of the weights' source; part of every adapter's digest.
+    revision = models.CharField(max_length=64)
+    #: The Hugging Face config.json: the shapes adapters must fit.
+    config = models.JSONField()
+    context_length = models.PositiveIntegerField()
+    max_rank = models.PositiveIntegerField(default=256)
+    is_active = models.BooleanField(default=True)
+    created_at = models.DateTimeField(auto_now_add=True)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Adapter(TenantModel):
+    """A named LoRA adapter; its name is what requests put in `model`."""
+
+    name = models.CharField(max_length=63, validators=[slug_validator])
+    base_model = models.ForeignKey(BaseModel, on_delete=models.PROTECT, related_name="+")
+    description = models.CharField(max_length=500, blank=True)
+    #: The version that answers under the bare name; None until one is ready.
+    live_version = models.ForeignKey(
+        "AdapterVersion", null=True, blank=True, on_delete=models.SET_NULL, related_name="+"
+    )
+
+    class Meta:
+        constraints = [
+            models.UniqueConstraint(fields=["tenant", "name"], name="adapter_name_once"),
+        ]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class AdapterVersion(TenantModel):
+    """One immutable set of weights of an adapter.
+
+    uploading -> uploaded -> validating -> ready | rejected. Every move is a compare-and-set.
+    """
+
+    class Status(models.TextChoices):
+        UPLOADING = "uploading"
+        UPLOADED = "uploaded"
+        VALIDATING = "validating"
+        READY = "ready"
+        REJECTED = "rejected"
+
+    class Source(models.TextChoices):
+        UPLOAD = "upload"
+        TRAINING = "training"
+
+    adapter = models.ForeignKey(Adapter, on_delete=models.CASCADE, related_name="versions")
+    number = models.PositiveIntegerField()
+    status = models.CharField(max_length=16, choices=Status, default=Status.UPLOADING)
+    source = models.CharField(max_length=16, choices=Source, default=Source.UPLOAD)
+    #: `worker.protocol.adapter_digest`; set when ready.
+    digest = models.CharField(max_length=64, blank=True)
+    num_bytes = models.BigIntegerField(default=0)
+    max_rank = models.PositiveIntegerField(default=0)
+    #: [{"field", "message"}]: why it was rejected, for a person to act on.
+    reasons = models.JSONField(default=list)
+    #: Facts found while validating: ranks, target modules, dtype, number of tensors.
+    report = models.JSONField(default=dict)
+    created_by = models.ForeignKey(User, null=True, on_delete=models.SET_NULL, related_name="+")
+    ready_at = models.DateTimeField(null=True, blank=True)
+
+    class Meta:
+        constraints = [
+            models.UniqueConstraint(fields=["adapter", "number"], name="version_number_once"),
+        ]
+        indexes = [models.Index(fields=["tenant", "adapter", "number"])]
+
+    def __str__(self) -> str:
+        return f"{self.adapter_id}@{self.number}"
+
+    @property
+    def config_key(self) -> str:
+        """S3 key of the accepted adapter_config.json."""
+        return f"t/{self.tenant_id}/adapters/{self.digest}/adapter_config.json"
+
+    @property
+    def tensors_key(self) -> str:
+        """S3 key of the accepted adapter_model.safetensors."""
+        return f"t/{self.tenant_id}/adapters/{self.digest}/adapter_model.safetensors"
+
+    @property
+    def staging_prefix(self) -> str:
+        """S3 folder that the client's presigned URLs write to."""
+        return f"t/{self.tenant_id}/u/{self.id}/"

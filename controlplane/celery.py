@@ -1,0 +1,11 @@
+"""The Celery application: queues `ingest`, `ops` and `train`, and one beat tick a minute."""
+
+import os
+
+from celery import Celery
+
+os.environ.setdefault("DJANGO_SETTINGS_MODULE", "controlplane.settings")
+
+app = Celery("controlplane")
+app.config_from_object("django.conf:settings", namespace="CELERY")
+app.autodiscover_tasks()

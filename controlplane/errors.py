@@ -1,0 +1,199 @@
+"""What goes wrong, as the caller sees it: one table for the gateway, the API and the workers.
+
+    ApiError
+    ├── InvalidRequest          400  invalid_request_error
+    │   └── (any code)               context_length_exceeded, invalid_response_format, …
+    ├── AuthenticationFailed    401  authentication_error    invalid_api_key
+    ├── PermissionDenied        403  permission_error
+    ├── NotFound                404  invalid_request_error   not_found, model_not_found
+    ├── Conflict                409  invalid_request_error   never retried by clients
+    ├── PayloadTooLarge         413  invalid_request_error
+    ├── RateLimited             429  rate_limit_error        Retry-After
+    ├── Unavailable             503  server_error            Retry-After
+    └── InternalError           500  server_error
+
+The body is always OpenAI's: {"error": {"message", "type", "param", "code"}}.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from django.http import JsonResponse
+from rest_framework import exceptions as drf
+from rest_framework.response import Response
+
+from worker.protocol import ErrorCode
+
+log = logging.getLogger(__name__)
+
+
+class ApiError(Exception):
+    """A failure with an answer of its own."""
+
+    status = 500
+    type = "server_error"
+    code: str | None = None
+    #: Sent as x-should-retry, which OpenAI's clients obey; None leaves it to them.
+    should_retry: bool | None = None
+    retry_after_s: float | None = None
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        if code is not None:
+            self.code = code
+        if retry_after_s is not None:
+            self.retry_after_s = retry_after_s
+
+    def body(self) -> dict[str, Any]:
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.type,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def headers(self) -> dict[str, str]:
+        headers = {}
+        if self.should_retry is not None:
+            headers["x-should-retry"] = "true" if self.should_retry else "false"
+        if self.retry_after_s is not None:
+            headers["Retry-After"] = str(max(1, round(self.retry_after_s)))
+        return headers
+
+    def response(self) -> JsonResponse:
+        return JsonResponse(self.body(), status=self.status, headers=self.headers())
+
+
+class InvalidRequest(ApiError):
+    """The request cannot be understood or cannot be served as it is."""
+
+    status, type, should_retry = 400, "invalid_request_error", False
+
+
+class AuthenticationFailed(ApiError):
+    """The key is missing, malformed, unknown, expired or revoked."""
+
+    status, type, code = 401, "authentication_error", "invalid_api_key"
+
+
+class PermissionDenied(ApiError):
+    """The caller is known and may not do this."""
+
+    status, type, code = 403, "permission_error", "permission_denied"
+
+
+class NotFound(ApiError):
+    """There is no such thing, or it is somebody else's: the two look the same."""
+
+    status, type, code = 404, "invalid_request_error", "not_found"
+
+
+class Conflict(ApiError):
+    """The thing is not in a state that allows this."""
+
+    status, type, code, should_retry = 409, "invalid_request_error", "conflict", False
+
+
+class PayloadTooLarge(ApiError):
+    """The body is longer than the endpoint takes."""
+
+    status, type, code, should_retry = 413, "invalid_request_error", "payload_too_large", False
+
+
+class RateLimited(ApiError):
+    """The tenant's own limit is reached."""
+
+    status, type, code, retry_after_s = 429, "rate_limit_error", "rate_limit_exceeded", 1.0
+
+
+class Unavailable(ApiError):
+    """The platform cannot serve this now; later it can."""
+
+    status, type, code, retry_after_s = 503, "server_error", "overloaded", 1.0
+
+
+class InternalError(ApiError):
+    """A defect of ours."""
+
+    status, code = 500, "internal"
+
+
+#: How each of the worker's codes is answered. A test checks that none is missing.
+WORKER_ERRORS: dict[ErrorCode, type[ApiError]] = {
+    ErrorCode.CONTEXT_LENGTH_EXCEEDED: InvalidRequest,
+    ErrorCode.INVALID_PROMPT: InvalidRequest,
+    ErrorCode.INVALID_RESPONSE_FORMAT: InvalidRequest,
+    ErrorCode.INVALID_REQUEST: InvalidRequest,
+    ErrorCode.ADAPTER_INCOMPATIBLE: Conflict,
+    ErrorCode.ADAPTER_UNAVAILABLE: Unavailable,
+    ErrorCode.OVERLOADED: Unavailable,
+    ErrorCode.DEADLINE_EXCEEDED: Unavailable,
+    ErrorCode.WORKER_LOST: Unavailable,
+    ErrorCode.INTERNAL: InternalError,
+}
+
+
+def from_worker(code: str, message: str, param: str | None = None) -> ApiError:
+    """The answer to an error that a worker reported."""
+    try:
+        error_class = WORKER_ERRORS[ErrorCode(code)]
+    except ValueError:  # a newer worker
+        error_class = InternalError
+    return error_class(message, param=param, code=code)
+
+
+def drf_exception_handler(error: Exception, context: dict[str, Any]) -> Response | None:
+    """Django REST framework's hook: every failure of /api leaves in OpenAI's body."""
+    if not isinstance(error, ApiError):
+        converted = _from_drf(error)
+        if converted is None:
+            return None  # Django turns it into a 500 and logs the traceback
+        error = converted
+    return Response(error.body(), status=error.status, headers=error.headers())
+
+
+def _from_drf(error: Exception) -> ApiError | None:
+    if isinstance(error, drf.ValidationError):
+        param, message = _first_detail(error.detail)
+        return InvalidRequest(message, param=param)
+    if isinstance(error, drf.NotAuthenticated | drf.AuthenticationFailed):
+        return AuthenticationFailed(str(error.detail))
+    if isinstance(error, drf.PermissionDenied):
+        return PermissionDenied(str(error.detail))
+    if isinstance(error, drf.NotFound):
+        return NotFound("There is no such thing.")
+    if isinstance(error, drf.APIException):
+        converted = InvalidRequest(str(error.detail))
+        converted.status = error.status_code
+        return converted
+    if type(error).__name__ in {"Http404", "ObjectDoesNotExist", "DoesNotExist"}:
+        return NotFound("There is no such thing.")
+    return None
+
+
+def _first_detail(detail: Any, path: str = "") -> tuple[str | None, str]:
+    """The first message in a serializer's nested errors, with the dotted path to its field."""
+    if isinstance(detail, dict):
+        for name, inner in detail.items():
+            step = "" if name == "non_field_errors" else str(name)
+            return _first_detail(inner, ".".join(part for part in (path, step) if part))
+    if isinstance(detail, list) and detail:
+        index = next((i for i, inner in enumerate(detail) if inner), 0)
+        inner = detail[index]
+        if isinstance(inner, dict | list):
+            return _first_detail(inner, f"{path}.{index}" if path else str(index))
+        return path or None, str(inner)
+    return path or None, str(detail)

@@ -1,0 +1,5 @@
+from django.apps import AppConfig
+
+
+class InferenceConfig(AppConfig):
+    name = "controlplane.inference"

@@ -1,0 +1,32 @@
+"""The request log: one row per accepted request, written by the accountant when it ended."""
+
+from __future__ import annotations
+
+from django.db import models
+
+from controlplane.scoping import TenantModel
+
+
+class InferenceRequest(TenantModel):
+    """What one request asked for and how it went. Never its prompt or its answer."""
+
+    request_id = models.CharField(max_length=64, unique=True)
+    api_key_id = models.UUIDField(null=True)
+    model = models.CharField(max_length=200)
+    base_model = models.CharField(max_length=63)
+    adapter_version_id = models.UUIDField(null=True)
+    worker_id = models.CharField(max_length=100)
+    stream = models.BooleanField(default=False)
+    finish_reason = models.CharField(max_length=32)
+    error_code = models.CharField(max_length=64, blank=True)
+    accepted_at = models.DateTimeField()
+    queue_ms = models.FloatField(default=0)
+    load_ms = models.FloatField(default=0)
+    first_token_ms = models.FloatField(null=True)
+    total_ms = models.FloatField(default=0)
+
+    class Meta:
+        indexes = [models.Index(fields=["tenant", "accepted_at"])]
+
+    def __str__(self) -> str:
+        return self.request_id

@@ -1,0 +1,135 @@
+"""The tenant a piece of code acts for; every query of tenant rows goes through it.
+
+A query of a tenant-owned model outside a scope raises `TenantScopeError`: forgetting the scope
+fails closed. Code that must cross tenants says so, with its reason, through `all_tenants`.
+
+The scope lives in a context variable, so it follows `await` and `sync_to_async`. `tenant_scope`
+is also the one place where the database's own wall (row-level security) will learn the tenant.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Awaitable, Callable, Iterator
+from contextvars import ContextVar
+from typing import Any, ClassVar, Self, TypeVar
+
+from asgiref.sync import iscoroutinefunction, markcoroutinefunction
+from django.db import models
+from django.http import HttpRequest, HttpResponseBase
+from uuid_utils.compat import uuid7
+
+#: A tenant's id, the string "*" inside `all_tenants`, or None outside any scope.
+_scope: ContextVar[uuid.UUID | str | None] = ContextVar("tenant_scope", default=None)
+_ALL = "*"
+
+
+class TenantScopeError(RuntimeError):
+    """Raised when tenant rows are touched outside a scope, or outside the scope's tenant."""
+
+
+def new_id() -> uuid.UUID:
+    """A time-ordered id (UUID version 7): rows made together lie together in the index."""
+    return uuid7()
+
+
+def current_tenant_id() -> uuid.UUID:
+    """The tenant of the current scope. Raises TenantScopeError when there is none."""
+    scope = _scope.get()
+    if not isinstance(scope, uuid.UUID):
+        raise TenantScopeError("no tenant in scope")
+    return scope
+
+
+@contextlib.contextmanager
+def tenant_scope(tenant_id: uuid.UUID) -> Iterator[None]:
+    """Act for one tenant: queries see its rows only, and new rows belong to it."""
+    token = _scope.set(tenant_id)
+    try:
+        yield
+    finally:
+        _scope.reset(token)
+
+
+@contextlib.contextmanager
+def all_tenants(*, reason: str) -> Iterator[None]:
+    """Act across tenants. `reason` is for the reader; it must not be empty."""
+    if not reason:
+        raise ValueError("all_tenants needs a reason")
+    token = _scope.set(_ALL)
+    try:
+        yield
+    finally:
+        _scope.reset(token)
+
+
+_M = TypeVar("_M", bound=models.Model)
+
+
+class TenantManager(models.Manager[_M]):
+    """Rows of the tenant in scope; all rows inside `all_tenants`; otherwise an error."""
+
+    def get_queryset(self) -> models.QuerySet[_M]:
+        queryset = super().get_queryset()
+        scope = _scope.get()
+        if scope is None:
+            raise TenantScopeError(f"{self.model.__name__} queried with no tenant in scope")
+        if scope == _ALL:
+            return queryset
+        return queryset.filter(tenant_id=scope)
+
+
+class TenantModel(models.Model):
+    """A row that belongs to one tenant."""
+
+    id = models.UUIDField(primary_key=True, default=new_id, editable=False)
+    tenant = models.ForeignKey("tenants.Tenant", on_delete=models.CASCADE, related_name="+")
+    created_at = models.DateTimeField(auto_now_add=True)
+
+    objects: ClassVar[TenantManager[Self]] = TenantManager()
+
+    class Meta:
+        abstract = True
+
+    def save(self, *args: Any, **kwargs: Any) -> None:
+        scope = _scope.get()
+        if scope is None:
+            raise TenantScopeError(f"{type(self).__name__} saved with no tenant in scope")
+        if isinstance(scope, uuid.UUID):
+            if self.tenant_id is None:
+                self.tenant_id = scope
+            elif self.tenant_id != scope:
+                raise TenantScopeError(f"{type(self).__name__} belongs to another tenant")
+        super().save(*args, **kwargs)
+
+
+class OperatorScopeMiddleware:
+    """The operator admin works across tenants; nothing else gets a scope from its address."""
+
+    sync_capable = True
+    async_capable = True
+
+    def __init__(self, get_response: Callable[[HttpRequest], Any]) -> None:
+        self.get_response = get_response
+        self.is_async = iscoroutinefunction(get_response)
+        if self.is_async:
+            markcoroutinefunction(self)
+
+    def __call__(self, request: HttpRequest) -> HttpResponseBase | Awaitable[HttpResponseBase]:
+        if self.is_async:
+            return self._acall(request)
+        with self._scope_for(request):
+            response: HttpResponseBase = self.get_response(request)
+        return response
+
+    async def _acall(self, request: HttpRequest) -> HttpResponseBase:
+        with self._scope_for(request):
+            response: HttpResponseBase = await self.get_response(request)
+        return response
+
+    @staticmethod
+    def _scope_for(request: HttpRequest) -> contextlib.AbstractContextManager[None]:
+        if request.path.startswith("/admin/"):
+            return all_tenants(reason="the operator admin")
+        return contextlib.nullcontext()

@@ -1,0 +1,182 @@
+"""Every setting of the control plane, and the only file of it that reads the environment."""
+
+import os
+from pathlib import Path
+
+import dj_database_url
+from django.core.exceptions import ImproperlyConfigured
+
+BASE_DIR = Path(__file__).resolve().parent.parent
+
+
+def env(name: str, default: str | None = None) -> str:
+    """The variable `name`, or the content of the file that `name`_FILE points to."""
+    if file := os.environ.get(f"{name}_FILE"):
+        return Path(file).read_text().strip()
+    value = os.environ.get(name, default)
+    if value is None:
+        raise ImproperlyConfigured(f"the environment variable {name} is not set")
+    return value
+
+
+def env_bool(name: str, default: bool) -> bool:
+    return env(name, "1" if default else "0").lower() in {"1", "true", "yes", "on"}
+
+
+DEBUG = env_bool("LORIKEET_DEBUG", False)
+SECRET_KEY = env("LORIKEET_SECRET_KEY")
+#: Key of the HMAC over API key secrets. Changing it invalidates every key.
+API_KEY_PEPPER = env("LORIKEET_KEY_PEPPER")
+BASE_URL = env("LORIKEET_BASE_URL", "http://127.0.0.1:8000")
+ALLOWED_HOSTS = env("LORIKEET_ALLOWED_HOSTS", "127.0.0.1,localhost").split(",")
+CSRF_TRUSTED_ORIGINS = [BASE_URL]
+
+INSTALLED_APPS = [
+    "unfold",
+    "django.contrib.admin",
+    "django.contrib.auth",
+    "django.contrib.contenttypes",
+    "django.contrib.sessions",
+    "django.contrib.messages",
+    "django.contrib.staticfiles",
+    "django_htmx",
+    "rest_framework",
+    "drf_spectacular",
+    "drf_spectacular_sidecar",
+    "controlplane.tenants",
+    "controlplane.adapters",
+    "controlplane.inference",
+    "controlplane.training",
+    "controlplane.usage",
+    "controlplane.console",
+]
+
+MIDDLEWARE = [
+    "django.middleware.security.SecurityMiddleware",
+    "django.contrib.sessions.middleware.SessionMiddleware",
+    "django.middleware.common.CommonMiddleware",
+    "django.middleware.csrf.CsrfViewMiddleware",
+    "django.contrib.auth.middleware.AuthenticationMiddleware",
+    "django.contrib.messages.middleware.MessageMiddleware",
+    "django.middleware.clickjacking.XFrameOptionsMiddleware",
+    "django_htmx.middleware.HtmxMiddleware",
+    "controlplane.scoping.OperatorScopeMiddleware",
+]
+
+ROOT_URLCONF = "controlplane.urls"
+ASGI_APPLICATION = "controlplane.asgi.application"
+TEMPLATES = [
+    {
+        "BACKEND": "django.template.backends.django.DjangoTemplates",
+        "APP_DIRS": True,
+        "OPTIONS": {
+            "context_processors": [
+                "django.template.context_processors.request",
+                "django.contrib.auth.context_processors.auth",
+                "django.contrib.messages.context_processors.messages",
+            ],
+        },
+    },
+]
+
+# A pool and persistent connections exclude each other; under ASGI only the pool is bounded.
+DATABASE_POOL_SIZE = int(env("DATABASE_POOL_SIZE", "0"))
+DATABASES = {"default": dj_database_url.parse(env("DATABASE_URL"), conn_max_age=0)}
+if DATABASE_POOL_SIZE:
+    DATABASES["default"].setdefault("OPTIONS", {})["pool"] = {
+        "min_size": 1,
+        "max_size": DATABASE_POOL_SIZE,
+        "timeout": 10,
+    }
+
+DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
+AUTH_USER_MODEL = "tenants.User"
+AUTH_PASSWORD_VALIDATORS = [
+    {"NAME": "django.contrib.auth.password_validation.UserAttributeSimilarityValidator"},
+    {"NAME": "django.contrib.auth.password_validation.MinimumLengthValidator"},
+    {"NAME": "django.contrib.auth.password_validation.CommonPasswordValidator"},
+]
+LOGIN_URL = "/console/sign-in"
+LOGIN_REDIRECT_URL = "/console/"
+LOGOUT_REDIRECT_URL = LOGIN_URL
+
+SESSION_COOKIE_SECURE = CSRF_COOKIE_SECURE = BASE_URL.startswith("https://")
+SESSION_COOKIE_HTTPONLY = True
+SECURE_CONTENT_TYPE_NOSNIFF = True
+X_FRAME_OPTIONS = "DENY"
+
+LANGUAGE_CODE = "en"
+TIME_ZONE = "UTC"
+USE_TZ = True
+
+STATIC_URL = "/static/"
+STATIC_ROOT = Path(env("LORIKEET_STATIC_ROOT", str(BASE_DIR / "staticfiles")))
+
+REDIS_URL = env("REDIS_URL")
+POOL = env("LORIKEET_POOL", "default")
+
+CELERY_BROKER_URL = env("CELERY_BROKER_URL", REDIS_URL)
+CELERY_TASK_IGNORE_RESULT = True
+CELERY_TASK_ACKS_LATE = True
+CELERY_TASK_REJECT_ON_WORKER_LOST = True
+CELERY_WORKER_PREFETCH_MULTIPLIER = 1
+CELERY_TASK_DEFAULT_QUEUE = "ops"
+CELERY_BROKER_CONNECTION_RETRY_ON_STARTUP = True
+CELERY_TASK_ROUTES = {
+    "controlplane.adapters.tasks.*": {"queue": "ingest"},
+    "controlplane.training.tasks.training_run_execute": {"queue": "train"},
+}
+# Longer than any training run: Redis hands out an unacknowledged task again after this.
+CELERY_BROKER_TRANSPORT_OPTIONS = {"visibility_timeout": 12 * 3600}
+CELERY_BEAT_SCHEDULE = {
+    "fire due schedules": {
+        "task": "controlplane.training.tasks.schedules_fire",
+        "schedule": float(env("LORIKEET_SCHEDULE_TICK_S", "20")),
+    },
+}
+
+S3_ENDPOINT_URL = env("S3_ENDPOINT_URL")
+#: How clients reach S3: presigned URLs carry this host.
+S3_PUBLIC_ENDPOINT_URL = env("S3_PUBLIC_ENDPOINT_URL", S3_ENDPOINT_URL)
+S3_ACCESS_KEY_ID = env("S3_ACCESS_KEY_ID")
+S3_SECRET_ACCESS_KEY = env("S3_SECRET_ACCESS_KEY")
+S3_BUCKET = env("S3_BUCKET", "lorikeet")
+S3_REGION = env("S3_REGION", "us-east-1")
+
+#: Parent of the base models' folders, and scratch space; only training tasks use them.
+BASE_MODEL_DIR = Path(env("LORIKEET_BASE_MODEL_DIR", str(BASE_DIR / ".cache" / "base")))
+WORK_DIR = Path(env("LORIKEET_WORK_DIR", str(BASE_DIR / ".cache" / "work")))
+
+REST_FRAMEWORK = {
+    "DEFAULT_AUTHENTICATION_CLASSES": [
+        "controlplane.tenants.auth.ApiKeyAuthentication",
+        "controlplane.tenants.auth.ConsoleSessionAuthentication",
+    ],
+    "DEFAULT_PERMISSION_CLASSES": ["rest_framework.permissions.IsAuthenticated"],
+    "DEFAULT_RENDERER_CLASSES": ["rest_framework.renderers.JSONRenderer"],
+    "DEFAULT_PARSER_CLASSES": ["rest_framework.parsers.JSONParser"],
+    "DEFAULT_SCHEMA_CLASS": "drf_spectacular.openapi.AutoSchema",
+    "EXCEPTION_HANDLER": "controlplane.errors.drf_exception_handler",
+    "UNAUTHENTICATED_USER": None,
+}
+SPECTACULAR_SETTINGS = {
+    "TITLE": "Lorikeet management API",
+    "VERSION": "1",
+    "OAS_VERSION": "3.1.0",
+    "SERVE_INCLUDE_SCHEMA": False,
+    "SWAGGER_UI_DIST": "SIDECAR",
+    "SWAGGER_UI_FAVICON_HREF": "SIDECAR",
+    "SCHEMA_PATH_PREFIX": "/api/v1",
+}
+
+UNFOLD = {"SITE_TITLE": "Lorikeet", "SITE_HEADER": "Lorikeet operator"}
+
+LOGGING = {
+    "version": 1,
+    "disable_existing_loggers": False,
+    "formatters": {
+        "line": {"format": "%(asctime)s %(levelname)s %(name)s %(message)s"},
+    },
+    "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
+    "root": {"handlers": ["stderr"], "level": env("LORIKEET_LOG_LEVEL", "INFO")},
+}

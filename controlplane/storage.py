@@ -1,0 +1,91 @@
+"""The object store; the only file of the control plane that talks S3."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import boto3
+from botocore.client import Config
+from botocore.exceptions import ClientError
+from django.conf import settings
+
+
+@functools.cache
+def _client(endpoint_url: str) -> Any:
+    return boto3.client(
+        "s3",
+        endpoint_url=endpoint_url,
+        aws_access_key_id=settings.S3_ACCESS_KEY_ID,
+        aws_secret_access_key=settings.S3_SECRET_ACCESS_KEY,
+        region_name=settings.S3_REGION,
+        config=Config(
+            signature_version="s3v4",
+            s3={"addressing_style": "path"},
+            connect_timeout=5,
+            read_timeout=60,
+            retries={"max_attempts": 3, "mode": "standard"},
+        ),
+    )
+
+
+def _internal() -> Any:
+    return _client(settings.S3_ENDPOINT_URL)
+
+
+def presign_put(key: str, *, num_bytes: int, expires_s: int = 900) -> str:
+    """A URL that lets its holder PUT exactly `num_bytes` bytes to `key`.
+
+    The length is signed: a body of another length is refused by the store.
+    """
+    url: str = _client(settings.S3_PUBLIC_ENDPOINT_URL).generate_presigned_url(
+        "put_object",
+        Params={"Bucket": settings.S3_BUCKET, "Key": key, "ContentLength": num_bytes},
+        ExpiresIn=expires_s,
+    )
+    return url
+
+
+def object_size(key: str) -> int | None:
+    """The object's length in bytes, or None when there is none."""
+    try:
+        head = _internal().head_object(Bucket=settings.S3_BUCKET, Key=key)
+    except ClientError as error:
+        if error.response["ResponseMetadata"]["HTTPStatusCode"] == 404:
+            return None
+        raise
+    return int(head["ContentLength"])
+
+
+def read_bytes(key: str, *, max_bytes: int) -> bytes:
+    """The object's first `max_bytes` bytes at most."""
+    body = _internal().get_object(Bucket=settings.S3_BUCKET, Key=key)["Body"]
+    data: bytes = body.read(max_bytes)
+    body.close()
+    return data
+
+
+def download(key: str, path: Path) -> None:
+    _internal().download_file(settings.S3_BUCKET, key, str(path))
+
+
+def upload(path: Path, key: str) -> None:
+    _internal().upload_file(str(path), settings.S3_BUCKET, key)
+
+
+def put_bytes(key: str, data: bytes) -> None:
+    _internal().put_object(Bucket=settings.S3_BUCKET, Key=key, Body=data)
+
+
+def copy(source: str, target: str) -> None:
+    _internal().copy_object(
+        Bucket=settings.S3_BUCKET,
+        Key=target,
+        CopySource={"Bucket": settings.S3_BUCKET, "Key": source},
+    )
+
+
+def delete(keys: list[str]) -> None:
+    for key in keys:
+        _internal().delete_object(Bucket=settings.S3_BUCKET, Key=key)
