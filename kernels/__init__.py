@@ -12,3 +12,36 @@ Letters used in shapes everywhere in Lorikeet:
     P pages in the arena      B tokens per page           R rank
     A virtual adapters        G segments                  N tile entries
 """
+
+from kernels.attention import paged_attention
+from kernels.kv_pages import PageLayout
+from kernels.lora import (
+    NUM_PROJECTIONS,
+    TILE_ROWS,
+    LoraBatch,
+    LoraTable,
+    Projection,
+    lora_expand,
+    lora_shrink,
+)
+from kernels.mask_logits import apply_bitmask
+from kernels.rms_norm import add_rms_norm, rms_norm
+from kernels.rope import rope_kv_write
+from kernels.silu_mul import silu_mul
+
+__all__ = [
+    "NUM_PROJECTIONS",
+    "TILE_ROWS",
+    "LoraBatch",
+    "LoraTable",
+    "PageLayout",
+    "Projection",
+    "add_rms_norm",
+    "apply_bitmask",
+    "lora_expand",
+    "lora_shrink",
+    "paged_attention",
+    "rms_norm",
+    "rope_kv_write",
+    "silu_mul",
+]

@@ -1,0 +1,177 @@
+"""Attention over the paged KV cache: ragged, causal, grouped-query.
+
+A step holds S sequences. Sequence s brings `query_start[s + 1] - query_start[s]` new tokens, the
+last ones of its `context_lens[s]` tokens; 1 new token is a decode, more a prefill chunk. The new
+tokens' keys and values are already in the pages (`rope_kv_write`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from kernels.kv_pages import PageLayout
+
+
+def paged_attention_ref(
+    q: torch.Tensor,
+    arena: torch.Tensor,
+    layout: PageLayout,
+    layer: int,
+    query_start: torch.Tensor,
+    context_lens: torch.Tensor,
+    page_tables: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Every new token's attention over its sequence up to and including itself.
+
+    q             [T, H, D]
+    arena         [P, page_elems]
+    query_start   [S + 1] int32  rows of q that belong to sequence s
+    context_lens  [S] int32      tokens of the sequence, this step's included
+    page_tables   [S, max_pages] int32; entries past a sequence's pages are not read
+    -> [T, H, D]
+    """
+    pages = arena.view(
+        -1, layout.num_layers, 2, layout.num_kv_heads, layout.page_size, layout.head_dim
+    )[:, layer]
+    out = torch.zeros_like(q)
+    starts = query_start.tolist()
+    for s, context in enumerate(context_lens.tolist()):
+        start, end = starts[s], starts[s + 1]
+        if start == end:
+            continue
+        num_pages = -(-context // layout.page_size)
+        own = pages[page_tables[s, :num_pages].long()].float()  # [n, 2, K, B, D]
+        kv = own.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :context]  # [2, K, N, D]
+        groups = q.shape[1] // layout.num_kv_heads
+        k, v = kv.repeat_interleave(groups, dim=1)  # [H, N, D]
+        scores = torch.einsum("thd,hnd->htn", q[start:end].float(), k) * scale
+        rows = torch.arange(context - (end - start), context, device=q.device)
+        future = torch.arange(context, device=q.device) > rows[:, None]
+        weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+        out[start:end] = torch.einsum("htn,hnd->thd", weights, v).to(q.dtype)
+    return out
+
+
+def paged_attention(
+    q: torch.Tensor,
+    arena: torch.Tensor,
+    layout: PageLayout,
+    layer: int,
+    query_start: torch.Tensor,
+    context_lens: torch.Tensor,
+    page_tables: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Every new token's attention over its sequence up to and including itself.
+
+    Shapes as in `paged_attention_ref`.
+    """
+    return paged_attention_torch(
+        q, arena, layout, layer, query_start, context_lens, page_tables, scale
+    )
+
+
+def paged_attention_torch(
+    q: torch.Tensor,
+    arena: torch.Tensor,
+    layout: PageLayout,
+    layer: int,
+    query_start: torch.Tensor,
+    context_lens: torch.Tensor,
+    page_tables: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """The CPU's path: all decodes in one batched call, each prefill chunk in one of its own."""
+    out = torch.empty_like(q)
+    starts, contexts = query_start.tolist(), context_lens.tolist()
+    decodes = []
+    for s, context in enumerate(contexts):
+        start, end = starts[s], starts[s + 1]
+        if end - start == 1:
+            decodes.append(s)
+        elif end > start:
+            out[start:end] = _attend_chunk(
+                q[start:end], arena, layout, layer, page_tables[s], context, scale
+            )
+    if decodes:
+        if len(decodes) == len(contexts):  # a pure decode step: rows are already in order
+            return _attend_decodes(q, arena, layout, layer, context_lens, page_tables, scale)
+        chosen = torch.tensor(decodes)
+        rows = query_start[chosen].long()
+        out[rows] = _attend_decodes(
+            q[rows], arena, layout, layer, context_lens[chosen], page_tables[chosen], scale
+        )
+    return out
+
+
+def _gather_rows(
+    arena: torch.Tensor, layout: PageLayout, layer: int, page_tables: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """page_tables [S, n] -> keys and values [S, K, n * B, D], one copy each."""
+    kv_heads = layout.num_kv_heads
+    blocks = arena.view(-1, layout.head_stride)  # one (page, layer, key or value, head) a row
+    first = page_tables.long() * (layout.num_layers * 2 * kv_heads) + layer * 2 * kv_heads
+    index = first[:, None, :] + torch.arange(kv_heads)[None, :, None]  # [S, K, n]
+    shape = (page_tables.shape[0], kv_heads, -1, layout.head_dim)
+    keys = blocks.index_select(0, index.flatten()).view(shape)
+    values = blocks.index_select(0, (index + kv_heads).flatten()).view(shape)
+    return keys, values
+
+
+def _attend_decodes(
+    q: torch.Tensor,
+    arena: torch.Tensor,
+    layout: PageLayout,
+    layer: int,
+    context_lens: torch.Tensor,
+    page_tables: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """q [S, H, D], one new token a sequence -> [S, H, D]."""
+    num_pages = -(-int(context_lens.max()) // layout.page_size)
+    tables = page_tables[:, :num_pages].clamp_min(0)  # a padding entry may be -1
+    keys, values = _gather_rows(arena, layout, layer, tables)
+    valid = torch.arange(num_pages * layout.page_size) < context_lens[:, None]  # [S, N]
+    row, column = (~valid).nonzero(as_tuple=True)
+    # What lies past a sequence is somebody else's and may not be finite: 0 * NaN is NaN.
+    keys[row, :, column] = 0
+    values[row, :, column] = 0
+    grouped = q.view(q.shape[0], layout.num_kv_heads, -1, layout.head_dim)
+    out = functional.scaled_dot_product_attention(
+        grouped, keys, values, attn_mask=valid[:, None, None, :], scale=scale
+    )
+    return out.reshape(q.shape)
+
+
+def _attend_chunk(
+    q: torch.Tensor,
+    arena: torch.Tensor,
+    layout: PageLayout,
+    layer: int,
+    page_table: torch.Tensor,
+    context: int,
+    scale: float,
+) -> torch.Tensor:
+    """q [n, H, D], the last n tokens of one sequence -> [n, H, D]."""
+    num_pages = -(-context // layout.page_size)
+    keys, values = _gather_rows(arena, layout, layer, page_table[None, :num_pages])
+    keys, values = keys[:, :, :context], values[:, :, :context]  # [1, K, N, D]
+    num_new, num_heads, _ = q.shape
+    groups = num_heads // layout.num_kv_heads
+    heads = q.transpose(0, 1).unsqueeze(0)  # [1, H, n, D]
+    is_whole = num_new == context
+    mask = None
+    if not is_whole:
+        last = torch.arange(context - num_new, context)
+        mask = torch.arange(context) <= last[:, None]
+    out = functional.scaled_dot_product_attention(
+        heads,
+        keys.repeat_interleave(groups, dim=1),
+        values.repeat_interleave(groups, dim=1),
+        attn_mask=mask,
+        is_causal=is_whole,
+        scale=scale,
+    )
+    return out.squeeze(0).transpose(0, 1)

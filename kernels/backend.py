@@ -1,0 +1,49 @@
+"""Which implementation an operation runs: Triton on a GPU, torch on a CPU.
+
+Triton is optional, because a CPU-only installation has no use for it: without it `jit` hands back
+an object that says so when launched. Under TRITON_INTERPRET=1 (set before this file is imported)
+the same kernels run on a CPU, slowly, for tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+    tl = None
+
+HAS_TRITON = triton is not None
+
+
+class _MissingKernel:
+    """Stands in for a Triton kernel where Triton is not installed."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __getitem__(self, grid: object) -> Any:
+        raise RuntimeError(f"{self.name} needs the package triton, which is not installed")
+
+
+def jit(function: Callable[..., Any]) -> Any:
+    """`triton.jit`, or a stand-in that raises RuntimeError when launched."""
+    if triton is None:
+        return _MissingKernel(function.__name__)
+    return triton.jit(function)
+
+
+def use_triton(tensor: torch.Tensor) -> bool:
+    """Whether an operation on `tensor` runs its Triton kernel."""
+    return tensor.is_cuda
+
+
+def next_power_of_2(value: int) -> int:
+    """The smallest power of two that is at least `value` (and at least 1)."""
+    return 1 << max(value - 1, 0).bit_length()
