@@ -1,0 +1,95 @@
+"""Everything the engine raises or reports, as one tree.
+
+    EngineError                      internal
+    ├── RequestError                 invalid_request
+    │   ├── InvalidPrompt            invalid_prompt
+    │   ├── ContextTooLong           context_length_exceeded
+    │   ├── BadGrammar               invalid_response_format
+    │   └── DeadlineExceeded         deadline_exceeded
+    ├── AdapterError                 adapter_unavailable
+    │   ├── AdapterMismatch          adapter_incompatible
+    │   ├── AdapterUnavailable       adapter_unavailable
+    │   └── UnknownAdapter           adapter_unavailable
+    ├── OutOfPages                   overloaded
+    └── UnsupportedModel             internal
+
+The right column is `code`: the string value of `worker.protocol.ErrorCode` under which a client
+hears of it.
+"""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """The root; raised itself only for what the engine failed to foresee.
+
+    message  one sentence for the person who sent the request
+    param    the field of the request, or of the adapter's config, that is at fault
+    """
+
+    code = "internal"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class RequestError(EngineError):
+    """A field of the request has a value that the engine does not take."""
+
+    code = "invalid_request"
+
+
+class InvalidPrompt(RequestError):
+    """The prompt is empty or holds a token id outside the vocabulary."""
+
+    code = "invalid_prompt"
+
+
+class ContextTooLong(RequestError):
+    """The prompt leaves no room for a single token in the model's context."""
+
+    code = "context_length_exceeded"
+
+
+class BadGrammar(RequestError):
+    """The JSON schema cannot be compiled, or nothing can satisfy it."""
+
+    code = "invalid_response_format"
+
+
+class DeadlineExceeded(RequestError):
+    """The request's deadline passed before it finished."""
+
+    code = "deadline_exceeded"
+
+
+class AdapterError(EngineError):
+    """The request's adapter, not the request, is at fault."""
+
+    code = "adapter_unavailable"
+
+
+class AdapterMismatch(AdapterError):
+    """The adapter's config or tensors do not fit the base model or are of an unsupported kind."""
+
+    code = "adapter_incompatible"
+
+
+class AdapterUnavailable(AdapterError):
+    """The adapter's file could not be read when it was needed."""
+
+
+class UnknownAdapter(AdapterError):
+    """No adapter is registered under the digest that the request names."""
+
+
+class OutOfPages(EngineError):
+    """The page pool is too small for this one request or adapter, even when nothing else runs."""
+
+    code = "overloaded"
+
+
+class UnsupportedModel(EngineError):
+    """The base model folder asks for something the decoder does not implement."""

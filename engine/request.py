@@ -1,0 +1,182 @@
+"""What goes into the engine and what comes out of it. No torch here."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from engine.errors import EngineError, InvalidPrompt, RequestError
+
+MAX_LOGPROBS = 20
+MAX_ADAPTER_PARTS = 8
+MAX_SCHEMA_CHARS = 64 * 1024
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended; the values are the wire protocol's."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to choose tokens; names and ranges are OpenAI's where it has them.
+
+    max_tokens          None: to the end of the context
+    temperature         0: greedy
+    top_k               0: off; applied before top_p, top_p before min_p
+    seed                the same seed gives the same tokens whatever else is in the batch
+    repetition_penalty  over prompt and generated tokens; the other two over generated ones
+    logit_bias          token id -> number added to its logit
+    logprobs            None: off; k: the chosen token's and those of the k best
+    min_tokens          no EOS or stop token before this many tokens
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+
+    def check(self, vocab_size: int) -> None:
+        """Raise RequestError naming the first field that is out of range."""
+        _check_number("temperature", self.temperature, 0.0, 100.0)
+        _check_number("top_p", self.top_p, 0.0, 1.0, exclude_low=True)
+        _check_number("min_p", self.min_p, 0.0, 1.0)
+        _check_number("top_k", self.top_k, 0, math.inf)
+        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, exclude_low=True)
+        _check_number("min_tokens", self.min_tokens, 0, math.inf)
+        if self.max_tokens is not None:
+            _check_number("max_tokens", self.max_tokens, 1, math.inf)
+        if self.logprobs is not None:
+            _check_number("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.seed is not None:
+            _check_number("seed", self.seed, -(2**63), 2**63 - 1)
+        for token_id, bias in self.logit_bias.items():
+            _check_token("logit_bias", token_id, vocab_size)
+            _check_number("logit_bias", bias, -100.0, 100.0)
+        for token_id in self.stop_token_ids:
+            _check_token("stop_token_ids", token_id, vocab_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterPart:
+    """One adapter of a blend: `weight` times its own scaling is what is applied."""
+
+    digest: str
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One prompt to continue.
+
+    adapters     () for the base model; several are applied as the exact weighted sum
+    json_schema  the generated text obeys it
+    deadline     on the clock given to the engine (time.time by default); past it the request ends
+                 with DeadlineExceeded
+    """
+
+    request_id: str
+    token_ids: Sequence[int]
+    sampling: SamplingParams
+    adapters: tuple[AdapterPart, ...] = ()
+    tenant_id: str = ""
+    json_schema: str | None = None
+    deadline: float | None = None
+
+    def check(self, vocab_size: int) -> None:
+        """Raise InvalidPrompt or RequestError naming the first field that is at fault."""
+        if not self.token_ids:
+            raise InvalidPrompt("the prompt has no tokens", param="token_ids")
+        if min(self.token_ids) < 0 or max(self.token_ids) >= vocab_size:
+            raise InvalidPrompt(
+                f"token ids must be 0 to {vocab_size - 1}: the prompt has "
+                f"{min(self.token_ids)} to {max(self.token_ids)}",
+                param="token_ids",
+            )
+        self.sampling.check(vocab_size)
+        if len(self.adapters) > MAX_ADAPTER_PARTS:
+            raise RequestError(
+                f"a request may name {MAX_ADAPTER_PARTS} adapters at most, not "
+                f"{len(self.adapters)}",
+                param="adapters",
+            )
+        if len({part.digest for part in self.adapters}) != len(self.adapters):
+            raise RequestError("an adapter is named twice", param="adapters")
+        for part in self.adapters:
+            if not math.isfinite(part.weight):
+                raise RequestError(
+                    f"the weight of adapter {part.digest[:12]} is not finite", param="adapters"
+                )
+        if self.json_schema is not None and len(self.json_schema) > MAX_SCHEMA_CHARS:
+            raise RequestError(
+                f"the schema has {len(self.json_schema)} characters; {MAX_SCHEMA_CHARS} is the "
+                "limit",
+                param="json_schema",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One generated token and the best alternatives, most likely first.
+
+    Log-probabilities are of the model's own distribution, before temperature, penalties, bias and
+    grammar.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestOutput:
+    """News of one request: what one step added to it.
+
+    token_ids         new since the last output; a stop token that ended the request is included
+                      only when it is not EOS and not one of `stop_token_ids`
+    num_generated     tokens the model produced so far, the ending one included: what is billed
+    finish_reason     set in the last output of the request, which comes exactly once
+    error             set when the reason is ERROR
+    """
+
+    request_id: str
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None
+    error: EngineError | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generated: int = 0
+
+
+def _check_number(
+    name: str, value: float, low: float, high: float, *, exclude_low: bool = False
+) -> None:
+    if math.isfinite(value) and low <= value <= high and not (exclude_low and value == low):
+        return
+    raise RequestError(f"{name} must be from {low} to {high}, not {value}", param=name)
+
+
+def _check_token(name: str, token_id: int, vocab_size: int) -> None:
+    if not 0 <= token_id < vocab_size:
+        raise RequestError(
+            f"{name} has token id {token_id}; the vocabulary has {vocab_size}", param=name
+        )
