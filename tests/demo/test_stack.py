@@ -1,0 +1,127 @@
+"""The embedded servers: real ones, started, killed and started again on the same data."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import boto3
+import psutil
+import psycopg
+import pytest
+import redis
+from botocore.exceptions import ClientError
+
+from demo import servers
+from demo.processes import ChildProcess, recorded_process, stop_leftover, write_pid_file
+from demo.stack import EmbeddedStack, stop_stack
+
+
+def _s3(env: dict[str, str], secret: str | None = None) -> object:
+    return boto3.client(
+        "s3",
+        endpoint_url=env["S3_ENDPOINT_URL"],
+        aws_access_key_id=env["S3_ACCESS_KEY_ID"],
+        aws_secret_access_key=secret or env["S3_SECRET_ACCESS_KEY"],
+        region_name=env["S3_REGION"],
+    )
+
+
+def test_application_role_is_no_superuser(stack: EmbeddedStack) -> None:
+    with psycopg.connect(stack.env["DATABASE_URL"]) as connection:
+        row = connection.execute(
+            "select rolsuper, rolcreatedb from pg_roles where rolname = current_user"
+        ).fetchone()
+    assert row == (False, True)
+
+
+def test_wrong_passwords_are_refused(stack: EmbeddedStack) -> None:
+    password = stack.secrets.postgres_password
+    with pytest.raises(psycopg.OperationalError, match="password authentication failed"):
+        psycopg.connect(stack.env["DATABASE_URL"].replace(password, "wrong"))
+    with pytest.raises(ClientError, match="SignatureDoesNotMatch"):
+        _s3(stack.env, secret="wrong").list_buckets()
+
+
+def test_redis_refuses_writes_rather_than_evicting(stack: EmbeddedStack) -> None:
+    with redis.Redis.from_url(stack.env["REDIS_URL"], decode_responses=True) as client:
+        assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "noeviction"}
+        assert client.config_get("appendonly") == {"appendonly": "yes"}
+
+
+def test_data_survives_a_kill_of_everything(tmp_path: Path) -> None:
+    first = EmbeddedStack(tmp_path / "stack", durable=False)
+    first.start()
+    try:
+        with psycopg.connect(first.env["DATABASE_URL"]) as connection:
+            connection.execute("create table kept (n int)")
+        with redis.Redis.from_url(first.env["REDIS_URL"]) as client:
+            client.set("kept", "1")
+        _s3(first.env).put_object(Bucket=first.env["S3_BUCKET"], Key="kept", Body=b"1")
+    finally:
+        pids = [process.pid for process in first.processes]
+        # The servers stay behind, as they do when the demo is killed.
+        del first
+    with EmbeddedStack(tmp_path / "stack", durable=False) as second:
+        assert not any(psutil.pid_exists(pid) and _is_live(pid) for pid in pids)
+        with psycopg.connect(second.env["DATABASE_URL"]) as connection:
+            assert connection.execute("select count(*) from kept").fetchone() == (0,)
+        with redis.Redis.from_url(second.env["REDIS_URL"]) as client:
+            assert client.get("kept") == b"1"
+        body = _s3(second.env).get_object(Bucket=second.env["S3_BUCKET"], Key="kept")["Body"]
+        assert body.read() == b"1"
+        left = [process.pid for process in second.processes]
+    assert not stop_stack(tmp_path / "stack")
+    assert not any(_is_live(pid) for pid in left)
+
+
+def _is_live(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_failing_server_shows_its_log_and_what_to_do(tmp_path: Path) -> None:
+    process = ChildProcess(
+        "Redis",
+        [str(servers.program("redis-server")), "--port", "not-a-port"],
+        log=tmp_path / "redis.log",
+        pid_file=tmp_path / "redis.json",
+    )
+    process.start()
+    with pytest.raises(Exception, match=r"(?s)ended with status 1.*not-a-port.*What to do"):
+        process.wait_until(lambda: False, timeout_s=10)
+
+
+def test_pid_of_another_process_is_left_alone(tmp_path: Path) -> None:
+    victim = ChildProcess(
+        "victim", ["sleep", "60"], log=tmp_path / "log", pid_file=tmp_path / "victim.json"
+    )
+    victim.start()
+    try:
+        record = tmp_path / "stale.json"
+        write_pid_file(record, victim.pid)
+        record.write_text(record.read_text().replace('"started": ', '"started": 1'))
+        assert recorded_process(record) is None
+        assert not stop_leftover(record)
+        assert victim.is_running()
+    finally:
+        victim.stop()
+
+
+def test_stubborn_process_is_killed_with_its_children(tmp_path: Path) -> None:
+    script = "trap '' TERM; sleep 60 & echo ready; wait; wait; sleep 60"
+    process = ChildProcess(
+        "stubborn",
+        ["bash", "-c", script],
+        log=tmp_path / "log",
+        pid_file=tmp_path / "stubborn.json",
+        stop_timeout_s=0.2,
+    )
+    process.start()
+    process.wait_until(lambda: "ready" in process.log.read_text(), timeout_s=10)
+    children = psutil.Process(process.pid).children()
+    process.stop()
+    assert children and not any(_is_live(child.pid) for child in children)
+    assert process.returncode == -signal.SIGKILL
