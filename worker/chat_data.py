@@ -1,0 +1,146 @@
+"""Chat JSONL to what a causal model trains on: token ids, and which of them are the answer's.
+
+A row is {"messages": [{"role", "content"}, …]}. The chat template of the base's tokenizer renders
+it; only tokens that the assistant writes carry a loss. Templates rarely mark those themselves, so
+their spans are found by rendering the chat up to each assistant message.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+MAX_ROWS = 100_000
+MAX_LINE_BYTES = 1 << 20
+ROLES = ("system", "user", "assistant")
+#: Label of a token without a loss; the value PyTorch's and HF's losses skip.
+IGNORED = -100
+
+
+class DatasetError(ValueError):
+    """Raised when a dataset cannot be trained on; the message names the line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """One chat as tokens."""
+
+    input_ids: list[int]
+    labels: list[int]  # the token where the assistant wrote it, IGNORED elsewhere
+    is_truncated: bool
+
+
+def read_chats(path: Path) -> list[list[dict[str, str]]]:
+    """The `messages` of every row, blank lines left out.
+
+    Raises DatasetError, with the line's number, at the first row that is not a chat, when there
+    are more than MAX_ROWS rows or a line is longer than MAX_LINE_BYTES, and when there is no row.
+    """
+    chats: list[list[dict[str, str]]] = []
+    with path.open("rb") as file:
+        number = 0
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            if len(line) > MAX_LINE_BYTES:
+                raise DatasetError(f"line {number}: longer than {MAX_LINE_BYTES} bytes")
+            if not line.strip():
+                continue
+            if len(chats) == MAX_ROWS:
+                raise DatasetError(f"line {number}: more than {MAX_ROWS} rows")
+            try:
+                chats.append(_messages(json.loads(line)))
+            except (ValueError, RecursionError) as error:
+                raise DatasetError(f"line {number}: {error}") from error
+    if not chats:
+        raise DatasetError("the dataset has no rows")
+    return chats
+
+
+def _messages(row: Any) -> list[dict[str, str]]:
+    messages = row.get("messages") if isinstance(row, dict) else None
+    if not isinstance(messages, list) or not messages:
+        raise ValueError('expected an object with a list "messages"')
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict) or message.get("role") not in ROLES:
+            raise ValueError(f"messages[{index}].role must be one of {', '.join(ROLES)}")
+        if not isinstance(message.get("content"), str):
+            raise ValueError(f"messages[{index}].content must be a string")
+    roles = [message["role"] for message in messages if message["role"] != "system"]
+    if not roles or roles[0] != "user" or "assistant" not in roles:
+        raise ValueError("messages must begin with the user and have an assistant message")
+    return [{"role": message["role"], "content": message["content"]} for message in messages]
+
+
+def assistant_spans(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[str, list[range]]:
+    """The rendered chat, and the character ranges in it that the assistant writes.
+
+    A range begins where generation would begin and includes the end-of-turn marker. Raises
+    ValueError when the template does not render a chat's beginning as the beginning of the chat.
+    """
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    spans = []
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prompt = tokenizer.apply_chat_template(
+            messages[:index], tokenize=False, add_generation_prompt=True
+        )
+        turn = tokenizer.apply_chat_template(messages[: index + 1], tokenize=False)
+        if not (turn.startswith(prompt) and text.startswith(turn)):
+            raise ValueError(f"the chat template changes what stands before messages[{index}]")
+        # Templates put a line break after the end-of-turn marker; the model never writes it.
+        spans.append(range(len(prompt), len(turn.rstrip())))
+    return text, spans
+
+
+def encode_chat(tokenizer: Any, messages: list[dict[str, str]], max_length: int) -> Example:
+    """The chat's tokens, cut to `max_length`, with labels on the assistant's alone."""
+    text, spans = assistant_spans(tokenizer, messages)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    labels = [
+        token if start < end and any(start in span for span in spans) else IGNORED
+        for token, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+    ]
+    return Example(
+        input_ids=encoded["input_ids"][:max_length],
+        labels=labels[:max_length],
+        is_truncated=len(labels) > max_length,
+    )
+
+
+def load_examples(tokenizer: Any, path: Path, max_length: int) -> list[Example]:
+    """Every row as tokens. A row that is cut before its first answer token is left out.
+
+    Raises DatasetError as `read_chats` does, and when no row is left.
+    """
+    examples = []
+    for number, messages in enumerate(read_chats(path), start=1):
+        try:
+            example = encode_chat(tokenizer, messages, max_length)
+        except ValueError as error:
+            raise DatasetError(f"row {number}: {error}") from error
+        if any(label != IGNORED for label in example.labels[1:]):
+            examples.append(example)
+    if not examples:
+        raise DatasetError(f"no row has an answer within max_length={max_length} tokens")
+    return examples
+
+
+def collate(examples: list[dict[str, list[int]]], pad_id: int) -> dict[str, torch.Tensor]:
+    """A batch padded on the right to its own longest row; every tensor is [S, T]."""
+    width = max(len(example["input_ids"]) for example in examples)
+
+    def padded(name: str, fill: int) -> torch.Tensor:
+        return torch.tensor(
+            [example[name] + [fill] * (width - len(example[name])) for example in examples]
+        )
+
+    return {
+        "input_ids": padded("input_ids", pad_id),
+        "labels": padded("labels", IGNORED),
+        "attention_mask": padded("attention_mask", 0),
+    }
