@@ -20,7 +20,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from django.http import JsonResponse
+from django.core.exceptions import ObjectDoesNotExist, ValidationError
+from django.http import Http404, JsonResponse
 from rest_framework import exceptions as drf
 from rest_framework.response import Response
 
@@ -87,6 +88,9 @@ class AuthenticationFailed(ApiError):
     """The key is missing, malformed, unknown, expired or revoked."""
 
     status, type, code = 401, "authentication_error", "invalid_api_key"
+
+    def headers(self) -> dict[str, str]:
+        return {**super().headers(), "WWW-Authenticate": "Bearer"}
 
 
 class PermissionDenied(ApiError):
@@ -155,6 +159,14 @@ def from_worker(code: str, message: str, param: str | None = None) -> ApiError:
     return error_class(message, param=param, code=code)
 
 
+def from_validation(error: ValidationError) -> InvalidRequest:
+    """A model's complaint about its fields, with the first field named."""
+    if hasattr(error, "error_dict"):
+        field, messages = next(iter(error.message_dict.items()))
+        return InvalidRequest(" ".join(messages), param=None if field == "__all__" else field)
+    return InvalidRequest(" ".join(error.messages))
+
+
 def drf_exception_handler(error: Exception, context: dict[str, Any]) -> Response | None:
     """Django REST framework's hook: every failure of /api leaves in OpenAI's body."""
     if not isinstance(error, ApiError):
@@ -179,7 +191,7 @@ def _from_drf(error: Exception) -> ApiError | None:
         converted = InvalidRequest(str(error.detail))
         converted.status = error.status_code
         return converted
-    if type(error).__name__ in {"Http404", "ObjectDoesNotExist", "DoesNotExist"}:
+    if isinstance(error, Http404 | ObjectDoesNotExist):
         return NotFound("There is no such thing.")
     return None
 

@@ -45,6 +45,10 @@ class UserManager(BaseUserManager["User"]):
         user.save(using=self._db)
         return user
 
+    def get_by_natural_key(self, username: str | None) -> User:
+        # Addresses are stored in lower case; people type them as they like.
+        return super().get_by_natural_key((username or "").strip().lower())
+
     def create_superuser(self, email: str, password: str | None = None, **fields: Any) -> User:
         return self.create_user(email, password, is_staff=True, is_superuser=True, **fields)
 

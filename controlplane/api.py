@@ -1,0 +1,158 @@
+"""What every view of /api shares: the tenant scope, permissions, bounded bodies, pages."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Mapping
+from typing import IO, Any, ClassVar, TypeVar, cast
+
+from django.db.models import Model, QuerySet
+from django.http import HttpRequest, HttpResponseBase
+from drf_spectacular.utils import OpenApiParameter, inline_serializer
+from rest_framework import serializers
+from rest_framework.exceptions import ParseError
+from rest_framework.parsers import JSONParser
+from rest_framework.permissions import IsAuthenticated
+from rest_framework.request import Request
+from rest_framework.response import Response
+from rest_framework.views import APIView
+
+from controlplane.errors import InvalidRequest, PayloadTooLarge, PermissionDenied
+from controlplane.scoping import tenant_scope
+from controlplane.tenants.auth import Permission, Principal, authorize
+
+MAX_BODY_BYTES = 256 * 1024
+DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE = 20, 100
+
+_M = TypeVar("_M", bound=Model)
+_Serializer = serializers.Serializer[Any]
+
+
+class BoundedJSONParser(JSONParser):
+    """JSON of at most `MAX_BODY_BYTES`, whatever its nesting."""
+
+    def parse(
+        self,
+        stream: Any,
+        media_type: str | None = None,
+        parser_context: Mapping[str, Any] | None = None,
+    ) -> Any:
+        bounded = cast(IO[Any], _Bounded(stream))
+        try:
+            return super().parse(bounded, media_type, parser_context)
+        except RecursionError as error:
+            raise ParseError("JSON parse error - nested too deeply") from error
+
+
+class _Bounded:
+    """A stream that raises PayloadTooLarge instead of giving more than `MAX_BODY_BYTES`."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._left = MAX_BODY_BYTES
+
+    def read(self, size: int = -1) -> bytes:
+        wanted = self._left + 1 if size < 0 else min(size, self._left + 1)
+        data: bytes = self._stream.read(wanted)
+        self._left -= len(data)
+        if self._left < 0:
+            raise PayloadTooLarge(f"The body is longer than {MAX_BODY_BYTES} bytes.")
+        return data
+
+
+class TenantAPIView(APIView):
+    """A view that runs in its caller's tenant scope, from authentication to the rendered answer.
+
+    `permissions` names what each method needs; reading needs READ. A method that writes and is
+    not named there is refused to everybody.
+    """
+
+    permission_classes = (IsAuthenticated,)
+    parser_classes = (BoundedJSONParser,)
+    permissions: ClassVar[Mapping[str, Permission]] = {}
+
+    _scope: contextlib.ExitStack
+
+    def dispatch(self, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
+        with contextlib.ExitStack() as self._scope:
+            response = super().dispatch(request, *args, **kwargs)
+            if isinstance(response, Response):
+                response.render()  # now, since it may still read rows
+        return response
+
+    def check_permissions(self, request: Request) -> None:
+        super().check_permissions(request)
+        self._scope.enter_context(tenant_scope(self.principal.tenant.id))
+        method = (request.method or "").upper()
+        if not hasattr(self, method.lower()):
+            return  # answered with 405
+        default = Permission.READ if method in {"GET", "HEAD", "OPTIONS"} else None
+        permission = self.permissions.get(method, default)
+        if permission is None:
+            raise PermissionDenied(f"Nobody may {method} here.")
+        authorize(self.principal, permission)
+
+    @property
+    def principal(self) -> Principal:
+        principal = self.request.auth
+        assert isinstance(principal, Principal)
+        return principal
+
+
+PAGE_PARAMETERS = [
+    OpenApiParameter("after", str, description="The `last_id` of the page before."),
+    OpenApiParameter("limit", int, description=f"1 to {MAX_PAGE_SIZE}, default 20."),
+]
+
+
+def page(request: Request, rows: QuerySet[_M], serializer: type[_Serializer]) -> Response:
+    """One page of `rows`, newest first, in OpenAI's list form.
+
+    The cursor is an id: they are ordered by time (UUID version 7).
+    """
+    limit = _limit(request)
+    after = request.query_params.get("after")
+    if after is not None:
+        rows = rows.filter(pk__lt=_uuid(after))
+    found = list(rows.order_by("-pk")[: limit + 1])
+    data = serializer(found[:limit], many=True).data
+    return Response(
+        {
+            "object": "list",
+            "data": data,
+            "first_id": data[0]["id"] if data else None,
+            "last_id": data[-1]["id"] if data else None,
+            "has_more": len(found) > limit,
+        }
+    )
+
+
+def page_of(serializer: type[_Serializer]) -> _Serializer:
+    """The form of `page`'s answer, for the OpenAPI document."""
+    name = serializer.__name__.removesuffix("Serializer")
+    form: _Serializer = inline_serializer(
+        f"{name}List",
+        {
+            "object": serializers.ChoiceField(["list"]),
+            "data": serializer(many=True),
+            "first_id": serializers.CharField(allow_null=True),
+            "last_id": serializers.CharField(allow_null=True),
+            "has_more": serializers.BooleanField(),
+        },
+    )
+    return form
+
+
+def _limit(request: Request) -> int:
+    text = request.query_params.get("limit", str(DEFAULT_PAGE_SIZE))
+    if not (text.isascii() and text.isdigit() and 1 <= int(text[:4]) <= MAX_PAGE_SIZE):
+        raise InvalidRequest(f"limit is a number from 1 to {MAX_PAGE_SIZE}.", param="limit")
+    return int(text)
+
+
+def _uuid(text: str) -> uuid.UUID:
+    try:
+        return uuid.UUID(text)
+    except ValueError as error:
+        raise InvalidRequest("after is the id of an item.", param="after") from error

@@ -1,0 +1,228 @@
+"""Who is asking, and what they may do.
+
+A caller is a `Principal`: an API key (the gateway, /api) or a person with a session (the console,
+/api). Both belong to exactly one tenant. `authenticate` and its async twin take the Authorization
+header; `session_principal` takes a request with a session; `authorize` is the one place where a
+role decides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+import enum
+import hmac
+import time
+from typing import ClassVar
+
+from django.conf import settings
+from django.db.models import Q, QuerySet
+from django.http import HttpRequest
+from django.utils import timezone
+from rest_framework.authentication import BaseAuthentication, SessionAuthentication
+from rest_framework.request import Request
+
+from controlplane.errors import AuthenticationFailed, PermissionDenied
+from controlplane.scoping import all_tenants
+from controlplane.tenants import keys
+from controlplane.tenants.models import ApiKey, Membership, Role, Tenant, User
+
+#: Where a session keeps the tenant its person works for.
+SESSION_TENANT_KEY = "tenant_id"
+#: How long another process may go on accepting a key that was just revoked.
+CACHE_S = 0.5
+_CACHE_MAX_KEYS = 10_000
+#: `last_used_at` is written at most this often for each key.
+_TOUCH_INTERVAL = dt.timedelta(minutes=1)
+#: Compared with when there is no such key, so that a miss takes as long as a hit.
+_NO_HMAC = bytes(32)
+
+_WRONG_KEY = "Incorrect API key provided."
+
+
+class Permission(enum.StrEnum):
+    READ = "read"
+    INFER = "infer"
+    ADAPTERS_WRITE = "adapters:write"
+    TRAINING_WRITE = "training:write"
+    KEYS_MANAGE = "keys:manage"
+    MEMBERS_MANAGE = "members:manage"
+
+
+_DEVELOPER = frozenset(
+    {Permission.READ, Permission.INFER, Permission.ADAPTERS_WRITE, Permission.TRAINING_WRITE}
+)
+PERMISSIONS: dict[Role, frozenset[Permission]] = {
+    Role.OWNER: frozenset(Permission),
+    Role.ADMIN: frozenset(Permission),
+    Role.DEVELOPER: _DEVELOPER,
+    Role.VIEWER: frozenset({Permission.READ}),
+    Role.BILLING: frozenset({Permission.READ}),
+}
+#: A key does what a developer does: it can neither make keys nor touch members.
+API_KEY_ROLE = Role.DEVELOPER
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Principal:
+    """An authenticated caller: exactly one of `api_key` and `user` is set."""
+
+    tenant: Tenant
+    role: Role
+    api_key: ApiKey | None = None
+    user: User | None = None
+    #: Django REST framework asks its `request.user` for this.
+    is_authenticated: ClassVar[bool] = True
+
+
+def authorize(principal: Principal, permission: Permission) -> None:
+    """Return if the principal's role has the permission. Raises PermissionDenied if not."""
+    if permission not in PERMISSIONS[principal.role]:
+        whose = "An API key" if principal.api_key else f"The role {principal.role.value}"
+        raise PermissionDenied(f"{whose} does not have the permission {permission.value}.")
+
+
+def authenticate(header: str | None) -> Principal:
+    """The principal behind an Authorization header.
+
+    Raises AuthenticationFailed for a key that is missing, malformed, unknown, expired or revoked,
+    PermissionDenied for one of a suspended tenant.
+    """
+    parts = _parse_header(header)
+    secret_hmac = parts.secret_hmac(settings.API_KEY_PEPPER)
+    with all_tenants(reason="a key says which tenant it is of"):
+        api_key = _key_rows(parts).first()
+        principal = _check_key(api_key, secret_hmac)
+        if _touch_is_due(principal):
+            _touch_rows(principal).update(last_used_at=timezone.now())
+    return principal
+
+
+async def aauthenticate(header: str | None) -> Principal:
+    """`authenticate` for async code: one query, or none within `CACHE_S` of the last."""
+    parts = _parse_header(header)
+    secret_hmac = parts.secret_hmac(settings.API_KEY_PEPPER)
+    cached = _cache.get(parts.public_id)
+    if cached is not None and cached.until > time.monotonic():
+        return _check_key(cached.api_key, secret_hmac)
+    with all_tenants(reason="a key says which tenant it is of"):
+        api_key = await _key_rows(parts).afirst()
+        principal = _check_key(api_key, secret_hmac)
+        if _touch_is_due(principal):
+            await _touch_rows(principal).aupdate(last_used_at=timezone.now())
+    _remember(principal)
+    return principal
+
+
+def session_principal(request: HttpRequest) -> Principal | None:
+    """The signed-in person and the tenant they work for; None when there is no such pair.
+
+    The tenant is the session's, else the one they joined first. Raises PermissionDenied when it
+    is suspended.
+    """
+    user = request.user
+    if not isinstance(user, User) or not user.is_active:
+        return None
+    with all_tenants(reason="a person says which tenant they work for"):
+        memberships = Membership.objects.filter(user=user).select_related("tenant")
+        chosen = request.session.get(SESSION_TENANT_KEY)
+        if chosen is not None:
+            memberships = memberships.filter(tenant_id=chosen)
+        membership = memberships.order_by("id").first()
+    if membership is None:
+        return None
+    _check_tenant(membership.tenant)
+    return Principal(tenant=membership.tenant, role=Role(membership.role), user=user)
+
+
+class ApiKeyAuthentication(BaseAuthentication):
+    """Django REST framework's view of `authenticate`. A session is tried only without a header."""
+
+    def authenticate(self, request: Request) -> tuple[Principal, Principal] | None:
+        header = request.headers.get("Authorization")
+        if header is None:
+            return None
+        principal = authenticate(header)
+        return principal, principal
+
+    def authenticate_header(self, request: Request) -> str:
+        return "Bearer"
+
+
+class ConsoleSessionAuthentication(SessionAuthentication):
+    """A person's session; writes need the CSRF token."""
+
+    def authenticate(self, request: Request) -> tuple[Principal, Principal] | None:  # type: ignore[override]
+        principal = session_principal(request._request)
+        if principal is None:
+            return None
+        self.enforce_csrf(request)
+        return principal, principal
+
+
+def forget_key(public_id: str) -> None:
+    """Drop a key from this process's cache, so that a revocation holds here at once."""
+    _cache.pop(public_id, None)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Cached:
+    api_key: ApiKey
+    until: float  # time.monotonic()
+
+
+_cache: dict[str, _Cached] = {}
+
+
+def _remember(principal: Principal) -> None:
+    assert principal.api_key is not None
+    if len(_cache) >= _CACHE_MAX_KEYS:
+        _cache.clear()
+    entry = _Cached(principal.api_key, time.monotonic() + CACHE_S)
+    _cache[principal.api_key.public_id] = entry
+
+
+def _parse_header(header: str | None) -> keys.KeyParts:
+    if not header:
+        raise AuthenticationFailed(
+            "No API key was provided: send it in the header, as Authorization: Bearer <key>."
+        )
+    scheme, _, credentials = header.partition(" ")
+    parts = keys.parse(credentials.strip()) if scheme.lower() == "bearer" else None
+    if parts is None:
+        raise AuthenticationFailed(_WRONG_KEY)
+    return parts
+
+
+def _key_rows(parts: keys.KeyParts) -> QuerySet[ApiKey]:
+    return ApiKey.objects.filter(public_id=parts.public_id).select_related("tenant")
+
+
+def _check_key(api_key: ApiKey | None, secret_hmac: bytes) -> Principal:
+    stored = bytes(api_key.secret_hmac) if api_key else _NO_HMAC
+    if not hmac.compare_digest(stored, secret_hmac) or api_key is None:
+        raise AuthenticationFailed(_WRONG_KEY)
+    if api_key.revoked_at is not None:
+        raise AuthenticationFailed("This API key has been revoked.")
+    if api_key.expires_at is not None and api_key.expires_at <= timezone.now():
+        raise AuthenticationFailed("This API key has expired.")
+    _check_tenant(api_key.tenant)
+    return Principal(tenant=api_key.tenant, role=API_KEY_ROLE, api_key=api_key)
+
+
+def _check_tenant(tenant: Tenant) -> None:
+    if tenant.status != Tenant.Status.ACTIVE:
+        raise PermissionDenied(f"{tenant.name} is suspended.", code="tenant_suspended")
+
+
+def _touch_is_due(principal: Principal) -> bool:
+    assert principal.api_key is not None
+    last = principal.api_key.last_used_at
+    return last is None or last < timezone.now() - _TOUCH_INTERVAL
+
+
+def _touch_rows(principal: Principal) -> QuerySet[ApiKey]:
+    """The key's row, if nobody touched it meanwhile."""
+    assert principal.api_key is not None
+    is_due = Q(last_used_at=None) | Q(last_used_at__lt=timezone.now() - _TOUCH_INTERVAL)
+    return ApiKey.objects.filter(is_due, pk=principal.api_key.pk)

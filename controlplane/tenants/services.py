@@ -1,0 +1,125 @@
+"""Every change to tenants, people and keys. What belongs to a tenant acts in the tenant scope."""
+
+from __future__ import annotations
+
+import datetime as dt
+
+from django.conf import settings
+from django.contrib import auth as django_auth
+from django.contrib.auth.password_validation import validate_password
+from django.core.exceptions import ValidationError
+from django.db import transaction
+from django.http import HttpRequest
+from django.utils import timezone
+
+from controlplane.errors import Conflict, InvalidRequest, NotFound, from_validation
+from controlplane.tenants import auth, keys
+from controlplane.tenants.models import ApiKey, Membership, Role, Tenant, User
+
+
+def tenant_create(*, slug: str, name: str) -> Tenant:
+    """Make a tenant. Raises InvalidRequest for a bad slug or name, Conflict for a taken slug."""
+    tenant = Tenant(slug=slug, name=name)
+    try:
+        tenant.full_clean(validate_unique=False)
+    except ValidationError as error:
+        raise from_validation(error) from error
+    # get_or_create, because a failed INSERT would spoil the caller's transaction.
+    tenant, is_new = Tenant.objects.get_or_create(slug=slug, defaults={"name": name})
+    if not is_new:
+        raise Conflict(f"There is a tenant {slug} already.", param="slug")
+    return tenant
+
+
+def user_create(*, email: str, password: str | None, is_operator: bool = False) -> User:
+    """Make a person, who may sign in when there is a password.
+
+    Raises InvalidRequest for a bad address or a weak password, Conflict for a known address.
+    """
+    email = email.strip().lower()
+    user = User(email=email, is_staff=is_operator, is_superuser=is_operator)
+    try:
+        user.clean_fields(exclude=["password"])
+    except ValidationError as error:
+        raise from_validation(error) from error
+    if password is not None:
+        _check_password(password, user)
+    user.set_password(password)
+    user, is_new = User.objects.get_or_create(
+        email=email,
+        defaults={
+            "password": user.password,
+            "is_staff": is_operator,
+            "is_superuser": is_operator,
+        },
+    )
+    if not is_new:
+        raise Conflict(f"There is a user {email} already.", param="email")
+    return user
+
+
+def user_password_set(*, user: User, password: str) -> None:
+    """Raises InvalidRequest for a weak password. Ends the person's sessions."""
+    _check_password(password, user)
+    user.set_password(password)
+    user.save(update_fields=["password"])
+
+
+def authenticate_user(*, request: HttpRequest, email: str, password: str) -> User | None:
+    """The person with this address and password, or None; takes as long either way."""
+    user = django_auth.authenticate(request, username=email.strip().lower(), password=password)
+    return user if isinstance(user, User) else None
+
+
+@transaction.atomic
+def member_add(*, email: str, role: Role, password: str | None = None) -> Membership:
+    """Give a person a role in the tenant in scope; a member gets the new role.
+
+    A person not known yet is made, with `password`. A known person's password stays: no tenant
+    may change it.
+    """
+    user = User.objects.filter(email=email.strip().lower()).first()
+    if user is None:
+        user = user_create(email=email, password=password)
+    membership, _ = Membership.objects.update_or_create(user=user, defaults={"role": role})
+    return membership
+
+
+def api_key_create(
+    *, name: str, created_by: User | None = None, expires_at: dt.datetime | None = None
+) -> tuple[ApiKey, str]:
+    """A new key of the tenant in scope, and its text, which cannot be had again."""
+    name = name.strip()
+    if not 1 <= len(name) <= 100:
+        raise InvalidRequest("A key's name has 1 to 100 characters.", param="name")
+    if expires_at is not None and expires_at <= timezone.now():
+        raise InvalidRequest("A key cannot expire in the past.", param="expires_at")
+    parts = keys.generate()
+    api_key = ApiKey.objects.create(
+        public_id=parts.public_id,
+        name=name,
+        secret_hmac=parts.secret_hmac(settings.API_KEY_PEPPER),
+        last4=parts.text()[-4:],
+        created_by=created_by,
+        expires_at=expires_at,
+    )
+    return api_key, parts.text()
+
+
+def api_key_revoke(*, public_id: str) -> ApiKey:
+    """End a key for good. Doing it again changes nothing. Raises NotFound."""
+    ApiKey.objects.filter(public_id=public_id, revoked_at=None).update(revoked_at=timezone.now())
+    api_key = ApiKey.objects.filter(public_id=public_id).first()
+    if api_key is None:
+        raise NotFound("There is no such key.")
+    # Now for a read in this process; again once the change can be read.
+    auth.forget_key(public_id)
+    transaction.on_commit(lambda: auth.forget_key(public_id))
+    return api_key
+
+
+def _check_password(password: str, user: User) -> None:
+    try:
+        validate_password(password, user)
+    except ValidationError as error:
+        raise InvalidRequest(" ".join(error.messages), param="password") from error

@@ -1,0 +1,113 @@
+"""Two tenants with people and keys, seen by every control plane test: acme, and globex the
+stranger."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from django.test import Client
+from rest_framework.test import APIClient
+
+from controlplane.adapters.models import BaseModel
+from controlplane.scoping import tenant_scope
+from controlplane.tenants import auth, services
+from controlplane.tenants.models import ApiKey, Role, Tenant, User
+
+PASSWORD = "a long enough passphrase"
+
+#: A Llama small enough to make adapters for in no time.
+TINY_CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "num_hidden_layers": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 128,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Party:
+    """A tenant with a person of each kind the tests need, and a key."""
+
+    tenant: Tenant
+    owner: User
+    viewer: User
+    api_key: ApiKey
+    key_text: str
+
+    @property
+    def header(self) -> str:
+        return f"Bearer {self.key_text}"
+
+
+def make_party(slug: str) -> Party:
+    tenant = services.tenant_create(slug=slug, name=slug.title())
+    with tenant_scope(tenant.id):
+        owner = services.member_add(
+            email=f"owner@{slug}.example", role=Role.OWNER, password=PASSWORD
+        )
+        viewer = services.member_add(
+            email=f"viewer@{slug}.example", role=Role.VIEWER, password=PASSWORD
+        )
+        api_key, key_text = services.api_key_create(name="tests")
+    return Party(tenant, owner.user, viewer.user, api_key, key_text)
+
+
+@pytest.fixture(autouse=True)
+def _fast_passwords(settings: Any) -> None:
+    # The real hasher is slow on purpose, and every test makes people.
+    settings.PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]
+
+
+@pytest.fixture(autouse=True)
+def _no_cached_keys() -> Iterator[None]:
+    yield
+    auth._cache.clear()
+
+
+@pytest.fixture
+def acme(db: None) -> Party:
+    return make_party("acme")
+
+
+@pytest.fixture
+def globex(db: None) -> Party:
+    return make_party("globex")
+
+
+@pytest.fixture
+def base_model(db: None) -> BaseModel:
+    return BaseModel.objects.create(
+        name="tiny", revision="0" * 64, config=TINY_CONFIG, context_length=128, max_rank=256
+    )
+
+
+@pytest.fixture
+def as_key() -> Callable[[Party], APIClient]:
+    """A client of /api that sends the party's key."""
+
+    def make(party: Party) -> APIClient:
+        client = APIClient()
+        client.credentials(HTTP_AUTHORIZATION=party.header)
+        return client
+
+    return make
+
+
+@pytest.fixture
+def as_user() -> Callable[[User], APIClient]:
+    """A client of /api with the person's session, CSRF checks off."""
+
+    def make(user: User) -> APIClient:
+        client = APIClient()
+        Client.force_login(client, user)
+        return client
+
+    return make
