@@ -8,14 +8,28 @@ after the other.
 Redis keys, all of one worker pool `{p}` (the braces keep a pool on one cluster slot):
 
     key                     type    written by      what
-    job:{p}:<request id>    hash    gateway         state, lease, tokens emitted so far; expires
+    job:{p}:<request id>    hash    gateway         where a request stands, see below; expires
     in:{p}:<worker>         stream  gateway         that worker's inbox; group "w"
     ctl:{p}:<worker>        stream  gateway, ops    ControlMessage: cancel, drain, poke
     out:<gateway>           stream  worker          packed TokenEvents, one entry per flush
     done:{p}                stream  worker          DoneRecord; group "acct", drained to Postgres
     wk:{p}                  zset    worker          worker id -> time of its last heartbeat
     wk:{p}:<worker>         hash    worker          Heartbeat
+    dlq:{p}                 stream  all             entries that nothing could make sense of
     gw                      zset    gateway         gateway id -> time of its last heartbeat
+
+Fields of the job hash, all changed by scripts that check the lease first:
+
+    state       "queued", "running" or "done"
+    worker      in whose inbox it lies
+    lease       fencing token: +1 at each dispatch; news under an older one is refused
+    attempt     dispatches that were not handed back; bounded by MAX_ATTEMPTS
+    boot        the run of the worker process that holds the lease
+    seq         TokenEvents published under the current lease
+    emitted, prompt_tokens, cached_tokens   the tokens they told of
+    cancel      "1" once nobody wants the answer
+
+Times in the zsets are Redis's own clock, so hosts need not agree on theirs.
 """
 
 from __future__ import annotations
@@ -38,8 +52,18 @@ PAYLOAD_FIELD = b"m"
 HEARTBEAT_INTERVAL_S = 2.0
 #: A worker or gateway silent for this long is dead.
 HEARTBEAT_TIMEOUT_S = 10.0
+#: A worker silent for less than this may be restarting: work still waits for it.
+WORKER_GRACE_S = 60.0
+WORKER_TTL_S = 120
+#: Dispatches of one request before it is given up as the cause of the crashes.
+MAX_ATTEMPTS = 2
 JOB_TTL_S = 24 * 3600
+#: How long the hash of a finished job stays, so that late news of it is refused.
+DONE_JOB_TTL_S = 600
 OUT_STREAM_MAX_LEN = 20_000
+OUT_STREAM_TTL_S = 600
+CONTROL_STREAM_MAX_LEN = 1_000
+DEAD_LETTER_MAX_LEN = 10_000
 
 
 def job_key(pool: str, request_id: str) -> str:
@@ -60,6 +84,10 @@ def out_key(gateway_id: str) -> str:
 
 def done_key(pool: str) -> str:
     return f"done:{{{pool}}}"
+
+
+def dead_letter_key(pool: str) -> str:
+    return f"dlq:{{{pool}}}"
 
 
 def workers_key(pool: str) -> str:
@@ -98,17 +126,36 @@ class Control(enum.StrEnum):
     PREFETCH = "prefetch"
 
 
+_DEFAULTS: dict[type, dict[str, Any]] = {}
+
+
+def _fields(message: Any) -> dict[str, Any]:
+    """Field name -> default of a message class."""
+    if message not in _DEFAULTS:
+        _DEFAULTS[message] = {field.name: field.default for field in dataclasses.fields(message)}
+    return _DEFAULTS[message]
+
+
 class Message:
-    """Shared encoding of the dataclasses below."""
+    """Shared encoding of the dataclasses below. Fields at their default are left out."""
 
     __slots__ = ()
 
     def encode(self) -> bytes:
-        return json.dumps(
-            dataclasses.asdict(self),  # type: ignore[call-overload]
-            separators=(",", ":"),
-            ensure_ascii=False,
-        ).encode()
+        return json.dumps(self.to_dict(), separators=(",", ":"), ensure_ascii=False).encode()
+
+    def to_dict(self) -> dict[str, Any]:
+        fields = {}
+        for name, default in _fields(type(self)).items():
+            value = getattr(self, name)
+            if value is default or value == default:
+                continue
+            if isinstance(value, Message):
+                value = value.to_dict()
+            elif isinstance(value, tuple) and value and isinstance(value[0], Message):
+                value = [item.to_dict() for item in value]
+            fields[name] = value
+        return fields
 
     @classmethod
     def decode(cls, payload: bytes | str) -> Self:
@@ -116,8 +163,14 @@ class Message:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Self:
-        known = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-        return cls(**{name: value for name, value in fields.items() if name in known})
+        known = _fields(cls)
+        return cls(
+            **{
+                name: tuple(value) if type(value) is list else value
+                for name, value in fields.items()
+                if name in known
+            }
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,11 +230,7 @@ class GenerateJob(Message):
         fields = dict(fields)
         fields["adapters"] = tuple(AdapterRef.from_dict(ref) for ref in fields.get("adapters", ()))
         fields["sampling"] = Sampling.from_dict(fields.get("sampling") or {})
-        for name in ("messages", "token_ids"):
-            if fields.get(name) is not None:
-                fields[name] = tuple(fields[name])
-        known = {field.name for field in dataclasses.fields(cls)}
-        return cls(**{name: value for name, value in fields.items() if name in known})
+        return super(GenerateJob, cls).from_dict(fields)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,13 +262,9 @@ class TokenEvent(Message):
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Self:
-        fields = dict(fields)
         if fields.get("usage") is not None:
-            fields["usage"] = Usage.from_dict(fields["usage"])
-        if fields.get("logprobs") is not None:
-            fields["logprobs"] = tuple(fields["logprobs"])
-        known = {field.name for field in dataclasses.fields(cls)}
-        return cls(**{name: value for name, value in fields.items() if name in known})
+            fields = {**fields, "usage": Usage.from_dict(fields["usage"])}
+        return super(TokenEvent, cls).from_dict(fields)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,7 +321,10 @@ class Heartbeat(Message):
 
 
 def pack_events(events: Iterable[TokenEvent]) -> bytes:
-    """Many events as one stream entry: the cost per token is what limits a gateway."""
+    """Many events as one stream entry: the cost per token is what limits a gateway.
+
+    `worker.streams` makes the same bytes inside Redis, from those events whose lease holds.
+    """
     return b"[" + b",".join(event.encode() for event in events) + b"]"
 
 
