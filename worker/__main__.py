@@ -1,0 +1,23 @@
+"""`python -m worker`: serve one base model and any number of adapters. See worker/config.py."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from worker.config import ConfigError, WorkerConfig
+from worker.service import run
+
+
+def main() -> int:
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s", level="INFO")
+    try:
+        config = WorkerConfig.from_environment()
+    except ConfigError as error:
+        logging.getLogger(__name__).error("%s", error)
+        return 2
+    return run(config)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

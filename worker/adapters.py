@@ -1,0 +1,212 @@
+"""The worker's disk cache of adapters: S3 objects, verified, one folder per digest.
+
+    <root>/<digest>/adapter_config.json
+    <root>/<digest>/adapter_model.safetensors
+
+A folder appears whole, by a rename, after its content was hashed. What is found there after a
+restart is hashed again before its first use. Nothing but this class writes below the root.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import shutil
+import tempfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import boto3
+from botocore.client import Config
+from botocore.exceptions import BotoCoreError, ClientError
+
+from worker.config import S3Config
+from worker.protocol import AdapterRef, adapter_digest
+
+log = logging.getLogger(__name__)
+
+CONFIG_FILE = "adapter_config.json"
+TENSORS_FILE = "adapter_model.safetensors"
+MAX_CONFIG_BYTES = 1 << 20
+NUM_DOWNLOADS = 8
+PIECE_BYTES = 1 << 20
+
+#: Writes the two files of an adapter into an empty folder.
+Fetch = Callable[[AdapterRef, Path], None]
+
+
+class AdapterFetchError(Exception):
+    """The adapter's files cannot be had, or are not what its digest says."""
+
+
+class S3Fetch:
+    """Fetches adapters from the object store. Its errors are AdapterFetchError."""
+
+    def __init__(self, config: S3Config) -> None:
+        self._bucket = config.bucket
+        self._client: Any = boto3.client(
+            "s3",
+            endpoint_url=config.endpoint_url,
+            aws_access_key_id=config.access_key_id,
+            aws_secret_access_key=config.secret_access_key,
+            region_name=config.region,
+            config=Config(
+                signature_version="s3v4",
+                s3={"addressing_style": "path"},
+                connect_timeout=5,
+                read_timeout=30,
+                max_pool_connections=NUM_DOWNLOADS,
+                retries={"max_attempts": 3, "mode": "standard"},
+            ),
+        )
+
+    def __call__(self, ref: AdapterRef, folder: Path) -> None:
+        try:
+            self._download(ref.config_key, folder / CONFIG_FILE, MAX_CONFIG_BYTES)
+            self._download(ref.tensors_key, folder / TENSORS_FILE, ref.num_bytes)
+        except (BotoCoreError, ClientError, OSError) as error:
+            raise AdapterFetchError(f"download failed: {error}") from error
+
+    def _download(self, key: str, path: Path, max_bytes: int) -> None:
+        body = self._client.get_object(Bucket=self._bucket, Key=key)["Body"]
+        left = max_bytes
+        with path.open("wb") as file:
+            for piece in body.iter_chunks(PIECE_BYTES):
+                left -= len(piece)
+                if left < 0:
+                    raise AdapterFetchError(f"{key} is longer than {max_bytes} bytes")
+                file.write(piece)
+
+
+class AdapterCache:
+    """Which adapters lie on the disk, who uses them, and which goes when room is needed.
+
+    on_evict  called with a digest before its folder is deleted
+
+    `acquire` and `release` come in pairs; a folder in use is never evicted, so the cache may
+    exceed `max_bytes` by what running requests need.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        max_bytes: int,
+        base_revision: str,
+        fetch: Fetch,
+        on_evict: Callable[[str], None],
+    ) -> None:
+        self._root = root
+        self._max_bytes = max_bytes
+        self._base_revision = base_revision
+        self._fetch = fetch
+        self._on_evict = on_evict
+        self._sizes: OrderedDict[str, int] = OrderedDict()  # what is there, oldest use first
+        self._verified: set[str] = set()  # of it, what this process has hashed
+        self._users: dict[str, int] = {}
+        self._arrivals: dict[str, asyncio.Task[int]] = {}
+        self._threads = ThreadPoolExecutor(NUM_DOWNLOADS, thread_name_prefix="adapter")
+        root.mkdir(parents=True, exist_ok=True)
+        for leftover in root.glob("*.part"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        for folder in sorted(root.iterdir(), key=lambda path: path.stat().st_mtime):
+            self._sizes[folder.name] = _size_of(folder)
+
+    async def acquire(self, ref: AdapterRef) -> Path:
+        """The adapter's folder, fetched if need be, kept until `release`.
+
+        Requests that want the same digest wait for the same download. Raises AdapterFetchError.
+        """
+        digest = ref.digest
+        self._users[digest] = self._users.get(digest, 0) + 1
+        try:
+            if digest not in self._verified:
+                await self._arrive(ref)
+        except BaseException:
+            self.release(digest)
+            raise
+        self._sizes.move_to_end(digest)
+        return self._root / digest
+
+    def release(self, digest: str) -> None:
+        """Give up one `acquire`."""
+        self._users[digest] -= 1
+        if not self._users[digest]:
+            del self._users[digest]
+            self._evict()
+
+    async def _arrive(self, ref: AdapterRef) -> None:
+        task = self._arrivals.get(ref.digest)
+        if task is None:
+            task = asyncio.create_task(self._bring(ref))
+            self._arrivals[ref.digest] = task
+            task.add_done_callback(lambda _: self._arrivals.pop(ref.digest, None))
+        # Shielded: one impatient request must not stop the download for the others.
+        await asyncio.shield(task)
+
+    async def _bring(self, ref: AdapterRef) -> int:
+        loop = asyncio.get_running_loop()
+        size = await loop.run_in_executor(self._threads, self._fetch_verified, ref)
+        self._sizes[ref.digest] = size
+        self._verified.add(ref.digest)
+        self._evict()
+        return size
+
+    def _fetch_verified(self, ref: AdapterRef) -> int:
+        """Bytes on the disk once the folder is there and its content is right. In a thread."""
+        folder = self._root / ref.digest
+        if folder.exists():
+            if self._digest_of(folder) == ref.digest:
+                return _size_of(folder)
+            log.warning("damaged adapter removed from the disk", extra={"digest": ref.digest})
+            shutil.rmtree(folder)
+        staging = Path(tempfile.mkdtemp(prefix=ref.digest, suffix=".part", dir=self._root))
+        try:
+            self._fetch(ref, staging)
+            if (found := self._digest_of(staging)) != ref.digest:
+                raise AdapterFetchError(f"the stored files have digest {found}, not {ref.digest}")
+            staging.rename(folder)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+        return _size_of(folder)
+
+    def _digest_of(self, folder: Path) -> str | None:
+        try:
+            config = json.loads((folder / CONFIG_FILE).read_bytes())
+            return adapter_digest(config, _pieces(folder / TENSORS_FILE), self._base_revision)
+        except (OSError, ValueError, RecursionError):
+            return None
+
+    def _evict(self) -> None:
+        excess = sum(self._sizes.values()) - self._max_bytes
+        for digest in list(self._sizes):
+            if excess <= 0:
+                return
+            if digest in self._users:
+                continue
+            excess -= self._sizes.pop(digest)
+            self._verified.discard(digest)
+            self._on_evict(digest)
+            shutil.rmtree(self._root / digest, ignore_errors=True)
+            log.info("adapter evicted from the disk", extra={"digest": digest})
+
+    def check_integrity(self) -> None:
+        """Assert that the books agree with each other and with the disk."""
+        assert all(count > 0 for count in self._users.values())
+        assert self._verified <= set(self._sizes)
+        for digest, size in self._sizes.items():
+            assert _size_of(self._root / digest) == size, digest
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while piece := file.read(PIECE_BYTES):
+            yield piece
+
+
+def _size_of(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir())

@@ -1,0 +1,94 @@
+"""The IO process's end of the pipe: queues commands, hands each report to a callback.
+
+Two threads do the blocking reads and writes, so that a long step of the engine, during which it
+does not read, never stops the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import multiprocessing
+import queue
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
+
+from worker.channel import Command, StepReport
+from worker.config import WorkerConfig
+
+if TYPE_CHECKING:
+    from worker.engine_process import EngineFactory
+
+log = logging.getLogger(__name__)
+
+
+def _child(
+    connection: Connection, config: WorkerConfig, engine_factory: EngineFactory | None
+) -> None:
+    """Runs in the engine process, the only one that imports the engine."""
+    from worker.engine_process import create_engine, main
+
+    main(connection, config, engine_factory or create_engine)
+
+
+class EngineLink:
+    """Owns the engine process."""
+
+    def __init__(
+        self, config: WorkerConfig, engine_factory: EngineFactory | None, *, name: str = "engine"
+    ) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, child_end = context.Pipe()
+        self._process = context.Process(
+            target=_child, args=(child_end, config, engine_factory), name=name, daemon=True
+        )
+        self._child_end = child_end
+        self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+
+    def start(self, on_report: Callable[[StepReport], None], on_lost: Callable[[], None]) -> None:
+        """Start the process; both callbacks run in the current event loop."""
+        loop = asyncio.get_running_loop()
+        self._process.start()
+        self._child_end.close()  # so that the child's death is the end of the stream
+
+        def post(callback: Callable[..., None], *args: StepReport) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+                loop.call_soon_threadsafe(callback, *args)
+
+        def read() -> None:
+            with contextlib.suppress(EOFError, OSError):
+                while True:
+                    post(on_report, self._connection.recv())
+            post(on_lost)
+
+        threading.Thread(target=read, name="engine-reports", daemon=True).start()
+        threading.Thread(target=self._write, name="engine-commands", daemon=True).start()
+
+    def send(self, command: Command) -> None:
+        """Queue a command; what is queued while the engine computes goes as one message."""
+        self._commands.put(command)
+
+    def _write(self) -> None:
+        while (command := self._commands.get()) is not None:
+            batch = [command]
+            with contextlib.suppress(queue.Empty):
+                while (more := self._commands.get_nowait()) is not None:
+                    batch.append(more)
+            try:
+                self._connection.send(batch)
+            except OSError:  # the reader reports the loss
+                return
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._process.exitcode
+
+    def stop(self) -> None:
+        """End the process at once; it holds nothing that must be kept."""
+        self._commands.put(None)
+        self._process.kill()
+        self._process.join()
+        self._connection.close()

@@ -1,0 +1,246 @@
+"""The engine's process: commands in, one step, outputs back; blocks while there is nothing to do.
+
+A failure that the engine did not turn into a request's error ends the process: the worker is
+restarted and recovers its inbox, which is simpler to get right than a half-broken engine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import signal
+import time
+from collections.abc import Callable, Iterable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Protocol
+
+from engine.errors import EngineError
+from engine.request import AdapterPart, FinishReason, Request, RequestOutput, SamplingParams
+from worker.channel import (
+    Add,
+    Cancel,
+    Command,
+    Failure,
+    Output,
+    Register,
+    Stats,
+    StepReport,
+    Unregister,
+)
+from worker.config import WorkerConfig
+from worker.protocol import ErrorCode
+
+log = logging.getLogger(__name__)
+
+#: Pause after a step without output: its requests may wait for an adapter that still loads.
+STALL_POLL_S = 0.001
+STATS_INTERVAL_S = 0.25
+
+
+class EngineStats(Protocol):
+    """What the heartbeat tells of an engine."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def running(self) -> int: ...
+    @property
+    def waiting(self) -> int: ...
+    @property
+    def free_pages(self) -> int: ...
+    @property
+    def num_pages(self) -> int: ...
+    @property
+    def resident_digests(self) -> Iterable[str]: ...
+
+
+class EngineLike(Protocol):
+    """What this process needs of `engine.Engine`."""
+
+    def register_adapter(self, digest: str, path: Path) -> None: ...
+    def unregister_adapter(self, digest: str) -> None: ...
+    def add(self, request: Request) -> None: ...
+    def cancel(self, request_id: str, reason: FinishReason = ...) -> None: ...
+    def step(self) -> list[RequestOutput]: ...
+    def has_work(self) -> bool: ...
+    def stats(self) -> EngineStats: ...
+
+
+EngineFactory = Callable[[WorkerConfig], EngineLike]
+
+
+def create_engine(config: WorkerConfig) -> EngineLike:
+    """The real engine. Imported here: a worker under test with another engine needs no torch."""
+    from engine import Engine, EngineConfig  # type: ignore[attr-defined]
+
+    given = {
+        "arena_bytes": config.arena_bytes,
+        "num_threads": config.threads,
+    }
+    return Engine(  # type: ignore[no-any-return]
+        EngineConfig(
+            model_dir=config.model_dir,
+            device=config.device,
+            **{name: value for name, value in given.items() if value is not None},
+        )
+    )
+
+
+def main(connection: Connection, config: WorkerConfig, engine_factory: EngineFactory) -> None:
+    """The process's entry: run until the IO process goes away."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the IO process, which drains
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s", level="INFO")
+    loop = EngineLoop(engine_factory(config), connection)
+    try:
+        loop.run()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        log.info("the IO process is gone")
+
+
+def die_with_parent() -> None:
+    """Ask Linux to kill this process when its parent dies, even in the middle of a long step."""
+    pr_set_pdeathsig = 1
+    try:
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    except (OSError, AttributeError):  # not Linux: the closed pipe ends it at the next step
+        pass
+
+
+class EngineLoop:
+    """Drives one engine from one pipe. Owns the adapters' failures; the engine owns the rest."""
+
+    def __init__(self, engine: EngineLike, connection: Connection) -> None:
+        self._engine = engine
+        self._connection = connection
+        # A digest names content: what did not fit once never will.
+        self._failed_adapters: dict[str, Failure] = {}
+        self._is_stalled = False
+        self._told_stats_at = 0.0
+
+    def run(self) -> None:
+        self._connection.send(StepReport(stats=self._stats()))
+        while True:
+            self.turn()
+
+    def turn(self) -> None:
+        """Take what arrived, do one step, report it."""
+        outputs = self._apply(self._receive())
+        if self._engine.has_work():
+            stepped = self._engine.step()
+            self._is_stalled = not stepped
+            outputs += [to_output(output) for output in stepped]
+        now = time.monotonic()
+        is_due = now - self._told_stats_at >= STATS_INTERVAL_S or not self._engine.has_work()
+        if is_due:
+            self._told_stats_at = now
+        if outputs or is_due:
+            self._connection.send(
+                StepReport(outputs=outputs, stats=self._stats() if is_due else None)
+            )
+
+    def _receive(self) -> list[Command]:
+        """Every command that is there; waits for one when the engine has nothing to do."""
+        commands: list[Command] = []
+        if not self._engine.has_work():
+            commands += self._connection.recv()
+        elif self._is_stalled:
+            self._connection.poll(STALL_POLL_S)
+        while self._connection.poll():
+            commands += self._connection.recv()
+        return commands
+
+    def _apply(self, commands: Iterable[Command]) -> list[Output]:
+        """Hand the commands to the engine; the outputs of requests that it refuses."""
+        refused = []
+        for command in commands:
+            match command:
+                case Add():
+                    if output := self._add(command):
+                        refused.append(output)
+                case Cancel():
+                    self._engine.cancel(command.request_id, FinishReason(command.reason))
+                case Register():
+                    self._register(command)
+                case Unregister():
+                    self._failed_adapters.pop(command.digest, None)
+                    self._engine.unregister_adapter(command.digest)
+        return refused
+
+    def _add(self, command: Add) -> Output | None:
+        for digest, _ in command.adapters:
+            if failure := self._failed_adapters.get(digest):
+                return _refusal(command, failure)
+        try:
+            self._engine.add(to_request(command))
+        except Exception as error:
+            return _refusal(command, to_failure(error))
+        return None
+
+    def _register(self, command: Register) -> None:
+        try:
+            self._engine.register_adapter(command.digest, Path(command.folder))
+        except Exception as error:
+            self._failed_adapters[command.digest] = to_failure(error)
+            log.warning("adapter refused", extra={"digest": command.digest}, exc_info=error)
+
+    def _stats(self) -> Stats:
+        stats = self._engine.stats()
+        return Stats(
+            step=stats.step,
+            running=stats.running,
+            waiting=stats.waiting,
+            max_running=getattr(stats, "max_running", 0),
+            free_pages=stats.free_pages,
+            num_pages=stats.num_pages,
+            resident_digests=tuple(stats.resident_digests),
+        )
+
+
+def to_request(command: Add) -> Request:
+    return Request(
+        request_id=command.request_id,
+        tenant_id=command.tenant_id,
+        token_ids=command.token_ids,
+        sampling=SamplingParams(**command.sampling),  # type: ignore[arg-type]
+        adapters=tuple(
+            AdapterPart(digest=digest, weight=weight) for digest, weight in command.adapters
+        ),
+        json_schema=command.json_schema,
+        deadline=command.deadline,
+    )
+
+
+def to_output(output: RequestOutput) -> Output:
+    logprobs = output.logprobs
+    return Output(
+        request_id=output.request_id,
+        token_ids=list(output.token_ids),
+        logprobs=None
+        if logprobs is None
+        else [(entry.token_id, entry.logprob, entry.top) for entry in logprobs],
+        finish_reason=output.finish_reason,
+        failure=None if output.error is None else to_failure(output.error),
+        num_prompt_tokens=output.num_prompt_tokens,
+        num_cached_tokens=output.num_cached_tokens,
+        num_generated=output.num_generated,
+    )
+
+
+def to_failure(error: Exception) -> Failure:
+    """The error as its request's client hears of it; what the engine did not foresee is logged."""
+    if isinstance(error, EngineError):
+        return Failure(error.code, error.message, error.param)
+    log.error("the engine refused a request in an unforeseen way", exc_info=error)
+    return Failure(ErrorCode.INTERNAL, "The worker failed on this request.")
+
+
+def _refusal(command: Add, failure: Failure) -> Output:
+    return Output(
+        request_id=command.request_id,
+        finish_reason=FinishReason.ERROR,
+        failure=failure,
+        num_prompt_tokens=len(command.token_ids),
+    )

@@ -1,0 +1,95 @@
+"""Sends what requests have to say: one entry per gateway and flush, as rarely as nobody notices.
+
+A request's first token and its end go at once; tokens in between wait for `interval_s` after the
+last flush, so that at high load one Redis command carries many tokens and at low load none waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections.abc import Callable
+
+from redis.exceptions import RedisError
+
+from worker.active import ActiveRequest
+from worker.streams import News, Streams
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 0.2
+
+
+class Flusher:
+    """Owns the requests that have news. While Redis is away they wait here, and nothing is lost.
+
+    on_refused  called with the request ids whose lease belongs to another worker now
+    """
+
+    def __init__(
+        self, streams: Streams, *, interval_s: float, on_refused: Callable[[list[str]], None]
+    ) -> None:
+        self._streams = streams
+        self._interval_s = interval_s
+        self._on_refused = on_refused
+        self._waiting: dict[str, ActiveRequest] = {}
+        self._news = asyncio.Event()
+        self._urgent = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def add(self, request: ActiveRequest) -> None:
+        """Send this request's news with the next flush."""
+        if not request.has_news:
+            return
+        self._waiting[request.job.request_id] = request
+        self._idle.clear()
+        self._news.set()
+        if request.is_urgent:
+            self._urgent.set()
+
+    def forget(self, request_id: str) -> None:
+        self._waiting.pop(request_id, None)
+
+    async def run(self) -> None:
+        """Flush for ever."""
+        clock = asyncio.get_running_loop().time
+        last = clock() - self._interval_s
+        while True:
+            await self._news.wait()
+            delay = last + self._interval_s - clock()
+            if delay > 0:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._urgent.wait(), delay)
+            self._news.clear()
+            self._urgent.clear()
+            last = clock()
+            await self._flush()
+            if not self._waiting:
+                self._idle.set()
+
+    async def drained(self) -> None:
+        """Wait until everything is sent."""
+        await self._idle.wait()
+
+    async def _flush(self) -> None:
+        waiting, self._waiting = self._waiting, {}
+        by_gateway = sorted(waiting.values(), key=lambda request: request.job.gateway_id)
+        for gateway_id, requests in itertools.groupby(
+            by_gateway, key=lambda request: request.job.gateway_id
+        ):
+            await self._publish(gateway_id, [request.take_news() for request in requests])
+
+    async def _publish(self, gateway_id: str, news: list[News]) -> None:
+        while True:
+            try:
+                refused = await self._streams.publish(gateway_id, news)
+            except (RedisError, OSError) as error:
+                log.warning("news wait for Redis", extra={"error": repr(error)})
+                await asyncio.sleep(RETRY_S)
+                continue
+            if refused:
+                self._on_refused([item.event.request_id for item in refused])
+            return

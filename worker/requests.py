@@ -1,0 +1,244 @@
+"""The requests of one worker, each from its lease to its DoneRecord.
+
+`take_up` (a lease is held) -> `_prepare` (adapter on the disk, prompt in tokens) -> the engine ->
+`on_report` (tokens to text) -> `Flusher` (events to the gateway, with the last one the DoneRecord).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping
+
+from redis.exceptions import RedisError
+
+from worker.active import ActiveRequest
+from worker.adapters import AdapterCache, AdapterFetchError, Fetch
+from worker.admission import Refused, prompt_token_ids, to_add
+from worker.channel import Cancel, Command, Output, Register, Unregister
+from worker.config import WorkerConfig
+from worker.flusher import Flusher
+from worker.protocol import (
+    HEARTBEAT_TIMEOUT_S,
+    MAX_ATTEMPTS,
+    ErrorCode,
+    FinishReason,
+    GenerateJob,
+)
+from worker.streams import Dispatch, Streams
+from worker.text import TextCodec
+
+log = logging.getLogger(__name__)
+
+#: Requests taken from the inbox at one time; more wait there.
+MAX_ACTIVE = 1024
+LOST = "The worker that ran this request was lost before it finished."
+STOPPED = "The worker was stopped before this request finished."
+TOO_LATE = "The request waited longer than its deadline."
+
+
+class Requests:
+    """Owns the requests that this worker holds a lease of.
+
+    send  hands a command to the engine
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        streams: Streams,
+        *,
+        send: Callable[[Command], None],
+        fetch: Fetch,
+    ) -> None:
+        self._config = config
+        self._streams = streams
+        self._send = send
+        self._codec = TextCodec(config.model_dir)
+        self._cache = AdapterCache(
+            config.adapter_dir,
+            max_bytes=config.adapter_cache_bytes,
+            base_revision=config.base_revision,
+            fetch=fetch,
+            on_evict=self._on_evict,
+        )
+        self.flusher = Flusher(
+            streams, interval_s=config.flush_interval_s, on_refused=self._on_refused
+        )
+        self.num_tokens = 0  # generated since the start
+        self._active: dict[str, ActiveRequest] = {}
+        self._registered: set[str] = set()  # digests that the engine knows
+        self._preparing: set[asyncio.Task[None]] = set()
+        self._room = asyncio.Event()
+        self._room.set()
+
+    def __len__(self) -> int:
+        return len(self._active)
+
+    async def room(self) -> None:
+        """Wait until another request may be taken up."""
+        await self._room.wait()
+
+    def take_up(self, entry_id: bytes, job: GenerateJob, dispatch: Dispatch) -> None:
+        """Decide what becomes of a request whose lease was just taken."""
+        if job.request_id in self._active:
+            return  # the inbox was read twice
+        now = time.time()
+        request = ActiveRequest(
+            job,
+            entry_id=entry_id,
+            lease=dispatch.lease,
+            worker_id=self._config.worker_id,
+            codec=self._codec,
+            now=now,
+        )
+        self._active[job.request_id] = request
+        self._update_room()
+        if dispatch.emitted:
+            # Its client has seen part of an answer that cannot be continued.
+            request.prompt_tokens = dispatch.prompt_tokens
+            request.cached_tokens = dispatch.cached_tokens
+            request.generated = dispatch.emitted
+        if dispatch.is_cancelled:
+            request.cancel(now)
+        elif dispatch.emitted or dispatch.attempt > MAX_ATTEMPTS:
+            request.fail(ErrorCode.WORKER_LOST, LOST, now=now)
+        elif job.deadline is not None and job.deadline < now:
+            request.fail(ErrorCode.DEADLINE_EXCEEDED, TOO_LATE, now=now)
+        if request.is_finished:
+            self._finish(request)
+            return
+        task = asyncio.create_task(self._prepare(request))
+        self._preparing.add(task)
+        task.add_done_callback(self._preparing.discard)
+
+    async def _prepare(self, request: ActiveRequest) -> None:
+        """Bring the request into the engine, or end it with the reason why not."""
+        job = request.job
+        try:
+            if job.base_model != self._config.base_model:
+                raise Refused(
+                    ErrorCode.INTERNAL, f"This worker serves {self._config.base_model}.", "model"
+                )
+            await self._load_adapters(request)
+            token_ids = await asyncio.to_thread(prompt_token_ids, job, self._codec)
+            command = to_add(job, token_ids, self._codec.context_length)
+        except Refused as refused:
+            request.fail(refused.code, refused.message, refused.param, now=time.time())
+        except Exception:
+            log.exception("a request could not be prepared", extra={"request_id": job.request_id})
+            request.fail(ErrorCode.INTERNAL, "The worker failed on this request.", now=time.time())
+        if request.is_finished:  # here, or cancelled while it was being prepared
+            self._finish(request)
+            return
+        request.timings.started = time.time()
+        request.in_engine = True
+        self._send(command)
+
+    async def _load_adapters(self, request: ActiveRequest) -> None:
+        for ref in request.job.adapters:
+            try:
+                folder = await self._cache.acquire(ref)
+            except AdapterFetchError as error:
+                log.warning("adapter not to be had", extra={"digest": ref.digest, "error": error})
+                raise Refused(
+                    ErrorCode.ADAPTER_UNAVAILABLE, "The adapter cannot be fetched now.", "model"
+                ) from error
+            request.held_digests += (ref.digest,)
+            if ref.digest not in self._registered:
+                self._registered.add(ref.digest)
+                self._send(Register(ref.digest, str(folder)))
+        request.timings.loaded = time.time()
+
+    def on_outputs(self, outputs: list[Output]) -> None:
+        """Take in what a step of the engine brought."""
+        now = time.time()
+        for output in outputs:
+            self.num_tokens += len(output.token_ids)
+            request = self._active.get(output.request_id)
+            if request is None:
+                continue  # ended here already: a stop string, or another worker's lease
+            request.feed(output, now)
+            if request.is_finished:
+                if output.finish_reason is None:
+                    self._send(Cancel(output.request_id, FinishReason.STOP))
+                self._finish(request)
+            else:
+                self.flusher.add(request)
+
+    def _finish(self, request: ActiveRequest) -> None:
+        """Send the last event and the DoneRecord, and give back what the request held."""
+        if self._active.pop(request.job.request_id, None) is None:
+            return
+        self.flusher.add(request)
+        self._release(request)
+
+    def _release(self, request: ActiveRequest) -> None:
+        for digest in request.held_digests:
+            self._cache.release(digest)
+        request.held_digests = ()
+        self._update_room()
+
+    def _update_room(self) -> None:
+        if len(self._active) < MAX_ACTIVE:
+            self._room.set()
+        else:
+            self._room.clear()
+
+    def cancel(self, request_id: str) -> None:
+        """Stop a request whose answer nobody wants; the engine's last output counts its tokens."""
+        request = self._active.get(request_id)
+        if request is None:
+            return
+        if request.in_engine:
+            self._send(Cancel(request_id, FinishReason.CANCELLED))
+        else:
+            request.cancel(time.time())
+            self._finish(request)
+
+    def cancel_for_dead_gateways(self, silence_s: Mapping[str, float]) -> None:
+        """`silence_s`: gateway id -> seconds since it last said that it lives."""
+        for request_id, request in list(self._active.items()):
+            if silence_s.get(request.job.gateway_id, HEARTBEAT_TIMEOUT_S) >= HEARTBEAT_TIMEOUT_S:
+                self.cancel(request_id)
+
+    def cancel_overdue(self) -> None:
+        """End requests past their deadline that wait for something else than the engine."""
+        now = time.time()
+        for request in list(self._active.values()):
+            if not request.in_engine and request.job.deadline and request.job.deadline < now:
+                request.fail(ErrorCode.DEADLINE_EXCEEDED, TOO_LATE, now=now)
+                self._finish(request)
+
+    async def leave_all(self) -> None:
+        """Part with the requests that did not finish in time."""
+        for request in list(self._active.values()):
+            await self._leave(request)
+
+    async def _leave(self, request: ActiveRequest) -> None:
+        if request.job.stream and request.generated:
+            request.fail(ErrorCode.WORKER_LOST, STOPPED, now=time.time())
+            self._finish(request)
+            return
+        self._active.pop(request.job.request_id, None)
+        self.flusher.forget(request.job.request_id)
+        with contextlib.suppress(RedisError, OSError):
+            await self._streams.hand_back(request.job.request_id, request.lease)
+
+    def _on_refused(self, request_ids: list[str]) -> None:
+        """Another run holds the lease now: whatever this one does with the request is void."""
+        log.warning("requests taken over by another lease", extra={"request_ids": request_ids})
+        for request_id in request_ids:
+            self.flusher.forget(request_id)
+            if request := self._active.pop(request_id, None):
+                request.cancel(time.time())
+                if request.in_engine:
+                    self._send(Cancel(request_id, FinishReason.CANCELLED))
+                self._release(request)
+
+    def _on_evict(self, digest: str) -> None:
+        if digest in self._registered:
+            self._registered.discard(digest)
+            self._send(Unregister(digest))

@@ -1,0 +1,223 @@
+"""The worker's IO process: its loops, its heartbeat, its start and its end.
+
+Killing this process at any point leaves the requests in the inbox, where the next run under the
+same worker id finds them (`_recover`). The engine process's death ends this one too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import signal
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from redis.exceptions import RedisError
+
+from worker.adapters import Fetch, S3Fetch
+from worker.channel import Stats, StepReport
+from worker.config import WorkerConfig
+from worker.engine_link import EngineLink
+from worker.protocol import HEARTBEAT_INTERVAL_S, Control, GenerateJob, Heartbeat
+from worker.requests import Requests
+from worker.streams import READ_COUNT, Streams
+
+if TYPE_CHECKING:
+    from worker.engine_process import EngineFactory
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 0.5
+DRAIN_POLL_S = 0.05
+
+_T = TypeVar("_T")
+
+
+def run(
+    config: WorkerConfig,
+    *,
+    engine_factory: EngineFactory | None = None,
+    fetch: Fetch | None = None,
+) -> int:
+    """Serve until SIGTERM or SIGINT. -> the process's exit status.
+
+    engine_factory  a module-level function; None: the real engine
+    fetch           where adapters come from; None: the object store
+    """
+
+    async def serve() -> int:
+        worker = Worker(config, engine_factory, fetch or S3Fetch(config.s3))
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, worker.drain)
+        return await worker.run()
+
+    return asyncio.run(serve())
+
+
+class Worker:
+    """One run of a worker. Owns the engine process and the loops that feed it."""
+
+    def __init__(
+        self, config: WorkerConfig, engine_factory: EngineFactory | None, fetch: Fetch
+    ) -> None:
+        self._config = config
+        self._boot_id = uuid.uuid4().hex
+        self._started_at = time.time()
+        self._link = EngineLink(config, engine_factory)
+        self._streams = Streams(
+            config.redis_url, pool=config.pool, worker_id=config.worker_id, boot_id=self._boot_id
+        )
+        self._requests = Requests(config, self._streams, send=self._link.send, fetch=fetch)
+        self._stats = Stats()
+        self._tokens_per_s = 0.0
+        self._is_loaded = asyncio.Event()
+        self._draining = asyncio.Event()
+        self._end = asyncio.Event()  # the engine is lost, or a second signal came
+
+    def drain(self) -> None:
+        """Take no more work, finish what runs, then stop. A second call stops at once."""
+        if self._draining.is_set() or not self._is_loaded.is_set():
+            self._end.set()
+        self._draining.set()
+
+    async def run(self) -> int:
+        """Serve until drained. -> 0; 1 when the engine died or the drain was cut short."""
+        self._link.start(self._on_report, self._end.set)
+        tasks = [
+            asyncio.create_task(self._serve()),
+            asyncio.create_task(self._drain()),
+            asyncio.create_task(self._end.wait()),
+        ]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()  # a defect in a loop ends the process
+            if self._end.is_set():
+                log.error("stopped short; exit code of the engine: %s", self._link.exit_code)
+                return 1
+            return 0
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._link.stop()
+            await self._streams.close()
+
+    def _on_report(self, report: StepReport) -> None:
+        self._is_loaded.set()
+        if report.stats is not None:
+            self._stats = report.stats
+        self._requests.on_outputs(report.outputs)
+
+    async def _serve(self) -> None:
+        await self._is_loaded.wait()
+        log.info("the engine has loaded %s", self._config.base_model)
+        control_id = await _insist(self._streams.last_control_id)
+        await _insist(self._streams.prepare)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._requests.flusher.run())
+            group.create_task(self._beat_loop())
+            group.create_task(self._control_loop(control_id))
+            group.create_task(self._inbox_loop())
+
+    async def _inbox_loop(self) -> None:
+        await _insist(self._recover)
+        while not self._draining.is_set():
+            await self._requests.room()
+            entries = await _insist(functools.partial(self._streams.read_inbox, READ_COUNT))
+            if entries:
+                await _insist(functools.partial(self._take_up, entries))
+
+    async def _recover(self) -> None:
+        """Take up again what the run before this one left."""
+        async for entries in self._streams.read_pending():
+            log.info("recovering %d requests", len(entries))
+            await self._take_up(entries)
+
+    async def _take_up(self, entries: list[tuple[bytes, bytes]]) -> None:
+        jobs = []
+        for entry_id, payload in entries:
+            try:
+                jobs.append((entry_id, GenerateJob.decode(payload)))
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                log.error("an inbox entry is no job: %r", error)
+                await self._streams.bury(entry_id, payload, repr(error))
+        dispatches = await self._streams.begin([job.request_id for _, job in jobs])
+        for (entry_id, job), dispatch in zip(jobs, dispatches, strict=True):
+            if dispatch.state in ("done", "gone"):
+                await self._streams.acknowledge(entry_id)
+            else:
+                self._requests.take_up(entry_id, job, dispatch)
+
+    async def _control_loop(self, last_id: bytes) -> None:
+        while True:
+            read = functools.partial(self._streams.read_control, last_id)
+            for entry_id, message in await _insist(read):
+                last_id = entry_id
+                if message.action == Control.CANCEL and message.request_id:
+                    self._requests.cancel(message.request_id)
+                elif message.action == Control.DRAIN:
+                    self._draining.set()
+
+    async def _beat_loop(self) -> None:
+        counted_at, counted = time.monotonic(), 0
+        while True:
+            now, num_tokens = time.monotonic(), self._requests.num_tokens
+            self._tokens_per_s = (num_tokens - counted) / max(now - counted_at, 1e-3)
+            counted_at, counted = now, num_tokens
+            with contextlib.suppress(RedisError, OSError):
+                silence_s = await self._streams.beat(self._heartbeat())
+                self._requests.cancel_for_dead_gateways(silence_s)
+            self._requests.cancel_overdue()
+            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+
+    def _heartbeat(self) -> Heartbeat:
+        stats = self._stats
+        return Heartbeat(
+            worker_id=self._config.worker_id,
+            boot_id=self._boot_id,
+            pool=self._config.pool,
+            base_model=self._config.base_model,
+            base_revision=self._config.base_revision,
+            device=self._config.device,
+            step=stats.step,
+            running=stats.running,
+            waiting=max(stats.waiting, len(self._requests) - stats.running),
+            max_running=stats.max_running,
+            free_pages=stats.free_pages,
+            num_pages=stats.num_pages,
+            resident_digests=stats.resident_digests,
+            tokens_per_s=round(self._tokens_per_s, 1),
+            draining=self._draining.is_set(),
+            started_at=self._started_at,
+        )
+
+    async def _drain(self) -> None:
+        """Once asked to: finish what runs as far as the time allows, hand back the rest."""
+        await self._draining.wait()
+        log.info("draining %d requests", len(self._requests))
+        with contextlib.suppress(RedisError, OSError):
+            await self._streams.beat(self._heartbeat())  # gateways choose another worker
+        deadline = time.monotonic() + self._config.drain_timeout_s
+        while len(self._requests) and time.monotonic() < deadline:
+            await asyncio.sleep(DRAIN_POLL_S)
+        await self._requests.leave_all()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._requests.flusher.drained(), self._config.drain_timeout_s)
+        with contextlib.suppress(RedisError, OSError):
+            await self._streams.unregister()
+
+
+async def _insist(call: Callable[[], Awaitable[_T]]) -> _T:
+    """Repeat a Redis command until Redis answers."""
+    while True:
+        try:
+            return await call()
+        except (RedisError, OSError) as error:
+            log.warning("waiting for Redis: %r", error)
+            await asyncio.sleep(RETRY_S)

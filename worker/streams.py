@@ -1,0 +1,312 @@
+"""Every Redis command of a worker. What the keys mean is in `worker.protocol`.
+
+All changes to a request go through a script that compares the lease first, so a worker that was
+paused and replaced can no longer tell anything, acknowledge anything or bill anything. Each
+script may be repeated after a lost reply without a second effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import ExponentialBackoff
+from redis.exceptions import NoScriptError, ResponseError
+
+from worker import protocol
+from worker.protocol import ControlMessage, DoneRecord, Heartbeat, TokenEvent
+
+READ_COUNT = 64
+BLOCK_MS = 2000
+
+# KEYS job | ARGV worker, boot -> state as it was, lease, attempt, emitted, prompt, cached, cancel
+BEGIN = """
+local state, boot = unpack(redis.call('HMGET', KEYS[1], 'state', 'boot'))
+if not state then return {'gone'} end
+if state == 'done' then return {'done'} end
+if boot ~= ARGV[2] then
+  redis.call('HINCRBY', KEYS[1], 'lease', 1)
+  redis.call('HINCRBY', KEYS[1], 'attempt', 1)
+  redis.call('HSET', KEYS[1], 'state', 'running', 'worker', ARGV[1], 'boot', ARGV[2], 'seq', 0)
+end
+local now = redis.call('HMGET', KEYS[1],
+  'lease', 'attempt', 'emitted', 'prompt_tokens', 'cached_tokens', 'cancel')
+return {state, now[1], now[2], now[3], now[4], now[5], now[6]}
+"""
+
+# KEYS out, done, inbox, job … | ARGV group, out length, out ttl, done job's ttl, then per job
+# lease, seq, event, emitted, prompt, cached, done record or '', inbox entry
+# -> indexes of the jobs whose lease is somebody else's now
+PUBLISH = """
+local events, stale = {}, {}
+for i = 4, #KEYS do
+  local job, at = KEYS[i], 4 + (i - 4) * 8
+  local lease, seq, state = unpack(redis.call('HMGET', job, 'lease', 'seq', 'state'))
+  if lease ~= ARGV[at + 1] then
+    stale[#stale + 1] = i - 4
+  elseif state ~= 'done' and tonumber(seq) == tonumber(ARGV[at + 2]) then
+    events[#events + 1] = ARGV[at + 3]
+    redis.call('HSET', job, 'seq', seq + 1, 'emitted', ARGV[at + 4],
+      'prompt_tokens', ARGV[at + 5], 'cached_tokens', ARGV[at + 6])
+    if ARGV[at + 7] ~= '' then
+      redis.call('XADD', KEYS[2], '*', 'm', ARGV[at + 7])
+      redis.call('XACK', KEYS[3], ARGV[1], ARGV[at + 8])
+      redis.call('XDEL', KEYS[3], ARGV[at + 8])
+      redis.call('HSET', job, 'state', 'done')
+      redis.call('EXPIRE', job, ARGV[4])
+    end
+  end
+end
+if #events > 0 then
+  redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[2], '*',
+    'm', '[' .. table.concat(events, ',') .. ']')
+  redis.call('EXPIRE', KEYS[1], ARGV[3])
+end
+return stale
+"""
+
+# KEYS job | ARGV lease
+HAND_BACK = """
+if redis.call('HGET', KEYS[1], 'lease') ~= ARGV[1] then return 0 end
+redis.call('HINCRBY', KEYS[1], 'attempt', -1)
+redis.call('HSET', KEYS[1], 'state', 'queued')
+return redis.call('HDEL', KEYS[1], 'boot')
+"""
+
+# KEYS workers, worker, gateways | ARGV worker id, heartbeat, ttl -> time, gateway, its time, …
+BEAT = """
+redis.replicate_commands()
+local time = redis.call('TIME')
+local now = time[1] + time[2] / 1e6
+redis.call('ZADD', KEYS[1], now, ARGV[1])
+redis.call('HSET', KEYS[2], 'm', ARGV[2])
+redis.call('EXPIRE', KEYS[2], ARGV[3])
+local gateways = redis.call('ZRANGE', KEYS[3], 0, -1, 'WITHSCORES')
+table.insert(gateways, 1, tostring(now))
+return gateways
+"""
+
+SCRIPTS = {"begin": BEGIN, "publish": PUBLISH, "hand_back": HAND_BACK, "beat": BEAT}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dispatch:
+    """Where a request stands as this worker takes it up; the counts are of earlier attempts."""
+
+    state: str  # "queued", "running" (an attempt was lost), "done" or "gone"
+    lease: int = 0
+    attempt: int = 0
+    emitted: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    is_cancelled: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class News:
+    """One request's share of a flush; `done` with its last event."""
+
+    event: TokenEvent
+    entry_id: bytes
+    emitted: int
+    prompt_tokens: int
+    cached_tokens: int
+    done: DoneRecord | None = None
+
+
+class Streams:
+    """A worker's connection to Redis. Every method may raise redis.exceptions.RedisError."""
+
+    def __init__(self, redis_url: str, *, pool: str, worker_id: str, boot_id: str) -> None:
+        # Any: the client's own types cover every protocol version at once.
+        self._redis: Any = redis.asyncio.from_url(
+            redis_url,
+            protocol=2,  # XREAD answers with pairs; under RESP3 with a map
+            socket_connect_timeout=5,
+            socket_timeout=5 + BLOCK_MS / 1000,
+            retry=Retry(ExponentialBackoff(cap=0.5, base=0.05), 3),
+            health_check_interval=30,
+        )
+        self._pool = pool
+        self._worker_id = worker_id
+        self._boot_id = boot_id
+        self._inbox = protocol.inbox_key(pool, worker_id)
+        self._control = protocol.control_key(pool, worker_id)
+        self._sha: dict[str, str] = {}
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+    async def prepare(self) -> None:
+        """Make the inbox and its group if they are not there."""
+        try:
+            await self._redis.xgroup_create(
+                self._inbox, protocol.INBOX_GROUP, id="0", mkstream=True
+            )
+        except ResponseError as error:
+            if "BUSYGROUP" not in str(error):
+                raise
+
+    async def last_control_id(self) -> bytes:
+        """The newest control message so far; what came before the start is of no concern."""
+        newest = await self._redis.xrevrange(self._control, count=1)
+        return newest[0][0] if newest else b"0-0"
+
+    async def read_control(self, after: bytes) -> list[tuple[bytes, ControlMessage]]:
+        """Control messages after an id; waits a while for one."""
+        reply = await self._redis.xread({self._control: after}, block=BLOCK_MS)
+        return [
+            (entry_id, ControlMessage.decode(fields[protocol.PAYLOAD_FIELD]))
+            for _, entries in reply
+            for entry_id, fields in entries
+        ]
+
+    async def read_inbox(self, count: int) -> list[tuple[bytes, bytes]]:
+        """New entries of the inbox as (id, payload); waits a while for one."""
+        return await self._read_group(">", count=count, block=BLOCK_MS)
+
+    async def read_pending(self) -> AsyncIterator[list[tuple[bytes, bytes]]]:
+        """What an earlier run of this worker took and did not finish, in batches."""
+        after: bytes | str = "0"
+        while entries := await self._read_group(after, count=READ_COUNT):
+            yield entries
+            after = entries[-1][0]
+
+    async def _read_group(
+        self, after: bytes | str, *, count: int, block: int | None = None
+    ) -> list[tuple[bytes, bytes]]:
+        try:
+            reply = await self._redis.xreadgroup(
+                protocol.INBOX_GROUP,
+                self._worker_id,
+                {self._inbox: after},
+                count=count,
+                block=block,
+            )
+        except ResponseError as error:
+            if "NOGROUP" not in str(error):
+                raise
+            await self.prepare()  # Redis lost its data
+            return []
+        return [
+            (entry_id, (fields or {}).get(protocol.PAYLOAD_FIELD, b""))
+            for _, entries in reply
+            for entry_id, fields in entries
+        ]
+
+    async def begin(self, request_ids: Sequence[str]) -> list[Dispatch]:
+        """Take up requests of the inbox under a new lease each."""
+        replies = await self._run_many(
+            "begin",
+            [
+                ([protocol.job_key(self._pool, request_id)], [self._worker_id, self._boot_id])
+                for request_id in request_ids
+            ],
+        )
+        return [_dispatch(reply) for reply in replies]
+
+    async def publish(self, gateway_id: str, news: Sequence[News]) -> list[News]:
+        """Send one gateway its events, and finish the requests that ended, in one step.
+
+        -> the news that were refused because another lease is current.
+        """
+        keys = [
+            protocol.out_key(gateway_id),
+            protocol.done_key(self._pool),
+            self._inbox,
+            *(protocol.job_key(self._pool, item.event.request_id) for item in news),
+        ]
+        args: list[Any] = [
+            protocol.INBOX_GROUP,
+            protocol.OUT_STREAM_MAX_LEN,
+            protocol.OUT_STREAM_TTL_S,
+            protocol.DONE_JOB_TTL_S,
+        ]
+        for item in news:
+            args += [item.event.lease, item.event.seq, item.event.encode()]
+            args += [item.emitted, item.prompt_tokens, item.cached_tokens]
+            args += [item.done.encode() if item.done else b"", item.entry_id]
+        stale = await self._run("publish", keys, args)
+        return [news[index] for index in stale]
+
+    async def hand_back(self, request_id: str, lease: int) -> None:
+        """Leave a request that delivered nothing in the inbox as if it had not been taken up."""
+        await self._run("hand_back", [protocol.job_key(self._pool, request_id)], [lease])
+
+    async def acknowledge(self, entry_id: bytes) -> None:
+        """Remove an entry from the inbox whose request has ended otherwise."""
+        async with self._redis.pipeline() as pipe:
+            pipe.xack(self._inbox, protocol.INBOX_GROUP, entry_id)
+            pipe.xdel(self._inbox, entry_id)
+            await pipe.execute()
+
+    async def bury(self, entry_id: bytes, payload: bytes, reason: str) -> None:
+        """Move an entry that cannot be understood to the dead letters."""
+        await self._redis.xadd(
+            protocol.dead_letter_key(self._pool),
+            {protocol.PAYLOAD_FIELD: payload, b"source": self._inbox, b"reason": reason},
+            maxlen=protocol.DEAD_LETTER_MAX_LEN,
+        )
+        await self.acknowledge(entry_id)
+
+    async def beat(self, heartbeat: Heartbeat) -> dict[str, float]:
+        """Say that this worker lives. -> gateway id -> seconds since it last said so."""
+        reply = await self._run(
+            "beat",
+            [
+                protocol.workers_key(self._pool),
+                protocol.worker_key(self._pool, self._worker_id),
+                protocol.GATEWAYS_KEY,
+            ],
+            [self._worker_id, heartbeat.encode(), protocol.WORKER_TTL_S],
+        )
+        now = float(reply[0])
+        return {
+            gateway_id.decode(): now - float(score)
+            for gateway_id, score in zip(reply[1::2], reply[2::2], strict=True)
+        }
+
+    async def unregister(self) -> None:
+        """Say that this worker goes on purpose."""
+        async with self._redis.pipeline() as pipe:
+            pipe.zrem(protocol.workers_key(self._pool), self._worker_id)
+            pipe.delete(protocol.worker_key(self._pool, self._worker_id))
+            await pipe.execute()
+
+    async def _run(self, script: str, keys: list[str], args: list[Any]) -> Any:
+        return (await self._run_many(script, [(keys, args)]))[0]
+
+    async def _run_many(
+        self, script: str, calls: Iterable[tuple[list[str], list[Any]]]
+    ) -> list[Any]:
+        calls = list(calls)
+        for _ in range(2):
+            if script not in self._sha:
+                self._sha[script] = await self._redis.script_load(SCRIPTS[script])
+            pipe = self._redis.pipeline(transaction=False)
+            for keys, args in calls:
+                pipe.evalsha(self._sha[script], len(keys), *keys, *args)
+            try:
+                return list(await pipe.execute())
+            except NoScriptError:  # Redis was restarted; none of the calls took place
+                del self._sha[script]
+        raise NoScriptError(script)
+
+
+def _dispatch(reply: list[bytes | None]) -> Dispatch:
+    state = (reply[0] or b"").decode()
+    if len(reply) == 1:
+        return Dispatch(state=state)
+    lease, attempt, emitted, prompt, cached, cancel = (int(value or 0) for value in reply[1:])
+    return Dispatch(
+        state=state,
+        lease=lease,
+        attempt=attempt,
+        emitted=emitted,
+        prompt_tokens=prompt,
+        cached_tokens=cached,
+        is_cancelled=bool(cancel),
+    )

@@ -1,0 +1,243 @@
+"""Text to token ids and back: chat template, tokenizer, text that arrives token by token.
+
+Reads the model folder's tokenizer.json and chat template itself; `transformers`, which imports
+torch, is not needed. A test holds both against it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+#: What an incomplete UTF-8 sequence decodes to.
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+#: A character has four bytes at most; tokens that make none after these are plain garbage.
+MAX_HELD_TOKENS = 8
+
+
+class PromptError(Exception):
+    """The prompt cannot be rendered; the message is for the person who sent it."""
+
+
+class TextCodec:
+    """The base model's tokenizer and chat template. Safe to use from several threads."""
+
+    def __init__(self, model_dir: Path) -> None:
+        self._tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        settings = _read_json(model_dir / "tokenizer_config.json")
+        self._special_tokens = _special_tokens(settings)
+        self._template = _load_template(model_dir, settings)
+        self.context_length = int(
+            _read_json(model_dir / "config.json").get("max_position_embeddings", 2048)
+        )
+        self.vocab_size = self._tokenizer.get_vocab_size()
+        self._longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)
+        self._byte_level = '"ByteLevel"' in json.dumps(
+            _read_json(model_dir / "tokenizer.json").get("decoder")
+        )
+
+    def render(self, messages: Sequence[dict[str, Any]]) -> str:
+        """The prompt of a chat, up to where the assistant speaks. Raises PromptError.
+
+        Source: transformers.utils.chat_template_utils.render_jinja_template.
+        """
+        if self._template is None:
+            raise PromptError("The base model has no chat template; use /v1/completions.")
+        try:
+            return self._template.render(
+                messages=[dict(message) for message in messages],
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+                **self._special_tokens,
+            )
+        except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
+            raise PromptError(f"The chat template refuses these messages: {error}") from error
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids. A rendered chat has its special tokens already; plain text has not."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def min_num_tokens(self, text: str) -> int:
+        """A lower bound for the length of `encode(text)`, without the work of it."""
+        return len(text) // self._longest_token
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text, without special tokens."""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
+
+    def token_text(self, token_id: int) -> str:
+        """One token by itself, special ones included, as logprobs show it."""
+        text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return text
+
+    def token_bytes(self, token_id: int) -> list[int]:
+        """The bytes that the token stands for, also when they are only part of a character."""
+        token = self._tokenizer.id_to_token(token_id) or ""
+        if self._byte_level and all(character in _BYTE_OF for character in token):
+            return [_BYTE_OF[character] for character in token]
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return [int(token[3:5], 16)]
+        return list(self.token_text(token_id).encode())
+
+
+class Detokenizer:
+    """Text of a growing list of token ids; together its pieces are `decode` of them all.
+
+    A token's text depends on its neighbours (byte sequences, leading spaces), so each piece is
+    the difference between two decodings that share a context of a few tokens before it.
+    """
+
+    __slots__ = ("_codec", "_context", "_ids", "_shown")
+
+    def __init__(self, codec: TextCodec) -> None:
+        self._codec = codec
+        self._ids: list[int] = []  # the context, then tokens not wholly shown
+        self._context = 0  # how many of `_ids` are context
+        self._shown = ""  # how much of the text of `_ids` is out
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens complete; a character still missing bytes waits."""
+        if not token_ids:
+            return ""
+        self._ids += token_ids
+        text = self._codec.decode(self._ids)
+        if not text.startswith(self._shown):
+            # A byte-fallback decoder gives up on a whole run of bytes at its first invalid one,
+            # which also takes back what the context read as. Start afresh behind the context.
+            self._ids, self._context, self._shown = self._ids[self._context :], 0, ""
+            text = self._codec.decode(self._ids)
+        complete = text.rstrip(REPLACEMENT)
+        if len(complete) == len(text) or len(self._ids) - self._context > MAX_HELD_TOKENS:
+            return self._advance(text)
+        piece = complete[len(self._shown) :]
+        self._shown += piece
+        return piece
+
+    def finish(self) -> str:
+        """What is left, incomplete characters as U+FFFD."""
+        return self._advance(self._codec.decode(self._ids)) if self._ids else ""
+
+    def _advance(self, text: str) -> str:
+        """Show all of `text`; the tokens it came from become the context of the next."""
+        piece = text[len(self._shown) :]
+        if piece:
+            self._ids = self._ids[self._context :]
+            self._context = len(self._ids)
+            self._shown = self._codec.decode(self._ids)
+        return piece
+
+
+class StopStrings:
+    """Cuts text at the first stop string; holds back what may turn out to begin one."""
+
+    __slots__ = ("_held", "_stops")
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+
+    def feed(self, text: str) -> tuple[str, bool]:
+        """The text that is safe to show, and whether a stop string was met (and cut off)."""
+        if not self._stops:
+            return text, False
+        text = self._held + text
+        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            self._held = ""
+            return text[: min(found)], True
+        keep = max(_overlap(text, stop) for stop in self._stops)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], False
+
+    def finish(self) -> str:
+        """What was held back and is now known to be no stop string."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest end of `text` that begins `stop`."""
+    for size in range(min(len(text), len(stop) - 1), 0, -1):
+        if stop.startswith(text[len(text) - size :]):
+            return size
+    return 0
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    settings: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return settings
+
+
+def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
+    """bos_token, eos_token and the like, as the template refers to them."""
+    tokens = {}
+    for name, value in settings.items():
+        if name.endswith("_token"):
+            text = value.get("content") if isinstance(value, dict) else value
+            if isinstance(text, str):
+                tokens[name] = text
+    return tokens
+
+
+def _load_template(model_dir: Path, settings: dict[str, Any]) -> jinja2.Template | None:
+    file = model_dir / "chat_template.jinja"
+    source = file.read_text() if file.exists() else settings.get("chat_template")
+    if isinstance(source, list):  # several named templates
+        source = next((item["template"] for item in source if item["name"] == "default"), None)
+    return _template_environment().from_string(source) if source else None
+
+
+class _Generation(jinja2.ext.Extension):
+    """{% generation %} marks the assistant's words for training; here it is only passed through."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Any) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        body: list[jinja2.nodes.Node] = parser.parse_statements(
+            ["name:endgeneration"], drop_needle=True
+        )
+        return body
+
+
+def _template_environment() -> ImmutableSandboxedEnvironment:
+    """The environment that transformers renders chat templates in."""
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        # Jinja's own escapes HTML.
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Character -> byte of byte-level BPE vocabularies. Source: GPT-2's bytes_to_unicode."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = {chr(byte): byte for byte in plain}
+    others = (byte for byte in range(256) if byte not in plain)
+    return alphabet | {chr(256 + offset): byte for offset, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
