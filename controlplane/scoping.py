@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -67,11 +67,43 @@ def all_tenants(*, reason: str) -> Iterator[None]:
 _M = TypeVar("_M", bound=models.Model)
 
 
+class TenantQuerySet(models.QuerySet[_M]):
+    """Writes many rows at once under the rule that `TenantModel.save` keeps for one."""
+
+    def bulk_create(self, objs: Iterable[_M], *args: Any, **kwargs: Any) -> list[_M]:
+        rows = list(objs)
+        for row in rows:
+            _claim(row)
+        return super().bulk_create(rows, *args, **kwargs)
+
+    def update(self, **values: Any) -> int:
+        if "tenant" in values or "tenant_id" in values:
+            raise TenantScopeError("a row cannot move to another tenant")
+        return super().update(**values)
+
+
+def _claim(row: models.Model) -> None:
+    """Give a row without a tenant the scope's; refuse one of another tenant."""
+    scope = _scope.get()
+    kind = type(row).__name__
+    if scope is None:
+        raise TenantScopeError(f"{kind} saved with no tenant in scope")
+    if isinstance(scope, uuid.UUID):
+        if row.tenant_id is None:  # type: ignore[attr-defined]
+            row.tenant_id = scope  # type: ignore[attr-defined]
+        elif row.tenant_id != scope:  # type: ignore[attr-defined]
+            raise TenantScopeError(f"{kind} belongs to another tenant")
+
+
 class TenantManager(models.Manager[_M]):
     """Rows of the tenant in scope; all rows inside `all_tenants`; otherwise an error."""
 
     def get_queryset(self) -> models.QuerySet[_M]:
-        queryset = super().get_queryset()
+        queryset: models.QuerySet[_M] = TenantQuerySet(
+            self.model,
+            using=self._db,
+            hints=self._hints,  # type: ignore[attr-defined]
+        )
         scope = _scope.get()
         if scope is None:
             raise TenantScopeError(f"{self.model.__name__} queried with no tenant in scope")
@@ -93,14 +125,7 @@ class TenantModel(models.Model):
         abstract = True
 
     def save(self, *args: Any, **kwargs: Any) -> None:
-        scope = _scope.get()
-        if scope is None:
-            raise TenantScopeError(f"{type(self).__name__} saved with no tenant in scope")
-        if isinstance(scope, uuid.UUID):
-            if self.tenant_id is None:
-                self.tenant_id = scope
-            elif self.tenant_id != scope:
-                raise TenantScopeError(f"{type(self).__name__} belongs to another tenant")
+        _claim(self)
         super().save(*args, **kwargs)
 
 

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import boto3
 from botocore.client import Config
-from botocore.exceptions import ClientError
+from botocore.exceptions import BotoCoreError, ClientError
 from django.conf import settings
+
+#: What any function here raises when the store cannot be reached or fails.
+STORAGE_ERRORS = (BotoCoreError, ClientError)
+_PIECE_BYTES = 1 << 20
+
+
+class ObjectMissing(Exception):
+    """Raised when there is no object under the key."""
 
 
 @functools.cache
@@ -59,11 +69,25 @@ def object_size(key: str) -> int | None:
 
 
 def read_bytes(key: str, *, max_bytes: int) -> bytes:
-    """The object's first `max_bytes` bytes at most."""
-    body = _internal().get_object(Bucket=settings.S3_BUCKET, Key=key)["Body"]
-    data: bytes = body.read(max_bytes)
-    body.close()
-    return data
+    """The object's first `max_bytes` bytes at most. Raises ObjectMissing."""
+    return b"".join(read_pieces(key, max_bytes=max_bytes))
+
+
+def read_pieces(key: str, *, max_bytes: int) -> Iterator[bytes]:
+    """The object's first `max_bytes` bytes at most, in pieces. Raises ObjectMissing."""
+    try:
+        answer = _internal().get_object(
+            Bucket=settings.S3_BUCKET, Key=key, Range=f"bytes=0-{max_bytes - 1}"
+        )
+    except ClientError as error:
+        status = error.response["ResponseMetadata"]["HTTPStatusCode"]
+        if status == 404:
+            raise ObjectMissing(key) from error
+        if status == 416:  # there is no first byte
+            return
+        raise
+    with contextlib.closing(answer["Body"]) as body:
+        yield from body.iter_chunks(_PIECE_BYTES)
 
 
 def download(key: str, path: Path) -> None:
@@ -76,14 +100,6 @@ def upload(path: Path, key: str) -> None:
 
 def put_bytes(key: str, data: bytes) -> None:
     _internal().put_object(Bucket=settings.S3_BUCKET, Key=key, Body=data)
-
-
-def copy(source: str, target: str) -> None:
-    _internal().copy_object(
-        Bucket=settings.S3_BUCKET,
-        Key=target,
-        CopySource={"Bucket": settings.S3_BUCKET, "Key": source},
-    )
 
 
 def delete(keys: list[str]) -> None:

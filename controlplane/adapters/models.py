@@ -69,7 +69,9 @@ class AdapterVersion(TenantModel):
     source = models.CharField(max_length=16, choices=Source, default=Source.UPLOAD)
     #: `worker.protocol.adapter_digest`; set when ready.
     digest = models.CharField(max_length=64, blank=True)
+    #: Of adapter_model.safetensors and of adapter_config.json, as stated before the upload.
     num_bytes = models.BigIntegerField(default=0)
+    config_num_bytes = models.PositiveIntegerField(default=0)
     max_rank = models.PositiveIntegerField(default=0)
     #: [{"field", "message"}]: why it was rejected, for a person to act on.
     reasons = models.JSONField(default=list)
@@ -98,6 +100,11 @@ class AdapterVersion(TenantModel):
         return f"t/{self.tenant_id}/adapters/{self.digest}/adapter_model.safetensors"
 
     @property
-    def staging_prefix(self) -> str:
-        """S3 folder that the client's presigned URLs write to."""
-        return f"t/{self.tenant_id}/u/{self.id}/"
+    def staged_config_key(self) -> str:
+        """S3 key that the client's presigned URL writes adapter_config.json to."""
+        return f"t/{self.tenant_id}/u/{self.id}/adapter_config.json"
+
+    @property
+    def staged_tensors_key(self) -> str:
+        """S3 key that the client's presigned URL writes adapter_model.safetensors to."""
+        return f"t/{self.tenant_id}/u/{self.id}/adapter_model.safetensors"

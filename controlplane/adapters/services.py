@@ -1,28 +1,326 @@
-"""Every change to base models, adapters and their versions."""
+"""Every change to base models, adapters and their versions; and what a model's name means.
+
+All but `base_model_add` act for the tenant in scope.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from django.core.exceptions import ValidationError
+from django.db import transaction
+from django.db.models import F, Max
+from kombu.exceptions import OperationalError
 
-from controlplane.adapters.models import BaseModel
-from controlplane.errors import from_validation
+from controlplane import storage
+from controlplane.adapters import ingest, peft_config, tasks, tensor_file
+from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
+from controlplane.adapters.validation import BaseShape
+from controlplane.errors import Conflict, InvalidRequest, NotFound, Unavailable, from_validation
+from controlplane.tenants.models import SLUG_RULE, User, is_slug
+
+MAX_TENSORS_BYTES = 2 * 1024**3
+#: The files of an adapter and the most bytes each may have.
+FILES = {
+    peft_config.FILE: peft_config.MAX_CONFIG_BYTES,
+    tensor_file.FILE: MAX_TENSORS_BYTES,
+}
+UPLOAD_EXPIRES_S = 900
+#: The database's largest version number.
+MAX_NUMBER = 2**31 - 1
+
+Status = AdapterVersion.Status
 
 
 def base_model_add(*, name: str, revision: str, config: dict[str, Any]) -> BaseModel:
     """Make a base model known, or bring a known one up to date.
 
     config   its Hugging Face config.json
-    Raises InvalidRequest when a name or a dimension is missing or wrong.
+    Raises InvalidRequest when a name or a size is missing or wrong.
     """
     base_model = BaseModel.objects.filter(name=name).first() or BaseModel(name=name)
     base_model.revision = revision
     base_model.config = config
     base_model.context_length = config.get("max_position_embeddings", 0)
     try:
+        BaseShape.from_config(config)
         base_model.full_clean(validate_unique=False)
     except ValidationError as error:
         raise from_validation(error) from error
+    except ValueError as error:
+        raise InvalidRequest(f"config.json: {error}", param="config") from error
     base_model.save()
     return base_model
+
+
+def adapter_get(*, name: str) -> Adapter:
+    """The adapter of this name. Raises NotFound."""
+    adapter = _find(name)
+    if adapter is None:
+        raise NotFound("There is no such adapter.")
+    return adapter
+
+
+def adapter_version_get(*, name: str, number: int) -> AdapterVersion:
+    """The version of this adapter and number. Raises NotFound."""
+    version = None
+    if is_slug(name) and number <= MAX_NUMBER:
+        versions = AdapterVersion.objects.filter(adapter__name=name, number=number)
+        version = versions.select_related("adapter").first()
+    if version is None:
+        raise NotFound("There is no such adapter version.")
+    return version
+
+
+def adapter_create(
+    *, name: str, base_model_name: str | None = None, description: str = ""
+) -> Adapter:
+    """A new adapter without versions. Raises InvalidRequest, or Conflict for a taken name."""
+    adapter = _adapter(name, base_model_name, description)
+    adapter, is_new = Adapter.objects.get_or_create(
+        name=name, defaults={"base_model": adapter.base_model, "description": description}
+    )
+    if not is_new:
+        raise Conflict(f"There is an adapter {name} already.", param="name")
+    return adapter
+
+
+@transaction.atomic
+def adapter_version_create(
+    *,
+    name: str,
+    files: Mapping[str, int],
+    base_model_name: str | None = None,
+    created_by: User | None = None,
+    source: AdapterVersion.Source = AdapterVersion.Source.UPLOAD,
+) -> AdapterVersion:
+    """The next version of an adapter, to be uploaded; the adapter is made on first use.
+
+    files             the length in bytes of each of `FILES`
+    base_model_name   may be left out for a known adapter, or when there is one base model only
+    Raises InvalidRequest, or Conflict when the adapter has another base model.
+    """
+    _check_files(files)
+    adapter = _find(name)
+    if adapter is None:
+        adapter = _adapter(name, base_model_name, "")
+        # Another request may have made it since.
+        adapter, _ = Adapter.objects.get_or_create(
+            name=name, defaults={"base_model": adapter.base_model}
+        )
+    if base_model_name not in (None, adapter.base_model.name):
+        raise Conflict(
+            f"{name} is an adapter of {adapter.base_model.name}; an adapter keeps its base model.",
+            param="base_model",
+        )
+    # The lock makes the next number ours alone.
+    Adapter.objects.select_for_update().get(pk=adapter.pk)
+    last = AdapterVersion.objects.filter(adapter=adapter).aggregate(last=Max("number"))["last"]
+    return AdapterVersion.objects.create(
+        adapter=adapter,
+        number=(last or 0) + 1,
+        source=source,
+        created_by=created_by,
+        config_num_bytes=files[peft_config.FILE],
+        num_bytes=files[tensor_file.FILE],
+    )
+
+
+def adapter_version_upload_urls(*, version: AdapterVersion) -> dict[str, str]:
+    """For each file a URL that takes one PUT of exactly the stated length."""
+    return {
+        peft_config.FILE: storage.presign_put(
+            version.staged_config_key,
+            num_bytes=version.config_num_bytes,
+            expires_s=UPLOAD_EXPIRES_S,
+        ),
+        tensor_file.FILE: storage.presign_put(
+            version.staged_tensors_key, num_bytes=version.num_bytes, expires_s=UPLOAD_EXPIRES_S
+        ),
+    }
+
+
+def adapter_version_complete(*, version: AdapterVersion) -> AdapterVersion:
+    """Say that both files are uploaded; they are checked in the background.
+
+    Again, it changes nothing but to queue a check that got lost. Raises Conflict when a file is
+    not there with its stated length, Unavailable when the store or the queue does not answer.
+    """
+    if version.status == Status.UPLOADING:
+        _check_uploaded(version)
+        AdapterVersion.objects.filter(pk=version.pk, status=Status.UPLOADING).update(
+            status=Status.UPLOADED
+        )
+        version.refresh_from_db()
+    if version.status in {Status.UPLOADED, Status.VALIDATING}:
+        transaction.on_commit(lambda: _queue_validation(version))
+    return version
+
+
+def adapter_version_publish_files(
+    *,
+    adapter: Adapter,
+    config_path: Path,
+    tensors_path: Path,
+    source: AdapterVersion.Source = AdapterVersion.Source.TRAINING,
+    created_by: User | None = None,
+) -> AdapterVersion:
+    """Make two local files the adapter's next version, by the checks an upload goes through.
+
+    Returns when they are done: the version is ready or rejected. Not for use in a transaction.
+    """
+    version = adapter_version_create(
+        name=adapter.name,
+        files={
+            peft_config.FILE: config_path.stat().st_size,
+            tensor_file.FILE: tensors_path.stat().st_size,
+        },
+        created_by=created_by,
+        source=source,
+    )
+    storage.upload(config_path, version.staged_config_key)
+    storage.upload(tensors_path, version.staged_tensors_key)
+    AdapterVersion.objects.filter(pk=version.pk, status=Status.UPLOADING).update(
+        status=Status.UPLOADED
+    )
+    ingest.version_ingest(version.pk)
+    version.refresh_from_db()
+    return version
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedModel:
+    """What a request's `model` means: an adapter's version, or (None) the base model alone."""
+
+    name: str
+    base_model: BaseModel
+    version: AdapterVersion | None
+    created: int  # Unix seconds
+
+
+_MODEL_NAME = re.compile(r"([a-z0-9][a-z0-9._-]{0,62})(?:@([1-9][0-9]{0,8}))?", re.ASCII)
+
+
+def model_resolve(name: str) -> ResolvedModel:
+    """The meaning of an adapter's name, `name@number` or a base model's name, in that order.
+
+    Raises NotFound, in the same words whatever the reason.
+    """
+    match = _MODEL_NAME.fullmatch(name)
+    if match is not None:
+        bare, number = match.groups()
+        version = _ready_version(bare, int(number) if number else None)
+        if version is not None:
+            return _resolved(name, version)
+        base_model = BaseModel.objects.filter(name=name, is_active=True).first()
+        if base_model is not None:
+            return _resolved_base(base_model)
+    raise NotFound(
+        f"The model `{name[:200]}` does not exist or you do not have access to it.",
+        param="model",
+        code="model_not_found",
+    )
+
+
+def models_list() -> list[ResolvedModel]:
+    """What the tenant can name: its adapters that have a live version, then the base models."""
+    adapters = Adapter.objects.exclude(live_version=None).filter(base_model__is_active=True)
+    live = adapters.select_related("live_version", "base_model").order_by("name")
+    found = [_resolved(adapter.name, adapter.live_version, adapter) for adapter in live]
+    bases = BaseModel.objects.filter(is_active=True).order_by("name")
+    return found + [_resolved_base(base_model) for base_model in bases]
+
+
+def _ready_version(name: str, number: int | None) -> AdapterVersion | None:
+    versions = AdapterVersion.objects.filter(
+        adapter__name=name, adapter__base_model__is_active=True, status=Status.READY
+    ).select_related("adapter__base_model")
+    if number is not None:
+        return versions.filter(number=number).first()
+    return versions.filter(adapter__live_version=F("pk")).first()
+
+
+def _resolved(
+    name: str, version: AdapterVersion | None, adapter: Adapter | None = None
+) -> ResolvedModel:
+    assert version is not None
+    adapter = adapter or version.adapter
+    return ResolvedModel(
+        name=name,
+        base_model=adapter.base_model,
+        version=version,
+        created=int(version.created_at.timestamp()),
+    )
+
+
+def _resolved_base(base_model: BaseModel) -> ResolvedModel:
+    created = int(base_model.created_at.timestamp())
+    return ResolvedModel(name=base_model.name, base_model=base_model, version=None, created=created)
+
+
+def _find(name: str) -> Adapter | None:
+    if not is_slug(name):
+        return None
+    return Adapter.objects.filter(name=name).select_related("base_model", "live_version").first()
+
+
+def _adapter(name: str, base_model_name: str | None, description: str) -> Adapter:
+    """A checked, unsaved adapter."""
+    if not is_slug(name):
+        raise InvalidRequest(SLUG_RULE, param="name")
+    if len(description) > 500:
+        raise InvalidRequest("A description has at most 500 characters.", param="description")
+    if BaseModel.objects.filter(name=name).exists():
+        raise Conflict(f"{name} is the name of a base model.", param="name")
+    return Adapter(name=name, description=description, base_model=_base_model(base_model_name))
+
+
+def _base_model(name: str | None) -> BaseModel:
+    active = BaseModel.objects.filter(is_active=True)
+    found = list((active if name is None else active.filter(name=name[:64]))[:2])
+    if len(found) == 1:
+        return found[0]
+    names = ", ".join(active.order_by("name").values_list("name", flat=True)[:20])
+    problem = "Name the base model" if name is None else "There is no such base model"
+    raise InvalidRequest(f"{problem}; there are: {names or 'none yet'}.", param="base_model")
+
+
+def _check_files(files: Mapping[str, int]) -> None:
+    for file in files:
+        if file not in FILES:
+            raise InvalidRequest(
+                f"An adapter is {' and '.join(FILES)}; nothing else is taken.", param="files"
+            )
+    for file, max_bytes in FILES.items():
+        num_bytes = files.get(file)
+        if type(num_bytes) is not int or not 1 <= num_bytes <= max_bytes:
+            raise InvalidRequest(
+                f"State the length of {file} in bytes, from 1 to {max_bytes}.",
+                param=f"files.{file}",
+            )
+
+
+def _check_uploaded(version: AdapterVersion) -> None:
+    stated = {
+        peft_config.FILE: (version.staged_config_key, version.config_num_bytes),
+        tensor_file.FILE: (version.staged_tensors_key, version.num_bytes),
+    }
+    for file, (key, num_bytes) in stated.items():
+        try:
+            found = storage.object_size(key)
+        except storage.STORAGE_ERRORS as error:
+            raise Unavailable("The object store does not answer.") from error
+        if found != num_bytes:
+            problem = "is not uploaded" if found is None else f"has {found} bytes"
+            raise Conflict(f"{file} {problem}; {num_bytes} bytes were stated.", param=file)
+
+
+def _queue_validation(version: AdapterVersion) -> None:
+    try:
+        tasks.adapter_version_validate.delay(str(version.tenant_id), str(version.pk))
+    except OperationalError as error:
+        raise Unavailable("The files are there but their check could not be queued.") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, ClassVar
 
 from django.contrib.auth.base_user import BaseUserManager
@@ -12,11 +13,17 @@ from django.db import models
 from controlplane.scoping import TenantModel, new_id
 
 #: Names that become part of a URL, a model name or a key: no slash, no colon, no at-sign.
-slug_validator = RegexValidator(
-    r"\A[a-z0-9](?:[a-z0-9._-]{0,61}[a-z0-9])?\Z",
+_SLUG = re.compile(r"\A[a-z0-9](?:[a-z0-9._-]{0,61}[a-z0-9])?\Z")
+SLUG_RULE = (
     "Use 1 to 63 lower-case letters, digits, dots, dashes or underscores; "
-    "begin and end with a letter or digit.",
+    "begin and end with a letter or digit."
 )
+slug_validator = RegexValidator(_SLUG.pattern, SLUG_RULE)
+
+
+def is_slug(text: str) -> bool:
+    """Whether a stranger's text can be a name, and so whether it may be looked up at all."""
+    return bool(_SLUG.match(text))
 
 
 class Tenant(models.Model):

@@ -39,6 +39,21 @@ def test_cannot_move_a_row_by_its_foreign_key(acme: Party, globex: Party) -> Non
         ApiKey.objects.create(tenant=globex.tenant, public_id="x", secret_hmac=b"", name="x")
 
 
+def test_bulk_create_keeps_the_same_rule(acme: Party, globex: Party) -> None:
+    with tenant_scope(acme.tenant.id):
+        (made,) = ApiKey.objects.bulk_create([ApiKey(public_id="y", secret_hmac=b"", name="y")])
+        assert made.tenant_id == acme.tenant.id
+        with pytest.raises(TenantScopeError):
+            ApiKey.objects.bulk_create(
+                [ApiKey(tenant=globex.tenant, public_id="z", secret_hmac=b"", name="z")]
+            )
+
+
+def test_update_cannot_move_rows(acme: Party, globex: Party) -> None:
+    with tenant_scope(acme.tenant.id), pytest.raises(TenantScopeError):
+        ApiKey.objects.update(tenant=globex.tenant)
+
+
 def test_all_tenants_needs_a_reason() -> None:
     with pytest.raises(ValueError), all_tenants(reason=""):
         pass

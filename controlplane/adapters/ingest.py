@@ -1,0 +1,159 @@
+"""From two uploaded files to a version that is ready, or rejected with reasons.
+
+Every step may be run again after a crash, and by two processes at once: the files under their
+digest are the same whoever writes them, and the row moves by compare-and-set. What is accepted is
+the copy that was checked, not the staged object: the client's URL can still overwrite that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from django.conf import settings
+from django.db import transaction
+from django.utils import timezone
+
+from controlplane import storage
+from controlplane.adapters import peft_config, tensor_file
+from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
+from controlplane.adapters.rejection import Reason, Rejected, shown
+from controlplane.adapters.validation import BaseShape, CheckedAdapter, check_adapter
+from worker.protocol import adapter_digest
+
+log = logging.getLogger(__name__)
+
+Status = AdapterVersion.Status
+
+
+def version_ingest(version_id: uuid.UUID) -> None:
+    """Check the staged files of an uploaded version of the tenant in scope, and decide on it."""
+    rows = AdapterVersion.objects.filter(pk=version_id)
+    rows.filter(status=Status.UPLOADED).update(status=Status.VALIDATING)
+    version = rows.select_related("adapter__base_model").first()
+    if version is None or version.status == Status.UPLOADING:
+        return
+    if version.status == Status.VALIDATING:
+        try:
+            checked = _check_and_keep(version)
+        except Rejected as rejected:
+            _reject(version, rejected)
+        except storage.ObjectMissing:
+            # Another process may have decided and cleared the staging area meanwhile.
+            _reject(version, Rejected.because("", "a file went missing: upload a new version"))
+        else:
+            _accept(version, checked)
+    storage.delete([version.staged_config_key, version.staged_tensors_key])
+
+
+def _check_and_keep(version: AdapterVersion) -> CheckedAdapter:
+    """Check both files and store the checked bytes under their digest, which the version gets."""
+    base = version.adapter.base_model
+    config = _read_exactly(peft_config.FILE, version.staged_config_key, version.config_num_bytes)
+    checked = _check(version, config, _read_header(version))
+    with _scratch_file() as file:
+        version.digest = adapter_digest(checked.config.raw, _download(version, file), base.revision)
+        file.flush()
+        # Again, on the bytes that are kept.
+        file.seek(0)
+        checked = _check(version, config, file.read(_header_end(checked)))
+        _check_values(file, checked)
+        storage.upload(Path(file.name), version.tensors_key)
+    storage.put_bytes(version.config_key, config)
+    return checked
+
+
+@contextlib.contextmanager
+def _scratch_file() -> Iterator[BinaryIO]:
+    settings.WORK_DIR.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=settings.WORK_DIR, prefix="ingest-") as folder:
+        with (Path(folder) / tensor_file.FILE).open("w+b") as file:
+            yield file
+
+
+def _check(version: AdapterVersion, config: bytes, start: bytes) -> CheckedAdapter:
+    base: BaseModel = version.adapter.base_model
+    return check_adapter(
+        config=config,
+        start=start,
+        file_bytes=version.num_bytes,
+        base=BaseShape.from_config(base.config),
+        max_rank=base.max_rank,
+    )
+
+
+def _check_values(file: BinaryIO, checked: CheckedAdapter) -> None:
+    reasons = [
+        Reason(shown(tensor.name), "it holds a NaN or an infinity: the training diverged")
+        for tensor in tensor_file.tensors_with_nonfinite(file, checked.tensors)
+    ]
+    if reasons:
+        raise Rejected(reasons)
+
+
+def _read_exactly(file: str, key: str, num_bytes: int) -> bytes:
+    data = storage.read_bytes(key, max_bytes=num_bytes + 1)
+    if len(data) != num_bytes:
+        raise Rejected.because(file, f"it does not have the {num_bytes} bytes that were stated")
+    return data
+
+
+def _read_header(version: AdapterVersion) -> bytes:
+    """The tensors file to the end of its header. Raises Rejected when it has none."""
+    key = version.staged_tensors_key
+    start = storage.read_bytes(key, max_bytes=tensor_file.LENGTH_BYTES)
+    length = tensor_file.header_length(start, version.num_bytes)
+    return storage.read_bytes(key, max_bytes=tensor_file.LENGTH_BYTES + length)
+
+
+def _header_end(checked: CheckedAdapter) -> int:
+    return checked.tensors[0].begin
+
+
+def _download(version: AdapterVersion, file: BinaryIO) -> Iterator[bytes]:
+    """The tensors file in pieces, each also written to `file`; never more than was stated."""
+    num_bytes = 0
+    for piece in storage.read_pieces(version.staged_tensors_key, max_bytes=version.num_bytes + 1):
+        num_bytes += len(piece)
+        file.write(piece)
+        yield piece
+    if num_bytes != version.num_bytes:
+        raise Rejected.because(
+            tensor_file.FILE, f"it does not have the {version.num_bytes} bytes that were stated"
+        )
+
+
+def _reject(version: AdapterVersion, rejected: Rejected) -> None:
+    moved = AdapterVersion.objects.filter(pk=version.pk, status=Status.VALIDATING).update(
+        status=Status.REJECTED, reasons=rejected.as_json()
+    )
+    if moved:
+        log.info("adapter version rejected", extra={"version_id": str(version.pk)})
+
+
+@transaction.atomic
+def _accept(version: AdapterVersion, checked: CheckedAdapter) -> None:
+    """Make the version ready, and live unless a newer one is."""
+    # The lock orders two versions that become ready at once.
+    adapter = Adapter.objects.select_for_update().get(pk=version.adapter_id)
+    moved = AdapterVersion.objects.filter(pk=version.pk, status=Status.VALIDATING).update(
+        status=Status.READY,
+        digest=version.digest,
+        max_rank=checked.max_rank,
+        report=checked.report(),
+        ready_at=timezone.now(),
+    )
+    if not moved:
+        return
+    live = adapter.live_version
+    if live is None or live.number < version.number:
+        adapter.live_version = version
+        adapter.save(update_fields=["live_version"])
+    log.info(
+        "adapter version ready", extra={"version_id": str(version.pk), "digest": version.digest}
+    )

@@ -1,0 +1,71 @@
+"""Adapter files for the tests: right ones, and each way of being wrong."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+from typing import Any
+
+from controlplane.adapters.validation import BaseShape
+from tests.controlplane.conftest import TINY_CONFIG
+
+BASE = BaseShape.from_config(TINY_CONFIG)
+TARGETS = ("q_proj", "v_proj", "down_proj")
+
+Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]
+
+
+def config(**fields: Any) -> dict[str, Any]:
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": list(TARGETS),
+        **fields,
+    }
+
+
+def config_bytes(**fields: Any) -> bytes:
+    return json.dumps(config(**fields)).encode()
+
+
+def tensors(rank: int = 4, targets: tuple[str, ...] = TARGETS, layers: int = 2) -> Tensors:
+    """A and B in F32 of each target in each layer of the tiny base."""
+    noise = random.Random(0)
+    found: Tensors = {}
+    for layer in range(layers):
+        for linear, (width_in, width_out) in BASE.linears.items():
+            if linear.split(".")[1] not in targets:
+                continue
+            module = f"base_model.model.model.layers.{layer}.{linear}"
+            for side, shape in (("A", (rank, width_in)), ("B", (width_out, rank))):
+                values = [noise.uniform(-1, 1) for _ in range(shape[0] * shape[1])]
+                data = struct.pack(f"<{len(values)}f", *values)
+                found[f"{module}.lora_{side}.weight"] = ("F32", shape, data)
+    return found
+
+
+def header(found: Tensors) -> dict[str, Any]:
+    """The header of a file of these tensors; tests spoil it before packing."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, (dtype, shape, data) in found.items():
+        entries[name] = {
+            "dtype": dtype,
+            "shape": list(shape),
+            "data_offsets": [offset, offset + len(data)],
+        }
+        offset += len(data)
+    return entries
+
+
+def pack(found: Tensors, entries: dict[str, Any] | None = None) -> bytes:
+    """The safetensors file of these tensors, under their own header or a spoiled one."""
+    text = json.dumps(header(found) if entries is None else entries).encode()
+    return pack_text(text, b"".join(data for _, _, data in found.values()))
+
+
+def pack_text(header_text: bytes, data: bytes) -> bytes:
+    return struct.pack("<Q", len(header_text)) + header_text + data
