@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import pwd
@@ -21,6 +22,22 @@ LOG_TAIL_LINES = 25
 STOP_TIMEOUT_S = 15.0
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """What to run, as whom, and how to end it.
+
+    env   None: this process's environment
+    user  the account to run as; only root may ask
+    """
+
+    argv: Sequence[str]
+    env: Mapping[str, str] | None = None
+    cwd: Path | None = None
+    user: str | None = None
+    stop_signal: signal.Signals = signal.SIGTERM
+    stop_timeout_s: float = STOP_TIMEOUT_S
+
+
 class ChildProcess:
     """One program started by us: `start`, `wait_until`, `stop`.
 
@@ -28,26 +45,12 @@ class ChildProcess:
     and stops it if this one is killed.
     """
 
-    def __init__(
-        self,
-        name: str,
-        argv: Sequence[str],
-        *,
-        log: Path,
-        pid_file: Path,
-        env: Mapping[str, str] | None = None,
-        user: str | None = None,
-        stop_signal: signal.Signals = signal.SIGTERM,
-        stop_timeout_s: float = STOP_TIMEOUT_S,
-    ) -> None:
+    def __init__(self, name: str, command: Command, *, log: Path, pid_file: Path) -> None:
         self.name = name
-        self.argv = list(argv)
+        self.command = command
         self.log = log
         self.pid_file = pid_file
-        self._env = env
-        self._user = user
-        self._stop_signal = stop_signal
-        self._stop_timeout_s = stop_timeout_s
+        self.started_at: float | None = None  # Unix seconds, of the last start
         self._popen: subprocess.Popen[bytes] | None = None
 
     @property
@@ -66,18 +69,20 @@ class ChildProcess:
         """Start the program; what an earlier run left of it is stopped first."""
         stop_leftover(self.pid_file)
         self.log.parent.mkdir(parents=True, exist_ok=True)
+        self.started_at = time.time()
         with self.log.open("ab") as log:
             try:
                 # A session of its own: Ctrl-C in the terminal must reach us alone, so that
                 # things are stopped in order.
                 self._popen = subprocess.Popen(
-                    self.argv,
+                    self.command.argv,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env=dict(self._env) if self._env is not None else None,
+                    env=self.command.env,
+                    cwd=self.command.cwd,
                     start_new_session=True,
-                    **_as_user(self._user),
+                    **_as_user(self.command.user),
                 )
             except OSError as error:
                 raise StepFailed(
@@ -87,8 +92,8 @@ class ChildProcess:
         write_pid_file(
             self.pid_file,
             self._popen.pid,
-            stop_signal=self._stop_signal,
-            stop_timeout_s=self._stop_timeout_s,
+            stop_signal=self.command.stop_signal,
+            stop_timeout_s=self.command.stop_timeout_s,
         )
 
     def wait_until(
@@ -114,12 +119,17 @@ class ChildProcess:
             advice=f"the whole log is {self.log}; fix what it names, then try again",
         )
 
+    def ask_to_stop(self) -> None:
+        """Tell it to end, and return at once."""
+        if self._popen is not None and self._popen.poll() is None:
+            self._popen.send_signal(self.command.stop_signal)
+
     def stop(self) -> None:
         """End it: ask first, kill when it takes too long. Harmless when it has already ended."""
         if self._popen is not None and self._popen.poll() is None:
-            self._popen.send_signal(self._stop_signal)
+            self.ask_to_stop()
             try:
-                self._popen.wait(self._stop_timeout_s)
+                self._popen.wait(self.command.stop_timeout_s)
             except subprocess.TimeoutExpired:
                 kill_tree(self._popen.pid)
                 self._popen.wait()

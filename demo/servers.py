@@ -25,7 +25,7 @@ from psycopg import sql
 
 from demo.errors import StepFailed
 from demo.ports import HOST
-from demo.processes import ChildProcess
+from demo.processes import ChildProcess, Command
 
 REINSTALL = "run `make setup`; if it persists, delete .venv and run it again"
 SUPERUSER = "postgres"
@@ -62,11 +62,10 @@ class Postgres:
         self._user = UNPRIVILEGED if os.geteuid() == 0 else None
         self.process = ChildProcess(
             "PostgreSQL",
-            self._argv(),
+            # SIGINT is its "fast shutdown": it does not wait for clients to leave.
+            Command(argv=self._argv(), user=self._user, stop_signal=signal.SIGINT),
             log=folder / "logs" / "postgres.log",
             pid_file=run / "postgres.json",
-            user=self._user,
-            stop_signal=signal.SIGINT,  # its "fast shutdown"
         )
 
     def _argv(self) -> list[str]:
@@ -198,7 +197,10 @@ class Redis:
         for name, value in options.items():
             argv += [f"--{name}", value]
         self.process = ChildProcess(
-            "Redis", argv, log=folder / "logs" / "redis.log", pid_file=run / "redis.json"
+            "Redis",
+            Command(argv=argv),
+            log=folder / "logs" / "redis.log",
+            pid_file=run / "redis.json",
         )
 
     def prepare(self) -> None:
@@ -256,11 +258,10 @@ class SeaweedFS:
         ]
         self.process = ChildProcess(
             "SeaweedFS",
-            argv,
+            # It closes its volumes within a second, then waits for streams of its own parts.
+            Command(argv=argv, stop_timeout_s=3.0),
             log=folder / "logs" / "seaweedfs.log",
             pid_file=run / "seaweedfs.json",
-            # It closes its volumes within a second, then waits for streams of its own parts.
-            stop_timeout_s=3.0,
         )
 
     def prepare(self) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import secrets
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +19,7 @@ from typing import Self
 from demo import servers
 from demo.ports import HOST, are_free, choose_ports
 from demo.processes import ChildProcess, stop_leftover
+from demo.state import write_private
 
 DATABASE = "lorikeet"
 BUCKET = "lorikeet"
@@ -159,12 +159,7 @@ def _load_settings(path: Path, run: Path) -> tuple[Ports, Secrets]:
         names = [field.name for field in dataclasses.fields(Ports)]
         ports = Ports(**dict(zip(names, choose_ports(len(names)), strict=True)))
     kept = Secrets(**stored["secrets"]) if stored else _new_secrets()
-    staging = path.with_suffix(".tmp")
-    staging.touch(mode=0o600)
-    staging.write_text(
-        json.dumps({"ports": dataclasses.asdict(ports), "secrets": dataclasses.asdict(kept)})
-    )
-    os.replace(staging, path)
+    write_private(path, {"ports": dataclasses.asdict(ports), "secrets": dataclasses.asdict(kept)})
     return ports, kept
 
 

@@ -13,7 +13,7 @@ import redis
 from botocore.exceptions import ClientError
 
 from demo import servers
-from demo.processes import ChildProcess, recorded_process, stop_leftover, write_pid_file
+from demo.processes import ChildProcess, Command, recorded_process, stop_leftover, write_pid_file
 from demo.stack import EmbeddedStack, stop_stack
 
 
@@ -85,7 +85,7 @@ def _is_live(pid: int) -> bool:
 def test_failing_server_shows_its_log_and_what_to_do(tmp_path: Path) -> None:
     process = ChildProcess(
         "Redis",
-        [str(servers.program("redis-server")), "--port", "not-a-port"],
+        Command(argv=[str(servers.program("redis-server")), "--port", "not-a-port"]),
         log=tmp_path / "redis.log",
         pid_file=tmp_path / "redis.json",
     )
@@ -96,7 +96,10 @@ def test_failing_server_shows_its_log_and_what_to_do(tmp_path: Path) -> None:
 
 def test_pid_of_another_process_is_left_alone(tmp_path: Path) -> None:
     victim = ChildProcess(
-        "victim", ["sleep", "60"], log=tmp_path / "log", pid_file=tmp_path / "victim.json"
+        "victim",
+        Command(argv=["sleep", "60"]),
+        log=tmp_path / "log",
+        pid_file=tmp_path / "victim.json",
     )
     victim.start()
     try:
@@ -114,10 +117,9 @@ def test_stubborn_process_is_killed_with_its_children(tmp_path: Path) -> None:
     script = "trap '' TERM; sleep 60 & echo ready; wait; wait; sleep 60"
     process = ChildProcess(
         "stubborn",
-        ["bash", "-c", script],
+        Command(argv=["bash", "-c", script], stop_timeout_s=0.2),
         log=tmp_path / "log",
         pid_file=tmp_path / "stubborn.json",
-        stop_timeout_s=0.2,
     )
     process.start()
     process.wait_until(lambda: "ready" in process.log.read_text(), timeout_s=10)

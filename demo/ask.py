@@ -1,0 +1,139 @@
+"""What the running platform is asked: the showcase, and how well acme's adapter learned."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import time
+from typing import Any
+
+import openai
+
+from demo.data import score
+from demo.screen import Report
+from demo.state import DemoState, TenantState
+
+MAX_TOKENS = 120
+#: What a held-out answer needs; the base model rambles on.
+HELD_OUT_MAX_TOKENS = 96
+CONCURRENCY = 10
+
+INVOICE_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "vendor": {"type": "string", "maxLength": 60},
+        "invoice_number": {"type": "string", "maxLength": 20},
+        "date": {"type": "string", "pattern": r"^\d{4}-\d{2}-\d{2}$"},
+        "currency": {"enum": ["EUR", "USD", "GBP"]},
+        "total": {"type": "number"},
+        "items": {"type": "integer"},
+    },
+    "required": ["vendor", "invoice_number", "date", "currency", "total", "items"],
+    "additionalProperties": False,
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One answer as it was streamed."""
+
+    tenant: str
+    model: str
+    prompt: str
+    text: str
+    first_token_s: float
+    total_s: float
+
+
+def _client(state: DemoState, tenant: TenantState) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(
+        base_url=f"{state.base_url}/v1", api_key=tenant.api_key, max_retries=1, timeout=300
+    )
+
+
+async def ask_everybody(state: DemoState) -> list[Answer]:
+    """One streamed request to each tenant's adapter, all sent in the same moment."""
+    return await asyncio.gather(*(_ask_streamed(state, tenant) for tenant in state.tenants))
+
+
+async def _ask_streamed(state: DemoState, tenant: TenantState) -> Answer:
+    messages = score.heldout(tenant.slug)[0]["messages"]
+    async with _client(state, tenant) as client:
+        started = time.monotonic()
+        first: float | None = None
+        pieces: list[str] = []
+        stream = await client.chat.completions.create(
+            model=tenant.adapter,
+            messages=messages,
+            max_tokens=MAX_TOKENS,
+            temperature=0,
+            stream=True,
+        )
+        async for chunk in stream:
+            text = chunk.choices[0].delta.content if chunk.choices else None
+            if text:
+                first = first if first is not None else time.monotonic() - started
+                pieces.append(text)
+    total = time.monotonic() - started
+    return Answer(
+        tenant=tenant.slug,
+        model=tenant.adapter,
+        prompt=messages[-1]["content"],
+        text="".join(pieces),
+        first_token_s=first if first is not None else total,
+        total_s=total,
+    )
+
+
+async def ask_with_schema(state: DemoState, tenant: TenantState) -> dict[str, Any]:
+    """An answer of the base model that obeys `INVOICE_SCHEMA`, parsed."""
+    messages = score.heldout(tenant.slug)[1]["messages"]
+    async with _client(state, tenant) as client:
+        response = await client.chat.completions.create(
+            model=tenant.adapter,
+            messages=messages,
+            max_tokens=200,
+            temperature=0,
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"name": "invoice", "schema": INVOICE_SCHEMA, "strict": True},
+            },
+        )
+    answer: dict[str, Any] = json.loads(response.choices[0].message.content or "")
+    return answer
+
+
+async def measure(
+    state: DemoState, tenant: TenantState, *, base_model: str, report: Report
+) -> dict[str, Any]:
+    """The share of right invoice fields on the held-out prompts: base model and adapter."""
+    rows = score.heldout(tenant.slug)
+    gate = asyncio.Semaphore(CONCURRENCY)
+    done = 0
+
+    async def fields(
+        client: openai.AsyncOpenAI, model: str, row: dict[str, Any]
+    ) -> dict[str, bool]:
+        nonlocal done
+        async with gate:
+            response = await client.chat.completions.create(
+                model=model,
+                messages=row["messages"],
+                max_tokens=HELD_OUT_MAX_TOKENS,
+                temperature=0,
+            )
+        done += 1
+        report(done / (2 * len(rows)), f"{done}/{2 * len(rows)} prompts")
+        return score.invoice_fields(response.choices[0].message.content or "", row["expected"])
+
+    async with _client(state, tenant) as client:
+        models = (base_model, tenant.adapter)
+        results = await asyncio.gather(
+            *(fields(client, model, row) for model in models for row in rows)
+        )
+    return {
+        "prompts": len(rows),
+        "base": round(score.share(results[: len(rows)]), 3),
+        "adapter": round(score.share(results[len(rows) :]), 3),
+    }

@@ -1,0 +1,93 @@
+"""The management API as a tenant's program uses it: upload an adapter, wait until it is ready."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from demo.errors import StepFailed
+
+FILES = ("adapter_config.json", "adapter_model.safetensors")
+VALIDATION_TIMEOUT_S = 120.0
+
+
+class ManagementClient:
+    """/api/v1 with one tenant's key. Raises StepFailed with the API's own words."""
+
+    def __init__(self, base_url: str, api_key: str) -> None:
+        self._http = httpx.Client(
+            base_url=f"{base_url}/api/v1/",
+            headers={"Authorization": f"Bearer {api_key}"},
+            timeout=30,
+        )
+
+    def close(self) -> None:
+        self._http.close()
+
+    def upload_adapter(self, name: str, folder: Path, *, base_model: str) -> dict[str, Any]:
+        """Make the PEFT folder the adapter's next version and return it once it is ready."""
+        version = self.begin_upload(name, folder, base_model=base_model)
+        for file in FILES:
+            self.put_file(version["uploads"][file], folder / file)
+        path = f"adapters/{name}/versions/{version['number']}"
+        self._call("POST", f"{path}/complete")
+        return self._wait_until_ready(path)
+
+    def begin_upload(self, name: str, folder: Path, *, base_model: str) -> dict[str, Any]:
+        """Announce the files; the answer has a presigned URL for each."""
+        files = {file: {"num_bytes": (folder / file).stat().st_size} for file in FILES}
+        body = {"base_model": base_model, "files": files}
+        return self._call("POST", f"adapters/{name}/versions", body)
+
+    def put_file(self, upload: dict[str, Any], path: Path) -> None:
+        """PUT one file to the object store, which knows nothing of our key."""
+        answer = httpx.put(
+            upload["url"],
+            content=path.read_bytes(),
+            headers=upload.get("headers", {}),
+            timeout=120,
+        )
+        if answer.status_code >= 300:
+            raise StepFailed(
+                f"the object store refused {path.name} with status {answer.status_code}",
+                details=answer.text[:2000],
+                advice="see .demo/stack/logs/seaweedfs.log",
+            )
+
+    def _wait_until_ready(self, path: str) -> dict[str, Any]:
+        give_up_at = time.monotonic() + VALIDATION_TIMEOUT_S
+        while time.monotonic() < give_up_at:
+            version = self._call("GET", path)
+            if version["status"] == "ready":
+                return version
+            if version["status"] == "rejected":
+                raise StepFailed(
+                    "the adapter was rejected",
+                    details=json.dumps(version["reasons"], indent=2),
+                    advice="the reasons say what is wrong with the file; delete .demo/trained",
+                )
+            time.sleep(0.25)
+        raise StepFailed(
+            f"the adapter was not checked within {VALIDATION_TIMEOUT_S:.0f} s",
+            advice="see .demo/logs/celery.log",
+        )
+
+    def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        try:
+            response = self._http.request(method, path, json=body)
+        except httpx.TransportError as error:
+            raise StepFailed(
+                f"{method} /api/v1/{path}: {error!r}", advice="see .demo/logs/web.log"
+            ) from error
+        if response.status_code >= 300:
+            raise StepFailed(
+                f"{method} /api/v1/{path} answered {response.status_code}",
+                details=response.text[:2000],
+                advice="see .demo/logs/web.log",
+            )
+        answer: dict[str, Any] = response.json()
+        return answer

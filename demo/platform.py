@@ -1,0 +1,117 @@
+"""The platform's own processes, as an operator would start them, on this machine."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import httpx
+import redis
+
+from demo.ports import HOST
+from demo.processes import ChildProcess, Command
+from demo.seed import ROOT
+from worker.protocol import PAYLOAD_FIELD, Heartbeat, worker_key
+
+POOL = "default"
+#: The same after every restart: what lies in its inbox stays its own.
+WORKER_ID = "demo-1"
+#: A cold start reads the model and imports torch on a machine that may be busy.
+START_TIMEOUT_S = 120.0
+
+
+def environment(
+    stack_env: Mapping[str, str], *, folder: Path, base_url: str, base_model_dir: Path
+) -> dict[str, str]:
+    """Every variable the platform's processes read, on top of this process's own."""
+    return {
+        **os.environ,
+        **stack_env,
+        "DJANGO_SETTINGS_MODULE": "controlplane.settings",
+        "LORIKEET_POOL": POOL,
+        "LORIKEET_BASE_URL": base_url,
+        "LORIKEET_ALLOWED_HOSTS": f"{HOST},localhost",
+        "LORIKEET_DEBUG": "0",
+        "LORIKEET_STATIC_ROOT": str(folder / "static"),
+        "LORIKEET_BASE_MODEL_DIR": str(base_model_dir.parent),
+        "LORIKEET_WORK_DIR": str(folder / "work"),
+        "LORIKEET_WORKER_ID": WORKER_ID,
+        "LORIKEET_BASE_MODEL": str(base_model_dir),
+        "LORIKEET_ADAPTER_DIR": str(folder / "adapters"),
+        "LORIKEET_DEVICE": "cpu",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+class Platform:
+    """Web, worker, accountant and Celery as child processes of one folder."""
+
+    def __init__(self, env: Mapping[str, str], *, folder: Path, port: int) -> None:
+        self._env = env
+        self._folder = folder
+        self.base_url = f"http://{HOST}:{port}"
+        python = sys.executable
+        celery = [python, "-m", "celery", "-A", "controlplane"]
+        quiet = ["--loglevel=INFO", "--without-gossip", "--without-mingle"]
+        beat_file = folder / "run" / "beat"
+        self.web = self._process(
+            "web",
+            *[python, "-m", "uvicorn", "controlplane.asgi:application"],
+            *[f"--host={HOST}", f"--port={port}", "--no-access-log"],
+            "--timeout-graceful-shutdown=5",
+        )
+        self.worker = self._process("worker", python, "-m", "worker")
+        self.accountant = self._process("accountant", python, "manage.py", "accountant")
+        self.celery = self._process(
+            "celery", *celery, "worker", "-Q", "ingest,ops", "-c", "1", "-n", "ops@%h", *quiet
+        )
+        self.trainer = self._process(
+            "trainer", *celery, "worker", "-Q", "train", "-c", "1", "-n", "train@%h", *quiet
+        )
+        self.beat = self._process(
+            "beat", *celery, "beat", "--loglevel=INFO", f"--schedule={beat_file}", "--pidfile="
+        )
+
+    @property
+    def processes(self) -> tuple[ChildProcess, ...]:
+        """In the order in which to start them."""
+        return (
+            self.worker,
+            self.web,
+            self.accountant,
+            self.celery,
+            self.trainer,
+            self.beat,
+        )
+
+    def wait_until_ready(self) -> None:
+        """Return once the gateway answers and the worker has announced itself."""
+        self.web.wait_until(self._web_answers, timeout_s=START_TIMEOUT_S)
+        self.worker.wait_until(self.worker_is_up, timeout_s=START_TIMEOUT_S, step_s=0.2)
+
+    def _web_answers(self) -> bool:
+        try:
+            return httpx.get(f"{self.base_url}/healthz", timeout=5).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def worker_is_up(self) -> bool:
+        """Whether the worker of this run, not of one before, has sent a heartbeat."""
+        process = self.worker
+        if process.started_at is None:
+            return False
+        with redis.Redis.from_url(self._env["REDIS_URL"], decode_responses=True) as client:
+            heartbeat = client.hget(worker_key(POOL, WORKER_ID), PAYLOAD_FIELD.decode())
+        if not isinstance(heartbeat, str):
+            return False
+        return Heartbeat.decode(heartbeat).started_at >= process.started_at
+
+    def _process(self, name: str, *argv: str) -> ChildProcess:
+        return ChildProcess(
+            name,
+            Command(argv=argv, env=self._env, cwd=ROOT),
+            log=self._folder / "logs" / f"{name}.log",
+            pid_file=self._folder / "run" / f"{name}.json",
+        )

@@ -1,0 +1,264 @@
+"""`make demo`: from nothing to two tenants' adapters that answer, step by step."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import openai
+
+from demo import ask, seed, training
+from demo.client import ManagementClient
+from demo.errors import StepFailed
+from demo.platform import Platform, environment
+from demo.processes import log_tail, recorded_process, stop_leftover, write_pid_file
+from demo.screen import Screen
+from demo.seed import ROOT
+from demo.stack import EmbeddedStack, stop_stack
+from demo.state import DemoState, write_private
+from demo.supervisor import Supervisor
+from worker.base_model import MANIFEST, PACKAGED_MODEL
+
+_T = TypeVar("_T")
+
+BASE_MODELS = ROOT / ".cache" / "base"
+
+
+class Demo:
+    """One run of the demo in `folder`; `up` returns when it is ready, `watch` never does."""
+
+    def __init__(self, folder: Path, screen: Screen) -> None:
+        self.folder = folder
+        self.screen = screen
+        self.ready_file = folder / "ready.json"
+        self.base_model_dir = BASE_MODELS / PACKAGED_MODEL
+        self._state_file = folder / "state.json"
+        self._pid_file = folder / "run" / "demo.json"
+        self._supervisor = Supervisor(report=lambda line: screen.print(f"! {line}"))
+        self._stopping = contextlib.ExitStack()
+
+    def __enter__(self) -> Demo:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        # A second Ctrl-C must not leave half of it running.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        with self.screen.step("Stopped everything"):
+            self._stopping.close()
+
+    def up(self) -> None:
+        """Everything from the servers to the first answers. Raises StepFailed."""
+        started = time.monotonic()
+        self._claim_folder()
+        state = DemoState.load(self._state_file)
+        with self.screen.step("PostgreSQL, Redis and SeaweedFS run"):
+            stack = EmbeddedStack(self.folder / "stack")
+            self._stopping.callback(stack.stop)
+            stack.start()
+        env = environment(
+            stack.env,
+            folder=self.folder,
+            base_url=state.base_url,
+            base_model_dir=self.base_model_dir,
+        )
+        self._convert_base_model(env)
+        self._seed(env, state)
+        self._train(env, state)
+        self._start_platform(env, state, stack)
+        self._upload(state)
+        self._measure(state)
+        self._show(state)
+        write_private(self.ready_file, state.ready())
+        self._greet(state, time.monotonic() - started)
+
+    def watch(self) -> NoReturn:
+        """Stay, while the supervisor keeps everything running, until a signal."""
+        while True:
+            signal.pause()
+
+    def _claim_folder(self) -> None:
+        """One run at a time; what a killed one left is stopped."""
+        if recorded_process(self._pid_file):
+            raise StepFailed(
+                "the demo is running already",
+                advice=f"use it ({self.ready_file}), or end it with `make demo-stop`",
+            )
+        self.ready_file.unlink(missing_ok=True)
+        stop_children(self.folder)
+        write_pid_file(self._pid_file, os.getpid(), stop_timeout_s=60.0)
+        self._stopping.callback(self._pid_file.unlink, missing_ok=True)
+        self._stopping.callback(self.ready_file.unlink, missing_ok=True)
+
+    def _convert_base_model(self, env: dict[str, str]) -> None:
+        if (self.base_model_dir / MANIFEST).exists():
+            return
+        log = self.folder / "logs" / "base_model.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        argv = [sys.executable, "-m", "worker.base_model", f"--out={BASE_MODELS}"]
+        with self.screen.step(f"Converted {PACKAGED_MODEL} to safetensors"), log.open("wb") as out:
+            result = subprocess.run(
+                argv, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT, check=False
+            )
+        if result.returncode != 0:
+            raise StepFailed(
+                "the base model could not be converted",
+                details=log_tail(log),
+                advice="it needs about 2 GB of free memory and 600 MB of disk",
+            )
+
+    def _seed(self, env: dict[str, str], state: DemoState) -> None:
+        with self.screen.step("Database migrated"):
+            seed.migrate(env)
+        if state.is_seeded:
+            return
+        with self.screen.step("Tenants acme and globex, their admins and keys made"):
+            try:
+                seed.seed(env, state, self.base_model_dir)
+            finally:
+                state.save(self._state_file)  # keys made so far cannot be read again
+        state.is_seeded = True
+        state.save(self._state_file)
+
+    def _adapter_folder(self, tenant: str) -> Path:
+        return self.folder / "trained" / tenant
+
+    def _train(self, env: dict[str, str], state: DemoState) -> None:
+        for tenant in state.tenants:
+            output = self._adapter_folder(tenant.slug)
+            if output.exists():
+                continue
+            title = f"Trained {tenant.slug}'s adapter “{tenant.adapter}”"
+            with self.screen.bar(title) as report:
+                training.train(
+                    tenant.slug,
+                    output,
+                    base_model_dir=self.base_model_dir,
+                    env=env,
+                    report=report,
+                )
+
+    def _start_platform(self, env: dict[str, str], state: DemoState, stack: EmbeddedStack) -> None:
+        platform = Platform(env, folder=self.folder, port=state.web_port)
+        self._stopping.callback(self._supervisor.stop)
+        with self.screen.step("Web, worker, accountant and Celery run"):
+            for process in platform.processes:
+                self._supervisor.start(process)
+            platform.wait_until_ready()
+        for server in stack.processes:
+            self._supervisor.watch(server)
+        self._supervisor.run_in_background()
+
+    def _upload(self, state: DemoState) -> None:
+        for tenant in state.tenants:
+            if tenant.digest:
+                continue
+            with (
+                self.screen.step(f"Uploaded {tenant.slug}'s adapter, checked, ready"),
+                contextlib.closing(ManagementClient(state.base_url, tenant.api_key)) as client,
+            ):
+                version = client.upload_adapter(
+                    tenant.adapter,
+                    self._adapter_folder(tenant.slug),
+                    base_model=PACKAGED_MODEL,
+                )
+            tenant.digest = version["digest"]
+            state.save(self._state_file)
+
+    def _measure(self, state: DemoState) -> None:
+        if state.measured is None:
+            acme = state.tenants[0]
+            with self.screen.bar("Measured acme's adapter on held-out invoices") as report:
+                state.measured = _asked(
+                    ask.measure(state, acme, base_model=PACKAGED_MODEL, report=report)
+                )
+            state.save(self._state_file)
+        measured = state.measured
+        self.screen.print(
+            f"  right fields on {measured['prompts']} held-out invoices: "
+            f"base {measured['base']:.0%}, adapter {measured['adapter']:.0%}"
+        )
+
+    def _show(self, state: DemoState) -> None:
+        with self.screen.step("Asked every adapter, in the same moment"):
+            answers = _asked(ask.ask_everybody(state))
+        for answer in answers:
+            self.screen.print()
+            self.screen.print(f"  {answer.tenant} · model {answer.model}", style="bold")
+            self.screen.print(_indent(answer.prompt), style="dim")
+            self.screen.print(_indent(answer.text.strip()))
+            self.screen.print(
+                f"    first token after {answer.first_token_s:.2f} s, all after "
+                f"{answer.total_s:.2f} s",
+                style="dim",
+            )
+        self.screen.print()
+        acme = state.tenants[0]
+        with self.screen.step("Asked with a JSON schema; the answer obeys it"):
+            invoice = _asked(ask.ask_with_schema(state, acme))
+        self.screen.print(_indent(json.dumps(invoice, ensure_ascii=False)))
+
+    def _greet(self, state: DemoState, seconds: float) -> None:
+        acme = state.tenants[0]
+        lines = [
+            "",
+            f"Ready after {seconds:.0f} s. Everything is also in {self.ready_file}",
+            "",
+            f"  Console    {state.ready()['console_url']}",
+            *(f"             {tenant.email}  {tenant.password}" for tenant in state.tenants),
+            f"  Operator   {state.base_url}/admin/",
+            f"             {state.operator_email}  {state.operator_password}",
+            "",
+            "  Try it:",
+            f"  curl {state.base_url}/v1/chat/completions \\",
+            f"    -H 'Authorization: Bearer {acme.api_key}' -H 'Content-Type: application/json' \\",
+            f"    -d '{json.dumps(_curl_body(acme.adapter))}'",
+            "",
+            f"  Logs are in {self.folder / 'logs'}. Ctrl-C stops everything.",
+        ]
+        self.screen.print("\n".join(lines))
+
+
+def stop_children(folder: Path) -> bool:
+    """Stop what a killed run left of the platform, then of the servers; says whether any."""
+    own = folder / "run" / "demo.json"
+    children = [path for path in sorted((folder / "run").glob("*.json")) if path != own]
+    stopped = [stop_leftover(path) for path in children]
+    return stop_stack(folder / "stack") or any(stopped)
+
+
+def stop(folder: Path, screen: Screen) -> None:
+    """`make demo-stop`: end a run, or what is left of one."""
+    # It stops its own children, in order; only what it leaves is stopped here.
+    was_running = stop_leftover(folder / "run" / "demo.json")
+    had_children = stop_children(folder)
+    (folder / "ready.json").unlink(missing_ok=True)
+    screen.print("Stopped." if was_running or had_children else "Nothing was running.")
+
+
+def _asked(coroutine: Coroutine[Any, Any, _T]) -> _T:
+    try:
+        return asyncio.run(coroutine)
+    except (openai.OpenAIError, ValueError) as error:
+        raise StepFailed(
+            f"the platform did not answer: {error}",
+            advice="see .demo/logs/web.log and .demo/logs/worker.log",
+        ) from error
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+def _curl_body(model: str) -> dict[str, Any]:
+    prompt = "Invoice 4711 of Lark Bakery, 3 May 2026: 5 items, 81.20 euros in all."
+    return {"model": model, "messages": [{"role": "user", "content": prompt}]}
