@@ -150,8 +150,7 @@ class TokenLogprob:
 class RequestOutput:
     """News of one request: what one step added to it.
 
-    token_ids         new since the last output; a stop token that ended the request is included
-                      only when it is not EOS and not one of `stop_token_ids`
+    token_ids         new since the last output, without the EOS or stop token that ends a request
     num_generated     tokens the model produced so far, the ending one included: what is billed
     finish_reason     set in the last output of the request, which comes exactly once
     error             set when the reason is ERROR
