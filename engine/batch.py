@@ -1,0 +1,177 @@
+"""A Step as the flat tensors of one forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.adapter_tiles import TileMap
+from engine.adapters import AdapterStore
+from engine.scheduler import AdapterKey, Row, Step
+from kernels import LoraBatch, LoraTable
+
+# `ModelRunner.adapter_order`
+AdapterOrder = Callable[[Iterable[AdapterKey]], Mapping[Hashable, int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """The inputs of one forward pass: T tokens of S sequences, on the engine's device.
+
+    token_ids     [T] int64
+    positions     [T] int64
+    slots         [T] int64      page * page_size + offset, where each token's KV goes
+    query_start   [S + 1] int32  the rows of each sequence
+    context_lens  [S] int32      tokens of each sequence, this step's included
+    page_tables   [S, max_pages] int32, zero past a sequence's pages
+    sample_rows   [N] int64      rows whose next token is wanted, in the order of the step's rows
+    lora          None when no row has an adapter
+    adapter_keys  the virtual adapters of `lora.table`, in its order
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    query_start: torch.Tensor
+    context_lens: torch.Tensor
+    page_tables: torch.Tensor
+    sample_rows: torch.Tensor
+    lora: LoraBatch | None
+    adapter_keys: tuple[AdapterKey, ...]
+
+
+class BatchBuilder:
+    """Builds batches; keeps the adapters' table from one step to the next while it stays true."""
+
+    def __init__(
+        self, *, store: AdapterStore, page_size: int, device: str, adapter_order: AdapterOrder
+    ) -> None:
+        self._store, self._page_size, self._device = store, page_size, device
+        self._adapter_order = adapter_order
+        self._table: LoraTable | None = None
+        self._table_tiles: list[TileMap] = []
+        self._max_tiles = 0
+        self._table_keys: tuple[AdapterKey, ...] = ()
+
+    def build(self, step: Step) -> Batch:
+        """The tensors of `step`; brings the step's rows into the order that runs fastest."""
+        self._arrange(step)
+        rows = step.rows
+        lengths = np.fromiter((row.num_tokens for row in rows), np.int32, len(rows))
+        starts = np.fromiter((row.sequence.num_computed for row in rows), np.int32, len(rows))
+        query_start = np.zeros(len(rows) + 1, np.int32)
+        np.cumsum(lengths, out=query_start[1:])
+        num_pages = [len(row.sequence.page_table) for row in rows]
+        page_tables = np.zeros((len(rows), max(num_pages)), np.int32)
+        for i, row in enumerate(rows):
+            page_tables[i, : num_pages[i]] = row.sequence.page_table
+        token_row = np.repeat(np.arange(len(rows)), lengths)
+        positions = np.arange(query_start[-1]) - (query_start[:-1] - starts)[token_row]
+        pages = page_tables[token_row, positions // self._page_size].astype(np.int64)
+        samples = np.fromiter((row.samples for row in rows), np.bool_, len(rows))
+        lora, keys = self._lora(rows, query_start)
+        return Batch(
+            token_ids=self._tensor(_token_ids(rows)),
+            positions=self._tensor(positions),
+            slots=self._tensor(pages * self._page_size + positions % self._page_size),
+            query_start=self._tensor(query_start),
+            context_lens=self._tensor(starts + lengths),
+            page_tables=self._tensor(page_tables),
+            sample_rows=self._tensor((query_start[1:][samples] - 1).astype(np.int64)),
+            lora=lora,
+            adapter_keys=keys,
+        )
+
+    def _arrange(self, step: Step) -> None:
+        """Rows of one adapter stay adjacent; those of the base come last."""
+        order = self._adapter_order(row.sequence.adapter_key for row in step.rows)
+        last = len(order)
+        step.rows.sort(
+            key=lambda row: (
+                not row.sequence.adapter_key,
+                order.get(row.sequence.adapter_key, last),
+            )
+        )
+
+    def _tensor(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
+        return torch.from_numpy(values).to(self._device, non_blocking=True)
+
+    def _lora(
+        self, rows: list[Row], query_start: npt.NDArray[np.int32]
+    ) -> tuple[LoraBatch | None, tuple[AdapterKey, ...]]:
+        keys: list[AdapterKey] = []
+        seg_indptr, seg_adapter = [0], []
+        previous: AdapterKey | None = None
+        for row, end in zip(rows, query_start[1:].tolist(), strict=True):
+            key = row.sequence.adapter_key
+            if key == previous:
+                seg_indptr[-1] = end
+                continue
+            previous = key
+            seg_indptr.append(end)
+            seg_adapter.append(len(keys) if key else -1)
+            if key:
+                keys.append(key)
+        if not keys:
+            return None, ()
+        table = self._table_of(tuple(keys))
+        batch = LoraBatch(
+            table=table,
+            seg_indptr=self._tensor(np.array(seg_indptr, np.int32)),
+            seg_adapter=self._tensor(np.array(seg_adapter, np.int32)),
+            max_tiles=self._max_tiles,
+        )
+        return batch, tuple(keys)
+
+    def _table_of(self, keys: tuple[AdapterKey, ...]) -> LoraTable:
+        """The table of these virtual adapters, rebuilt only when one of them changed or moved."""
+        parts = [[self._store.tiles(digest) for digest, _ in key] for key in keys]
+        current = [tiles for part in parts for tiles in part]
+        unchanged = (
+            self._table is not None
+            and keys == self._table_keys
+            and len(current) == len(self._table_tiles)
+            and all(a is b for a, b in zip(current, self._table_tiles, strict=True))
+        )
+        if not unchanged:
+            self._table = self._build_table(keys, parts)
+            self._table_keys, self._table_tiles = keys, current
+            self._max_tiles = max(sum(tiles.num_tiles for tiles in part) for part in parts)
+        assert self._table is not None
+        return self._table
+
+    def _build_table(self, keys: tuple[AdapterKey, ...], parts: list[list[TileMap]]) -> LoraTable:
+        num_tiles = [sum(tiles.num_tiles for tiles in part) for part in parts]
+        counts = [n * part[0].rows.shape[0] for n, part in zip(num_tiles, parts, strict=True)]
+
+        def joined(name: str) -> npt.NDArray[np.generic]:
+            return np.concatenate(
+                [np.concatenate([getattr(t, name) for t in part], axis=1).ravel() for part in parts]
+            )
+
+        scale = [
+            np.concatenate(
+                [t.scale * np.float32(w) for t, (_, w) in zip(part, key, strict=True)], axis=1
+            ).ravel()
+            for part, key in zip(parts, keys, strict=True)
+        ]
+        return LoraTable(
+            entry_start=self._tensor(np.cumsum([0, *counts[:-1]]).astype(np.int64)),
+            num_tiles=self._tensor(np.array(num_tiles, np.int32)),
+            a_offset=self._tensor(joined("a_offset")),
+            b_offset=self._tensor(joined("b_offset")),
+            rows=self._tensor(joined("rows")),
+            scale=self._tensor(np.concatenate(scale)),
+        )
+
+
+def _token_ids(rows: list[Row]) -> npt.NDArray[np.int64]:
+    token_ids: list[int] = []
+    for row in rows:
+        first = row.sequence.num_computed
+        token_ids += row.sequence.token_ids[first : first + row.num_tokens]
+    return np.array(token_ids, np.int64)

@@ -1,0 +1,288 @@
+"""Who runs in the next step. No torch here.
+
+Iteration-level: each step carries one token of every decoding request and, with what is left of
+the token budget, chunks of prompts. Requests run in order of arrival; a request whose adapter or
+grammar is not ready is passed over and blocks nobody. When pages run out, idle adapters go first,
+then the youngest running request is preempted: its pages are released and its tokens recomputed
+later. Source: Orca (OSDI'22) for iterations, Sarathi-Serve (arXiv:2403.02310) for chunks.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from engine.errors import EngineError, OutOfPages
+from engine.memory import PagePool, PageUse
+from engine.request import Request
+
+AdapterKey = tuple[tuple[str, float], ...]
+
+
+class Adapters(Protocol):
+    """What the scheduler needs of `engine.adapters.AdapterStore`."""
+
+    def is_resident(self, digest: str) -> bool: ...
+
+    def lacks_room(self, digest: str) -> bool: ...
+
+    @property
+    def is_loading(self) -> bool: ...
+
+    def pin(self, digest: str) -> None: ...
+
+    def unpin(self, digest: str) -> None: ...
+
+    def evict_idle(self, num_pages: int, keep: Collection[str]) -> None: ...
+
+
+class Sequence:
+    """One request on its way: its tokens so far and the pages that hold their KV.
+
+    token_ids     the prompt, then what was generated
+    num_computed  tokens whose KV is in the pages; the rest is still to be run
+    page_table    page i holds tokens 16 i to 16 i + 15
+    stop_ids      tokens that end the request
+    """
+
+    __slots__ = (
+        "adapter_key",
+        "arrival",
+        "digests",
+        "is_running",
+        "is_waiting_for_grammar",
+        "num_cached",
+        "num_computed",
+        "num_prompt",
+        "num_skips",
+        "page_table",
+        "request",
+        "stop_ids",
+        "token_ids",
+    )
+
+    def __init__(
+        self, request: Request, arrival: int, stop_ids: frozenset[int] = frozenset()
+    ) -> None:
+        self.request = request
+        self.stop_ids = stop_ids
+        self.arrival = arrival
+        self.token_ids = list(request.token_ids)
+        self.num_prompt = len(self.token_ids)
+        self.num_computed = 0
+        self.num_cached = 0
+        self.page_table = array("i")
+        self.adapter_key: AdapterKey = tuple((p.digest, p.weight) for p in request.adapters)
+        self.digests = tuple(part.digest for part in request.adapters)
+        self.is_running = False
+        self.is_waiting_for_grammar = False
+        self.num_skips = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.token_ids) - self.num_computed
+
+
+@dataclass(slots=True)
+class Row:
+    """One sequence's share of a step: its next `num_tokens` tokens."""
+
+    sequence: Sequence
+    num_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the step computes the sequence's last token, so that a new one follows."""
+        return self.num_tokens == self.sequence.num_uncomputed
+
+
+@dataclass(slots=True)
+class Step:
+    """What one forward pass computes; rows of one adapter key are adjacent.
+
+    budget  tokens that may still be added
+    failed  requests that cannot go on, with the reason; they are still the scheduler's
+    """
+
+    budget: int
+    rows: list[Row] = field(default_factory=list)
+    failed: list[tuple[Sequence, EngineError]] = field(default_factory=list)
+
+
+class Scheduler:
+    """Owns the waiting and the running requests and their page tables."""
+
+    def __init__(
+        self,
+        *,
+        pool: PagePool,
+        adapters: Adapters,
+        page_size: int,
+        max_running: int,
+        max_step_tokens: int,
+        max_skips: int,
+    ) -> None:
+        self._pool, self._adapters, self._page_size = pool, adapters, page_size
+        # Every running request must find room for its decode token in the step.
+        self._max_running = min(max_running, max_step_tokens)
+        self._max_step_tokens, self._max_skips = max_step_tokens, max_skips
+        self.waiting: list[Sequence] = []  # in order of arrival
+        self.running: list[Sequence] = []  # likewise
+        self.num_preemptions = 0
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """The request has ended: forget it and release what it holds."""
+        if sequence.is_running:
+            self._stop(sequence)
+        else:
+            self.waiting.remove(sequence)
+
+    def wanted_adapters(self) -> Iterable[str]:
+        """Digests that waiting requests need, the most urgent first."""
+        return (digest for sequence in self.waiting for digest in sequence.digests)
+
+    def schedule(self) -> Step:
+        """Decide the next step: take its pages, preempt and admit as needed."""
+        step = Step(budget=self._max_step_tokens)
+        # Decodes first: a prompt's chunk must not delay those who are already answering.
+        for is_decode in (True, False):
+            for sequence in list(self.running):
+                if not sequence.is_running:
+                    continue  # preempted a moment ago
+                if (sequence.num_uncomputed == 1) == is_decode and step.budget:
+                    self._continue(step, sequence)
+        self._admit(step)
+        _group_by_adapter(step)
+        return step
+
+    def commit(self, row: Row) -> None:
+        """The step has run: the row's tokens are in the pages."""
+        row.sequence.num_computed += row.num_tokens
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless page tables, pins and orders agree."""
+        for sequences in (self.waiting, self.running):
+            arrivals = [sequence.arrival for sequence in sequences]
+            assert arrivals == sorted(set(arrivals)), "requests out of order"
+        for sequence in self.waiting:
+            assert not sequence.page_table and sequence.num_computed == 0
+        for sequence in self.running:
+            capacity = len(sequence.page_table) * self._page_size
+            assert sequence.num_computed <= capacity, "KV without a page"
+            assert capacity - self._page_size < sequence.num_tokens, "a page too many"
+            assert all(self._adapters.is_resident(digest) for digest in sequence.digests)
+
+    def _continue(self, step: Step, sequence: Sequence) -> None:
+        num_tokens = min(sequence.num_uncomputed, step.budget)
+        if self._make_room(step, sequence, num_tokens):
+            self._run(step, sequence, num_tokens)
+
+    def _admit(self, step: Step) -> None:
+        for sequence in list(self.waiting):
+            if not step.budget or len(self.running) >= self._max_running:
+                return
+            if sequence.is_waiting_for_grammar:
+                continue
+            missing = [d for d in sequence.digests if not self._adapters.is_resident(d)]
+            if missing:
+                sequence.num_skips += any(self._adapters.lacks_room(d) for d in missing)
+                if sequence.num_skips > self._max_skips:
+                    return  # nobody overtakes it any more, so pages will come free
+                continue
+            # Room for the whole prompt, not just the chunk: else it would soon be preempted.
+            num_pages = self._pages_for(sequence.num_tokens)
+            self._adapters.evict_idle(num_pages, keep=sequence.digests)
+            if not self._pool.can_take(num_pages):
+                if self.running or self._adapters.is_loading:
+                    return
+                step.failed.append((sequence, _too_small(self._pool, num_pages)))
+                continue
+            self._start(sequence)
+            self._run(step, sequence, min(sequence.num_uncomputed, step.budget))
+
+    def _run(self, step: Step, sequence: Sequence, num_tokens: int) -> None:
+        """Put the row into the step; its pages can be taken."""
+        num_new = self._pages_for(sequence.num_computed + num_tokens) - len(sequence.page_table)
+        sequence.page_table.extend(self._pool.take(max(num_new, 0), PageUse.KV))
+        step.rows.append(Row(sequence, num_tokens))
+        step.budget -= num_tokens
+
+    def _start(self, sequence: Sequence) -> None:
+        self.waiting.remove(sequence)
+        _insert_by_arrival(self.running, sequence)
+        sequence.is_running = True
+        for digest in sequence.digests:
+            self._adapters.pin(digest)
+
+    def _stop(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        sequence.is_running = False
+        self._pool.release(sequence.page_table)
+        sequence.page_table = array("i")
+        sequence.num_computed = 0
+        for digest in sequence.digests:
+            self._adapters.unpin(digest)
+
+    def _make_room(self, step: Step, sequence: Sequence, num_tokens: int) -> bool:
+        """Free the pages that `num_tokens` more need; False when `sequence` must sit out."""
+        num_new = self._pages_for(sequence.num_computed + num_tokens) - len(sequence.page_table)
+        while True:
+            self._adapters.evict_idle(num_new, keep=())
+            if self._pool.can_take(num_new):
+                return True
+            victim = self.running[-1]
+            if victim is sequence and len(self.running) == 1:
+                if not self._adapters.is_loading:
+                    step.failed.append((sequence, _too_small(self._pool, num_new)))
+                return False
+            self._preempt(step, victim)
+            if victim is sequence:
+                return False
+
+    def _preempt(self, step: Step, victim: Sequence) -> None:
+        for row in step.rows:
+            if row.sequence is victim:
+                step.rows.remove(row)
+                step.budget += row.num_tokens
+                break
+        self._stop(victim)
+        _insert_by_arrival(self.waiting, victim)
+        self.num_preemptions += 1
+
+    def _pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._page_size)
+
+
+def _insert_by_arrival(sequences: list[Sequence], sequence: Sequence) -> None:
+    position = len(sequences)
+    while position and sequences[position - 1].arrival > sequence.arrival:
+        position -= 1
+    sequences.insert(position, sequence)
+
+
+def _group_by_adapter(step: Step) -> None:
+    """Make rows of one adapter adjacent, so that its weights are read once per step."""
+    first_seen: dict[AdapterKey, int] = {}
+    for row in step.rows:
+        first_seen.setdefault(row.sequence.adapter_key, len(first_seen))
+    step.rows.sort(key=lambda row: first_seen[row.sequence.adapter_key])
+
+
+def _too_small(pool: PagePool, num_pages: int) -> OutOfPages:
+    return OutOfPages(
+        f"the request alone needs {num_pages} pages more than there are; the arena has "
+        f"{pool.num_pages}"
+    )
