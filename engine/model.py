@@ -1,0 +1,208 @@
+"""The decoder: Llama's arithmetic over ragged batches, paged KV and tiled adapters.
+
+Tensors are named as in Hugging Face's LlamaForCausalLM, which is the oracle. The model does not
+know of requests, ranks or pages: a batch says where things are, `Adapters.add` adds what the rows'
+adapters contribute, `paged_attention` finds the KV.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch.nn import functional
+
+from engine.batch import Batch
+from engine.config import ModelConfig
+from engine.weights import LayerWeights, Weights
+from kernels import (
+    LoraBatch,
+    PageLayout,
+    Projection,
+    add_rms_norm,
+    lora_expand,
+    lora_shrink,
+    paged_attention,
+    rms_norm,
+    rope_kv_write,
+    silu_mul,
+)
+
+QKV = (Projection.Q, Projection.K, Projection.V)
+O = (Projection.O,)  # noqa: E741
+GATE_UP = (Projection.GATE, Projection.UP)
+DOWN = (Projection.DOWN,)
+
+# Batch size that oneDNN packs weights for: measured best for 1 to 256 rows on AVX-512.
+_PACKED_FOR_ROWS = 16
+
+
+class Adapters(Protocol):
+    """One step's adapters."""
+
+    def add(
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        layer: int,
+        projections: tuple[int, ...],
+        out_offsets: tuple[int, ...],
+    ) -> None:
+        """Add to y [T, sum of out] what each row's adapter makes of x [T, in], in place."""
+
+
+class TiledAdapters:
+    """`Adapters` by the kernels, over tiles where they lie."""
+
+    def __init__(self, lora: LoraBatch, arena: torch.Tensor) -> None:
+        self._lora, self._arena = lora, arena
+
+    def add(
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        layer: int,
+        projections: tuple[int, ...],
+        out_offsets: tuple[int, ...],
+    ) -> None:
+        h = lora_shrink(x, self._arena, self._lora, layer, projections)
+        lora_expand(h, self._arena, self._lora, layer, projections, y, out_offsets)
+
+
+class Linear:
+    """x [T, in] -> x W^T [T, out].
+
+    On a CPU in fp32 the weight is kept as oneDNN packs it: MKL, torch's default there, takes two
+    to three times as long on processors that are not Intel's.
+    """
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._is_packed = (
+            weight.device.type == "cpu" and weight.dtype == torch.float32 and torch._C._has_mkldnn
+        )
+        self._weight = (
+            torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_FOR_ROWS)
+            if self._is_packed
+            else weight
+        )
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._is_packed:
+            out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+                x, self._weight, None, "none", [], ""
+            )
+            return out
+        return functional.linear(x, self._weight)
+
+
+class DecoderLayer:
+    """Attention and MLP of one layer, each behind its norm."""
+
+    def __init__(self, config: ModelConfig, layout: PageLayout, index: int, weights: LayerWeights):
+        self._config, self._layout, self._index = config, layout, index
+        self._input_norm, self._post_norm = weights.input_norm, weights.post_norm
+        self._qkv, self._o = Linear(weights.qkv), Linear(weights.o)
+        self._gate_up, self._down = Linear(weights.gate_up), Linear(weights.down)
+        q, kv, inner = config.q_size, config.kv_size, config.intermediate_size
+        self._qkv_offsets = (0, q, q + kv, q + 2 * kv)
+        self._o_offsets = self._down_offsets = (0, config.hidden_size)
+        self._gate_up_offsets = (0, inner, 2 * inner)
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+        batch: Batch,
+        adapters: Adapters | None,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        arena: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden, residual [T, E] -> the layer's own output and the sum before it, [T, E] each."""
+        eps = self._config.rms_norm_eps
+        if residual is None:
+            residual, x = hidden, rms_norm(hidden, self._input_norm, eps)
+        else:
+            x, residual = add_rms_norm(hidden, residual, self._input_norm, eps)
+        attended = self._attention(x, batch, adapters, rope, arena)
+        out = self._o(attended)
+        if adapters is not None:
+            adapters.add(attended, out, self._index, O, self._o_offsets)
+        x, residual = add_rms_norm(out, residual, self._post_norm, eps)
+        gate_up = self._gate_up(x)
+        if adapters is not None:
+            adapters.add(x, gate_up, self._index, GATE_UP, self._gate_up_offsets)
+        inner = silu_mul(gate_up)
+        out = self._down(inner)
+        if adapters is not None:
+            adapters.add(inner, out, self._index, DOWN, self._down_offsets)
+        return out, residual
+
+    def _attention(
+        self,
+        x: torch.Tensor,
+        batch: Batch,
+        adapters: Adapters | None,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        arena: torch.Tensor,
+    ) -> torch.Tensor:
+        config, layout = self._config, self._layout
+        qkv = self._qkv(x)
+        if adapters is not None:
+            adapters.add(x, qkv, self._index, QKV, self._qkv_offsets)
+        heads = qkv.view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
+        groups = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        q, k, v = torch.split(heads, groups, dim=1)
+        cos, sin = rope
+        q = rope_kv_write(
+            q, k, v, cos, sin, batch.positions, arena, layout, self._index, batch.slots
+        )
+        attended = paged_attention(
+            q,
+            arena,
+            layout,
+            self._index,
+            batch.query_start,
+            batch.context_lens,
+            batch.page_tables,
+            config.head_dim**-0.5,
+        )
+        return attended.reshape(-1, config.q_size)
+
+
+class Decoder:
+    """The whole model: token ids in, logits of the rows that sample out."""
+
+    def __init__(
+        self, config: ModelConfig, layout: PageLayout, weights: Weights, max_context: int
+    ) -> None:
+        self._config = config
+        self._embedding, self._norm = weights.embedding, weights.norm
+        self._layers = [
+            DecoderLayer(config, layout, i, layer) for i, layer in enumerate(weights.layers)
+        ]
+        self._lm_head = Linear(weights.lm_head)
+        self._rope = rope_tables(config, max_context, weights.norm.device)
+
+    def __call__(
+        self, batch: Batch, adapters: Adapters | None, arena: torch.Tensor
+    ) -> torch.Tensor:
+        """Write the step's KV into `arena` and return the logits [N, V] of `batch.sample_rows`."""
+        hidden = functional.embedding(batch.token_ids, self._embedding)  # [T, E]
+        residual: torch.Tensor | None = None
+        for layer in self._layers:
+            hidden, residual = layer(hidden, residual, batch, adapters, self._rope, arena)
+        assert residual is not None
+        hidden, residual = hidden[batch.sample_rows], residual[batch.sample_rows]
+        normed, _ = add_rms_norm(hidden, residual, self._norm, self._config.rms_norm_eps)
+        return self._lm_head(normed)
+
+
+def rope_tables(
+    config: ModelConfig, max_context: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin [max_context, D] fp32 by position, the first half repeated."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
+    inverse = 1.0 / (config.rope_theta**exponents)
+    angles = torch.outer(torch.arange(max_context).float(), inverse)
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos().to(device), angles.sin().to(device)

@@ -1,0 +1,59 @@
+"""ModelRunner: the weights, the arena tensor and the forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+
+import torch
+
+from engine.batch import Batch
+from engine.config import EngineConfig, ModelConfig
+from engine.model import Adapters, Decoder, TiledAdapters
+from engine.scheduler import AdapterKey
+from engine.weights import load_weights
+from kernels.lora_cpu import CpuLora
+
+# Copies of decoding adapters that make a CPU step fast, in all; see kernels/lora_cpu.py.
+_MAX_STACK_BYTES = 1 << 30
+
+
+class ModelRunner:
+    """Owns what the forward pass reads and writes.
+
+    arena  [P, page_elems]; pages are handed out by `PagePool`
+    """
+
+    def __init__(self, config: EngineConfig, model: ModelConfig) -> None:
+        dtype = torch.float32 if config.dtype_name == "float32" else torch.bfloat16
+        layout = config.page_layout(model)
+        weights = load_weights(config.model_dir, model, config.device, dtype)
+        self.arena = torch.zeros(
+            config.num_pages(model), layout.page_elems, dtype=dtype, device=config.device
+        )
+        self._decoder = Decoder(model, layout, weights, config.context_limit(model))
+        self._cpu_lora = (
+            CpuLora(
+                arena=self.arena,
+                widths=model.projection_widths,
+                num_layers=model.num_layers,
+                max_bytes=_MAX_STACK_BYTES,
+            )
+            if config.is_cpu and dtype == torch.float32
+            else None
+        )
+
+    def adapter_order(self, keys: Iterable[AdapterKey]) -> Mapping[Hashable, int]:
+        """The order of adapters in which this step's rows run fastest; missing ones come last."""
+        return {} if self._cpu_lora is None else self._cpu_lora.arrange(keys)
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> torch.Tensor:
+        """The logits [N, V] of the batch's sampling rows; the step's KV is in the arena after."""
+        return self._decoder(batch, self._adapters(batch), self.arena)
+
+    def _adapters(self, batch: Batch) -> Adapters | None:
+        if batch.lora is None:
+            return None
+        if self._cpu_lora is None:
+            return TiledAdapters(batch.lora, self.arena)
+        return self._cpu_lora.prepare(batch.lora, batch.adapter_keys)

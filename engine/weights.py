@@ -1,0 +1,126 @@
+"""A checkpoint's tensors as the decoder wants them: by Hugging Face name, some fused.
+
+q, k and v become one matrix, gate and up another: one product instead of three or two. Files are
+memory-mapped; every tensor in them must be one the decoder knows, and none may be missing.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from engine.config import ModelConfig
+from engine.errors import UnsupportedModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights:
+    """One decoder layer; matrices are [out, in]."""
+
+    input_norm: torch.Tensor  # [E]
+    qkv: torch.Tensor  # [(H + 2 K) D, E]
+    o: torch.Tensor  # [E, H D]
+    post_norm: torch.Tensor  # [E]
+    gate_up: torch.Tensor  # [2 I, E]
+    down: torch.Tensor  # [E, I]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    embedding: torch.Tensor  # [V, E]
+    layers: tuple[LayerWeights, ...]
+    norm: torch.Tensor  # [E]
+    lm_head: torch.Tensor  # [V, E]; the embedding itself when they are tied
+
+
+class _Checkpoint:
+    """Tensors of a model folder by name; each is taken once."""
+
+    def __init__(self, folder: Path, device: str, dtype: torch.dtype) -> None:
+        self._device, self._dtype = device, dtype
+        index_file = folder / "model.safetensors.index.json"
+        try:
+            if index_file.exists():
+                files = sorted(set(json.loads(index_file.read_text())["weight_map"].values()))
+            else:
+                files = ["model.safetensors"]
+            self._places: dict[str, Any] = {}
+            for file in files:
+                handle: Any = safe_open(folder / file, framework="pt")
+                self._places.update(dict.fromkeys(handle.keys(), handle))
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            raise UnsupportedModel(f"{folder}: cannot read the weights: {error}") from error
+
+    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """The tensor as it lies in the file; raises UnsupportedModel unless it has `shape`."""
+        if name not in self._places:
+            raise UnsupportedModel(f"the checkpoint has no tensor {name}", param=name)
+        tensor: torch.Tensor = self._places.pop(name).get_tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise UnsupportedModel(
+                f"tensor {name} has shape {list(tensor.shape)}, not {list(shape)}", param=name
+            )
+        return tensor
+
+    def load(self, name: str, *shape: int) -> torch.Tensor:
+        return self.take(name, shape).to(self._device, self._dtype)
+
+    def fuse(self, names: tuple[str, ...], heights: tuple[int, ...], width: int) -> torch.Tensor:
+        """The matrices [height, width] one under the other, copied once."""
+        fused = torch.empty(sum(heights), width, device=self._device, dtype=self._dtype)
+        first = 0
+        for name, height in zip(names, heights, strict=True):
+            fused[first : first + height].copy_(self.take(name, (height, width)))
+            first += height
+        return fused
+
+    def drop(self, suffix: str) -> None:
+        """Disregard tensors whose name ends so."""
+        self._places = {n: p for n, p in self._places.items() if not n.endswith(suffix)}
+
+    def check_all_taken(self) -> None:
+        if self._places:
+            name = min(self._places)
+            raise UnsupportedModel(f"the decoder has no use for tensor {name}", param=name)
+
+
+def load_weights(folder: Path, config: ModelConfig, device: str, dtype: torch.dtype) -> Weights:
+    """Read the safetensors of `folder`; raise UnsupportedModel naming what does not fit."""
+    checkpoint = _Checkpoint(folder, device, dtype)
+    hidden, vocab = config.hidden_size, config.vocab_size
+    embedding = checkpoint.load("model.embed_tokens.weight", vocab, hidden)
+    layers = tuple(_load_layer(checkpoint, config, i) for i in range(config.num_layers))
+    norm = checkpoint.load("model.norm.weight", hidden)
+    if config.tie_embeddings:
+        checkpoint.drop("lm_head.weight")
+        lm_head = embedding
+    else:
+        lm_head = checkpoint.load("lm_head.weight", vocab, hidden)
+    checkpoint.drop("rotary_emb.inv_freq")  # old checkpoints carry this constant
+    checkpoint.check_all_taken()
+    return Weights(embedding=embedding, layers=layers, norm=norm, lm_head=lm_head)
+
+
+def _load_layer(checkpoint: _Checkpoint, config: ModelConfig, index: int) -> LayerWeights:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    prefix = f"model.layers.{index}"
+    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    return LayerWeights(
+        input_norm=checkpoint.load(f"{prefix}.input_layernorm.weight", hidden),
+        qkv=checkpoint.fuse(
+            tuple(f"{attention}.{name}_proj.weight" for name in "qkv"),
+            (config.q_size, config.kv_size, config.kv_size),
+            hidden,
+        ),
+        o=checkpoint.load(f"{attention}.o_proj.weight", hidden, config.q_size),
+        post_norm=checkpoint.load(f"{prefix}.post_attention_layernorm.weight", hidden),
+        gate_up=checkpoint.fuse(
+            (f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"), (inner, inner), hidden
+        ),
+        down=checkpoint.load(f"{mlp}.down_proj.weight", hidden, inner),
+    )
