@@ -2,7 +2,13 @@
 
 Knows nothing of tenants' names, text protocols, networks or queues. Start reading at
 `engine.engine.Engine.step`; the memory layout that docstrings refer to is docs/memory.md.
+
+Importing this package does not import torch until `Engine` is asked for: the worker's I/O process
+uses the request types alone.
 """
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from engine.errors import (
     AdapterMismatch,
@@ -26,6 +32,16 @@ from engine.request import (
     TokenLogprob,
 )
 
+if TYPE_CHECKING:
+    from engine.config import EngineConfig
+    from engine.engine import Engine, EngineStats
+
+_LAZY = {
+    "Engine": "engine.engine",
+    "EngineConfig": "engine.config",
+    "EngineStats": "engine.engine",
+}
+
 __all__ = [
     "AdapterMismatch",
     "AdapterPart",
@@ -33,7 +49,10 @@ __all__ = [
     "BadGrammar",
     "ContextTooLong",
     "DeadlineExceeded",
+    "Engine",
+    "EngineConfig",
     "EngineError",
+    "EngineStats",
     "FinishReason",
     "InvalidPrompt",
     "OutOfPages",
@@ -45,3 +64,9 @@ __all__ = [
     "UnknownAdapter",
     "UnsupportedModel",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_LAZY[name]), name)

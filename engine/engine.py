@@ -1,0 +1,370 @@
+"""Engine: the only file that knows all the others. Start at `Engine.step`."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.adapters import AdapterStore
+from engine.batch import BatchBuilder
+from engine.config import EngineConfig, ModelConfig
+from engine.errors import (
+    ContextTooLong,
+    DeadlineExceeded,
+    EngineError,
+    OutOfPages,
+    RequestError,
+)
+from engine.grammar import GrammarCompiler, Matcher, check_schema_text
+from engine.memory import PagePool, PageUse
+from engine.request import FinishReason, Request, RequestOutput
+from engine.runner import ModelRunner
+from engine.sampler import Sampled, Sampler
+from engine.scheduler import Scheduler, Sequence, Step
+from kernels import apply_bitmask
+
+log = logging.getLogger(__name__)
+
+# A step that finds nothing to run, because all wait for adapters or grammars, sleeps this long
+# at most.
+_IDLE_WAIT_S = 0.002
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """The engine at one moment.
+
+    step                steps so far; one that stands still while requests run is stuck
+    running, waiting    requests
+    kv_pages            pages that hold KV; adapter_pages likewise; the rest is free
+    resident_digests    adapters in the arena, least recently used first
+    num_adapters        registered ones
+    num_generated       tokens so far
+    num_preemptions     requests that lost their pages so far
+    """
+
+    step: int
+    running: int
+    waiting: int
+    num_pages: int
+    free_pages: int
+    kv_pages: int
+    adapter_pages: int
+    resident_digests: tuple[str, ...]
+    num_adapters: int
+    num_generated: int
+    num_preemptions: int
+
+
+class Engine:
+    """Runs many requests at once on one model, each with its own adapters.
+
+    All methods are called from one thread. Loading adapters and compiling grammars happen on
+    threads of the engine's own; `close` ends them.
+
+    config  see EngineConfig; raises UnsupportedModel when the model folder does not fit
+    clock   what deadlines are measured on, in seconds
+    """
+
+    def __init__(self, config: EngineConfig, clock: Callable[[], float] = time.time) -> None:
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        self.model = model = ModelConfig.from_folder(config.model_dir)
+        self._clock = clock
+        self._context_limit = config.context_limit(model)
+        self._page_size = config.page_size
+        self._runner = ModelRunner(config, model)
+        self._pool = PagePool(config.num_pages(model))
+        self._store = AdapterStore(
+            model=model,
+            layout=config.page_layout(model),
+            pool=self._pool,
+            arena=self._runner.arena,
+            host_cache_bytes=config.host_cache_bytes,
+            loader_threads=config.loader_threads,
+        )
+        self._scheduler = Scheduler(
+            pool=self._pool,
+            adapters=self._store,
+            page_size=config.page_size,
+            max_running=config.max_running,
+            max_step_tokens=config.max_step_tokens,
+            max_skips=config.max_skips,
+        )
+        self._builder = BatchBuilder(
+            store=self._store,
+            page_size=config.page_size,
+            device=config.device,
+            adapter_order=self._runner.adapter_order,
+        )
+        self._sampler = Sampler(vocab_size=model.vocab_size, device=config.device)
+        self._compiler = GrammarCompiler(model_dir=config.model_dir)
+        self._compiling: dict[str, Future[Matcher]] = {}
+        self._matchers: dict[str, Matcher] = {}
+        self._requests: dict[str, Sequence] = {}
+        self._ending: dict[str, tuple[FinishReason, EngineError | None]] = {}
+        self._num_arrivals = self._num_steps = self._num_generated = 0
+
+    # Adapters
+
+    def register_adapter(self, digest: str, path: Path) -> None:
+        """Make the PEFT folder `path` known as `digest`; idempotent.
+
+        Reads the config and the tensor header; the tensors are read when a request first needs
+        them. Raises AdapterMismatch when they do not fit the base model, AdapterUnavailable when
+        they cannot be read, OutOfPages when the arena could never hold the adapter.
+        """
+        self._store.register(digest, path)
+
+    def unregister_adapter(self, digest: str) -> None:
+        """Forget the adapter: new requests are refused, accepted ones finish with it."""
+        self._store.unregister(digest)
+
+    # Requests
+
+    def add(self, request: Request) -> None:
+        """Accept a request; its output comes from the steps that follow.
+
+        Raises, accepting nothing, InvalidPrompt, ContextTooLong, BadGrammar, UnknownAdapter,
+        OutOfPages or RequestError. What shows only later (a schema that cannot be enforced, an
+        adapter that cannot be read) ends the request with its error in a RequestOutput.
+        """
+        if request.request_id in self._requests:
+            raise RequestError("the request id is already in use", param="request_id")
+        request.check(self.model.vocab_size)
+        if len(request.token_ids) >= self._context_limit:
+            raise ContextTooLong(
+                f"the prompt has {len(request.token_ids)} tokens; the context is "
+                f"{self._context_limit} tokens, answer included",
+                param="token_ids",
+            )
+        if request.json_schema is not None:
+            check_schema_text(request.json_schema)
+        sequence = Sequence(request, self._num_arrivals, self._stop_ids(request))
+        self._store.add_user(sequence.digests)
+        try:
+            self._check_room(sequence)
+        except OutOfPages:
+            self._store.remove_user(sequence.digests)
+            raise
+        self._num_arrivals += 1
+        self._requests[request.request_id] = sequence
+        self._sampler.add(sequence)
+        self._scheduler.add(sequence)
+        if request.json_schema is not None:
+            sequence.is_waiting_for_grammar = True
+            self._compiling[request.request_id] = self._compiler.submit(request.json_schema)
+
+    def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """End a request; its last output, with `reason`, comes from the next step.
+
+        Idempotent; does nothing for a request that has ended or never was.
+        """
+        if request_id in self._requests:
+            self._ending.setdefault(request_id, (reason, None))
+
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do, now or as soon as an adapter or grammar is ready."""
+        return bool(self._requests)
+
+    def step(self) -> list[RequestOutput]:
+        """Run one iteration: at most one new token for every running request."""
+        self._poll()
+        outputs = self._end_early()
+        step = self._scheduler.schedule()
+        for sequence, error in step.failed:
+            outputs.append(self._end(sequence, FinishReason.ERROR, error))
+        if not step.rows:
+            self._wait()
+            return outputs
+        batch = self._builder.build(step)
+        sequences = [row.sequence for row in step.rows if row.samples]
+        logits = self._runner.run(batch)
+        sampled = self._sample(logits, sequences)
+        self._num_steps += 1
+        return outputs + self._commit(step, sequences, sampled)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            step=self._num_steps,
+            running=len(self._scheduler.running),
+            waiting=len(self._scheduler.waiting),
+            num_pages=self._pool.num_pages,
+            free_pages=self._pool.num_free,
+            kv_pages=self._pool.num_used(PageUse.KV),
+            adapter_pages=self._pool.num_used(PageUse.ADAPTER),
+            resident_digests=self._store.resident_digests,
+            num_adapters=self._store.num_registered,
+            num_generated=self._num_generated,
+            num_preemptions=self._scheduler.num_preemptions,
+        )
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every owner's state agrees with itself and the others'."""
+        self._scheduler.check_integrity()
+        self._store.check_integrity()
+        tables = [sequence.page_table for sequence in self._scheduler.running]
+        self._pool.check_integrity([*tables, *self._store.owned_pages()])
+        known = {s.request.request_id for s in self._scheduler.waiting + self._scheduler.running}
+        assert known == self._requests.keys()
+        assert self._matchers.keys() | self._compiling.keys() <= known
+
+    def close(self) -> None:
+        """End the engine's threads."""
+        self._store.close()
+        self._compiler.close()
+
+    # The stages of a step
+
+    def _poll(self) -> None:
+        """See what the loader and grammar threads have finished."""
+        self._store.poll(self._scheduler.wanted_adapters())
+        for request_id in [r for r, future in self._compiling.items() if future.done()]:
+            future = self._compiling.pop(request_id)
+            error = future.exception()
+            if error is None:
+                self._matchers[request_id] = future.result()
+                self._requests[request_id].is_waiting_for_grammar = False
+            else:
+                self._fail(request_id, error)
+        for sequence in self._scheduler.waiting:
+            for digest in sequence.digests:
+                error = self._store.error(digest)
+                if error is not None:
+                    self._fail(sequence.request.request_id, error)
+
+    def _fail(self, request_id: str, error: BaseException) -> None:
+        if not isinstance(error, EngineError):
+            log.error("request failed", exc_info=error, extra={"request_id": request_id})
+            error = EngineError(f"internal error: {type(error).__name__}")
+        self._ending.setdefault(request_id, (FinishReason.ERROR, error))
+
+    def _end_early(self) -> list[RequestOutput]:
+        """End what was cancelled, has failed or is past its deadline."""
+        now = self._clock()
+        for request_id, sequence in self._requests.items():
+            deadline = sequence.request.deadline
+            if deadline is not None and deadline <= now:
+                error = DeadlineExceeded("the request's deadline has passed", param="deadline")
+                self._ending.setdefault(request_id, (FinishReason.ERROR, error))
+        ending, self._ending = self._ending, {}
+        return [
+            self._end(self._requests[request_id], reason, error)
+            for request_id, (reason, error) in ending.items()
+        ]
+
+    def _wait(self) -> None:
+        """Nothing can run: sleep until a thread has news, briefly."""
+        if self._store.is_loading:
+            self._store.wait(_IDLE_WAIT_S)
+        elif self._requests:
+            time.sleep(_IDLE_WAIT_S)
+
+    @torch.inference_mode()
+    def _sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[Sampled]:
+        logits = logits.float()
+        wants_logprobs = any(s.request.sampling.logprobs is not None for s in sequences)
+        raw = logits.log_softmax(dim=-1) if wants_logprobs else None
+        self._sampler.adjust(logits, sequences)
+        self._mask(logits, sequences)
+        return self._sampler.choose(logits, sequences, raw)
+
+    def _mask(self, logits: torch.Tensor, sequences: list[Sequence]) -> None:
+        """Forbid what a row's grammar does not allow next."""
+        rows = [i for i, s in enumerate(sequences) if s.request.request_id in self._matchers]
+        if not rows:
+            return
+        words = -(-self.model.vocab_size // 32)
+        bitmask = torch.zeros(len(sequences), words, dtype=torch.int32)
+        for i in rows:
+            self._matchers[sequences[i].request.request_id].fill_mask(bitmask[i])
+        apply_bitmask(logits, bitmask.to(logits.device), torch.tensor(rows, device=logits.device))
+
+    def _commit(
+        self, step: Step, sequences: list[Sequence], sampled: list[Sampled]
+    ) -> list[RequestOutput]:
+        for row in step.rows:
+            self._scheduler.commit(row)
+        self._num_generated += len(sampled)
+        return [
+            self._accept(sequence, token)
+            for sequence, token in zip(sequences, sampled, strict=True)
+        ]
+
+    def _accept(self, sequence: Sequence, sampled: Sampled) -> RequestOutput:
+        """Append a token to its sequence, which it may end."""
+        sequence.token_ids.append(sampled.token_id)
+        reason, is_text = self._judge(sequence, sampled.token_id)
+        output = self._end(sequence, reason) if reason else _output(sequence)
+        wants_logprobs = sequence.request.sampling.logprobs is not None
+        if is_text:
+            output.token_ids = [sampled.token_id]
+        if wants_logprobs:
+            output.logprobs = [sampled.logprob] if is_text and sampled.logprob else []
+        return output
+
+    def _judge(self, sequence: Sequence, token_id: int) -> tuple[FinishReason | None, bool]:
+        """Why the newest token ends its request, if it does, and whether it is part of the text."""
+        request = sequence.request
+        matcher = self._matchers.get(request.request_id)
+        is_text = token_id not in sequence.stop_ids
+        if matcher is not None:
+            is_complete = matcher.accept(token_id)
+            is_text = is_text and token_id != matcher.eos_token_id
+            if is_complete:
+                return FinishReason.STOP, is_text
+        if not is_text:
+            return FinishReason.STOP, False
+        limit = request.sampling.max_tokens
+        if limit is not None and sequence.num_generated >= limit:
+            return FinishReason.LENGTH, True
+        if sequence.num_tokens >= self._context_limit:
+            return FinishReason.LENGTH, True
+        return None, True
+
+    def _end(
+        self, sequence: Sequence, reason: FinishReason, error: EngineError | None = None
+    ) -> RequestOutput:
+        """Forget the request everywhere and say so."""
+        request_id = sequence.request.request_id
+        output = _output(sequence)
+        output.finish_reason, output.error = reason, error
+        self._scheduler.remove(sequence)
+        self._sampler.remove(request_id)
+        self._matchers.pop(request_id, None)
+        future = self._compiling.pop(request_id, None)
+        if future is not None:
+            future.cancel()
+        self._store.remove_user(sequence.digests)
+        del self._requests[request_id]
+        return output
+
+    def _stop_ids(self, request: Request) -> frozenset[int]:
+        sampling = request.sampling
+        eos = () if sampling.ignore_eos else self.model.eos_token_ids
+        return frozenset((*eos, *sampling.stop_token_ids))
+
+    def _check_room(self, sequence: Sequence) -> None:
+        num_pages = -(-(sequence.num_tokens + 1) // self._page_size)
+        num_pages += sum(self._store.num_pages(digest) for digest in sequence.digests)
+        if num_pages > self._pool.num_pages:
+            raise OutOfPages(
+                f"the prompt and its adapters need {num_pages} pages; the arena has "
+                f"{self._pool.num_pages}",
+                param="token_ids",
+            )
+
+
+def _output(sequence: Sequence) -> RequestOutput:
+    return RequestOutput(
+        request_id=sequence.request.request_id,
+        num_prompt_tokens=sequence.num_prompt,
+        num_cached_tokens=sequence.num_cached,
+        num_generated=sequence.num_generated,
+    )

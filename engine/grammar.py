@@ -1,0 +1,122 @@
+"""JSON schemas as masks over the vocabulary: Outlines in front, llguidance behind it.
+
+Outlines' own index takes seconds for an ordinary nested schema and ignores several keywords
+without a word; its llguidance backend takes milliseconds and refuses what it does not enforce.
+Both are imported, and the tokenizer is read, when a grammar is first asked for. Compiling happens
+on a thread of its own; the step loop only advances matchers.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.errors import BadGrammar
+
+_MAX_CACHED = 256
+
+
+def check_schema_text(schema: str) -> None:
+    """Raise BadGrammar unless `schema` is the text of a JSON object."""
+    try:
+        parsed = json.loads(schema)
+    except (ValueError, RecursionError) as error:
+        raise BadGrammar(f"the schema is not JSON: {error}", param="json_schema") from error
+    if not isinstance(parsed, dict):
+        raise BadGrammar("the schema is not a JSON object", param="json_schema")
+
+
+class Matcher:
+    """One request's place in its grammar."""
+
+    def __init__(self, matcher: Any, eos_token_id: int) -> None:
+        self._matcher = matcher
+        self.eos_token_id = eos_token_id
+
+    def fill_mask(self, words: torch.Tensor) -> None:
+        """Write the allowed next tokens into `words` [ceil(V / 32)] int32 on the CPU."""
+        words.zero_()
+        mask = self._matcher.compute_bitmask()
+        own = torch.frombuffer(bytearray(mask), dtype=torch.int32)
+        count = min(len(own), len(words))
+        words[:count] = own[:count]
+
+    def accept(self, token_id: int) -> bool:
+        """Advance by a token that the mask allowed; whether the text is complete."""
+        self._matcher.consume_token(token_id)
+        assert not self._matcher.is_error(), self._matcher.get_error()
+        return bool(self._matcher.is_stopped())
+
+
+class _Backend:
+    """Outlines' llguidance backend over the tokenizer of a model folder."""
+
+    def __init__(self, model_dir: Path) -> None:
+        import llguidance
+        from outlines.backends.llguidance import LLGuidanceBackend
+        from outlines.models.transformers import Transformers
+        from outlines.types import JsonSchema
+        from transformers import AutoTokenizer
+
+        self.llguidance, self.json_schema = llguidance, JsonSchema
+        tokenizer = AutoTokenizer.from_pretrained(model_dir)
+        # The backend wants an Outlines model but reads its tokenizer alone.
+        self.outlines = LLGuidanceBackend(Transformers(None, tokenizer))
+        self.eos_token_id = int(tokenizer.eos_token_id)
+
+
+class GrammarCompiler:
+    """Compiles schemas on a thread and remembers the latest ones."""
+
+    def __init__(self, *, model_dir: Path) -> None:
+        self._model_dir = model_dir
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._backend: _Backend | None = None
+        self._lock = threading.Lock()  # of the cache, used by both sides
+        self._cache: OrderedDict[str, Any] = OrderedDict()
+
+    def submit(self, schema: str) -> Future[Matcher]:
+        """A matcher at the schema's beginning, soon; the future raises BadGrammar if it cannot
+        be compiled or nothing satisfies it."""
+        with self._lock:
+            compiled = self._cache.get(schema)
+            if compiled is not None:
+                self._cache.move_to_end(schema)
+        if compiled is not None and self._backend is not None:
+            ready: Future[Matcher] = Future()
+            ready.set_result(Matcher(compiled.deep_copy(), self._backend.eos_token_id))
+            return ready
+        return self._threads.submit(self._compile, schema)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _compile(self, schema: str) -> Matcher:
+        if self._backend is None:
+            self._backend = _Backend(self._model_dir)
+        backend = self._backend
+        try:
+            text = backend.json_schema(schema).schema
+            processor = backend.outlines.get_json_schema_logits_processor(text)
+        except Exception as error:  # jsonschema's and llguidance's own, whatever they may be
+            raise BadGrammar(f"the schema is not valid: {error}", param="json_schema") from error
+        compiled = backend.llguidance.LLMatcher(
+            backend.outlines.llg_tokenizer, processor.grammar, log_level=0
+        )
+        if compiled.is_error():
+            raise BadGrammar(
+                f"the schema cannot be enforced: {compiled.get_error()}", param="json_schema"
+            )
+        if not any(compiled.compute_bitmask()):
+            raise BadGrammar("nothing satisfies the schema", param="json_schema")
+        with self._lock:
+            self._cache[schema] = compiled
+            if len(self._cache) > _MAX_CACHED:
+                self._cache.popitem(last=False)
+        return Matcher(compiled.deep_copy(), backend.eos_token_id)
