@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from engine.errors import EngineError
 from engine.request import AdapterPart, FinishReason, Request, RequestOutput, SamplingParams
@@ -74,7 +74,7 @@ def create_engine(config: WorkerConfig) -> EngineLike:
     """The real engine. Imported here: a worker under test with another engine needs no torch."""
     from engine import Engine, EngineConfig  # type: ignore[attr-defined]
 
-    given = {
+    given: dict[str, Any] = {
         "arena_bytes": config.arena_bytes,
         "num_threads": config.threads,
     }
