@@ -173,6 +173,7 @@ class Engine:
         """Whether `step` has anything to do, now or as soon as an adapter or grammar is ready."""
         return bool(self._requests)
 
+    @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
         """Run one iteration: at most one new token for every running request."""
         self._poll()
@@ -266,7 +267,6 @@ class Engine:
         elif self._requests:
             time.sleep(_IDLE_WAIT_S)
 
-    @torch.inference_mode()
     def _sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[Sampled]:
         logits = logits.float()
         wants_logprobs = any(s.request.sampling.logprobs is not None for s in sequences)

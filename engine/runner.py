@@ -46,7 +46,6 @@ class ModelRunner:
         """The order of adapters in which this step's rows run fastest; missing ones come last."""
         return {} if self._cpu_lora is None else self._cpu_lora.arrange(keys)
 
-    @torch.inference_mode()
     def run(self, batch: Batch) -> torch.Tensor:
         """The logits [N, V] of the batch's sampling rows; the step's KV is in the arena after."""
         return self._decoder(batch, self._adapters(batch), self.arena)
