@@ -7,8 +7,10 @@ import uuid
 from collections.abc import Mapping
 from typing import IO, Any, ClassVar, TypeVar, cast
 
+from django.conf import settings
 from django.db.models import Model, QuerySet
 from django.http import HttpRequest, HttpResponseBase
+from drf_spectacular.extensions import OpenApiAuthenticationExtension
 from drf_spectacular.utils import OpenApiParameter, inline_serializer
 from rest_framework import serializers
 from rest_framework.exceptions import ParseError
@@ -98,6 +100,44 @@ class TenantAPIView(APIView):
         principal = self.request.auth
         assert isinstance(principal, Principal)
         return principal
+
+
+class StrictSerializer(serializers.Serializer[Any]):
+    """A body in which a field nobody reads is an error: it is a typing error of the caller's."""
+
+    def to_internal_value(self, data: Any) -> Any:
+        if isinstance(data, Mapping):
+            unknown = [name for name in data if name not in self.fields]
+            if unknown:
+                raise serializers.ValidationError(
+                    {str(unknown[0])[:100]: "There is no such field."}
+                )
+        return super().to_internal_value(data)
+
+    @classmethod
+    def parsed(cls, request: Request) -> dict[str, Any]:
+        """The request's body, checked. Raises rest_framework's ValidationError."""
+        serializer = cls(data=request.data)
+        serializer.is_valid(raise_exception=True)
+        fields: dict[str, Any] = serializer.validated_data
+        return fields
+
+
+class _KeyScheme(OpenApiAuthenticationExtension):  # type: ignore[no-untyped-call]
+    target_class = "controlplane.tenants.auth.ApiKeyAuthentication"
+    name = "apiKey"
+
+    def get_security_definition(self, auto_schema: Any) -> dict[str, str]:
+        return {"type": "http", "scheme": "bearer", "description": "A tenant's API key."}
+
+
+class _SessionScheme(OpenApiAuthenticationExtension):  # type: ignore[no-untyped-call]
+    target_class = "controlplane.tenants.auth.ConsoleSessionAuthentication"
+    name = "session"
+
+    def get_security_definition(self, auto_schema: Any) -> dict[str, str]:
+        cookie = settings.SESSION_COOKIE_NAME
+        return {"type": "apiKey", "in": "cookie", "name": cookie, "description": "The console's."}
 
 
 PAGE_PARAMETERS = [

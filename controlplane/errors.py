@@ -21,7 +21,8 @@ import logging
 from typing import Any
 
 from django.core.exceptions import ObjectDoesNotExist, ValidationError
-from django.http import Http404, JsonResponse
+from django.http import Http404, HttpRequest, HttpResponse, JsonResponse
+from django.views import defaults
 from rest_framework import exceptions as drf
 from rest_framework.response import Response
 
@@ -177,6 +178,24 @@ def drf_exception_handler(error: Exception, context: dict[str, Any]) -> Response
     return Response(error.body(), status=error.status, headers=error.headers())
 
 
+_NOTHING_HERE = "There is no such thing."
+_JSON_PATHS = ("/api/", "/v1/")
+
+
+def page_not_found(request: HttpRequest, exception: Exception) -> HttpResponse:
+    """Django's hook for an address that leads nowhere."""
+    if request.path.startswith(_JSON_PATHS):
+        return NotFound(_NOTHING_HERE).response()
+    return defaults.page_not_found(request, exception)
+
+
+def server_error(request: HttpRequest) -> HttpResponse:
+    """Django's hook for an exception that nobody expected; it is logged already."""
+    if request.path.startswith(_JSON_PATHS):
+        return InternalError("Something went wrong on this side.").response()
+    return defaults.server_error(request)
+
+
 def _from_drf(error: Exception) -> ApiError | None:
     if isinstance(error, drf.ValidationError):
         param, message = _first_detail(error.detail)
@@ -186,13 +205,13 @@ def _from_drf(error: Exception) -> ApiError | None:
     if isinstance(error, drf.PermissionDenied):
         return PermissionDenied(str(error.detail))
     if isinstance(error, drf.NotFound):
-        return NotFound("There is no such thing.")
+        return NotFound(_NOTHING_HERE)
     if isinstance(error, drf.APIException):
         converted = InvalidRequest(str(error.detail))
         converted.status = error.status_code
         return converted
     if isinstance(error, Http404 | ObjectDoesNotExist):
-        return NotFound("There is no such thing.")
+        return NotFound(_NOTHING_HERE)
     return None
 
 

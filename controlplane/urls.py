@@ -2,7 +2,8 @@
 
 from django.contrib import admin
 from django.http import HttpRequest, HttpResponse
-from django.urls import path
+from django.urls import include, path
+from drf_spectacular.views import SpectacularJSONAPIView, SpectacularSwaggerView
 
 
 def healthz(request: HttpRequest) -> HttpResponse:
@@ -13,4 +14,11 @@ def healthz(request: HttpRequest) -> HttpResponse:
 urlpatterns = [
     path("healthz", healthz),
     path("admin/", admin.site.urls),
+    path("api/openapi.json", SpectacularJSONAPIView.as_view(), name="openapi"),
+    path("api/docs", SpectacularSwaggerView.as_view(url_name="openapi")),
+    path("api/v1/", include("controlplane.tenants.urls")),
+    path("api/v1/", include("controlplane.adapters.urls")),
 ]
+
+handler404 = "controlplane.errors.page_not_found"
+handler500 = "controlplane.errors.server_error"

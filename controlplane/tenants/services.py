@@ -108,6 +108,8 @@ def api_key_create(
 
 def api_key_revoke(*, public_id: str) -> ApiKey:
     """End a key for good. Doing it again changes nothing. Raises NotFound."""
+    if not (public_id.isascii() and public_id.isalnum()):
+        raise NotFound("There is no such key.")
     ApiKey.objects.filter(public_id=public_id, revoked_at=None).update(revoked_at=timezone.now())
     api_key = ApiKey.objects.filter(public_id=public_id).first()
     if api_key is None:

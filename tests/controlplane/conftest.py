@@ -4,7 +4,7 @@ stranger."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -89,25 +89,15 @@ def base_model(db: None) -> BaseModel:
     )
 
 
-@pytest.fixture
-def as_key() -> Callable[[Party], APIClient]:
+def as_key(party: Party) -> APIClient:
     """A client of /api that sends the party's key."""
-
-    def make(party: Party) -> APIClient:
-        client = APIClient()
-        client.credentials(HTTP_AUTHORIZATION=party.header)
-        return client
-
-    return make
+    client = APIClient()
+    client.credentials(HTTP_AUTHORIZATION=party.header)
+    return client
 
 
-@pytest.fixture
-def as_user() -> Callable[[User], APIClient]:
+def as_user(user: User) -> APIClient:
     """A client of /api with the person's session, CSRF checks off."""
-
-    def make(user: User) -> APIClient:
-        client = APIClient()
-        Client.force_login(client, user)
-        return client
-
-    return make
+    client = APIClient()
+    Client.force_login(client, user)
+    return client
