@@ -136,6 +136,27 @@ class Progress(TrainerCallback):
         )
 
 
+def _arguments(hyper: Hyperparameters, steps: int) -> TrainingArguments:
+    return TrainingArguments(
+        output_dir="unused",  # nothing is saved by the Trainer
+        per_device_train_batch_size=hyper.batch_size,
+        max_steps=steps,
+        learning_rate=hyper.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=min(hyper.warmup_steps, steps // 2),
+        weight_decay=0.0,
+        train_sampling_strategy="group_by_length",
+        dataloader_pin_memory=torch.cuda.is_available(),
+        remove_unused_columns=False,
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        disable_tqdm=True,
+        report_to=[],
+        save_strategy="no",
+        seed=hyper.seed,
+    )
+
+
 def run_trainer(
     model: Any, tokenizer: Any, examples: list[Example], hyper: Hyperparameters, emit: Emit
 ) -> Outcome:
@@ -164,24 +185,7 @@ def run_trainer(
     progress = Progress(emit, tokens_per_epoch)
     trainer = AnswerTrainer(
         model=model,
-        args=TrainingArguments(
-            output_dir="unused",  # nothing is saved by the Trainer
-            per_device_train_batch_size=hyper.batch_size,
-            max_steps=steps,
-            learning_rate=hyper.learning_rate,
-            lr_scheduler_type="cosine",
-            warmup_steps=min(hyper.warmup_steps, steps // 2),
-            weight_decay=0.0,
-            train_sampling_strategy="group_by_length",
-            dataloader_pin_memory=torch.cuda.is_available(),
-            remove_unused_columns=False,
-            logging_steps=1,
-            logging_nan_inf_filter=False,
-            disable_tqdm=True,
-            report_to=[],
-            save_strategy="no",
-            seed=hyper.seed,
-        ),
+        args=_arguments(hyper, steps),
         train_dataset=[
             {
                 "input_ids": example.input_ids,
