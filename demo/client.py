@@ -39,7 +39,7 @@ class ManagementClient:
 
     def begin_upload(self, name: str, folder: Path, *, base_model: str) -> dict[str, Any]:
         """Announce the files; the answer has a presigned URL for each."""
-        files = {file: {"num_bytes": (folder / file).stat().st_size} for file in FILES}
+        files = {file: (folder / file).stat().st_size for file in FILES}
         body = {"base_model": base_model, "files": files}
         return self._call("POST", f"adapters/{name}/versions", body)
 
@@ -48,7 +48,7 @@ class ManagementClient:
         answer = httpx.put(
             upload["url"],
             content=path.read_bytes(),
-            headers=upload.get("headers", {}),
+            headers=upload["headers"],
             timeout=120,
         )
         if answer.status_code >= 300:
