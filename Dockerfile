@@ -1,0 +1,48 @@
+# Three images: the control plane without torch, the trainer (Celery's `train` queue), the worker
+# without Django. `docker compose build` makes all of them.
+
+FROM python:3.11-slim-bookworm AS base
+ENV PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+RUN useradd --uid 10001 --create-home lorikeet \
+    && install -d -o lorikeet /var/lib/lorikeet
+WORKDIR /app
+
+# --- web, Celery's `ingest` and `ops` queues, beat, accountant, migrations
+FROM base AS controlplane
+COPY requirements/controlplane.txt requirements/controlplane.txt
+RUN pip install -r requirements/controlplane.txt
+COPY manage.py manage.py
+COPY controlplane controlplane
+# Of the GPU side the control plane may know the protocol alone, so nothing else is here.
+COPY worker/__init__.py worker/__init__.py
+COPY worker/protocol.py worker/protocol.py
+COPY .env.example .env.example
+# Static files are the same for every installation; the example's settings do.
+RUN set -a && . ./.env.example && LORIKEET_STATIC_ROOT=/app/staticfiles \
+    python manage.py collectstatic --no-input --verbosity 0
+USER lorikeet
+EXPOSE 8000
+CMD ["uvicorn", "controlplane.asgi:application", "--host", "0.0.0.0", "--port", "8000"]
+
+# --- Celery's `train` queue: supervises children that train
+FROM base AS trainer
+COPY requirements/trainer.txt requirements/trainer.txt
+RUN pip install -r requirements/trainer.txt
+COPY manage.py manage.py
+COPY controlplane controlplane
+COPY worker worker
+USER lorikeet
+CMD ["celery", "-A", "controlplane", "worker", "-Q", "train", "-c", "1", "--loglevel", "INFO"]
+
+# --- one process per GPU; CUDA's libraries come with torch's wheels
+FROM base AS worker
+# Triton compiles a launcher for each kernel with the system's C compiler.
+RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/*
+COPY requirements/worker.txt requirements/worker.txt
+RUN pip install -r requirements/worker.txt
+COPY kernels kernels
+COPY engine engine
+COPY worker worker
+USER lorikeet
+CMD ["python", "-m", "worker"]
