@@ -182,6 +182,18 @@ def adapter_version_publish_files(
         created_by=created_by,
         source=source,
     )
+    return adapter_version_upload_files(
+        version=version, config_path=config_path, tensors_path=tensors_path
+    )
+
+
+def adapter_version_upload_files(
+    *, version: AdapterVersion, config_path: Path, tensors_path: Path
+) -> AdapterVersion:
+    """Upload two local files of the stated lengths to a version, and check them.
+
+    Returns when they are done: the version is ready or rejected. Not for use in a transaction.
+    """
     storage.upload(config_path, version.staged_config_key)
     storage.upload(tensors_path, version.staged_tensors_key)
     AdapterVersion.objects.filter(pk=version.pk, status=Status.UPLOADING).update(
