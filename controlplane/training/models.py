@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import uuid
+
 from django.db import models
 
 from controlplane.adapters.models import Adapter, AdapterVersion
 from controlplane.scoping import TenantModel
 from controlplane.tenants.models import User, slug_validator
+
+
+def dataset_key(tenant_id: uuid.UUID, sha256: str) -> str:
+    """S3 key of a dataset's rows."""
+    return f"t/{tenant_id}/datasets/{sha256}.jsonl"
 
 
 class Dataset(TenantModel):
@@ -29,13 +36,16 @@ class Dataset(TenantModel):
     @property
     def key(self) -> str:
         """S3 key of the rows."""
-        return f"t/{self.tenant_id}/datasets/{self.sha256}.jsonl"
+        return dataset_key(self.tenant_id, self.sha256)
 
 
 class TrainingRun(TenantModel):
     """One fine-tuning of an adapter.
 
     queued -> running -> publishing -> succeeded | failed | cancelled, each by compare-and-set.
+
+    A run is done by whoever moved it to `running`, and only as long as `attempts` is what they
+    set: a trainer that was given up for lost and comes back finds its writes refused.
     """
 
     class Status(models.TextChoices):
@@ -45,6 +55,9 @@ class TrainingRun(TenantModel):
         SUCCEEDED = "succeeded"
         FAILED = "failed"
         CANCELLED = "cancelled"
+
+    #: Those that still have something to do.
+    ACTIVE = (Status.QUEUED, Status.RUNNING, Status.PUBLISHING)
 
     adapter = models.ForeignKey(Adapter, on_delete=models.CASCADE, related_name="training_runs")
     dataset = models.ForeignKey(Dataset, on_delete=models.PROTECT, related_name="+")
@@ -56,6 +69,10 @@ class TrainingRun(TenantModel):
     progress = models.JSONField(default=dict)
     error = models.CharField(max_length=1000, blank=True)
     cancel_requested = models.BooleanField(default=False)
+    #: How often it was begun.
+    attempts = models.PositiveSmallIntegerField(default=0)
+    #: Past it an active run counts as lost: the task that begins it, or the trainer that has it.
+    lease_until = models.DateTimeField(null=True, db_index=True)
     version = models.ForeignKey(
         AdapterVersion, null=True, on_delete=models.SET_NULL, related_name="training_runs"
     )
@@ -68,6 +85,11 @@ class TrainingRun(TenantModel):
 
     def __str__(self) -> str:
         return f"{self.id} {self.status}"
+
+    @property
+    def dataset_key(self) -> str:
+        """S3 key of the rows it trains on."""
+        return dataset_key(self.tenant_id, self.dataset_sha256)
 
 
 class Schedule(TenantModel):

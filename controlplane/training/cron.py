@@ -1,0 +1,45 @@
+"""When a schedule is due: a cron line of five fields in a time zone. Pure.
+
+Slots are computed in local time, as Debian's cron does: a job at a fixed hour runs once on a day
+whose clock skips that hour (right after the gap) or repeats it (the first time); a job with a
+star for its minute or hour follows elapsed time.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import functools
+import zoneinfo
+
+from cronsim import CronSim, CronSimError
+
+
+def check_timezone(name: str) -> None:
+    """Raises ValueError unless it is a zone of the IANA database."""
+    if name not in _timezones():
+        raise ValueError("there is no such time zone; use an IANA name such as Europe/Berlin")
+
+
+@functools.cache
+def _timezones() -> frozenset[str]:
+    return frozenset(zoneinfo.available_timezones())
+
+
+def next_slot(cron: str, timezone: str, after: dt.datetime) -> dt.datetime:
+    """The first slot later than `after`, in UTC.
+
+    Raises ValueError when the cron line or the zone is wrong, or when the line never fires.
+    """
+    check_timezone(timezone)
+    if len(cron.split()) != 5:  # with six, cronsim reads the first as seconds
+        raise ValueError("it must have five fields: minute, hour, day, month, weekday")
+    try:
+        slots = CronSim(cron, after.astimezone(zoneinfo.ZoneInfo(timezone)))
+        for slot in slots:
+            moment: dt.datetime = slot.astimezone(dt.UTC)
+            # In the repeated hour the first slots found may be those of its first pass.
+            if moment > after:
+                return moment
+    except CronSimError as error:
+        raise ValueError(f"it is not a cron line: {error}") from error
+    raise ValueError("it never fires")

@@ -1,0 +1,236 @@
+"""One training run, from the queue to the adapter's next version.
+
+Whoever moves a run from queued to running has it, under the number of that attempt; every later
+write names both. So a message that is delivered twice trains once, and a trainer that was given
+up for lost changes nothing when it comes back. A run is published by making the version's row in
+the same transaction that moves the run to `publishing`: at most one version comes from a run.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import logging
+import tempfile
+import uuid
+from pathlib import Path
+from typing import Any
+
+from django.conf import settings
+from django.db import transaction
+from django.db.models import F, QuerySet
+from django.utils import timezone
+
+from controlplane import storage
+from controlplane.adapters import services as adapter_services
+from controlplane.adapters.models import AdapterVersion, BaseModel
+from controlplane.errors import ApiError
+from controlplane.scoping import all_tenants, tenant_scope
+from controlplane.training import services
+from controlplane.training.models import TrainingRun
+from controlplane.training.trainer import (
+    TrainerJob,
+    TrainerStopped,
+    TrainingAbandoned,
+    TrainingFailed,
+    run_trainer,
+)
+
+log = logging.getLogger(__name__)
+
+#: How often progress is written, and a cancel noticed.
+TICK_S = 2.0
+#: A trainer silent for this long is lost. Many ticks, so that a slow database loses no run.
+RUNNING_LEASE = dt.timedelta(seconds=90)
+PUBLISHING_LEASE = dt.timedelta(minutes=15)
+MAX_RUN_S = 8 * 3600  # below the broker's visibility timeout
+MAX_ATTEMPTS = 3
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+Status = TrainingRun.Status
+
+
+def training_run_execute(run_id: uuid.UUID) -> None:
+    """Train and publish a queued run of the tenant in scope; do nothing if it is not queued."""
+    run = _claim(run_id)
+    if run is None:
+        return
+    log.info("training begins", extra={"run_id": str(run.pk), "attempt": run.attempts})
+    settings.WORK_DIR.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=settings.WORK_DIR, prefix="train-") as folder:
+        try:
+            _publish(run, _train(run, Path(folder)))
+        except TrainingAbandoned:
+            # Either its cancel was asked for, or somebody else has the run now.
+            _finish(run, Status.RUNNING, Status.CANCELLED)
+        except TrainerStopped:
+            _give_back(run)
+        except (TrainingFailed, ApiError) as error:
+            _finish(run, Status.RUNNING, Status.FAILED, str(error))
+        except storage.ObjectMissing:
+            _finish(run, Status.RUNNING, Status.FAILED, "The dataset's rows are gone: upload it.")
+        except Exception:
+            log.exception("a training run failed", extra={"run_id": str(run.pk)})
+            _give_back(run)
+            # Its version may have everything it needs; the tick finds out now, not later.
+            _held(run, Status.PUBLISHING).update(lease_until=timezone.now())
+
+
+def _claim(run_id: uuid.UUID) -> TrainingRun | None:
+    now = timezone.now()
+    queued = TrainingRun.objects.filter(pk=run_id, status=Status.QUEUED, cancel_requested=False)
+    moved = queued.update(
+        status=Status.RUNNING,
+        attempts=F("attempts") + 1,
+        started_at=now,
+        lease_until=now + RUNNING_LEASE,
+        progress={},
+    )
+    if not moved:
+        return None
+    return TrainingRun.objects.select_related("adapter__base_model", "created_by").get(pk=run_id)
+
+
+def _held(run: TrainingRun, status: Status) -> QuerySet[TrainingRun]:
+    """The run's row, if it is still in this status and this attempt."""
+    return TrainingRun.objects.filter(pk=run.pk, status=status, attempts=run.attempts)
+
+
+def _finish(run: TrainingRun, expected: Status, status: Status, error: str = "") -> None:
+    moved = _held(run, expected).update(
+        status=status, error=error[:1000], finished_at=timezone.now(), lease_until=None
+    )
+    if moved:
+        extra = {"run_id": str(run.pk), "status": status.value, "error": error[:1000]}
+        log.info("training ended", extra=extra)
+
+
+def _give_back(run: TrainingRun) -> None:
+    """Queue a run whose training was cut short through no fault of its own, or give it up."""
+    if run.attempts >= MAX_ATTEMPTS:
+        error = f"The trainer was lost {run.attempts} times: look at its log, then try again."
+        _finish(run, Status.RUNNING, Status.FAILED, error)
+        return
+    # Not sent now: the trainer may be shutting down. The reconcile tick sends it.
+    _held(run, Status.RUNNING).update(status=Status.QUEUED, lease_until=timezone.now())
+    services.training_run_drop(run=run)
+
+
+def _train(run: TrainingRun, folder: Path) -> Path:
+    """The folder of the trained adapter, in `folder`."""
+    job = TrainerJob(
+        base_model_dir=_base_model_dir(run.adapter.base_model),
+        dataset=folder / "dataset.jsonl",
+        output_dir=folder / "adapter",
+        hyperparameters=run.hyperparameters,
+    )
+    job.dataset.write_bytes(
+        storage.read_bytes(run.dataset_key, max_bytes=services.MAX_DATASET_BYTES)
+    )
+
+    def report(progress: dict[str, Any]) -> bool:
+        lease_until = timezone.now() + RUNNING_LEASE
+        rows = _held(run, Status.RUNNING).filter(cancel_requested=False)
+        return rows.update(progress=progress, lease_until=lease_until) == 1
+
+    run_trainer(job, folder, report, tick_s=TICK_S, timeout_s=MAX_RUN_S)
+    return job.output_dir
+
+
+def _base_model_dir(base_model: BaseModel) -> Path:
+    """The base model's folder on this machine. Raises TrainingFailed if it is not that model."""
+    folder = settings.BASE_MODEL_DIR / base_model.name
+    try:
+        revision = json.loads((folder / "lorikeet.json").read_text())["revision"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise TrainingFailed(f"The trainer does not have the model {base_model.name}.") from error
+    if revision != base_model.revision:
+        raise TrainingFailed(f"The trainer has another revision of {base_model.name}.")
+    return Path(folder)
+
+
+def _publish(run: TrainingRun, folder: Path) -> None:
+    """Make the adapter folder the next version, through the checks of an upload."""
+    config_path, tensors_path = (folder / name for name in ADAPTER_FILES)
+    with transaction.atomic():
+        moved = (
+            _held(run, Status.RUNNING)
+            .filter(cancel_requested=False)
+            .update(status=Status.PUBLISHING, lease_until=timezone.now() + PUBLISHING_LEASE)
+        )
+        if not moved:
+            raise TrainingAbandoned
+        version = adapter_services.adapter_version_create(
+            name=run.adapter.name,
+            files={path.name: path.stat().st_size for path in (config_path, tensors_path)},
+            created_by=run.created_by,
+            source=AdapterVersion.Source.TRAINING,
+        )
+        _held(run, Status.PUBLISHING).update(version=version)
+    version = adapter_services.adapter_version_upload_files(
+        version=version, config_path=config_path, tensors_path=tensors_path
+    )
+    _conclude(run, version)
+
+
+def _conclude(run: TrainingRun, version: AdapterVersion | None) -> None:
+    """End a publishing run by what became of its version."""
+    if version is None or version.status == AdapterVersion.Status.UPLOADING:
+        error = "The trainer was lost while it published: run the training again."
+        _finish(run, Status.PUBLISHING, Status.FAILED, error)
+    elif version.status == AdapterVersion.Status.READY:
+        _finish(run, Status.PUBLISHING, Status.SUCCEEDED)
+    elif version.status == AdapterVersion.Status.REJECTED:
+        reasons = "; ".join(f"{reason['field']}: {reason['message']}" for reason in version.reasons)
+        error = f"The trained adapter was rejected: {reasons}"
+        _finish(run, Status.PUBLISHING, Status.FAILED, error)
+
+
+def training_runs_reconcile() -> None:
+    """Take care of every tenant's runs whose lease is over: the tick's second half.
+
+    A queued one is sent again, a running one is given back, a publishing one ends as its version
+    did; if the check of that got lost, it is queued again.
+    """
+    with all_tenants(reason="find runs that nobody works on any more"):
+        lost = list(
+            TrainingRun.objects.filter(
+                status__in=TrainingRun.ACTIVE, lease_until__lte=timezone.now()
+            )
+            .select_related("version")
+            .order_by("lease_until")[:100]
+        )
+    for run in lost:
+        with tenant_scope(run.tenant_id):
+            try:
+                _reconcile(run)
+            except ApiError as error:
+                log.warning(
+                    "a lost run waits", extra={"run_id": str(run.pk), "error": error.message}
+                )
+
+
+def _reconcile(run: TrainingRun) -> None:
+    if run.status == Status.RUNNING:
+        log.warning("a trainer was lost", extra={"run_id": str(run.pk), "attempt": run.attempts})
+        _give_back(run)
+    elif run.status == Status.PUBLISHING:
+        _reconcile_publishing(run)
+    services.training_run_drop(run=run)
+    # Also a run given back just now; of two ticks at once, one sends it.
+    queued = TrainingRun.objects.filter(pk=run.pk, status=Status.QUEUED)
+    now = timezone.now()
+    if queued.filter(lease_until__lte=now).update(lease_until=now + services.QUEUE_LEASE):
+        services.training_run_send(run)
+
+
+def _reconcile_publishing(run: TrainingRun) -> None:
+    version = run.version
+    if version is not None and version.status in {
+        AdapterVersion.Status.UPLOADED,
+        AdapterVersion.Status.VALIDATING,
+    }:
+        _held(run, Status.PUBLISHING).update(lease_until=timezone.now() + RUNNING_LEASE)
+        adapter_services.adapter_version_complete(version=version)
+    else:
+        _conclude(run, version)

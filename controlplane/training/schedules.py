@@ -1,0 +1,84 @@
+"""What the clock does: start a training run for every schedule whose slot has come.
+
+A slot fires once, whatever happens: the schedule's row is locked while its run is made and its
+next slot set, and (schedule, slot) is unique. Slots missed while the platform was down, or while
+the adapter's last run was still going, fire as one.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import logging
+import uuid
+
+from django.db import transaction
+from django.db.models import Exists, OuterRef, QuerySet
+from django.utils import timezone
+
+from controlplane.scoping import all_tenants, tenant_scope
+from controlplane.tenants.models import Tenant
+from controlplane.training import cron, services
+from controlplane.training.models import Schedule, ScheduleRun, TrainingRun
+
+log = logging.getLogger(__name__)
+
+#: The most schedules that one tick fires; the next tick goes on.
+MAX_PER_TICK = 500
+
+
+def schedules_fire(now: dt.datetime | None = None) -> int:
+    """Fire what is due at `now`, by default the present; return how many runs were made.
+
+    Any number of these may run at once.
+    """
+    now = now or timezone.now()
+    with all_tenants(reason="find the due schedules of all tenants"):
+        due = list(_due(now).order_by("next_run_at").values_list("pk", "tenant_id")[:MAX_PER_TICK])
+    num_fired = 0
+    for schedule_id, tenant_id in due:
+        with tenant_scope(tenant_id):
+            num_fired += _fire(schedule_id, now)
+    return num_fired
+
+
+def _due(now: dt.datetime) -> QuerySet[Schedule]:
+    going = TrainingRun.objects.filter(
+        adapter_id=OuterRef("adapter_id"), status__in=TrainingRun.ACTIVE
+    )
+    return Schedule.objects.filter(
+        ~Exists(going),
+        next_run_at__lte=now,
+        is_paused=False,
+        tenant__status=Tenant.Status.ACTIVE,
+    )
+
+
+@transaction.atomic
+def _fire(schedule_id: uuid.UUID, now: dt.datetime) -> bool:
+    """Start the schedule's run and move it on. False if another tick is at it, or has been."""
+    schedule = (
+        _due(now)
+        .filter(pk=schedule_id)
+        .select_related("adapter", "dataset")
+        .select_for_update(of=("self",), skip_locked=True)
+        .first()
+    )
+    if schedule is None:
+        return False
+    slot = schedule.next_run_at
+    try:
+        schedule.next_run_at = cron.next_slot(schedule.cron, schedule.timezone, now)
+    except ValueError:  # it was checked when set: the time zone database has changed since
+        log.exception("a schedule was paused", extra={"schedule_id": str(schedule_id)})
+        schedule.is_paused = True
+        schedule.save(update_fields=["is_paused"])
+        return False
+    schedule.save(update_fields=["next_run_at"])
+    run = services.training_run_enqueue(
+        adapter=schedule.adapter,
+        dataset=schedule.dataset,
+        hyperparameters=schedule.hyperparameters,
+    )
+    ScheduleRun.objects.create(schedule=schedule, slot=slot, training_run=run)
+    log.info("schedule fired", extra={"schedule_id": str(schedule_id), "run_id": str(run.pk)})
+    return True

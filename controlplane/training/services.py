@@ -1,0 +1,225 @@
+"""Every change to datasets, training runs and schedules that a person asks for.
+
+All act for the tenant in scope. What the trainer and the clock change is in `execution` and
+`schedules`.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import hashlib
+import logging
+from typing import Any
+
+from django.db import transaction
+from django.utils import timezone
+from kombu.exceptions import OperationalError
+
+from controlplane import storage
+from controlplane.adapters.models import Adapter
+from controlplane.adapters.services import adapter_create
+from controlplane.errors import Conflict, InvalidRequest, NotFound, PayloadTooLarge, Unavailable
+from controlplane.scoping import current_tenant_id
+from controlplane.tenants.models import User, is_slug, slug_validator
+from controlplane.training import chat_rows, cron, hyperparameters
+from controlplane.training.models import Dataset, Schedule, TrainingRun, dataset_key
+
+log = logging.getLogger(__name__)
+
+MAX_DATASET_BYTES = 32 * 1024**2
+#: How many of a dataset's problems its refusal tells.
+_SHOWN_PROBLEMS = 5
+#: A queued run that nobody began within this time is queued again: its message may be lost.
+QUEUE_LEASE = dt.timedelta(minutes=10)
+
+Status = TrainingRun.Status
+
+
+def dataset_upload(*, name: str, content: bytes) -> Dataset:
+    """Store chat JSONL under a name; later runs read it in place of what the name had before.
+
+    Raises InvalidRequest with the lines that are wrong, PayloadTooLarge, or Unavailable when the
+    store does not answer.
+    """
+    if not is_slug(name):
+        raise InvalidRequest(str(slug_validator.message), param="name")
+    if len(content) > MAX_DATASET_BYTES:
+        raise PayloadTooLarge(f"A dataset has at most {MAX_DATASET_BYTES} bytes.", param="body")
+    found = chat_rows.lint(content)
+    if found.problems:
+        shown = "; ".join(str(problem) for problem in found.problems[:_SHOWN_PROBLEMS])
+        more = "; and more" if len(found.problems) > _SHOWN_PROBLEMS else ""
+        raise InvalidRequest(f"{shown}{more}.", param="body", code="invalid_dataset")
+    fields = {
+        "sha256": hashlib.sha256(content).hexdigest(),
+        "num_bytes": len(content),
+        "num_rows": found.num_rows,
+    }
+    tenant_id = current_tenant_id()
+    try:
+        storage.put_bytes(dataset_key(tenant_id, str(fields["sha256"])), content)
+    except storage.STORAGE_ERRORS as error:
+        raise Unavailable("The object store does not answer.") from error
+    dataset, _ = Dataset.objects.update_or_create(name=name, defaults=fields)
+    return dataset
+
+
+def dataset_get(*, name: str, param: str | None = None) -> Dataset:
+    """The dataset of this name. Raises NotFound."""
+    dataset = Dataset.objects.filter(name=name).first() if is_slug(name) else None
+    if dataset is None:
+        raise NotFound("There is no such dataset.", param=param)
+    return dataset
+
+
+def training_run_create(
+    *,
+    adapter_name: str,
+    dataset_name: str,
+    hyperparameters: dict[str, Any] | None = None,
+    base_model_name: str | None = None,
+    created_by: User | None = None,
+) -> TrainingRun:
+    """Queue a fine-tuning; its result becomes the adapter's next version.
+
+    base_model_name   for an adapter that is not there yet, which is then made; may be left out
+                      when there is one base model only
+    Raises InvalidRequest, NotFound for the dataset, Conflict for another base model.
+    """
+    checked = _checked_hyperparameters(hyperparameters)
+    with transaction.atomic():
+        dataset = dataset_get(name=dataset_name, param="dataset")
+        adapter = _adapter_for(adapter_name, base_model_name)
+        return training_run_enqueue(
+            adapter=adapter, dataset=dataset, hyperparameters=checked, created_by=created_by
+        )
+
+
+def training_run_enqueue(
+    *,
+    adapter: Adapter,
+    dataset: Dataset,
+    hyperparameters: dict[str, Any],
+    created_by: User | None = None,
+) -> TrainingRun:
+    """A queued run of checked hyperparameters, handed to Celery when the transaction commits."""
+    run = TrainingRun.objects.create(
+        adapter=adapter,
+        dataset=dataset,
+        dataset_sha256=dataset.sha256,
+        hyperparameters=hyperparameters,
+        created_by=created_by,
+        lease_until=timezone.now() + QUEUE_LEASE,
+    )
+    transaction.on_commit(lambda: training_run_send(run))
+    return run
+
+
+def training_run_send(run: TrainingRun) -> None:
+    """Hand a queued run to Celery. If that fails, the reconcile tick does it later."""
+    # Imported here: the tasks import the services.
+    from controlplane.training.tasks import training_run_execute
+
+    try:
+        training_run_execute.delay(str(run.tenant_id), str(run.pk))
+    except OperationalError:
+        log.warning("a training run could not be queued yet", extra={"run_id": str(run.pk)})
+
+
+def training_run_cancel(*, run: TrainingRun) -> TrainingRun:
+    """Stop a run; one that is running ends within seconds. Again, it changes nothing.
+
+    Raises Conflict when the run has ended, or has begun to publish.
+    """
+    rows = TrainingRun.objects.filter(pk=run.pk)
+    # The flag first: it keeps a queued run from being begun, and a running one from publishing.
+    rows.filter(status__in=(Status.QUEUED, Status.RUNNING)).update(cancel_requested=True)
+    training_run_drop(run=run)
+    run.refresh_from_db()
+    if run.cancel_requested:
+        return run
+    raise Conflict(f"The run is {run.status}: it cannot be cancelled any more.")
+
+
+def training_run_drop(*, run: TrainingRun) -> None:
+    """End a queued run whose cancel was asked for."""
+    TrainingRun.objects.filter(pk=run.pk, status=Status.QUEUED, cancel_requested=True).update(
+        status=Status.CANCELLED, finished_at=timezone.now(), lease_until=None
+    )
+
+
+def schedule_set(
+    *,
+    adapter: Adapter,
+    dataset_name: str,
+    cron_line: str,
+    timezone_name: str = "UTC",
+    hyperparameters: dict[str, Any] | None = None,
+    is_paused: bool = False,
+) -> Schedule:
+    """Retrain the adapter whenever the cron line says; replaces its schedule.
+
+    The first slot is the next one from now on. Raises InvalidRequest naming the field, NotFound
+    for the dataset.
+    """
+    checked = _checked_hyperparameters(hyperparameters)
+    next_run_at = _next_run_at(cron_line, timezone_name)
+    with transaction.atomic():
+        schedule, _ = Schedule.objects.update_or_create(
+            adapter=adapter,
+            defaults={
+                "dataset": dataset_get(name=dataset_name, param="dataset"),
+                "cron": cron_line,
+                "timezone": timezone_name,
+                "hyperparameters": checked,
+                "is_paused": is_paused,
+                "next_run_at": next_run_at,
+            },
+        )
+    return schedule
+
+
+def schedule_get(*, adapter: Adapter) -> Schedule:
+    """The adapter's schedule. Raises NotFound."""
+    schedule = Schedule.objects.filter(adapter=adapter).select_related("adapter", "dataset").first()
+    if schedule is None:
+        raise NotFound("The adapter has no schedule.")
+    return schedule
+
+
+def schedule_delete(*, adapter: Adapter) -> None:
+    """End the adapter's schedule; runs it began go on. Raises NotFound."""
+    deleted, _ = Schedule.objects.filter(adapter=adapter).delete()
+    if not deleted:
+        raise NotFound("The adapter has no schedule.")
+
+
+def _next_run_at(cron_line: str, timezone_name: str) -> dt.datetime:
+    if len(cron_line) > 100:
+        raise InvalidRequest("A cron line has at most 100 characters.", param="cron")
+    try:
+        cron.check_timezone(timezone_name)
+    except ValueError as error:
+        raise InvalidRequest(f"{timezone_name[:64]!r}: {error}.", param="timezone") from error
+    try:
+        return cron.next_slot(cron_line, timezone_name, timezone.now())
+    except ValueError as error:
+        raise InvalidRequest(f"{cron_line!r}: {error}.", param="cron") from error
+
+
+def _checked_hyperparameters(fields: dict[str, Any] | None) -> dict[str, Any]:
+    return hyperparameters.check({} if fields is None else fields)
+
+
+def _adapter_for(name: str, base_model_name: str | None) -> Adapter:
+    adapter = None
+    if is_slug(name):
+        adapter = Adapter.objects.filter(name=name).select_related("base_model").first()
+    if adapter is None:
+        return adapter_create(name=name, base_model_name=base_model_name)
+    if base_model_name not in (None, adapter.base_model.name):
+        raise Conflict(
+            f"{name} is an adapter of {adapter.base_model.name}; an adapter keeps its base model.",
+            param="base_model",
+        )
+    return adapter

@@ -1,0 +1,169 @@
+"""Runs `python -m worker.train` as a child and listens to it. Knows nothing of the database.
+
+The child has torch, this process has not: a crash of the one never takes the other down, and to
+cancel is to kill.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+MAX_LINE_BYTES = 64 * 1024
+#: How long the child may take to end after SIGTERM before it is killed.
+STOP_TIMEOUT_S = 10.0
+_STDERR_TAIL_BYTES = 2000
+
+
+class TrainingFailed(Exception):
+    """The training ended without an adapter; the message is for the person who asked for it."""
+
+
+class TrainerStopped(Exception):
+    """Somebody else ended the trainer: a shutdown, the kernel out of memory. It may be retried."""
+
+
+class TrainingAbandoned(Exception):
+    """The listener wanted no more of it, and the child was stopped."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerJob:
+    """What the child is asked to do: the fields of JOB.json."""
+
+    base_model_dir: Path
+    dataset: Path
+    output_dir: Path
+    hyperparameters: dict[str, Any]
+
+    def write(self, path: Path) -> None:
+        path.write_text(
+            json.dumps(
+                {
+                    "base_model_dir": str(self.base_model_dir.resolve()),
+                    "dataset": str(self.dataset.resolve()),
+                    "output_dir": str(self.output_dir.resolve()),
+                    "hyperparameters": self.hyperparameters,
+                }
+            )
+        )
+
+
+#: Takes the newest progress event, or {} before the first; returns whether to go on.
+Listener = Callable[[dict[str, Any]], bool]
+
+
+def run_trainer(
+    job: TrainerJob, folder: Path, listener: Listener, *, tick_s: float, timeout_s: float
+) -> None:
+    """Train; `job.output_dir` is there when this returns. `listener` is asked every `tick_s`.
+
+    folder   scratch space of this training
+    Raises TrainingFailed, TrainerStopped, or TrainingAbandoned when the listener said no.
+    """
+    job_path, stderr_path = folder / "job.json", folder / "stderr.log"
+    job.write(job_path)
+    with stderr_path.open("wb") as stderr:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "worker.train", str(job_path)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+        )
+    try:
+        last = _listen(child, listener, tick_s=tick_s, deadline=time.monotonic() + timeout_s)
+        _check(child.wait(), last, stderr_path)
+    finally:
+        _stop(child)
+
+
+def _listen(
+    child: subprocess.Popen[bytes], listener: Listener, *, tick_s: float, deadline: float
+) -> dict[str, Any]:
+    """The child's last event, once it has closed its output."""
+    assert child.stdout is not None
+    lines = _Lines(child.stdout.fileno())
+    last: dict[str, Any] = {}
+    progress: dict[str, Any] = {}
+    next_tick = 0.0
+    while not lines.is_closed:
+        now = time.monotonic()
+        if now >= next_tick:
+            if not listener(progress):
+                raise TrainingAbandoned
+            next_tick = now + tick_s
+        if now >= deadline:
+            raise TrainingFailed("Training took longer than a run may take: train fewer steps.")
+        for line in lines.read(timeout_s=next_tick - now):
+            last = _event(line)
+            if last.get("event") == "progress":
+                progress = {name: value for name, value in last.items() if name != "event"}
+    return last
+
+
+class _Lines:
+    """Lines from a pipe, with a limit on how long to wait for them and how long they are."""
+
+    def __init__(self, fd: int) -> None:
+        self.is_closed = False
+        self._fd = fd
+        self._rest = b""
+
+    def read(self, *, timeout_s: float) -> list[bytes]:
+        """The whole lines that have arrived, after `timeout_s` at the latest."""
+        readable, _, _ = select.select([self._fd], [], [], max(0.0, timeout_s))
+        if not readable:
+            return []
+        data = os.read(self._fd, MAX_LINE_BYTES)
+        self.is_closed = not data
+        *lines, rest = (self._rest + data).split(b"\n")
+        self._rest = rest[-MAX_LINE_BYTES:]
+        return lines
+
+
+def _event(line: bytes) -> dict[str, Any]:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        event = None
+    if not isinstance(event, dict):
+        log.warning("the trainer printed something that is no event")
+        return {}
+    return event
+
+
+def _check(returncode: int, last: dict[str, Any], stderr_path: Path) -> None:
+    """Return if the training succeeded; raise what it ended with if not."""
+    if returncode == 0 and last.get("event") == "done":
+        return
+    if returncode < 0 or returncode == 143:  # a signal, or its clean answer to one
+        raise TrainerStopped(f"the trainer was ended from outside ({returncode})")
+    tail = stderr_path.read_bytes()[-_STDERR_TAIL_BYTES:].decode(errors="replace")
+    log.error("training failed", extra={"returncode": returncode, "stderr": tail})
+    if last.get("event") == "error":
+        raise TrainingFailed(str(last.get("message")))
+    raise TrainingFailed(f"The trainer ended without a result (exit code {returncode}).")
+
+
+def _stop(child: subprocess.Popen[bytes]) -> None:
+    assert child.stdout is not None
+    child.stdout.close()
+    if child.poll() is not None:
+        return
+    child.terminate()
+    try:
+        child.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()

@@ -1,0 +1,67 @@
+"""A base model that can really be trained, and a dataset for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from controlplane.adapters.models import Adapter, BaseModel
+from controlplane.adapters.services import adapter_create, base_model_add
+from controlplane.scoping import tenant_scope
+from controlplane.training import services
+from controlplane.training.models import Dataset
+from tests.controlplane.conftest import Party
+from tests.tiny_base import TINY_NAME, TINY_REVISION, write_tiny_base
+
+ROWS = b"".join(
+    json.dumps(
+        {
+            "messages": [
+                {"role": "user", "content": f"hello {number}"},
+                {"role": "assistant", "content": "world"},
+            ]
+        }
+    ).encode()
+    + b"\n"
+    for number in range(8)
+)
+FAST = {"rank": 4, "alpha": 8, "max_steps": 2, "batch_size": 4, "max_length": 64}
+
+
+@pytest.fixture(scope="session")
+def base_models_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of base models, as the trainer's machine has one."""
+    folder = tmp_path_factory.mktemp("bases")
+    write_tiny_base(folder / TINY_NAME)
+    return folder
+
+
+@pytest.fixture
+def tiny_base(
+    db: None, base_models_dir: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> BaseModel:
+    settings.BASE_MODEL_DIR = base_models_dir
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the trainer's, too
+    config = json.loads((base_models_dir / TINY_NAME / "config.json").read_text())
+    return base_model_add(name=TINY_NAME, revision=TINY_REVISION, config=config)
+
+
+@pytest.fixture
+def in_acme(acme: Party) -> Iterator[Party]:
+    """The test runs in acme's scope."""
+    with tenant_scope(acme.tenant.id):
+        yield acme
+
+
+@pytest.fixture
+def adapter(in_acme: Party, tiny_base: BaseModel) -> Adapter:
+    return adapter_create(name="greeter", base_model_name=tiny_base.name)
+
+
+@pytest.fixture
+def dataset(in_acme: Party) -> Dataset:
+    return services.dataset_upload(name="chats", content=ROWS)

@@ -1,0 +1,320 @@
+"""A run from the queue to a live version: real trainer, real database, real object store."""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from django.db import connection
+from django.utils import timezone
+
+from controlplane import storage
+from controlplane.adapters import services as adapter_services
+from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
+from controlplane.scoping import tenant_scope
+from controlplane.training import execution, services, tasks
+from controlplane.training.models import Dataset, Schedule, TrainingRun
+from tests.controlplane.conftest import Party
+from tests.controlplane.training.conftest import FAST
+
+pytestmark = pytest.mark.django_db(transaction=True)
+PAST = dt.timedelta(seconds=-1)
+
+
+def make_run(**hyperparameters: Any) -> TrainingRun:
+    return services.training_run_create(
+        adapter_name="greeter", dataset_name="chats", hyperparameters=FAST | hyperparameters
+    )
+
+
+def execute(run: TrainingRun) -> TrainingRun:
+    execution.training_run_execute(run.pk)
+    run.refresh_from_db()
+    return run
+
+
+def expire_lease(run: TrainingRun, **change: Any) -> None:
+    TrainingRun.objects.filter(pk=run.pk).update(lease_until=timezone.now() + PAST, **change)
+
+
+def test_a_due_schedule_trains_and_its_version_goes_live(
+    in_acme: Party, adapter: Adapter, dataset: Dataset
+) -> None:
+    schedule = services.schedule_set(
+        adapter=adapter, dataset_name="chats", cron_line="0 3 * * *", hyperparameters=FAST
+    )
+    Schedule.objects.filter(pk=schedule.pk).update(next_run_at=timezone.now() + PAST)
+    tasks.schedules_fire()
+    run = TrainingRun.objects.get()
+    tasks.training_run_execute(str(in_acme.tenant.id), str(run.pk))
+
+    run.refresh_from_db()
+    assert (run.status, run.error, run.attempts, run.lease_until) == ("succeeded", "", 1, None)
+    version = run.version
+    assert version is not None
+    assert (version.number, version.status, version.source) == (1, "ready", "training")
+    assert adapter_services.model_resolve("greeter").version == version
+    assert storage.object_size(version.config_key)
+    assert storage.object_size(version.tensors_key) == version.num_bytes
+    assert started_before_finished(run)
+
+
+def started_before_finished(run: TrainingRun) -> bool:
+    assert run.started_at is not None
+    assert run.finished_at is not None
+    return run.started_at < run.finished_at
+
+
+def test_the_next_run_makes_the_next_version_and_moves_live_to_it(
+    adapter: Adapter, dataset: Dataset
+) -> None:
+    for number in (1, 2):
+        run = execute(make_run(seed=number))
+        assert run.version is not None
+        assert run.version.number == number
+        adapter.refresh_from_db()
+        assert adapter.live_version == run.version
+
+
+def test_delivered_again_a_run_trains_and_publishes_once(
+    adapter: Adapter, dataset: Dataset
+) -> None:
+    run = execute(make_run())
+    before = run.finished_at
+    run = execute(run)
+    assert (run.attempts, run.finished_at) == (1, before)
+    assert AdapterVersion.objects.count() == 1
+
+
+def test_delivered_twice_at_once_a_run_trains_once(adapter: Adapter, dataset: Dataset) -> None:
+    run = make_run()
+    threads = [background(run, lambda: execution.training_run_execute(run.pk)) for _ in range(4)]
+    for thread in threads:
+        thread.join()
+    run.refresh_from_db()
+    assert (run.status, run.attempts) == ("succeeded", 1)
+    assert AdapterVersion.objects.count() == 1
+
+
+def background(run: TrainingRun, action: Callable[[], None]) -> threading.Thread:
+    def work() -> None:
+        try:
+            with tenant_scope(run.tenant_id):
+                action()
+        finally:
+            connection.close()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def progress_of(run: TrainingRun) -> dict[str, Any]:
+    run.refresh_from_db()
+    return run.progress
+
+
+def is_begun(run: TrainingRun, attempt: int) -> bool:
+    return progress_of(run).get("step", 0) > 0 and run.attempts == attempt
+
+
+def trainers() -> list[psutil.Process]:
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if "worker.train" in " ".join(child.cmdline())]
+
+
+@pytest.fixture
+def quick_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execution, "TICK_S", 0.05)
+
+
+@pytest.fixture
+def endless(adapter: Adapter, dataset: Dataset, quick_ticks: None) -> TrainingRun:
+    return make_run(max_steps=1_000_000)
+
+
+def test_progress_is_kept_and_a_cancel_kills_the_trainer(endless: TrainingRun) -> None:
+    thread = background(endless, lambda: execution.training_run_execute(endless.pk))
+    wait_for(lambda: progress_of(endless).get("step", 0) > 0)
+    assert endless.progress["steps"] == 1_000_000
+    assert endless.progress.keys() == {
+        *("step", "steps", "loss", "learning_rate", "tokens_per_s", "eta_s")
+    }
+    assert len(trainers()) == 1
+    services.training_run_cancel(run=endless)
+    thread.join(20)
+    assert not thread.is_alive()
+    endless.refresh_from_db()
+    assert (endless.status, endless.error) == ("cancelled", "")
+    assert not trainers()
+    assert not AdapterVersion.objects.exists()
+
+
+def test_a_killed_trainer_is_tried_again_and_given_up_in_the_end(
+    endless: TrainingRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(execution, "MAX_ATTEMPTS", 2)
+    for attempt, status in ((1, "queued"), (2, "failed")):
+        thread = background(endless, lambda: execution.training_run_execute(endless.pk))
+        wait_for(lambda attempt=attempt: is_begun(endless, attempt))
+        os.kill(trainers()[0].pid, signal.SIGKILL)
+        thread.join(20)
+        endless.refresh_from_db()
+        assert (endless.attempts, endless.status) == (attempt, status)
+    assert "lost 2 times" in endless.error
+
+
+def test_a_run_taken_over_by_another_trainer_is_left_alone(endless: TrainingRun) -> None:
+    """The first trainer was given up for lost, and comes back."""
+    thread = background(endless, lambda: execution.training_run_execute(endless.pk))
+    wait_for(lambda: progress_of(endless).get("step", 0) > 0)
+    TrainingRun.objects.filter(pk=endless.pk).update(attempts=2, progress={"step": -1})
+    thread.join(20)
+    assert not trainers()
+    endless.refresh_from_db()
+    assert (endless.status, endless.attempts, endless.progress) == ("running", 2, {"step": -1})
+
+
+@pytest.mark.parametrize(
+    ("hyperparameters", "message"),
+    [
+        ({"target_modules": ["c_attn"]}, "'c_attn' is not one of down_proj"),
+        ({"max_length": 8}, "no row has an answer within max_length=8"),
+    ],
+)
+def test_a_failed_training_says_why(
+    adapter: Adapter, dataset: Dataset, hyperparameters: dict[str, Any], message: str
+) -> None:
+    run = execute(make_run(**hyperparameters))
+    assert run.status == "failed"
+    assert message in run.error
+    assert not AdapterVersion.objects.exists()
+
+
+def test_a_trainer_without_the_right_base_model_says_so(
+    adapter: Adapter, dataset: Dataset, settings: Any, tmp_path: Path
+) -> None:
+    BaseModel.objects.update(revision="1" * 64)
+    assert "another revision of tiny-llama" in execute(make_run()).error
+    settings.BASE_MODEL_DIR = tmp_path
+    assert "does not have the model tiny-llama" in execute(make_run()).error
+
+
+def test_rows_that_are_gone_fail_the_run(adapter: Adapter, dataset: Dataset) -> None:
+    storage.delete([dataset.key])
+    run = execute(make_run())
+    assert (run.status, "rows are gone" in run.error) == ("failed", True)
+
+
+def test_an_adapter_that_the_checks_refuse_fails_the_run_with_their_reasons(
+    adapter: Adapter, dataset: Dataset
+) -> None:
+    BaseModel.objects.update(max_rank=2)
+    run = execute(make_run())
+    assert run.status == "failed"
+    assert "the trained adapter was rejected" in run.error.lower()
+    assert "r: it is 4" in run.error
+    assert run.version is not None
+    assert run.version.status == "rejected"
+    adapter.refresh_from_db()
+    assert adapter.live_version is None
+
+
+def test_a_run_whose_trainer_vanished_is_queued_again(adapter: Adapter, dataset: Dataset) -> None:
+    run = make_run()
+    TrainingRun.objects.update(status="running", attempts=1, lease_until=timezone.now())
+    execution.training_runs_reconcile()
+    run.refresh_from_db()
+    assert (run.status, run.attempts) == ("queued", 1)
+    assert run.lease_until is not None
+    assert run.lease_until > timezone.now()
+    assert execute(run).status == "succeeded"
+
+
+def test_a_run_that_was_being_cancelled_when_its_trainer_vanished_is_cancelled(
+    adapter: Adapter, dataset: Dataset
+) -> None:
+    run = make_run()
+    expire_lease(run, status="running", attempts=1, cancel_requested=True)
+    execution.training_runs_reconcile()
+    run.refresh_from_db()
+    assert run.status == "cancelled"
+
+
+def test_a_lease_that_is_not_over_is_left_alone(adapter: Adapter, dataset: Dataset) -> None:
+    run = make_run()
+    later = timezone.now() + dt.timedelta(seconds=30)
+    TrainingRun.objects.update(status="running", attempts=1, lease_until=later)
+    execution.training_runs_reconcile()
+    run.refresh_from_db()
+    assert (run.status, run.lease_until) == ("running", later)
+
+
+def publishing_run(adapter: Adapter, status: str) -> TrainingRun:
+    """A run whose trainer was lost when its version had come as far as `status`."""
+    run = make_run()
+    version = adapter_services.adapter_version_create(
+        name=adapter.name,
+        files={"adapter_config.json": 2, "adapter_model.safetensors": 8},
+        source=AdapterVersion.Source.TRAINING,
+    )
+    AdapterVersion.objects.filter(pk=version.pk).update(status=status)
+    expire_lease(run, status="publishing", attempts=1, version=version)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("version_status", "status"),
+    [("ready", "succeeded"), ("rejected", "failed"), ("uploading", "failed")],
+)
+def test_a_run_lost_while_publishing_ends_as_its_version_did(
+    adapter: Adapter, dataset: Dataset, version_status: str, status: str
+) -> None:
+    run = publishing_run(adapter, version_status)
+    execution.training_runs_reconcile()
+    run.refresh_from_db()
+    assert run.status == status
+    assert AdapterVersion.objects.count() == 1
+
+
+def test_a_run_lost_before_its_versions_check_waits_for_the_check(
+    adapter: Adapter, dataset: Dataset
+) -> None:
+    run = publishing_run(adapter, "uploaded")
+    execution.training_runs_reconcile()
+    run.refresh_from_db()
+    assert run.status == "publishing"
+    AdapterVersion.objects.update(status="ready")
+    expire_lease(run)
+    execution.training_runs_reconcile()
+    run.refresh_from_db()
+    assert run.status == "succeeded"
+
+
+def test_an_unknown_run_does_nothing(in_acme: Party) -> None:
+    execution.training_run_execute(uuid.uuid4())
+
+
+def test_another_tenants_run_does_nothing(
+    adapter: Adapter, dataset: Dataset, globex: Party
+) -> None:
+    run = make_run()
+    tasks.training_run_execute(str(globex.tenant.id), str(run.pk))
+    run.refresh_from_db()
+    assert run.status == "queued"
