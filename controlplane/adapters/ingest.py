@@ -144,7 +144,7 @@ def _accept(version: AdapterVersion, checked: CheckedAdapter) -> None:
     moved = AdapterVersion.objects.filter(pk=version.pk, status=Status.VALIDATING).update(
         status=Status.READY,
         digest=version.digest,
-        max_rank=checked.max_rank,
+        max_rank=max(checked.ranks),
         report=checked.report(),
         ready_at=timezone.now(),
     )

@@ -1,8 +1,8 @@
 """Read PEFT's adapter_config.json without trusting it.
 
 Fails closed: a field is honoured, or known to change nothing once the adapter is trained, or
-refused by name. The fields are those of peft 0.21's LoraConfig. PEFT runs several of them as
-regular expressions; here none is run: only plain names are taken, which mean the same.
+refused by name. The fields are those of peft 0.21's LoraConfig. Where PEFT takes a regular
+expression, only names are taken here: a stranger's expression can take forever.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from controlplane.adapters.rejection import Reason, Rejected, shown
@@ -45,6 +45,8 @@ _ADVICE = {
 }
 #: One part or several of a module's dotted path.
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_]+(?:\.[A-Za-z0-9_]+)*", re.ASCII)
+#: The same as a key of rank_pattern: an expression, but without choices and repetitions.
+_PLAIN_PATTERN = re.compile(r"\^?[A-Za-z0-9_]+(?:\\?\.[A-Za-z0-9_]+)*\$?", re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +60,7 @@ class LoraConfig:
     target_modules: tuple[str, ...]
     exclude_modules: tuple[str, ...]
     layers: frozenset[int] | None  # None: all
-    rank_pattern: Mapping[str, int]
-    alpha_pattern: Mapping[str, float]
+    rank_pattern: Sequence[tuple[re.Pattern[str], int]]
 
     def is_target(self, module: str, layer: int) -> bool:
         """Whether PEFT adapts the module, a dotted path such as model.layers.0.mlp.up_proj."""
@@ -70,8 +71,8 @@ class LoraConfig:
         )
 
     def rank_of(self, module: str) -> int:
-        for name, rank in self.rank_pattern.items():
-            if _names(name, module):
+        for pattern, rank in self.rank_pattern:
+            if pattern.match(module):
                 return rank
         return self.rank
 
@@ -89,15 +90,14 @@ def parse_config(text: bytes, *, max_rank: int) -> LoraConfig:
         target_modules=reader.names("target_modules", required=True),
         exclude_modules=reader.names("exclude_modules", required=False),
         layers=reader.layers(),
-        rank_pattern={
-            name: reader.rank(f"rank_pattern.{name}", value, max_rank)
+        rank_pattern=[
+            (_as_in_peft(name), reader.rank(f"rank_pattern.{name}", value, max_rank))
             for name, value in reader.pattern("rank_pattern").items()
-        },
-        alpha_pattern={
-            name: reader.alpha(f"alpha_pattern.{name}", value)
-            for name, value in reader.pattern("alpha_pattern").items()
-        },
+        ],
     )
+    # The engine scales by these; here they need only be right.
+    for name, value in reader.pattern("alpha_pattern").items():
+        reader.alpha(f"alpha_pattern.{name}", value)
     if reasons:
         raise Rejected(reasons)
     return config
@@ -215,14 +215,11 @@ class _Reader:
         if not isinstance(value, dict):
             self._complain(field, "it must be an object of module names")
             return {}
-        plain: dict[str, Any] = {}
-        for name, number in value.items():
-            # A pattern ends at the module's end anyway, and a dot matches nothing but dots there.
-            bare = name.removesuffix("$").replace("\\.", ".")
-            if not _PLAIN_NAME.fullmatch(bare.removeprefix("^")):
+        for name in value:
+            if not _PLAIN_PATTERN.fullmatch(name):
                 self._complain(field, f"{shown(name)} is not a module's name")
-            plain.setdefault(bare, number)  # PEFT takes the first that matches
-        return plain
+                return {}
+        return value
 
     def layers(self) -> frozenset[int] | None:
         if self._raw.get("layers_pattern") not in (None, [], "", "layers", ["layers"]):
@@ -238,10 +235,12 @@ class _Reader:
 
 
 def _names(name: str, module: str) -> bool:
-    """Whether a name is the module's dotted path or, without `^`, a tail of it cut at a dot."""
-    if name.startswith("^"):
-        return module == name[1:]
+    """Whether a name is the module's dotted path or a tail of it, cut at a dot."""
     return module == name or module.endswith(f".{name}")
+
+
+def _as_in_peft(pattern: str) -> re.Pattern[str]:
+    return re.compile(rf"(.*\.)?({pattern})$")
 
 
 def _rejected(message: str) -> Rejected:

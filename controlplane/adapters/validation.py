@@ -64,17 +64,17 @@ class CheckedAdapter:
     tensors: tuple[Tensor, ...]
 
     @property
-    def max_rank(self) -> int:
-        return max(min(tensor.shape) for tensor in self.tensors)
+    def ranks(self) -> set[int]:
+        return {tensor.shape[0] for tensor in self.tensors if ".lora_A." in tensor.name}
 
     def report(self) -> dict[str, Any]:
         """Facts for the version's page."""
         linears = {_located(tensor.name)["linear"].split(".")[1] for tensor in self.tensors}
-        ranks = {tensor.shape[0] for tensor in self.tensors if ".lora_A." in tensor.name}
         raw = self.config.raw
         return {
             "target_modules": sorted(linears),
-            "ranks": sorted(ranks),
+            "ranks": sorted(self.ranks),
+            "alpha": self.config.alpha,
             "use_rslora": self.config.use_rslora,
             "dtypes": sorted({tensor.dtype for tensor in self.tensors}),
             "num_tensors": len(self.tensors),

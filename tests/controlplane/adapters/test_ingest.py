@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import struct
+import threading
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from django.db import connection
 
 from controlplane import storage
 from controlplane.adapters import services, tasks
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
 from controlplane.scoping import tenant_scope
 from tests.controlplane.adapters import files
-from tests.controlplane.conftest import Party
+from tests.controlplane.conftest import TINY_CONFIG, Party, make_party
 from worker.protocol import adapter_digest
 
 GOOD_CONFIG, GOOD_TENSORS = files.config_bytes(), files.pack(files.tensors())
@@ -21,6 +27,7 @@ Status = AdapterVersion.Status
 
 
 def put(url: str, data: bytes) -> int:
+    """The status of the store's answer."""
     request = urllib.request.Request(url, data=data, method="PUT")
     try:
         with urllib.request.urlopen(request) as answer:
@@ -47,22 +54,183 @@ def validate(version: AdapterVersion) -> AdapterVersion:
     return version
 
 
+def is_staging_empty(version: AdapterVersion) -> bool:
+    keys = (version.staged_config_key, version.staged_tensors_key)
+    return all(storage.object_size(key) is None for key in keys)
+
+
 @pytest.fixture
-def scope(acme: Party, base_model: BaseModel) -> Any:
+def scope(acme: Party, base_model: BaseModel) -> Iterator[None]:
     with tenant_scope(acme.tenant.id):
         yield
 
 
-def test_good_adapter_becomes_ready_and_live(scope: None) -> None:
-    version = upload()
+@pytest.mark.usefixtures("scope")
+class TestDecision:
+    def test_good_adapter_becomes_ready_and_live(self) -> None:
+        version = upload()
+        assert version.status == Status.UPLOADED
+        validate(version)
+        assert (version.status, version.reasons) == (Status.READY, [])
+        assert version.digest == adapter_digest(files.config(), [GOOD_TENSORS], "0" * 64)
+        assert version.report["target_modules"] == ["down_proj", "q_proj", "v_proj"]
+        assert version.max_rank == 4
+        assert Adapter.objects.get().live_version == version
+        assert storage.read_bytes(version.config_key, max_bytes=10**6) == GOOD_CONFIG
+        assert storage.read_bytes(version.tensors_key, max_bytes=10**6) == GOOD_TENSORS
+        assert is_staging_empty(version)
+
+    BAD = {
+        "rank too high": (files.config_bytes(r=1000), GOOD_TENSORS, "r"),
+        "dora": (files.config_bytes(use_dora=True), GOOD_TENSORS, "use_dora"),
+        "config not json": (b"{r: 4}", GOOD_TENSORS, "adapter_config.json"),
+        "pickle": (GOOD_CONFIG, b"\x80\x02}q\x00.", "adapter_model.safetensors"),
+        "truncated": (GOOD_CONFIG, GOOD_TENSORS[:-1], "adapter_model.safetensors"),
+        "one byte": (GOOD_CONFIG, b"x", "adapter_model.safetensors"),
+        "lying header": (
+            GOOD_CONFIG,
+            struct.pack("<Q", 1 << 40) + GOOD_TENSORS[8:],
+            "adapter_model.safetensors",
+        ),
+        "nul in a name": (
+            GOOD_CONFIG,
+            files.pack({"\0": ("F32", (1,), bytes(4))}),
+            "\\x00",
+        ),
+        "nan": (
+            GOOD_CONFIG,
+            GOOD_TENSORS[:-4] + struct.pack("<f", float("nan")),
+            "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight",
+        ),
+    }
+
+    @pytest.mark.parametrize(("config", "tensors", "field"), BAD.values(), ids=BAD)
+    def test_bad_adapter_is_rejected_and_forgotten(
+        self, config: bytes, tensors: bytes, field: str
+    ) -> None:
+        version = validate(upload(config, tensors))
+        assert version.status == Status.REJECTED
+        assert field in [reason["field"] for reason in version.reasons]
+        assert version.digest == ""
+        assert Adapter.objects.get().live_version is None
+        assert is_staging_empty(version)
+
+    def test_rejected_version_leaves_the_live_one(self) -> None:
+        first = validate(upload())
+        validate(upload(tensors=b"\x80\x02."))
+        assert Adapter.objects.get().live_version == first
+
+    def test_same_files_twice_have_one_digest(self) -> None:
+        first, second = validate(upload()), validate(upload())
+        assert first.digest == second.digest
+        assert Adapter.objects.get().live_version == second
+
+    def test_newest_ready_version_stays_live(self) -> None:
+        first, second = upload(), upload()
+        validate(second)
+        validate(first)
+        assert first.status == Status.READY
+        assert Adapter.objects.get().live_version == second
+
+    def test_another_revision_of_the_base_gives_another_digest(self) -> None:
+        first = validate(upload())
+        BaseModel.objects.update(revision="f" * 64)
+        assert validate(upload()).digest != first.digest
+
+
+@pytest.mark.usefixtures("scope")
+class TestCrashes:
+    def test_running_again_changes_nothing(self) -> None:
+        version = validate(upload())
+        before = AdapterVersion.objects.values().get()
+        validate(version)
+        assert AdapterVersion.objects.values().get() == before
+
+    def test_a_run_cut_short_is_taken_up(self) -> None:
+        version = upload()
+        AdapterVersion.objects.update(status=Status.VALIDATING)
+        assert validate(version).status == Status.READY
+
+    def test_a_run_cut_short_after_the_decision_clears_up(self) -> None:
+        version = validate(upload())
+        storage.put_bytes(version.staged_config_key, GOOD_CONFIG)
+        validate(version)
+        assert is_staging_empty(version)
+
+    def test_version_that_was_not_completed_is_left_alone(self) -> None:
+        stated = {"adapter_config.json": 2, "adapter_model.safetensors": 2}
+        version = services.adapter_version_create(name="invoices", files=stated)
+        assert validate(version).status == Status.UPLOADING
+
+    def test_lost_file_is_rejected(self) -> None:
+        version = upload()
+        storage.delete([version.staged_tensors_key])
+        validate(version)
+        assert (version.status, len(version.reasons)) == (Status.REJECTED, 1)
+
+    def test_file_replaced_after_completion_is_checked_as_it_is(self) -> None:
+        """The client's URL still works: what counts is what is kept."""
+        version = upload()
+        storage.put_bytes(version.staged_tensors_key, GOOD_TENSORS + b"more")
+        validate(version)
+        assert version.status == Status.REJECTED
+        assert storage.object_size(version.tensors_key) is None
+
+    def test_no_scratch_file_is_left(self, settings: Any, tmp_path: Path) -> None:
+        settings.WORK_DIR = tmp_path
+        validate(upload())
+        validate(upload(tensors=GOOD_TENSORS[:-4] + struct.pack("<f", float("inf"))))
+        assert os.listdir(tmp_path) == []
+
+
+def test_task_sees_its_tenant_only(acme: Party, globex: Party, base_model: BaseModel) -> None:
+    with tenant_scope(acme.tenant.id):
+        version = upload()
+    tasks.adapter_version_validate(str(globex.tenant.id), str(version.pk))
+    with tenant_scope(acme.tenant.id):
+        version.refresh_from_db()
     assert version.status == Status.UPLOADED
-    validate(version)
-    assert (version.status, version.reasons) == (Status.READY, [])
-    assert version.digest == adapter_digest(files.config(), [GOOD_TENSORS], "0" * 64)
-    assert version.report["target_modules"] == ["down_proj", "q_proj", "v_proj"]
-    assert version.max_rank == 4
-    assert Adapter.objects.get().live_version == version
-    assert storage.read_bytes(version.config_key, max_bytes=10**6) == GOOD_CONFIG
-    assert storage.read_bytes(version.tensors_key, max_bytes=10**6) == GOOD_TENSORS
-    assert storage.object_size(version.staged_config_key) is None
-    assert storage.object_size(version.staged_tensors_key) is None
+
+
+def test_publishing_local_files(acme: Party, base_model: BaseModel, tmp_path: Path) -> None:
+    (tmp_path / "c").write_bytes(GOOD_CONFIG)
+    (tmp_path / "t").write_bytes(GOOD_TENSORS)
+    with tenant_scope(acme.tenant.id):
+        adapter = services.adapter_create(name="nightly")
+        version = services.adapter_version_publish_files(
+            adapter=adapter, config_path=tmp_path / "c", tensors_path=tmp_path / "t"
+        )
+        assert (version.number, version.status, version.source) == (1, "ready", "training")
+        adapter.refresh_from_db()
+        assert adapter.live_version == version
+        (tmp_path / "t").write_bytes(b"\x80\x02.")
+        worse = services.adapter_version_publish_files(
+            adapter=adapter, config_path=tmp_path / "c", tensors_path=tmp_path / "t"
+        )
+    assert (worse.number, worse.status) == (2, "rejected")
+
+
+@pytest.mark.django_db(transaction=True)
+def test_versions_made_at_once_get_different_numbers() -> None:
+    acme = make_party("acme")
+    BaseModel.objects.create(name="tiny", revision="0" * 64, config=TINY_CONFIG, context_length=128)
+    barrier, numbers, errors = threading.Barrier(8), [], []
+
+    def create() -> None:
+        try:
+            with tenant_scope(acme.tenant.id):
+                barrier.wait()
+                stated = {"adapter_config.json": 2, "adapter_model.safetensors": 2}
+                version = services.adapter_version_create(name="invoices", files=stated)
+            numbers.append(version.number)
+        except Exception as error:
+            errors.append(error)
+        finally:
+            connection.close()
+
+    threads = [threading.Thread(target=create) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (sorted(numbers), errors) == ([1, 2, 3, 4, 5, 6, 7, 8], [])
