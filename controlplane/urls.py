@@ -18,6 +18,7 @@ urlpatterns = [
     path("api/docs", SpectacularSwaggerView.as_view(url_name="openapi")),
     path("api/v1/", include("controlplane.tenants.urls")),
     path("api/v1/", include("controlplane.adapters.urls")),
+    path("api/v1/", include("controlplane.training.urls")),
 ]
 
 handler404 = "controlplane.errors.page_not_found"
