@@ -13,6 +13,7 @@ def healthz(request: HttpRequest) -> HttpResponse:
 
 urlpatterns = [
     path("healthz", healthz),
+    path("console/", include("controlplane.console.urls")),
     path("admin/", admin.site.urls),
     path("api/openapi.json", SpectacularJSONAPIView.as_view(), name="openapi"),
     path("api/docs", SpectacularSwaggerView.as_view(url_name="openapi")),
