@@ -6,6 +6,7 @@
     ├── AuthenticationFailed    401  authentication_error    invalid_api_key
     ├── PermissionDenied        403  permission_error
     ├── NotFound                404  invalid_request_error   not_found, model_not_found
+    ├── MethodNotAllowed        405  invalid_request_error   Allow
     ├── Conflict                409  invalid_request_error   never retried by clients
     ├── PayloadTooLarge         413  invalid_request_error
     ├── RateLimited             429  rate_limit_error        Retry-After
@@ -18,6 +19,7 @@ The body is always OpenAI's: {"error": {"message", "type", "param", "code"}}.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 from django.core.exceptions import ObjectDoesNotExist, ValidationError
@@ -104,6 +106,19 @@ class NotFound(ApiError):
     """There is no such thing, or it is somebody else's: the two look the same."""
 
     status, type, code = 404, "invalid_request_error", "not_found"
+
+
+class MethodNotAllowed(ApiError):
+    """The address exists and takes other methods."""
+
+    status, type, code, should_retry = 405, "invalid_request_error", "method_not_allowed", False
+
+    def __init__(self, message: str, allowed: Iterable[str]) -> None:
+        super().__init__(message)
+        self.allowed = tuple(allowed)
+
+    def headers(self) -> dict[str, str]:
+        return {**super().headers(), "Allow": ", ".join(self.allowed)}
 
 
 class Conflict(ApiError):

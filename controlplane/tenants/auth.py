@@ -95,16 +95,29 @@ def authenticate(header: str | None) -> Principal:
         principal = _check_key(api_key, secret_hmac)
         if _touch_is_due(principal):
             _touch_rows(principal).update(last_used_at=timezone.now())
+    _remember(principal)
     return principal
+
+
+def cached_principal(header: str | None) -> Principal | None:
+    """`authenticate` without a query: None when the key was not seen in the last `CACHE_S`.
+
+    Raises AuthenticationFailed for what no query is needed to refuse.
+    """
+    parts = _parse_header(header)
+    secret_hmac = parts.secret_hmac(settings.API_KEY_PEPPER)
+    cached = _cache.get(parts.public_id)
+    if cached is None or cached.until <= time.monotonic():
+        return None
+    return _check_key(cached.api_key, secret_hmac)
 
 
 async def aauthenticate(header: str | None) -> Principal:
     """`authenticate` for async code: one query, or none within `CACHE_S` of the last."""
+    if principal := cached_principal(header):
+        return principal
     parts = _parse_header(header)
     secret_hmac = parts.secret_hmac(settings.API_KEY_PEPPER)
-    cached = _cache.get(parts.public_id)
-    if cached is not None and cached.until > time.monotonic():
-        return _check_key(cached.api_key, secret_hmac)
     with all_tenants(reason="a key says which tenant it is of"):
         api_key = await _key_rows(parts).afirst()
         principal = _check_key(api_key, secret_hmac)
