@@ -1,0 +1,87 @@
+"""What came back for one request, in order, exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+from controlplane.errors import ApiError, Unavailable, from_worker
+from worker.protocol import ErrorCode, GenerateJob, TokenEvent
+
+#: Events of one request that its client has not taken; more means that it reads too slowly.
+MAX_UNREAD_EVENTS = 4096
+
+
+class Reply:
+    """The events of one request on their way to its client.
+
+    Drops what comes under an old lease or twice. When an attempt was lost before its client saw
+    any of it, the next attempt's events begin afresh.
+    """
+
+    def __init__(self, job: GenerateJob, worker_id: str) -> None:
+        self.request_id = job.request_id
+        self.worker_id = worker_id
+        self.is_ended = False
+        self.heard_at = asyncio.get_running_loop().time()
+        self._lease = 0
+        self._next_seq = 0
+        self._is_begun = False  # the client has been given some of it
+        self._unread: list[TokenEvent] = []
+        self._failure: ApiError | None = None
+        self._wake = asyncio.Event()
+
+    def push(self, event: TokenEvent) -> None:
+        """Take in an event from the stream. Raises ApiError when the reply cannot be continued."""
+        self.heard_at = asyncio.get_running_loop().time()
+        if event.lease < self._lease or self.is_ended:
+            return
+        if event.lease > self._lease:
+            if self._is_begun and event.finish_reason is None:
+                raise Unavailable("The answer was interrupted.", code=ErrorCode.WORKER_LOST)
+            self._lease, self._next_seq = event.lease, 0
+            self._unread.clear()
+        if event.seq < self._next_seq:
+            return
+        if event.seq > self._next_seq or len(self._unread) >= MAX_UNREAD_EVENTS:
+            raise Unavailable("Part of the answer was lost.", code=ErrorCode.WORKER_LOST)
+        self._next_seq += 1
+        self._unread.append(event)
+        self.is_ended = event.finish_reason is not None
+        self._wake.set()
+
+    def fail(self, error: ApiError) -> None:
+        """End the reply; whoever takes next gets the error."""
+        self._failure = error
+        self.is_ended = True
+        self._wake.set()
+
+    async def take(self, timeout_s: float | None = None) -> TokenEvent | None:
+        """All that is unread, as one event; waits for it. None when nothing came in time.
+
+        Raises ApiError when the request failed, in the worker or on the way.
+        """
+        if not self._unread and self._failure is None:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                return None
+        self._wake.clear()
+        events, self._unread = self._unread, []
+        if not events:
+            assert self._failure is not None
+            raise self._failure
+        self._is_begun = True
+        event = _merged(events)
+        if event.error_code is not None:
+            raise from_worker(event.error_code, event.error_message or "", event.error_param)
+        return event
+
+
+def _merged(events: list[TokenEvent]) -> TokenEvent:
+    if len(events) == 1:
+        return events[0]
+    logprobs = tuple(entry for event in events for entry in event.logprobs or ())
+    text = "".join(event.text for event in events)
+    return dataclasses.replace(events[-1], text=text, logprobs=logprobs or None)
