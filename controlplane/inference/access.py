@@ -1,0 +1,86 @@
+"""Who is asking and what their `model` means, in at most one visit to the database.
+
+Answers are kept for `CACHE_S`, as `controlplane.tenants.auth` keeps keys: under load most requests
+need no query and no thread.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+from typing import TypeVar
+
+from asgiref.sync import sync_to_async
+from django.db import Error as DatabaseError
+from django.db import close_old_connections
+
+from controlplane.adapters.services import ResolvedModel, model_resolve, models_list
+from controlplane.errors import Unavailable
+from controlplane.scoping import tenant_scope
+from controlplane.tenants import auth
+from controlplane.tenants.auth import CACHE_S, Permission, Principal, authorize
+
+_CACHE_MAX_MODELS = 10_000
+
+_T = TypeVar("_T")
+_models: dict[tuple[uuid.UUID, str], tuple[ResolvedModel, float]] = {}
+
+
+async def authenticate(header: str | None) -> Principal:
+    """The caller, who may generate. Raises ApiError when there is none or they may not."""
+    principal = auth.cached_principal(header)
+    if principal is None:
+        principal = await _in_thread(lambda: auth.authenticate(header))
+    authorize(principal, Permission.INFER)
+    return principal
+
+
+async def admit(header: str | None, model_name: str) -> tuple[Principal, ResolvedModel]:
+    """The caller and the model they named.
+
+    Raises ApiError; NotFound for a model that does not exist as for one of another tenant.
+    """
+    principal = auth.cached_principal(header)
+    if principal is not None:
+        authorize(principal, Permission.INFER)
+        model, until = _models.get((principal.tenant.id, model_name), (None, 0.0))
+        if model is not None and until > time.monotonic():
+            return principal, model
+    return await _in_thread(lambda: _admit(header, model_name))
+
+
+async def models(header: str | None) -> list[ResolvedModel]:
+    """What the caller can name as a model."""
+    principal = await authenticate(header)
+
+    def query() -> list[ResolvedModel]:
+        with tenant_scope(principal.tenant.id):
+            return models_list()
+
+    return await _in_thread(query)
+
+
+def _admit(header: str | None, model_name: str) -> tuple[Principal, ResolvedModel]:
+    principal = auth.authenticate(header)
+    authorize(principal, Permission.INFER)
+    with tenant_scope(principal.tenant.id):
+        model = model_resolve(model_name)
+    if len(_models) >= _CACHE_MAX_MODELS:
+        _models.clear()
+    _models[principal.tenant.id, model_name] = (model, time.monotonic() + CACHE_S)
+    return principal, model
+
+
+async def _in_thread(query: Callable[[], _T]) -> _T:
+    """Run a query and give its connection back at once: what follows may take minutes."""
+
+    def run() -> _T:
+        try:
+            return query()
+        except DatabaseError as error:
+            raise Unavailable("The database does not answer.", retry_after_s=2) from error
+        finally:
+            close_old_connections()
+
+    return await sync_to_async(run)()

@@ -1,0 +1,145 @@
+"""From a checked body to the job that a worker runs."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from controlplane.adapters.services import ResolvedModel
+from controlplane.inference.schemas import ChatBody, CompletionBody, GenerationBody
+from controlplane.tenants.auth import Principal
+from worker.protocol import AdapterRef, ErrorCode, GenerateJob, Sampling
+
+#: OpenAI's default for plain completions; a chat goes on to the end of the context.
+COMPLETION_MAX_TOKENS = 16
+#: After this nobody waits any more; OpenAI's clients give up after as long.
+DEADLINE_S = 600.0
+#: top_p 0 is OpenAI's way to say "the likeliest token".
+MIN_TOP_P = 1e-6
+
+
+def chat_job(
+    body: ChatBody, model: ResolvedModel, principal: Principal, *, request_id: str, gateway_id: str
+) -> GenerateJob:
+    return GenerateJob(
+        **_common(body, model, principal, request_id, gateway_id),
+        messages=tuple(message.rendered() for message in body.messages),
+        sampling=_sampling(
+            body,
+            max_tokens=body.max_completion_tokens or body.max_tokens,
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        ),
+        json_schema=_json_schema(body),
+    )
+
+
+def completion_job(
+    body: CompletionBody,
+    model: ResolvedModel,
+    principal: Principal,
+    *,
+    request_id: str,
+    gateway_id: str,
+) -> GenerateJob:
+    text, token_ids = _prompt(body)
+    return GenerateJob(
+        **_common(body, model, principal, request_id, gateway_id),
+        text=text,
+        token_ids=token_ids,
+        sampling=_sampling(
+            body, max_tokens=body.max_tokens or COMPLETION_MAX_TOKENS, logprobs=body.logprobs
+        ),
+    )
+
+
+def _common(
+    body: GenerationBody,
+    model: ResolvedModel,
+    principal: Principal,
+    request_id: str,
+    gateway_id: str,
+) -> dict[str, Any]:
+    assert principal.api_key is not None
+    now = time.time()
+    version = model.version
+    adapters = (
+        ()
+        if version is None
+        else (
+            AdapterRef(
+                digest=version.digest,
+                config_key=version.config_key,
+                tensors_key=version.tensors_key,
+                num_bytes=version.num_bytes,
+            ),
+        )
+    )
+    return {
+        "request_id": request_id,
+        "tenant_id": str(principal.tenant.id),
+        "api_key_id": str(principal.api_key.id),
+        "gateway_id": gateway_id,
+        "model": body.model,
+        "base_model": model.base_model.name,
+        "adapters": adapters,
+        "adapter_version_id": None if version is None else str(version.id),
+        "stream": bool(body.stream),
+        "created_at": now,
+        "deadline": now + DEADLINE_S,
+    }
+
+
+def _sampling(body: GenerationBody, *, max_tokens: int | None, logprobs: int | None) -> Sampling:
+    return Sampling(
+        max_tokens=max_tokens,
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=1.0 if body.top_p is None else max(body.top_p, MIN_TOP_P),
+        top_k=body.top_k or 0,
+        min_p=body.min_p or 0.0,
+        seed=body.seed,
+        stop=tuple(body.stop or ()),
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=body.repetition_penalty or 1.0,
+        logit_bias=dict(body.logit_bias or {}),
+        logprobs=logprobs,
+        ignore_eos=bool(body.ignore_eos),
+    )
+
+
+def _prompt(body: CompletionBody) -> tuple[str | None, tuple[int, ...] | None]:
+    """The one prompt, as text or as token ids."""
+    prompt: Any = body.prompt
+    if isinstance(prompt, list) and not isinstance(prompt[0], int):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return prompt, None
+    return None, tuple(prompt)
+
+
+def _json_schema(body: ChatBody) -> str | None:
+    """JSON text of the schema; its properties keep their order, which is that of the answer."""
+    form = body.response_format
+    if form is None or form.type == "text":
+        return None
+    schema = form.json_schema.schema_ if form.json_schema else {"type": "object"}
+    return json.dumps(schema, separators=(",", ":"), ensure_ascii=False)
+
+
+#: A worker names the job's field; the client knows it under the name it used.
+_CLIENT_PARAMS = {
+    "json_schema": "response_format.json_schema.schema",
+    "adapters": "model",
+    "logprobs": "top_logprobs",
+    "text": "prompt",
+}
+
+
+def client_param(job: GenerateJob, param: str | None, code: str | None) -> str | None:
+    """The client's name for the field that a worker found fault with."""
+    if param == "token_ids" or (param is None and code == ErrorCode.CONTEXT_LENGTH_EXCEEDED):
+        return "prompt" if job.messages is None else "messages"
+    if code == ErrorCode.INVALID_RESPONSE_FORMAT:
+        return _CLIENT_PARAMS["json_schema"]
+    return _CLIENT_PARAMS.get(param or "", param)

@@ -1,0 +1,77 @@
+"""From the bytes of a body to a checked value, or to the one error that names the field."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from controlplane.errors import InvalidRequest
+from controlplane.inference.schemas import Body
+
+_B = TypeVar("_B", bound=Body)
+
+CODES = {
+    "missing": "missing_required_parameter",
+    "extra_forbidden": "unknown_parameter",
+    "unsupported": "unsupported_parameter",
+    "invalid_schema": "invalid_response_format",
+}
+
+
+def parse_body(kind: type[_B], body: bytes) -> _B:
+    """The body as `kind`. Raises InvalidRequest naming the first field that is at fault."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise _to_invalid_request(error, body) from None
+
+
+def _to_invalid_request(error: ValidationError, body: bytes) -> InvalidRequest:
+    details = error.errors(include_url=False, include_context=False)
+    first = details[0]
+    if first["type"] == "json_invalid":
+        return InvalidRequest(f"The body is no valid JSON: {first['msg'][:300]}.")
+    try:
+        given = json.loads(body)
+    except (ValueError, RecursionError):  # jiter and json differ on odd input
+        given = {}
+    # Of the ways in which a union failed, the one that got furthest says most.
+    paths = [_path(detail, given) for detail in details]
+    best = max(range(len(details)), key=lambda index: len(paths[index]))
+    return _describe(details[best], paths[best])
+
+
+def _path(detail: ErrorDetails, given: Any) -> list[str]:
+    """Where in the client's own body the fault is; pydantic's steps into unions left out."""
+    path, here = [], given
+    for step in detail["loc"]:
+        if isinstance(here, dict) and step in here:
+            here = here[step]
+        elif isinstance(here, list) and isinstance(step, int) and step < len(here):
+            here = here[step]
+        elif detail["type"] != "missing" or step != detail["loc"][-1]:
+            continue
+        path.append(str(step))
+    return path
+
+
+def _describe(detail: ErrorDetails, path: list[str]) -> InvalidRequest:
+    kind, message = detail["type"], detail["msg"]
+    if kind == "value_error" and ": " in message:
+        # Of a whole object: "Value error, field: what is wrong".
+        field, message = message.removeprefix("Value error, ").split(": ", 1)
+        path = [*path, field]
+    param = ".".join(path)[:200] or None
+    code = CODES.get(kind, "invalid_type" if kind.endswith("_type") else "invalid_value")
+    if kind == "missing":
+        message = f"Missing required parameter: '{param}'."
+    elif kind == "extra_forbidden":
+        message = f"Unrecognized request argument supplied: {param}."
+    elif kind in ("unsupported", "invalid_schema"):
+        message = f"'{param}' {message}."
+    else:
+        message = f"Invalid value for '{param or 'the body'}': {message[:500]}."
+    return InvalidRequest(message, param=param, code=code)

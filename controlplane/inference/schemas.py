@@ -1,0 +1,235 @@
+"""The bodies that the gateway takes: OpenAI's fields, their ranges, and what is refused by name.
+
+Unknown fields are refused: that catches typing errors. Fields that make no difference here
+(`user`, `metadata`, `store`, …) are taken and checked; fields for things the platform cannot do
+yet are refused unless they are empty.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from controlplane.inference.json_schema import checked_schema
+
+MAX_MESSAGES = 2048
+MAX_STOPS = 4
+MAX_STOP_CHARS = 500
+MAX_LOGIT_BIASES = 1024
+INT64 = 2**63 - 1
+
+
+class Body(BaseModel):
+    """Strict: a number in quotes is not a number."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def _refuse(value: Any) -> Any:
+    if value in (None, False, [], {}):
+        return None
+    raise PydanticCustomError("unsupported", "is not supported")
+
+
+Unsupported = Annotated[Any, AfterValidator(_refuse)]
+
+
+def _one(value: int | None) -> int | None:
+    if value not in (None, 1):
+        raise PydanticCustomError("unsupported", "is supported only as 1")
+    return value
+
+
+def _stops(value: Any) -> Any:
+    """One stop string is as good as a list of one."""
+    return [value] if isinstance(value, str) else value
+
+
+def _token_biases(value: dict[str, float] | None) -> dict[str, float] | None:
+    for key in value or {}:
+        if not (key.isascii() and key.isdigit() and len(key) <= 9):
+            raise PydanticCustomError("value_error", "must have token ids as its keys")
+    return value
+
+
+One = Annotated[int | None, AfterValidator(_one)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+Stops = Annotated[
+    Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None, BeforeValidator(_stops)
+]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Biases = Annotated[
+    Annotated[dict[str, Bias], Field(max_length=MAX_LOGIT_BIASES)] | None,
+    AfterValidator(_token_biases),
+]
+Temperature = Annotated[float | None, Field(ge=0, le=2)]
+Share = Annotated[float | None, Field(ge=0, le=1)]
+Penalty = Annotated[float | None, Field(ge=-2, le=2)]
+MaxTokens = Annotated[int | None, Field(ge=1, le=10_000_000)]
+Seed = Annotated[int | None, Field(ge=-INT64 - 1, le=INT64)]
+ModelName = Annotated[str, Field(min_length=1, max_length=200)]
+Label = Annotated[str | None, Field(max_length=512)]
+MetadataKey = Annotated[str, Field(max_length=64)]
+MetadataValue = Annotated[str, Field(max_length=512)]
+Metadata = Annotated[dict[MetadataKey, MetadataValue] | None, Field(max_length=16)]
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class GenerationBody(Body):
+    """What chat and plain completions have in common."""
+
+    model: ModelName
+    temperature: Temperature = None
+    top_p: Share = None
+    n: One = None
+    max_tokens: MaxTokens = None
+    stop: Stops = None
+    seed: Seed = None
+    presence_penalty: Penalty = None
+    frequency_penalty: Penalty = None
+    logit_bias: Biases = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: Label = None
+    # Beyond OpenAI's, under the names that other servers of open models use.
+    top_k: Annotated[int | None, Field(ge=0, le=1_000_000)] = None
+    min_p: Share = None
+    repetition_penalty: Annotated[float | None, Field(gt=0, le=10)] = None
+    ignore_eos: bool | None = None
+
+    @model_validator(mode="after")
+    def _stream_options_need_a_stream(self) -> GenerationBody:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: allowed only with stream set to true")
+        return self
+
+
+def _text_part(value: Any) -> Any:
+    if isinstance(value, dict) and isinstance(value.get("type"), str) and value["type"] != "text":
+        raise PydanticCustomError("unsupported", "is of a type that is not supported")
+    return value
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+ContentPart = Annotated[TextPart, BeforeValidator(_text_part)]
+
+
+def _role(value: Any) -> Any:
+    if value in ("tool", "function"):
+        raise PydanticCustomError("unsupported", "does not support tool messages")
+    return value
+
+
+class Message(Body):
+    role: Annotated[Literal["developer", "system", "user", "assistant"], BeforeValidator(_role)]
+    content: str | list[ContentPart]
+    name: Label = None
+    refusal: Label = None
+    annotations: Any = None  # the client's own objects carry them back
+    audio: Unsupported = None
+    tool_calls: Unsupported = None
+    tool_call_id: Unsupported = None
+    function_call: Unsupported = None
+
+    def rendered(self) -> dict[str, str]:
+        """As the chat template takes it."""
+        content = self.content
+        if not isinstance(content, str):
+            content = "\n".join(part.text for part in content)
+        # Open models' templates know no developer; OpenAI's own models take the two as one.
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": content}
+
+
+class JsonSchemaFormat(Body):
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: Label = None
+    # A dict, checked: the field's name would hide a method of BaseModel.
+    schema_: Annotated[dict[str, Any], AfterValidator(checked_schema), Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _schema_comes_with_its_type(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema: required with type json_schema, and only with it")
+        return self
+
+
+def _no_tools(value: Any) -> Any:
+    return None if value in ("none", "auto") else _refuse(value)
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: MaxTokens = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+    response_format: ResponseFormat | None = None
+    modalities: list[Literal["text"]] | None = None
+    metadata: Metadata = None
+    store: bool | None = None
+    service_tier: Label = None
+    safety_identifier: Label = None
+    prompt_cache_key: Label = None
+    prompt_cache_retention: Label = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Label = None
+    verbosity: Label = None
+    tools: Unsupported = None
+    tool_choice: Annotated[Any, AfterValidator(_no_tools)] = None
+    functions: Unsupported = None
+    function_call: Annotated[Any, AfterValidator(_no_tools)] = None
+    audio: Unsupported = None
+    prediction: Unsupported = None
+    web_search_options: Unsupported = None
+
+    @model_validator(mode="after")
+    def _top_logprobs_need_logprobs(self) -> ChatBody:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs: allowed only with logprobs set to true")
+        return self
+
+
+TokenId = Annotated[int, Field(ge=0, le=INT64)]
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    logprobs: Annotated[int | None, Field(ge=0, le=5)] = None
+    best_of: One = None
+    echo: Unsupported = None
+    suffix: Unsupported = None
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> CompletionBody:
+        if isinstance(self.prompt, list) and isinstance(self.prompt[:1], list):
+            first = self.prompt[0] if self.prompt else None
+            if not isinstance(first, int) and len(self.prompt) != 1:
+                raise ValueError("prompt: one prompt per request is supported")
+        return self
