@@ -1,0 +1,144 @@
+"""Drains the workers' terminal records into PostgreSQL.
+
+A record leaves Redis only when its rows are committed, and rows are unique by request, so a crash
+anywhere repeats work and never counts twice. A record that can never become a row goes to the
+dead letters; PostgreSQL or Redis being away is waited out.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Iterable
+from threading import Event
+from typing import Any
+
+import redis
+from django.db import DataError, IntegrityError, InterfaceError, OperationalError, connection
+from redis.exceptions import RedisError, ResponseError
+
+from controlplane.usage.services import usage_settle
+from worker import protocol
+from worker.protocol import DoneRecord
+
+log = logging.getLogger(__name__)
+
+BATCH = 500
+BLOCK_MS = 1000
+#: Another accountant that has held records for this long without settling them is dead.
+CLAIM_IDLE_MS = 60_000
+MAX_BACKOFF_S = 10.0
+
+#: PostgreSQL is away, or restarting: the same records will do later.
+AWAY = (OperationalError, InterfaceError)
+#: This record will never do.
+POISON = (ValueError, TypeError, KeyError, AttributeError, OverflowError, DataError, IntegrityError)
+
+Entry = tuple[bytes, dict[bytes, bytes] | None]
+
+
+class Accountant:
+    """One consumer of a pool's `done` stream.
+
+    stop  set it to end `run` after the batch in hand
+    """
+
+    def __init__(self, redis_url: str, pool: str, *, name: str | None = None) -> None:
+        self.stop = Event()
+        self._redis: Any = redis.Redis.from_url(
+            redis_url, protocol=2, socket_connect_timeout=5, socket_timeout=5 + BLOCK_MS / 1000
+        )
+        self._key = protocol.done_key(pool)
+        self._dead_letters = protocol.dead_letter_key(pool)
+        self._name = name or socket.gethostname()
+        self._backoff_s = 0.0
+
+    def run(self) -> None:
+        """Settle records until told to stop."""
+        is_ready = False
+        while not self.stop.is_set():
+            try:
+                if not is_ready:
+                    self._prepare()
+                    self._settle_pending()
+                    is_ready = True
+                self._settle(self._read(">"))
+                self._settle(self._claim())
+                self._backoff_s = 0.0
+            except (RedisError, *AWAY) as error:
+                is_ready = False  # what was read and not settled is pending now
+                connection.close()
+                self._wait(error)
+
+    def _wait(self, error: Exception) -> None:
+        self._backoff_s = min(MAX_BACKOFF_S, self._backoff_s * 2 or 0.25)
+        log.warning("records wait %.2g s: %r", self._backoff_s, error)
+        self.stop.wait(self._backoff_s)
+
+    def _prepare(self) -> None:
+        try:
+            self._redis.xgroup_create(self._key, protocol.ACCOUNTANT_GROUP, id="0", mkstream=True)
+        except ResponseError as error:
+            if "BUSYGROUP" not in str(error):
+                raise
+
+    def _settle_pending(self) -> None:
+        """What an earlier run read and did not settle; settling it empties the list."""
+        while entries := self._read("0"):
+            self._settle(entries)
+
+    def _read(self, after: str) -> list[Entry]:
+        reply = self._redis.xreadgroup(
+            protocol.ACCOUNTANT_GROUP, self._name, {self._key: after}, count=BATCH, block=BLOCK_MS
+        )
+        return [entry for _, entries in reply for entry in entries]
+
+    def _claim(self) -> list[Entry]:
+        reply = self._redis.xautoclaim(
+            self._key, protocol.ACCOUNTANT_GROUP, self._name, CLAIM_IDLE_MS, count=BATCH
+        )
+        claimed: list[Entry] = reply[1]
+        return claimed
+
+    def _settle(self, entries: list[Entry]) -> None:
+        if not entries:
+            return
+        records: dict[bytes, DoneRecord] = {}
+        for entry_id, fields in entries:
+            payload = (fields or {}).get(protocol.PAYLOAD_FIELD, b"")
+            try:
+                records[entry_id] = DoneRecord.decode(payload)
+            except POISON as error:
+                self._bury(entry_id, payload, error)
+        try:
+            usage_settle(list(records.values()))
+        except POISON:
+            self._settle_singly(records)
+        self._forget(records)
+        log.debug("settled %d records", len(records))
+
+    def _settle_singly(self, records: dict[bytes, DoneRecord]) -> None:
+        """Separate the records that fit from those that spoilt the batch."""
+        for entry_id, record in list(records.items()):
+            try:
+                usage_settle([record])
+            except POISON as error:
+                del records[entry_id]
+                self._bury(entry_id, record.encode(), error)
+
+    def _forget(self, entry_ids: Iterable[bytes]) -> None:
+        ids = list(entry_ids)
+        if ids:
+            pipe = self._redis.pipeline()
+            pipe.xack(self._key, protocol.ACCOUNTANT_GROUP, *ids)
+            pipe.xdel(self._key, *ids)
+            pipe.execute()
+
+    def _bury(self, entry_id: bytes, payload: bytes, error: Exception) -> None:
+        log.error("a terminal record cannot be settled: %r", error)
+        self._redis.xadd(
+            self._dead_letters,
+            {protocol.PAYLOAD_FIELD: payload, b"source": self._key, b"reason": repr(error)[:500]},
+            maxlen=protocol.DEAD_LETTER_MAX_LEN,
+        )
+        self._forget([entry_id])

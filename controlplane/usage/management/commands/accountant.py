@@ -1,0 +1,21 @@
+"""`manage.py accountant`: settle usage until SIGTERM or SIGINT."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+from django.conf import settings
+from django.core.management.base import BaseCommand
+
+from controlplane.usage.accountant import Accountant
+
+
+class Command(BaseCommand):
+    help = "Write the workers' terminal records to the database."
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        accountant = Accountant(settings.REDIS_URL, settings.POOL)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: accountant.stop.set())
+        accountant.run()

@@ -1,0 +1,71 @@
+"""Writes of usage: the workers' terminal records as rows, each exactly once."""
+
+from __future__ import annotations
+
+import datetime as dt
+import uuid
+from collections.abc import Sequence
+
+from django.db import transaction
+
+from controlplane.inference.models import InferenceRequest
+from controlplane.scoping import all_tenants
+from controlplane.usage.models import UsageRecord
+from worker.protocol import DoneRecord
+
+
+def usage_settle(records: Sequence[DoneRecord]) -> None:
+    """Write a usage record and a log line for each request; one already there stays as it is.
+
+    All or none. Raises ValueError for a record that does not fit its row, django.db.Error for one
+    that the database refuses (its tenant is gone) or when the database is away.
+    """
+    usage = [_usage_record(record) for record in records]
+    log = [_inference_request(record) for record in records]
+    with all_tenants(reason="a batch of records is of many tenants"), transaction.atomic():
+        UsageRecord.objects.bulk_create(usage, ignore_conflicts=True)
+        InferenceRequest.objects.bulk_create(log, ignore_conflicts=True)
+
+
+def _usage_record(record: DoneRecord) -> UsageRecord:
+    return UsageRecord(
+        tenant_id=uuid.UUID(record.tenant_id),
+        request_id=record.request_id,
+        api_key_id=_optional_uuid(record.api_key_id),
+        model=record.model,
+        base_model=record.base_model,
+        adapter_version_id=_optional_uuid(record.adapter_version_id),
+        prompt_tokens=record.prompt_tokens,
+        cached_tokens=record.cached_tokens,
+        completion_tokens=record.completion_tokens,
+        finish_reason=record.finish_reason,
+        occurred_at=_moment(record.created_at + record.total_ms / 1000),
+    )
+
+
+def _inference_request(record: DoneRecord) -> InferenceRequest:
+    return InferenceRequest(
+        tenant_id=uuid.UUID(record.tenant_id),
+        request_id=record.request_id,
+        api_key_id=_optional_uuid(record.api_key_id),
+        model=record.model,
+        base_model=record.base_model,
+        adapter_version_id=_optional_uuid(record.adapter_version_id),
+        worker_id=record.worker_id,
+        stream=record.stream,
+        finish_reason=record.finish_reason,
+        error_code=record.error_code or "",
+        accepted_at=_moment(record.created_at),
+        queue_ms=record.queue_ms,
+        load_ms=record.load_ms,
+        first_token_ms=record.first_token_ms,
+        total_ms=record.total_ms,
+    )
+
+
+def _optional_uuid(text: str | None) -> uuid.UUID | None:
+    return uuid.UUID(text) if text else None
+
+
+def _moment(seconds: float) -> dt.datetime:
+    return dt.datetime.fromtimestamp(seconds, tz=dt.UTC)
