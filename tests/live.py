@@ -1,0 +1,232 @@
+"""Real processes for tests: web servers, workers and accountants over the embedded servers.
+
+They have a database, a Redis database and a pool of their own, apart from the tests that run
+inside pytest's transactions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+import psycopg
+import redis
+
+from demo.ports import choose_ports
+from tests.fakes import write_fake_base
+from worker import protocol
+
+ROOT = Path(__file__).parent.parent
+POOL = "live"
+START_TIMEOUT_S = 30.0
+
+
+def wait_for(condition: Callable[[], Any], *, timeout_s: float = 15.0, what: str = "it") -> Any:
+    """What `condition` returns once that is true. Fails the test when it stays false."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if result := condition():
+            return result
+        time.sleep(0.02)
+    raise AssertionError(f"{what} did not happen within {timeout_s} s")
+
+
+class Process:
+    """A child in its own session, with its output in a file."""
+
+    def __init__(self, name: str, argv: list[str], env: Mapping[str, str], log: Path) -> None:
+        self.name = name
+        self.log = log
+        with log.open("ab") as output:
+            self._popen = subprocess.Popen(
+                [sys.executable, *argv],
+                env={**os.environ, **env},
+                cwd=ROOT,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._popen.poll()
+
+    def kill(self) -> None:
+        """kill -9, and wait."""
+        self._popen.kill()
+        self._popen.wait()
+
+    def signal(self, number: signal.Signals) -> None:
+        self._popen.send_signal(number)
+
+    def stop(self, timeout_s: float = 15.0) -> int:
+        """SIGTERM, then wait. -> the exit status."""
+        if self._popen.poll() is None:
+            self._popen.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._popen.wait(timeout_s)
+        self.kill()
+        raise AssertionError(f"{self.name} did not stop; see {self.log}")
+
+    def end(self) -> None:
+        """Be sure that nothing of it is left."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._popen.pid, signal.SIGKILL)
+        self._popen.wait()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tenant:
+    id: str
+    key: str
+    #: A key that was revoked.
+    revoked_key: str
+    adapter: str
+
+
+class LiveStack:
+    """The environment of the live processes, and how to start each kind."""
+
+    def __init__(self, env: Mapping[str, str], folder: Path) -> None:
+        self.folder = folder
+        self.base = write_fake_base(folder / "base")
+        parts = urlsplit(env["REDIS_URL"])
+        self.redis_url = urlunsplit(parts._replace(path="/5"))
+        self.database_url = _create_database(env["DATABASE_URL"], "lorikeet_live")
+        self.env = {
+            **env,
+            "DATABASE_URL": self.database_url,
+            "REDIS_URL": self.redis_url,
+            "LORIKEET_POOL": POOL,
+            "LORIKEET_BASE_MODEL": str(self.base),
+            "PYTHONUNBUFFERED": "1",
+        }
+        self.redis = redis.Redis.from_url(self.redis_url, protocol=2)
+        self.redis.flushdb()
+        self._processes: list[Process] = []
+        self.run("manage.py", "migrate", "--verbosity=0")
+        self.tenants = {
+            name: Tenant(**fields)
+            for name, fields in json.loads(self.run("-m", "tests.live_seed")).items()
+        }
+
+    def run(self, *argv: str) -> str:
+        """A command's standard output."""
+        done = subprocess.run(
+            [sys.executable, *argv],
+            env={**os.environ, **self.env},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def start(self, name: str, *argv: str, **env: str) -> Process:
+        log = self.folder / f"{name}.log"
+        process = Process(name, list(argv), {**self.env, **env}, log)
+        self._processes.append(process)
+        return process
+
+    def start_web(self, name: str = "web") -> tuple[Process, str]:
+        """A gateway and its address."""
+        (port,) = choose_ports(1)
+        url = f"http://127.0.0.1:{port}"
+        process = self.start(
+            name,
+            *("-m", "uvicorn", "controlplane.asgi:application", f"--port={port}"),
+            *("--no-access-log", "--timeout-graceful-shutdown=2"),
+        )
+
+        def answers() -> bool:
+            assert process.exit_code is None, process.log.read_text()
+            with contextlib.suppress(OSError):
+                return bool(urllib.request.urlopen(f"{url}/healthz", timeout=2).status == 200)
+            return False
+
+        wait_for(answers, timeout_s=START_TIMEOUT_S, what="the web server's start")
+        return process, url
+
+    def start_worker(
+        self, worker_id: str, *, step_s: float = 0.0, wait: bool = True, **env: str
+    ) -> Process:
+        """A worker around the echoing engine; returns when it is registered."""
+        before = self.heartbeat(worker_id)
+        process = self.start(
+            worker_id,
+            *("-m", "tests.fake_worker", str(step_s)),
+            LORIKEET_WORKER_ID=worker_id,
+            LORIKEET_ADAPTER_DIR=str(self.folder / "adapters" / worker_id),
+            **env,
+        )
+
+        def is_up() -> bool:
+            assert process.exit_code is None, process.log.read_text()
+            now = self.heartbeat(worker_id)
+            return now is not None and (before is None or now.boot_id != before.boot_id)
+
+        if wait:
+            wait_for(is_up, timeout_s=START_TIMEOUT_S, what=f"the start of {worker_id}")
+        return process
+
+    def start_accountant(self, name: str = "accountant") -> Process:
+        return self.start(name, "manage.py", "accountant")
+
+    def heartbeat(self, worker_id: str) -> protocol.Heartbeat | None:
+        payload = self.redis.hget(protocol.worker_key(POOL, worker_id), "m")
+        return protocol.Heartbeat.decode(payload) if payload else None
+
+    def forget_worker(self, worker_id: str) -> None:
+        """Remove a killed worker from the registry, as time would."""
+        self.redis.zrem(protocol.workers_key(POOL), worker_id)
+        self.redis.delete(protocol.worker_key(POOL, worker_id))
+
+    def usage_rows(self, request_id: str) -> list[dict[str, Any]]:
+        """The usage records of a request; there should be one in the end."""
+        with psycopg.connect(self.database_url, row_factory=psycopg.rows.dict_row) as connection:
+            return connection.execute(
+                "select * from usage_usagerecord where request_id = %s", (request_id,)
+            ).fetchall()
+
+    def usage_row(self, request_id: str) -> dict[str, Any]:
+        """The one usage record of a request, waited for."""
+        rows = wait_for(lambda: self.usage_rows(request_id), what=f"usage of {request_id}")
+        assert len(rows) == 1
+        return rows[0]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.end()
+        self.redis.close()
+
+
+def _create_database(url: str, name: str) -> str:
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute(f"drop database if exists {name} with (force)")
+        connection.execute(f"create database {name}")
+    return urlunsplit(urlsplit(url)._replace(path=f"/{name}"))
+
+
+@contextlib.contextmanager
+def live_stack(env: Mapping[str, str], folder: Path) -> Iterator[LiveStack]:
+    stack = LiveStack(env, folder)
+    try:
+        yield stack
+    finally:
+        stack.close()
