@@ -1,9 +1,9 @@
 """Who is asking, and what they may do.
 
 A caller is a `Principal`: an API key (the gateway, /api) or a person with a session (the console,
-/api). Both belong to exactly one tenant. `authenticate` and its async twin take the Authorization
-header; `session_principal` takes a request with a session; `authorize` is the one place where a
-role decides.
+/api). Both belong to exactly one tenant. `authenticate` takes the Authorization header, as does
+`cached_principal`, which asks nobody and so may run in async code; `session_principal` takes a
+request with a session; `authorize` is the one place where a role decides.
 """
 
 from __future__ import annotations
@@ -110,21 +110,6 @@ def cached_principal(header: str | None) -> Principal | None:
     if cached is None or cached.until <= time.monotonic():
         return None
     return _check_key(cached.api_key, secret_hmac)
-
-
-async def aauthenticate(header: str | None) -> Principal:
-    """`authenticate` for async code: one query, or none within `CACHE_S` of the last."""
-    if principal := cached_principal(header):
-        return principal
-    parts = _parse_header(header)
-    secret_hmac = parts.secret_hmac(settings.API_KEY_PEPPER)
-    with all_tenants(reason="a key says which tenant it is of"):
-        api_key = await _key_rows(parts).afirst()
-        principal = _check_key(api_key, secret_hmac)
-        if _touch_is_due(principal):
-            await _touch_rows(principal).aupdate(last_used_at=timezone.now())
-    _remember(principal)
-    return principal
 
 
 def session_principal(request: HttpRequest) -> Principal | None:

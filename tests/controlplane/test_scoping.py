@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from asgiref.sync import sync_to_async
+from django.db import connections
+from django.http import HttpRequest, JsonResponse
+from django.test import AsyncClient
+from django.urls import path
 
 from controlplane.scoping import TenantScopeError, all_tenants, current_tenant_id, tenant_scope
+from controlplane.tenants import auth, services
 from controlplane.tenants.models import ApiKey
-from tests.controlplane.conftest import Party
+from tests.controlplane.conftest import Party, as_key, make_party
 
 
 def test_query_without_scope_raises(acme: Party) -> None:
@@ -91,3 +97,67 @@ async def test_interleaved_tasks_keep_their_own_scope(acme: Party, globex: Party
     )
     assert set(seen_acme) == {acme.tenant.id}
     assert set(seen_globex) == {globex.tenant.id}
+
+
+def test_api_view_leaves_no_scope(acme: Party) -> None:
+    for url in ("/api/v1/keys", "/api/v1/adapters/missing", "/api/v1/keys?limit=x"):
+        as_key(acme).get(url)
+        with pytest.raises(TenantScopeError):
+            current_tenant_id()
+
+
+class Meeting:
+    """Lets requests past only when all of them are inside."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        self._inside = 0
+        self._full = asyncio.Event()
+
+    async def join(self) -> None:
+        self._inside += 1
+        if self._inside == self.size:
+            self._full.set()
+        await self._full.wait()
+
+
+meeting: Meeting
+
+
+async def names_of_keys(request: HttpRequest) -> JsonResponse:
+    """An async view as the gateway's are: authenticate, enter the scope, wait, query."""
+    principal = await sync_to_async(auth.authenticate)(request.headers["Authorization"])
+    with tenant_scope(principal.tenant.id):
+        await meeting.join()
+        names = [key.name async for key in ApiKey.objects.order_by("name")]
+        await asyncio.sleep(0)
+        again = await sync_to_async(lambda: [key.name for key in ApiKey.objects.order_by("name")])()
+    return JsonResponse({"names": names, "again": again})
+
+
+urlpatterns = [path("names", names_of_keys)]
+
+
+@pytest.mark.django_db(transaction=True)
+async def test_requests_that_interleave_keep_their_own_scope(settings: Any) -> None:
+    global meeting
+    settings.ROOT_URLCONF = __name__
+
+    def make() -> list[Party]:
+        parties = [make_party("acme"), make_party("globex")]
+        for party in parties:
+            with tenant_scope(party.tenant.id):
+                services.api_key_create(name=f"key of {party.tenant.slug}")
+        return parties
+
+    parties = await sync_to_async(make)()
+    for _ in range(3):
+        meeting = Meeting()
+        answers = await asyncio.gather(
+            *(AsyncClient().get("/names", headers={"Authorization": p.header}) for p in parties)
+        )
+        for party, answer in zip(parties, answers, strict=True):
+            expected = [f"key of {party.tenant.slug}", "tests"]
+            assert answer.json() == {"names": expected, "again": expected}
+    await sync_to_async(connections.close_all)()
