@@ -32,13 +32,14 @@ ALLOWED_HOSTS = env("LORIKEET_ALLOWED_HOSTS", "127.0.0.1,localhost").split(",")
 CSRF_TRUSTED_ORIGINS = [BASE_URL]
 
 INSTALLED_APPS = [
-    "unfold",
-    "django.contrib.admin",
+    "unfold.apps.BasicAppConfig",
+    "controlplane.operator.apps.OperatorConfig",
     "django.contrib.auth",
     "django.contrib.contenttypes",
     "django.contrib.sessions",
     "django.contrib.messages",
     "django.contrib.staticfiles",
+    "django.contrib.humanize",
     "django_htmx",
     "rest_framework",
     "drf_spectacular",
@@ -169,7 +170,28 @@ SPECTACULAR_SETTINGS = {
     "SCHEMA_PATH_PREFIX": "/api/v1",
 }
 
-UNFOLD = {"SITE_TITLE": "Lorikeet", "SITE_HEADER": "Lorikeet operator"}
+UNFOLD = {
+    "SITE_TITLE": "Lorikeet",
+    "SITE_HEADER": "Lorikeet operator",
+    "SITE_URL": "/console/",
+    "SITE_ICON": "controlplane.operator.site.logo",
+    "COLORS": {
+        "primary": {
+            "50": "oklch(97% .02 160)",
+            "100": "oklch(94% .04 160)",
+            "200": "oklch(88% .07 160)",
+            "300": "oklch(80% .1 160)",
+            "400": "oklch(70% .12 160)",
+            "500": "oklch(58% .12 160)",
+            "600": "oklch(48% .1 160)",
+            "700": "oklch(42% .09 160)",
+            "800": "oklch(36% .07 160)",
+            "900": "oklch(31% .06 160)",
+            "950": "oklch(22% .04 160)",
+        },
+    },
+    "SIDEBAR": {"navigation": "controlplane.operator.site.navigation"},
+}
 
 LOGGING = {
     "version": 1,

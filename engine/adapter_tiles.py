@@ -21,7 +21,7 @@ from kernels import NUM_PROJECTIONS, TILE_ROWS, PageLayout
 Int64s = npt.NDArray[np.int64]
 
 # Pages left behind with room for a smaller tile; more find little and cost time.
-_MAX_OPEN_PAGES = 6
+_MAX_OPEN_PAGES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +80,8 @@ class _Packer:
 def place_tiles(plan: AdapterPlan, model: ModelConfig, layout: PageLayout) -> TileMap:
     """Where every tile goes, in layer order.
 
-    A projection's tiles are kept together where a page holds them all, so that they can be read
-    as one matrix. Where a page holds fewer than 8 of the widest rows, tiles have fewer rows.
+    A projection's tiles are neighbours, to be read as one matrix, except where a page ends. Where
+    a page holds fewer than 8 of the widest rows, tiles have fewer rows.
     """
     page_elems = layout.page_elems
     widest = max(max(widths) for widths in model.projection_widths)
@@ -99,7 +99,7 @@ def place_tiles(plan: AdapterPlan, model: ModelConfig, layout: PageLayout) -> Ti
         in_width, out_width = model.projection_widths[target.projection]
         for offsets, width in ((a_offset, in_width), (b_offset, out_width)):
             sizes = [count * width for count in counts]
-            offsets[entry, : len(counts)] = _place_matrix(packer, sizes, page_elems)
+            offsets[entry, : len(counts)] = [packer.place(size) for size in sizes]
     return TileMap(
         num_pages=packer.num_pages,
         num_tiles=num_tiles,
@@ -108,14 +108,6 @@ def place_tiles(plan: AdapterPlan, model: ModelConfig, layout: PageLayout) -> Ti
         rows=rows,
         scale=scale,
     )
-
-
-def _place_matrix(packer: _Packer, sizes: list[int], page_elems: int) -> list[int]:
-    total = sum(sizes)
-    if total > page_elems:
-        return [packer.place(size) for size in sizes]
-    first = packer.place(total)
-    return [first + sum(sizes[:i]) for i in range(len(sizes))]
 
 
 def fill_tiles(

@@ -18,7 +18,14 @@ from kombu.exceptions import OperationalError
 from controlplane import storage
 from controlplane.adapters.models import Adapter
 from controlplane.adapters.services import adapter_create
-from controlplane.errors import Conflict, InvalidRequest, NotFound, PayloadTooLarge, Unavailable
+from controlplane.errors import (
+    ApiError,
+    Conflict,
+    InvalidRequest,
+    NotFound,
+    PayloadTooLarge,
+    Unavailable,
+)
 from controlplane.scoping import current_tenant_id
 from controlplane.tenants.models import User, is_slug, slug_validator
 from controlplane.training import chat_rows, cron, hyperparameters
@@ -216,7 +223,12 @@ def _adapter_for(name: str, base_model_name: str | None) -> Adapter:
     if is_slug(name):
         adapter = Adapter.objects.filter(name=name).select_related("base_model").first()
     if adapter is None:
-        return adapter_create(name=name, base_model_name=base_model_name)
+        try:
+            return adapter_create(name=name, base_model_name=base_model_name)
+        except ApiError as error:
+            if error.param == "name":  # of the adapter; here the field is another
+                error.param = "adapter"
+            raise
     if base_model_name not in (None, adapter.base_model.name):
         raise Conflict(
             f"{name} is an adapter of {adapter.base_model.name}; an adapter keeps its base model.",

@@ -11,9 +11,10 @@ from django.db import connection
 from django.utils import timezone
 
 from controlplane.adapters.models import Adapter
+from controlplane.celery import app
 from controlplane.scoping import all_tenants, tenant_scope
 from controlplane.tenants.models import Tenant
-from controlplane.training import schedules, services
+from controlplane.training import schedules, services, tasks
 from controlplane.training.models import Dataset, Schedule, ScheduleRun, TrainingRun
 from tests.controlplane.conftest import Party
 from tests.controlplane.training.conftest import FAST, ROWS
@@ -137,3 +138,15 @@ def test_ticks_at_the_same_moment_fire_a_slot_once(schedule: Schedule) -> None:
 def test_now_is_the_default(schedule: Schedule) -> None:
     Schedule.objects.update(next_run_at=timezone.now() - HOUR)
     assert schedules.schedules_fire() == 1
+
+
+def test_celery_knows_the_tasks_by_the_names_in_the_settings(settings: Any) -> None:
+    (beat,) = [
+        entry["task"]
+        for entry in settings.CELERY_BEAT_SCHEDULE.values()
+        if "training" in entry["task"]
+    ]
+    assert app.tasks[beat].run == tasks.schedules_fire.run  # a proxy stands for each
+    route = settings.CELERY_TASK_ROUTES[tasks.training_run_execute.name]
+    assert route == {"queue": "train"}
+    assert settings.CELERY_TASK_ACKS_LATE

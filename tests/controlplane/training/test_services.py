@@ -71,7 +71,7 @@ def test_a_run_of_an_unknown_adapter_makes_it(dataset: Dataset, tiny_base: Any) 
     [
         ({"dataset_name": "nope"}, NotFound, "dataset"),
         ({"dataset_name": "../x"}, NotFound, "dataset"),
-        ({"adapter_name": "No"}, InvalidRequest, "name"),
+        ({"adapter_name": "No"}, InvalidRequest, "adapter"),
         ({"hyperparameters": {"rank": 1000}}, InvalidRequest, "hyperparameters.rank"),
         ({"base_model_name": "other"}, Conflict, "base_model"),
     ],

@@ -1,0 +1,84 @@
+"""Numbers to shapes: what the templates draw as SVG. Pure functions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """One bar, in the units of its chart's view box; `label` is its tooltip."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    label: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BarChart:
+    width: int
+    height: int
+    bars: tuple[Bar, ...]
+    top: float  # the value of a bar of full height
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LineChart:
+    width: int
+    height: int
+    points: str  # for <polyline points>
+    low: float
+    high: float
+    first: float  # the x of the first and last points
+    last: float
+
+
+def bar_chart(
+    values: Sequence[tuple[str, float]], *, width: int = 600, height: int = 120
+) -> BarChart:
+    """Bars side by side, one for each (label, value); the largest has the full height.
+
+    A value above zero is at least two units high: a single request stays visible beside thousands.
+    """
+    top = max((value for _, value in values), default=0.0)
+    step = width / max(len(values), 1)
+    bars = []
+    for index, (label, value) in enumerate(values):
+        size = max(2.0, value / top * height) if value > 0 else 0.0
+        bars.append(
+            Bar(
+                x=round(index * step + step * 0.1, 2),
+                y=round(height - size, 2),
+                width=round(step * 0.8, 2),
+                height=round(size, 2),
+                label=label,
+            )
+        )
+    return BarChart(width=width, height=height, bars=tuple(bars), top=top)
+
+
+def line_chart(
+    points: Sequence[tuple[float, float]], *, width: int = 600, height: int = 160
+) -> LineChart | None:
+    """A line through (x, y) points, in the order of x; None with fewer than two."""
+    if len(points) < 2:
+        return None
+    xs, ys = [x for x, _ in points], [y for _, y in points]
+    left, low = min(xs), min(ys)
+    span_x, span_y = (max(xs) - left) or 1.0, (max(ys) - low) or 1.0
+    pairs = (
+        f"{(x - left) / span_x * width:.1f},{height - (y - low) / span_y * height:.1f}"
+        for x, y in points
+    )
+    return LineChart(
+        width=width,
+        height=height,
+        points=" ".join(pairs),
+        low=low,
+        high=max(ys),
+        first=left,
+        last=max(xs),
+    )

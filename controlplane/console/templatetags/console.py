@@ -1,0 +1,70 @@
+"""How the console writes states, digests and times."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django import template
+
+register = template.Library()
+
+#: The colour of a state's badge.
+_TONES = {
+    "uploading": "busy",
+    "uploaded": "busy",
+    "validating": "busy",
+    "ready": "good",
+    "rejected": "bad",
+    "queued": "busy",
+    "running": "busy",
+    "publishing": "busy",
+    "succeeded": "good",
+    "failed": "bad",
+    "cancelled": "warn",
+    "active": "good",
+    "revoked": "bad",
+    "expired": "warn",
+    "live": "good",
+    "paused": "warn",
+    "stop": "good",
+    "length": "good",
+    "error": "bad",
+}
+
+
+@register.inclusion_tag("console/_badge.html")
+def badge(state: str) -> dict[str, str]:
+    """A state as a coloured word."""
+    return {"state": state, "tone": _TONES.get(state, "")}
+
+
+@register.filter
+def short_digest(digest: str) -> str:
+    """The first 12 characters: enough to tell a tenant's digests apart."""
+    return digest[:12]
+
+
+@register.filter
+def milliseconds(value: float | None) -> str:
+    """A duration for a person: "87 ms", "1.4 s", "3 min"."""
+    if value is None:
+        return "–"
+    if value < 1000:
+        return f"{value:.0f} ms"
+    if value < 60_000:
+        return f"{value / 1000:.1f} s"
+    return f"{value / 60_000:.0f} min"
+
+
+@register.filter
+def get(mapping: dict[Any, Any], key: Any) -> Any:
+    """mapping[key], or None."""
+    return mapping.get(key)
+
+
+@register.simple_tag(takes_context=True)
+def current(context: template.Context, prefix: str) -> str:
+    """`page` when the address lies under `prefix`, for aria-current; `/console/` only itself."""
+    path = context["request"].path
+    is_inside = path == prefix if prefix.endswith("console/") else path.startswith(prefix)
+    return "page" if is_inside else "false"

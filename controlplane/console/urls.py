@@ -1,0 +1,36 @@
+"""The pages of the console, all under /console/."""
+
+from django.urls import path, re_path
+
+from controlplane.console.views import adapters, keys, overview, session, training, uploads
+
+app_name = "console"
+
+_ADAPTER = "adapters/<str:name>"
+_VERSION = "adapters/<str:name>/versions/<int:number>"
+
+urlpatterns = [
+    path("", overview.overview, name="overview"),
+    path("sign-in", session.sign_in, name="sign_in"),
+    path("sign-out", session.sign_out, name="sign_out"),
+    path("tenant", session.switch_tenant, name="switch_tenant"),
+    path("keys", keys.keys, name="keys"),
+    path("keys/new", keys.create_key, name="create_key"),
+    path("keys/<str:public_id>/revoke", keys.revoke_key, name="revoke_key"),
+    path("upload", uploads.upload, name="upload"),
+    path("upload/start", uploads.start_upload, name="start_upload"),
+    path("adapters", adapters.adapters, name="adapters"),
+    path(_ADAPTER, adapters.adapter, name="adapter"),
+    path(_VERSION, adapters.version, name="version"),
+    path(f"{_VERSION}/status", adapters.version_status, name="version_status"),
+    path(f"{_VERSION}/complete", uploads.complete_upload, name="complete_upload"),
+    path(f"{_ADAPTER}/schedule", training.schedule, name="schedule"),
+    path(f"{_ADAPTER}/schedule/delete", training.delete_schedule, name="delete_schedule"),
+    path("training", training.training, name="training"),
+    path("training/datasets", training.upload_dataset, name="upload_dataset"),
+    path("training/runs", training.start_run, name="start_run"),
+    path("training/runs/<uuid:run_id>", training.run, name="run"),
+    path("training/runs/<uuid:run_id>/status", training.run_status, name="run_status"),
+    path("training/runs/<uuid:run_id>/cancel", training.cancel_run, name="cancel_run"),
+    re_path(r"^(?P<rest>.*)$", overview.not_found),
+]

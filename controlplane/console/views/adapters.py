@@ -1,0 +1,118 @@
+"""Adapters and their versions, as read by everybody in the tenant."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.conf import settings
+from django.http import Http404, HttpResponse
+from django.shortcuts import render
+from django.views.decorators.http import require_safe
+
+from controlplane.adapters.models import Adapter, AdapterVersion
+from controlplane.console import overview as reads
+from controlplane.console.access import ConsoleRequest, member_page
+from controlplane.training.models import Schedule, TrainingRun
+
+Status = AdapterVersion.Status
+
+#: The states in which a version's page asks again every second.
+BUSY_STATES = (Status.UPLOADING.value, Status.UPLOADED.value, Status.VALIDATING.value)
+_STEPS = (
+    (Status.UPLOADING, "Uploading"),
+    (Status.UPLOADED, "Uploaded"),
+    (Status.VALIDATING, "Checking"),
+    (Status.READY, "Ready"),
+)
+NUM_RUNS = 10
+
+
+@require_safe
+@member_page
+def adapters(request: ConsoleRequest) -> HttpResponse:
+    return render(request, "console/adapters.html", {"adapters": reads.adapters_with_versions()})
+
+
+@require_safe
+@member_page
+def adapter(request: ConsoleRequest, name: str) -> HttpResponse:
+    found = get_adapter(name)
+    context = {
+        "adapter": found,
+        "versions": found.versions.select_related("created_by").order_by("-number"),
+        "schedule": Schedule.objects.filter(adapter=found).select_related("dataset").first(),
+        "runs": TrainingRun.objects.filter(adapter=found)
+        .select_related("adapter", "dataset", "version")
+        .order_by("-created_at")[:NUM_RUNS],
+        "base_url": settings.BASE_URL,
+    }
+    return render(request, "console/adapter.html", context)
+
+
+@require_safe
+@member_page
+def version(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
+    return render(request, "console/version.html", _version_context(name, number))
+
+
+@require_safe
+@member_page
+def version_status(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
+    """The part of a version's page that changes while it is checked."""
+    return render(request, "console/_version.html", _version_context(name, number))
+
+
+def get_adapter(name: str) -> Adapter:
+    """The tenant's adapter. Raises Http404 for one that is missing or another tenant's."""
+    found = Adapter.objects.filter(name=name).select_related("base_model", "live_version").first()
+    if found is None:
+        raise Http404
+    return found
+
+
+def _version_context(name: str, number: int) -> dict[str, Any]:
+    found = get_adapter(name)
+    row = found.versions.filter(number=number).select_related("created_by").first()
+    if row is None:
+        raise Http404
+    is_live = row.id == found.live_version_id
+    return {
+        "adapter": found,
+        "version": row,
+        "run": row.training_runs.first(),
+        "steps": version_steps(row.status),
+        "facts": _facts(row.report),
+        "busy_states": BUSY_STATES,
+        "base_url": settings.BASE_URL,
+        "model_name": found.name if is_live else f"{found.name}@{row.number}",
+    }
+
+
+def version_steps(status: str) -> list[dict[str, str]]:
+    """The way to `ready`, each step "done", "now", "failed" or still to come ("")."""
+    if status == Status.REJECTED:
+        labels = [label for _, label in _STEPS[:-1]]
+        return [
+            *({"label": label, "state": "done"} for label in labels),
+            {"label": "Rejected", "state": "failed"},
+        ]
+    at = [state.value for state, _ in _STEPS].index(status)
+    last = len(_STEPS) - 1
+    return [
+        {
+            "label": label,
+            "state": "done" if i < at or at == last else "now" if i == at else "",
+        }
+        for i, (_, label) in enumerate(_STEPS)
+    ]
+
+
+def _facts(report: Any) -> list[tuple[str, str]]:
+    """What the checks found, for a person; nested values are left to the API."""
+    facts = []
+    for name, value in report.items() if isinstance(report, dict) else ():
+        if isinstance(value, list) and all(isinstance(item, str | int) for item in value):
+            value = ", ".join(map(str, value))
+        if isinstance(value, str | int | float):
+            facts.append((name.replace("_", " ").capitalize(), str(value)))
+    return facts

@@ -1,0 +1,82 @@
+"""API keys: who has which, a new one shown once, and its end."""
+
+from __future__ import annotations
+
+import datetime as dt
+
+from django.contrib import messages
+from django.http import Http404, HttpResponse
+from django.shortcuts import redirect, render
+from django.utils import timezone
+from django.views.decorators.http import require_http_methods, require_safe
+
+from controlplane.console.access import ConsoleRequest, member_page
+from controlplane.console.forms import KeyForm, add_service_error
+from controlplane.errors import InvalidRequest
+from controlplane.tenants.auth import Permission
+from controlplane.tenants.models import ApiKey
+from controlplane.tenants.services import api_key_create, api_key_revoke
+
+
+@require_safe
+@member_page
+def keys(request: ConsoleRequest) -> HttpResponse:
+    return render(request, "console/keys.html", _context(KeyForm()))
+
+
+@require_http_methods(["POST"])
+@member_page(permission=Permission.KEYS_MANAGE)
+def create_key(request: ConsoleRequest) -> HttpResponse:
+    """The one answer that holds the key's text; it is neither stored nor shown again.
+
+    The page asks by htmx, so this answer is no page of its own and reloading makes no second key.
+    """
+    form = KeyForm(request.POST)
+    key, text = None, ""
+    if form.is_valid():
+        try:
+            key, text = api_key_create(
+                name=form.cleaned_data["name"],
+                created_by=request.user,
+                expires_at=form.expires_at(),
+            )
+        except InvalidRequest as error:
+            add_service_error(form, error.message, error.param)
+    context = _context(KeyForm() if key else form) | {"new_key": key, "new_key_text": text}
+    template = "console/_keys.html" if request.htmx else "console/keys.html"
+    # htmx shows only answers of 2xx.
+    status = 422 if form.errors and not request.htmx else 200
+    return render(request, template, context, status=status)
+
+
+@require_http_methods(["GET", "HEAD", "POST"])
+@member_page(permission=Permission.KEYS_MANAGE)
+def revoke_key(request: ConsoleRequest, public_id: str) -> HttpResponse:
+    """Asks first; a revoked key never works again."""
+    key = ApiKey.objects.filter(public_id=public_id).first()
+    if key is None:
+        raise Http404
+    if request.method == "POST":
+        api_key_revoke(public_id=public_id)
+        messages.success(request, f"The key “{key.name}” is revoked.")
+        return redirect("console:keys")
+    return render(request, "console/revoke_key.html", {"key": key})
+
+
+def _context(form: KeyForm) -> dict[str, object]:
+    now = timezone.now()
+    rows = [
+        {"key": key, "state": _state(key, now)}
+        for key in ApiKey.objects.select_related("created_by").order_by("-created_at")
+    ]
+    # Working keys first; the sort is stable, so each half stays newest first.
+    rows.sort(key=lambda row: row["state"] != "active")
+    return {"form": form, "rows": rows}
+
+
+def _state(key: ApiKey, now: dt.datetime) -> str:
+    if key.revoked_at is not None:
+        return "revoked"
+    if key.expires_at is not None and key.expires_at <= now:
+        return "expired"
+    return "active"

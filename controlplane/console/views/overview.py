@@ -1,0 +1,44 @@
+"""The first page: how the last day went, what can be called, and how."""
+
+from __future__ import annotations
+
+from django.conf import settings
+from django.http import Http404, HttpResponse
+from django.shortcuts import render
+from django.utils import timezone
+from django.views.decorators.http import require_safe
+
+from controlplane.adapters.models import Adapter, BaseModel
+from controlplane.console import overview as reads
+from controlplane.console.access import ConsoleRequest, member_page
+
+
+@require_safe
+@member_page
+def overview(request: ConsoleRequest) -> HttpResponse:
+    adapters = reads.adapters_with_versions()
+    requests = reads.recent_requests()
+    context = {
+        "day": reads.last_day(timezone.now()),
+        "adapters": adapters,
+        "requests": requests,
+        "tokens": reads.num_tokens_by_request(requests),
+        "example_model": _example_model(adapters),
+        "base_url": settings.BASE_URL,
+    }
+    return render(request, "console/overview.html", context)
+
+
+def _example_model(adapters: list[Adapter]) -> str:
+    """A name that answers: a live adapter's, else a base model's."""
+    for adapter in adapters:
+        if adapter.live_version_id:
+            return adapter.name
+    base_model = BaseModel.objects.filter(is_active=True).order_by("name").first()
+    return base_model.name if base_model else "your-adapter"
+
+
+@member_page
+def not_found(request: ConsoleRequest, rest: str) -> HttpResponse:
+    """Any other address under /console/."""
+    raise Http404

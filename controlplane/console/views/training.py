@@ -1,0 +1,195 @@
+"""Datasets, training runs as they go, and the schedules that start them."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from django.contrib import messages
+from django.http import Http404, HttpResponse
+from django.shortcuts import redirect, render
+from django.views.decorators.http import require_http_methods, require_POST, require_safe
+
+from controlplane.adapters.models import Adapter
+from controlplane.console.access import ConsoleRequest, member_page
+from controlplane.console.charts import line_chart
+from controlplane.console.forms import DatasetForm, ScheduleForm, TrainForm, add_service_error
+from controlplane.console.views.adapters import get_adapter
+from controlplane.errors import ApiError, Conflict
+from controlplane.tenants.auth import Permission
+from controlplane.training import services
+from controlplane.training.models import Dataset, Schedule, TrainingRun
+
+Status = TrainingRun.Status
+
+#: The states in which a run's page asks again.
+BUSY_STATES = tuple(status.value for status in TrainingRun.ACTIVE)
+NUM_RUNS = 50
+
+
+@require_safe
+@member_page
+def training(request: ConsoleRequest) -> HttpResponse:
+    return render(request, "console/training.html", _training_context())
+
+
+@require_POST
+@member_page(permission=Permission.TRAINING_WRITE)
+def upload_dataset(request: ConsoleRequest) -> HttpResponse:
+    """Datasets are small enough to go through this process, and are bounded."""
+    form = DatasetForm(request.POST, request.FILES)
+    if form.is_valid():
+        # One byte too many is enough for the service to refuse it.
+        content = form.cleaned_data["file"].read(services.MAX_DATASET_BYTES + 1)
+        try:
+            dataset = services.dataset_upload(name=form.cleaned_data["name"], content=content)
+        except ApiError as error:
+            add_service_error(form, error.message, "file" if error.param == "body" else error.param)
+        else:
+            messages.success(request, f"“{dataset.name}” is stored, with {dataset.num_rows} chats.")
+            return redirect("console:training")
+    context = _training_context() | {"dataset_form": form}
+    return render(request, "console/training.html", context, status=422)
+
+
+@require_POST
+@member_page(permission=Permission.TRAINING_WRITE)
+def start_run(request: ConsoleRequest) -> HttpResponse:
+    form = TrainForm(request.POST)
+    if form.is_valid():
+        try:
+            base_model = form.cleaned_data.get("base_model")
+            started = services.training_run_create(
+                adapter_name=form.cleaned_data["adapter"],
+                dataset_name=form.cleaned_data["dataset"].name,
+                hyperparameters=form.hyperparameters(),
+                base_model_name=base_model.name if base_model else None,
+                created_by=request.user,
+            )
+        except ApiError as error:
+            add_service_error(form, error.message, error.param)
+        else:
+            return redirect("console:run", started.id)
+    context = _training_context() | {"train_form": form}
+    return render(request, "console/training.html", context, status=422)
+
+
+@require_safe
+@member_page
+def run(request: ConsoleRequest, run_id: uuid.UUID) -> HttpResponse:
+    return render(request, "console/run.html", _run_context(run_id))
+
+
+@require_safe
+@member_page
+def run_status(request: ConsoleRequest, run_id: uuid.UUID) -> HttpResponse:
+    """The part of a run's page that changes while it trains."""
+    return render(request, "console/_run.html", _run_context(run_id))
+
+
+@require_POST
+@member_page(permission=Permission.TRAINING_WRITE)
+def cancel_run(request: ConsoleRequest, run_id: uuid.UUID) -> HttpResponse:
+    found = _get_run(run_id)
+    try:
+        services.training_run_cancel(run=found)
+    except Conflict as error:
+        messages.error(request, error.message)
+    return redirect("console:run", run_id)
+
+
+@require_http_methods(["GET", "HEAD", "POST"])
+@member_page(permission=Permission.TRAINING_WRITE)
+def schedule(request: ConsoleRequest, name: str) -> HttpResponse:
+    adapter = get_adapter(name)
+    existing = Schedule.objects.filter(adapter=adapter).select_related("dataset").first()
+    form = ScheduleForm(request.POST or None, initial=_schedule_initial(existing))
+    if request.method == "POST" and form.is_valid() and _save_schedule(form, adapter, existing):
+        messages.success(request, f"The schedule of “{adapter.name}” is set.")
+        return redirect("console:adapter", adapter.name)
+    context = {
+        "adapter": adapter,
+        "schedule": existing,
+        "form": form,
+        "datasets": Dataset.objects.exists(),
+    }
+    status = 422 if form.errors else 200
+    return render(request, "console/schedule.html", context, status=status)
+
+
+@require_POST
+@member_page(permission=Permission.TRAINING_WRITE)
+def delete_schedule(request: ConsoleRequest, name: str) -> HttpResponse:
+    adapter = get_adapter(name)
+    services.schedule_delete(adapter=adapter)
+    messages.success(request, f"“{adapter.name}” is no longer retrained on a schedule.")
+    return redirect("console:adapter", adapter.name)
+
+
+def _save_schedule(form: ScheduleForm, adapter: Adapter, existing: Schedule | None) -> bool:
+    data = form.cleaned_data
+    try:
+        services.schedule_set(
+            adapter=adapter,
+            dataset_name=data["dataset"].name,
+            cron_line=data["cron"],
+            timezone_name=data["timezone"],
+            # The form does not show them; those set through the API stay.
+            hyperparameters=existing.hyperparameters if existing else None,
+            is_paused=data["is_paused"],
+        )
+    except ApiError as error:
+        add_service_error(form, error.message, error.param)
+        return False
+    return True
+
+
+def _schedule_initial(existing: Schedule | None) -> dict[str, Any]:
+    if existing is None:
+        return {}
+    return {
+        "dataset": existing.dataset.name,
+        "cron": existing.cron,
+        "timezone": existing.timezone,
+        "is_paused": existing.is_paused,
+    }
+
+
+def _training_context() -> dict[str, Any]:
+    return {
+        "datasets": Dataset.objects.order_by("name"),
+        "adapters": Adapter.objects.order_by("name"),
+        "runs": TrainingRun.objects.select_related("adapter", "dataset", "version").order_by(
+            "-created_at"
+        )[:NUM_RUNS],
+        "schedules": Schedule.objects.select_related("adapter", "dataset").order_by("next_run_at"),
+        "dataset_form": DatasetForm(),
+        "train_form": TrainForm(),
+    }
+
+
+def _get_run(run_id: uuid.UUID) -> TrainingRun:
+    found = (
+        TrainingRun.objects.filter(id=run_id)
+        .select_related("adapter", "dataset", "version", "created_by")
+        .first()
+    )
+    if found is None:
+        raise Http404
+    return found
+
+
+def _run_context(run_id: uuid.UUID) -> dict[str, Any]:
+    found = _get_run(run_id)
+    return {
+        "run": found,
+        "busy_states": BUSY_STATES,
+        "eta_ms": 1000 * (found.progress.get("eta_s") or 0),
+        "chart": line_chart([(float(step), float(loss)) for step, loss in _losses(found)]),
+    }
+
+
+def _losses(run: TrainingRun) -> list[tuple[int, float]]:
+    """The loss after each reported step, in the order of the steps."""
+    losses = run.progress.get("losses", [])
+    return [(int(step), float(loss)) for step, loss in losses]

@@ -1,0 +1,99 @@
+"""The upload form, and the two calls its script makes around sending the files.
+
+The files go from the browser straight to the object store, by presigned URLs; this process never
+holds them.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from django.http import Http404, HttpResponse, JsonResponse
+from django.shortcuts import render
+from django.urls import reverse
+from django.views.decorators.http import require_POST, require_safe
+
+from controlplane.adapters import peft_config, services, tensor_file
+from controlplane.adapters.models import Adapter
+from controlplane.console.access import ConsoleRequest, member_page
+from controlplane.console.forms import UploadForm, add_service_error
+from controlplane.console.views.adapters import get_adapter
+from controlplane.errors import ApiError, InvalidRequest, PayloadTooLarge
+from controlplane.tenants.auth import Permission
+
+MAX_BODY_BYTES = 10_000
+#: The form's fields and the files that they stand for.
+FIELDS = {"config": peft_config.FILE, "tensors": tensor_file.FILE}
+
+
+@require_safe
+@member_page(permission=Permission.ADAPTERS_WRITE)
+def upload(request: ConsoleRequest) -> HttpResponse:
+    name = request.GET.get("adapter", "")
+    adapter = Adapter.objects.filter(name=name).select_related("base_model").first()
+    initial = {"name": adapter.name, "base_model": adapter.base_model.name} if adapter else {}
+    form = UploadForm(initial=initial)
+    base_models = form.fields["base_model"].queryset.exists()  # type: ignore[attr-defined]
+    return render(request, "console/upload.html", {"form": form, "base_models": base_models})
+
+
+@require_POST
+@member_page(permission=Permission.ADAPTERS_WRITE)
+def start_upload(request: ConsoleRequest) -> HttpResponse:
+    """Make the version and say where its files go.
+
+    Body: {"name", "base_model", "config", "tensors"}, the last two being lengths in bytes.
+    422 with {"errors": {field: [message]}} when a field is wrong.
+    """
+    form = UploadForm(_read_json(request))
+    if not form.is_valid():
+        return _errors(form)
+    data = form.cleaned_data
+    try:
+        version = services.adapter_version_create(
+            name=data["name"],
+            base_model_name=data["base_model"].name,
+            files={file: data[field] for field, file in FIELDS.items()},
+            created_by=request.user,
+        )
+    except ApiError as error:
+        fields = {f"files.{file}": field for field, file in FIELDS.items()}
+        add_service_error(form, error.message, fields.get(error.param or "", error.param))
+        return _errors(form)
+    urls = services.adapter_version_upload_urls(version=version)
+    place = (version.adapter.name, version.number)
+    return JsonResponse(
+        {
+            "urls": {field: urls[file] for field, file in FIELDS.items()},
+            "complete_url": reverse("console:complete_upload", args=place),
+            "version_url": reverse("console:version", args=place),
+        }
+    )
+
+
+@require_POST
+@member_page(permission=Permission.ADAPTERS_WRITE)
+def complete_upload(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
+    """Both files are there: have them checked."""
+    version = get_adapter(name).versions.filter(number=number).first()
+    if version is None:
+        raise Http404
+    services.adapter_version_complete(version=version)
+    return JsonResponse({})
+
+
+def _read_json(request: ConsoleRequest) -> dict[str, Any]:
+    if int(request.META.get("CONTENT_LENGTH") or 0) > MAX_BODY_BYTES:
+        raise PayloadTooLarge("The body is too long.")
+    try:
+        body = json.loads(request.body)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest("The body is not JSON.") from error
+    if not isinstance(body, dict):
+        raise InvalidRequest("The body must be a JSON object.")
+    return body
+
+
+def _errors(form: UploadForm) -> JsonResponse:
+    return JsonResponse({"errors": form.errors}, status=422)

@@ -1,0 +1,129 @@
+"""The operator's pages for tenants, people and keys. No page shows a secret."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from django.contrib import admin, messages
+from django.contrib.auth.admin import UserAdmin
+from django.contrib.auth.models import Group
+from django.db.models import QuerySet
+from django.http import HttpRequest
+from unfold.admin import ModelAdmin, TabularInline
+from unfold.forms import AdminPasswordChangeForm, UserChangeForm, UserCreationForm
+
+from controlplane.operator.admin import ReadOnlyAdmin
+from controlplane.tenants.models import ApiKey, Membership, Tenant, User
+from controlplane.tenants.services import api_key_revoke
+
+# Roles are a membership's matter; Django's groups would be a second, unused answer.
+admin.site.unregister(Group)
+
+
+class MembershipInline(TabularInline):
+    model = Membership
+    extra = 0
+    autocomplete_fields = ("user",)
+    fields = ("user", "role")
+
+
+@admin.register(Tenant)
+class TenantAdmin(ModelAdmin):
+    list_display = ("slug", "name", "status", "created_at")
+    list_filter = ("status",)
+    search_fields = ("slug", "name")
+    ordering = ("slug",)
+    inlines = (MembershipInline,)
+    actions = ("suspend", "reactivate")
+
+    def get_readonly_fields(self, request: HttpRequest, obj: Tenant | None = None) -> Any:
+        # A slug is in URLs and logs: it stays as it was made.
+        return ("slug", "created_at") if obj else ("created_at",)
+
+    def has_delete_permission(self, request: HttpRequest, obj: Tenant | None = None) -> bool:
+        # Deleting a tenant also concerns its objects and caches: that is no admin page's work.
+        return False
+
+    @admin.action(description="Suspend: refuse their keys and sign-ins")
+    def suspend(self, request: HttpRequest, queryset: QuerySet[Tenant]) -> None:
+        self._move(request, queryset, Tenant.Status.SUSPENDED)
+
+    @admin.action(description="Reactivate")
+    def reactivate(self, request: HttpRequest, queryset: QuerySet[Tenant]) -> None:
+        self._move(request, queryset, Tenant.Status.ACTIVE)
+
+    def _move(
+        self, request: HttpRequest, queryset: QuerySet[Tenant], status: Tenant.Status
+    ) -> None:
+        num_moved = queryset.exclude(status=status).update(status=status)
+        self.message_user(request, f"{num_moved} tenants are now {status.value}.", messages.SUCCESS)
+
+
+class PersonCreationForm(UserCreationForm):
+    """Django's form with the e-mail address in place of a user name."""
+
+    class Meta:
+        model = User
+        fields = ("email",)
+
+    def clean_email(self) -> str:
+        # Addresses are stored in lower case: sign-in looks for that.
+        return str(self.cleaned_data["email"]).lower()
+
+
+@admin.register(User)
+class PersonAdmin(UserAdmin, ModelAdmin):  # type: ignore[type-arg]
+    form = UserChangeForm
+    add_form = PersonCreationForm
+    change_password_form = AdminPasswordChangeForm
+    list_display = ("email", "first_name", "last_name", "is_staff", "is_active", "last_login")
+    list_filter = ("is_staff", "is_active")
+    search_fields = ("email", "first_name", "last_name")
+    ordering = ("email",)
+    filter_horizontal = ()
+    readonly_fields = ("last_login", "date_joined")
+    fieldsets = (
+        (None, {"fields": ("email", "password", "first_name", "last_name")}),
+        ("Access", {"fields": ("is_active", "is_staff", "is_superuser")}),
+        ("Dates", {"fields": ("last_login", "date_joined")}),
+    )
+    add_fieldsets = ((None, {"fields": ("email", "usable_password", "password1", "password2")}),)
+
+
+@admin.register(Membership)
+class MembershipAdmin(ModelAdmin):
+    list_display = ("user", "tenant", "role", "created_at")
+    list_filter = ("role", "tenant")
+    search_fields = ("user__email", "tenant__slug")
+    autocomplete_fields = ("user", "tenant")
+    list_select_related = ("user", "tenant")
+
+
+@admin.register(ApiKey)
+class ApiKeyAdmin(ReadOnlyAdmin):
+    list_display = ("name", "ending", "tenant", "created_at", "last_used_at", "revoked_at")
+    list_filter = (("revoked_at", admin.EmptyFieldListFilter), "tenant")
+    search_fields = ("name", "public_id", "last4", "tenant__slug")
+    fields: ClassVar[tuple[str, ...]] = (
+        "tenant",
+        "name",
+        "public_id",
+        "ending",
+        "created_by",
+        "created_at",
+        "expires_at",
+        "last_used_at",
+        "revoked_at",
+    )
+    actions = ("revoke",)
+
+    @admin.display(description="Ends in")
+    def ending(self, api_key: ApiKey) -> str:
+        return f"…{api_key.last4}"
+
+    @admin.action(description="Revoke: refuse these keys from now on")
+    def revoke(self, request: HttpRequest, queryset: QuerySet[ApiKey]) -> None:
+        public_ids = list(queryset.filter(revoked_at=None).values_list("public_id", flat=True))
+        for public_id in public_ids:
+            api_key_revoke(public_id=public_id)
+        self.message_user(request, f"{len(public_ids)} keys are revoked.", messages.SUCCESS)

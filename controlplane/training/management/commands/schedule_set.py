@@ -1,0 +1,53 @@
+"""Set when a tenant's adapter is retrained: prints {"adapter", "cron", "timezone", "next_run_at"}.
+
+--hyperparameters takes a JSON object; what it leaves out takes the trainer's default.
+"""
+
+import json
+from typing import Any
+
+from django.core.management.base import BaseCommand, CommandError, CommandParser
+
+from controlplane.adapters.services import adapter_get
+from controlplane.errors import ApiError
+from controlplane.scoping import tenant_scope
+from controlplane.tenants.management.commands import find_tenant
+from controlplane.training import services
+
+
+class Command(BaseCommand):
+    help = __doc__
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        parser.add_argument("--tenant", required=True, help="its slug")
+        parser.add_argument("--adapter", required=True)
+        parser.add_argument("--dataset", required=True)
+        parser.add_argument("--cron", required=True, help='for example "30 2 * * *"')
+        parser.add_argument("--timezone", default="UTC")
+        parser.add_argument("--hyperparameters", default="{}")
+
+    def handle(self, *, tenant: str, adapter: str, **options: Any) -> None:
+        try:
+            with tenant_scope(find_tenant(tenant).id):
+                schedule = services.schedule_set(
+                    adapter=adapter_get(name=adapter),
+                    dataset_name=options["dataset"],
+                    cron_line=options["cron"],
+                    timezone_name=options["timezone"],
+                    hyperparameters=json.loads(options["hyperparameters"]),
+                )
+        except ValueError as error:
+            raise CommandError(f"--hyperparameters is not JSON: {error}") from error
+        except ApiError as error:
+            where = f"{error.param}: " if error.param else ""
+            raise CommandError(where + error.message) from error
+        self.stdout.write(
+            json.dumps(
+                {
+                    "adapter": adapter,
+                    "cron": schedule.cron,
+                    "timezone": schedule.timezone,
+                    "next_run_at": schedule.next_run_at.isoformat(),
+                }
+            )
+        )

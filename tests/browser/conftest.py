@@ -1,0 +1,185 @@
+"""The whole control plane as it is deployed, and a browser in front of it.
+
+Everything runs in processes of its own, on a database of its own: uvicorn with the collected
+static files, and a Celery worker for the checks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit, urlunsplit
+
+import psycopg
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from demo.ports import HOST, choose_ports
+from demo.processes import ChildProcess, Command
+from demo.stack import EmbeddedStack
+from worker.base_model import PACKAGED_MODEL, convert, packaged_gguf
+
+ROOT = Path(__file__).parent.parent.parent
+EMAIL, PASSWORD = "owner@acme.example", "a long enough passphrase"
+CHROMIUM_FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """A running control plane with the tenant acme and one base model."""
+
+    base_url: str
+    env: dict[str, str]
+
+    def manage(self, *argv: str, text: str = "") -> None:
+        """Run one of Django's commands, with `text` as its standard input."""
+        subprocess.run(
+            [sys.executable, "manage.py", *argv],
+            cwd=ROOT,
+            env=self.env,
+            input=text,
+            text=True,
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+
+
+@pytest.fixture(scope="module")
+def base_model_dir() -> Path:
+    return convert(packaged_gguf(), PACKAGED_MODEL, ROOT / ".cache" / "base")
+
+
+@pytest.fixture(scope="module")
+def site(
+    stack: EmbeddedStack, base_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Site]:
+    folder = tmp_path_factory.mktemp("site")
+    [port] = choose_ports(1)
+    base_url = f"http://{HOST}:{port}"
+    env = {
+        **os.environ,
+        **_own_databases(stack.env),
+        "LORIKEET_BASE_URL": base_url,
+        "LORIKEET_STATIC_ROOT": str(folder / "static"),
+        "OMP_NUM_THREADS": "1",
+    }
+    running = Site(base_url, env)
+    running.manage("migrate", "--verbosity=0")
+    running.manage("collectstatic", "--noinput", "--verbosity=0")
+    running.manage("base_model_add", str(base_model_dir))
+    running.manage("tenant_create", "--slug=acme", "--name=Acme")
+    running.manage(
+        *("member_add", "--tenant=acme", f"--email={EMAIL}", "--role=owner", "--password-stdin"),
+        text=PASSWORD + "\n",
+    )
+    processes = [
+        _process("web", folder, env, "uvicorn", "controlplane.asgi:application", f"--port={port}"),
+        _process("ingest", folder, env, *"celery -A controlplane worker -Q ingest -P solo".split()),
+    ]
+    try:
+        for process in processes:
+            process.start()
+        processes[0].wait_until(lambda: _answers(f"{base_url}/healthz"), timeout_s=60)
+        yield running
+    finally:
+        for process in processes:
+            process.stop()
+
+
+def _own_databases(env: dict[str, str]) -> dict[str, str]:
+    """The stack's addresses with a new PostgreSQL database and unused Redis ones."""
+    name = "browser"
+    with psycopg.connect(env["DATABASE_URL"], autocommit=True) as connection:
+        connection.execute(f"DROP DATABASE IF EXISTS {name} WITH (FORCE)")
+        connection.execute(f"CREATE DATABASE {name}")
+    redis = urlsplit(env["REDIS_URL"])
+    return {
+        **env,
+        "DATABASE_URL": urlunsplit(urlsplit(env["DATABASE_URL"])._replace(path=f"/{name}")),
+        "REDIS_URL": urlunsplit(redis._replace(path="/8")),
+        "CELERY_BROKER_URL": urlunsplit(redis._replace(path="/9")),
+    }
+
+
+def _process(name: str, folder: Path, env: dict[str, str], *module: str) -> ChildProcess:
+    return ChildProcess(
+        name,
+        Command(argv=[sys.executable, "-m", *module], env=env, cwd=ROOT),
+        log=folder / f"{name}.log",
+        pid_file=folder / f"{name}.json",
+    )
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+@pytest.fixture(scope="module")
+def adapter_dir(base_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A PEFT adapter of the base model: the folder in LORIKEET_TEST_ADAPTER, or a random one."""
+    if given := os.environ.get("LORIKEET_TEST_ADAPTER"):
+        return Path(given)
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    config = LoraConfig(
+        r=2,
+        target_modules=["q_proj", "v_proj"],
+        task_type="CAUSAL_LM",
+        init_lora_weights=False,  # random: B is not zero
+    )
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base_model_dir), config)
+    folder = tmp_path_factory.mktemp("adapter")
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    executable = shutil.which("chromium") or shutil.which("chromium-browser")
+    # While it runs, this thread has an event loop and Django's ORM refuses to work in it; so it
+    # ends with the module, and the tests here touch the database through the pages alone.
+    with sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=executable, args=CHROMIUM_FLAGS)
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def page(browser: Browser, site: Site) -> Iterator[Page]:
+    """A fresh window in which acme's owner is signed in; errors in it fail the test."""
+    context = browser.new_context(base_url=site.base_url)
+    opened = context.new_page()
+    problems: list[str] = []
+    opened.on("pageerror", lambda error: problems.append(str(error)))
+    opened.on(
+        "console",
+        lambda message: problems.append(message.text) if message.type == "error" else None,
+    )
+    opened.goto("/console/")
+    opened.get_by_label("E-mail address").fill(EMAIL)
+    opened.get_by_label("Password").fill(PASSWORD)
+    opened.get_by_role("button", name="Sign in").click()
+    opened.wait_for_url("**/console/")
+    yield opened
+    context.close()
+    assert problems == []

@@ -1,0 +1,131 @@
+"""The operator's pages: across tenants, for operators alone, without secrets."""
+
+from __future__ import annotations
+
+import pytest
+from django.test import Client
+from django.urls import reverse
+
+from controlplane.adapters.models import BaseModel
+from controlplane.scoping import tenant_scope
+from controlplane.tenants import services
+from controlplane.tenants.models import ApiKey, Membership, Tenant, User
+from tests.controlplane.conftest import PASSWORD, TINY_CONFIG, Party
+from tests.controlplane.console.conftest import Belongings
+
+LISTS = [
+    "tenants_tenant",
+    "tenants_user",
+    "tenants_membership",
+    "tenants_apikey",
+    "adapters_basemodel",
+    "adapters_adapter",
+    "adapters_adapterversion",
+    "training_dataset",
+    "training_trainingrun",
+    "training_schedule",
+    "inference_inferencerequest",
+    "usage_usagerecord",
+]
+
+
+@pytest.fixture
+def operator(db: None) -> Client:
+    user = services.user_create(email="operator@example.com", password=PASSWORD, is_operator=True)
+    client = Client()
+    client.force_login(user)
+    return client
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_operator_sees_every_list(name: str, operator: Client, belongings: Belongings) -> None:
+    assert operator.get(reverse(f"admin:{name}_changelist")).status_code == 200
+
+
+@pytest.mark.parametrize("page", ["index", "tenants_tenant_changelist"])
+def test_tenants_people_are_kept_out(page: str, acme: Party) -> None:
+    client = Client()
+    client.force_login(acme.owner)
+    answer = client.get(reverse(f"admin:{page}"))
+    assert answer.status_code == 302
+    assert answer.url.startswith("/admin/login/")
+
+
+def test_makes_a_tenant_with_an_owner(operator: Client, acme: Party) -> None:
+    answer = operator.post(
+        reverse("admin:tenants_tenant_add"),
+        {
+            "slug": "initech",
+            "name": "Initech",
+            "status": "active",
+            "-1-TOTAL_FORMS": "1",
+            "-1-INITIAL_FORMS": "0",
+            "-1-0-user": str(acme.owner.pk),
+            "-1-0-role": "owner",
+        },
+    )
+    assert answer.status_code == 302, answer.context["errors"]
+    tenant = Tenant.objects.get(slug="initech")
+    with tenant_scope(tenant.id):
+        assert Membership.objects.get().user == acme.owner
+
+
+def test_suspends_and_reactivates_a_tenant(operator: Client, acme: Party) -> None:
+    url = reverse("admin:tenants_tenant_changelist")
+    for action, status in (("suspend", "suspended"), ("reactivate", "active")):
+        operator.post(url, {"action": action, "_selected_action": [str(acme.tenant.pk)]})
+        acme.tenant.refresh_from_db()
+        assert acme.tenant.status == status
+
+
+def test_makes_a_person_who_can_sign_in(operator: Client) -> None:
+    answer = operator.post(
+        reverse("admin:tenants_user_add"),
+        {
+            "email": "New@Person.example",
+            "usable_password": "true",
+            "password1": PASSWORD,
+            "password2": PASSWORD,
+        },
+    )
+    assert answer.status_code == 302, answer.context["errors"]
+    assert User.objects.get(email="new@person.example").check_password(PASSWORD)
+
+
+def test_changes_a_person(operator: Client, acme: Party) -> None:
+    url = reverse("admin:tenants_user_change", args=[acme.viewer.pk])
+    form = {"email": acme.viewer.email, "first_name": "Vi", "last_name": ""}
+    assert operator.post(url, form).status_code == 302
+    acme.viewer.refresh_from_db()
+    assert (acme.viewer.first_name, acme.viewer.is_active) == ("Vi", False)
+
+
+def test_revokes_a_key_and_never_shows_its_secret(operator: Client, acme: Party) -> None:
+    url = reverse("admin:tenants_apikey_changelist")
+    operator.post(url, {"action": "revoke", "_selected_action": [str(acme.api_key.pk)]})
+    with tenant_scope(acme.tenant.id):
+        key = ApiKey.objects.get(pk=acme.api_key.pk)
+    assert key.revoked_at is not None
+    page = operator.get(reverse("admin:tenants_apikey_change", args=[key.pk])).content.decode()
+    assert bytes(key.secret_hmac).hex() not in page
+    assert "secret" not in page.lower()
+
+
+@pytest.mark.parametrize("name", ["tenants_apikey", "adapters_adapterversion", "usage_usagerecord"])
+def test_what_the_platform_writes_cannot_be_written_here(name: str, operator: Client) -> None:
+    assert operator.get(reverse(f"admin:{name}_add")).status_code == 403
+
+
+def test_adds_a_base_model_but_does_not_change_its_shapes(
+    operator: Client, base_model: BaseModel
+) -> None:
+    url = reverse("admin:adapters_basemodel_change", args=[base_model.pk])
+    form = {"context_length": "64", "max_rank": "128", "is_active": "on", "config": "{}"}
+    assert operator.post(url, form).status_code == 302
+    base_model.refresh_from_db()
+    assert (base_model.context_length, base_model.config) == (64, TINY_CONFIG)
+
+
+def test_version_page_shows_the_reasons(operator: Client, belongings: Belongings) -> None:
+    url = reverse("admin:adapters_adapterversion_change", args=[belongings.rejected.pk])
+    assert b"DoRA &lt;is&gt; not supported." in operator.get(url).content

@@ -1,0 +1,64 @@
+"""The first page's numbers."""
+
+from __future__ import annotations
+
+import datetime as dt
+
+from django.utils import timezone
+
+from controlplane.console import overview
+from controlplane.inference.models import InferenceRequest
+from controlplane.scoping import tenant_scope
+from controlplane.usage.models import UsageRecord
+from tests.controlplane.conftest import Party
+from tests.controlplane.console.conftest import Belongings, browser_of
+
+
+def record(request_id: str, hours_ago: float, *, reason: str = "stop") -> None:
+    at = timezone.now() - dt.timedelta(hours=hours_ago)
+    InferenceRequest.objects.create(
+        request_id=request_id,
+        model="invoices",
+        base_model="tiny",
+        finish_reason=reason,
+        accepted_at=at,
+        first_token_ms=None if reason == "error" else 100 * (1 + hours_ago),
+    )
+    UsageRecord.objects.create(
+        request_id=request_id,
+        model="invoices",
+        base_model="tiny",
+        prompt_tokens=10,
+        completion_tokens=5,
+        finish_reason=reason,
+        occurred_at=at,
+    )
+
+
+def test_counts_the_last_day_of_the_tenant_alone(acme: Party, globex: Party) -> None:
+    with tenant_scope(globex.tenant.id):
+        record("theirs", 1)
+    with tenant_scope(acme.tenant.id):
+        record("now", 0)
+        record("earlier", 2)
+        record("failed", 3, reason="error")
+        record("long ago", 30)
+        day = overview.last_day(timezone.now())
+    assert (day.num_requests, day.num_errors) == (3, 1)
+    assert (day.prompt_tokens, day.completion_tokens) == (30, 15)
+    assert day.first_token_ms == 300
+    assert len(day.chart.bars) == 24
+    assert sum(bar.height > 0 for bar in day.chart.bars) == 3
+
+
+def test_page_of_a_new_tenant_says_what_to_do(acme: Party) -> None:
+    page = browser_of(acme.owner).get("/console/").content.decode()
+    assert "No adapter yet" in page
+    assert 'href="/console/upload"' in page
+    assert "No request yet" in page
+
+
+def test_example_call_names_the_live_adapter(acme: Party, belongings: Belongings) -> None:
+    page = browser_of(acme.viewer).get("/console/").content.decode()
+    assert "{&quot;model&quot;: &quot;invoices&quot;" in page or '{"model": "invoices"' in page
+    assert "/v1/chat/completions" in page

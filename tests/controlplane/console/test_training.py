@@ -1,0 +1,105 @@
+"""Datasets, runs and schedules in the console, on the real object store and broker."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from django.core.files.uploadedfile import SimpleUploadedFile
+
+from controlplane.adapters.models import BaseModel
+from controlplane.scoping import tenant_scope
+from controlplane.training.models import Dataset, Schedule, TrainingRun
+from tests.controlplane.conftest import Party
+from tests.controlplane.console.conftest import Belongings, browser_of
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
+ROWS = (json.dumps(CHAT) + "\n").encode() * 3
+SCHEDULE = {"dataset": "chats", "cron": "30 2 * * *", "timezone": "Europe/Berlin"}
+
+
+def upload(party: Party, content: bytes, name: str = "voice") -> Any:
+    form = {"name": name, "file": SimpleUploadedFile("rows.jsonl", content)}
+    return browser_of(party.owner).post("/console/training/datasets", form, follow=True)
+
+
+def test_dataset_is_stored(acme: Party) -> None:
+    answer = upload(acme, ROWS)
+    assert answer.redirect_chain == [("/console/training", 302)]
+    assert "“voice” is stored, with 3 chats." in answer.content.decode()
+    with tenant_scope(acme.tenant.id):
+        assert Dataset.objects.get(name="voice").num_rows == 3
+
+
+@pytest.mark.parametrize("content", [b"{not json}\n", b'{"messages": []}\n', b"\xff\xfe"], ids=repr)
+def test_bad_dataset_says_why_beside_the_field(content: bytes, acme: Party) -> None:
+    answer = upload(acme, content)
+    assert answer.status_code == 422
+    assert b'id="id_file_error"' in answer.content
+
+
+def test_run_starts_and_can_be_cancelled(acme: Party, base_model: BaseModel) -> None:
+    upload(acme, ROWS)
+    browser = browser_of(acme.owner)
+    form = {"adapter": "voice", "dataset": "voice", "rank": "4"}
+    answer = browser.post("/console/training/runs", form)
+    assert answer.status_code == 302
+    page = browser.get(answer.url).content.decode()
+    assert "Waiting for a trainer" in page
+    assert f'hx-get="{answer.url}/status"' in page
+    browser.post(f"{answer.url}/cancel")
+    with tenant_scope(acme.tenant.id):
+        run = TrainingRun.objects.get()
+    assert (run.status, run.hyperparameters) == ("cancelled", {"rank": 4})
+    assert "hx-trigger" not in browser.get(answer.url).content.decode()
+
+
+def test_bad_hyperparameter_is_said_of_its_field(acme: Party, base_model: BaseModel) -> None:
+    upload(acme, ROWS)
+    form = {"adapter": "voice", "dataset": "voice", "rank": "0"}
+    answer = browser_of(acme.owner).post("/console/training/runs", form)
+    assert answer.status_code == 422
+    assert b'id="id_rank_error"' in answer.content
+
+
+def test_run_shows_its_progress(acme: Party, belongings: Belongings) -> None:
+    url = f"/console/training/runs/{belongings.run.id}"
+    page = browser_of(acme.viewer).get(url).content.decode()
+    assert "Step 3 of 10" in page
+    assert '<polyline class="curve" points="0.0,0.0 600.0,160.0"/>' in page
+
+
+def test_schedule_is_set_changed_and_removed(acme: Party, belongings: Belongings) -> None:
+    browser = browser_of(acme.owner)
+    url = "/console/adapters/invoices/schedule"
+    assert browser.post(url, SCHEDULE).status_code == 302
+    assert b"30 2 * * *" in browser.get("/console/adapters/invoices").content
+    assert browser.post(url, SCHEDULE | {"is_paused": "on"}).status_code == 302
+    with tenant_scope(acme.tenant.id):
+        schedule = Schedule.objects.get()
+        assert (schedule.timezone, schedule.is_paused) == ("Europe/Berlin", True)
+        browser.post(f"{url}/delete")
+        assert not Schedule.objects.exists()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("cron", "every night"), ("timezone", "Mars/Base"), ("dataset", "other")]
+)
+def test_bad_schedule_says_why_beside_the_field(
+    field: str, value: str, acme: Party, belongings: Belongings
+) -> None:
+    answer = browser_of(acme.owner).post(
+        "/console/adapters/invoices/schedule", SCHEDULE | {field: value}
+    )
+    assert answer.status_code == 422
+    assert f'id="id_{field}_error"'.encode() in answer.content
+
+
+def test_stranger_neither_reads_nor_uses_the_dataset(
+    acme: Party, globex: Party, belongings: Belongings
+) -> None:
+    browser = browser_of(globex.owner)
+    assert b"chats" not in browser.get("/console/training").content.replace(b"your own chats", b"")
+    answer = browser.post("/console/training/runs", {"adapter": "mine", "dataset": "chats"})
+    assert answer.status_code == 422

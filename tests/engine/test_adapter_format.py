@@ -1,0 +1,346 @@
+"""What is accepted of PEFT, and that everything else is refused by its name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file, save, save_file
+
+from engine import AdapterMismatch, AdapterUnavailable
+from engine.adapter_format import check_config, parse_config, parse_header, plan_adapter
+from engine.adapter_tiles import fill_tiles, place_tiles
+from engine.config import ModelConfig
+from kernels import PageLayout
+from tests.engine.conftest import MakeEngine, edit_config, prompt, request, run
+
+MODEL = ModelConfig(
+    vocab_size=100,
+    hidden_size=64,
+    intermediate_size=96,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    max_positions=64,
+    rms_norm_eps=1e-5,
+    rope_theta=1e4,
+    tie_embeddings=False,
+    eos_token_ids=(),
+)
+LAYOUT = PageLayout(num_layers=2, num_kv_heads=2, head_dim=16)
+PLAIN: dict[str, Any] = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 8}
+PREFIX = "base_model.model.model.layers"
+
+
+def tensors(rank: int = 4, names: tuple[str, ...] = ("0.self_attn.q_proj",)) -> dict[str, Any]:
+    widths = {"q": (64, 64), "k": (64, 32), "v": (64, 32), "o": (64, 64), "d": (96, 64)}
+    header: dict[str, Any] = {}
+    for name in names:
+        in_width, out_width = widths.get(name.split(".")[-1][0], (64, 96))
+        header[f"{PREFIX}.{name}.lora_A.weight"] = ("F32", (rank, in_width))
+        header[f"{PREFIX}.{name}.lora_B.weight"] = ("F32", (out_width, rank))
+    return header
+
+
+def test_the_default_config_of_peft_is_accepted() -> None:
+    config = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM").to_dict()
+    config["target_modules"] = ["q_proj"]
+    check_config(config)
+
+
+# A value that switches each of PEFT's inference-changing fields on.
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("use_dora", True),
+        ("lora_bias", True),
+        ("bias", "all"),
+        ("modules_to_save", ["lm_head"]),
+        ("fan_in_fan_out", True),
+        ("layer_replication", [[0, 1]]),
+        ("alora_invocation_tokens", [1]),
+        ("trainable_token_indices", [3]),
+        ("target_parameters", ["x"]),
+        ("use_qalora", True),
+        ("use_bdlora", {"nblocks": 2}),
+        ("arrow_config", {"top_k": 3}),
+        ("kasa_config", {"beta": 1}),
+        ("monteclora_config", {"num_samples": 8}),
+        ("velora_config", {"x": 1}),
+        ("corda_config", {"x": 1}),
+        ("lora_ga_config", {"x": 1}),
+        ("megatron_config", {"x": 1}),
+        ("init_lora_weights", "pissa"),
+        ("init_lora_weights", "pissa_niter_4"),
+        ("init_lora_weights", "olora"),
+        ("init_lora_weights", "loftq"),
+        ("init_lora_weights", ["gaussian"]),
+        ("some_field_of_tomorrow", 1),
+        ("peft_type", "IA3"),
+        ("task_type", "SEQ_CLS"),
+        ("r", 0),
+        ("r", 257),
+        ("r", True),
+        ("r", "8"),
+        ("lora_alpha", float("nan")),
+        ("lora_alpha", None),
+        ("use_rslora", "yes"),
+        ("rank_pattern", ["q_proj"]),
+        ("rank_pattern", {"(a+)+$": 4}),
+        ("rank_pattern", {"(.|.)(.|.)": 4}),
+        ("alpha_pattern", {"q_proj": "big"}),
+    ],
+    ids=str,
+)
+def test_a_field_that_cannot_be_honoured_is_named(field: str, value: Any) -> None:
+    with pytest.raises(AdapterMismatch) as raised:
+        check_config({**PLAIN, field: value})
+    assert raised.value.param == field
+    assert field in raised.value.message
+
+
+def test_every_field_of_peft_is_decided() -> None:
+    """A PEFT that adds a field that is on by default must not slip through unread."""
+    config = LoraConfig(task_type="CAUSAL_LM").to_dict()
+    for field in config:
+        check_config({**PLAIN, field: config[field]} if field not in PLAIN else PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({f"{PREFIX}.0.self_attn.q_proj.lora_A.weight": ("F32", (4, 63))}, "lora_A"),
+        ({f"{PREFIX}.0.self_attn.q_proj.lora_B.weight": ("F32", (64, 5))}, "lora_B"),
+        ({f"{PREFIX}.0.self_attn.z_proj.lora_A.weight": ("F32", (4, 64))}, "z_proj"),
+        ({f"{PREFIX}.0.mlp.q_proj.lora_A.weight": ("F32", (4, 64))}, "mlp.q_proj"),
+        ({f"{PREFIX}.2.self_attn.q_proj.lora_A.weight": ("F32", (4, 64))}, "layer 2"),
+        ({f"{PREFIX}.1.self_attn.k_proj.lora_A.weight": ("F32", (4, 64))}, "counterpart"),
+        ({f"{PREFIX}.0.self_attn.q_proj.lora_magnitude_vector": ("F32", (64,))}, "magnitude"),
+        ({"base_model.model.lm_head.weight": ("F32", (100, 64))}, "lm_head"),
+        ({"model.layers.0.self_attn.q_proj.lora_A.weight": ("F32", (4, 64))}, "repeats"),
+    ],
+    ids=str,
+)
+def test_tensors_that_do_not_fit_are_named(change: dict[str, Any], named: str) -> None:
+    with pytest.raises(AdapterMismatch, match=named):
+        plan_adapter(PLAIN, {**tensors(), **change}, MODEL)
+
+
+def test_a_tensor_outside_target_modules_is_refused() -> None:
+    with pytest.raises(AdapterMismatch) as raised:
+        plan_adapter({**PLAIN, "target_modules": ["k_proj"]}, tensors(), MODEL)
+    assert raised.value.param == "target_modules"
+
+
+def test_an_empty_adapter_is_refused() -> None:
+    with pytest.raises(AdapterMismatch):
+        plan_adapter(PLAIN, {}, MODEL)
+
+
+def header_of(content: bytes) -> dict[str, Any]:
+    return parse_header(content, len(content))
+
+
+GOOD = save({"a": torch.zeros(2, 3), "b": torch.zeros(4)})
+
+
+def reheadered(header: dict[str, Any], body: bytes = bytes(40)) -> bytes:
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + body
+
+
+def entry(shape: list[Any], *offsets: Any, dtype: str = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": list(offsets)}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\x80\x04\x95",
+        GOOD[:-1],
+        GOOD + b"x",
+        GOOD[:20],
+        (2**63).to_bytes(8, "little") + b"{}",
+        reheadered([]),  # type: ignore[arg-type]
+        reheadered({"a": 3}),
+        reheadered({"a": entry([10], 0, 40), "b": entry([10], 0, 40)}),
+        reheadered({"a": entry([9], 4, 40)}),
+        reheadered({"a": entry([11], 0, 40)}),
+        reheadered({"a": entry([-10], 0, 40)}),
+        reheadered({"a": entry([10.0], 0, 40)}),
+        reheadered({"a": entry([True] * 10, 0, 40)}),
+        reheadered({"a": entry([2**40, 2**40], 0, 40)}),
+        reheadered({"a": entry([10], 0, 40, dtype="I64")}),
+        reheadered({"a": {"dtype": "F32", "shape": [10]}}),
+        (50_000).to_bytes(8, "little") + b"[" * 50_000,
+    ],
+    ids=range(18),
+)
+def test_a_lying_file_is_refused(content: bytes) -> None:
+    with pytest.raises(AdapterMismatch):
+        header_of(content)
+
+
+def test_a_good_header() -> None:
+    assert header_of(GOOD) == {"a": ("F32", (2, 3)), "b": ("F32", (4,))}
+
+
+@pytest.mark.parametrize("text", [b"", b"[]", b"nul", b'{"a":' * 5000, b" " * (1 << 21)])
+def test_a_config_that_is_no_object_is_refused(text: bytes) -> None:
+    with pytest.raises(AdapterMismatch):
+        parse_config(text)
+
+
+ALL = tuple(
+    f"{layer}.{name}"
+    for layer in range(2)
+    for name in (
+        "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+        "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
+    )
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("rank", [1, 4, 7, 8, 9, 16, 40, 64, 256])
+def test_tiles_hold_exactly_the_tensors(rank: int) -> None:
+    """Every value is found where the map says, nothing overlaps, and little space is lost."""
+    plan = plan_adapter({**PLAIN, "r": rank}, tensors(rank, ALL), MODEL)
+    tiles = place_tiles(plan, MODEL, LAYOUT)
+    content = {name: torch.randn(shape) for name, (_, shape) in tensors(rank, ALL).items()}
+    image = torch.full((tiles.num_pages, LAYOUT.page_elems), float("nan"))
+    fill_tiles(image, plan, tiles, content.__getitem__)
+    num_values = sum(tensor.numel() for tensor in content.values())
+    assert int(image.isfinite().sum()) == num_values
+    assert image.numel() <= 1.05 * num_values + 2 * LAYOUT.page_elems
+    for target in plan.targets:
+        at = target.layer * 7 + target.projection
+        for offsets, wanted in (
+            (tiles.a_offset[at], content[target.a_name]),
+            (tiles.b_offset[at], content[target.b_name].T),
+        ):
+            width = wanted.shape[1]
+            rows = [
+                image.view(-1)[offset : offset + count * width].view(count, width)
+                for offset, count in zip(offsets.tolist(), tiles.rows[at].tolist(), strict=True)
+                if offset >= 0
+            ]
+            assert torch.equal(torch.cat(rows), wanted)
+            for offset, row in zip(offsets.tolist(), rows, strict=False):
+                assert (
+                    offset // LAYOUT.page_elems == (offset + row.numel() - 1) // LAYOUT.page_elems
+                )
+
+
+def test_tiles_move_with_their_pages() -> None:
+    plan = plan_adapter(PLAIN, tensors(4, ALL), MODEL)
+    tiles = place_tiles(plan, MODEL, LAYOUT)
+    pages = list(range(50, 50 + 3 * tiles.num_pages, 3))
+    moved = tiles.at(pages, LAYOUT.page_elems)
+    for relative, absolute in zip(tiles.a_offset.ravel(), moved.a_offset.ravel(), strict=True):
+        if relative < 0:
+            assert absolute == -1
+        else:
+            page, offset = divmod(int(relative), LAYOUT.page_elems)
+            assert absolute == pages[page] * LAYOUT.page_elems + offset
+
+
+# Bad adapters in a running engine
+
+
+def damaged(source: Path, folder: Path, kind: str) -> Path:
+    edit_config(source, folder)
+    file = folder / "adapter_model.safetensors"
+    if kind == "vanished":
+        file.unlink()
+    elif kind == "truncated":
+        file.write_bytes(file.read_bytes()[:-8])
+    elif kind == "nan":
+        content = load_file(file)
+        next(iter(content.values()))[0, 0] = float("nan")
+        save_file(content, file)
+    elif kind == "replaced":
+        save_file({"x": torch.zeros(3)}, file)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [
+        ("vanished", AdapterUnavailable),
+        ("truncated", AdapterMismatch),
+        ("replaced", AdapterMismatch),
+    ],
+)
+def test_a_bad_file_is_refused_at_registration(
+    make_engine: MakeEngine,
+    adapters: dict[str, Path],
+    tmp_path: Path,
+    kind: str,
+    error: type[Exception],
+) -> None:
+    engine = make_engine()
+    with pytest.raises(error):
+        engine.register_adapter("bad", damaged(adapters["all-4"], tmp_path / "bad", kind))
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("kind", ["vanished", "truncated", "nan", "replaced"])
+def test_a_file_that_goes_bad_ends_its_own_requests_only(
+    make_engine: MakeEngine, adapters: dict[str, Path], tmp_path: Path, kind: str
+) -> None:
+    engine = make_engine()
+    folder = edit_config(adapters["all-4"], tmp_path / "bad")
+    engine.register_adapter("bad", folder)
+    if kind == "vanished":
+        (folder / "adapter_config.json").unlink()
+    else:
+        good = (folder / "adapter_model.safetensors").read_bytes()
+        (folder / "adapter_model.safetensors").unlink()
+        source = damaged(adapters["all-4"], tmp_path / "worse", kind)
+        content = (source / "adapter_model.safetensors").read_bytes()
+        (folder / "adapter_model.safetensors").write_bytes(content)
+    results = run(
+        engine,
+        request("bad1", prompt(0, 5), adapter="bad", max_tokens=5),
+        request("bad2", prompt(0, 5), adapter={"bad": 1.0, "qv-16": 1.0}, max_tokens=5),
+        request("good", prompt(0, 5), adapter="all-4", max_tokens=5),
+        request("base", prompt(0, 5), max_tokens=5),
+        check=True,
+    )
+    wanted = AdapterUnavailable if kind == "vanished" else AdapterMismatch
+    assert isinstance(results["bad1"].error, wanted)
+    assert isinstance(results["bad2"].error, wanted)
+    assert len(results["good"].token_ids) == len(results["base"].token_ids) == 5
+    # The next request tries again, and a mended file is read.
+    if kind != "vanished":
+        (folder / "adapter_model.safetensors").write_bytes(good)
+        again = run(engine, request("again", prompt(0, 5), adapter="bad", max_tokens=5))
+        assert again["again"].token_ids == results["good"].token_ids
+
+
+def test_unregistering_lets_accepted_requests_finish(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.add(request("r", prompt(0, 5), adapter="all-4", max_tokens=8))
+    engine.unregister_adapter("all-4")
+    engine.unregister_adapter("nobody")
+    got = run(engine)["r"]
+    assert len(got.token_ids) == 8
+    assert engine.stats().adapter_pages == 0
+    from engine import UnknownAdapter
+
+    with pytest.raises(UnknownAdapter):
+        engine.add(request("late", prompt(0, 5), adapter="all-4"))
+
+
+def test_registering_is_idempotent(make_engine: MakeEngine, adapters: dict[str, Path]) -> None:
+    engine = make_engine()
+    before = engine.stats().num_adapters
+    engine.register_adapter("all-4", adapters["all-4"])
+    engine.register_adapter("all-4", Path("/nowhere"))
+    assert engine.stats().num_adapters == before

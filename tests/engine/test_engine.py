@@ -1,0 +1,266 @@
+"""The engine's manners: errors, endings, limits, statistics; nobody else notices."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from engine import (
+    AdapterPart,
+    ContextTooLong,
+    DeadlineExceeded,
+    Engine,
+    EngineConfig,
+    FinishReason,
+    InvalidPrompt,
+    OutOfPages,
+    Request,
+    RequestError,
+    SamplingParams,
+    UnknownAdapter,
+    UnsupportedModel,
+)
+from tests.engine.conftest import ADAPTERS, MakeEngine, Oracle, prompt, request, run, save_model
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "param"),
+    [
+        ({"prompt": []}, InvalidPrompt, "token_ids"),
+        ({"prompt": [257]}, InvalidPrompt, "token_ids"),
+        ({"prompt": [-1]}, InvalidPrompt, "token_ids"),
+        ({"prompt": [1] * 512}, ContextTooLong, "token_ids"),
+        ({"adapter": "nobody"}, UnknownAdapter, "adapters"),
+        ({"adapter": {"all-4": 1.0, "nobody": 1.0}}, UnknownAdapter, "adapters"),
+        ({"adapter": {"all-4": float("nan")}}, RequestError, "adapters"),
+        ({"temperature": -1.0}, RequestError, "temperature"),
+        ({"temperature": float("inf")}, RequestError, "temperature"),
+        ({"top_p": 0.0}, RequestError, "top_p"),
+        ({"top_k": -1}, RequestError, "top_k"),
+        ({"max_tokens": 0}, RequestError, "max_tokens"),
+        ({"logprobs": 21}, RequestError, "logprobs"),
+        ({"logit_bias": {257: 1.0}}, RequestError, "logit_bias"),
+        ({"logit_bias": {1: 101.0}}, RequestError, "logit_bias"),
+        ({"stop_token_ids": (999,)}, RequestError, "stop_token_ids"),
+        ({"seed": 2**63}, RequestError, "seed"),
+        ({"repetition_penalty": 0.0}, RequestError, "repetition_penalty"),
+    ],
+    ids=str,
+)
+def test_bad_requests_are_refused_by_field(
+    make_engine: MakeEngine, change: dict[str, object], error: type[Exception], param: str
+) -> None:
+    engine = make_engine()
+    fields = {"prompt": [1, 2, 3], **change}
+    with pytest.raises(error) as raised:
+        engine.add(request("r", **fields))  # type: ignore[arg-type]
+    assert raised.value.param == param  # type: ignore[attr-defined]
+    assert not engine.has_work()
+    engine.check_integrity()
+
+
+def test_a_request_id_in_use_is_refused(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.add(request("r", [1], max_tokens=2))
+    with pytest.raises(RequestError):
+        engine.add(request("r", [1], max_tokens=2))
+    run(engine)
+    engine.add(request("r", [1], max_tokens=2))  # free again
+
+
+def test_a_blend_that_names_one_adapter_twice_is_refused(make_engine: MakeEngine) -> None:
+    parts = (AdapterPart(digest="all-4"), AdapterPart(digest="all-4"))
+    with pytest.raises(RequestError):
+        make_engine().add(
+            Request(request_id="r", token_ids=[1], sampling=SamplingParams(), adapters=parts)
+        )
+
+
+def test_a_prompt_larger_than_the_arena_is_refused(make_engine: MakeEngine) -> None:
+    engine = make_engine(arena_bytes=70 * 2048 * 4, page_size=16, max_context=512)
+    with pytest.raises(OutOfPages):
+        engine.add(request("r", [1] * 400, adapter={"all-64": 1.0, "qv-16": 1.0}))
+    engine.check_integrity()
+
+
+def test_growing_out_of_the_arena_ends_the_request(make_engine: MakeEngine) -> None:
+    engine = make_engine(arena_bytes=66 * 2048 * 4)
+    results = run(engine, request("r", [1] * 16, adapter="all-64", max_tokens=500))
+    # The adapter holds most pages, and there is nobody else to preempt.
+    assert isinstance(results["r"].error, OutOfPages)
+    assert len(results["r"].token_ids) > 50
+    after = run(engine, request("next", [1] * 16, max_tokens=4))
+    assert after["next"].finish_reason == FinishReason.LENGTH
+
+
+def test_the_context_limit_ends_with_length(make_engine: MakeEngine) -> None:
+    got = run(make_engine(max_context=32), request("r", [1] * 30))["r"]
+    assert got.finish_reason == FinishReason.LENGTH
+    assert len(got.token_ids) == 2
+
+
+def test_eos_and_stop_tokens_end_without_being_text(
+    make_engine: MakeEngine, oracle: Oracle
+) -> None:
+    engine = make_engine()
+    tokens = oracle.generate(prompt(2, 9), 20)
+    stop = tokens[7]
+    end = tokens.index(stop)
+    got = run(engine, request("r", prompt(2, 9), max_tokens=20, stop_token_ids=(stop,)))["r"]
+    assert got.finish_reason == FinishReason.STOP
+    assert got.token_ids == tokens[:end]
+    assert got.last is not None and got.last.num_generated == end + 1
+    forced = run(engine, request("e", prompt(2, 9), logit_bias={256: 100.0}, ignore_eos=False))["e"]
+    assert forced.token_ids == [] and forced.finish_reason == FinishReason.STOP
+
+
+def test_min_tokens_holds_stop_tokens_back(make_engine: MakeEngine) -> None:
+    got = run(
+        make_engine(),
+        request("r", [1, 2], logit_bias={256: 100.0}, ignore_eos=False, min_tokens=5, max_tokens=9),
+    )["r"]
+    assert len(got.token_ids) == 5
+    assert got.finish_reason == FinishReason.STOP
+
+
+def test_cancel_at_every_moment(make_engine: MakeEngine, oracle: Oracle) -> None:
+    """Cancelled after 0, 1, 2 … steps: one last output each, nothing leaks, others go on."""
+    engine = make_engine(max_step_tokens=16)
+    for num_steps in range(9):
+        engine.add(request("keep", prompt(1, 20), adapter="qv-16", max_tokens=6))
+        engine.add(request("gone", prompt(2, 40), adapter="all-4", max_tokens=100))
+        outputs = [output for _ in range(num_steps) for output in engine.step()]
+        engine.cancel("gone")
+        engine.cancel("gone")
+        engine.cancel("never-was")
+        while engine.has_work():
+            outputs += engine.step()
+            engine.check_integrity()
+        last = [o for o in outputs if o.request_id == "gone" and o.finish_reason]
+        assert [o.finish_reason for o in last] == [FinishReason.CANCELLED]
+        kept = [t for o in outputs if o.request_id == "keep" for t in o.token_ids]
+        assert kept == oracle.generate(prompt(1, 20), 6, "qv-16")
+
+
+def test_a_caller_may_end_a_request_as_stopped(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.add(request("r", [1, 2, 3]))
+    engine.step()
+    engine.cancel("r", FinishReason.STOP)
+    (output,) = engine.step()
+    assert output.finish_reason == FinishReason.STOP
+    assert output.num_generated == 1
+
+
+def test_deadlines(make_engine: MakeEngine) -> None:
+    now = [100.0]
+    engine = make_engine(clock=lambda: now[0])
+    engine.add(request("late", [1, 2, 3], deadline=101.0))
+    engine.add(request("free", [1, 2, 3], max_tokens=3))
+    engine.step()
+    now[0] = 101.0
+    results = run(engine)
+    assert isinstance(results["late"].error, DeadlineExceeded)
+    assert results["free"].finish_reason == FinishReason.LENGTH
+
+
+def test_usage_counts(make_engine: MakeEngine) -> None:
+    last = run(make_engine(), request("r", prompt(0, 33), max_tokens=4))["r"].last
+    assert last is not None
+    assert (last.num_prompt_tokens, last.num_cached_tokens, last.num_generated) == (33, 0, 4)
+
+
+def test_statistics(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    idle = engine.stats()
+    assert (idle.step, idle.running, idle.waiting) == (0, 0, 0)
+    assert idle.free_pages == idle.num_pages and idle.num_adapters == len(ADAPTERS)
+    engine.add(request("r", prompt(0, 20), adapter="qv-16", max_tokens=3))
+    assert engine.stats().waiting == 1
+    while not engine.stats().running:
+        engine.step()
+    busy = engine.stats()
+    assert busy.kv_pages == 2 and busy.adapter_pages > 0
+    assert busy.resident_digests == ("qv-16",)
+    assert busy.free_pages == busy.num_pages - busy.kv_pages - busy.adapter_pages
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"attention_bias": True}, "attention_bias"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_type"),
+        ({"new_thing": 7}, "new_thing"),
+        ({"model_type": "gpt2"}, "model_type"),
+        ({"hidden_size": 128}, "model.embed_tokens.weight"),
+        ({"num_hidden_layers": 1}, "model.layers.1.input_layernorm.weight"),
+        ({"num_hidden_layers": 3}, "model.layers.2.input_layernorm.weight"),
+    ],
+    ids=str,
+)
+def test_an_unsupported_model_is_refused_by_name(
+    tmp_path: Path, changes: dict[str, object], param: str
+) -> None:
+    base = save_model(tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(UnsupportedModel) as raised:
+        Engine(EngineConfig(model_dir=base, arena_bytes=4 << 20))
+    assert raised.value.param == param
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_interleaving_ends_every_request_once_with_the_right_tokens(
+    make_engine: MakeEngine, oracle: Oracle, seed: int
+) -> None:
+    """Random adds, cancels, registrations and steps in a tiny memory."""
+    choose = random.Random(seed)
+    engine = make_engine(
+        arena_bytes=choose.choice([70, 90, 160]) * 2048 * 4,
+        max_step_tokens=choose.choice([8, 32, 200]),
+        max_running=choose.choice([2, 5, 9]),
+        host_cache_bytes=choose.choice([0, 1 << 16, 1 << 30]),
+    )
+    accepted: dict[str, tuple[list[int], int, str | None]] = {}
+    cancelled: set[str] = set()
+    got: dict[str, list[int]] = {}
+    ends: dict[str, list[FinishReason]] = {}
+
+    def step() -> None:
+        for output in engine.step():
+            got.setdefault(output.request_id, []).extend(output.token_ids)
+            if output.finish_reason:
+                ends.setdefault(output.request_id, []).append(output.finish_reason)
+        engine.check_integrity()
+
+    names = [None, "all-4", "qv-16", "patterns", "ko-1", "mlp-rs"]
+    for i in range(40):
+        adapter = choose.choice(names)
+        tokens, count = prompt(choose.randrange(5), choose.choice([3, 17, 30])), 6
+        try:
+            engine.add(request(str(i), tokens, adapter=adapter, max_tokens=count))
+            accepted[str(i)] = (tokens, count, adapter)
+        except UnknownAdapter:
+            assert adapter is not None
+        if choose.random() < 0.2:
+            victim = choose.choice(list(accepted) or ["0"])
+            engine.cancel(victim)
+            cancelled.add(victim)
+        for _ in range(choose.randrange(3)):
+            step()
+    while engine.has_work():
+        step()
+    assert sorted(ends) == sorted(accepted)
+    for request_id, (tokens, count, adapter) in accepted.items():
+        (reason,) = ends[request_id]
+        wanted = oracle.generate(tokens, count, adapter)
+        if reason == FinishReason.CANCELLED:
+            assert request_id in cancelled
+            assert got.get(request_id, []) == wanted[: len(got.get(request_id, []))]
+        else:
+            assert reason == FinishReason.LENGTH
+            assert got[request_id] == wanted

@@ -1,0 +1,175 @@
+"""Constrained text parses and validates, or says that it was cut short."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+
+from engine import BadGrammar, FinishReason
+from tests.engine.conftest import EOS, MakeEngine, Result, prompt, request, run
+
+INVOICE = {
+    "type": "object",
+    "properties": {
+        "number": {"type": "integer", "minimum": 1, "maximum": 99},
+        "currency": {"enum": ["EUR", "USD", "ARS"]},
+        "paid": {"type": "boolean"},
+    },
+    "required": ["number", "currency", "paid"],
+    "additionalProperties": False,
+}
+NESTED = {
+    "type": "object",
+    "properties": {
+        "items": {
+            "type": "array",
+            "minItems": 1,
+            "maxItems": 2,
+            "items": {
+                "type": "object",
+                "properties": {"name": {"type": "string", "maxLength": 3}, "n": {"type": "null"}},
+                "required": ["name", "n"],
+                "additionalProperties": False,
+            },
+        },
+        "kind": {"const": "nested"},
+    },
+    "required": ["items", "kind"],
+    "additionalProperties": False,
+}
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "invoice": INVOICE,
+    "nested": NESTED,
+    "empty": {"type": "object", "properties": {}, "additionalProperties": False},
+    "array": {"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 3},
+    "ref": {
+        "$defs": {"yes": {"type": "boolean"}},
+        "type": "object",
+        "properties": {"a": {"$ref": "#/$defs/yes"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    },
+}
+_CHARACTERS: dict[int, str] = {}
+
+
+def text_of(result: Result) -> str:
+    """What the byte-level tokenizer of the tiny model makes of the tokens."""
+    if not _CHARACTERS:
+        from tokenizers import pre_tokenizers
+
+        _CHARACTERS.update(enumerate(sorted(pre_tokenizers.ByteLevel.alphabet())))
+    from tokenizers import decoders
+
+    pieces = [_CHARACTERS[token_id] for token_id in result.token_ids]
+    return decoders.ByteLevel().decode(pieces)
+
+
+def test_every_schema_is_obeyed_with_and_without_adapters(make_engine: MakeEngine) -> None:
+    """Sampled at a high temperature from random models: only the grammar makes it JSON."""
+    cases = {
+        f"{name}/{adapter}/{seed}": (schema, adapter, seed)
+        for name, schema in SCHEMAS.items()
+        for adapter in (None, "all-4", "patterns")
+        for seed in range(3)
+    }
+    results = run(
+        make_engine(),
+        *(
+            request(
+                request_id,
+                prompt(seed, 6),
+                adapter=adapter,
+                json_schema=json.dumps(schema),
+                temperature=1.5,
+                seed=seed,
+                max_tokens=400,
+                ignore_eos=False,
+            )
+            for request_id, (schema, adapter, seed) in cases.items()
+        ),
+        request("free", prompt(1, 5), max_tokens=30),
+    )
+    finished = 0
+    for request_id, (schema, _, _) in cases.items():
+        if results[request_id].finish_reason == FinishReason.STOP:
+            finished += 1
+            jsonschema.validate(json.loads(text_of(results[request_id])), schema)
+    assert finished > len(cases) // 2
+    assert len(results["free"].token_ids) == 30
+
+
+@pytest.mark.parametrize("sampling", [{"ignore_eos": True}, {"min_tokens": 200}], ids=str)
+def test_a_complete_grammar_ends_the_request(
+    make_engine: MakeEngine, sampling: dict[str, Any]
+) -> None:
+    got = run(
+        make_engine(),
+        request("r", prompt(0, 4), json_schema=json.dumps(SCHEMAS["ref"]), max_tokens=400,
+                logit_bias={_space(): -100.0}, **sampling),
+    )["r"]  # fmt: skip
+    assert got.finish_reason == FinishReason.STOP
+    assert EOS not in text_of(got)
+    jsonschema.validate(json.loads(text_of(got)), SCHEMAS["ref"])
+
+
+def test_max_tokens_cuts_with_length(make_engine: MakeEngine) -> None:
+    got = run(
+        make_engine(),
+        request("r", prompt(0, 4), json_schema=json.dumps(NESTED), max_tokens=5),
+    )["r"]
+    assert got.finish_reason == FinishReason.LENGTH
+    assert len(got.token_ids) == 5
+
+
+BAD_SCHEMAS = {
+    "impossible": {"type": "integer", "minimum": 2, "maximum": 1},
+    "no-such-type": {"type": "banana"},
+    "unsupported-keyword": {"type": "array", "uniqueItems": True},
+    "missing-ref": {"$ref": "#/$defs/nothing"},
+    "bad-regex": {"type": "string", "pattern": "("},
+}
+
+
+def test_a_bad_schema_ends_its_own_request_only(make_engine: MakeEngine) -> None:
+    results = run(
+        make_engine(),
+        *(
+            request(name, prompt(0, 4), json_schema=json.dumps(schema), max_tokens=50)
+            for name, schema in BAD_SCHEMAS.items()
+        ),
+        request("good", prompt(0, 4), json_schema=json.dumps(INVOICE), max_tokens=5),
+        request("free", prompt(0, 4), max_tokens=5),
+    )
+    for name in BAD_SCHEMAS:
+        assert results[name].finish_reason == FinishReason.ERROR, name
+        assert isinstance(results[name].error, BadGrammar), name
+        assert results[name].error.param == "json_schema"
+        assert results[name].token_ids == []
+    assert results["good"].error is None
+    assert len(results["free"].token_ids) == 5
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "3", '"x"', "[" * 20_000, ""], ids=range(6))
+def test_what_is_no_json_object_is_refused_at_once(make_engine: MakeEngine, text: str) -> None:
+    engine = make_engine()
+    with pytest.raises(BadGrammar):
+        engine.add(request("r", prompt(0, 4), json_schema=text))
+    assert not engine.has_work()
+
+
+def test_cancelled_while_compiling(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.add(request("r", prompt(0, 4), json_schema=json.dumps(INVOICE)))
+    engine.cancel("r")
+    (output,) = engine.step()
+    assert output.finish_reason == FinishReason.CANCELLED
+    assert not engine.has_work()
+
+
+def _space() -> int:
+    text_of(Result())
+    return next(i for i, character in _CHARACTERS.items() if character == "Ġ")
