@@ -15,18 +15,12 @@ Letters used in shapes everywhere in Lorikeet:
 
 from kernels.attention import paged_attention
 from kernels.kv_pages import PageLayout
-from kernels.lora import (
-    NUM_PROJECTIONS,
-    TILE_ROWS,
-    LoraBatch,
-    LoraTable,
-    Projection,
-    lora_expand,
-    lora_shrink,
-)
+from kernels.lora import lora_expand, lora_shrink
+from kernels.lora_table import NUM_PROJECTIONS, TILE_ROWS, LoraBatch, LoraTable, Projection
 from kernels.mask_logits import apply_bitmask
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rope import rope_kv_write
+from kernels.sampling import advance, greedy
 from kernels.silu_mul import silu_mul
 
 __all__ = [
@@ -37,7 +31,9 @@ __all__ = [
     "PageLayout",
     "Projection",
     "add_rms_norm",
+    "advance",
     "apply_bitmask",
+    "greedy",
     "lora_expand",
     "lora_shrink",
     "paged_attention",

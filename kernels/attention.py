@@ -10,6 +10,9 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from kernels.attention_decode import attention_decode_triton
+from kernels.attention_prefill import attention_prefill_triton
+from kernels.backend import use_triton
 from kernels.kv_pages import PageLayout
 
 
@@ -63,11 +66,22 @@ def paged_attention(
     context_lens: torch.Tensor,
     page_tables: torch.Tensor,
     scale: float,
+    *,
+    max_new: int | None = None,
 ) -> torch.Tensor:
     """Every new token's attention over its sequence up to and including itself.
 
-    Shapes as in `paged_attention_ref`.
+    Shapes as in `paged_attention_ref`. On a GPU, max_new (at least the longest chunk) saves a
+    wait for the device.
     """
+    if use_triton(q):
+        if max_new is None:
+            max_new = int((query_start[1:] - query_start[:-1]).max())
+        args = (q, arena, layout, layer, query_start, context_lens, page_tables, scale)
+        out = attention_decode_triton(*args)
+        if max_new > 1:
+            attention_prefill_triton(*args, max_new=max_new, min_new=2, out=out)
+        return out
     return paged_attention_torch(
         q, arena, layout, layer, query_start, context_lens, page_tables, scale
     )

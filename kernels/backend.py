@@ -21,6 +21,8 @@ except ImportError:
 
 HAS_TRITON = triton is not None
 
+__all__ = ["HAS_TRITON", "ceil_div", "jit", "next_power_of_2", "tl", "triton", "use_triton"]
+
 
 class _MissingKernel:
     """Stands in for a Triton kernel where Triton is not installed."""
@@ -32,11 +34,19 @@ class _MissingKernel:
         raise RuntimeError(f"{self.name} needs the package triton, which is not installed")
 
 
-def jit(function: Callable[..., Any]) -> Any:
-    """`triton.jit`, or a stand-in that raises RuntimeError when launched."""
-    if triton is None:
-        return _MissingKernel(function.__name__)
-    return triton.jit(function)
+def jit(*varying: str) -> Callable[[Callable[..., Any]], Any]:
+    """`triton.jit`, or a stand-in that raises RuntimeError when launched.
+
+    varying: names of integer arguments that change between launches; without this Triton compiles
+    anew for a value of 1 and for multiples of 16.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        if triton is None:
+            return _MissingKernel(function.__name__)
+        return triton.jit(do_not_specialize=list(varying))(function)
+
+    return decorate
 
 
 def use_triton(tensor: torch.Tensor) -> bool:
@@ -47,3 +57,7 @@ def use_triton(tensor: torch.Tensor) -> bool:
 def next_power_of_2(value: int) -> int:
     """The smallest power of two that is at least `value` (and at least 1)."""
     return 1 << max(value - 1, 0).bit_length()
+
+
+def ceil_div(value: int, by: int) -> int:
+    return -(-value // by)

@@ -1,74 +1,17 @@
 """Many LoRA adapters of any rank in one batch: y += scale * (x A^T) B^T per token's own adapter.
 
-Adapters lie in the page arena as tiles of up to 8 rank rows: an A tile is `[rows, in]`, a B tile
-the same rows of B transposed, `[rows, out]`. An adapter is a list of tiles, each with its own
-scale, so a weighted blend of adapters is the concatenation of their lists: exact, and nothing is
-copied. There is no largest rank and no padding.
-
-The step's tokens are sorted so that each adapter's are adjacent: a segment.
+The shrink is x A^T, the expand the product with B^T. On a GPU the vectors between the two are
+planes (see lora_plan.py), on a CPU a dense `[projections, T, 8 * max_tiles]`; to the caller they
+are opaque.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import IntEnum
-
 import torch
 
-TILE_ROWS = 8
-
-
-class Projection(IntEnum):
-    """The seven linear maps of a layer that an adapter may change, in the table's order."""
-
-    Q = 0
-    K = 1
-    V = 2
-    O = 3  # noqa: E741
-    GATE = 4
-    UP = 5
-    DOWN = 6
-
-
-NUM_PROJECTIONS = len(Projection)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoraTable:
-    """Where every virtual adapter's tiles are.
-
-    The entry of (virtual adapter v, layer l, projection p, tile t) is
-    `entry_start[v] + (l * 7 + p) * num_tiles[v] + t`. All tensors are on the arena's device.
-
-    entry_start  [A] int64
-    num_tiles    [A] int32   tiles of the adapter's largest projection
-    a_offset     [N] int64   element offset of the A tile in the flat arena; -1: no tile
-    b_offset     [N] int64   likewise of the B tile
-    rows         [N] int32   rank rows in the tile, 1 to 8
-    scale        [N] fp32    multiplies A's output
-    """
-
-    entry_start: torch.Tensor
-    num_tiles: torch.Tensor
-    a_offset: torch.Tensor
-    b_offset: torch.Tensor
-    rows: torch.Tensor
-    scale: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoraBatch:
-    """Which virtual adapter each segment of the step's tokens uses.
-
-    seg_indptr   [G + 1] int32  segment g is rows seg_indptr[g]:seg_indptr[g + 1]
-    seg_adapter  [G] int32      index into the table; -1: base only
-    max_tiles                   most tiles of any adapter in the step; 0: no row has an adapter
-    """
-
-    table: LoraTable
-    seg_indptr: torch.Tensor
-    seg_adapter: torch.Tensor
-    max_tiles: int
+from kernels.backend import jit, next_power_of_2, tl, use_triton
+from kernels.lora_plan import RANK_BLOCK, LoraPlan, make_plan
+from kernels.lora_table import NUM_PROJECTIONS, TILE_ROWS, LoraBatch, LoraTable
 
 
 def lora_shrink_ref(
@@ -151,6 +94,284 @@ def _tiles_of_segments(
     return segments
 
 
+@jit("layer")
+def _shrink_kernel(
+    x_ptr,
+    arena_ptr,
+    a_offset_ptr,
+    rows_ptr,
+    scale_ptr,
+    chunks_ptr,
+    items_ptr,
+    counts_ptr,
+    planes_ptr,
+    plane_stride,
+    x_stride,
+    width,
+    layer,
+    P0: tl.constexpr,
+    P1: tl.constexpr,
+    P2: tl.constexpr,
+    NUM_P: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    n = tl.arange(0, BLOCK_R)  # 16 rank rows of each projection, one under the other
+    index = n // 16
+    projection = tl.where(index == 0, P0, tl.where(index == 1, P1, P2))
+    t = tl.arange(0, BLOCK_T)
+    split_width = tl.cdiv(tl.cdiv(width, SPLITS), BLOCK_K) * BLOCK_K
+    for unit in range(tl.program_id(0), tl.load(counts_ptr + 1) * SPLITS, tl.num_programs(0)):
+        item = unit // SPLITS
+        split = unit % SPLITS
+        block = tl.load(items_ptr + item * 2 + 1)
+        record = chunks_ptr + tl.load(items_ptr + item * 2).to(tl.int64) * 8
+        first_row = tl.load(record)
+        count = tl.load(record + 1)
+        tiles = tl.load(record + 3)
+        tile = block * 2 + (n % 16) // 8
+        entry = tl.load(record + 2) + (layer * 7 + projection) * tiles + tile
+        has = (n < NUM_P * 16) & (tile < tiles)
+        offset = tl.load(a_offset_ptr + entry, mask=has, other=-1)
+        has = has & (offset >= 0)
+        has = has & (n % 8 < tl.load(rows_ptr + entry, mask=has, other=0))
+        scale = tl.load(scale_ptr + entry, mask=has, other=0.0)
+        offset = tl.multiple_of(tl.where(has, offset, 0), 8)
+        a_rows = arena_ptr + offset + (n % 8) * width
+        x_rows = x_ptr + (first_row + t) * x_stride
+        product = tl.zeros((BLOCK_T, BLOCK_R), dtype=tl.float32)
+        low = split * split_width
+        for k in range(low, tl.minimum(low + split_width, width), BLOCK_K):
+            columns = k + tl.arange(0, BLOCK_K)
+            inside = columns < width
+            x = tl.load(
+                x_rows[:, None] + columns[None, :],
+                mask=(t < count)[:, None] & inside[None, :],
+                other=0.0,
+            )
+            a = tl.load(
+                a_rows[:, None] + columns[None, :],
+                mask=has[:, None] & inside[None, :],
+                other=0.0,
+            )
+            product = tl.dot(x, tl.trans(a), product, input_precision="ieee")
+        rows = tl.load(record + 5) + block * count + t
+        out = planes_ptr + split.to(tl.int64) * plane_stride
+        tl.store(
+            out + rows[:, None] * (NUM_P * 16) + n[None, :],
+            product * scale[None, :],
+            mask=(t < count)[:, None] & (n < NUM_P * 16)[None, :],
+        )
+
+
+@jit()
+def lora_tile(
+    record,
+    planes_ptr,
+    plane_stride,
+    arena_ptr,
+    b_offset_ptr,
+    rows_ptr,
+    layer,
+    columns,
+    width,
+    projection,
+    INDEX: tl.constexpr,
+    NUM_P: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """A chunk's adapter output for some columns of one projection: [BLOCK_T, BLOCK_N] fp32."""
+    t = tl.arange(0, BLOCK_T)
+    r = tl.arange(0, 16)
+    count = tl.load(record + 1)
+    tiles = tl.load(record + 3)
+    entry = tl.load(record + 2) + (layer * 7 + projection) * tiles
+    first_row = tl.load(record + 5)
+    product = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
+    for block in range(0, tl.load(record + 4)):
+        tile = block * 2 + r // 8
+        has = tile < tiles
+        offset = tl.load(b_offset_ptr + entry + tile, mask=has, other=-1)
+        has = has & (offset >= 0)
+        has = has & (r % 8 < tl.load(rows_ptr + entry + tile, mask=has, other=0))
+        offset = tl.multiple_of(tl.where(has, offset, 0), 8)
+        b = tl.load(
+            (arena_ptr + offset + (r % 8) * width)[:, None] + columns[None, :],
+            mask=has[:, None] & (columns < width)[None, :],
+            other=0.0,
+        )
+        h_ptrs = planes_ptr + (first_row + block * count + t)[:, None] * (NUM_P * 16)
+        h_ptrs += INDEX * 16 + r[None, :]
+        h = tl.zeros((BLOCK_T, 16), dtype=tl.float32)
+        for split in tl.static_range(SPLITS):
+            h += tl.load(h_ptrs + split * plane_stride, mask=(t < count)[:, None], other=0.0)
+        product = tl.dot(h.to(b.dtype), b, product, input_precision="ieee")
+    return product
+
+
+@jit("layer")
+def _expand_kernel(
+    planes_ptr,
+    plane_stride,
+    arena_ptr,
+    b_offset_ptr,
+    rows_ptr,
+    chunks_ptr,
+    counts_ptr,
+    y_ptr,
+    y_stride,
+    out_start,
+    width,
+    layer,
+    projection,
+    INDEX: tl.constexpr,
+    NUM_P: tl.constexpr,
+    ADD: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    t = tl.arange(0, BLOCK_T)
+    num_columns = tl.cdiv(width, BLOCK_N)
+    for unit in range(tl.program_id(0), tl.load(counts_ptr) * num_columns, tl.num_programs(0)):
+        record = chunks_ptr + (unit // num_columns).to(tl.int64) * 8
+        columns = (unit % num_columns) * BLOCK_N + tl.arange(0, BLOCK_N)
+        product = lora_tile(
+            record,
+            planes_ptr,
+            plane_stride,
+            arena_ptr,
+            b_offset_ptr,
+            rows_ptr,
+            layer,
+            columns,
+            width,
+            projection,
+            INDEX,
+            NUM_P,
+            BLOCK_T,
+            BLOCK_N,
+            SPLITS,
+        )
+        rows = tl.load(record) + t
+        y_ptrs = y_ptr + rows[:, None] * y_stride + out_start + columns[None, :]
+        mask = (t < tl.load(record + 1))[:, None] & (columns < width)[None, :]
+        if ADD:
+            product += tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32)
+        tl.store(y_ptrs, product.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+def shrink_splits(width: int, block_t: int) -> int:
+    """Into how many planes a shrink of this inner width is split.
+
+    A decode has few items, so only splitting fills the card; a prefill has enough of them.
+    """
+    if block_t > RANK_BLOCK:
+        return 2
+    return max(1, min(32, width // 256 if width <= 4096 else width // 512))
+
+
+def lora_shrink_triton(
+    x: torch.Tensor,
+    arena: torch.Tensor,
+    table: LoraTable,
+    plan: LoraPlan,
+    layer: int,
+    projections: tuple[int, ...],
+    *,
+    num_programs: int = 528,
+    block_k: int = 0,
+    splits: int = 0,
+    num_warps: int = 4,
+    num_stages: int = 2,
+) -> torch.Tensor:
+    """x [T, in] -> planes [splits, plan.max_rows, len(projections) * 16] fp32."""
+    width = x.shape[1]
+    splits = splits or shrink_splits(width, plan.block_t)
+    block_k = block_k or max(16, min(256 if plan.block_t <= 16 else 64, next_power_of_2(width)))
+    planes = torch.empty(
+        splits, plan.max_rows, len(projections) * RANK_BLOCK, dtype=torch.float32, device=x.device
+    )
+    p0, p1, p2 = (*projections, -1, -1)[:3]
+    _shrink_kernel[(num_programs,)](
+        x_ptr=x,
+        arena_ptr=arena,
+        a_offset_ptr=table.a_offset,
+        rows_ptr=table.rows,
+        scale_ptr=table.scale,
+        chunks_ptr=plan.chunks,
+        items_ptr=plan.items,
+        counts_ptr=plan.counts,
+        planes_ptr=planes,
+        plane_stride=planes.stride(0),
+        x_stride=x.stride(0),
+        width=width,
+        layer=layer,
+        P0=p0,
+        P1=p1,
+        P2=p2,
+        NUM_P=len(projections),
+        BLOCK_R=next_power_of_2(len(projections) * RANK_BLOCK),
+        BLOCK_T=plan.block_t,
+        BLOCK_K=block_k,
+        SPLITS=splits,
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
+    return planes
+
+
+def lora_expand_triton(
+    planes: torch.Tensor,
+    arena: torch.Tensor,
+    table: LoraTable,
+    plan: LoraPlan,
+    layer: int,
+    projections: tuple[int, ...],
+    y: torch.Tensor,
+    out_offsets: tuple[int, ...],
+    *,
+    add: bool = True,
+    num_programs: int = 1056,
+    block_n: int = 128,
+    num_warps: int = 4,
+) -> None:
+    """Add to y, or with add=False write to it, zeros for base-only tokens included."""
+    for index, projection in enumerate(projections):
+        width = out_offsets[index + 1] - out_offsets[index]
+        _expand_kernel[(num_programs,)](
+            planes_ptr=planes,
+            plane_stride=planes.stride(0),
+            arena_ptr=arena,
+            b_offset_ptr=table.b_offset,
+            rows_ptr=table.rows,
+            chunks_ptr=plan.chunks,
+            counts_ptr=plan.counts,
+            y_ptr=y,
+            y_stride=y.stride(0),
+            out_start=out_offsets[index],
+            width=width,
+            layer=layer,
+            projection=projection,
+            INDEX=index,
+            NUM_P=len(projections),
+            ADD=add,
+            BLOCK_T=plan.block_t,
+            BLOCK_N=min(block_n, max(16, next_power_of_2(width))),
+            SPLITS=planes.shape[0],
+            num_warps=num_warps,
+        )
+
+
+def block_of(num_tokens: int, num_segments: int) -> int:
+    """Tokens per chunk: 16 where segments are short (decode), 64 where they are long."""
+    return 64 if num_tokens >= 32 * max(num_segments, 1) else 16
+
+
 def lora_shrink(
     x: torch.Tensor,
     arena: torch.Tensor,
@@ -158,7 +379,10 @@ def lora_shrink(
     layer: int,
     projections: tuple[int, ...],
 ) -> torch.Tensor:
-    """Project each token into its adapter's rank space, scaled; shapes as in `lora_shrink_ref`."""
+    """Project each token into its adapter's rank space, scaled; pass the result to lora_expand."""
+    if use_triton(x):
+        plan = make_plan(lora, x.shape[0], block_of(x.shape[0], lora.seg_adapter.shape[0]))
+        return lora_shrink_triton(x, arena, lora.table, plan, layer, projections)
     return lora_shrink_ref(x, arena, lora, layer, projections)
 
 
@@ -172,4 +396,8 @@ def lora_expand(
     out_offsets: tuple[int, ...],
 ) -> None:
     """Add each token's adapter output to `y` in place; shapes as in `lora_expand_ref`."""
-    lora_expand_ref(h, arena, lora, layer, projections, y, out_offsets)
+    if use_triton(y):
+        plan = make_plan(lora, y.shape[0], block_of(y.shape[0], lora.seg_adapter.shape[0]))
+        lora_expand_triton(h, arena, lora.table, plan, layer, projections, y, out_offsets)
+    else:
+        lora_expand_ref(h, arena, lora, layer, projections, y, out_offsets)

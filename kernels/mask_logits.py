@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from kernels.backend import ceil_div, jit, tl, use_triton
+
 
 def apply_bitmask_ref(logits: torch.Tensor, bitmask: torch.Tensor, rows: torch.Tensor) -> None:
     """Set logits to -inf where a row's bit is 0; rows that are not listed keep their values.
@@ -20,6 +22,39 @@ def apply_bitmask_ref(logits: torch.Tensor, bitmask: torch.Tensor, rows: torch.T
     logits[rows] = logits[rows].masked_fill(~allowed, float("-inf"))
 
 
+@jit()
+def _bitmask_kernel(
+    logits_ptr, logits_stride, bitmask_ptr, bitmask_stride, rows_ptr, width, BLOCK: tl.constexpr
+):
+    row = tl.load(rows_ptr + tl.program_id(0)).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    word = tl.load(bitmask_ptr + row * bitmask_stride + columns // 32, mask=inside, other=0)
+    forbidden = ((word >> (columns % 32)) & 1) == 0
+    target = logits_ptr + row * logits_stride + columns
+    tl.store(target, tl.full((BLOCK,), float("-inf"), tl.float32), mask=inside & forbidden)
+
+
+def apply_bitmask_triton(logits: torch.Tensor, bitmask: torch.Tensor, rows: torch.Tensor) -> None:
+    """Writes only where a token is forbidden."""
+    if not rows.numel():
+        return
+    block = 1024
+    _bitmask_kernel[(rows.shape[0], ceil_div(logits.shape[1], block))](
+        logits_ptr=logits,
+        logits_stride=logits.stride(0),
+        bitmask_ptr=bitmask,
+        bitmask_stride=bitmask.stride(0),
+        rows_ptr=rows,
+        width=logits.shape[1],
+        BLOCK=block,
+        num_warps=4,
+    )
+
+
 def apply_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: torch.Tensor) -> None:
     """Set logits to -inf where a row's bit is 0; shapes as in `apply_bitmask_ref`."""
-    apply_bitmask_ref(logits, bitmask, rows)
+    if use_triton(logits):
+        apply_bitmask_triton(logits, bitmask, rows)
+    else:
+        apply_bitmask_ref(logits, bitmask, rows)

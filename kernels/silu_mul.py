@@ -1,9 +1,14 @@
-"""The gated activation of a Llama MLP."""
+"""The gated activation of a Llama MLP, and its fusion with the adapters' gate and up."""
 
 from __future__ import annotations
 
 import torch
 from torch.nn import functional
+
+from kernels.backend import ceil_div, jit, next_power_of_2, tl, use_triton
+from kernels.lora import lora_tile
+from kernels.lora_plan import LoraPlan
+from kernels.lora_table import LoraTable
 
 
 def silu_mul_ref(gate_up: torch.Tensor) -> torch.Tensor:
@@ -12,6 +17,107 @@ def silu_mul_ref(gate_up: torch.Tensor) -> torch.Tensor:
     return functional.silu(gate) * up
 
 
+@jit()
+def _silu_mul_kernel(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < width
+    gate = tl.load(gate_up_ptr + row * 2 * width + columns, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * 2 * width + width + columns, mask=mask, other=0.0)
+    # The product is rounded once more before it, as the reference rounds silu's result.
+    silu = (gate * tl.sigmoid(gate)).to(up.dtype)
+    tl.store(out_ptr + row * width + columns, silu * up, mask=mask)
+
+
+@jit("layer")
+def _lora_silu_mul_kernel(
+    gate_up_ptr,
+    out_ptr,
+    planes_ptr,
+    plane_stride,
+    arena_ptr,
+    b_offset_ptr,
+    rows_ptr,
+    chunks_ptr,
+    counts_ptr,
+    width,
+    layer,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    t = tl.arange(0, BLOCK_T)
+    num_columns = tl.cdiv(width, BLOCK_N)
+    for unit in range(tl.program_id(0), tl.load(counts_ptr) * num_columns, tl.num_programs(0)):
+        record = chunks_ptr + (unit // num_columns).to(tl.int64) * 8
+        columns = (unit % num_columns) * BLOCK_N + tl.arange(0, BLOCK_N)
+        rows = tl.load(record) + t
+        mask = (t < tl.load(record + 1))[:, None] & (columns < width)[None, :]
+        gate_ptrs = gate_up_ptr + rows[:, None] * 2 * width + columns[None, :]
+        gate = tl.load(gate_ptrs, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(gate_ptrs + width, mask=mask, other=0.0).to(tl.float32)
+        gate += lora_tile(
+            record, planes_ptr, plane_stride, arena_ptr, b_offset_ptr, rows_ptr, layer, columns,
+            width, 4, 0, 2, BLOCK_T, BLOCK_N, SPLITS,
+        )  # fmt: skip
+        up += lora_tile(
+            record, planes_ptr, plane_stride, arena_ptr, b_offset_ptr, rows_ptr, layer, columns,
+            width, 5, 1, 2, BLOCK_T, BLOCK_N, SPLITS,
+        )  # fmt: skip
+        out = out_ptr + rows[:, None] * width + columns[None, :]
+        product = gate * tl.sigmoid(gate) * up
+        tl.store(out, product.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def silu_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
+    """gate_up [T, 2I] contiguous -> [T, I]."""
+    num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(num_tokens, width, dtype=gate_up.dtype, device=gate_up.device)
+    block = min(1024, next_power_of_2(width))
+    _silu_mul_kernel[(num_tokens, ceil_div(width, block))](
+        gate_up_ptr=gate_up, out_ptr=out, width=width, BLOCK=block, num_warps=4
+    )
+    return out
+
+
+def lora_silu_mul_triton(
+    gate_up: torch.Tensor,
+    planes: torch.Tensor,
+    arena: torch.Tensor,
+    table: LoraTable,
+    plan: LoraPlan,
+    layer: int,
+    *,
+    num_programs: int = 1056,
+    block_n: int = 128,
+    num_warps: int = 4,
+) -> torch.Tensor:
+    """silu(gate + adapters' gate) * (up + adapters' up); planes shrunk over (gate, up).
+
+    Rows that belong to no segment are not written.
+    """
+    num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(num_tokens, width, dtype=gate_up.dtype, device=gate_up.device)
+    _lora_silu_mul_kernel[(num_programs,)](
+        gate_up_ptr=gate_up,
+        out_ptr=out,
+        planes_ptr=planes,
+        plane_stride=planes.stride(0),
+        arena_ptr=arena,
+        b_offset_ptr=table.b_offset,
+        rows_ptr=table.rows,
+        chunks_ptr=plan.chunks,
+        counts_ptr=plan.counts,
+        width=width,
+        layer=layer,
+        BLOCK_T=plan.block_t,
+        BLOCK_N=min(block_n, max(16, next_power_of_2(width))),
+        SPLITS=planes.shape[0],
+        num_warps=num_warps,
+    )
+    return out
+
+
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """gate_up [T, 2I], gate first -> silu(gate) * up [T, I]."""
-    return silu_mul_ref(gate_up)
+    return silu_mul_triton(gate_up) if use_triton(gate_up) else silu_mul_ref(gate_up)

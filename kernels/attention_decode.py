@@ -1,0 +1,195 @@
+"""Paged attention of one new token per sequence, the context split over programs.
+
+A program takes one sequence, one KV head with all its query heads, and a part of the context.
+Where a context needs several parts, each leaves (output, maximum, sum) in a workspace and the last
+to arrive combines them in order: no second launch, and the same bits every time.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.backend import jit, next_power_of_2, tl
+from kernels.kv_pages import PageLayout
+
+# A part shorter than this costs more to combine than it saves.
+MIN_PART = 256
+
+
+@jit("layer", "table_stride")
+def _decode_kernel(
+    q_ptr,
+    out_ptr,
+    arena_ptr,
+    query_start_ptr,
+    context_lens_ptr,
+    page_tables_ptr,
+    table_stride,
+    partial_ptr,
+    stats_ptr,
+    arrived_ptr,
+    scale_log2,
+    page_elems,
+    layer_stride,
+    value_stride,
+    layer,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    PARTS: tl.constexpr,
+    MIN_PART: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    GROUP: tl.constexpr = H // K
+    s = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    part = tl.program_id(2)
+    row = tl.load(query_start_ptr + s).to(tl.int64)
+    num_new = tl.load(query_start_ptr + s + 1) - row
+    context = tl.load(context_lens_ptr + s)
+    part_width = tl.maximum(tl.cdiv(tl.cdiv(context, PARTS), BLOCK_N) * BLOCK_N, MIN_PART)
+    low = part * part_width
+    if (num_new != 1) | (low >= context):
+        return
+    high = tl.minimum(low + part_width, context)
+    g = tl.arange(0, BLOCK_G)
+    d = tl.arange(0, BLOCK_D)
+    head_mask = (g < GROUP)[:, None] & (d < D)[None, :]
+    heads = row * H + kv_head * GROUP + g
+    q = tl.load(q_ptr + heads[:, None] * D + d[None, :], mask=head_mask, other=0.0)
+    top = tl.full((BLOCK_G,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((BLOCK_G,), dtype=tl.float32)
+    out = tl.zeros((BLOCK_G, BLOCK_D), dtype=tl.float32)
+    first = arena_ptr + layer.to(tl.int64) * layer_stride + kv_head * (PAGE * D)
+    for start in range(low, high, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        live = n < high
+        table = page_tables_ptr + s.to(tl.int64) * table_stride
+        page = tl.load(table + n // PAGE, mask=live, other=0).to(tl.int64)
+        token = first + page * page_elems + (n % PAGE) * D
+        kv_mask = live[:, None] & (d < D)[None, :]
+        k = tl.load(token[:, None] + d[None, :], mask=kv_mask, other=0.0)
+        v = tl.load(token[:, None] + value_stride + d[None, :], mask=kv_mask, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        scores = tl.where(live[None, :], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(weights, axis=1)
+        out = out * shrink[:, None]
+        out = tl.dot(weights.to(v.dtype), v, out, input_precision="ieee")
+        top = new_top
+    num_parts = tl.cdiv(context, part_width)
+    out_ptrs = out_ptr + heads[:, None] * D + d[None, :]
+    if num_parts == 1:
+        tl.store(out_ptrs, (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=head_mask)
+        return
+    unit = s * K + kv_head
+    mine = (unit * PARTS + part) * BLOCK_G
+    tl.store(partial_ptr + (mine + g)[:, None] * BLOCK_D + d[None, :], out)
+    tl.store(stats_ptr + (mine + g) * 2, top)
+    tl.store(stats_ptr + (mine + g) * 2 + 1, total)
+    tl.debug_barrier()  # every thread's part is stored before one thread says so
+    if tl.atomic_add(arrived_ptr + unit, 1, sem="acq_rel") != num_parts - 1:
+        return
+    top = tl.full((BLOCK_G,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((BLOCK_G,), dtype=tl.float32)
+    out = tl.zeros((BLOCK_G, BLOCK_D), dtype=tl.float32)
+    for other in range(0, num_parts):
+        theirs = (unit * PARTS + other) * BLOCK_G + g
+        their_top = tl.load(stats_ptr + theirs * 2, cache_modifier=".cg")
+        their_total = tl.load(stats_ptr + theirs * 2 + 1, cache_modifier=".cg")
+        partial = partial_ptr + theirs[:, None] * BLOCK_D + d[None, :]
+        new_top = tl.maximum(top, their_top)
+        weight = tl.exp2(their_top - new_top)
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + their_total * weight
+        out = out * shrink[:, None] + tl.load(partial, cache_modifier=".cg") * weight[:, None]
+        top = new_top
+    tl.store(out_ptrs, (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=head_mask)
+    tl.store(arrived_ptr + unit, 0)  # as the next launch wants to find it
+
+
+def num_parts(num_sequences: int, num_kv_heads: int) -> int:
+    """How many programs may share a context: enough to fill a card at small batches."""
+    return min(32, next_power_of_2(max(1, 528 // max(num_sequences * num_kv_heads, 1))))
+
+
+class DecodeWorkspace:
+    """Scratch of the split contexts; one a stream, since launches that share it must not overlap.
+
+    `arrived` is zero between launches.
+    """
+
+    def __init__(
+        self, num_sequences: int, num_heads: int, layout: PageLayout, device: torch.device
+    ) -> None:
+        self.parts = num_parts(num_sequences, layout.num_kv_heads)
+        group = max(16, next_power_of_2(num_heads // layout.num_kv_heads))
+        rows = num_sequences * layout.num_kv_heads * self.parts * group
+        self.partial = torch.empty(
+            rows, max(16, next_power_of_2(layout.head_dim)), dtype=torch.float32, device=device
+        )
+        self.stats = torch.empty(rows, 2, dtype=torch.float32, device=device)
+        self.arrived = torch.zeros(
+            num_sequences * layout.num_kv_heads, dtype=torch.int32, device=device
+        )
+
+
+def attention_decode_triton(
+    q: torch.Tensor,
+    arena: torch.Tensor,
+    layout: PageLayout,
+    layer: int,
+    query_start: torch.Tensor,
+    context_lens: torch.Tensor,
+    page_tables: torch.Tensor,
+    scale: float,
+    *,
+    out: torch.Tensor | None = None,
+    workspace: DecodeWorkspace | None = None,
+    block_n: int = 64,
+    num_warps: int = 4,
+    num_stages: int = 2,
+    min_part: int = MIN_PART,
+) -> torch.Tensor:
+    """q [T, H, D] -> out [T, H, D] for the sequences with one new token; other rows are kept.
+
+    A sequence with context 0 is padding. Shapes as in `paged_attention_ref`.
+    """
+    out = torch.empty_like(q) if out is None else out
+    num_sequences, num_heads = context_lens.shape[0], q.shape[1]
+    if workspace is None:
+        workspace = DecodeWorkspace(num_sequences, num_heads, layout, q.device)
+    _decode_kernel[(num_sequences, layout.num_kv_heads, workspace.parts)](
+        q_ptr=q,
+        out_ptr=out,
+        arena_ptr=arena,
+        query_start_ptr=query_start,
+        context_lens_ptr=context_lens,
+        page_tables_ptr=page_tables,
+        table_stride=page_tables.stride(0),
+        partial_ptr=workspace.partial,
+        stats_ptr=workspace.stats,
+        arrived_ptr=workspace.arrived,
+        scale_log2=scale * 1.4426950408889634,
+        page_elems=layout.page_elems,
+        layer_stride=layout.layer_stride,
+        value_stride=layout.value_stride,
+        layer=layer,
+        H=num_heads,
+        K=layout.num_kv_heads,
+        D=layout.head_dim,
+        PAGE=layout.page_size,
+        PARTS=workspace.parts,
+        MIN_PART=min_part,
+        BLOCK_G=max(16, next_power_of_2(num_heads // layout.num_kv_heads)),
+        BLOCK_D=max(16, next_power_of_2(layout.head_dim)),
+        BLOCK_N=block_n,
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
+    return out

@@ -1,0 +1,151 @@
+"""Paged attention of a chunk of new tokens per sequence: ragged, causal, grouped-query.
+
+A program takes a block of a sequence's new tokens with all query heads of one KV head, so each key
+and value is read once for the group. Online softmax (FlashAttention-2, arXiv:2307.08691).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.backend import ceil_div, jit, next_power_of_2, tl
+from kernels.kv_pages import PageLayout
+
+
+@jit("layer", "table_stride")
+def _prefill_kernel(
+    q_ptr,
+    out_ptr,
+    arena_ptr,
+    query_start_ptr,
+    context_lens_ptr,
+    page_tables_ptr,
+    table_stride,
+    scale_log2,
+    page_elems,
+    layer_stride,
+    value_stride,
+    layer,
+    MIN_NEW: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    GROUP: tl.constexpr = H // K
+    s = tl.program_id(1)
+    kv_head = tl.program_id(2)
+    start = tl.load(query_start_ptr + s).to(tl.int64)
+    num_new = (tl.load(query_start_ptr + s + 1) - start).to(tl.int32)
+    # Later blocks see more context: they go first, so that the short ones fill the end.
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_Q
+    if (num_new < MIN_NEW) | (first >= num_new):
+        return
+    m = tl.arange(0, BLOCK_Q * GROUP_PAD)
+    d = tl.arange(0, BLOCK_D)
+    token = first + m // GROUP_PAD
+    group = m % GROUP_PAD
+    before = tl.load(context_lens_ptr + s) - num_new
+    position = before + token
+    heads = (start + token) * H + kv_head * GROUP + group
+    q_mask = ((token < num_new) & (group < GROUP))[:, None] & (d < D)[None, :]
+    q = tl.load(q_ptr + heads[:, None] * D + d[None, :], mask=q_mask, other=0.0)
+    top = tl.full((BLOCK_Q * GROUP_PAD,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((BLOCK_Q * GROUP_PAD,), dtype=tl.float32)
+    out = tl.zeros((BLOCK_Q * GROUP_PAD, BLOCK_D), dtype=tl.float32)
+    base = arena_ptr + layer.to(tl.int64) * layer_stride + kv_head * (PAGE * D)
+    table = page_tables_ptr + s.to(tl.int64) * table_stride
+    d_mask = (d < D)[None, :]
+    seen = before + tl.minimum(first + BLOCK_Q, num_new)
+    unmasked = (before + first + 1) // BLOCK_N * BLOCK_N  # every row sees these keys
+    for low in range(0, unmasked, BLOCK_N):
+        n = low + tl.arange(0, BLOCK_N)
+        page = tl.load(table + n // PAGE).to(tl.int64)
+        key = (base + page * page_elems + (n % PAGE) * D)[:, None] + d[None, :]
+        k = tl.load(key, mask=d_mask, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(weights, axis=1)
+        out = out * shrink[:, None]
+        v = tl.load(key + value_stride, mask=d_mask, other=0.0)
+        out = tl.dot(weights.to(v.dtype), v, out, input_precision="ieee")
+        top = new_top
+    for low in range(unmasked, seen, BLOCK_N):
+        n = low + tl.arange(0, BLOCK_N)
+        live = n < seen
+        page = tl.load(table + n // PAGE, mask=live, other=0).to(tl.int64)
+        key = (base + page * page_elems + (n % PAGE) * D)[:, None] + d[None, :]
+        k = tl.load(key, mask=live[:, None] & d_mask, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        scores = tl.where(n[None, :] <= position[:, None], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(weights, axis=1)
+        out = out * shrink[:, None]
+        v = tl.load(key + value_stride, mask=live[:, None] & d_mask, other=0.0)
+        out = tl.dot(weights.to(v.dtype), v, out, input_precision="ieee")
+        top = new_top
+    out_ptrs = out_ptr + heads[:, None] * D + d[None, :]
+    tl.store(out_ptrs, (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=q_mask)
+
+
+def attention_prefill_triton(
+    q: torch.Tensor,
+    arena: torch.Tensor,
+    layout: PageLayout,
+    layer: int,
+    query_start: torch.Tensor,
+    context_lens: torch.Tensor,
+    page_tables: torch.Tensor,
+    scale: float,
+    *,
+    max_new: int,
+    min_new: int = 1,
+    out: torch.Tensor | None = None,
+    block_m: int = 128,
+    block_n: int = 64,
+    num_warps: int = 8,
+    num_stages: int = 2,
+) -> torch.Tensor:
+    """q [T, H, D] -> out [T, H, D] for the sequences with at least `min_new` new tokens.
+
+    max_new is at least the longest chunk; rows of shorter chunks than min_new are kept. Shapes as
+    in `paged_attention_ref`.
+    """
+    out = torch.empty_like(q) if out is None else out
+    group_pad = next_power_of_2(q.shape[1] // layout.num_kv_heads)
+    block_q = max(block_m // group_pad, 16 // min(group_pad, 16), 1)
+    grid = (ceil_div(max_new, block_q), context_lens.shape[0], layout.num_kv_heads)
+    _prefill_kernel[grid](
+        q_ptr=q,
+        out_ptr=out,
+        arena_ptr=arena,
+        query_start_ptr=query_start,
+        context_lens_ptr=context_lens,
+        page_tables_ptr=page_tables,
+        table_stride=page_tables.stride(0),
+        scale_log2=scale * 1.4426950408889634,
+        page_elems=layout.page_elems,
+        layer_stride=layout.layer_stride,
+        value_stride=layout.value_stride,
+        layer=layer,
+        MIN_NEW=min_new,
+        H=q.shape[1],
+        K=layout.num_kv_heads,
+        D=layout.head_dim,
+        PAGE=layout.page_size,
+        GROUP_PAD=group_pad,
+        BLOCK_Q=block_q,
+        BLOCK_D=max(16, next_power_of_2(layout.head_dim)),
+        BLOCK_N=block_n,
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
+    return out

@@ -1,0 +1,135 @@
+"""The step's LoRA work as a list on the device: built once, read by every layer.
+
+A segment (tokens of one virtual adapter) is cut into *chunks* of at most `block_t` tokens; a chunk
+times 16 rank rows (two tiles) is an *item*, the unit of the shrink. The expand, and what it is
+fused into, walks chunks. Both lists and their lengths live on the device, and the kernels' grids
+do not depend on them: so one CUDA graph serves every mix of adapters and ranks.
+
+The rank-space vectors of all items lie in *planes* `[splits, rows, projections * 16]` fp32: each
+split of the inner dimension writes its own plane and the reader sums them in order, which needs
+neither zeroing nor atomics and gives the same bits every time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kernels.backend import ceil_div, jit, next_power_of_2, tl
+from kernels.lora_table import LoraBatch
+
+RANK_BLOCK = 16  # the smallest inner dimension of a matrix product on tensor cores
+RECORD = 8  # int64 words of a chunk's record, 64 bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraPlan:
+    """Where the work list of a step is.
+
+    chunks    [C, 8] int64  first row, tokens, entry of (layer 0, projection 0, tile 0), tiles,
+                            rank blocks (0: base only), first row in the planes
+    items     [J, 2] int32  chunk, rank block
+    counts    [2] int32     how many of each there are
+    block_t                 most tokens in a chunk
+    max_rows                rows that the planes must have
+    """
+
+    chunks: torch.Tensor
+    items: torch.Tensor
+    counts: torch.Tensor
+    block_t: int
+    max_rows: int
+
+
+def empty_plan(
+    num_tokens: int, num_segments: int, max_blocks: int, block_t: int, device: torch.device
+) -> LoraPlan:
+    """Room for the work list of any step of at most so many tokens, segments and rank blocks."""
+    max_chunks = min(num_tokens, ceil_div(num_tokens, block_t) + num_segments)
+    return LoraPlan(
+        chunks=torch.empty(max_chunks, RECORD, dtype=torch.int64, device=device),
+        items=torch.empty(max_chunks * max(max_blocks, 1), 2, dtype=torch.int32, device=device),
+        counts=torch.zeros(2, dtype=torch.int32, device=device),
+        block_t=block_t,
+        max_rows=num_tokens * max(max_blocks, 1),
+    )
+
+
+@jit("num_segments")
+def _plan_kernel(
+    seg_indptr_ptr,
+    seg_adapter_ptr,
+    entry_start_ptr,
+    num_tiles_ptr,
+    chunks_ptr,
+    items_ptr,
+    counts_ptr,
+    num_segments,
+    max_items,
+    BLOCK_T: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
+    g = tl.arange(0, BLOCK_G)
+    valid = g < num_segments
+    start = tl.load(seg_indptr_ptr + g, mask=valid, other=0)
+    length = tl.load(seg_indptr_ptr + g + 1, mask=valid, other=0) - start
+    adapter = tl.load(seg_adapter_ptr + g, mask=valid, other=-1)
+    has = (adapter >= 0) & (length > 0)
+    tiles = tl.load(num_tiles_ptr + adapter, mask=has, other=0)
+    entry = tl.load(entry_start_ptr + adapter, mask=has, other=0)
+    blocks = (tiles + 1) // 2
+    chunks = (length + BLOCK_T - 1) // BLOCK_T
+    first_chunk = tl.cumsum(chunks, axis=0) - chunks
+    first_item = tl.cumsum(chunks * blocks, axis=0) - chunks * blocks
+    first_row = tl.cumsum(length * blocks, axis=0) - length * blocks
+    most_blocks = tl.max(blocks, axis=0)
+    for c in range(0, tl.max(chunks, axis=0)):
+        here = c < chunks
+        chunk = first_chunk + c
+        record = chunks_ptr + chunk.to(tl.int64) * 8
+        tl.store(record, (start + c * BLOCK_T).to(tl.int64), mask=here)
+        tl.store(record + 1, tl.minimum(length - c * BLOCK_T, BLOCK_T).to(tl.int64), mask=here)
+        tl.store(record + 2, entry, mask=here)
+        tl.store(record + 3, tiles.to(tl.int64), mask=here)
+        tl.store(record + 4, blocks.to(tl.int64), mask=here)
+        tl.store(record + 5, (first_row + c * BLOCK_T * blocks).to(tl.int64), mask=here)
+        for block in range(0, most_blocks):
+            item = first_item + c * blocks + block
+            fits = here & (block < blocks) & (item < max_items)
+            tl.store(items_ptr + item * 2, chunk, mask=fits)
+            tl.store(items_ptr + item * 2 + 1, chunk * 0 + block, mask=fits)
+    tl.store(counts_ptr, tl.sum(chunks, axis=0))
+    tl.store(counts_ptr + 1, tl.minimum(tl.sum(chunks * blocks, axis=0), max_items))
+
+
+def fill_plan(plan: LoraPlan, lora: LoraBatch) -> None:
+    """Write the work list of `lora`; one launch, nothing comes back to the host.
+
+    The caller has made the plan large enough: for each request, its tokens times its rank blocks.
+    """
+    num_segments = lora.seg_adapter.shape[0]
+    _plan_kernel[(1,)](
+        seg_indptr_ptr=lora.seg_indptr,
+        seg_adapter_ptr=lora.seg_adapter,
+        entry_start_ptr=lora.table.entry_start,
+        num_tiles_ptr=lora.table.num_tiles,
+        chunks_ptr=plan.chunks,
+        items_ptr=plan.items,
+        counts_ptr=plan.counts,
+        num_segments=num_segments,
+        max_items=plan.items.shape[0],
+        BLOCK_T=plan.block_t,
+        BLOCK_G=next_power_of_2(num_segments),
+        num_warps=4,
+    )
+
+
+def make_plan(lora: LoraBatch, num_tokens: int, block_t: int) -> LoraPlan:
+    """A new plan, filled."""
+    max_blocks = ceil_div(lora.max_tiles, 2)
+    plan = empty_plan(
+        num_tokens, lora.seg_adapter.shape[0], max_blocks, block_t, lora.seg_adapter.device
+    )
+    fill_plan(plan, lora)
+    return plan

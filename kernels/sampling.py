@@ -1,0 +1,155 @@
+"""What keeps a decode on the device: the greedy token, and the inputs of the step after it."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.backend import ceil_div, jit, next_power_of_2, tl, use_triton
+
+
+def greedy_ref(logits: torch.Tensor) -> torch.Tensor:
+    """logits [S, V] -> [S] int64, the first index of each row's largest value."""
+    return logits.argmax(-1)
+
+
+@jit()
+def _greedy_parts_kernel(
+    logits_ptr, stride, values_ptr, indices_ptr, width, PARTS: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    part_width = tl.cdiv(tl.cdiv(width, PARTS), BLOCK) * BLOCK
+    best = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
+    where = tl.zeros((BLOCK,), dtype=tl.int32)
+    low = part * part_width
+    for start in range(low, tl.minimum(low + part_width, width), BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < width
+        x = tl.load(logits_ptr + row * stride + columns, mask=inside, other=float("-inf"))
+        better = x.to(tl.float32) > best
+        best = tl.where(better, x.to(tl.float32), best)
+        where = tl.where(better, columns, where)
+    top = tl.max(best, axis=0)
+    index = tl.min(tl.where(best == top, where, 2147483647), axis=0)
+    tl.store(values_ptr + row * PARTS + part, top)
+    tl.store(indices_ptr + row * PARTS + part, index)
+
+
+@jit()
+def _greedy_kernel(values_ptr, indices_ptr, out_ptr, PARTS: tl.constexpr):
+    row = tl.program_id(0)
+    part = tl.arange(0, PARTS)
+    values = tl.load(values_ptr + row * PARTS + part)
+    indices = tl.load(indices_ptr + row * PARTS + part)
+    best = tl.where(values == tl.max(values, axis=0), indices, 2147483647)
+    tl.store(out_ptr + row, tl.min(best, axis=0).to(tl.int64))
+
+
+def greedy_triton(logits: torch.Tensor) -> torch.Tensor:
+    """Two launches: parts of each row, then the best part."""
+    num_rows, width = logits.shape
+    parts = min(
+        next_power_of_2(ceil_div(width, 1024)), max(1, next_power_of_2(528 // max(num_rows, 1)))
+    )
+    values = torch.empty(num_rows, parts, dtype=torch.float32, device=logits.device)
+    indices = torch.empty(num_rows, parts, dtype=torch.int32, device=logits.device)
+    out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    _greedy_parts_kernel[(num_rows, parts)](
+        logits_ptr=logits,
+        stride=logits.stride(0),
+        values_ptr=values,
+        indices_ptr=indices,
+        width=width,
+        PARTS=parts,
+        BLOCK=1024,
+        num_warps=4,
+    )
+    _greedy_kernel[(num_rows,)](
+        values_ptr=values, indices_ptr=indices, out_ptr=out, PARTS=parts, num_warps=1
+    )
+    return out
+
+
+def greedy(logits: torch.Tensor) -> torch.Tensor:
+    """logits [S, V] -> [S] int64, the first index of each row's largest value."""
+    return greedy_triton(logits) if use_triton(logits) else greedy_ref(logits)
+
+
+def advance_ref(
+    positions: torch.Tensor,
+    context_lens: torch.Tensor,
+    slots: torch.Tensor,
+    page_tables: torch.Tensor,
+    page_size: int,
+) -> None:
+    """Move each decoding sequence one token on, in place; context 0 is padding and stays.
+
+    positions     [S] int64
+    context_lens  [S] int32
+    slots         [S] int64, where the next token's KV goes; -1 for padding
+    page_tables   [S, max_pages] int32, with the page of the next token already in it
+    """
+    live = context_lens > 0
+    positions += live
+    context_lens += live.to(torch.int32)
+    page = page_tables.gather(1, (positions // page_size)[:, None]).squeeze(1).long()
+    slots.copy_(torch.where(live, page * page_size + positions % page_size, -1))
+
+
+@jit("num_rows", "table_stride")
+def _advance_kernel(
+    positions_ptr,
+    context_lens_ptr,
+    slots_ptr,
+    page_tables_ptr,
+    table_stride,
+    num_rows,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    s = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = s < num_rows
+    context = tl.load(context_lens_ptr + s, mask=inside, other=0)
+    live = context > 0
+    position = tl.load(positions_ptr + s, mask=live, other=0) + 1
+    page = tl.load(
+        page_tables_ptr + s.to(tl.int64) * table_stride + position // PAGE, mask=live, other=-1
+    )
+    slot = page.to(tl.int64) * PAGE + position % PAGE
+    tl.store(positions_ptr + s, position, mask=live)
+    tl.store(context_lens_ptr + s, context + 1, mask=live)
+    tl.store(slots_ptr + s, tl.where(page >= 0, slot, -1), mask=inside)
+
+
+def advance_triton(
+    positions: torch.Tensor,
+    context_lens: torch.Tensor,
+    slots: torch.Tensor,
+    page_tables: torch.Tensor,
+    page_size: int,
+) -> None:
+    """A row whose next page is not there yet (-1) gets slot -1."""
+    num_rows = positions.shape[0]
+    _advance_kernel[(ceil_div(num_rows, 128),)](
+        positions_ptr=positions,
+        context_lens_ptr=context_lens,
+        slots_ptr=slots,
+        page_tables_ptr=page_tables,
+        table_stride=page_tables.stride(0),
+        num_rows=num_rows,
+        PAGE=page_size,
+        BLOCK=128,
+        num_warps=4,
+    )
+
+
+def advance(
+    positions: torch.Tensor,
+    context_lens: torch.Tensor,
+    slots: torch.Tensor,
+    page_tables: torch.Tensor,
+    page_size: int,
+) -> None:
+    """Move each decoding sequence one token on, in place; shapes as in `advance_ref`."""
+    run = advance_triton if use_triton(positions) else advance_ref
+    run(positions, context_lens, slots, page_tables, page_size)

@@ -1,0 +1,322 @@
+"""Every Triton kernel against its reference, in the interpreter or on a card.
+
+Outputs are poisoned with NaN before each launch, and inputs hold NaN wherever nothing may be read.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.attention import paged_attention_ref
+from kernels.attention_decode import DecodeWorkspace, attention_decode_triton
+from kernels.attention_prefill import attention_prefill_triton
+from kernels.lora import lora_expand_triton, lora_shrink_triton
+from kernels.lora_plan import make_plan
+from kernels.mask_logits import apply_bitmask_ref, apply_bitmask_triton
+from kernels.rms_norm import (
+    add_rms_norm_ref,
+    add_rms_norm_triton,
+    rms_norm_ref,
+    rms_norm_triton,
+)
+from kernels.rope import rope_kv_write_ref, rope_kv_write_triton
+from kernels.sampling import advance_ref, advance_triton, greedy_triton
+from kernels.silu_mul import lora_silu_mul_triton, silu_mul_ref, silu_mul_triton
+from tests.kernels.cases import Adapters, make_adapters, make_cache
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+
+
+def assert_near(out: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    """Relative error of the whole; NaN never passes."""
+    assert out.shape == expected.shape
+    error = (out.double() - expected.double()).norm() / (expected.double().norm() + 1e-9)
+    assert error.item() <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("width", [16, 48, 100])
+def test_rms_norm(width: int, dtype: torch.dtype, device: str) -> None:
+    x, residual, delta = torch.randn(3, 5, width, device=device).to(dtype)
+    weight = torch.randn(width, device=device).to(dtype)
+
+    assert_near(rms_norm_triton(x, weight, 1e-5), rms_norm_ref(x, weight, 1e-5), dtype)
+    for extra in (None, delta):
+        normed, total = add_rms_norm_triton(x, residual, weight, 1e-5, extra)
+        expected = add_rms_norm_ref(x, residual, weight, 1e-5, extra)
+        assert_near(normed, expected[0], dtype)
+        assert_near(total, expected[1], dtype)
+
+
+def test_silu_mul(dtype: torch.dtype, device: str) -> None:
+    gate_up = torch.randn(3, 74, device=device).to(dtype)
+    assert_near(silu_mul_triton(gate_up), silu_mul_ref(gate_up), dtype)
+
+
+MIXES = {
+    "base only": ([], [(3, -1), (1, -1)]),
+    "one": ([16], [(1, 0)]),
+    "ranks": ([4, 1, 27, 64], [(1, 2), (2, 0), (1, -1), (1, 3), (3, 1)]),
+    "long segment": ([8, 9], [(21, 1), (0, 0), (2, -1), (17, 0)]),
+    "distinct": ([2] * 6, [(1, v) for v in range(6)]),
+    "largest": ([256], [(2, 0), (1, -1)]),
+}
+
+
+def _case(
+    mix: str, widths: dict[int, tuple[int, int]], dtype: torch.dtype, device: str
+) -> tuple[Adapters, list[tuple[int, int]], int]:
+    ranks, segments = MIXES[mix]
+    missing = frozenset({(1, min(widths))})
+    adapters = make_adapters(widths, ranks or [8], missing=missing, dtype=dtype, device=device)
+    return adapters, segments, sum(count for count, _ in segments)
+
+
+def _add_deltas(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    adapters: Adapters,
+    segments: list[tuple[int, int]],
+    columns: dict[int, tuple[int, int]],
+) -> torch.Tensor:
+    out, row = y.float().clone(), 0
+    for count, adapter in segments:
+        own = slice(row, row + count)
+        for projection, (low, high) in columns.items():
+            out[own, low:high] += adapters.delta(x[own], adapter, 1, projection)
+        row += count
+    return out
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("block_t", [16, 32])
+def test_shrink_and_expand(mix: str, block_t: int, dtype: torch.dtype, device: str) -> None:
+    widths = {0: (40, 48), 1: (40, 24), 2: (40, 24)}
+    adapters, segments, num_tokens = _case(mix, widths, dtype, device)
+    lora = adapters.batch(segments)
+    x = torch.randn(num_tokens, 40, device=device).to(dtype)
+    y = torch.randn(num_tokens, 96, device=device).to(dtype)
+    expected = _add_deltas(y, x, adapters, segments, {0: (0, 48), 1: (48, 72), 2: (72, 96)})
+
+    plan = make_plan(lora, num_tokens, block_t)
+    planes = lora_shrink_triton(
+        x, adapters.arena, lora.table, plan, 1, (0, 1, 2), num_programs=3, splits=2
+    )
+    assert plan.counts[0] == sum(-(-count // block_t) for count, _ in segments)
+    lora_expand_triton(
+        planes,
+        adapters.arena,
+        lora.table,
+        plan,
+        1,
+        (0, 1, 2),
+        y,
+        (0, 48, 72, 96),
+        num_programs=3,
+        block_n=32,
+    )
+
+    assert_near(y, expected, dtype)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_expand_without_add_writes_every_row(mix: str, dtype: torch.dtype, device: str) -> None:
+    adapters, segments, num_tokens = _case(mix, {6: (72, 40)}, dtype, device)
+    lora = adapters.batch(segments)
+    x = torch.randn(num_tokens, 72, device=device).to(dtype)
+    y = torch.full((num_tokens, 40), float("nan"), device=device).to(dtype)
+    expected = _add_deltas(torch.zeros_like(y), x, adapters, segments, {6: (0, 40)})
+
+    plan = make_plan(lora, num_tokens, 16)
+    planes = lora_shrink_triton(x, adapters.arena, lora.table, plan, 1, (6,), splits=3)
+    lora_expand_triton(
+        planes, adapters.arena, lora.table, plan, 1, (6,), y, (0, 40), add=False, block_n=16
+    )
+
+    assert_near(y, expected, dtype)
+
+
+@pytest.mark.parametrize("mix", ["base only", "ranks", "long segment"])
+def test_lora_silu_mul(mix: str, dtype: torch.dtype, device: str) -> None:
+    adapters, segments, num_tokens = _case(mix, {4: (24, 40), 5: (24, 40)}, dtype, device)
+    lora = adapters.batch(segments)
+    x = torch.randn(num_tokens, 24, device=device).to(dtype)
+    gate_up = torch.randn(num_tokens, 80, device=device).to(dtype)
+    full = _add_deltas(gate_up, x, adapters, segments, {4: (0, 40), 5: (40, 80)})
+
+    plan = make_plan(lora, num_tokens, 16)
+    planes = lora_shrink_triton(x, adapters.arena, lora.table, plan, 1, (4, 5))
+    out = lora_silu_mul_triton(
+        gate_up, planes, adapters.arena, lora.table, plan, 1, num_programs=5, block_n=32
+    )
+
+    assert_near(out, silu_mul_ref(full), dtype)
+
+
+@pytest.mark.parametrize("mix", [None, "base only", "ranks", "long segment"])
+@pytest.mark.parametrize("shape", [(4, 2, 32), (3, 3, 24)], ids=str)
+def test_rope_kv_write(
+    mix: str | None, shape: tuple[int, int, int], dtype: torch.dtype, device: str
+) -> None:
+    heads, kv_heads, dim = shape
+    q_width, kv_width = heads * dim, kv_heads * dim
+    widths = {0: (40, q_width), 1: (40, kv_width), 2: (40, kv_width)}
+    adapters, segments, num_tokens = _case(mix or "ranks", widths, dtype, device)
+    cache = make_cache([(1, 60)], kv_heads=kv_heads, head_dim=dim, dtype=dtype, device=device)
+    positions = torch.randperm(60, device=device)[:num_tokens]
+    slots = (cache.page_tables[0, positions // 16] * 16 + positions % 16).long()
+    slots[num_tokens // 2] = -1
+    angles = torch.randn(64, dim // 2, device=device)
+    cos, sin = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
+    x = torch.randn(num_tokens, 40, device=device).to(dtype)
+    qkv = torch.randn(num_tokens, q_width + 2 * kv_width, device=device).to(dtype)
+    bounds = {0: (0, q_width), 1: (q_width, q_width + kv_width), 2: (q_width + kv_width, None)}
+    full = qkv.float()
+    planes = plan = table = None
+    if mix:
+        lora = adapters.batch(segments)
+        full = _add_deltas(qkv, x, adapters, segments, bounds)
+        plan, table = make_plan(lora, num_tokens, 16), lora.table
+        planes = lora_shrink_triton(x, adapters.arena, table, plan, 1, (0, 1, 2))
+    # The adapters lie in an arena of their own here, so one arena holds both.
+    pages = cache.arena.clone()
+    arena = torch.cat((pages.flatten(), adapters.arena))
+    if table is not None:
+        shift = pages.numel()
+        table = type(table)(
+            entry_start=table.entry_start,
+            num_tiles=table.num_tiles,
+            a_offset=table.a_offset,
+            b_offset=torch.where(table.b_offset < 0, -1, table.b_offset + shift),
+            rows=table.rows,
+            scale=table.scale,
+        )
+
+    out = rope_kv_write_triton(
+        qkv,
+        cos,
+        sin,
+        positions,
+        arena,
+        cache.layout,
+        1,
+        slots,
+        num_heads=heads,
+        planes=planes,
+        table=table,
+        plan=plan,
+        num_programs=7,
+    )
+
+    live = slots >= 0
+    q, k, v = full.split((q_width, kv_width, kv_width), dim=1)
+    wide = cache.arena.float()
+    expected_q = rope_kv_write_ref(
+        q.view(-1, heads, dim)[live],
+        k.view(-1, kv_heads, dim)[live],
+        v.view(-1, kv_heads, dim)[live],
+        cos,
+        sin,
+        positions[live],
+        wide,
+        cache.layout,
+        1,
+        slots[live],
+    )
+    assert_near(out[live], expected_q, dtype)
+    written = arena[: pages.numel()].view_as(pages)
+    assert torch.equal(written.isnan(), wide.isnan())
+    assert_near(written.nan_to_num(), wide.nan_to_num(), dtype)
+
+
+@pytest.mark.parametrize("contexts", [[1], [33, 16, 0, 7], [300, 64, 65], [1000]], ids=str)
+@pytest.mark.parametrize("shape", [(4, 4, 16), (6, 2, 24)], ids=str)
+def test_attention_decode(
+    contexts: list[int], shape: tuple[int, int, int], dtype: torch.dtype, device: str
+) -> None:
+    heads, kv_heads, dim = shape
+    sequences = [(1, context) for context in contexts]
+    cache = make_cache(sequences, kv_heads=kv_heads, head_dim=dim, dtype=dtype, device=device)
+    q = torch.randn(len(contexts), heads, dim, device=device).to(dtype)
+    workspace = DecodeWorkspace(len(contexts), heads, cache.layout, q.device)
+    args = (
+        q,
+        cache.arena,
+        cache.layout,
+        1,
+        cache.query_start,
+        cache.context_lens,
+        cache.page_tables,
+        0.2,
+    )
+    expected = paged_attention_ref(*args)
+    live = cache.context_lens > 0
+    for _ in range(2):  # the workspace is as it was
+        out = torch.full_like(q, float("nan"))
+        attention_decode_triton(*args, out=out, workspace=workspace, min_part=64, block_n=32)
+        assert_near(out[live], expected[live], dtype)
+        assert bool((workspace.arrived == 0).all())
+
+
+@pytest.mark.parametrize(
+    "sequences",
+    [[(5, 5)], [(1, 40), (6, 22), (17, 17), (2, 64)], [(40, 90), (33, 33)]],
+    ids=str,
+)
+@pytest.mark.parametrize("shape", [(4, 4, 16), (6, 2, 24)], ids=str)
+def test_attention_prefill(
+    sequences: list[tuple[int, int]],
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: str,
+) -> None:
+    heads, kv_heads, dim = shape
+    cache = make_cache(sequences, kv_heads=kv_heads, head_dim=dim, dtype=dtype, device=device)
+    num_tokens = sum(new for new, _ in sequences)
+    q = torch.randn(num_tokens, heads, dim, device=device).to(dtype)
+    args = (
+        q,
+        cache.arena,
+        cache.layout,
+        1,
+        cache.query_start,
+        cache.context_lens,
+        cache.page_tables,
+        0.2,
+    )
+    out = torch.full_like(q, float("nan"))
+    attention_prefill_triton(
+        *args, max_new=max(n for n, _ in sequences), out=out, block_m=32, block_n=32
+    )
+    assert_near(out, paged_attention_ref(*args), dtype)
+
+
+def test_bitmask(dtype: torch.dtype, device: str) -> None:
+    logits = torch.randn(4, 77, device=device).to(dtype)
+    expected = logits.clone()
+    bitmask = torch.randint(-(2**31), 2**31 - 1, (4, 3), dtype=torch.int32, device=device)
+    rows = torch.tensor([3, 0], device=device)
+    apply_bitmask_ref(expected, bitmask, rows)
+    apply_bitmask_triton(logits, bitmask, rows)
+    assert torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize("width", [5, 1024, 3001])
+def test_greedy(width: int, dtype: torch.dtype, device: str) -> None:
+    logits = torch.randn(3, width, device=device).to(dtype)
+    logits[1, width // 2 :] = logits[1].max() + 1  # a tie: the first wins
+    expected = [row.index(max(row)) for row in logits.tolist()]
+    assert greedy_triton(logits).tolist() == expected
+
+
+def test_advance(device: str) -> None:
+    tables = torch.tensor([[7, 3], [5, -1], [-1, -1]], dtype=torch.int32, device=device)
+    positions = torch.tensor([15, 3, 0], device=device)
+    contexts = torch.tensor([16, 4, 0], dtype=torch.int32, device=device)
+    slots = torch.full((3,), 99, device=device)
+    expected = [tensor.clone() for tensor in (positions, contexts, slots)]
+    advance_ref(*expected, tables, 16)
+    advance_triton(positions, contexts, slots, tables, 16)
+    assert slots.tolist() == [48, 5 * 16 + 4, -1]
+    for out, value in zip((positions, contexts, slots), expected, strict=True):
+        assert torch.equal(out, value)
