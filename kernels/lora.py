@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.backend import jit, next_power_of_2, tl, use_triton
+from kernels.backend import ceil_div, jit, next_power_of_2, tl, use_triton
 from kernels.lora_plan import RANK_BLOCK, LoraPlan, make_plan
 from kernels.lora_table import NUM_PROJECTIONS, TILE_ROWS, LoraBatch, LoraTable
 
@@ -296,8 +296,8 @@ def lora_shrink_triton(
     planes = torch.empty(
         splits, plan.max_rows, len(projections) * RANK_BLOCK, dtype=torch.float32, device=x.device
     )
-    p0, p1, p2 = (*projections, -1, -1)[:3]
-    _shrink_kernel[(num_programs,)](
+    p0, p1, p2 = (*map(int, projections), -1, -1)[:3]
+    _shrink_kernel[(min(num_programs, max(plan.items.shape[0], 1) * splits),)](
         x_ptr=x,
         arena_ptr=arena,
         a_offset_ptr=table.a_offset,
@@ -339,11 +339,14 @@ def lora_expand_triton(
     num_programs: int = 1056,
     block_n: int = 128,
     num_warps: int = 4,
+    num_stages: int = 1,
 ) -> None:
     """Add to y, or with add=False write to it, zeros for base-only tokens included."""
     for index, projection in enumerate(projections):
         width = out_offsets[index + 1] - out_offsets[index]
-        _expand_kernel[(num_programs,)](
+        block = min(block_n, max(16, next_power_of_2(width)))
+        programs = min(num_programs, plan.chunks.shape[0] * ceil_div(width, block))
+        _expand_kernel[(programs,)](
             planes_ptr=planes,
             plane_stride=planes.stride(0),
             arena_ptr=arena,
@@ -356,14 +359,15 @@ def lora_expand_triton(
             out_start=out_offsets[index],
             width=width,
             layer=layer,
-            projection=projection,
+            projection=int(projection),
             INDEX=index,
             NUM_P=len(projections),
             ADD=add,
             BLOCK_T=plan.block_t,
-            BLOCK_N=min(block_n, max(16, next_power_of_2(width))),
+            BLOCK_N=block,
             SPLITS=planes.shape[0],
             num_warps=num_warps,
+            num_stages=num_stages,
         )
 
 

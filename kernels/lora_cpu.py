@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.lora import NUM_PROJECTIONS, LoraBatch, LoraTable, Projection
+from kernels.lora_table import NUM_PROJECTIONS, LoraBatch, LoraTable, Projection
 
 # Segments with more tokens than this use tiles in place: padding would cost more than it saves.
 _MAX_STACK_ROWS = 8

@@ -228,6 +228,7 @@ def rope_kv_write_triton(
         HAS_LORA=has_lora,
         SPLITS=planes.shape[0] if planes is not None else 1,
         num_warps=4 if has_lora else 2,
+        num_stages=1,
     )
     return out
 

@@ -45,15 +45,16 @@ def _greedy_kernel(values_ptr, indices_ptr, out_ptr, PARTS: tl.constexpr):
     tl.store(out_ptr + row, tl.min(best, axis=0).to(tl.int64))
 
 
-def greedy_triton(logits: torch.Tensor) -> torch.Tensor:
-    """Two launches: parts of each row, then the best part."""
+def greedy_triton(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Two launches: parts of each row, then the best part; written to `out` when given."""
     num_rows, width = logits.shape
     parts = min(
         next_power_of_2(ceil_div(width, 1024)), max(1, next_power_of_2(528 // max(num_rows, 1)))
     )
     values = torch.empty(num_rows, parts, dtype=torch.float32, device=logits.device)
     indices = torch.empty(num_rows, parts, dtype=torch.int32, device=logits.device)
-    out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    if out is None:
+        out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     _greedy_parts_kernel[(num_rows, parts)](
         logits_ptr=logits,
         stride=logits.stride(0),

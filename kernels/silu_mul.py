@@ -91,6 +91,7 @@ def lora_silu_mul_triton(
     num_programs: int = 1056,
     block_n: int = 128,
     num_warps: int = 4,
+    num_stages: int = 1,
 ) -> torch.Tensor:
     """silu(gate + adapters' gate) * (up + adapters' up); planes shrunk over (gate, up).
 
@@ -98,7 +99,9 @@ def lora_silu_mul_triton(
     """
     num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(num_tokens, width, dtype=gate_up.dtype, device=gate_up.device)
-    _lora_silu_mul_kernel[(num_programs,)](
+    block = min(block_n, max(16, next_power_of_2(width)))
+    programs = min(num_programs, plan.chunks.shape[0] * ceil_div(width, block))
+    _lora_silu_mul_kernel[(programs,)](
         gate_up_ptr=gate_up,
         out_ptr=out,
         planes_ptr=planes,
@@ -111,9 +114,10 @@ def lora_silu_mul_triton(
         width=width,
         layer=layer,
         BLOCK_T=plan.block_t,
-        BLOCK_N=min(block_n, max(16, next_power_of_2(width))),
+        BLOCK_N=block,
         SPLITS=planes.shape[0],
         num_warps=num_warps,
+        num_stages=num_stages,
     )
     return out
 

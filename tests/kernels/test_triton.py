@@ -11,6 +11,7 @@ import torch
 from kernels.attention import paged_attention_ref
 from kernels.attention_decode import DecodeWorkspace, attention_decode_triton
 from kernels.attention_prefill import attention_prefill_triton
+from kernels.linear import linear_ref, skinny_linear_triton
 from kernels.lora import lora_expand_triton, lora_shrink_triton
 from kernels.lora_plan import make_plan
 from kernels.mask_logits import apply_bitmask_ref, apply_bitmask_triton
@@ -320,3 +321,11 @@ def test_advance(device: str) -> None:
     assert slots.tolist() == [48, 5 * 16 + 4, -1]
     for out, value in zip((positions, contexts, slots), expected, strict=True):
         assert torch.equal(out, value)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 17])
+def test_skinny_linear(tokens: int, dtype: torch.dtype, device: str) -> None:
+    x = torch.randn(tokens, 72, device=device).to(dtype)
+    weight = torch.randn(40, 72, device=device).to(dtype)
+    out = skinny_linear_triton(x, weight, block_n=16, block_k=32, num_stages=2)
+    assert_near(out, linear_ref(x, weight), dtype)

@@ -1,0 +1,78 @@
+"""What a card can do at best, and how to time it: the yardsticks of the other files here."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+
+def graph_ms(run: Callable[[], object], repeats: int = 20, rounds: int = 5) -> float:
+    """Median milliseconds of one `run`, replayed back to back from a CUDA graph."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            run()
+    graph.replay()
+    times = []
+    for _ in range(rounds):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / repeats)
+    return statistics.median(times)
+
+
+def copy_tb_s() -> float:
+    """Terabytes a second of a 4 GB device-to-device copy, bytes read plus bytes written."""
+    source = torch.randint(0, 255, (1 << 32,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() / graph_ms(lambda: target.copy_(source), repeats=3) / 1e9
+
+
+def matmul_tflop_s(size: int = 8192) -> float:
+    """TFLOP/s of a square bf16 product of random data."""
+    a = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
+    b = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty_like(a)
+    return 2 * size**3 / graph_ms(lambda: torch.mm(a, b, out=out), repeats=10) / 1e9
+
+
+def provenance() -> dict[str, Any]:
+    """What a figure must carry: card, its measured ceilings, versions, commit."""
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "copy_tb_s": round(copy_tb_s(), 3),
+        "matmul_tflop_s": round(matmul_tflop_s(), 1),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "commit": commit(),
+    }
+
+
+def commit() -> str:
+    """The commit measured; LORIKEET_COMMIT says it where the tree travelled without its .git."""
+    told = os.environ.get("LORIKEET_COMMIT")
+    if told:
+        return told
+    try:
+        run = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return run.stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

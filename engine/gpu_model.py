@@ -1,0 +1,200 @@
+"""The decoder on a GPU: one forward pass over fused kernels and the page arena.
+
+Per layer nine launches without adapters: norm, qkv, RoPE + KV write, attention, o, norm, gate/up,
+SiLU * mul, down. Adapters add their shrinks, and the expands of o and down, on a second stream
+beside the base's matrix products; q/k/v and gate/up are added inside RoPE and SiLU * mul. Nothing
+here waits for the device, so a pass can be captured in a CUDA graph (engine/graphs.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from engine.config import ModelConfig
+from engine.model import rope_tables
+from engine.weights import LayerWeights, Weights
+from kernels import LoraTable, PageLayout, Projection
+from kernels.attention_decode import DecodeWorkspace, attention_decode_triton
+from kernels.attention_prefill import attention_prefill_triton
+from kernels.lora import lora_expand_triton, lora_shrink_triton
+from kernels.lora_plan import LoraPlan
+from kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
+from kernels.rope import rope_kv_write_triton
+from kernels.silu_mul import lora_silu_mul_triton, silu_mul_triton
+
+QKV = (Projection.Q, Projection.K, Projection.V)
+GATE_UP = (Projection.GATE, Projection.UP)
+
+Linear = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuBatch:
+    """One pass's inputs, as in `engine.batch.Batch`, and its work list.
+
+    max_new    the longest chunk; 1: nothing but decodes
+    sample_rows  None: every row
+    table, plan  both None for a pass without adapters
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    query_start: torch.Tensor
+    context_lens: torch.Tensor
+    page_tables: torch.Tensor
+    max_new: int
+    workspace: DecodeWorkspace
+    sample_rows: torch.Tensor | None = None
+    table: LoraTable | None = None
+    plan: LoraPlan | None = None
+
+
+class GpuModel:
+    """Weights, arena and rotation tables; `forward` turns a batch into logits."""
+
+    def __init__(
+        self,
+        *,
+        config: ModelConfig,
+        weights: Weights,
+        layout: PageLayout,
+        arena: torch.Tensor,
+        max_positions: int,
+        linear: Linear = functional.linear,
+    ) -> None:
+        self.config, self.weights, self.layout, self.arena = config, weights, layout, arena
+        self.device = arena.device
+        self._linear = linear
+        self._scale = config.head_dim**-0.5
+        self._cos, self._sin = rope_tables(config, max_positions, self.device)
+        # High priority: its short kernels must find room beside a matrix product's many blocks.
+        self._side = (
+            torch.cuda.Stream(self.device, priority=-1) if self.device.type == "cuda" else None
+        )
+
+    def forward(self, batch: GpuBatch) -> torch.Tensor:
+        """Logits [N, V] of the rows to sample; writes the new tokens' KV to the arena."""
+        weights, eps = self.weights, self.config.rms_norm_eps
+        residual = functional.embedding(batch.token_ids, weights.embedding)
+        normed = rms_norm_triton(residual, weights.layers[0].input_norm, eps)
+        following = [layer.input_norm for layer in weights.layers[1:]] + [weights.norm]
+        for index, (layer, next_norm) in enumerate(zip(weights.layers, following, strict=True)):
+            out, delta = self._attention(batch, index, layer, normed)
+            normed, residual = add_rms_norm_triton(out, residual, layer.post_norm, eps, delta)
+            out, delta = self._mlp(batch, index, layer, normed)
+            normed, residual = add_rms_norm_triton(out, residual, next_norm, eps, delta)
+        if batch.sample_rows is not None:
+            normed = normed[batch.sample_rows]
+        return self._linear(normed, weights.lm_head)
+
+    def _attention(
+        self, batch: GpuBatch, index: int, layer: LayerWeights, x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        qkv, planes = self._beside(batch, index, QKV, x, layer.qkv)
+        q = rope_kv_write_triton(
+            qkv,
+            self._cos,
+            self._sin,
+            batch.positions,
+            self.arena,
+            self.layout,
+            index,
+            batch.slots,
+            num_heads=self.config.num_heads,
+            planes=planes,
+            table=batch.table,
+            plan=batch.plan,
+        )
+        attended = self._attend(batch, index, q).flatten(1)
+        return self._beside_delta(batch, index, Projection.O, attended, layer.o)
+
+    def _attend(self, batch: GpuBatch, index: int, q: torch.Tensor) -> torch.Tensor:
+        args = (
+            q,
+            self.arena,
+            self.layout,
+            index,
+            batch.query_start,
+            batch.context_lens,
+            batch.page_tables,
+            self._scale,
+        )
+        out = torch.empty_like(q)
+        # Decodes among prefill chunks take the prefill kernel: one launch, and they are few.
+        if batch.max_new > 1:
+            return attention_prefill_triton(*args, max_new=batch.max_new, out=out)
+        return attention_decode_triton(*args, out=out, workspace=batch.workspace)
+
+    def _mlp(
+        self, batch: GpuBatch, index: int, layer: LayerWeights, x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        gate_up, planes = self._beside(batch, index, GATE_UP, x, layer.gate_up)
+        if planes is None or batch.table is None or batch.plan is None:
+            inner = silu_mul_triton(gate_up)
+        else:
+            inner = lora_silu_mul_triton(
+                gate_up, planes, self.arena, batch.table, batch.plan, index
+            )
+        return self._beside_delta(batch, index, Projection.DOWN, inner, layer.down)
+
+    def _beside(
+        self,
+        batch: GpuBatch,
+        index: int,
+        projections: tuple[int, ...],
+        x: torch.Tensor,
+        weight: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(x W^T, the adapters' planes), computed side by side."""
+        if batch.table is None or batch.plan is None:
+            return self._linear(x, weight), None
+        self._fork()
+        with torch.cuda.stream(self._side):
+            planes = lora_shrink_triton(x, self.arena, batch.table, batch.plan, index, projections)
+        out = self._linear(x, weight)
+        self._join()
+        return out, planes
+
+    def _beside_delta(
+        self, batch: GpuBatch, index: int, projection: int, x: torch.Tensor, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(x W^T, the adapters' part of it), computed side by side.
+
+        The two are added by the norm that follows: adding into the product would have to wait
+        for it.
+        """
+        if batch.table is None or batch.plan is None:
+            return self._linear(x, weight), None
+        self._fork()
+        with torch.cuda.stream(self._side):
+            planes = lora_shrink_triton(
+                x, self.arena, batch.table, batch.plan, index, (projection,)
+            )
+            delta = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
+            lora_expand_triton(
+                planes,
+                self.arena,
+                batch.table,
+                batch.plan,
+                index,
+                (projection,),
+                delta,
+                (0, weight.shape[0]),
+                add=False,
+            )
+        out = self._linear(x, weight)
+        self._join()
+        return out, delta
+
+    def _fork(self) -> None:
+        if self._side is not None:
+            self._side.wait_stream(torch.cuda.current_stream(self.device))
+
+    def _join(self) -> None:
+        if self._side is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._side)

@@ -1,0 +1,231 @@
+"""Decode steps as CUDA graphs: one per batch bucket, and one per bucket without adapters.
+
+The graph's inputs lie in fixed buffers. A step's grids depend on the bucket alone (the work list
+and its length are device data), so neither the number of adapters nor their ranks are part of a
+graph's key. Each replay leaves the buffers ready for the next: the greedy token is the next
+input, positions and slots have moved on. While the same requests go on, the host uploads nothing
+and waits for nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from engine.gpu_model import GpuBatch, GpuModel
+from kernels import LoraBatch, LoraTable
+from kernels.attention_decode import DecodeWorkspace
+from kernels.lora_plan import LoraPlan, empty_plan, fill_plan
+from kernels.sampling import advance_triton, greedy_triton
+
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Graph:
+    graph: torch.cuda.CUDAGraph
+    logits: torch.Tensor
+
+
+class DecodeGraphs:
+    """Fixed input buffers and the graphs that read them.
+
+    max_pages    columns of the page tables
+    max_entries  tile entries of all adapters in one step
+    max_blocks   blocks of 16 rank rows that one request's adapters have; 32: together rank 512
+
+    A step beyond these runs without a graph.
+    """
+
+    def __init__(
+        self,
+        model: GpuModel,
+        *,
+        max_batch: int,
+        max_pages: int,
+        max_entries: int = 1 << 21,
+        max_blocks: int = 32,
+    ) -> None:
+        self._model = model
+        device = model.device
+        self.max_batch = max_batch
+        self._max_entries, self._max_blocks = max_entries, max_blocks
+
+        def ints(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        self.token_ids = ints(max_batch, dtype=torch.int64)
+        self.positions = ints(max_batch, dtype=torch.int64)
+        self.slots = torch.full((max_batch,), -1, dtype=torch.int64, device=device)
+        self.context_lens = ints(max_batch)
+        self.page_tables = ints(max_batch, max_pages)
+        self._query_start = torch.arange(max_batch + 1, dtype=torch.int32, device=device)
+        self._seg_indptr = ints(max_batch + 1)
+        self._seg_adapter = torch.full((max_batch,), -1, dtype=torch.int32, device=device)
+        self._table = LoraTable(
+            entry_start=ints(max_batch, dtype=torch.int64),
+            num_tiles=ints(max_batch),
+            a_offset=ints(max_entries, dtype=torch.int64),
+            b_offset=ints(max_entries, dtype=torch.int64),
+            rows=ints(max_entries),
+            scale=torch.zeros(max_entries, dtype=torch.float32, device=device),
+        )
+        self._loaded_table: LoraTable | None = None
+        self._workspaces: dict[int, DecodeWorkspace] = {}
+        self._plans: dict[int, LoraPlan] = {}
+        self._graphs: dict[tuple[int, bool], _Graph] = {}
+        self._pool: Any = None
+        self._current: tuple[int, bool] = (0, False)
+        self.num_rows = 0
+
+    def bucket(self, num_rows: int) -> int | None:
+        """The smallest bucket that holds so many rows; None when none does."""
+        fitting = (size for size in BUCKETS if num_rows <= size <= self.max_batch)
+        return next(fitting, self.max_batch if num_rows <= self.max_batch else None)
+
+    def fits(self, num_rows: int, max_pages: int, lora: LoraBatch | None) -> bool:
+        """Whether such a decode step has a graph."""
+        if num_rows > self.max_batch or max_pages > self.page_tables.shape[1]:
+            return False
+        if lora is None:
+            return True
+        return (
+            lora.max_tiles <= 2 * self._max_blocks
+            and lora.table.a_offset.shape[0] <= self._max_entries
+            and lora.table.entry_start.shape[0] <= self.max_batch
+        )
+
+    def capture(self, size: int, has_lora: bool) -> None:
+        """Record the graph of a bucket, unless it is there or the device has none.
+
+        Not while a step is under way: the input buffers are cleared.
+        """
+        if (size, has_lora) in self._graphs or self._model.device.type != "cuda":
+            return
+        batch = self._batch(size, has_lora)
+        self.clear()
+        stream = torch.cuda.Stream(self._model.device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # compiles the kernels and sets up the libraries
+                self._run(batch, size)
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            logits = self._run(batch, size)
+        self._pool = self._pool or graph.pool()
+        self._graphs[size, has_lora] = _Graph(graph=graph, logits=logits)
+
+    def load(
+        self,
+        *,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        context_lens: torch.Tensor,
+        page_tables: torch.Tensor,
+        lora: LoraBatch | None,
+    ) -> None:
+        """Set the inputs of the next step; the caller has asked `fits`."""
+        rows = token_ids.shape[0]
+        size = self.bucket(rows)
+        assert size is not None
+        self._current, self.num_rows = (size, lora is not None), rows
+        self.token_ids[:rows].copy_(token_ids)
+        self.positions[:rows].copy_(positions)
+        self.slots[:rows].copy_(slots)
+        self.slots[rows:size].fill_(-1)
+        self.context_lens[:rows].copy_(context_lens)
+        self.context_lens[rows:size].zero_()
+        self.load_page_tables(page_tables)
+        if lora is not None:
+            self._load_lora(lora, size)
+
+    def load_page_tables(self, page_tables: torch.Tensor) -> None:
+        """Replace the page tables [rows, n]; pages appended for tokens to come."""
+        rows, columns = page_tables.shape
+        self.page_tables[:rows, :columns].copy_(page_tables, non_blocking=True)
+
+    def step(self) -> torch.Tensor:
+        """Run the step and move on; the rows' logits [num_rows, V], valid until the next step.
+
+        The bucket's graph must have been captured.
+
+        `token_ids` holds the greedy tokens; a sampler may write others before the next step.
+        """
+        if self._model.device.type != "cuda":  # no graphs there: the same pass, launch by launch
+            size, has_lora = self._current
+            return self._run(self._batch(size, has_lora), size)[: self.num_rows]
+        entry = self._graphs[self._current]
+        entry.graph.replay()
+        return entry.logits[: self.num_rows]
+
+    def clear(self) -> None:
+        """Make every row padding: a step over such buffers writes nothing to the arena."""
+        self.context_lens.zero_()
+        self.slots.fill_(-1)
+        self._seg_indptr.zero_()
+        self._seg_adapter.fill_(-1)
+
+    def _load_lora(self, lora: LoraBatch, size: int) -> None:
+        segments = lora.seg_adapter.shape[0]
+        self._seg_indptr[: segments + 1].copy_(lora.seg_indptr)
+        self._seg_indptr[segments + 1 : size + 1].copy_(
+            lora.seg_indptr[-1:].expand(max(size - segments, 0))
+        )
+        self._seg_adapter[:segments].copy_(lora.seg_adapter)
+        self._seg_adapter[segments:size].fill_(-1)
+        if lora.table is self._loaded_table:
+            return
+        for name in ("entry_start", "num_tiles", "a_offset", "b_offset", "rows", "scale"):
+            source = getattr(lora.table, name)
+            getattr(self._table, name)[: source.shape[0]].copy_(source)
+        self._loaded_table = lora.table
+
+    def _batch(self, size: int, has_lora: bool) -> GpuBatch:
+        """A view of the buffers' first `size` rows."""
+        model = self._model
+        if size not in self._workspaces:
+            self._workspaces[size] = DecodeWorkspace(
+                size, model.config.num_heads, model.layout, model.device
+            )
+        batch = GpuBatch(
+            token_ids=self.token_ids[:size],
+            positions=self.positions[:size],
+            slots=self.slots[:size],
+            query_start=self._query_start[: size + 1],
+            context_lens=self.context_lens[:size],
+            page_tables=self.page_tables[:size],
+            max_new=1,
+            workspace=self._workspaces[size],
+        )
+        if not has_lora:
+            return batch
+        if size not in self._plans:
+            self._plans[size] = empty_plan(size, size, self._max_blocks, 16, model.device)
+        return replace(batch, table=self._table, plan=self._plans[size])
+
+    def _run(self, batch: GpuBatch, size: int) -> torch.Tensor:
+        if batch.plan is not None:
+            fill_plan(
+                batch.plan,
+                LoraBatch(
+                    table=self._table,
+                    seg_indptr=self._seg_indptr[: size + 1],
+                    seg_adapter=self._seg_adapter[:size],
+                    max_tiles=2 * self._max_blocks,
+                ),
+            )
+        logits = self._model.forward(batch)
+        greedy_triton(logits, out=batch.token_ids)
+        advance_triton(
+            batch.positions,
+            batch.context_lens,
+            batch.slots,
+            batch.page_tables,
+            self._model.layout.page_size,
+        )
+        return logits
