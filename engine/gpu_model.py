@@ -1,13 +1,14 @@
 """The decoder on a GPU: one forward pass over fused kernels and the page arena.
 
 Per layer nine launches without adapters: norm, qkv, RoPE + KV write, attention, o, norm, gate/up,
-SiLU * mul, down. Adapters add their shrinks, and the expands of o and down, on a second stream
-beside the base's matrix products; q/k/v and gate/up are added inside RoPE and SiLU * mul. Nothing
-here waits for the device, so a pass can be captured in a CUDA graph (engine/graphs.py).
+SiLU * mul, down. Adapters add a shrink and an expand beside each of the four matrix products, on a
+second stream; whoever reads the product adds the two. Nothing here waits for the device, so a pass
+can be captured in a CUDA graph (engine/graphs.py).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from engine.weights import LayerWeights, Weights
 from kernels import LoraTable, PageLayout, Projection
 from kernels.attention_decode import DecodeWorkspace, attention_decode_triton
 from kernels.attention_prefill import attention_prefill_triton
+from kernels.linear import linear
 from kernels.lora import lora_expand_triton, lora_shrink_triton
 from kernels.lora_plan import LoraPlan
 from kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
@@ -65,7 +67,7 @@ class GpuModel:
         layout: PageLayout,
         arena: torch.Tensor,
         max_positions: int,
-        linear: Linear = functional.linear,
+        linear: Linear = linear,
     ) -> None:
         self.config, self.weights, self.layout, self.arena = config, weights, layout, arena
         self.device = arena.device
@@ -95,7 +97,7 @@ class GpuModel:
     def _attention(
         self, batch: GpuBatch, index: int, layer: LayerWeights, x: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        qkv, planes = self._beside(batch, index, QKV, x, layer.qkv)
+        qkv, delta = self._beside(batch, index, QKV, x, layer.qkv)
         q = rope_kv_write_triton(
             qkv,
             self._cos,
@@ -106,12 +108,10 @@ class GpuModel:
             index,
             batch.slots,
             num_heads=self.config.num_heads,
-            planes=planes,
-            table=batch.table,
-            plan=batch.plan,
+            delta=delta,
         )
         attended = self._attend(batch, index, q).flatten(1)
-        return self._beside_delta(batch, index, Projection.O, attended, layer.o)
+        return self._beside(batch, index, (Projection.O,), attended, layer.o)
 
     def _attend(self, batch: GpuBatch, index: int, q: torch.Tensor) -> torch.Tensor:
         args = (
@@ -124,76 +124,72 @@ class GpuModel:
             batch.page_tables,
             self._scale,
         )
-        out = torch.empty_like(q)
         # Decodes among prefill chunks take the prefill kernel: one launch, and they are few.
         if batch.max_new > 1:
-            return attention_prefill_triton(*args, max_new=batch.max_new, out=out)
-        return attention_decode_triton(*args, out=out, workspace=batch.workspace)
+            return attention_prefill_triton(*args, max_new=batch.max_new)
+        return attention_decode_triton(*args, workspace=batch.workspace)
 
     def _mlp(
         self, batch: GpuBatch, index: int, layer: LayerWeights, x: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        gate_up, planes = self._beside(batch, index, GATE_UP, x, layer.gate_up)
-        if planes is None or batch.table is None or batch.plan is None:
-            inner = silu_mul_triton(gate_up)
+        if batch.table is not None and batch.plan is not None and batch.plan.block_t > 16:
+            # Many tokens: a delta of [T, 2I] would cost more to write and read than it hides.
+            with self._side_stream():
+                h = self._shrink(batch, index, GATE_UP, x)
+            gate_up = self._linear(x, layer.gate_up)
+            self._join()
+            inner = lora_silu_mul_triton(gate_up, h, self.arena, batch.table, batch.plan, index)
         else:
-            inner = lora_silu_mul_triton(
-                gate_up, planes, self.arena, batch.table, batch.plan, index
-            )
-        return self._beside_delta(batch, index, Projection.DOWN, inner, layer.down)
+            inner = silu_mul_triton(*self._beside(batch, index, GATE_UP, x, layer.gate_up))
+        return self._beside(batch, index, (Projection.DOWN,), inner, layer.down)
 
     def _beside(
         self,
         batch: GpuBatch,
         index: int,
-        projections: tuple[int, ...],
+        projections: tuple[Projection, ...],
         x: torch.Tensor,
         weight: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(x W^T, the adapters' planes), computed side by side."""
-        if batch.table is None or batch.plan is None:
-            return self._linear(x, weight), None
-        self._fork()
-        with torch.cuda.stream(self._side):
-            planes = lora_shrink_triton(x, self.arena, batch.table, batch.plan, index, projections)
-        out = self._linear(x, weight)
-        self._join()
-        return out, planes
+        """(x W^T, the adapters' part of it or None), computed side by side.
 
-    def _beside_delta(
-        self, batch: GpuBatch, index: int, projection: int, x: torch.Tensor, weight: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(x W^T, the adapters' part of it), computed side by side.
-
-        The two are added by the norm that follows: adding into the product would have to wait
-        for it.
+        Whoever reads the product adds the two: adding into it would have to wait for it.
         """
         if batch.table is None or batch.plan is None:
             return self._linear(x, weight), None
-        self._fork()
-        with torch.cuda.stream(self._side):
-            planes = lora_shrink_triton(
-                x, self.arena, batch.table, batch.plan, index, (projection,)
-            )
+        with self._side_stream():
+            h = self._shrink(batch, index, projections, x)
             delta = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
             lora_expand_triton(
-                planes,
+                h,
                 self.arena,
                 batch.table,
                 batch.plan,
                 index,
-                (projection,),
+                projections,
                 delta,
-                (0, weight.shape[0]),
+                self._offsets(projections),
                 add=False,
             )
         out = self._linear(x, weight)
         self._join()
         return out, delta
 
-    def _fork(self) -> None:
+    def _shrink(
+        self, batch: GpuBatch, index: int, projections: tuple[Projection, ...], x: torch.Tensor
+    ) -> torch.Tensor:
+        assert batch.table is not None and batch.plan is not None
+        return lora_shrink_triton(x, self.arena, batch.table, batch.plan, index, projections)
+
+    def _offsets(self, projections: tuple[Projection, ...]) -> tuple[int, ...]:
+        widths = (self.config.projection_widths[p][1] for p in projections)
+        return tuple(itertools.accumulate(widths, initial=0))
+
+    def _side_stream(self) -> torch.cuda.StreamContext:
+        """Work from here on runs beside what the main stream is given, until `_join`."""
         if self._side is not None:
             self._side.wait_stream(torch.cuda.current_stream(self.device))
+        return torch.cuda.stream(self._side)
 
     def _join(self) -> None:
         if self._side is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from kernels.backend import ceil_div, jit, next_power_of_2, tl
+from kernels.backend import ceil_div, jit, next_power_of_2, tl, use_triton
 
 
 @jit("num_tokens")
@@ -85,4 +85,24 @@ def skinny_linear_triton(
 
 def linear_ref(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [T, K], weight [N, K] -> [T, N]."""
+    return functional.linear(x, weight)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [T, K], weight [N, K] -> [T, N], by whatever reads W fastest.
+
+    Where the kernel for few rows beat the library on an H200 (docs/performance.md): very tall
+    weights up to 64 rows, and up to 16 rows those too small to keep the library's tiles busy.
+    """
+    num_tokens, height = x.shape[0], weight.shape[0]
+    if not use_triton(x) or num_tokens > 64 or x.dtype == torch.float32:
+        return functional.linear(x, weight)
+    if height >= 1 << 16:
+        if num_tokens == 1:
+            return skinny_linear_triton(x, weight, block_n=64, block_k=128)
+        return skinny_linear_triton(x, weight, block_n=128, block_k=128, num_warps=8, num_stages=3)
+    if num_tokens <= 16 and weight.numel() <= 1 << 25:
+        if height <= 4096:
+            return skinny_linear_triton(x, weight, block_n=32, block_k=128, num_stages=6)
+        return skinny_linear_triton(x, weight, block_n=64, block_k=128)
     return functional.linear(x, weight)

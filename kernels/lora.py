@@ -1,11 +1,13 @@
 """Many LoRA adapters of any rank in one batch: y += scale * (x A^T) B^T per token's own adapter.
 
-The shrink is x A^T, the expand the product with B^T. On a GPU the vectors between the two are
-planes (see lora_plan.py), on a CPU a dense `[projections, T, 8 * max_tiles]`; to the caller they
-are opaque.
+The shrink is x A^T, the expand the product with B^T. On a GPU the vectors between the two are the
+rows of lora_plan.py, on a CPU a dense `[projections, T, 8 * max_tiles]`; to the caller they are
+opaque.
 """
 
 from __future__ import annotations
+
+import itertools
 
 import torch
 
@@ -104,8 +106,10 @@ def _shrink_kernel(
     chunks_ptr,
     items_ptr,
     counts_ptr,
+    arrived_ptr,
     planes_ptr,
     plane_stride,
+    h_ptr,
     x_stride,
     width,
     layer,
@@ -158,19 +162,32 @@ def _shrink_kernel(
             )
             product = tl.dot(x, tl.trans(a), product, input_precision="ieee")
         rows = tl.load(record + 5) + block * count + t
-        out = planes_ptr + split.to(tl.int64) * plane_stride
-        tl.store(
-            out + rows[:, None] * (NUM_P * 16) + n[None, :],
-            product * scale[None, :],
-            mask=(t < count)[:, None] & (n < NUM_P * 16)[None, :],
-        )
+        place = rows[:, None] * (NUM_P * 16) + n[None, :]
+        mask = (t < count)[:, None] & (n < NUM_P * 16)[None, :]
+        is_last = True
+        if SPLITS > 1:
+            tl.store(planes_ptr + split.to(tl.int64) * plane_stride + place, product, mask=mask)
+            tl.debug_barrier()  # every thread's part is stored before one thread says so
+            is_last = tl.atomic_add(arrived_ptr + item, 1, sem="acq_rel") == SPLITS - 1
+        if is_last:
+            if SPLITS > 1:
+                product = tl.zeros((BLOCK_T, BLOCK_R), dtype=tl.float32)
+                for other in tl.static_range(SPLITS):
+                    product += tl.load(
+                        planes_ptr + other * plane_stride + place,
+                        mask=mask,
+                        other=0.0,
+                        cache_modifier=".cg",
+                    )
+                tl.store(arrived_ptr + item, 0)  # as the next launch wants to find it
+            h = (product * scale[None, :]).to(h_ptr.dtype.element_ty)
+            tl.store(h_ptr + place, h, mask=mask)
 
 
 @jit()
 def lora_tile(
     record,
-    planes_ptr,
-    plane_stride,
+    h_ptr,
     arena_ptr,
     b_offset_ptr,
     rows_ptr,
@@ -182,7 +199,6 @@ def lora_tile(
     NUM_P: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
 ):
     """A chunk's adapter output for some columns of one projection: [BLOCK_T, BLOCK_N] fp32."""
     t = tl.arange(0, BLOCK_T)
@@ -199,24 +215,26 @@ def lora_tile(
         has = has & (offset >= 0)
         has = has & (r % 8 < tl.load(rows_ptr + entry + tile, mask=has, other=0))
         offset = tl.multiple_of(tl.where(has, offset, 0), 8)
+        h = tl.load(
+            h_ptr
+            + (first_row + block * count + t)[:, None] * (NUM_P * 16)
+            + INDEX * 16
+            + r[None, :],
+            mask=(t < count)[:, None],
+            other=0.0,
+        )
         b = tl.load(
             (arena_ptr + offset + (r % 8) * width)[:, None] + columns[None, :],
             mask=has[:, None] & (columns < width)[None, :],
             other=0.0,
         )
-        h_ptrs = planes_ptr + (first_row + block * count + t)[:, None] * (NUM_P * 16)
-        h_ptrs += INDEX * 16 + r[None, :]
-        h = tl.zeros((BLOCK_T, 16), dtype=tl.float32)
-        for split in tl.static_range(SPLITS):
-            h += tl.load(h_ptrs + split * plane_stride, mask=(t < count)[:, None], other=0.0)
-        product = tl.dot(h.to(b.dtype), b, product, input_precision="ieee")
+        product = tl.dot(h, b, product, input_precision="ieee")
     return product
 
 
 @jit("layer")
 def _expand_kernel(
-    planes_ptr,
-    plane_stride,
+    h_ptr,
     arena_ptr,
     b_offset_ptr,
     rows_ptr,
@@ -224,55 +242,67 @@ def _expand_kernel(
     counts_ptr,
     y_ptr,
     y_stride,
-    out_start,
-    width,
     layer,
-    projection,
-    INDEX: tl.constexpr,
+    bound0,
+    bound1,
+    bound2,
+    bound3,
+    P0: tl.constexpr,
+    P1: tl.constexpr,
+    P2: tl.constexpr,
     NUM_P: tl.constexpr,
     ADD: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
 ):
     t = tl.arange(0, BLOCK_T)
-    num_columns = tl.cdiv(width, BLOCK_N)
-    for unit in range(tl.program_id(0), tl.load(counts_ptr) * num_columns, tl.num_programs(0)):
-        record = chunks_ptr + (unit // num_columns).to(tl.int64) * 8
-        columns = (unit % num_columns) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Column blocks of the projections one after the other; none crosses from one to the next.
+    blocks0 = tl.cdiv(bound1 - bound0, BLOCK_N)
+    blocks1 = tl.cdiv(bound2 - bound1, BLOCK_N) if NUM_P > 1 else 0
+    blocks2 = tl.cdiv(bound3 - bound2, BLOCK_N) if NUM_P > 2 else 0
+    num_blocks = blocks0 + blocks1 + blocks2
+    for unit in range(tl.program_id(0), tl.load(counts_ptr) * num_blocks, tl.num_programs(0)):
+        record = chunks_ptr + (unit // num_blocks).to(tl.int64) * 8
+        block = unit % num_blocks
+        index = (block >= blocks0).to(tl.int32) + (block >= blocks0 + blocks1).to(tl.int32)
+        low = tl.where(index == 0, bound0, tl.where(index == 1, bound1, bound2))
+        high = tl.where(index == 0, bound1, tl.where(index == 1, bound2, bound3))
+        block -= tl.where(index == 0, 0, tl.where(index == 1, blocks0, blocks0 + blocks1))
+        projection = tl.where(index == 0, P0, tl.where(index == 1, P1, P2))
+        columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
         product = lora_tile(
             record,
-            planes_ptr,
-            plane_stride,
+            h_ptr + index * 16,
             arena_ptr,
             b_offset_ptr,
             rows_ptr,
             layer,
             columns,
-            width,
+            high - low,
             projection,
-            INDEX,
+            0,
             NUM_P,
             BLOCK_T,
             BLOCK_N,
-            SPLITS,
         )
         rows = tl.load(record) + t
-        y_ptrs = y_ptr + rows[:, None] * y_stride + out_start + columns[None, :]
-        mask = (t < tl.load(record + 1))[:, None] & (columns < width)[None, :]
+        y_ptrs = y_ptr + rows[:, None] * y_stride + (low + columns)[None, :]
+        mask = (t < tl.load(record + 1))[:, None] & (low + columns < high)[None, :]
         if ADD:
             product += tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32)
         tl.store(y_ptrs, product.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def shrink_splits(width: int, block_t: int) -> int:
-    """Into how many planes a shrink of this inner width is split.
+def shrink_splits(width: int, plan: LoraPlan) -> int:
+    """Into how many parts a shrink of this inner width is split.
 
-    A decode has few items, so only splitting fills the card; a prefill has enough of them.
+    A step of few chunks fills the card only when split finely; one of many is faster with less
+    to sum. Measured on an H200 (docs/performance.md).
     """
-    if block_t > RANK_BLOCK:
+    if plan.block_t > RANK_BLOCK:
         return 2
-    return max(1, min(32, width // 256 if width <= 4096 else width // 512))
+    part = 256 if plan.chunks.shape[0] <= 16 else 512
+    return max(1, min(32, width // (part if width <= 4096 else 2 * part)))
 
 
 def lora_shrink_triton(
@@ -283,21 +313,22 @@ def lora_shrink_triton(
     layer: int,
     projections: tuple[int, ...],
     *,
-    num_programs: int = 528,
+    num_programs: int = 1056,
     block_k: int = 0,
     splits: int = 0,
     num_warps: int = 4,
-    num_stages: int = 2,
+    num_stages: int = 0,
 ) -> torch.Tensor:
-    """x [T, in] -> planes [splits, plan.max_rows, len(projections) * 16] fp32."""
+    """x [T, in] -> h [plan.max_rows, len(projections) * 16] in x's dtype, scaled."""
     width = x.shape[1]
-    splits = splits or shrink_splits(width, plan.block_t)
-    block_k = block_k or max(16, min(256 if plan.block_t <= 16 else 64, next_power_of_2(width)))
-    planes = torch.empty(
-        splits, plan.max_rows, len(projections) * RANK_BLOCK, dtype=torch.float32, device=x.device
-    )
+    is_decode = plan.block_t <= RANK_BLOCK
+    splits = splits or shrink_splits(width, plan)
+    block_k = block_k or max(16, min(256 if is_decode else 64, next_power_of_2(width)))
+    shape = (plan.max_rows, len(projections) * RANK_BLOCK)
+    planes = torch.empty(splits, *shape, dtype=torch.float32, device=x.device)
+    h = torch.empty(shape, dtype=x.dtype, device=x.device)
     p0, p1, p2 = (*map(int, projections), -1, -1)[:3]
-    _shrink_kernel[(min(num_programs, max(plan.items.shape[0], 1) * splits),)](
+    _shrink_kernel[(min(num_programs, plan.items.shape[0] * splits),)](
         x_ptr=x,
         arena_ptr=arena,
         a_offset_ptr=table.a_offset,
@@ -306,8 +337,10 @@ def lora_shrink_triton(
         chunks_ptr=plan.chunks,
         items_ptr=plan.items,
         counts_ptr=plan.counts,
+        arrived_ptr=plan.arrived,
         planes_ptr=planes,
         plane_stride=planes.stride(0),
+        h_ptr=h,
         x_stride=x.stride(0),
         width=width,
         layer=layer,
@@ -320,13 +353,13 @@ def lora_shrink_triton(
         BLOCK_K=block_k,
         SPLITS=splits,
         num_warps=num_warps,
-        num_stages=num_stages,
+        num_stages=num_stages or (2 if is_decode else 3),
     )
-    return planes
+    return h
 
 
 def lora_expand_triton(
-    planes: torch.Tensor,
+    h: torch.Tensor,
     arena: torch.Tensor,
     table: LoraTable,
     plan: LoraPlan,
@@ -337,38 +370,41 @@ def lora_expand_triton(
     *,
     add: bool = True,
     num_programs: int = 1056,
-    block_n: int = 128,
+    block_n: int = 0,
     num_warps: int = 4,
-    num_stages: int = 1,
+    num_stages: int = 2,
 ) -> None:
     """Add to y, or with add=False write to it, zeros for base-only tokens included."""
-    for index, projection in enumerate(projections):
-        width = out_offsets[index + 1] - out_offsets[index]
-        block = min(block_n, max(16, next_power_of_2(width)))
-        programs = min(num_programs, plan.chunks.shape[0] * ceil_div(width, block))
-        _expand_kernel[(programs,)](
-            planes_ptr=planes,
-            plane_stride=planes.stride(0),
-            arena_ptr=arena,
-            b_offset_ptr=table.b_offset,
-            rows_ptr=table.rows,
-            chunks_ptr=plan.chunks,
-            counts_ptr=plan.counts,
-            y_ptr=y,
-            y_stride=y.stride(0),
-            out_start=out_offsets[index],
-            width=width,
-            layer=layer,
-            projection=int(projection),
-            INDEX=index,
-            NUM_P=len(projections),
-            ADD=add,
-            BLOCK_T=plan.block_t,
-            BLOCK_N=block,
-            SPLITS=planes.shape[0],
-            num_warps=num_warps,
-            num_stages=num_stages,
-        )
+    widths = [high - low for low, high in itertools.pairwise(out_offsets)]
+    block_n = block_n or (256 if plan.block_t <= RANK_BLOCK else 128)
+    block_n = min(block_n, max(16, next_power_of_2(max(widths))))
+    num_blocks = sum(ceil_div(width, block_n) for width in widths)
+    p0, p1, p2 = (*map(int, projections), -1, -1)[:3]
+    bounds = (*out_offsets, 0, 0)[:4]
+    _expand_kernel[(min(num_programs, plan.chunks.shape[0] * num_blocks),)](
+        h_ptr=h,
+        arena_ptr=arena,
+        b_offset_ptr=table.b_offset,
+        rows_ptr=table.rows,
+        chunks_ptr=plan.chunks,
+        counts_ptr=plan.counts,
+        y_ptr=y,
+        y_stride=y.stride(0),
+        layer=layer,
+        bound0=bounds[0],
+        bound1=bounds[1],
+        bound2=bounds[2],
+        bound3=bounds[3],
+        P0=p0,
+        P1=p1,
+        P2=p2,
+        NUM_P=len(projections),
+        ADD=add,
+        BLOCK_T=plan.block_t,
+        BLOCK_N=block_n,
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
 
 
 def block_of(num_tokens: int, num_segments: int) -> int:

@@ -5,9 +5,9 @@ times 16 rank rows (two tiles) is an *item*, the unit of the shrink. The expand,
 fused into, walks chunks. Both lists and their lengths live on the device, and the kernels' grids
 do not depend on them: so one CUDA graph serves every mix of adapters and ranks.
 
-The rank-space vectors of all items lie in *planes* `[splits, rows, projections * 16]` fp32: each
-split of the inner dimension writes its own plane and the reader sums them in order, which needs
-neither zeroing nor atomics and gives the same bits every time.
+The rank-space vectors of all items lie in rows `[rows, projections * 16]`, an item's tokens one
+after the other. While a shrink runs, each split of the inner dimension writes a plane of its own
+and the last to arrive sums the planes in order: no zeroing, and the same bits every time.
 """
 
 from __future__ import annotations
@@ -28,16 +28,18 @@ class LoraPlan:
     """Where the work list of a step is.
 
     chunks    [C, 8] int64  first row, tokens, entry of (layer 0, projection 0, tile 0), tiles,
-                            rank blocks (0: base only), first row in the planes
+                            rank blocks (0: base only), first rank-space row
     items     [J, 2] int32  chunk, rank block
     counts    [2] int32     how many of each there are
+    arrived   [J] int32     splits of an item that are done; zero between launches
     block_t                 most tokens in a chunk
-    max_rows                rows that the planes must have
+    max_rows                rows of rank-space vectors there may be
     """
 
     chunks: torch.Tensor
     items: torch.Tensor
     counts: torch.Tensor
+    arrived: torch.Tensor
     block_t: int
     max_rows: int
 
@@ -47,10 +49,12 @@ def empty_plan(
 ) -> LoraPlan:
     """Room for the work list of any step of at most so many tokens, segments and rank blocks."""
     max_chunks = min(num_tokens, ceil_div(num_tokens, block_t) + num_segments)
+    max_items = max_chunks * max(max_blocks, 1)
     return LoraPlan(
         chunks=torch.empty(max_chunks, RECORD, dtype=torch.int64, device=device),
-        items=torch.empty(max_chunks * max(max_blocks, 1), 2, dtype=torch.int32, device=device),
+        items=torch.empty(max_items, 2, dtype=torch.int32, device=device),
         counts=torch.zeros(2, dtype=torch.int32, device=device),
+        arrived=torch.zeros(max_items, dtype=torch.int32, device=device),
         block_t=block_t,
         max_rows=num_tokens * max(max_blocks, 1),
     )

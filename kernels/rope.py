@@ -1,7 +1,6 @@
 """Rotary position embedding of q and k, and the write of k and v into their pages.
 
-The fused form first adds the adapters' q, k and v: it reads what it would have read anyway, and
-one launch instead of two lies on the step's critical path.
+The adapters' part of q, k and v is added on the way: it was computed beside the base's.
 """
 
 from __future__ import annotations
@@ -10,9 +9,6 @@ import torch
 
 from kernels.backend import ceil_div, jit, next_power_of_2, tl, use_triton
 from kernels.kv_pages import PageLayout
-from kernels.lora import lora_tile
-from kernels.lora_plan import LoraPlan
-from kernels.lora_table import LoraTable
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -54,10 +50,10 @@ def rope_kv_write_ref(
     return _rotate(q, token_cos, token_sin)
 
 
-@jit("layer")
+@jit("layer", "num_tokens")
 def _rope_kernel(
     qkv_ptr,
-    qkv_stride,
+    delta_ptr,
     out_ptr,
     cos_ptr,
     sin_ptr,
@@ -69,104 +65,51 @@ def _rope_kernel(
     value_stride,
     num_tokens,
     layer,
-    planes_ptr,
-    plane_stride,
-    b_offset_ptr,
-    rows_ptr,
-    chunks_ptr,
-    counts_ptr,
     H: tl.constexpr,
     K: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
+    HAS_DELTA: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
-    HAS_LORA: tl.constexpr,
-    SPLITS: tl.constexpr,
 ):
     HALF: tl.constexpr = D // 2
-    t = tl.arange(0, BLOCK_T)
+    head = tl.program_id(0)
+    t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     d = tl.arange(0, BLOCK_HALF)
-    num_chunks = tl.load(counts_ptr) if HAS_LORA else tl.cdiv(num_tokens, BLOCK_T)
-    for unit in range(tl.program_id(0), num_chunks * (H + 2 * K), tl.num_programs(0)):
-        chunk = unit // (H + 2 * K)
-        head = unit % (H + 2 * K)
-        record = chunks_ptr + chunk.to(tl.int64) * 8
-        if HAS_LORA:
-            first = tl.load(record)
-            count = tl.load(record + 1)
-        else:
-            first = chunk.to(tl.int64) * BLOCK_T
-            count = tl.minimum(num_tokens - first, BLOCK_T)
-        rows = first + t
-        live = t < count
-        mask = live[:, None] & (d < HALF)[None, :]
-        low_ptrs = qkv_ptr + rows[:, None] * qkv_stride + head * D + d[None, :]
-        low = tl.load(low_ptrs, mask=mask, other=0.0).to(tl.float32)
-        high = tl.load(low_ptrs + HALF, mask=mask, other=0.0).to(tl.float32)
-        is_q = head < H
-        is_k = (head >= H) & (head < H + K)
-        kv_head = tl.where(is_k, head - H, head - H - K)
-        if HAS_LORA:
-            projection = tl.where(is_q, 0, tl.where(is_k, 1, 2))
-            column = tl.where(is_q, head, kv_head) * D + tl.minimum(d, HALF - 1)
-            width = tl.where(is_q, H * D, K * D)
-            low += lora_tile(
-                record,
-                planes_ptr + projection * 16,
-                plane_stride,
-                arena_ptr,
-                b_offset_ptr,
-                rows_ptr,
-                layer,
-                column,
-                width,
-                projection,
-                0,
-                3,
-                BLOCK_T,
-                BLOCK_HALF,
-                SPLITS,
-            )
-            high += lora_tile(
-                record,
-                planes_ptr + projection * 16,
-                plane_stride,
-                arena_ptr,
-                b_offset_ptr,
-                rows_ptr,
-                layer,
-                column + HALF,
-                width,
-                projection,
-                0,
-                3,
-                BLOCK_T,
-                BLOCK_HALF,
-                SPLITS,
-            )
-        if head < H + K:
-            position = tl.load(positions_ptr + rows, mask=live, other=0).to(tl.int64)
-            angle = position[:, None] * D + d[None, :]
-            cos_low = tl.load(cos_ptr + angle, mask=mask, other=0.0)
-            sin_low = tl.load(sin_ptr + angle, mask=mask, other=0.0)
-            cos_high = tl.load(cos_ptr + angle + HALF, mask=mask, other=0.0)
-            sin_high = tl.load(sin_ptr + angle + HALF, mask=mask, other=0.0)
-            rotated = low * cos_low - high * sin_low
-            high = high * cos_high + low * sin_high
-            low = rotated
-        if is_q:
-            out = out_ptr + rows[:, None] * (H * D) + head * D + d[None, :]
-            tl.store(out, low.to(out_ptr.dtype.element_ty), mask=mask)
-            tl.store(out + HALF, high.to(out_ptr.dtype.element_ty), mask=mask)
-        else:
-            slot = tl.load(slots_ptr + rows, mask=live, other=-1)
-            offset = (slot // PAGE) * page_elems + layer * layer_stride + kv_head * (PAGE * D)
-            offset += (slot % PAGE) * D + tl.where(is_k, 0, value_stride)
-            page = arena_ptr + offset[:, None] + d[None, :]
-            writes = mask & (slot >= 0)[:, None]
-            tl.store(page, low.to(arena_ptr.dtype.element_ty), mask=writes)
-            tl.store(page + HALF, high.to(arena_ptr.dtype.element_ty), mask=writes)
+    live = t < num_tokens
+    mask = live[:, None] & (d < HALF)[None, :]
+    rows = t.to(tl.int64)
+    place = rows[:, None] * ((H + 2 * K) * D) + head * D + d[None, :]
+    low = tl.load(qkv_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(qkv_ptr + place + HALF, mask=mask, other=0.0).to(tl.float32)
+    if HAS_DELTA:
+        low += tl.load(delta_ptr + place, mask=mask, other=0.0).to(tl.float32)
+        high += tl.load(delta_ptr + place + HALF, mask=mask, other=0.0).to(tl.float32)
+    if head < H + K:
+        position = tl.load(positions_ptr + rows, mask=live, other=0).to(tl.int64)
+        angle = position[:, None] * D + d[None, :]
+        cos_low = tl.load(cos_ptr + angle, mask=mask, other=0.0)
+        sin_low = tl.load(sin_ptr + angle, mask=mask, other=0.0)
+        cos_high = tl.load(cos_ptr + angle + HALF, mask=mask, other=0.0)
+        sin_high = tl.load(sin_ptr + angle + HALF, mask=mask, other=0.0)
+        rotated = low * cos_low - high * sin_low
+        high = high * cos_high + low * sin_high
+        low = rotated
+    if head < H:
+        out = out_ptr + rows[:, None] * (H * D) + head * D + d[None, :]
+        tl.store(out, low.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(out + HALF, high.to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        is_value = head >= H + K
+        kv_head = head - H - tl.where(is_value, K, 0)
+        slot = tl.load(slots_ptr + rows, mask=live, other=-1)
+        offset = (slot // PAGE) * page_elems + layer.to(tl.int64) * layer_stride
+        offset += kv_head * (PAGE * D) + (slot % PAGE) * D + tl.where(is_value, value_stride, 0)
+        page = arena_ptr + offset[:, None] + d[None, :]
+        writes = mask & (slot >= 0)[:, None]
+        tl.store(page, low.to(arena_ptr.dtype.element_ty), mask=writes)
+        tl.store(page + HALF, high.to(arena_ptr.dtype.element_ty), mask=writes)
 
 
 def rope_kv_write_triton(
@@ -180,28 +123,21 @@ def rope_kv_write_triton(
     slots: torch.Tensor,
     *,
     num_heads: int,
-    planes: torch.Tensor | None = None,
-    table: LoraTable | None = None,
-    plan: LoraPlan | None = None,
-    num_programs: int = 0,
+    delta: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The kernel on rows of q, k and v side by side.
 
-    qkv     [T, (H + 2 K) D]
+    qkv     [T, (H + 2 K) D] contiguous
     slots   [T] int64; -1: a padding row, nothing is written
-    planes  from lora_shrink_triton over (q, k, v); with it, `table` and `plan`
+    delta   like qkv, added to it first
     -> [T, H, D]
     """
     num_tokens, dim = qkv.shape[0], layout.head_dim
     out = torch.empty(num_tokens, num_heads, dim, dtype=qkv.dtype, device=qkv.device)
-    has_lora = planes is not None and plan is not None and table is not None
-    block_t = plan.block_t if plan is not None else 16
-    units = (num_heads + 2 * layout.num_kv_heads) * (
-        plan.chunks.shape[0] if plan is not None else ceil_div(num_tokens, block_t)
-    )
-    _rope_kernel[(min(units, num_programs or 132 * 16),)](
+    block_t = min(16, next_power_of_2(num_tokens))
+    _rope_kernel[(num_heads + 2 * layout.num_kv_heads, ceil_div(num_tokens, block_t))](
         qkv_ptr=qkv,
-        qkv_stride=qkv.stride(0),
+        delta_ptr=qkv if delta is None else delta,
         out_ptr=out,
         cos_ptr=cos,
         sin_ptr=sin,
@@ -213,22 +149,14 @@ def rope_kv_write_triton(
         value_stride=layout.value_stride,
         num_tokens=num_tokens,
         layer=layer,
-        planes_ptr=planes if planes is not None else cos,
-        plane_stride=planes.stride(0) if planes is not None else 0,
-        b_offset_ptr=table.b_offset if table is not None else slots,
-        rows_ptr=table.rows if table is not None else slots,
-        chunks_ptr=plan.chunks if plan is not None else slots,
-        counts_ptr=plan.counts if plan is not None else slots,
         H=num_heads,
         K=layout.num_kv_heads,
         D=dim,
         PAGE=layout.page_size,
+        HAS_DELTA=delta is not None,
         BLOCK_T=block_t,
-        BLOCK_HALF=max(16, next_power_of_2(dim // 2)),
-        HAS_LORA=has_lora,
-        SPLITS=planes.shape[0] if planes is not None else 1,
-        num_warps=4 if has_lora else 2,
-        num_stages=1,
+        BLOCK_HALF=next_power_of_2(dim // 2),
+        num_warps=2,
     )
     return out
 

@@ -18,13 +18,20 @@ def silu_mul_ref(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 @jit()
-def _silu_mul_kernel(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr):
+def _silu_mul_kernel(
+    gate_up_ptr, delta_ptr, out_ptr, width, HAS_DELTA: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < width
-    gate = tl.load(gate_up_ptr + row * 2 * width + columns, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_up_ptr + row * 2 * width + width + columns, mask=mask, other=0.0)
-    # The product is rounded once more before it, as the reference rounds silu's result.
+    place = row * 2 * width + columns
+    gate = tl.load(gate_up_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + place + width, mask=mask, other=0.0)
+    if HAS_DELTA:
+        gate += tl.load(delta_ptr + place, mask=mask, other=0.0).to(tl.float32)
+        extra = tl.load(delta_ptr + place + width, mask=mask, other=0.0)
+        up = (up.to(tl.float32) + extra.to(tl.float32)).to(up.dtype)
+    # silu is rounded before the product, as the reference rounds it.
     silu = (gate * tl.sigmoid(gate)).to(up.dtype)
     tl.store(out_ptr + row * width + columns, silu * up, mask=mask)
 
@@ -33,8 +40,7 @@ def _silu_mul_kernel(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr):
 def _lora_silu_mul_kernel(
     gate_up_ptr,
     out_ptr,
-    planes_ptr,
-    plane_stride,
+    h_ptr,
     arena_ptr,
     b_offset_ptr,
     rows_ptr,
@@ -44,7 +50,6 @@ def _lora_silu_mul_kernel(
     layer,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
 ):
     t = tl.arange(0, BLOCK_T)
     num_columns = tl.cdiv(width, BLOCK_N)
@@ -54,48 +59,55 @@ def _lora_silu_mul_kernel(
         rows = tl.load(record) + t
         mask = (t < tl.load(record + 1))[:, None] & (columns < width)[None, :]
         gate_ptrs = gate_up_ptr + rows[:, None] * 2 * width + columns[None, :]
-        gate = tl.load(gate_ptrs, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(gate_ptrs + width, mask=mask, other=0.0).to(tl.float32)
-        gate += lora_tile(
-            record, planes_ptr, plane_stride, arena_ptr, b_offset_ptr, rows_ptr, layer, columns,
-            width, 4, 0, 2, BLOCK_T, BLOCK_N, SPLITS,
+        gate = lora_tile(
+            record, h_ptr, arena_ptr, b_offset_ptr, rows_ptr, layer, columns, width, 4, 0, 2,
+            BLOCK_T, BLOCK_N,
         )  # fmt: skip
-        up += lora_tile(
-            record, planes_ptr, plane_stride, arena_ptr, b_offset_ptr, rows_ptr, layer, columns,
-            width, 5, 1, 2, BLOCK_T, BLOCK_N, SPLITS,
+        gate += tl.load(gate_ptrs, mask=mask, other=0.0).to(tl.float32)
+        gate = (gate * tl.sigmoid(gate)).to(out_ptr.dtype.element_ty)
+        up = lora_tile(
+            record, h_ptr, arena_ptr, b_offset_ptr, rows_ptr, layer, columns, width, 5, 1, 2,
+            BLOCK_T, BLOCK_N,
         )  # fmt: skip
+        up += tl.load(gate_ptrs + width, mask=mask, other=0.0).to(tl.float32)
         out = out_ptr + rows[:, None] * width + columns[None, :]
-        product = gate * tl.sigmoid(gate) * up
-        tl.store(out, product.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(out, gate * up.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def silu_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
-    """gate_up [T, 2I] contiguous -> [T, I]."""
+def silu_mul_triton(gate_up: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
+    """gate_up [T, 2I] contiguous -> [T, I]; delta, like gate_up, is added to it first."""
     num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(num_tokens, width, dtype=gate_up.dtype, device=gate_up.device)
     block = min(1024, next_power_of_2(width))
     _silu_mul_kernel[(num_tokens, ceil_div(width, block))](
-        gate_up_ptr=gate_up, out_ptr=out, width=width, BLOCK=block, num_warps=4
+        gate_up_ptr=gate_up,
+        delta_ptr=gate_up if delta is None else delta,
+        out_ptr=out,
+        width=width,
+        HAS_DELTA=delta is not None,
+        BLOCK=block,
+        num_warps=4,
     )
     return out
 
 
 def lora_silu_mul_triton(
     gate_up: torch.Tensor,
-    planes: torch.Tensor,
+    h: torch.Tensor,
     arena: torch.Tensor,
     table: LoraTable,
     plan: LoraPlan,
     layer: int,
     *,
     num_programs: int = 1056,
-    block_n: int = 128,
+    block_n: int = 64,
     num_warps: int = 4,
-    num_stages: int = 1,
+    num_stages: int = 2,
 ) -> torch.Tensor:
-    """silu(gate + adapters' gate) * (up + adapters' up); planes shrunk over (gate, up).
+    """silu(gate + adapters' gate) * (up + adapters' up); h is the shrink over (gate, up).
 
-    Rows that belong to no segment are not written.
+    For prefills: what would be written and read again as a delta stays in registers. Rows that
+    belong to no segment are not written.
     """
     num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(num_tokens, width, dtype=gate_up.dtype, device=gate_up.device)
@@ -104,8 +116,7 @@ def lora_silu_mul_triton(
     _lora_silu_mul_kernel[(programs,)](
         gate_up_ptr=gate_up,
         out_ptr=out,
-        planes_ptr=planes,
-        plane_stride=planes.stride(0),
+        h_ptr=h,
         arena_ptr=arena,
         b_offset_ptr=table.b_offset,
         rows_ptr=table.rows,
@@ -115,7 +126,6 @@ def lora_silu_mul_triton(
         layer=layer,
         BLOCK_T=plan.block_t,
         BLOCK_N=block,
-        SPLITS=planes.shape[0],
         num_warps=num_warps,
         num_stages=num_stages,
     )

@@ -52,6 +52,8 @@ def test_rms_norm(width: int, dtype: torch.dtype, device: str) -> None:
 def test_silu_mul(dtype: torch.dtype, device: str) -> None:
     gate_up = torch.randn(3, 74, device=device).to(dtype)
     assert_near(silu_mul_triton(gate_up), silu_mul_ref(gate_up), dtype)
+    delta = torch.randn(3, 74, device=device).to(dtype)
+    assert_near(silu_mul_triton(gate_up, delta), silu_mul_ref(gate_up + delta), dtype)
 
 
 MIXES = {
@@ -100,12 +102,13 @@ def test_shrink_and_expand(mix: str, block_t: int, dtype: torch.dtype, device: s
     expected = _add_deltas(y, x, adapters, segments, {0: (0, 48), 1: (48, 72), 2: (72, 96)})
 
     plan = make_plan(lora, num_tokens, block_t)
-    planes = lora_shrink_triton(
+    h = lora_shrink_triton(
         x, adapters.arena, lora.table, plan, 1, (0, 1, 2), num_programs=3, splits=2
     )
+    assert not plan.arrived.any()
     assert plan.counts[0] == sum(-(-count // block_t) for count, _ in segments)
     lora_expand_triton(
-        planes,
+        h,
         adapters.arena,
         lora.table,
         plan,
@@ -129,9 +132,9 @@ def test_expand_without_add_writes_every_row(mix: str, dtype: torch.dtype, devic
     expected = _add_deltas(torch.zeros_like(y), x, adapters, segments, {6: (0, 40)})
 
     plan = make_plan(lora, num_tokens, 16)
-    planes = lora_shrink_triton(x, adapters.arena, lora.table, plan, 1, (6,), splits=3)
+    h = lora_shrink_triton(x, adapters.arena, lora.table, plan, 1, (6,), splits=3)
     lora_expand_triton(
-        planes, adapters.arena, lora.table, plan, 1, (6,), y, (0, 40), add=False, block_n=16
+        h, adapters.arena, lora.table, plan, 1, (6,), y, (0, 40), add=False, block_n=16
     )
 
     assert_near(y, expected, dtype)
@@ -146,52 +149,30 @@ def test_lora_silu_mul(mix: str, dtype: torch.dtype, device: str) -> None:
     full = _add_deltas(gate_up, x, adapters, segments, {4: (0, 40), 5: (40, 80)})
 
     plan = make_plan(lora, num_tokens, 16)
-    planes = lora_shrink_triton(x, adapters.arena, lora.table, plan, 1, (4, 5))
+    h = lora_shrink_triton(x, adapters.arena, lora.table, plan, 1, (4, 5))
     out = lora_silu_mul_triton(
-        gate_up, planes, adapters.arena, lora.table, plan, 1, num_programs=5, block_n=32
+        gate_up, h, adapters.arena, lora.table, plan, 1, num_programs=5, block_n=32
     )
 
     assert_near(out, silu_mul_ref(full), dtype)
 
 
-@pytest.mark.parametrize("mix", [None, "base only", "ranks", "long segment"])
+@pytest.mark.parametrize("has_delta", [False, True])
 @pytest.mark.parametrize("shape", [(4, 2, 32), (3, 3, 24)], ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 21])
 def test_rope_kv_write(
-    mix: str | None, shape: tuple[int, int, int], dtype: torch.dtype, device: str
+    num_tokens: int, shape: tuple[int, int, int], has_delta: bool, dtype: torch.dtype, device: str
 ) -> None:
     heads, kv_heads, dim = shape
-    q_width, kv_width = heads * dim, kv_heads * dim
-    widths = {0: (40, q_width), 1: (40, kv_width), 2: (40, kv_width)}
-    adapters, segments, num_tokens = _case(mix or "ranks", widths, dtype, device)
     cache = make_cache([(1, 60)], kv_heads=kv_heads, head_dim=dim, dtype=dtype, device=device)
     positions = torch.randperm(60, device=device)[:num_tokens]
     slots = (cache.page_tables[0, positions // 16] * 16 + positions % 16).long()
-    slots[num_tokens // 2] = -1
+    slots[num_tokens // 2 + 1 :][:1] = -1
     angles = torch.randn(64, dim // 2, device=device)
     cos, sin = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
-    x = torch.randn(num_tokens, 40, device=device).to(dtype)
-    qkv = torch.randn(num_tokens, q_width + 2 * kv_width, device=device).to(dtype)
-    bounds = {0: (0, q_width), 1: (q_width, q_width + kv_width), 2: (q_width + kv_width, None)}
-    full = qkv.float()
-    planes = plan = table = None
-    if mix:
-        lora = adapters.batch(segments)
-        full = _add_deltas(qkv, x, adapters, segments, bounds)
-        plan, table = make_plan(lora, num_tokens, 16), lora.table
-        planes = lora_shrink_triton(x, adapters.arena, table, plan, 1, (0, 1, 2))
-    # The adapters lie in an arena of their own here, so one arena holds both.
-    pages = cache.arena.clone()
-    arena = torch.cat((pages.flatten(), adapters.arena))
-    if table is not None:
-        shift = pages.numel()
-        table = type(table)(
-            entry_start=table.entry_start,
-            num_tiles=table.num_tiles,
-            a_offset=table.a_offset,
-            b_offset=torch.where(table.b_offset < 0, -1, table.b_offset + shift),
-            rows=table.rows,
-            scale=table.scale,
-        )
+    qkv, delta = torch.randn(2, num_tokens, (heads + 2 * kv_heads) * dim, device=device).to(dtype)
+    full = qkv.float() + delta.float() if has_delta else qkv.float()
+    arena = cache.arena.clone()
 
     out = rope_kv_write_triton(
         qkv,
@@ -203,14 +184,11 @@ def test_rope_kv_write(
         1,
         slots,
         num_heads=heads,
-        planes=planes,
-        table=table,
-        plan=plan,
-        num_programs=7,
+        delta=delta if has_delta else None,
     )
 
     live = slots >= 0
-    q, k, v = full.split((q_width, kv_width, kv_width), dim=1)
+    q, k, v = full.split((heads * dim, kv_heads * dim, kv_heads * dim), dim=1)
     wide = cache.arena.float()
     expected_q = rope_kv_write_ref(
         q.view(-1, heads, dim)[live],
@@ -225,9 +203,8 @@ def test_rope_kv_write(
         slots[live],
     )
     assert_near(out[live], expected_q, dtype)
-    written = arena[: pages.numel()].view_as(pages)
-    assert torch.equal(written.isnan(), wide.isnan())
-    assert_near(written.nan_to_num(), wide.nan_to_num(), dtype)
+    assert torch.equal(arena.isnan(), wide.isnan())
+    assert_near(arena.nan_to_num(), wide.nan_to_num(), dtype)
 
 
 @pytest.mark.parametrize("contexts", [[1], [33, 16, 0, 7], [300, 64, 65], [1000]], ids=str)
