@@ -14,11 +14,13 @@ def healthz(request: HttpRequest) -> HttpResponse:
 urlpatterns = [
     path("healthz", healthz),
     path("v1/", include("controlplane.inference.urls")),
+    path("console/", include("controlplane.console.urls")),
     path("admin/", admin.site.urls),
     path("api/openapi.json", SpectacularJSONAPIView.as_view(), name="openapi"),
     path("api/docs", SpectacularSwaggerView.as_view(url_name="openapi")),
     path("api/v1/", include("controlplane.tenants.urls")),
     path("api/v1/", include("controlplane.adapters.urls")),
+    path("api/v1/", include("controlplane.training.urls")),
 ]
 
 handler404 = "controlplane.errors.page_not_found"
