@@ -1,17 +1,24 @@
-"""The operator's site: its menu and its look."""
+"""The operator's site: its menu, and the page of the live workers."""
 
 from __future__ import annotations
 
+import datetime as dt
 from typing import Any
 
+from django.conf import settings
 from django.http import HttpRequest
+from django.template.response import TemplateResponse
 from django.templatetags.static import static
-from django.urls import reverse
+from django.urls import URLPattern, path, reverse
 from unfold.sites import UnfoldAdminSite
+
+from controlplane.errors import Unavailable
+from controlplane.workers import WorkerStatus, workers
 
 #: Groups of (title, icon of Material Symbols, view), in the order of an operator's work.
 _MENU = {
     "Platform": (
+        ("Workers", "memory", "workers"),
         ("Base models", "deployed_code", "adapters_basemodel_changelist"),
         ("Requests", "swap_vert", "inference_inferencerequest_changelist"),
         ("Usage", "bar_chart", "usage_usagerecord_changelist"),
@@ -51,4 +58,58 @@ def navigation(request: HttpRequest) -> list[dict[str, Any]]:
 
 
 class OperatorSite(UnfoldAdminSite):  # type: ignore[misc]
-    """The admin site of the people who run the platform."""
+    """The admin site with the workers' page."""
+
+    def extra_urls(self) -> list[URLPattern]:
+        return [path("workers/", self.admin_view(self.workers), name="workers")]
+
+    def workers(self, request: HttpRequest) -> TemplateResponse:
+        """The workers that send heartbeats, straight from Redis."""
+        problem, found = "", []
+        try:
+            found = workers()
+        except Unavailable as error:
+            problem = error.message
+        context = {
+            **self.each_context(request),
+            "title": "Workers",
+            "pool": settings.POOL,
+            "problem": problem,
+            "table": {"headers": _HEADERS, "rows": [_row(worker) for worker in found]},
+        }
+        return TemplateResponse(request, "operator/workers.html", context)
+
+
+_HEADERS = [
+    "Worker",
+    "State",
+    "Base model",
+    "Device",
+    "Running",
+    "Waiting",
+    "Free pages",
+    "Adapters",
+    "Tokens/s",
+    "Steps",
+    "Heartbeat",
+    "Started",
+]
+
+
+def _row(worker: WorkerStatus) -> list[str]:
+    beat = worker.heartbeat
+    started = dt.datetime.fromtimestamp(beat.started_at, dt.UTC)
+    return [
+        beat.worker_id,
+        "silent" if not worker.is_alive else "draining" if beat.draining else "alive",
+        beat.base_model,
+        beat.device,
+        f"{beat.running} of {beat.max_running}",
+        str(beat.waiting),
+        f"{beat.free_pages} of {beat.num_pages}",
+        ", ".join(digest[:12] for digest in beat.resident_digests) or "none",
+        f"{beat.tokens_per_s:.0f}",
+        str(beat.step),
+        f"{worker.silent_s:.0f} s ago",
+        f"{started:%Y-%m-%d %H:%M} UTC",
+    ]

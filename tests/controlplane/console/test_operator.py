@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+
 import pytest
+import redis
+from django.conf import settings
 from django.test import Client
 from django.urls import reverse
 
@@ -12,6 +17,8 @@ from controlplane.tenants import services
 from controlplane.tenants.models import ApiKey, Membership, Tenant, User
 from tests.controlplane.conftest import PASSWORD, TINY_CONFIG, Party
 from tests.controlplane.console.conftest import Belongings
+from worker import protocol
+from worker.protocol import Heartbeat
 
 LISTS = [
     "tenants_tenant",
@@ -42,7 +49,7 @@ def test_operator_sees_every_list(name: str, operator: Client, belongings: Belon
     assert operator.get(reverse(f"admin:{name}_changelist")).status_code == 200
 
 
-@pytest.mark.parametrize("page", ["index", "tenants_tenant_changelist"])
+@pytest.mark.parametrize("page", ["index", "workers", "tenants_tenant_changelist"])
 def test_tenants_people_are_kept_out(page: str, acme: Party) -> None:
     client = Client()
     client.force_login(acme.owner)
@@ -129,3 +136,40 @@ def test_adds_a_base_model_but_does_not_change_its_shapes(
 def test_version_page_shows_the_reasons(operator: Client, belongings: Belongings) -> None:
     url = reverse("admin:adapters_adapterversion_change", args=[belongings.rejected.pk])
     assert b"DoRA &lt;is&gt; not supported." in operator.get(url).content
+
+
+@pytest.fixture
+def beating() -> Iterator[Heartbeat]:
+    """A worker's heartbeat in Redis."""
+    beat = Heartbeat(
+        worker_id="worker-7",
+        boot_id="b",
+        pool=settings.POOL,
+        base_model="tiny",
+        base_revision="0" * 64,
+        device="cpu",
+        running=3,
+        max_running=16,
+        free_pages=120,
+        num_pages=200,
+        resident_digests=("abcdef0123456789" * 4,),
+        started_at=time.time(),
+    )
+    registry = protocol.workers_key(settings.POOL)
+    row = protocol.worker_key(settings.POOL, beat.worker_id)
+    with redis.Redis.from_url(settings.REDIS_URL) as client:
+        client.hset(row, "m", beat.encode())
+        client.zadd(registry, {beat.worker_id: time.time()})
+        yield beat
+        client.delete(row)
+        client.zrem(registry, beat.worker_id)
+
+
+def test_workers_page_is_live(operator: Client, beating: Heartbeat) -> None:
+    page = operator.get(reverse("admin:workers")).content.decode()
+    for shown in ("worker-7", "alive", "tiny", "3 of 16", "120 of 200", "abcdef012345"):
+        assert shown in page
+
+
+def test_workers_page_without_workers_says_how_to_start_one(operator: Client) -> None:
+    assert b"python -m worker" in operator.get(reverse("admin:workers")).content
