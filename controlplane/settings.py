@@ -134,6 +134,10 @@ CELERY_BEAT_SCHEDULE = {
         "task": "controlplane.training.tasks.schedules_fire",
         "schedule": float(env("LORIKEET_SCHEDULE_TICK_S", "20")),
     },
+    "take up lost uploads": {
+        "task": "controlplane.adapters.tasks.adapter_versions_sweep",
+        "schedule": 300.0,
+    },
 }
 
 S3_ENDPOINT_URL = env("S3_ENDPOINT_URL")

@@ -8,6 +8,7 @@ the copy that was checked, not the staged object: the client's URL can still ove
 from __future__ import annotations
 
 import contextlib
+import datetime as dt
 import logging
 import tempfile
 import uuid
@@ -24,20 +25,26 @@ from controlplane.adapters import peft_config, tensor_file
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
 from controlplane.adapters.rejection import Reason, Rejected, shown
 from controlplane.adapters.validation import BaseShape, CheckedAdapter, check_adapter
+from controlplane.scoping import all_tenants
 from worker.protocol import adapter_digest
 
 log = logging.getLogger(__name__)
 
 Status = AdapterVersion.Status
 
+_OVERDUE = dt.timedelta(minutes=10)
+_ABANDONED = dt.timedelta(days=1)
+_SWEEP_SIZE = 500
+
 
 def version_ingest(version_id: uuid.UUID) -> None:
     """Check the staged files of an uploaded version of the tenant in scope, and decide on it."""
-    rows = AdapterVersion.objects.filter(pk=version_id)
-    rows.filter(status=Status.UPLOADED).update(status=Status.VALIDATING)
-    version = rows.select_related("adapter__base_model").first()
+    rows = AdapterVersion.objects.filter(pk=version_id).select_related("adapter__base_model")
+    version = rows.first()
     if version is None or version.status == Status.UPLOADING:
         return
+    if version.move(Status.UPLOADED, Status.VALIDATING):
+        version.status = Status.VALIDATING
     if version.status == Status.VALIDATING:
         try:
             checked = _check_and_keep(version)
@@ -49,6 +56,41 @@ def version_ingest(version_id: uuid.UUID) -> None:
         else:
             _accept(version, checked)
     storage.delete([version.staged_config_key, version.staged_tensors_key])
+
+
+def versions_overdue() -> list[AdapterVersion]:
+    """Versions of all tenants whose check was lost, each given once per `_OVERDUE`.
+
+    Lost with its message, or with the worker that had it: the broker gives such a message out
+    again only after many hours.
+    """
+    now = timezone.now()
+    with all_tenants(reason="lost checks are looked for everywhere"):
+        overdue = AdapterVersion.objects.filter(
+            status__in=[Status.UPLOADED, Status.VALIDATING], status_changed_at__lt=now - _OVERDUE
+        )
+        return [
+            version
+            for version in overdue[:_SWEEP_SIZE]
+            if overdue.filter(pk=version.pk).update(status_changed_at=now)
+        ]
+
+
+def versions_abandon() -> int:
+    """Reject the versions of all tenants that were never uploaded; how many there were."""
+    rejected = Rejected.because("", "the files were not uploaded within a day")
+    with all_tenants(reason="unfinished uploads are looked for everywhere"):
+        rows = AdapterVersion.objects.filter(
+            status=Status.UPLOADING, created_at__lt=timezone.now() - _ABANDONED
+        )
+        abandoned = [
+            version
+            for version in rows[:_SWEEP_SIZE]
+            if version.move(Status.UPLOADING, Status.REJECTED, reasons=rejected.as_json())
+        ]
+    for version in abandoned:
+        storage.delete([version.staged_config_key, version.staged_tensors_key])
+    return len(abandoned)
 
 
 def _check_and_keep(version: AdapterVersion) -> CheckedAdapter:
@@ -129,10 +171,7 @@ def _download(version: AdapterVersion, file: BinaryIO) -> Iterator[bytes]:
 
 
 def _reject(version: AdapterVersion, rejected: Rejected) -> None:
-    moved = AdapterVersion.objects.filter(pk=version.pk, status=Status.VALIDATING).update(
-        status=Status.REJECTED, reasons=rejected.as_json()
-    )
-    if moved:
+    if version.move(Status.VALIDATING, Status.REJECTED, reasons=rejected.as_json()):
         log.info("adapter version rejected", extra={"version_id": str(version.pk)})
 
 
@@ -141,8 +180,9 @@ def _accept(version: AdapterVersion, checked: CheckedAdapter) -> None:
     """Make the version ready, and live unless a newer one is."""
     # The lock orders two versions that become ready at once.
     adapter = Adapter.objects.select_for_update().get(pk=version.adapter_id)
-    moved = AdapterVersion.objects.filter(pk=version.pk, status=Status.VALIDATING).update(
-        status=Status.READY,
+    moved = version.move(
+        Status.VALIDATING,
+        Status.READY,
         digest=version.digest,
         max_rank=max(checked.ranks),
         report=checked.report(),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from django.db import models
+from django.utils import timezone
 
 from controlplane.scoping import TenantModel, new_id
 from controlplane.tenants.models import User, slug_validator
@@ -79,6 +82,7 @@ class AdapterVersion(TenantModel):
     report = models.JSONField(default=dict)
     created_by = models.ForeignKey(User, null=True, on_delete=models.SET_NULL, related_name="+")
     ready_at = models.DateTimeField(null=True, blank=True)
+    status_changed_at = models.DateTimeField(default=timezone.now)
 
     class Meta:
         constraints = [
@@ -88,6 +92,12 @@ class AdapterVersion(TenantModel):
 
     def __str__(self) -> str:
         return f"{self.adapter_id}@{self.number}"
+
+    def move(self, before: Status, after: Status, **fields: Any) -> bool:
+        """Whether this call took the row from one status to the next; other `fields` go along."""
+        fields |= {"status": after, "status_changed_at": timezone.now()}
+        rows = AdapterVersion.objects.filter(pk=self.pk, status=before)
+        return rows.update(**fields) == 1
 
     @property
     def config_key(self) -> str:

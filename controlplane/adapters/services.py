@@ -152,9 +152,7 @@ def adapter_version_complete(*, version: AdapterVersion) -> AdapterVersion:
     """
     if version.status == Status.UPLOADING:
         _check_uploaded(version)
-        AdapterVersion.objects.filter(pk=version.pk, status=Status.UPLOADING).update(
-            status=Status.UPLOADED
-        )
+        version.move(Status.UPLOADING, Status.UPLOADED)
         version.refresh_from_db()
     if version.status in {Status.UPLOADED, Status.VALIDATING}:
         transaction.on_commit(lambda: _queue_validation(version))
@@ -196,9 +194,7 @@ def adapter_version_upload_files(
     """
     storage.upload(config_path, version.staged_config_key)
     storage.upload(tensors_path, version.staged_tensors_key)
-    AdapterVersion.objects.filter(pk=version.pk, status=Status.UPLOADING).update(
-        status=Status.UPLOADED
-    )
+    version.move(Status.UPLOADING, Status.UPLOADED)
     ingest.version_ingest(version.pk)
     version.refresh_from_db()
     return version

@@ -12,7 +12,6 @@ from controlplane.scoping import tenant_scope
 from controlplane.storage import STORAGE_ERRORS
 
 
-# Acknowledged when it ends, so a killed worker's task is run again by another.
 @shared_task(
     autoretry_for=(*STORAGE_ERRORS, OperationalError, InterfaceError),
     retry_backoff=2,
@@ -23,3 +22,11 @@ def adapter_version_validate(tenant_id: str, version_id: str) -> None:
     """Check an uploaded version. Running it twice does no harm."""
     with tenant_scope(uuid.UUID(tenant_id)):
         ingest.version_ingest(uuid.UUID(version_id))
+
+
+@shared_task
+def adapter_versions_sweep() -> None:
+    """Queue the checks that got lost, and end the uploads that nobody finished."""
+    for version in ingest.versions_overdue():
+        adapter_version_validate.delay(str(version.tenant_id), str(version.pk))
+    ingest.versions_abandon()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import os
 import struct
 import threading
@@ -13,9 +14,10 @@ from typing import Any
 
 import pytest
 from django.db import connection
+from django.utils import timezone
 
 from controlplane import storage
-from controlplane.adapters import services, tasks
+from controlplane.adapters import ingest, services, tasks
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
 from controlplane.scoping import tenant_scope
 from tests.controlplane.adapters import files
@@ -181,6 +183,42 @@ class TestCrashes:
         validate(upload())
         validate(upload(tensors=GOOD_TENSORS[:-4] + struct.pack("<f", float("inf"))))
         assert os.listdir(tmp_path) == []
+
+
+class TestSweep:
+    @staticmethod
+    def age(version: AdapterVersion, **ago: Any) -> None:
+        then = timezone.now() - dt.timedelta(**ago)
+        AdapterVersion.objects.filter(pk=version.pk).update(created_at=then, status_changed_at=then)
+
+    @pytest.mark.parametrize("status", [Status.UPLOADED, Status.VALIDATING])
+    def test_lost_check_is_given_once(self, scope: None, status: str) -> None:
+        version = upload()
+        AdapterVersion.objects.update(status=status)
+        assert ingest.versions_overdue() == []
+        self.age(version, minutes=11)
+        assert ingest.versions_overdue() == [version]
+        assert ingest.versions_overdue() == []
+
+    def test_finished_version_is_left_alone(self, scope: None) -> None:
+        version = validate(upload())
+        self.age(version, days=2)
+        tasks.adapter_versions_sweep()
+        version.refresh_from_db()
+        assert version.status == Status.READY
+
+    def test_unfinished_upload_ends_after_a_day(self, scope: None) -> None:
+        stated = {"adapter_config.json": 2, "adapter_model.safetensors": 2}
+        old = services.adapter_version_create(name="invoices", files=stated)
+        new = services.adapter_version_create(name="invoices", files=stated)
+        storage.put_bytes(old.staged_config_key, b"{}")
+        self.age(old, hours=25)
+        self.age(new, hours=23)
+        tasks.adapter_versions_sweep()
+        old.refresh_from_db()
+        new.refresh_from_db()
+        assert (old.status, new.status) == (Status.REJECTED, Status.UPLOADING)
+        assert is_staging_empty(old)
 
 
 def test_task_sees_its_tenant_only(acme: Party, globex: Party, base_model: BaseModel) -> None:
