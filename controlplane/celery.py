@@ -1,4 +1,4 @@
-"""The Celery application: queues `ingest`, `ops` and `train`, and one beat tick a minute."""
+"""The Celery application: queues `ingest`, `ops` and `train`; beat fires what settings lists."""
 
 import os
 

@@ -172,6 +172,10 @@ SPECTACULAR_SETTINGS = {
     "SWAGGER_UI_DIST": "SIDECAR",
     "SWAGGER_UI_FAVICON_HREF": "SIDECAR",
     "SCHEMA_PATH_PREFIX": "/api/v1",
+    "ENUM_NAME_OVERRIDES": {
+        "AdapterVersionStatus": "controlplane.adapters.models.AdapterVersion.Status",
+        "TrainingRunStatus": "controlplane.training.models.TrainingRun.Status",
+    },
 }
 
 UNFOLD = {

@@ -46,7 +46,7 @@ class RowsParser(BaseParser):
 
 
 class DatasetSerializer(serializers.ModelSerializer[Dataset]):
-    object = serializers.ReadOnlyField(default="dataset")
+    object = serializers.CharField(default="dataset", read_only=True)
 
     class Meta:
         model = Dataset
@@ -57,7 +57,7 @@ class DatasetSerializer(serializers.ModelSerializer[Dataset]):
 
 
 class TrainingRunSerializer(serializers.ModelSerializer[TrainingRun]):
-    object = serializers.ReadOnlyField(default="training_run")
+    object = serializers.CharField(default="training_run", read_only=True)
     adapter = serializers.CharField(source="adapter.name")
     dataset = serializers.CharField(source="dataset.name")
     version = serializers.IntegerField(
@@ -87,7 +87,7 @@ class TrainingRunCreateSerializer(StrictSerializer):
 
 
 class ScheduleSerializer(serializers.ModelSerializer[Schedule]):
-    object = serializers.ReadOnlyField(default="schedule")
+    object = serializers.CharField(default="schedule", read_only=True)
     adapter = serializers.CharField(source="adapter.name")
     dataset = serializers.CharField(source="dataset.name")
 
@@ -117,7 +117,7 @@ class DatasetsView(TenantAPIView):
     def get_parsers(self) -> list[BaseParser]:
         return [RowsParser()]
 
-    @extend_schema(parameters=PAGE_PARAMETERS, responses=page_of(DatasetSerializer))
+    @extend_schema("datasets_list", PAGE_PARAMETERS, responses=page_of(DatasetSerializer))
     def get(self, request: Request) -> Response:
         """The tenant's datasets, newest first."""
         return page(request, Dataset.objects.all(), DatasetSerializer)
@@ -151,7 +151,9 @@ class TrainingRunsView(TenantAPIView):
     permissions: ClassVar = {"POST": Permission.TRAINING_WRITE}
 
     @extend_schema(
-        parameters=[*PAGE_PARAMETERS, _ADAPTER], responses=page_of(TrainingRunSerializer)
+        "training_runs_list",
+        parameters=[*PAGE_PARAMETERS, _ADAPTER],
+        responses=page_of(TrainingRunSerializer),
     )
     def get(self, request: Request) -> Response:
         """The tenant's training runs, newest first."""

@@ -101,3 +101,11 @@ def as_user(user: User) -> APIClient:
     client = APIClient()
     Client.force_login(client, user)
     return client
+
+
+def assert_error(answer: Any, status: int, param: str | None = None) -> Any:
+    """The answer's error, in OpenAI's form, after comparing its status and field."""
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (status, param), error
+    assert set(error) == {"message", "type", "param", "code"}
+    return error

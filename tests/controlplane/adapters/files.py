@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import struct
+import urllib.error
+import urllib.request
 from typing import Any
 
 from controlplane.adapters.validation import BaseShape
@@ -69,3 +71,16 @@ def pack(found: Tensors, entries: dict[str, Any] | None = None) -> bytes:
 
 def pack_text(header_text: bytes, data: bytes) -> bytes:
     return struct.pack("<Q", len(header_text)) + header_text + data
+
+
+GOOD_CONFIG, GOOD_TENSORS = config_bytes(), pack(tensors())
+
+
+def put(url: str, data: bytes) -> int:
+    """The status of the store's answer."""
+    request = urllib.request.Request(url, data=data, method="PUT")
+    try:
+        with urllib.request.urlopen(request) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code

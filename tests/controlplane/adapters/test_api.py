@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import urllib.parse
-from pathlib import Path
 from typing import Any
 
 import pytest
-from django.core.management import call_command
 from django.test import Client
 from rest_framework.test import APIClient
 
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
 from controlplane.scoping import all_tenants, tenant_scope
 from controlplane.tenants.models import Tenant
-from tests.controlplane.adapters.test_ingest import GOOD_CONFIG, GOOD_TENSORS, put
-from tests.controlplane.conftest import Party, as_key, as_user
+from tests.controlplane.adapters.files import GOOD_CONFIG, GOOD_TENSORS, put
+from tests.controlplane.conftest import Party, as_key, as_user, assert_error
 
 STATED = {"adapter_config.json": len(GOOD_CONFIG), "adapter_model.safetensors": len(GOOD_TENSORS)}
 VERSIONS = "/api/v1/adapters/invoices/versions"
@@ -26,13 +24,6 @@ pytestmark = pytest.mark.usefixtures("base_model")
 
 def begin(client: APIClient, url: str = VERSIONS, **fields: Any) -> Any:
     return client.post(url, {"files": STATED, **fields}, format="json")
-
-
-def assert_error(answer: Any, status: int, param: str | None = None) -> Any:
-    error = answer.json()["error"]
-    assert (answer.status_code, error["param"]) == (status, param), error
-    assert set(error) == {"message", "type", "param", "code"}
-    return error
 
 
 def test_upload_through_the_api(acme: Party, django_capture_on_commit_callbacks: Any) -> None:
@@ -278,22 +269,3 @@ def test_adapter_create(acme: Party) -> None:
     answer = client.post("/api/v1/adapters", body, format="json")
     assert (answer.status_code, answer.json()["base_model"]) == (201, "tiny")
     assert_error(client.post("/api/v1/adapters", body, format="json"), 409, "name")
-
-
-def test_unknown_address_under_api_is_json(db: None) -> None:
-    assert_error(Client().get("/api/v1/nowhere"), 404)
-
-
-def test_openapi_document_is_sound(db: None, tmp_path: Path) -> None:
-    """Fails on every warning, so that no view goes undescribed."""
-    target = tmp_path / "openapi.json"
-    call_command("spectacular", file=str(target), validate=True, fail_on_warn=True)
-    assert "bearer" in target.read_text()
-
-
-def test_openapi_and_docs_are_served_to_all(db: None) -> None:
-    document = Client().get("/api/openapi.json").json()
-    assert document["paths"][VERSIONS.replace("invoices", "{name}")]["post"]
-    page = Client().get("/api/docs").content.decode()
-    assert "/static/drf_spectacular_sidecar/" in page
-    assert "https://" not in page

@@ -6,8 +6,6 @@ import datetime as dt
 import os
 import struct
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,21 +19,11 @@ from controlplane.adapters import ingest, services, tasks
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
 from controlplane.scoping import tenant_scope
 from tests.controlplane.adapters import files
+from tests.controlplane.adapters.files import GOOD_CONFIG, GOOD_TENSORS, put
 from tests.controlplane.conftest import TINY_CONFIG, Party, make_party
 from worker.protocol import adapter_digest
 
-GOOD_CONFIG, GOOD_TENSORS = files.config_bytes(), files.pack(files.tensors())
 Status = AdapterVersion.Status
-
-
-def put(url: str, data: bytes) -> int:
-    """The status of the store's answer."""
-    request = urllib.request.Request(url, data=data, method="PUT")
-    try:
-        with urllib.request.urlopen(request) as answer:
-            return int(answer.status)
-    except urllib.error.HTTPError as error:
-        return error.code
 
 
 def upload(

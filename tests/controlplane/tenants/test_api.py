@@ -9,8 +9,7 @@ import pytest
 from controlplane.scoping import tenant_scope
 from controlplane.tenants import auth, services
 from controlplane.tenants.models import Role
-from tests.controlplane.adapters.test_api import assert_error
-from tests.controlplane.conftest import Party, as_key, as_user
+from tests.controlplane.conftest import Party, as_key, as_user, assert_error
 
 KEYS = "/api/v1/keys"
 
