@@ -34,9 +34,12 @@ from engine.request import (
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig
+    from engine.dash import DashConfig, DashEngine
     from engine.engine import Engine, EngineStats
 
 _LAZY = {
+    "DashConfig": "engine.dash",
+    "DashEngine": "engine.dash",
     "Engine": "engine.engine",
     "EngineConfig": "engine.config",
     "EngineStats": "engine.engine",
@@ -48,6 +51,8 @@ __all__ = [
     "AdapterUnavailable",
     "BadGrammar",
     "ContextTooLong",
+    "DashConfig",
+    "DashEngine",
     "DeadlineExceeded",
     "Engine",
     "EngineConfig",

@@ -159,13 +159,14 @@ class EngineConfig:
                           1 GiB unless said
     host_cache_bytes      adapters kept in host memory after they left the arena
     max_running           requests that may hold pages at a time
+    max_adapters          distinct adapters that requests may be running with at a time; None: any
     max_step_tokens       tokens of one step, decodes and prefill chunks together
     max_context           None: the model's max_position_embeddings
     page_size             tokens per page
     num_threads           torch's CPU threads; None: leave them
     loader_threads        adapters read from disk at a time
-    max_skips             steps a waiting request may be overtaken because its adapter finds no
-                          pages; then nobody is admitted before it
+    max_skips             steps a waiting request may be overtaken because there is no room for
+                          its adapter; then nobody is admitted before it
     """
 
     model_dir: Path
@@ -174,6 +175,7 @@ class EngineConfig:
     arena_bytes: int = 1 << 30
     host_cache_bytes: int = 256 << 20
     max_running: int = 64
+    max_adapters: int | None = None
     max_step_tokens: int = 512
     max_context: int | None = None
     page_size: int = 16

@@ -94,6 +94,7 @@ class Engine:
             adapters=self._store,
             page_size=config.page_size,
             max_running=config.max_running,
+            max_adapters=config.max_adapters,
             max_step_tokens=config.max_step_tokens,
             max_skips=config.max_skips,
         )

@@ -10,6 +10,7 @@ later. Source: Orca (OSDI'22) for iterations, Sarathi-Serve (arXiv:2403.02310) f
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -129,13 +130,16 @@ class Scheduler:
         adapters: Adapters,
         page_size: int,
         max_running: int,
+        max_adapters: int | None,
         max_step_tokens: int,
         max_skips: int,
     ) -> None:
         self._pool, self._adapters, self._page_size = pool, adapters, page_size
         # Every running request must find room for its decode token in the step.
         self._max_running = min(max_running, max_step_tokens)
+        self._max_adapters = max_adapters
         self._max_step_tokens, self._max_skips = max_step_tokens, max_skips
+        self._in_use: Counter[str] = Counter()  # digest -> running requests
         self.waiting: list[Sequence] = []  # in order of arrival
         self.running: list[Sequence] = []  # likewise
         self.num_preemptions = 0
@@ -184,6 +188,7 @@ class Scheduler:
             assert sequence.num_computed <= capacity, "KV without a page"
             assert capacity - self._page_size < sequence.num_tokens, "a page too many"
             assert all(self._adapters.is_resident(digest) for digest in sequence.digests)
+        assert self._in_use == Counter(d for s in self.running for d in s.digests)
 
     def _continue(self, step: Step, sequence: Sequence) -> None:
         num_tokens = min(sequence.num_uncomputed, step.budget)
@@ -197,10 +202,13 @@ class Scheduler:
             if sequence.is_waiting_for_grammar:
                 continue
             missing = [d for d in sequence.digests if not self._adapters.is_resident(d)]
-            if missing:
-                sequence.num_skips += any(self._adapters.lacks_room(d) for d in missing)
+            lacks_room = any(self._adapters.lacks_room(d) for d in missing)
+            if lacks_room or self._has_too_many_adapters(sequence):
+                sequence.num_skips += 1
                 if sequence.num_skips > self._max_skips:
-                    return  # nobody overtakes it any more, so pages will come free
+                    return  # nobody overtakes it any more, so room will come free
+                continue
+            if missing:
                 continue
             # Room for the whole prompt, not just the chunk: else it would soon be preempted.
             num_pages = self._pages_for(sequence.num_tokens)
@@ -220,12 +228,19 @@ class Scheduler:
         step.rows.append(Row(sequence, num_tokens))
         step.budget -= num_tokens
 
+    def _has_too_many_adapters(self, sequence: Sequence) -> bool:
+        if self._max_adapters is None:
+            return False
+        new = sum(digest not in self._in_use for digest in sequence.digests)
+        return new > 0 and len(self._in_use) + new > self._max_adapters
+
     def _start(self, sequence: Sequence) -> None:
         self.waiting.remove(sequence)
         _insert_by_arrival(self.running, sequence)
         sequence.is_running = True
         for digest in sequence.digests:
             self._adapters.pin(digest)
+            self._in_use[digest] += 1
 
     def _stop(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
@@ -235,6 +250,9 @@ class Scheduler:
         sequence.num_computed = 0
         for digest in sequence.digests:
             self._adapters.unpin(digest)
+            self._in_use[digest] -= 1
+            if not self._in_use[digest]:
+                del self._in_use[digest]
 
     def _make_room(self, step: Step, sequence: Sequence, num_tokens: int) -> bool:
         """Free the pages that `num_tokens` more need; False when `sequence` must sit out."""

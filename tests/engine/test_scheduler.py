@@ -38,7 +38,11 @@ class Residents:
 
 
 def scheduler(
-    num_pages: int = 100, *digests: str, max_step_tokens: int = 64, max_running: int = 8
+    num_pages: int = 100,
+    *digests: str,
+    max_step_tokens: int = 64,
+    max_running: int = 8,
+    max_adapters: int | None = None,
 ) -> Scheduler:
     pool = PagePool(num_pages)
     return Scheduler(
@@ -46,6 +50,7 @@ def scheduler(
         adapters=Residents(pool, *digests),
         page_size=16,
         max_running=max_running,
+        max_adapters=max_adapters,
         max_step_tokens=max_step_tokens,
         max_skips=3,
     )
@@ -169,3 +174,12 @@ def test_it_waits_while_an_adapter_is_being_copied() -> None:
     add(machine, 0, 33)
     step = machine.schedule()
     assert not step.rows and not step.failed
+
+
+def test_no_more_than_max_adapters_run_at_a_time() -> None:
+    machine = scheduler(100, "a", "b", "c", max_adapters=2)
+    for i, adapter in enumerate(["a", "b", "c", "a", None]):
+        add(machine, i, 2, adapter)
+    assert sorted(rows(play(machine))) == [(0, 2), (1, 2), (3, 2), (4, 2)]
+    machine.remove(machine.running[1])
+    assert (2, 2) in rows(play(machine))
