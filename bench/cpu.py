@@ -1,0 +1,225 @@
+"""Ours beside Hugging Face and PEFT on this machine's CPU, in one process.
+
+    python -m bench.cpu [--model FOLDER] [--new-tokens 32] [--repeats 3] [--out FILE]
+
+Every system gets the same prompts and adapters and generates greedily without EOS. Repeats are
+interleaved and medians compared, so that a machine that is busy for a while slows everybody.
+Prints a table and one JSON line per case, writes bench/results/cpu.json, and exits with 1 when a
+bar is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from bench.workload import random_prompts, save_random_adapter
+from engine import AdapterPart, Engine, EngineConfig, Request, SamplingParams
+
+DEFAULT_MODEL = Path(".cache/base/smollm2-135m-instruct")
+RESULTS = Path(__file__).parent / "results" / "cpu.json"
+PROMPT_TOKENS = 32
+BATCH = 16
+RANK = 16
+
+# (case, the case it is compared with, smallest ratio of their tokens/s; None: only reported)
+RATIOS: tuple[tuple[str, str, float | None], ...] = (
+    ("ours 16 adapters", "peft 16 adapters", 2.0),
+    ("ours 1 base", "hf 1 base", 0.9),
+    ("ours 16 adapters", "ours 16 base", None),
+    ("ours 16 base", "hf 16 base", None),
+)
+
+Prompts = list[list[int]]
+
+
+class Ours:
+    """Lorikeet's engine."""
+
+    def __init__(self, model_dir: Path) -> None:
+        self._engine = Engine(EngineConfig(model_dir=model_dir, arena_bytes=1 << 30))
+        self.model = self._engine.model
+
+    def register(self, adapters: dict[str, Path]) -> None:
+        for name, path in adapters.items():
+            self._engine.register_adapter(name, path)
+
+    def generate(self, prompts: Prompts, num_tokens: int, adapters: list[str] | None) -> None:
+        sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        for i, prompt in enumerate(prompts):
+            parts = (AdapterPart(digest=adapters[i]),) if adapters else ()
+            self._engine.add(
+                Request(request_id=str(i), token_ids=prompt, sampling=sampling, adapters=parts)
+            )
+        count = 0
+        while self._engine.has_work():
+            count += sum(len(output.token_ids) for output in self._engine.step())
+        assert count == len(prompts) * num_tokens
+
+
+class HuggingFace:
+    """transformers' generate, with PEFT's adapter_names for mixed batches."""
+
+    def __init__(self, model_dir: Path, adapters: dict[str, Path]) -> None:
+        # PEFT changes the model it is given, so the plain one is another.
+        self._plain = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+        base = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+        first, *rest = adapters
+        self._peft = PeftModel.from_pretrained(base, adapters[first], adapter_name=first).eval()
+        for name in rest:
+            self._peft.load_adapter(adapters[name], adapter_name=name)
+
+    def generate(self, prompts: Prompts, num_tokens: int, adapters: list[str] | None) -> None:
+        model = self._peft if adapters else self._plain
+        options: dict[str, Any] = {"adapter_names": adapters} if adapters else {}
+        token_ids = torch.tensor(prompts)
+        out = model.generate(
+            input_ids=token_ids,
+            attention_mask=torch.ones_like(token_ids),
+            max_new_tokens=num_tokens,
+            min_new_tokens=num_tokens,
+            eos_token_id=None,
+            pad_token_id=0,
+            do_sample=False,
+            **options,
+        )
+        assert out.shape[1] == PROMPT_TOKENS + num_tokens
+
+
+def measure(
+    cases: dict[str, Callable[[], None]], tokens: dict[str, int], repeats: int
+) -> dict[str, list[float]]:
+    """Tokens/s of every repeat of every case; the first round warms up and is not counted."""
+    speeds: dict[str, list[float]] = {name: [] for name in cases}
+    for repeat in range(repeats + 1):
+        for name, run in cases.items():
+            start = time.perf_counter()
+            run()
+            if repeat:
+                speeds[name].append(tokens[name] / (time.perf_counter() - start))
+    return speeds
+
+
+def run_cases(
+    model_dir: Path, folder: Path, num_tokens: int, repeats: int
+) -> dict[str, list[float]]:
+    """Tokens/s of every case; adapters are written to `folder`."""
+    names = [f"adapter-{i}" for i in range(BATCH)]
+    ours = Ours(model_dir)
+    adapters = {
+        name: save_random_adapter(folder / name, ours.model, rank=RANK, seed=i)
+        for i, name in enumerate(names)
+    }
+    ours.register(adapters)
+    theirs = HuggingFace(model_dir, adapters)
+    many = random_prompts(BATCH, PROMPT_TOKENS, ours.model.vocab_size)
+    one = many[:1]
+    cases: dict[str, Callable[[], None]] = {
+        "ours 1 base": lambda: ours.generate(one, num_tokens, None),
+        "hf 1 base": lambda: theirs.generate(one, num_tokens, None),
+        "ours 16 base": lambda: ours.generate(many, num_tokens, None),
+        "hf 16 base": lambda: theirs.generate(many, num_tokens, None),
+        "ours 16 adapters": lambda: ours.generate(many, num_tokens, names),
+        "peft 16 adapters": lambda: theirs.generate(many, num_tokens, names),
+    }
+    tokens = {name: num_tokens * (1 if " 1 " in name else BATCH) for name in cases}
+    return measure(cases, tokens, repeats)
+
+
+def summarise(speeds: dict[str, list[float]]) -> dict[str, list[dict[str, Any]]]:
+    """The cases and their ratios, as they are written."""
+    medians = {name: statistics.median(values) for name, values in speeds.items()}
+    ratios = []
+    for case, other, least in RATIOS:
+        ratio = medians[case] / medians[other]
+        ratios.append(
+            {
+                "case": case,
+                "compared_with": other,
+                "ratio": round(ratio, 3),
+                "at_least": least,
+                "passed": least is None or ratio >= least,
+            }
+        )
+    cases = [
+        {
+            "system": name.split()[0],
+            "batch": int(name.split()[1]),
+            "adapters": BATCH if name.endswith("adapters") else 0,
+            "rank": RANK if name.endswith("adapters") else 0,
+            "tok_s": round(medians[name], 1),
+            "runs": [round(value, 1) for value in values],
+        }
+        for name, values in speeds.items()
+    ]
+    return {"cases": cases, "ratios": ratios}
+
+
+def environment(command: str) -> dict[str, Any]:
+    """What a figure depends on."""
+    git = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+        check=False,
+    )
+    return {
+        "command": command,
+        "commit": git.stdout.strip(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cpu": _cpu_name(),
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load_average": round(os.getloadavg()[0], 2),
+    }
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Compare with Hugging Face and PEFT on a CPU.")
+    parser.add_argument("--model", type=Path, default=DEFAULT_MODEL)
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    result = environment("python -m bench.cpu " + " ".join(sys.argv[1:]))
+    with tempfile.TemporaryDirectory() as folder:
+        speeds = run_cases(args.model, Path(folder), args.new_tokens, args.repeats)
+    result.update(summarise(speeds))
+    for case in result["cases"]:
+        print(json.dumps(case))
+    print(f"\n{'':18}{'compared with':20}{'ratio':>8}{'bar':>8}")
+    for ratio in result["ratios"]:
+        least = "" if ratio["at_least"] is None else f"{ratio['at_least']:.2f}"
+        verdict = "" if ratio["passed"] else "  MISSED"
+        figures = f"{ratio['ratio']:8.2f}{least:>8}{verdict}"
+        print(f"{ratio['case']:18}{ratio['compared_with']:20}{figures}")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=2) + "\n")
+    return 0 if all(ratio["passed"] for ratio in result["ratios"]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
