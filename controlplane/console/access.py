@@ -135,6 +135,8 @@ def _find_principal(request: HttpRequest) -> Principal | None:
 
 def _no_tenant(request: HttpRequest, reason: str) -> HttpResponse:
     assert isinstance(request.user, User)
+    if request.user.is_staff and not reason:
+        return redirect("admin:index")
     context = {"reason": reason, "tenants": tenants_of(request.user)}
     return render(request, "console/no_tenant.html", context, status=403)
 

@@ -74,18 +74,26 @@ def _requests_by_hour(since: dt.datetime) -> list[tuple[str, float]]:
     ]
 
 
-def adapters_with_versions() -> list[Adapter]:
-    """The tenant's adapters by name, each with its live version and, as `newest`, its last one."""
-    adapters = list(Adapter.objects.select_related("base_model", "live_version").order_by("name"))
-    newest = {
-        version.adapter_id: version
-        for version in AdapterVersion.objects.order_by("adapter_id", "-number").distinct(
-            "adapter_id"
-        )
-    }
-    for adapter in adapters:
-        adapter.newest = newest.get(adapter.id)  # type: ignore[attr-defined]
-    return adapters
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterRow:
+    """An adapter, with its live version loaded, beside its last one."""
+
+    adapter: Adapter
+    newest: AdapterVersion | None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the newest version will change by itself soon."""
+        states = {AdapterVersion.Status.UPLOADED, AdapterVersion.Status.VALIDATING}
+        return self.newest is not None and self.newest.status in states
+
+
+def adapter_rows() -> list[AdapterRow]:
+    """The tenant's adapters by name."""
+    adapters = Adapter.objects.select_related("base_model", "live_version").order_by("name")
+    versions = AdapterVersion.objects.order_by("adapter_id", "-number").distinct("adapter_id")
+    newest = {version.adapter_id: version for version in versions}
+    return [AdapterRow(adapter=adapter, newest=newest.get(adapter.id)) for adapter in adapters]
 
 
 def recent_requests(limit: int = 10) -> list[InferenceRequest]:

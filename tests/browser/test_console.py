@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Page, expect
 
 from controlplane.tenants.keys import KEY_REGEX
+from tests.browser.conftest import Site
 
 pytestmark = pytest.mark.browser
 
@@ -60,13 +63,26 @@ def test_form_says_what_is_missing_beside_the_field(page: Page) -> None:
     expect(page.locator('[data-errors="tensors"]')).to_contain_text("adapter_model.safetensors")
 
 
-def test_key_is_shown_once_and_revoked(page: Page) -> None:
+def api_status(site: Site, key: str) -> int:
+    """How the API answers to a key."""
+    request = urllib.request.Request(
+        f"{site.base_url}/v1/models", headers={"Authorization": f"Bearer {key}"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_key_is_shown_once_and_revoked(page: Page, site: Site) -> None:
     page.get_by_role("link", name="API keys").click()
     page.get_by_label("Name").fill("browser test")
     page.get_by_role("button", name="Create key").click()
     shown = page.locator("#new-key")
     expect(shown).to_have_text(re.compile(KEY_REGEX.replace(r"\b", "")))
     key = shown.inner_text()
+    assert api_status(site, key) == 200
 
     page.reload()
     expect(page.get_by_role("row").filter(has_text="browser test")).to_have_count(1)
@@ -76,6 +92,7 @@ def test_key_is_shown_once_and_revoked(page: Page) -> None:
     page.get_by_role("button", name="Revoke the key").click()
     row = page.get_by_role("row").filter(has_text="browser test")
     expect(row).to_contain_text("revoked")
+    assert api_status(site, key) == 401
 
 
 def test_narrow_pages_do_not_scroll_sideways(page: Page) -> None:

@@ -30,20 +30,26 @@ NUM_RUNS = 10
 @require_safe
 @member_page
 def adapters(request: ConsoleRequest) -> HttpResponse:
-    return render(request, "console/adapters.html", {"adapters": reads.adapters_with_versions()})
+    rows = reads.adapter_rows()
+    context = {"adapters": rows, "adapters_busy": any(row.is_busy for row in rows)}
+    return render(request, "console/adapters.html", context)
 
 
 @require_safe
 @member_page
 def adapter(request: ConsoleRequest, name: str) -> HttpResponse:
     found = get_adapter(name)
+    runs = list(
+        TrainingRun.objects.filter(adapter=found)
+        .select_related("adapter", "dataset", "version")
+        .order_by("-created_at")[:NUM_RUNS]
+    )
     context = {
         "adapter": found,
         "versions": found.versions.select_related("created_by").order_by("-number"),
         "schedule": Schedule.objects.filter(adapter=found).select_related("dataset").first(),
-        "runs": TrainingRun.objects.filter(adapter=found)
-        .select_related("adapter", "dataset", "version")
-        .order_by("-created_at")[:NUM_RUNS],
+        "runs": runs,
+        "runs_busy": any(run.status in TrainingRun.ACTIVE for run in runs),
         "base_url": settings.BASE_URL,
     }
     return render(request, "console/adapter.html", context)
@@ -107,12 +113,23 @@ def version_steps(status: str) -> list[dict[str, str]]:
     ]
 
 
-def _facts(report: Any) -> list[tuple[str, str]]:
-    """What the checks found, for a person; nested values are left to the API."""
+#: What the checks found, in the order and words of the page.
+_FACTS = {
+    "target_modules": "Adapted layers",
+    "ranks": "Ranks",
+    "num_parameters": "Parameters",
+    "dtypes": "Data type",
+    "peft_version": "Saved by PEFT",
+    "claimed_base": "Trained on, it says",
+}
+
+
+def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:
     facts = []
-    for name, value in report.items() if isinstance(report, dict) else ():
-        if isinstance(value, list) and all(isinstance(item, str | int) for item in value):
+    for name, label in _FACTS.items():
+        value = report.get(name)
+        if isinstance(value, list):
             value = ", ".join(map(str, value))
-        if isinstance(value, str | int | float):
-            facts.append((name.replace("_", " ").capitalize(), str(value)))
+        if value:
+            facts.append((label, f"{value:,}" if isinstance(value, int) else str(value)))
     return facts

@@ -8,7 +8,7 @@ from django.shortcuts import render
 from django.utils import timezone
 from django.views.decorators.http import require_safe
 
-from controlplane.adapters.models import Adapter, BaseModel
+from controlplane.adapters.models import BaseModel
 from controlplane.console import overview as reads
 from controlplane.console.access import ConsoleRequest, member_page
 
@@ -16,11 +16,12 @@ from controlplane.console.access import ConsoleRequest, member_page
 @require_safe
 @member_page
 def overview(request: ConsoleRequest) -> HttpResponse:
-    adapters = reads.adapters_with_versions()
+    adapters = reads.adapter_rows()
     requests = reads.recent_requests()
     context = {
         "day": reads.last_day(timezone.now()),
         "adapters": adapters,
+        "adapters_busy": any(row.is_busy for row in adapters),
         "requests": requests,
         "tokens": reads.num_tokens_by_request(requests),
         "example_model": _example_model(adapters),
@@ -29,11 +30,11 @@ def overview(request: ConsoleRequest) -> HttpResponse:
     return render(request, "console/overview.html", context)
 
 
-def _example_model(adapters: list[Adapter]) -> str:
+def _example_model(rows: list[reads.AdapterRow]) -> str:
     """A name that answers: a live adapter's, else a base model's."""
-    for adapter in adapters:
-        if adapter.live_version_id:
-            return adapter.name
+    for row in rows:
+        if row.adapter.live_version_id:
+            return row.adapter.name
     base_model = BaseModel.objects.filter(is_active=True).order_by("name").first()
     return base_model.name if base_model else "your-adapter"
 

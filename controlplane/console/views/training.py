@@ -30,7 +30,9 @@ NUM_RUNS = 50
 @require_safe
 @member_page
 def training(request: ConsoleRequest) -> HttpResponse:
-    return render(request, "console/training.html", _training_context())
+    context = _training_context()
+    context["train_form"] = TrainForm(initial={"adapter": request.GET.get("adapter", "")})
+    return render(request, "console/training.html", context)
 
 
 @require_POST
@@ -156,12 +158,16 @@ def _schedule_initial(existing: Schedule | None) -> dict[str, Any]:
 
 
 def _training_context() -> dict[str, Any]:
+    runs = list(
+        TrainingRun.objects.select_related("adapter", "dataset", "version").order_by("-created_at")[
+            :NUM_RUNS
+        ]
+    )
     return {
         "datasets": Dataset.objects.order_by("name"),
         "adapters": Adapter.objects.order_by("name"),
-        "runs": TrainingRun.objects.select_related("adapter", "dataset", "version").order_by(
-            "-created_at"
-        )[:NUM_RUNS],
+        "runs": runs,
+        "runs_busy": any(run.status in TrainingRun.ACTIVE for run in runs),
         "schedules": Schedule.objects.select_related("adapter", "dataset").order_by("next_run_at"),
         "dataset_form": DatasetForm(),
         "train_form": TrainForm(),

@@ -138,6 +138,12 @@ def test_person_without_a_tenant_is_told_so(db: None) -> None:
     assert b"You belong to no tenant yet" in answer.content
 
 
+def test_operator_without_a_tenant_goes_to_the_admin(db: None) -> None:
+    user = services.user_create(email="op@example.com", password=PASSWORD, is_operator=True)
+    answer = browser_of(user).get("/console/")
+    assert (answer.status_code, answer.url) == (302, "/admin/")
+
+
 def test_suspended_tenant_is_closed(acme: Party) -> None:
     Tenant.objects.filter(id=acme.tenant.id).update(status=Tenant.Status.SUSPENDED)
     answer = browser_of(acme.owner).get("/console/")

@@ -70,6 +70,17 @@ def test_run_shows_its_progress(acme: Party, belongings: Belongings) -> None:
     assert '<polyline class="curve" points="0.0,0.0 600.0,160.0"/>' in page
 
 
+@pytest.mark.parametrize("path", ["/console/training", "/console/adapters/invoices"])
+def test_lists_ask_again_while_a_run_goes_on(
+    path: str, acme: Party, belongings: Belongings
+) -> None:
+    browser = browser_of(acme.viewer)
+    assert f'hx-get="{path}" hx-select="#runs"' in browser.get(path).content.decode()
+    with tenant_scope(acme.tenant.id):
+        TrainingRun.objects.update(status=TrainingRun.Status.SUCCEEDED)
+    assert 'hx-select="#runs"' not in browser.get(path).content.decode()
+
+
 def test_schedule_is_set_changed_and_removed(acme: Party, belongings: Belongings) -> None:
     browser = browser_of(acme.owner)
     url = "/console/adapters/invoices/schedule"

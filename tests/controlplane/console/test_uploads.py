@@ -58,7 +58,7 @@ def test_rejection_says_why(acme: Party, base_model: BaseModel) -> None:
 def test_waiting_version_asks_again(acme: Party, base_model: BaseModel) -> None:
     url = start(acme).json()["version_url"]
     page = browser_of(acme.owner).get(url).content.decode()
-    assert f'hx-get="{url}/status" hx-trigger="every 1s"' in page
+    assert f'hx-get="{url}/status" hx-trigger="every 3s"' in page
 
 
 def test_reason_is_text_not_markup(acme: Party, belongings: Belongings) -> None:
