@@ -19,8 +19,8 @@ from tokenizers import Tokenizer
 
 #: What an incomplete UTF-8 sequence decodes to.
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-#: A character has four bytes at most; tokens that make none after these are plain garbage.
-MAX_HELD_TOKENS = 8
+#: A character has four bytes: so many at the end may still become one.
+MAX_GARBLED = 3
 
 
 class PromptError(Exception):
@@ -119,10 +119,10 @@ class Detokenizer:
             # which also takes back what the context read as. Start afresh behind the context.
             self._ids, self._context, self._shown = self._ids[self._context :], 0, ""
             text = self._codec.decode(self._ids)
-        complete = text.rstrip(REPLACEMENT)
-        if len(complete) == len(text) or len(self._ids) - self._context > MAX_HELD_TOKENS:
+        garbled = len(text) - len(text.rstrip(REPLACEMENT))
+        if garbled == 0:
             return self._advance(text)
-        piece = complete[len(self._shown) :]
+        piece = text[len(self._shown) : len(text) - min(garbled, MAX_GARBLED)]
         self._shown += piece
         return piece
 

@@ -1,0 +1,236 @@
+"""Prompt and answer text, held against transformers and against the tokenizer's own decoding."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+
+from tests.fakes import write_fake_base
+from tests.tiny_base import write_tiny_base
+from worker.text import Detokenizer, PromptError, StopStrings, TextCodec
+
+CONVERSATION = [
+    {"role": "system", "content": "Be brief. <b>&amp;</b>"},
+    {"role": "user", "content": "Grüße, 世界 🦜\n\n  {{ not jinja }} "},
+    {"role": "assistant", "content": ""},
+    {"role": "user", "content": "  and now? "},
+]
+TEMPLATES = {
+    "plain": "{% for m in messages %}\n  {{ m['role'] }}: {{ m['content'] | trim }}\n{% endfor %}",
+    "json": "{{ messages | tojson(indent=2) }}{{ bos_token }}{{ eos_token }}",
+    "loop": "{% for m in messages %}{% if loop.last %}{% break %}{% endif %}{{ m.content }}"
+    "{%- endfor %}{% generation %}x{% endgeneration %}",
+    "namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}"
+    "{% endfor %}{{ ns.n }}{% if tools is none %} no tools{% endif %}",
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_base(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
+    return TextCodec(write_fake_base(tmp_path_factory.mktemp("base")))
+
+
+def byte_fallback_codec(folder: Path) -> TextCodec:
+    """A SentencePiece-like tokenizer, as Llama 2's: unknown characters are bytes."""
+    vocab = {"<unk>": 0, "▁a": 1, "▁": 2, "b": 3, "é": 4}
+    vocab |= {f"<0x{byte:02X}>": 5 + byte for byte in range(256)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return TextCodec(folder)
+
+
+@pytest.mark.parametrize("template", [None, *TEMPLATES])
+def test_renders_and_encodes_as_transformers_does(
+    tiny: Path, tmp_path: Path, template: str | None
+) -> None:
+    from transformers import AutoTokenizer
+
+    for file in tiny.iterdir():
+        if file.suffix != ".safetensors":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    if template:
+        (tmp_path / "chat_template.jinja").write_text(TEMPLATES[template])
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    ours = TextCodec(tmp_path)
+
+    prompt = ours.render(CONVERSATION)
+
+    assert prompt == theirs.apply_chat_template(
+        CONVERSATION, add_generation_prompt=True, tokenize=False
+    )
+    assert ours.encode(prompt, add_special_tokens=False) == theirs.apply_chat_template(
+        CONVERSATION, add_generation_prompt=True, return_dict=False
+    )
+    assert ours.encode("plain text", add_special_tokens=True) == theirs("plain text").input_ids
+
+
+def test_a_template_that_refuses_gives_its_own_words(tmp_path: Path) -> None:
+    write_fake_base(tmp_path)
+    settings = {"chat_template": "{{ raise_exception('roles must alternate') }}"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(PromptError, match="roles must alternate"):
+        TextCodec(tmp_path).render(CONVERSATION)
+
+
+def test_a_template_cannot_reach_into_python(tmp_path: Path) -> None:
+    write_fake_base(tmp_path)
+    settings = {"chat_template": "{{ messages.__class__.__mro__ }}"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(PromptError):
+        TextCodec(tmp_path).render(CONVERSATION)
+
+
+@given(st.data())
+def test_pieces_are_the_whole_text(codec: TextCodec, data: st.DataObject) -> None:
+    text = data.draw(st.text(alphabet=st.sampled_from("ab the \n é世🦜👩‍👩‍👧\ufffd")))
+    ids = codec.encode(text, add_special_tokens=False)
+    detokenizer, pieces = Detokenizer(codec), []
+    while ids:
+        size = data.draw(st.integers(1, 4))
+        pieces.append(detokenizer.feed(ids[:size]))
+        ids = ids[size:]
+    pieces.append(detokenizer.finish())
+    assert "".join(pieces) == text
+
+
+@given(st.lists(st.integers(0, 299), max_size=40))
+def test_any_tokens_at_all_end_as_their_decoding(codec: TextCodec, ids: list[int]) -> None:
+    detokenizer = Detokenizer(codec)
+    pieces = [detokenizer.feed([token_id]) for token_id in ids]
+    whole = codec.decode(ids)
+    text = "".join([*pieces, detokenizer.finish()])
+    # How many replacement characters stand for garbage may differ.
+    assert text.replace("\ufffd", "") == whole.replace("\ufffd", "")
+
+
+def test_no_half_character_is_shown(codec: TextCodec) -> None:
+    ids = codec.encode("🦜", add_special_tokens=False)
+    assert len(ids) == 4
+    detokenizer = Detokenizer(codec)
+    assert [detokenizer.feed([token_id]) for token_id in ids] == ["", "", "", "🦜"]
+
+
+def test_what_precedes_a_half_character_is_shown_at_once(codec: TextCodec) -> None:
+    ids = codec.encode("ab🦜", add_special_tokens=False)
+    detokenizer = Detokenizer(codec)
+    assert detokenizer.feed(ids[:-2]) == "ab"
+    assert detokenizer.feed(ids[-2:]) == "🦜"
+
+
+def test_an_answer_cut_inside_a_character_ends_with_the_replacement(codec: TextCodec) -> None:
+    ids = codec.encode("a🦜", add_special_tokens=False)[:-1]
+    detokenizer = Detokenizer(codec)
+    assert detokenizer.feed(ids) + detokenizer.finish() == codec.decode(ids) == "a\ufffd"
+
+
+def test_byte_fallback_and_leading_spaces(tmp_path: Path) -> None:
+    codec = byte_fallback_codec(tmp_path)
+    ids = [1, 2, 3, *(5 + byte for byte in "€".encode()), 1, 4]
+    detokenizer = Detokenizer(codec)
+    pieces = [detokenizer.feed([token_id]) for token_id in ids]
+    assert "".join(pieces) == codec.decode(ids) == "a b€ aé"
+    assert pieces[3:6] == ["", "", "€"]
+
+
+def test_byte_fallback_takes_back_a_run_that_turns_invalid(tmp_path: Path) -> None:
+    codec = byte_fallback_codec(tmp_path)
+    detokenizer = Detokenizer(codec)
+    ids = [1, *(5 + byte for byte in "é".encode()), 5 + 0xFF, 3]
+    pieces = [detokenizer.feed([token_id]) for token_id in ids]
+    assert "".join(pieces).replace("\ufffd", "") == " aéb".strip()
+
+
+@pytest.mark.parametrize("text", ["the", " é", "🦜", "\n"])
+def test_token_bytes_are_the_characters_bytes(codec: TextCodec, text: str) -> None:
+    ids = codec.encode(text, add_special_tokens=False)
+    assert bytes(b for token_id in ids for b in codec.token_bytes(token_id)) == text.encode()
+
+
+def test_token_bytes_of_byte_tokens_and_special_tokens(codec: TextCodec, tmp_path: Path) -> None:
+    assert byte_fallback_codec(tmp_path).token_bytes(5 + 0xE2) == [0xE2]
+    assert bytes(codec.token_bytes(2)) == b"<|end|>"
+    assert codec.token_text(2) == "<|end|>"
+
+
+def cut(text: str, stops: list[str]) -> tuple[str, bool]:
+    found = [text.find(stop) for stop in stops if stop in text]
+    return (text[: min(found)], True) if found else (text, False)
+
+
+@given(
+    st.text("abc", max_size=30),
+    st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=4),
+    st.data(),
+)
+def test_stop_strings_cut_as_if_the_text_came_whole(
+    text: str, stops: list[str], data: st.DataObject
+) -> None:
+    stop_strings, shown, is_stopped, rest = StopStrings(stops), "", False, text
+    while rest and not is_stopped:
+        size = data.draw(st.integers(1, 5))
+        piece, is_stopped = stop_strings.feed(rest[:size])
+        shown, rest = shown + piece, rest[size:]
+        assert cut(text, stops)[0].startswith(shown)  # nothing is ever shown too early
+    if not is_stopped:
+        shown += stop_strings.finish()
+    seen = text[: len(text) - len(rest)]
+    assert (shown, is_stopped) == cut(seen, stops)
+
+
+def test_text_that_cannot_begin_a_stop_string_is_not_held_back() -> None:
+    stop_strings = StopStrings(["END"])
+    assert stop_strings.feed("the E") == ("the ", False)
+    assert stop_strings.feed("N") == ("", False)
+    assert stop_strings.feed("TER") == ("ENTER", False)
+    assert stop_strings.feed("the END of it") == ("the ", True)
+
+
+def test_context_length_and_the_shortest_a_text_can_be(codec: TextCodec) -> None:
+    assert codec.context_length == 512
+    text = "the quick brown fox " * 50
+    assert 0 < codec.min_num_tokens(text) <= len(codec.encode(text, add_special_tokens=False))
+
+
+def test_a_base_without_a_template_says_so(tmp_path: Path) -> None:
+    write_fake_base(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    with pytest.raises(PromptError, match="no chat template"):
+        TextCodec(tmp_path).render(CONVERSATION)
+
+
+def test_smollm2_is_read_as_transformers_reads_it(request: pytest.FixtureRequest) -> None:
+    from transformers import AutoTokenizer
+
+    from worker.base_model import PACKAGED_MODEL, convert, packaged_gguf
+
+    folder = convert(packaged_gguf(), PACKAGED_MODEL, Path(".cache/base"))
+    theirs: Any = AutoTokenizer.from_pretrained(folder)
+    ours = TextCodec(folder)
+    prompt = ours.render(CONVERSATION[1:])
+    assert ours.encode(prompt, add_special_tokens=False) == theirs.apply_chat_template(
+        CONVERSATION[1:], add_generation_prompt=True, return_dict=False
+    )
+    text = "Viele Grüße 世界 🦜 — 12,50 €"
+    ids = theirs(text).input_ids
+    detokenizer = Detokenizer(ours)
+    pieces = [detokenizer.feed([token_id]) for token_id in ids]
+    assert "".join([*pieces, detokenizer.finish()]) == theirs.decode(ids) == text
