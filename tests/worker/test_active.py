@@ -1,0 +1,147 @@
+"""One request's events and its record, from the engine's outputs alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.fakes import write_fake_base
+from worker.active import ActiveRequest
+from worker.channel import Failure, Output
+from worker.protocol import GenerateJob, Sampling
+from worker.text import TextCodec
+
+
+@pytest.fixture(scope="module")
+def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
+    return TextCodec(write_fake_base(tmp_path_factory.mktemp("base")))
+
+
+def make_request(codec: TextCodec, *, stream: bool = True, **sampling: Any) -> ActiveRequest:
+    job = GenerateJob(
+        request_id="r",
+        tenant_id="t",
+        api_key_id="k",
+        gateway_id="g",
+        model="m",
+        base_model="b",
+        text="p",
+        stream=stream,
+        created_at=100.0,
+        sampling=Sampling(**sampling),
+    )
+    return ActiveRequest(job, entry_id=b"1-0", lease=3, worker_id="w", codec=codec, now=100.5)
+
+
+def feed(request: ActiveRequest, codec: TextCodec, text: str, **fields: Any) -> None:
+    """Give it `text` token by token, as steps a second apart."""
+    for token_id in codec.encode(text, add_special_tokens=False):
+        generated = request.generated + 1
+        output = Output(
+            request_id="r", token_ids=[token_id], num_prompt_tokens=7, num_generated=generated
+        )
+        request.feed(output, now=101.0 + generated)
+    if fields:
+        request.feed(Output(request_id="r", num_generated=request.generated + 1, **fields), 120.0)
+
+
+def test_events_are_numbered_and_only_the_last_has_usage(codec: TextCodec) -> None:
+    request = make_request(codec)
+    feed(request, codec, "ab")
+    first = request.take_news()
+    feed(request, codec, "c", finish_reason="stop")
+    last = request.take_news()
+    assert (first.event.seq, first.event.text, first.event.usage) == (0, "ab", None)
+    assert (last.event.seq, last.event.text, last.event.finish_reason) == (1, "c", "stop")
+    assert last.event.usage is not None
+    assert (last.event.usage.prompt_tokens, last.event.usage.completion_tokens) == (7, 4)
+    assert first.done is None
+    assert last.done is not None
+    assert (last.done.prompt_tokens, last.done.completion_tokens, last.done.lease) == (7, 4, 3)
+
+
+def test_an_answer_that_is_not_streamed_is_one_event(codec: TextCodec) -> None:
+    request = make_request(codec, stream=False)
+    feed(request, codec, "ab")
+    assert not request.has_news
+    feed(request, codec, "c", finish_reason="stop")
+    assert request.has_news
+    assert request.take_news().event.text == "abc"
+
+
+def test_a_stop_string_ends_it_while_the_engine_goes_on(codec: TextCodec) -> None:
+    request = make_request(codec, stop=("END",))
+    feed(request, codec, "one E")
+    assert request.take_news().event.text == "one "
+    feed(request, codec, "ND")
+    news = request.take_news()
+    assert (news.event.text, news.event.finish_reason) == ("", "stop")
+    assert news.done is not None
+    assert news.done.completion_tokens == request.generated  # up to the token that completed it
+
+
+def test_text_held_back_for_a_stop_string_comes_with_the_end(codec: TextCodec) -> None:
+    request = make_request(codec, stop=("END",))
+    feed(request, codec, "the EN", finish_reason="length")
+    news = request.take_news()
+    assert (news.event.text, news.event.finish_reason) == ("the EN", "length")
+
+
+def test_an_incomplete_character_comes_with_the_end(codec: TextCodec) -> None:
+    request = make_request(codec)
+    ids = codec.encode("a🦜", add_special_tokens=False)[:-1]
+    request.feed(Output(request_id="r", token_ids=ids, finish_reason="length"), 101.0)
+    assert request.take_news().event.text == "a\ufffd"
+
+
+def test_a_failure_keeps_what_was_generated(codec: TextCodec) -> None:
+    request = make_request(codec)
+    feed(request, codec, "ab")
+    failure = Failure("deadline_exceeded", "too late", "deadline")
+    request.feed(Output(request_id="r", failure=failure, finish_reason="error"), 103.0)
+    news = request.take_news()
+    assert (news.event.error_code, news.event.error_message) == ("deadline_exceeded", "too late")
+    assert news.done is not None
+    assert (news.done.finish_reason, news.done.error_code) == ("error", "deadline_exceeded")
+    assert news.done.completion_tokens == 2
+
+
+def test_only_the_first_end_counts(codec: TextCodec) -> None:
+    request = make_request(codec)
+    request.cancel(101.0)
+    request.fail("internal", "late", now=102.0)
+    assert request.take_news().event.finish_reason == "cancelled"
+
+
+def test_timings_are_from_acceptance(codec: TextCodec) -> None:
+    request = make_request(codec)
+    request.timings.loaded = 101.0
+    request.timings.started = 101.5
+    feed(request, codec, "a", finish_reason="stop")
+    done = request.take_news().done
+    assert done is not None
+    assert (done.load_ms, done.queue_ms) == (500.0, 1000.0)
+    assert (done.first_token_ms, done.total_ms) == (2000.0, 20000.0)
+
+
+def test_logprobs_name_tokens_and_their_bytes(codec: TextCodec) -> None:
+    request = make_request(codec, logprobs=1)
+    (token_id,) = codec.encode("z", add_special_tokens=False)
+    output = Output(
+        request_id="r",
+        token_ids=[token_id],
+        logprobs=[(token_id, -0.25, ((token_id, -0.25), (2, float("-inf"))))],
+    )
+    request.feed(output, 101.0)
+    assert request.take_news().event.logprobs == (
+        {
+            "token": "z",
+            "logprob": -0.25,
+            "bytes": [122],
+            "top_logprobs": [
+                {"token": "z", "logprob": -0.25, "bytes": [122]},
+                {"token": "<|end|>", "logprob": -9999.0, "bytes": list(b"<|end|>")},
+            ],
+        },
+    )

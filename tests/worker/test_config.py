@@ -1,0 +1,57 @@
+"""The worker's environment: what is missing or wrong is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.fakes import FAKE_NAME, FAKE_REVISION, write_fake_base
+from worker.config import ConfigError, WorkerConfig
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    return {
+        "LORIKEET_BASE_MODEL": str(write_fake_base(tmp_path / "base")),
+        "REDIS_URL": "redis://127.0.0.1:1/0",
+        "S3_ENDPOINT_URL": "http://127.0.0.1:2",
+        "S3_ACCESS_KEY_ID": "id",
+        "S3_SECRET_ACCESS_KEY": "secret",
+    }
+
+
+def test_the_base_is_known_from_its_folder(environment: dict[str, str]) -> None:
+    config = WorkerConfig.from_environment(environment)
+    assert (config.base_model, config.base_revision) == (FAKE_NAME, FAKE_REVISION)
+    assert (config.pool, config.device, config.arena_bytes) == ("default", "cpu", None)
+    assert config.s3.bucket == "lorikeet"
+
+
+@pytest.mark.parametrize("name", ["LORIKEET_BASE_MODEL", "REDIS_URL", "S3_SECRET_ACCESS_KEY"])
+def test_a_missing_variable_is_named(environment: dict[str, str], name: str) -> None:
+    del environment[name]
+    with pytest.raises(ConfigError, match=name):
+        WorkerConfig.from_environment(environment)
+
+
+@pytest.mark.parametrize("value", ["many", "-1", "0", "1.5"])
+def test_a_number_must_be_one(environment: dict[str, str], value: str) -> None:
+    environment["LORIKEET_ARENA_BYTES"] = value
+    with pytest.raises(ConfigError, match="LORIKEET_ARENA_BYTES"):
+        WorkerConfig.from_environment(environment)
+
+
+def test_a_folder_that_is_no_base_model_is_refused(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    environment["LORIKEET_BASE_MODEL"] = str(tmp_path)
+    with pytest.raises(ConfigError, match="LORIKEET_BASE_MODEL"):
+        WorkerConfig.from_environment(environment)
+
+
+def test_secrets_may_lie_in_files(environment: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("from a file\n")
+    environment["S3_SECRET_ACCESS_KEY_FILE"] = str(tmp_path / "secret")
+    config = WorkerConfig.from_environment(environment)
+    assert config.s3.secret_access_key == "from a file"

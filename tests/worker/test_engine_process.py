@@ -1,0 +1,174 @@
+"""The engine's loop over a real pipe, driven one turn at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from engine.errors import ContextTooLong
+from engine.request import SamplingParams
+from tests.fakes import FakeEngine
+from worker.admission import to_add
+from worker.channel import Add, Cancel, Register, StepReport, Unregister
+from worker.engine_process import EngineLoop, to_failure, to_request
+from worker.protocol import AdapterRef, GenerateJob, Sampling
+
+
+@dataclasses.dataclass
+class Rig:
+    loop: EngineLoop
+    ours: Connection
+
+    def turn(self, *commands: object) -> StepReport:
+        """Send commands, let the loop turn once, and take its report."""
+        if commands:
+            self.ours.send(list(commands))
+        self.loop.turn()
+        report: StepReport = self.ours.recv()
+        return report
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    ours, theirs = Pipe()
+    yield Rig(EngineLoop(FakeEngine(), theirs), ours)
+    ours.close()
+    theirs.close()
+
+
+def add(request_id: str = "r1", *, adapters: tuple[str, ...] = (), **sampling: object) -> Add:
+    return Add(
+        request_id=request_id,
+        tenant_id="t",
+        token_ids=[10, 11],
+        sampling=dict(sampling),
+        adapters=tuple((digest, 1.0) for digest in adapters),
+    )
+
+
+def adapter_folder(root: Path, **config: object) -> str:
+    (root / "adapter_config.json").write_text(json.dumps(config))
+    return str(root)
+
+
+def test_each_turn_is_one_step(rig: Rig) -> None:
+    assert [output.token_ids for output in rig.turn(add()).outputs] == [[10]]
+    assert [output.token_ids for output in rig.turn().outputs] == [[11]]
+    (last,) = rig.turn().outputs
+    assert (last.finish_reason, last.num_generated, last.num_prompt_tokens) == ("stop", 3, 2)
+
+
+def test_requests_added_meanwhile_join_the_next_step(rig: Rig) -> None:
+    rig.turn(add("r1"))
+    outputs = rig.turn(add("r2"), add("r3")).outputs
+    assert [output.request_id for output in outputs] == ["r1", "r2", "r3"]
+
+
+def test_a_refused_request_is_reported_and_others_go_on(rig: Rig) -> None:
+    outputs = rig.turn(add("bad", temperature=-1.0), add("good")).outputs
+    bad, good = outputs
+    assert bad.failure is not None
+    assert (bad.failure.code, bad.failure.param) == ("invalid_request", "temperature")
+    assert bad.finish_reason == "error"
+    assert good.token_ids == [10]
+
+
+def test_cancelling_gives_one_last_output_with_its_count(rig: Rig) -> None:
+    rig.turn(add(ignore_eos=True))
+    (output,) = rig.turn(Cancel("r1", "cancelled")).outputs
+    assert (output.finish_reason, output.num_generated) == ("cancelled", 1)
+
+
+def test_an_adapter_that_does_not_fit_fails_its_requests_alone(rig: Rig, tmp_path: Path) -> None:
+    folder = adapter_folder(tmp_path, unsupported=True)
+    outputs = rig.turn(Register("d1", folder), add("r1", adapters=("d1",)), add("r2")).outputs
+    assert outputs[0].failure is not None
+    assert outputs[0].failure.code == "adapter_incompatible"
+    assert outputs[1].token_ids == [10]
+
+
+def test_an_unregistered_adapter_is_not_known(rig: Rig, tmp_path: Path) -> None:
+    folder = adapter_folder(tmp_path)
+    (output,) = rig.turn(Register("d1", folder), add("r1", adapters=("d1",))).outputs
+    assert output.failure is None
+    outputs = rig.turn(Unregister("d1"), add("r2", adapters=("d1",))).outputs
+    assert [o.failure.code for o in outputs if o.failure] == ["adapter_unavailable"]
+
+
+def test_the_stats_come_when_the_engine_falls_idle(rig: Rig) -> None:
+    rig.turn(add())
+    assert rig.turn().stats is None  # not due yet
+    report = rig.turn()
+    assert report.stats is not None
+    assert (report.stats.running, report.stats.step) == (0, 3)
+
+
+def test_the_wire_and_the_engine_agree_on_sampling() -> None:
+    ours = {field.name for field in dataclasses.fields(Sampling)}
+    theirs = {field.name for field in dataclasses.fields(SamplingParams)}
+    assert ours - theirs == {"stop"}  # strings: the IO process's part
+    assert theirs - ours == {"stop_token_ids", "min_tokens"}
+
+
+def test_every_wire_field_reaches_the_engine() -> None:
+    sampling = Sampling(
+        max_tokens=5,
+        temperature=0.5,
+        top_p=0.25,
+        top_k=7,
+        min_p=0.125,
+        seed=11,
+        presence_penalty=0.75,
+        frequency_penalty=-0.5,
+        repetition_penalty=1.25,
+        logit_bias={"3": 1.5},
+        logprobs=2,
+        ignore_eos=True,
+    )
+    job = GenerateJob(
+        request_id="r",
+        tenant_id="t",
+        api_key_id="k",
+        gateway_id="g",
+        model="m",
+        base_model="b",
+        text="x",
+        sampling=sampling,
+        json_schema="{}",
+        deadline=9.0,
+        adapters=(AdapterRef(digest="d", config_key="", tensors_key="", num_bytes=0, weight=0.5),),
+    )
+    request = to_request(to_add(job, [1, 2], context_length=100))
+    for field in dataclasses.fields(Sampling):
+        if field.name in ("stop", "logit_bias"):
+            continue
+        assert getattr(request.sampling, field.name) == getattr(sampling, field.name), field.name
+    assert request.sampling.logit_bias == {3: 1.5}
+    assert (request.json_schema, request.deadline, request.tenant_id) == ("{}", 9.0, "t")
+    assert [(part.digest, part.weight) for part in request.adapters] == [("d", 0.5)]
+
+
+@pytest.mark.parametrize("max_tokens,expected", [(None, 98), (5, 5), (98, 98), (1000, 98)], ids=str)
+def test_an_answer_is_cut_at_the_end_of_the_context(max_tokens: int | None, expected: int) -> None:
+    job = GenerateJob(
+        request_id="r",
+        tenant_id="t",
+        api_key_id="k",
+        gateway_id="g",
+        model="m",
+        base_model="b",
+        sampling=Sampling(max_tokens=max_tokens),
+    )
+    assert to_add(job, [1, 2], context_length=100).sampling["max_tokens"] == expected
+
+
+def test_what_the_engine_did_not_foresee_is_internal() -> None:
+    assert to_failure(ContextTooLong("long", param="token_ids")).code == "context_length_exceeded"
+    assert to_failure(ZeroDivisionError("secret")).code == "internal"
+    assert "secret" not in to_failure(ZeroDivisionError("secret")).message

@@ -1,0 +1,262 @@
+"""The worker's scripts against a real Redis: leases, repetition, hand-back."""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import redis
+
+from demo.stack import EmbeddedStack
+from worker import protocol
+from worker.protocol import DoneRecord, GenerateJob, Heartbeat, TokenEvent
+from worker.streams import News, Streams
+
+WORKER = "w1"
+
+
+@dataclasses.dataclass
+class Pool:
+    """A pool of its own in the shared Redis, with a job in the worker's inbox."""
+
+    name: str
+    url: str
+    client: Any
+
+    def streams(self, boot_id: str = "boot-1") -> Streams:
+        return Streams(self.url, pool=self.name, worker_id=WORKER, boot_id=boot_id)
+
+    def submit(self, request_id: str = "r1") -> GenerateJob:
+        job = GenerateJob(
+            request_id=request_id,
+            tenant_id="t",
+            api_key_id="k",
+            gateway_id=f"g-{self.name}",
+            model="m",
+            base_model="b",
+            text="x",
+        )
+        key = protocol.job_key(self.name, request_id)
+        self.client.hset(key, mapping={"state": "queued", "lease": 0, "seq": 0, "worker": WORKER})
+        self.client.xadd(protocol.inbox_key(self.name, WORKER), {"m": job.encode()})
+        return job
+
+    def job_hash(self, request_id: str = "r1") -> dict[bytes, bytes]:
+        return dict(self.client.hgetall(protocol.job_key(self.name, request_id)))
+
+    def events(self) -> list[TokenEvent]:
+        entries = self.client.xrange(protocol.out_key(f"g-{self.name}"))
+        return [event for _, fields in entries for event in protocol.unpack_events(fields[b"m"])]
+
+    def done(self) -> list[DoneRecord]:
+        entries = self.client.xrange(protocol.done_key(self.name))
+        return [DoneRecord.decode(fields[b"m"]) for _, fields in entries]
+
+    def inbox_length(self) -> int:
+        return int(self.client.xlen(protocol.inbox_key(self.name, WORKER)))
+
+
+@pytest.fixture
+def pool(stack: EmbeddedStack) -> Pool:
+    url = stack.env["REDIS_URL"]
+    return Pool(uuid.uuid4().hex[:8], url, redis.Redis.from_url(url, protocol=2))
+
+
+@pytest.fixture
+async def streams(pool: Pool) -> AsyncIterator[Streams]:
+    made = pool.streams()
+    await made.prepare()
+    yield made
+    await made.close()
+
+
+def make_news(
+    entry_id: bytes,
+    *,
+    lease: int = 1,
+    seq: int = 0,
+    text: str = "a",
+    request_id: str = "r1",
+    ends: bool = False,
+) -> News:
+    event = TokenEvent(
+        request_id=request_id,
+        lease=lease,
+        seq=seq,
+        text=text,
+        finish_reason="stop" if ends else None,
+    )
+    done = DoneRecord(
+        request_id=request_id,
+        tenant_id="t",
+        api_key_id="k",
+        worker_id=WORKER,
+        lease=lease,
+        model="m",
+        base_model="b",
+        adapter_version_id=None,
+        digests=(),
+        finish_reason="stop",
+        error_code=None,
+        prompt_tokens=3,
+        cached_tokens=0,
+        completion_tokens=seq + 1,
+        created_at=0.0,
+        queue_ms=0.0,
+        load_ms=0.0,
+        first_token_ms=None,
+        total_ms=0.0,
+    )
+    return News(
+        event=event,
+        entry_id=entry_id,
+        emitted=seq + 1,
+        prompt_tokens=3,
+        cached_tokens=0,
+        done=done if ends else None,
+    )
+
+
+async def take(streams: Streams) -> tuple[bytes, int]:
+    """Read the one entry and begin it. -> its id and lease."""
+    ((entry_id, payload),) = await streams.read_inbox(10)
+    (dispatch,) = await streams.begin([GenerateJob.decode(payload).request_id])
+    return entry_id, dispatch.lease
+
+
+async def test_a_request_from_inbox_to_record(pool: Pool, streams: Streams) -> None:
+    job = pool.submit()
+    entry_id, lease = await take(streams)
+    await streams.publish(job.gateway_id, [make_news(entry_id, lease=lease)])
+    await streams.publish(job.gateway_id, [make_news(entry_id, lease=lease, seq=1, ends=True)])
+    assert [(event.seq, event.text) for event in pool.events()] == [(0, "a"), (1, "a")]
+    assert [record.completion_tokens for record in pool.done()] == [2]
+    assert pool.job_hash()[b"state"] == b"done"
+    assert pool.inbox_length() == 0
+
+
+async def test_repeating_a_flush_changes_nothing(pool: Pool, streams: Streams) -> None:
+    job = pool.submit()
+    entry_id, lease = await take(streams)
+    for seq, ends in ((0, False), (1, True)):
+        news = make_news(entry_id, lease=lease, seq=seq, ends=ends)
+        for _ in range(3):
+            assert await streams.publish(job.gateway_id, [news]) == []
+    assert [event.seq for event in pool.events()] == [0, 1]
+    assert len(pool.done()) == 1
+
+
+async def test_an_old_lease_can_tell_nothing_and_bill_nothing(pool: Pool, streams: Streams) -> None:
+    job = pool.submit()
+    other = pool.submit("r2")
+    entries = await streams.read_inbox(10)
+    await streams.begin([job.request_id, other.request_id])
+    successor = pool.streams("boot-2")
+    (dispatch,) = await successor.begin([job.request_id])
+    assert (dispatch.state, dispatch.lease, dispatch.attempt) == ("running", 2, 2)
+
+    late = make_news(entries[0][0], lease=1, ends=True)
+    fine = make_news(entries[1][0], lease=1, request_id="r2")
+    assert await streams.publish(job.gateway_id, [late, fine]) == [late]
+    assert [event.request_id for event in pool.events()] == ["r2"]
+    assert pool.done() == []
+    assert pool.inbox_length() == 2
+    await successor.close()
+
+
+async def test_the_same_run_beginning_twice_keeps_its_lease(pool: Pool, streams: Streams) -> None:
+    pool.submit()
+    first = await streams.begin(["r1"])
+    second = await streams.begin(["r1"])
+    assert [first[0].lease, second[0].lease, second[0].attempt] == [1, 1, 1]
+
+
+async def test_a_new_run_finds_what_was_left_and_what_was_told(
+    pool: Pool, streams: Streams
+) -> None:
+    job = pool.submit()
+    entry_id, lease = await take(streams)
+    await streams.publish(job.gateway_id, [make_news(entry_id, lease=lease, text="abc")])
+
+    successor = pool.streams("boot-2")
+    batches = [batch async for batch in successor.read_pending()]
+    assert [[entry[0] for entry in batch] for batch in batches] == [[entry_id]]
+    (dispatch,) = await successor.begin(["r1"])
+    assert (dispatch.emitted, dispatch.prompt_tokens, dispatch.lease) == (1, 3, 2)
+    await successor.close()
+
+
+async def test_a_request_handed_back_is_not_counted_as_a_crash(
+    pool: Pool, streams: Streams
+) -> None:
+    pool.submit()
+    _, lease = await take(streams)
+    await streams.hand_back("r1", lease)
+    successor = pool.streams("boot-2")
+    (dispatch,) = await successor.begin(["r1"])
+    assert (dispatch.attempt, dispatch.lease) == (1, 2)
+    await successor.close()
+
+
+@pytest.mark.parametrize("state", ["gone", "done"])
+async def test_what_is_over_is_said_to_be(pool: Pool, streams: Streams, state: str) -> None:
+    if state == "done":
+        pool.submit()
+        pool.client.hset(protocol.job_key(pool.name, "r1"), "state", "done")
+    (dispatch,) = await streams.begin(["r1"])
+    assert dispatch.state == state
+    assert pool.job_hash() == {} or pool.job_hash()[b"lease"] == b"0"
+
+
+async def test_a_cancelled_job_says_so(pool: Pool, streams: Streams) -> None:
+    pool.submit()
+    pool.client.hset(protocol.job_key(pool.name, "r1"), "cancel", 1)
+    (dispatch,) = await streams.begin(["r1"])
+    assert dispatch.is_cancelled
+
+
+async def test_scripts_survive_a_flushed_script_cache(pool: Pool, streams: Streams) -> None:
+    pool.submit()
+    await streams.begin(["r1"])
+    pool.client.script_flush()
+    (dispatch,) = await streams.begin(["r1"])
+    assert dispatch.lease == 1
+
+
+async def test_an_entry_that_is_no_job_becomes_a_dead_letter(pool: Pool, streams: Streams) -> None:
+    pool.client.xadd(protocol.inbox_key(pool.name, WORKER), {"m": b"\xff"})
+    ((entry_id, payload),) = await streams.read_inbox(10)
+    await streams.bury(entry_id, payload, "no JSON")
+    assert pool.inbox_length() == 0
+    ((_, letter),) = pool.client.xrange(protocol.dead_letter_key(pool.name))
+    assert (letter[b"m"], letter[b"reason"]) == (b"\xff", b"no JSON")
+
+
+async def test_the_heartbeat_brings_the_gateways_silence(pool: Pool, streams: Streams) -> None:
+    now = pool.client.time()[0]
+    pool.client.zadd(protocol.GATEWAYS_KEY, {f"g-{pool.name}": now - 30})
+    heartbeat = Heartbeat(
+        worker_id=WORKER,
+        boot_id="boot-1",
+        pool=pool.name,
+        base_model="b",
+        base_revision="r",
+        device="cpu",
+    )
+    silence = await streams.beat(heartbeat)
+    assert 29 <= silence[f"g-{pool.name}"] <= 33
+    assert pool.client.zscore(protocol.workers_key(pool.name), WORKER) >= now
+    stored = pool.client.hget(protocol.worker_key(pool.name, WORKER), "m")
+    assert Heartbeat.decode(stored) == heartbeat
+    await streams.unregister()
+    assert pool.client.zscore(protocol.workers_key(pool.name), WORKER) is None
+
+
+async def test_a_new_inbox_takes_the_place_of_a_lost_one(pool: Pool, streams: Streams) -> None:
+    pool.client.delete(protocol.inbox_key(pool.name, WORKER))
+    assert await streams.read_inbox(10) == []
+    pool.submit()
+    assert len(await streams.read_inbox(10)) == 1
