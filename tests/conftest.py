@@ -32,6 +32,7 @@ if HAS_SERVERS:
     import psutil
 
     from demo.stack import EmbeddedStack, stop_stack
+    from tests.live import live  # noqa: F401  (a fixture)
 
     def _remove_leftovers() -> None:
         """What a killed session left: one folder per session, named by its pid."""

@@ -7,6 +7,7 @@ inside pytest's transactions.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import json
 import os
@@ -21,9 +22,11 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 import psycopg
+import pytest
 import redis
 
 from demo.ports import choose_ports
+from demo.stack import EmbeddedStack
 from tests.fakes import write_fake_base
 from worker import protocol
 
@@ -104,6 +107,7 @@ class LiveStack:
 
     def __init__(self, env: Mapping[str, str], folder: Path) -> None:
         self.folder = folder
+        self.pool = POOL
         self.base = write_fake_base(folder / "base")
         parts = urlsplit(env["REDIS_URL"])
         self.redis_url = urlunsplit(parts._replace(path="/5"))
@@ -125,6 +129,13 @@ class LiveStack:
             for name, fields in json.loads(self.run("-m", "tests.live_seed")).items()
         }
 
+    def with_pool(self, pool: str) -> LiveStack:
+        """The same servers and tenants, but processes that know nothing of other pools'."""
+        other = copy.copy(self)
+        other.pool = pool
+        other.env = {**self.env, "LORIKEET_POOL": pool}
+        return other
+
     def run(self, *argv: str) -> str:
         """A command's standard output."""
         done = subprocess.run(
@@ -139,7 +150,7 @@ class LiveStack:
         return done.stdout
 
     def start(self, name: str, *argv: str, **env: str) -> Process:
-        log = self.folder / f"{name}.log"
+        log = self.folder / f"{self.pool}-{name}.log"
         process = Process(name, list(argv), {**self.env, **env}, log)
         self._processes.append(process)
         return process
@@ -189,13 +200,13 @@ class LiveStack:
         return self.start(name, "manage.py", "accountant")
 
     def heartbeat(self, worker_id: str) -> protocol.Heartbeat | None:
-        payload = self.redis.hget(protocol.worker_key(POOL, worker_id), "m")
+        payload = self.redis.hget(protocol.worker_key(self.pool, worker_id), "m")
         return protocol.Heartbeat.decode(payload) if payload else None
 
     def forget_worker(self, worker_id: str) -> None:
         """Remove a killed worker from the registry, as time would."""
-        self.redis.zrem(protocol.workers_key(POOL), worker_id)
-        self.redis.delete(protocol.worker_key(POOL, worker_id))
+        self.redis.zrem(protocol.workers_key(self.pool), worker_id)
+        self.redis.delete(protocol.worker_key(self.pool, worker_id))
 
     def usage_rows(self, request_id: str) -> list[dict[str, Any]]:
         """The usage records of a request; there should be one in the end."""
@@ -221,6 +232,13 @@ def _create_database(url: str, name: str) -> str:
         connection.execute(f"drop database if exists {name} with (force)")
         connection.execute(f"create database {name}")
     return urlunsplit(urlsplit(url)._replace(path=f"/{name}"))
+
+
+@pytest.fixture(scope="session")
+def live(stack: EmbeddedStack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveStack]:
+    """Tenants, keys and adapters for real processes; they are started by the tests."""
+    with live_stack(stack.env, tmp_path_factory.mktemp("live")) as made:
+        yield made
 
 
 @contextlib.contextmanager

@@ -1,0 +1,107 @@
+"""OpenAI's bodies and the exact bytes of a stream."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from controlplane.inference.answers import ChatAnswer, CompletionAnswer
+from worker.protocol import TokenEvent, Usage
+
+USAGE = Usage(prompt_tokens=5, cached_tokens=2, completion_tokens=3)
+LOGPROB = {"token": "hi", "logprob": -0.5, "bytes": [104, 105], "top_logprobs": []}
+
+
+def make(kind: type[Any], *, with_usage: bool = False) -> Any:
+    return kind(answer_id="id-1", created=7, model="m", fingerprint="fp_1", with_usage=with_usage)
+
+
+def event(text: str = "", **fields: Any) -> TokenEvent:
+    return TokenEvent(request_id="r", lease=1, seq=0, text=text, **fields)
+
+
+def decoded(chunks: Any) -> list[dict[str, Any]]:
+    bodies = []
+    for chunk in chunks:
+        assert chunk.startswith(b"data: ")
+        assert chunk.endswith(b"\n\n")
+        assert chunk.count(b"\n") == 2
+        bodies.append(json.loads(chunk[6:]))
+    return bodies
+
+
+def test_the_bytes_of_a_chat_stream() -> None:
+    answer = make(ChatAnswer)
+    head = (
+        b'data: {"id":"id-1","object":"chat.completion.chunk","created":7,"model":"m",'
+        b'"system_fingerprint":"fp_1","choices":[{"index":0,"delta":'
+    )
+    assert list(answer.opening()) == [
+        head + b'{"role":"assistant","content":"","refusal":null},'
+        b'"logprobs":null,"finish_reason":null}]}\n\n'
+    ]
+    assert list(answer.chunks(event("gr\u00fc\n\u2028"))) == [
+        head
+        + '{"content":"gr\u00fc\\n\u2028"},"logprobs":null,"finish_reason":null}]}\n\n'.encode()
+    ]
+    assert list(answer.chunks(event(finish_reason="stop", usage=USAGE))) == [
+        head + b'{},"logprobs":null,"finish_reason":"stop"}]}\n\n'
+    ]
+
+
+def test_usage_comes_last_and_alone_when_asked_for() -> None:
+    answer = make(ChatAnswer, with_usage=True)
+    chunks = decoded(answer.chunks(event("x", finish_reason="length", usage=USAGE)))
+    assert [chunk["usage"] for chunk in chunks[:-1]] == [None, None]
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["total_tokens"] == 8
+    assert chunks[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 2
+
+
+def test_without_it_no_chunk_speaks_of_usage() -> None:
+    chunks = decoded(make(ChatAnswer).chunks(event("x", finish_reason="stop", usage=USAGE)))
+    assert all("usage" not in chunk for chunk in chunks)
+
+
+def test_an_event_without_news_adds_nothing() -> None:
+    assert list(make(ChatAnswer).chunks(event())) == []
+    assert list(make(CompletionAnswer).chunks(event())) == []
+
+
+def test_a_whole_chat() -> None:
+    body = make(ChatAnswer).whole(event("hi", finish_reason="stop", usage=USAGE))
+    assert body["object"] == "chat.completion"
+    (choice,) = body["choices"]
+    assert choice["message"]["content"] == "hi"
+    assert choice["message"]["role"] == "assistant"
+    assert choice["finish_reason"] == "stop"
+    assert body["usage"]["completion_tokens"] == 3
+
+
+def test_chat_logprobs() -> None:
+    (choice,) = make(ChatAnswer).whole(event("hi", logprobs=(LOGPROB,)))["choices"]
+    assert choice["logprobs"] == {"content": [LOGPROB], "refusal": None}
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_completion_logprobs_are_parallel_lists(is_streamed: bool) -> None:
+    best = {"token": "ho", "logprob": -1.0, "bytes": []}
+    answer = make(CompletionAnswer)
+    one = event("hi", logprobs=({**LOGPROB, "top_logprobs": [LOGPROB, best]},))
+    bodies = decoded(answer.chunks(one)) if is_streamed else [answer.whole(one)]
+    assert bodies[0]["choices"][0]["logprobs"] == {
+        "tokens": ["hi"],
+        "token_logprobs": [-0.5],
+        "top_logprobs": [{"hi": -0.5, "ho": -1.0}],
+        "text_offset": [0],
+    }
+
+
+def test_offsets_go_on_from_chunk_to_chunk() -> None:
+    answer = make(CompletionAnswer)
+    first = decoded(answer.chunks(event("hi", logprobs=(LOGPROB,))))
+    second = decoded(answer.chunks(event("hi", logprobs=(LOGPROB,))))
+    offsets = [body["choices"][0]["logprobs"]["text_offset"] for body in first + second]
+    assert offsets == [[0], [2]]

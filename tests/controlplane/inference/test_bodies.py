@@ -1,0 +1,247 @@
+"""Every way a body can be wrong is a 400 that names the field."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from controlplane.errors import InvalidRequest
+from controlplane.inference.parsing import parse_body
+from controlplane.inference.schemas import ChatBody, CompletionBody
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+OBJECT = {"type": "object"}
+
+
+def chat(**fields: Any) -> ChatBody:
+    return parse_body(ChatBody, json.dumps({"model": "m", "messages": MESSAGES, **fields}).encode())
+
+
+def completion(**fields: Any) -> CompletionBody:
+    return parse_body(CompletionBody, json.dumps({"model": "m", "prompt": "p", **fields}).encode())
+
+
+def schema_format(schema: Any, **fields: Any) -> dict[str, Any]:
+    return {
+        "type": "json_schema",
+        "json_schema": {"name": "answer", "schema": schema, **fields},
+    }
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(depth):
+        schema = {"not": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    "fields,param",
+    [
+        ({"model": None}, "model"),
+        ({"model": ""}, "model"),
+        ({"model": 5}, "model"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [5]}, "messages.0"),
+        ({"messages": [{"content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+        ({"messages": [*MESSAGES, {"role": "user", "content": None}]}, "messages.1.content"),
+        ({"messages": [{**MESSAGES[0], "contents": "x"}]}, "messages.0.contents"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages.0.content.0",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "messages.0.content.0.text",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]},
+            "messages.0.content.0.text",
+        ),
+        ({"messages": [{**MESSAGES[0], "tool_calls": [{"id": "x"}]}]}, "messages.0.tool_calls"),
+        ({"temperature": "1"}, "temperature"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": float("inf")}, "temperature"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"n": 2}, "n"),
+        ({"n": 0}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens"),
+        ({"stop": 5}, "stop"),
+        ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+        ({"stop": ["a", ""]}, "stop.1"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"frequency_penalty": -3}, "frequency_penalty"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5"),
+        ({"logit_bias": [1]}, "logit_bias"),
+        ({"logprobs": 5}, "logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"seed": 2**63}, "seed"),
+        ({"seed": "x"}, "seed"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
+        ({"metadata": {"a": 1}}, "metadata.a"),
+        ({"metadata": {str(i): "x" for i in range(17)}}, "metadata"),
+        ({"user": "x" * 513}, "user"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"functions": [{}]}, "functions"),
+        ({"audio": {"voice": "x"}}, "audio"),
+        ({"modalities": ["text", "audio"]}, "modalities.1"),
+        ({"prediction": {"type": "content"}}, "prediction"),
+        ({"temprature": 1}, "temprature"),
+        ({"response_format": "json"}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (
+            {"response_format": {"type": "text", "json_schema": {"name": "a", "schema": {}}}},
+            "response_format.json_schema",
+        ),
+        (
+            {"response_format": schema_format(OBJECT, name="a b")},
+            "response_format.json_schema.name",
+        ),
+    ],
+    ids=str,
+)
+def test_a_bad_chat_names_its_field(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        chat(**fields)
+    assert caught.value.param == param
+    assert param in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        [],
+        "object",
+        {"type": "objekt"},
+        {"properties": []},
+        {"pattern": "("},
+        {"$ref": "https://example.com/schema.json"},
+        {"$ref": "other.json#/a"},
+        {"$ref": "#/$defs/missing"},
+        {"properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"y": {}}},
+        {"description": "x" * 70_000},
+        nested(40),
+    ],
+    ids=lambda schema: str(schema)[:40],
+)
+def test_a_bad_schema_is_named(schema: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        chat(response_format=schema_format(schema))
+    assert caught.value.param == "response_format.json_schema.schema"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#"}}},
+        {"properties": {"$ref": {"type": "string"}}},
+        {"properties": {"a/b": {}, "c": {"$ref": "#/properties/a~1b"}}},
+        {"allOf": [{"type": "string"}, {"$ref": "#/allOf/0"}]},
+        nested(20),
+    ],
+    ids=lambda schema: str(schema)[:40],
+)
+def test_a_good_schema_passes(schema: dict[str, Any]) -> None:
+    body = chat(response_format=schema_format(schema, strict=True, description="d"))
+    assert body.response_format is not None
+    assert body.response_format.json_schema is not None
+    assert body.response_format.json_schema.schema_ == schema
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe",
+        b"nul",
+        b'{"model": "m",}',
+        b"[" * 100_000,
+        b'{"a":' * 5_000,
+        b'{"model":"m","messages":[{"role":"user","content":"\\ud800"}]}',
+        b'{"model":"m","messages":[{"role":"user","content":"\xed\xa0\x80"}]}',
+    ],
+    ids=lambda raw: str(raw[:20]),
+)
+def test_what_is_no_json_is_said_to_be_none(raw: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="no valid JSON"):
+        parse_body(ChatBody, raw)
+
+
+@pytest.mark.parametrize("raw", [b"[]", b"null", b'"x"', b"5"])
+def test_json_that_is_no_object_is_refused(raw: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="should be an object"):
+        parse_body(ChatBody, raw)
+
+
+@pytest.mark.parametrize(
+    "fields,param",
+    [
+        ({"prompt": None}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": [-1]}, "prompt.0"),
+        ({"prompt": [1, "a"]}, "prompt.1"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"best_of": 2}, "best_of"),
+        ({"echo": True}, "echo"),
+        ({"suffix": "x"}, "suffix"),
+        ({"logprobs": 6}, "logprobs"),
+        ({"messages": MESSAGES}, "messages"),
+    ],
+    ids=str,
+)
+def test_a_bad_completion_names_its_field(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        completion(**fields)
+    assert (caught.value.param or "").startswith(param.split(".")[0])
+
+
+def test_a_missing_field_is_named() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse_body(ChatBody, b'{"model": "m"}')
+    assert (caught.value.param, caught.value.code) == ("messages", "missing_required_parameter")
+
+
+def test_fields_that_make_no_difference_are_taken() -> None:
+    chat(
+        user="u",
+        metadata={"a": "b"},
+        store=True,
+        service_tier="auto",
+        prompt_cache_key="k",
+        safety_identifier="s",
+        parallel_tool_calls=True,
+        tools=[],
+        tool_choice="none",
+        functions=None,
+        n=1,
+        modalities=["text"],
+        stop=None,
+        temperature=None,
+    )
+
+
+def test_parts_of_a_message_are_joined_and_a_developer_is_the_system() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    body = chat(messages=[{"role": "developer", "content": parts}, *MESSAGES])
+    assert body.messages[0].rendered() == {"role": "system", "content": "a\nb"}

@@ -1,0 +1,359 @@
+"""The gateway as its clients see it: the official client, and raw sockets where bytes matter.
+
+A real web server, a real worker around an engine that echoes, a real accountant.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import openai
+import psycopg
+import pytest
+from openai import AsyncOpenAI, OpenAI
+
+from controlplane.inference.asgi import MAX_BODY_BYTES
+from tests.fakes import FAKE_CONTEXT, FAKE_NAME
+from tests.live import LiveStack, wait_for
+
+POOL = "gateway"
+STEP_S = 0.002
+
+
+@dataclasses.dataclass(frozen=True)
+class Gateway:
+    live: LiveStack
+    url: str
+
+    def client(self, tenant: str = "acme", **options: Any) -> OpenAI:
+        key = options.pop("api_key", self.live.tenants[tenant].key)
+        return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, **options)
+
+    def post(self, body: Any, path: str = "/v1/chat/completions", **headers: str) -> httpx.Response:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        key = self.live.tenants["acme"].key
+        return httpx.post(
+            self.url + path,
+            content=content,
+            headers={"Authorization": f"Bearer {key}", **headers},
+            timeout=30,
+        )
+
+
+@pytest.fixture(scope="module")
+def gateway(live: LiveStack) -> Iterator[Gateway]:
+    pool = live.with_pool(POOL)
+    web, url = pool.start_web()
+    worker = pool.start_worker("gateway-worker", step_s=STEP_S)
+    accountant = pool.start_accountant()
+    yield Gateway(pool, url)
+    assert web.stop() == -signal.SIGTERM  # uvicorn raises it again once it has shut down
+    for process in (worker, accountant):
+        assert process.stop() == 0, process.log.read_text()
+
+
+def say(text: str) -> list[Any]:
+    return [{"role": "user", "content": text}]
+
+
+def request_id(response: Any) -> str:
+    """The id under which a request is billed: that of the x-request-id header."""
+    return str(response._request_id)
+
+
+def test_a_chat(gateway: Gateway) -> None:
+    answer = gateway.client().chat.completions.create(
+        model="acme-adapter", messages=say("Grüße 🦜")
+    )
+    assert answer.choices[0].message.content == "Grüße 🦜"
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.id.startswith("chatcmpl-")
+    assert request_id(answer) == answer.id.replace("chatcmpl-", "req_")
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    row = gateway.live.usage_row(request_id(answer))
+    assert (row["model"], row["base_model"]) == ("acme-adapter", FAKE_NAME)
+    assert str(row["tenant_id"]) == gateway.live.tenants["acme"].id
+    assert row["prompt_tokens"] == answer.usage.prompt_tokens
+    assert row["completion_tokens"] == answer.usage.completion_tokens
+
+
+def test_a_streamed_chat(gateway: Gateway) -> None:
+    stream = gateway.client().chat.completions.create(
+        model="acme-adapter",
+        messages=say("the quick 🦜 fox"),
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    pieces = [chunk.choices[0].delta.content or "" for chunk in chunks[:-1]]
+    assert "".join(pieces) == "the quick 🦜 fox"
+    assert len([piece for piece in pieces if piece]) > 1
+    assert chunks[-2].choices[0].finish_reason == "stop"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert {chunk.id for chunk in chunks} == {chunks[0].id}
+    row = gateway.live.usage_row(chunks[0].id.replace("chatcmpl-", "req_"))
+    assert row["completion_tokens"] == chunks[-1].usage.completion_tokens
+
+
+async def test_many_at_once_through_the_async_client(gateway: Gateway) -> None:
+    client = AsyncOpenAI(
+        base_url=f"{gateway.url}/v1", api_key=gateway.live.tenants["acme"].key, max_retries=0
+    )
+
+    async def streamed(text: str) -> str:
+        stream = await client.chat.completions.create(
+            model=FAKE_NAME, messages=say(text), stream=True
+        )
+        pieces = [chunk.choices[0].delta.content or "" async for chunk in stream]
+        return "".join(pieces)
+
+    async def whole(text: str) -> str:
+        answer = await client.chat.completions.create(model=FAKE_NAME, messages=say(text))
+        return answer.choices[0].message.content or ""
+
+    texts = [f"request {number} 世界 " * 3 for number in range(40)]
+    answers = await asyncio.gather(
+        *(streamed(text) if index % 2 else whole(text) for index, text in enumerate(texts))
+    )
+    await client.close()
+    assert answers == texts
+
+
+def test_completions(gateway: Gateway) -> None:
+    completions = gateway.client().completions
+    answer = completions.create(model=FAKE_NAME, prompt="one two", max_tokens=4, logprobs=2)
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.choices[0].logprobs is not None
+    assert len(answer.choices[0].logprobs.tokens or []) == 4
+    assert "".join(answer.choices[0].logprobs.tokens or []) == answer.choices[0].text
+    by_ids = completions.create(model=FAKE_NAME, prompt=[[70, 71, 72]], max_tokens=3)
+    assert by_ids.usage is not None
+    assert by_ids.usage.prompt_tokens == 3
+    stream = completions.create(model=FAKE_NAME, prompt="one two", stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream) == "one two"
+
+
+def test_stop_strings_across_chunks(gateway: Gateway) -> None:
+    create = gateway.client().chat.completions.create
+    text = "first sentence. second sentence. third"
+    stream = create(model=FAKE_NAME, messages=say(text), stop=[". third", "ence. s"], stream=True)
+    chunks = list(stream)
+    pieces = [chunk.choices[0].delta.content or "" for chunk in chunks]
+    assert "".join(pieces) == "first sent"
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+def test_chat_logprobs(gateway: Gateway) -> None:
+    answer = gateway.client().chat.completions.create(
+        model=FAKE_NAME, messages=say("héy"), logprobs=True, top_logprobs=2
+    )
+    assert answer.choices[0].logprobs is not None
+    entries = answer.choices[0].logprobs.content or []
+    assert bytes(byte for entry in entries for byte in entry.bytes or []) == "héy".encode()
+    assert [len(entry.top_logprobs) for entry in entries] == [2] * len(entries)
+
+
+def test_models_are_the_tenants_own(gateway: Gateway) -> None:
+    client = gateway.client()
+    ids = [model.id for model in client.models.list()]
+    assert "acme-adapter" in ids
+    assert FAKE_NAME in ids
+    assert not [name for name in ids if name.startswith("globex")]
+    assert client.models.retrieve("acme-adapter").object == "model"
+    assert client.models.retrieve("acme-adapter@1").id == "acme-adapter@1"
+
+
+def test_another_tenants_model_is_as_unknown_as_one_that_is_not(gateway: Gateway) -> None:
+    def refusal(model: str) -> tuple[int, str]:
+        response = gateway.post({"model": model, "messages": say("x")})
+        return response.status_code, response.text.replace(model, "MODEL")
+
+    assert refusal("globex-adapter") == refusal("nothing-there")
+    assert refusal("globex-adapter")[0] == 404
+    with pytest.raises(openai.NotFoundError) as caught:
+        gateway.client().models.retrieve("globex-adapter")
+    assert caught.value.code == "model_not_found"
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["", "sk-wrong", "lk_live_" + "a" * 71, "revoked"],
+    ids=["none", "other", "wrong", "revoked"],
+)
+def test_a_wrong_key(gateway: Gateway, key: str) -> None:
+    if key == "revoked":
+        key = gateway.live.tenants["acme"].revoked_key
+    headers = {"Authorization": f"Bearer {key}" if key else ""}
+    for body in ({"model": FAKE_NAME, "messages": say("x")}, b"not json"):
+        response = gateway.post(body, **headers)
+        assert response.status_code == 401
+        assert response.json()["error"]["code"] == "invalid_api_key"
+    assert httpx.get(f"{gateway.url}/v1/models", headers=headers).status_code == 401
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_prompt_that_is_too_long_is_a_400(gateway: Gateway, stream: bool) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        gateway.client().chat.completions.create(
+            model=FAKE_NAME, messages=say("x" * 600), stream=stream
+        )
+    assert caught.value.code == "context_length_exceeded"
+    assert caught.value.param == "messages"
+    assert str(FAKE_CONTEXT) in caught.value.message
+    with pytest.raises(openai.BadRequestError) as caught:
+        gateway.client().completions.create(model=FAKE_NAME, prompt="x" * 600, stream=stream)
+    assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize(
+    "model,kind,code",
+    [
+        ("acme-misfit", openai.ConflictError, "adapter_incompatible"),
+        ("acme-lost", openai.InternalServerError, "adapter_unavailable"),
+        ("unserved", openai.InternalServerError, "overloaded"),
+    ],
+)
+def test_what_cannot_be_served_says_why(
+    gateway: Gateway, model: str, kind: type[openai.APIStatusError], code: str
+) -> None:
+    with pytest.raises(kind) as caught:
+        gateway.client().chat.completions.create(model=model, messages=say("x"))
+    assert caught.value.code == code
+    headers = caught.value.response.headers
+    if caught.value.status_code == 503:
+        assert int(headers["retry-after"]) >= 1
+    else:
+        assert headers["x-should-retry"] == "false"  # the client would repeat any 409
+
+
+def test_a_token_id_beyond_the_vocabulary_names_the_field(gateway: Gateway) -> None:
+    response = gateway.post({"model": FAKE_NAME, "messages": say("x"), "logit_bias": {"9999": 1}})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "logit_bias")
+    response = gateway.post({"model": FAKE_NAME, "prompt": [9999]}, "/v1/completions")
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
+
+
+def test_the_headers_of_every_answer(gateway: Gateway) -> None:
+    good = gateway.post({"model": FAKE_NAME, "messages": say("x")})
+    bad = gateway.post({"model": FAKE_NAME})
+    for response in (good, bad):
+        assert response.headers["x-request-id"].startswith("req_")
+        assert int(response.headers["openai-processing-ms"]) >= 0
+        assert response.headers["content-type"] == "application/json"
+    assert set(bad.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_the_bytes_of_a_stream(gateway: Gateway) -> None:
+    response = gateway.post({"model": FAKE_NAME, "messages": say("hi"), "stream": True})
+    assert response.headers["content-type"] == "text/event-stream"
+    assert response.headers["cache-control"] == "no-cache"
+    assert "content-encoding" not in response.headers
+    events = response.content.split(b"\n\n")
+    assert events[-2:] == [b"data: [DONE]", b""]
+    for event in events[:-2]:
+        assert event.startswith(b"data: {")
+        json.loads(event[6:])
+
+
+def test_other_addresses_and_methods(gateway: Gateway) -> None:
+    response = httpx.get(f"{gateway.url}/v1/embeddings")
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "unknown_url")
+    response = httpx.get(f"{gateway.url}/v1/chat/completions")
+    assert (response.status_code, response.headers["allow"]) == (405, "POST")
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_body_that_is_too_long_is_not_read(gateway: Gateway) -> None:
+    response = gateway.post(b" " * (MAX_BODY_BYTES + 1))
+    assert response.status_code == 413
+    assert response.json()["error"]["code"] == "payload_too_large"
+
+    def pieces() -> Iterator[bytes]:  # without a Content-Length
+        for _ in range(MAX_BODY_BYTES // 65536 + 2):
+            yield b" " * 65536
+
+    key = gateway.live.tenants["acme"].key
+    try:
+        status = httpx.post(
+            f"{gateway.url}/v1/chat/completions",
+            content=pieces(),
+            headers={"Authorization": f"Bearer {key}"},
+        ).status_code
+    except httpx.WriteError:  # it was refused while it was being sent
+        status = 413
+    assert status == 413
+
+
+def open_request(
+    gateway: Gateway, max_tokens: int, *, stream: bool = True
+) -> tuple[socket.socket, Any]:
+    """A raw connection with a long request under way."""
+    parts = urlsplit(gateway.url)
+    body = json.dumps(
+        {
+            "model": FAKE_NAME,
+            "messages": say("for ever "),
+            "stream": stream,
+            "ignore_eos": True,
+            "max_tokens": max_tokens,
+        }
+    )
+    connection = socket.create_connection((parts.hostname or "", parts.port or 0))
+    connection.sendall(
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: {parts.netloc}\r\n"
+        f"Authorization: Bearer {gateway.live.tenants['acme'].key}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+    )
+    return connection, connection.makefile("rb")
+
+
+def test_a_client_that_leaves_a_stream_stops_its_generation(gateway: Gateway) -> None:
+    connection, file = open_request(gateway, max_tokens=490)
+    request = next(
+        line.split(b": ")[1].strip().decode()
+        for line in iter(file.readline, b"\r\n")
+        if line.lower().startswith(b"x-request-id")
+    )
+    file.readline()
+    file.close()
+    connection.close()
+    row = gateway.live.usage_row(request)
+    assert row["finish_reason"] == "cancelled"
+    assert 1 <= row["completion_tokens"] < 490
+
+
+def test_a_client_that_leaves_before_the_answer_stops_its_generation(gateway: Gateway) -> None:
+    before = len(cancelled(gateway))
+    connection, file = open_request(gateway, max_tokens=490, stream=False)
+    time.sleep(0.1)
+    file.close()
+    connection.close()
+    rows = wait_for(lambda: cancelled(gateway)[before:], what="the cancelled request's usage")
+    assert rows[0] < 490
+
+
+def cancelled(gateway: Gateway) -> list[int]:
+    """Tokens of the requests that were cancelled so far."""
+    with psycopg.connect(gateway.live.database_url) as connection:
+        rows = connection.execute(
+            "select completion_tokens from usage_usagerecord"
+            " where finish_reason = 'cancelled' order by occurred_at"
+        ).fetchall()
+    return [row[0] for row in rows]
+
+
+def test_the_rest_of_the_site_is_still_there(gateway: Gateway) -> None:
+    assert httpx.get(f"{gateway.url}/healthz").text == "ok"
+    assert httpx.get(f"{gateway.url}/admin/").status_code == 302

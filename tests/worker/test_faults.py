@@ -1,0 +1,274 @@
+"""Small histories with faults: processes killed and stopped while requests run.
+
+Whatever happens, every accepted request ends, and has one usage record.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import psutil
+import pytest
+from openai import OpenAI
+
+from tests.fakes import FAKE_NAME
+from tests.live import LiveStack, Process, wait_for
+
+STEP_S = 0.02
+TOKENS = 80  # of a request: about two seconds
+
+
+@dataclasses.dataclass
+class Call:
+    """One request on a thread of its own, and what became of it."""
+
+    stream: bool
+    text: str = ""
+    error: Exception | None = None
+    request_id: str = ""
+    first: threading.Event = dataclasses.field(default_factory=threading.Event)
+    thread: threading.Thread | None = None
+
+    def start(self, url: str, key: str) -> Call:
+        self.thread = threading.Thread(target=self._run, args=(url, key), daemon=True)
+        self.thread.start()
+        return self
+
+    def _run(self, url: str, key: str) -> None:
+        client = OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=60)
+        options: Any = {
+            "model": FAKE_NAME,
+            "messages": [{"role": "user", "content": "go on and on"}],
+            "max_tokens": TOKENS,
+            "extra_body": {"ignore_eos": True},
+        }
+        try:
+            if self.stream:
+                self._read(client.chat.completions.create(stream=True, **options))
+            else:
+                answer = client.chat.completions.create(**options)
+                self.request_id = answer.id.replace("chatcmpl-", "req_")
+                self.text = answer.choices[0].message.content or ""
+        except Exception as error:
+            self.error = error
+
+    def _read(self, stream: Any) -> None:
+        for chunk in stream:
+            self.request_id = chunk.id.replace("chatcmpl-", "req_")
+            if chunk.choices and chunk.choices[0].delta.content:
+                self.text += chunk.choices[0].delta.content
+                self.first.set()
+
+    def wait(self) -> Call:
+        assert self.thread is not None
+        self.thread.join(60)
+        assert not self.thread.is_alive(), "the request never ended"
+        return self
+
+
+@dataclasses.dataclass
+class Scene:
+    live: LiveStack
+    url: str
+    web: Process
+
+    def calls(self, *, streamed: int, whole: int = 0) -> list[Call]:
+        """Requests under way, each streamed one past its first token."""
+        key = self.live.tenants["acme"].key
+        calls = [Call(stream=True).start(self.url, key) for _ in range(streamed)]
+        calls += [Call(stream=False).start(self.url, key) for _ in range(whole)]
+        for call in calls[:streamed]:
+            assert call.first.wait(20)
+        return calls
+
+    def usage(self, call: Call) -> dict[str, Any]:
+        return self.live.usage_row(call.request_id)
+
+    def pending(self, worker_id: str) -> int:
+        return int(self.live.redis.xlen(f"in:{{{self.live.pool}}}:{worker_id}"))
+
+
+@pytest.fixture(scope="module")
+def pool(live: LiveStack) -> LiveStack:
+    return live.with_pool("faults")
+
+
+@pytest.fixture(scope="module")
+def accountant(pool: LiveStack) -> Iterator[Process]:
+    process = pool.start_accountant()
+    yield process
+    process.end()
+
+
+@pytest.fixture(scope="module")
+def web(pool: LiveStack) -> Iterator[tuple[Process, str]]:
+    started = pool.start_web()
+    yield started
+    started[0].end()
+
+
+@pytest.fixture
+def scene(pool: LiveStack, web: tuple[Process, str], accountant: Process) -> Scene:
+    return Scene(pool, web[1], web[0])
+
+
+@pytest.fixture
+def worker(pool: LiveStack, request: pytest.FixtureRequest) -> Iterator[Process]:
+    """A worker of this test's own, named after it."""
+    process = pool.start_worker(worker_id(request), step_s=STEP_S)
+    yield process
+    process.end()
+    pool.forget_worker(worker_id(request))
+
+
+def worker_id(request: pytest.FixtureRequest) -> str:
+    return request.node.name[-40:]
+
+
+@contextlib.contextmanager
+def restarted(pool: LiveStack, name: str) -> Iterator[Process]:
+    process = pool.start_worker(name, step_s=STEP_S)
+    try:
+        yield process
+    finally:
+        process.end()
+
+
+def test_a_killed_worker_continues_what_nobody_has_seen(
+    scene: Scene, worker: Process, request: pytest.FixtureRequest
+) -> None:
+    calls = scene.calls(streamed=3, whole=3)
+    wait_for(lambda: scene.pending(worker_id(request)) == 6, what="taking up")
+    worker.kill()
+    with restarted(scene.live, worker_id(request)):
+        for call in calls:
+            call.wait()
+    for call in calls[:3]:  # an answer half seen cannot be continued, and is not billed as whole
+        assert isinstance(call.error, openai.APIError)
+        assert getattr(call.error, "code", None) == "worker_lost"
+        row = scene.usage(call)
+        assert (row["finish_reason"], row["completion_tokens"] > 0) == ("error", True)
+        assert row["completion_tokens"] < TOKENS
+    for call in calls[3:]:
+        assert call.error is None, call.error
+        assert scene.usage(call)["completion_tokens"] == TOKENS
+    assert scene.pending(worker_id(request)) == 0
+
+
+def test_a_request_that_was_only_queued_waits_for_the_restart(
+    scene: Scene, worker: Process, request: pytest.FixtureRequest
+) -> None:
+    worker.kill()
+    key = scene.live.tenants["acme"].key
+    calls = [Call(stream=index % 2 == 0).start(scene.url, key) for index in range(4)]
+    with restarted(scene.live, worker_id(request)):
+        for call in calls:
+            assert call.wait().error is None, call.error
+            assert scene.usage(call)["completion_tokens"] == TOKENS
+
+
+def test_a_dead_engine_ends_the_worker(scene: Scene, worker: Process) -> None:
+    (engine,) = (
+        child
+        for child in psutil.Process(worker.pid).children()
+        if "spawn_main" in " ".join(child.cmdline())
+    )
+    os.kill(engine.pid, signal.SIGKILL)
+    assert wait_for(lambda: worker.exit_code, what="the worker's end") == 1
+
+
+def test_a_killed_worker_leaves_no_engine_behind(scene: Scene, worker: Process) -> None:
+    children = psutil.Process(worker.pid).children()
+    worker.kill()
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert children
+    assert not alive
+
+
+def test_a_drained_worker_finishes_what_runs(
+    scene: Scene, worker: Process, request: pytest.FixtureRequest
+) -> None:
+    calls = scene.calls(streamed=2, whole=2)
+    wait_for(lambda: scene.pending(worker_id(request)) == 4, what="taking up")
+    worker.signal(signal.SIGTERM)
+    for call in calls:
+        assert call.wait().error is None, call.error
+        assert scene.usage(call)["completion_tokens"] == TOKENS
+    assert wait_for(lambda: worker.exit_code is not None, what="the worker's end")
+    assert worker.exit_code == 0
+    assert scene.live.heartbeat(worker_id(request)) is None
+
+
+def test_a_paused_worker_that_was_replaced_can_do_no_harm(
+    scene: Scene, worker: Process, request: pytest.FixtureRequest
+) -> None:
+    calls = scene.calls(streamed=2, whole=2)
+    wait_for(lambda: scene.pending(worker_id(request)) == 4, what="taking up")
+    os.killpg(worker.pid, signal.SIGSTOP)
+    with restarted(scene.live, worker_id(request)):
+        for call in calls[2:]:
+            call.wait()
+        os.killpg(worker.pid, signal.SIGCONT)  # it goes on where it was, under its old lease
+        for call in calls[:2]:
+            assert call.wait().error is not None
+        for call in calls[2:]:
+            assert call.error is None, call.error
+            assert len(call.text) == len(calls[2].text)
+        for call in calls:
+            assert scene.usage(call)["finish_reason"] == ("error" if call.stream else "length")
+        wait_for(lambda: "another lease" in worker.log.read_text(), what="the refusal")
+    for call in calls:
+        assert len(scene.live.usage_rows(call.request_id)) == 1
+
+
+def test_a_killed_gateways_requests_are_cancelled(
+    scene: Scene, worker: Process, request: pytest.FixtureRequest
+) -> None:
+    web, url = scene.live.start_web("doomed")
+    doomed = Scene(scene.live, url, web)
+    key = scene.live.tenants["acme"].key
+    slow = worker_id(request)
+    call = Call(stream=True)
+    # Long enough to outlive the gateway's heartbeat.
+    call._run = lambda *_: _read_long(call, url, key)  # type: ignore[method-assign]
+    call.start(url, key)
+    assert call.first.wait(20)
+    web.kill()
+    row = wait_for(
+        lambda: scene.live.usage_rows(call.request_id), timeout_s=25, what="the cancellation"
+    )[0]
+    assert row["finish_reason"] == "cancelled"
+    assert row["completion_tokens"] > 0
+    assert doomed.pending(slow) == 0
+
+
+def _read_long(call: Call, url: str, key: str) -> None:
+    client = OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+    stream = client.chat.completions.create(
+        model=FAKE_NAME,
+        messages=[{"role": "user", "content": "x"}],
+        stream=True,
+        extra_body={"ignore_eos": True},
+        max_tokens=100_000,
+    )
+    with contextlib.suppress(Exception):
+        call._read(stream)
+
+
+def test_a_killed_accountant_settles_the_rest_after_its_restart(
+    scene: Scene, worker: Process, accountant: Process
+) -> None:
+    accountant.kill()
+    calls = [call.wait() for call in scene.calls(streamed=2, whole=2)]
+    assert not any(scene.live.usage_rows(call.request_id) for call in calls)
+    again = scene.live.start_accountant("accountant-again")
+    for call in calls:
+        assert scene.usage(call)["completion_tokens"] == TOKENS
+    again.stop()
