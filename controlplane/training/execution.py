@@ -27,6 +27,7 @@ from controlplane.adapters.models import AdapterVersion, BaseModel
 from controlplane.errors import ApiError
 from controlplane.scoping import all_tenants, tenant_scope
 from controlplane.training import services
+from controlplane.training.loss_curve import LossCurve
 from controlplane.training.models import TrainingRun
 from controlplane.training.trainer import (
     TrainerJob,
@@ -128,7 +129,12 @@ def _train(run: TrainingRun, folder: Path) -> Path:
         storage.read_bytes(run.dataset_key, max_bytes=services.MAX_DATASET_BYTES)
     )
 
+    curve = LossCurve()
+
     def report(progress: dict[str, Any]) -> bool:
+        if progress.get("loss") is not None:
+            curve.add(progress["step"], progress["loss"])
+            progress = {**progress, "losses": curve.points}
         lease_until = timezone.now() + RUNNING_LEASE
         rows = _held(run, Status.RUNNING).filter(cancel_requested=False)
         return rows.update(progress=progress, lease_until=lease_until) == 1

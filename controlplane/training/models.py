@@ -65,7 +65,8 @@ class TrainingRun(TenantModel):
     dataset_sha256 = models.CharField(max_length=64)
     status = models.CharField(max_length=16, choices=Status, default=Status.QUEUED)
     hyperparameters = models.JSONField(default=dict)
-    #: The last progress line of the trainer: step, steps, loss, learning_rate, tokens_per_s, eta_s.
+    #: The last progress line of the trainer: step, steps, loss, learning_rate, tokens_per_s, eta_s;
+    #: and losses, the `LossCurve` so far.
     progress = models.JSONField(default=dict)
     error = models.CharField(max_length=1000, blank=True)
     cancel_requested = models.BooleanField(default=False)

@@ -134,7 +134,8 @@ class _Lines:
 
 def _event(line: bytes) -> dict[str, Any]:
     try:
-        event = json.loads(line)
+        # PostgreSQL's JSON has no NaN, which is what the loss of a diverged training is.
+        event = json.loads(line, parse_constant=lambda _: None)
     except ValueError:
         event = None
     if not isinstance(event, dict):

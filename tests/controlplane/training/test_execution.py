@@ -154,7 +154,7 @@ def test_progress_is_kept_and_a_cancel_kills_the_trainer(endless: TrainingRun) -
     wait_for(lambda: progress_of(endless).get("step", 0) > 0)
     assert endless.progress["steps"] == 1_000_000
     assert endless.progress.keys() == {
-        *("step", "steps", "loss", "learning_rate", "tokens_per_s", "eta_s")
+        *("step", "steps", "loss", "losses", "learning_rate", "tokens_per_s", "eta_s")
     }
     assert len(trainers()) == 1
     services.training_run_cancel(run=endless)
