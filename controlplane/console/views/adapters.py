@@ -116,7 +116,6 @@ def version_steps(status: str) -> list[dict[str, str]]:
 #: What the checks found, in the order and words of the page.
 _FACTS = {
     "target_modules": "Adapted layers",
-    "ranks": "Ranks",
     "num_parameters": "Parameters",
     "dtypes": "Data type",
     "peft_version": "Saved by PEFT",
