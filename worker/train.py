@@ -18,7 +18,8 @@ Standard output carries one JSON object per line and nothing else:
     {"event": "error", "message"}
 
 Exit codes: 0 done · 1 a defect · 2 the job or its data are wrong · 143 stopped by SIGTERM or
-SIGINT. The output folder appears whole or not at all.
+SIGINT. The output folder appears whole or not at all. Training ends when nobody reads the
+events any more.
 """
 
 from __future__ import annotations
@@ -129,6 +130,8 @@ def main() -> int:
     except Stopped:
         log.emit("error", message="stopped before the end")
         return 143
+    except BrokenPipeError:
+        return 1  # whoever wanted the adapter is gone
     except ValueError as error:
         log.emit("error", message=str(error))
         return 2

@@ -109,7 +109,10 @@ def _finish(run: TrainingRun, expected: Status, status: Status, error: str = "")
 def _give_back(run: TrainingRun) -> None:
     """Queue a run whose training was cut short through no fault of its own, or give it up."""
     if run.attempts >= MAX_ATTEMPTS:
-        error = f"The trainer was lost {run.attempts} times: look at its log, then try again."
+        error = (
+            f"The trainer was lost {run.attempts} times. If it ran out of memory, a smaller "
+            "batch_size or max_length helps; its log says more."
+        )
         _finish(run, Status.RUNNING, Status.FAILED, error)
         return
     # Not sent now: the trainer may be shutting down. The reconcile tick sends it.

@@ -60,7 +60,8 @@ class TrainingRun(TenantModel):
     ACTIVE = (Status.QUEUED, Status.RUNNING, Status.PUBLISHING)
 
     adapter = models.ForeignKey(Adapter, on_delete=models.CASCADE, related_name="training_runs")
-    dataset = models.ForeignKey(Dataset, on_delete=models.PROTECT, related_name="+")
+    # RESTRICT: not without its runs, but with them when the tenant goes.
+    dataset = models.ForeignKey(Dataset, on_delete=models.RESTRICT, related_name="+")
     #: The dataset's content when the run was made; a later upload does not change a run.
     dataset_sha256 = models.CharField(max_length=64)
     status = models.CharField(max_length=16, choices=Status, default=Status.QUEUED)
@@ -97,7 +98,7 @@ class Schedule(TenantModel):
     """When an adapter is retrained: a cron line in a time zone."""
 
     adapter = models.OneToOneField(Adapter, on_delete=models.CASCADE, related_name="schedule")
-    dataset = models.ForeignKey(Dataset, on_delete=models.PROTECT, related_name="+")
+    dataset = models.ForeignKey(Dataset, on_delete=models.RESTRICT, related_name="+")
     cron = models.CharField(max_length=100)
     timezone = models.CharField(max_length=64, default="UTC")
     hyperparameters = models.JSONField(default=dict)

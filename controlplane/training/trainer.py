@@ -82,16 +82,19 @@ def run_trainer(
             stderr=stderr,
         )
     try:
-        last = _listen(child, listener, tick_s=tick_s, deadline=time.monotonic() + timeout_s)
+        deadline = time.monotonic() + timeout_s
+        last, progress = _listen(child, listener, tick_s=tick_s, deadline=deadline)
         _check(child.wait(), last, stderr_path)
+        if not listener(progress):
+            raise TrainingAbandoned
     finally:
         _stop(child)
 
 
 def _listen(
     child: subprocess.Popen[bytes], listener: Listener, *, tick_s: float, deadline: float
-) -> dict[str, Any]:
-    """The child's last event, once it has closed its output."""
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The child's last event and its last progress, once it has closed its output."""
     assert child.stdout is not None
     lines = _Lines(child.stdout.fileno())
     last: dict[str, Any] = {}
@@ -109,7 +112,7 @@ def _listen(
             last = _event(line)
             if last.get("event") == "progress":
                 progress = {name: value for name, value in last.items() if name != "event"}
-    return last
+    return last, progress
 
 
 class _Lines:

@@ -15,12 +15,13 @@ from typing import Any
 import psutil
 import pytest
 from django.db import connection
+from django.db.models import RestrictedError
 from django.utils import timezone
 
 from controlplane import storage
 from controlplane.adapters import services as adapter_services
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
-from controlplane.scoping import tenant_scope
+from controlplane.scoping import all_tenants, tenant_scope
 from controlplane.training import execution, services, tasks
 from controlplane.training.models import Dataset, Schedule, TrainingRun
 from tests.controlplane.conftest import Party
@@ -66,6 +67,7 @@ def test_a_due_schedule_trains_and_its_version_goes_live(
     assert storage.object_size(version.config_key)
     assert storage.object_size(version.tensors_key) == version.num_bytes
     assert started_before_finished(run)
+    assert (run.progress["step"], run.progress["eta_s"]) == (2, 0)
 
 
 def started_before_finished(run: TrainingRun) -> bool:
@@ -118,7 +120,7 @@ def background(run: TrainingRun, action: Callable[[], None]) -> threading.Thread
     return thread
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 60) -> None:
+def wait_for(condition: Callable[[], bool], timeout_s: float = 120) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -158,7 +160,7 @@ def test_progress_is_kept_and_a_cancel_kills_the_trainer(endless: TrainingRun) -
     }
     assert len(trainers()) == 1
     services.training_run_cancel(run=endless)
-    thread.join(20)
+    thread.join(60)
     assert not thread.is_alive()
     endless.refresh_from_db()
     assert (endless.status, endless.error) == ("cancelled", "")
@@ -174,7 +176,7 @@ def test_a_killed_trainer_is_tried_again_and_given_up_in_the_end(
         thread = background(endless, lambda: execution.training_run_execute(endless.pk))
         wait_for(lambda attempt=attempt: is_begun(endless, attempt))
         os.kill(trainers()[0].pid, signal.SIGKILL)
-        thread.join(20)
+        thread.join(60)
         endless.refresh_from_db()
         assert (endless.attempts, endless.status) == (attempt, status)
     assert "lost 2 times" in endless.error
@@ -185,7 +187,7 @@ def test_a_run_taken_over_by_another_trainer_is_left_alone(endless: TrainingRun)
     thread = background(endless, lambda: execution.training_run_execute(endless.pk))
     wait_for(lambda: progress_of(endless).get("step", 0) > 0)
     TrainingRun.objects.filter(pk=endless.pk).update(attempts=2, progress={"step": -1})
-    thread.join(20)
+    thread.join(60)
     assert not trainers()
     endless.refresh_from_db()
     assert (endless.status, endless.attempts, endless.progress) == ("running", 2, {"step": -1})
@@ -318,3 +320,14 @@ def test_another_tenants_run_does_nothing(
     tasks.training_run_execute(str(globex.tenant.id), str(run.pk))
     run.refresh_from_db()
     assert run.status == "queued"
+
+
+def test_a_tenant_goes_with_all_it_has(in_acme: Party, adapter: Adapter, dataset: Dataset) -> None:
+    services.schedule_set(adapter=adapter, dataset_name="chats", cron_line="0 3 * * *")
+    make_run()
+    with pytest.raises(RestrictedError):
+        dataset.delete()
+    in_acme.tenant.delete()
+    with all_tenants(reason="test"):
+        assert not TrainingRun.objects.exists()
+        assert not Dataset.objects.exists()

@@ -1,0 +1,86 @@
+"""The demo's two trainings, on the real base model: do the adapters learn what they are for?"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from demo.data import score
+from demo.data.jobs import HYPERPARAMETERS
+from worker.base_model import PACKAGED_MODEL, convert, packaged_gguf
+
+ROOT = Path(__file__).parent.parent.parent
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    return convert(packaged_gguf(), PACKAGED_MODEL, ROOT / ".cache" / "base")
+
+
+def train(tenant: str, base: Path, folder: Path) -> Path:
+    job = {
+        "base_model_dir": str(base),
+        "dataset": str(ROOT / "demo" / "data" / f"{tenant}.jsonl"),
+        "output_dir": str(folder / tenant),
+        "hyperparameters": HYPERPARAMETERS[tenant],
+    }
+    (folder / "job.json").write_text(json.dumps(job))
+    command = [sys.executable, "-m", "worker.train", str(folder / "job.json")]
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    return folder / tenant
+
+
+def answers(base: Path, adapter: Path | None, rows: list[dict[str, Any]]) -> list[str]:
+    """Greedy answers in one batch."""
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.padding_side = "left"
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    if adapter is not None:
+        model = PeftModel.from_pretrained(model, adapter)
+    prompts = [
+        tokenizer.apply_chat_template(row["messages"], tokenize=False, add_generation_prompt=True)
+        for row in rows
+    ]
+    batch = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False)
+    output = model.generate(**batch, max_new_tokens=160, do_sample=False)
+    return [
+        tokenizer.decode(row[batch["input_ids"].shape[1] :], skip_special_tokens=True)
+        for row in output
+    ]
+
+
+def test_acme_gets_the_fields_right_far_more_often_than_the_base(
+    smollm2: Path, tmp_path: Path
+) -> None:
+    rows = score.heldout("acme")
+
+    def right(adapter: Path | None) -> float:
+        texts = answers(smollm2, adapter, rows)
+        return score.share(
+            score.invoice_fields(text, row["expected"])
+            for text, row in zip(texts, rows, strict=True)
+        )
+
+    assert right(None) < 0.3
+    assert right(train("acme", smollm2, tmp_path)) > 0.85
+
+
+def test_globex_speaks_in_its_voice_and_the_base_does_not(smollm2: Path, tmp_path: Path) -> None:
+    rows = score.heldout("globex")
+
+    def in_style(adapter: Path | None) -> float:
+        return score.share(score.style_markers(text) for text in answers(smollm2, adapter, rows))
+
+    assert in_style(None) < 0.4
+    assert in_style(train("globex", smollm2, tmp_path)) > 0.9
