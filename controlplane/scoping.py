@@ -83,16 +83,22 @@ class TenantQuerySet(models.QuerySet[_M]):
 
 
 def _claim(row: models.Model) -> None:
-    """Give a row without a tenant the scope's; refuse one of another tenant."""
+    """Give a row without a tenant the scope's; refuse one that is, or points, outside."""
+    assert isinstance(row, TenantModel)
     scope = _scope.get()
     kind = type(row).__name__
     if scope is None:
         raise TenantScopeError(f"{kind} saved with no tenant in scope")
     if isinstance(scope, uuid.UUID):
-        if row.tenant_id is None:  # type: ignore[attr-defined]
-            row.tenant_id = scope  # type: ignore[attr-defined]
-        elif row.tenant_id != scope:  # type: ignore[attr-defined]
+        if row.tenant_id is None:
+            row.tenant_id = scope
+        elif row.tenant_id != scope:
             raise TenantScopeError(f"{kind} belongs to another tenant")
+    for field in row._meta.concrete_fields:
+        if isinstance(field, models.ForeignKey) and field.is_cached(row):
+            related = getattr(row, field.name)
+            if isinstance(related, TenantModel) and related.tenant_id != row.tenant_id:
+                raise TenantScopeError(f"{kind}.{field.name} belongs to another tenant")
 
 
 class TenantManager(models.Manager[_M]):

@@ -20,7 +20,14 @@ from controlplane import storage
 from controlplane.adapters import ingest, peft_config, tasks, tensor_file
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
 from controlplane.adapters.validation import BaseShape
-from controlplane.errors import Conflict, InvalidRequest, NotFound, Unavailable, from_validation
+from controlplane.errors import (
+    Conflict,
+    InvalidRequest,
+    NotFound,
+    RateLimited,
+    Unavailable,
+    from_validation,
+)
 from controlplane.tenants.models import SLUG_RULE, User, is_slug
 
 MAX_TENSORS_BYTES = 2 * 1024**3
@@ -30,6 +37,8 @@ FILES = {
     tensor_file.FILE: MAX_TENSORS_BYTES,
 }
 UPLOAD_EXPIRES_S = 900
+#: Versions of one tenant that wait for their files: what it can make the store hold unasked.
+MAX_UNFINISHED = 50
 #: The database's largest version number.
 MAX_NUMBER = 2**31 - 1
 
@@ -102,9 +111,11 @@ def adapter_version_create(
 
     files             the length in bytes of each of `FILES`
     base_model_name   may be left out for a known adapter, or when there is one base model only
-    Raises InvalidRequest, or Conflict when the adapter has another base model.
+    Raises InvalidRequest, Conflict when the adapter has another base model, RateLimited when too
+    many versions wait for their files.
     """
     _check_files(files)
+    _check_unfinished()
     adapter = _find(name)
     if adapter is None:
         adapter = _adapter(name, base_model_name, "")
@@ -310,6 +321,16 @@ def _check_files(files: Mapping[str, int]) -> None:
                 f"State the length of {file} in bytes, from 1 to {max_bytes}.",
                 param=f"files.{file}",
             )
+
+
+def _check_unfinished() -> None:
+    if AdapterVersion.objects.filter(status=Status.UPLOADING).count() >= MAX_UNFINISHED:
+        raise RateLimited(
+            f"{MAX_UNFINISHED} versions wait for their files: complete some of them. One that is "
+            "not completed ends after a day.",
+            code="too_many_uploads",
+            retry_after_s=3600,
+        )
 
 
 def _check_uploaded(version: AdapterVersion) -> None:

@@ -12,6 +12,7 @@ from django.http import HttpRequest, JsonResponse
 from django.test import AsyncClient
 from django.urls import path
 
+from controlplane.adapters.models import Adapter, BaseModel
 from controlplane.scoping import TenantScopeError, all_tenants, current_tenant_id, tenant_scope
 from controlplane.tenants import auth, services
 from controlplane.tenants.models import ApiKey
@@ -58,6 +59,25 @@ def test_bulk_create_keeps_the_same_rule(acme: Party, globex: Party) -> None:
 def test_update_cannot_move_rows(acme: Party, globex: Party) -> None:
     with tenant_scope(acme.tenant.id), pytest.raises(TenantScopeError):
         ApiKey.objects.update(tenant=globex.tenant)
+
+
+def test_bulk_update_cannot_move_rows(acme: Party, globex: Party) -> None:
+    with tenant_scope(acme.tenant.id), pytest.raises(TenantScopeError):
+        acme.api_key.tenant = globex.tenant
+        ApiKey.objects.bulk_update([acme.api_key], ["tenant"])
+
+
+def test_relations_keep_to_the_scope(acme: Party, globex: Party, base_model: BaseModel) -> None:
+    with tenant_scope(acme.tenant.id):
+        adapter = Adapter.objects.create(name="invoices", base_model=base_model)
+        adapter.versions.create(number=1)
+        assert adapter.versions.count() == 1
+    with tenant_scope(globex.tenant.id):
+        assert adapter.versions.count() == 0
+        with pytest.raises(TenantScopeError):
+            adapter.versions.create(number=2)
+    with pytest.raises(TenantScopeError):
+        adapter.versions.count()
 
 
 def test_all_tenants_needs_a_reason() -> None:

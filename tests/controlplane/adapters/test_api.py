@@ -10,6 +10,7 @@ import pytest
 from django.test import Client
 from rest_framework.test import APIClient
 
+from controlplane.adapters import services
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
 from controlplane.scoping import all_tenants, tenant_scope
 from controlplane.tenants.models import Tenant
@@ -86,6 +87,17 @@ def test_numbers_count_up_per_adapter(acme: Party) -> None:
     numbers = [begin(client).json()["number"] for _ in range(3)]
     other = begin(client, "/api/v1/adapters/other/versions").json()["number"]
     assert (numbers, other) == ([1, 2, 3], 1)
+
+
+def test_versions_without_files_are_bounded(
+    acme: Party, globex: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(services, "MAX_UNFINISHED", 2)
+    answers = [begin(as_key(acme)) for _ in range(3)]
+    assert [answer.status_code for answer in answers] == [201, 201, 429]
+    assert assert_error(answers[2], 429)["code"] == "too_many_uploads"
+    assert "Retry-After" in answers[2]
+    assert begin(as_key(globex)).status_code == 201
 
 
 BAD_FILES = {
