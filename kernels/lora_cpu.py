@@ -1,11 +1,11 @@
 """LoRA for a CPU: few large batched products instead of one tiny product per tile.
 
 A decode step reads each adapter's weights once, so its time is that of memory; thousands of calls
-on single tiles would cost ten times as much. Adapters that decode are therefore copied into
+on single tiles would cost ten times as much. Adapters that are running are therefore copied into
 *stacks*: one tensor `[A, R, width]` per layer and projection over all adapters of the same shape,
-in which an adapter keeps its slot for as long as it keeps decoding. A step over a stack is one
-batched product per site (q, k and v share their input, so do gate and up) and one per output.
-Segments with many tokens, that is prompts, use the tiles where they lie.
+in which an adapter keeps its slot for as long as it is used step after step. Segments in
+neighbouring slots then take one batched product per site (q, k and v share their input, so do
+gate and up) and one per output. Adapters that find no room in a stack use their tiles in place.
 
 The result is `lora_shrink` followed by `lora_expand`.
 """
@@ -19,8 +19,8 @@ import torch
 
 from kernels.lora_table import NUM_PROJECTIONS, LoraBatch, LoraTable, Projection
 
-# Segments with more tokens than this use tiles in place: padding would cost more than it saves.
-_MAX_STACK_ROWS = 8
+# Segments of up to this many rows are padded to the longest of their run without a second thought.
+_MAX_FREE_ROWS = 8
 
 # Projections that read the same input, in the table's order.
 _SITES = (
@@ -173,9 +173,10 @@ def _fill(a: torch.Tensor, b: torch.Tensor, matrices: list[Matrix]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _StackRows:
-    """Which rows of the step go through a stack.
+class _Run:
+    """Segments in neighbouring slots of a stack, `per_slot` rows for each.
 
+    slots       the first and one past the last
     gather      [A * C] int64 rows of x, C for each slot; padding repeats some row
     valid       [N] int64 places of gather that are no padding; None: all are
     rows        [N] int64 the rows of y that they are added to
@@ -183,6 +184,7 @@ class _StackRows:
     """
 
     stack: _Stack
+    slots: tuple[int, int]
     per_slot: int
     gather: torch.Tensor
     valid: torch.Tensor | None
@@ -194,7 +196,7 @@ class CpuLoraStep:
     """One step's adapters, ready to be added to each layer's outputs."""
 
     def __init__(
-        self, stacked: list[_StackRows], loose: list[tuple[int, int, list[list[Matrix]]]]
+        self, stacked: list[_Run], loose: list[tuple[int, int, list[list[Matrix]]]]
     ) -> None:
         self._stacked, self._loose = stacked, loose
 
@@ -213,8 +215,8 @@ class CpuLoraStep:
         projections  one of the four sites: (q, k, v), (o,), (gate, up), (down,)
         out_offsets  projection i writes y[:, out_offsets[i]:out_offsets[i + 1]]
         """
-        for rows in self._stacked:
-            _add_stack(rows, x, y, layer, projections, out_offsets)
+        for run in self._stacked:
+            _add_run(run, x, y, layer, projections, out_offsets)
         for start, end, matrices in self._loose:
             for i, projection in enumerate(projections):
                 target = y[start:end, out_offsets[i] : out_offsets[i + 1]]
@@ -222,35 +224,35 @@ class CpuLoraStep:
                     target.addmm_(x[start:end] @ a.T, b, alpha=scale)
 
 
-def _add_stack(
-    rows: _StackRows,
+def _add_run(
+    run: _Run,
     x: torch.Tensor,
     y: torch.Tensor,
     layer: int,
     projections: tuple[int, ...],
     out_offsets: tuple[int, ...],
 ) -> None:
-    stack, first, count = rows.stack, rows.whole_from, rows.gather.shape[0]
-    site = _SITES.index(projections)
-    a_t = stack.a_t[layer * len(_SITES) + site]  # [A, in, sum of R]
-    if not a_t.shape[2]:
+    stack, first, count = run.stack, run.whole_from, run.gather.shape[0]
+    low, high = run.slots
+    a_t = stack.a_t[layer * len(_SITES) + _SITES.index(projections)][low:high]
+    if not a_t.shape[2]:  # [A, in, sum of R]
         return
-    own = x[first : first + count] if first >= 0 else x.index_select(0, rows.gather)
-    h = torch.bmm(own.view(-1, rows.per_slot, x.shape[1]), a_t)  # [A, C, sum of R]
+    own = x[first : first + count] if first >= 0 else x.index_select(0, run.gather)
+    h = torch.bmm(own.view(-1, run.per_slot, x.shape[1]), a_t)  # [A, C, sum of R]
     column = 0
     for i, projection in enumerate(projections):
         rank = stack.shape[projection]
         if not rank:
             continue
-        b = stack.b[layer * NUM_PROJECTIONS + projection]
+        b = stack.b[layer * NUM_PROJECTIONS + projection][low:high]
         part = torch.bmm(h[:, :, column : column + rank], b).flatten(0, 1)  # [A * C, out]
         column += rank
         target = y[:, out_offsets[i] : out_offsets[i + 1]]
         if first >= 0:
             target[first : first + count].add_(part)
         else:
-            part = part if rows.valid is None else part.index_select(0, rows.valid)
-            target.index_add_(0, rows.rows, part)
+            part = part if run.valid is None else part.index_select(0, run.valid)
+            target.index_add_(0, run.rows, part)
 
 
 class CpuLora:
@@ -296,17 +298,23 @@ class CpuLora:
             self._view = _TableView(lora.table, self._arena, self._widths)
         bounds, adapters = lora.seg_indptr.tolist(), lora.seg_adapter.tolist()
         loose = []
-        rows_of: dict[Hashable, list[int]] = {}
+        segments: dict[Shape, list[tuple[int, int, int]]] = {}  # (slot, first row, end row)
         for g, adapter in enumerate(adapters):
-            if adapter < 0:
+            if adapter < 0 or bounds[g] == bounds[g + 1]:
                 continue
-            start, end = bounds[g], bounds[g + 1]
-            if end - start <= _MAX_STACK_ROWS and self._has_slot(adapter, keys[adapter]):
-                rows_of[keys[adapter]] = list(range(start, end))
+            if self._has_slot(adapter, keys[adapter]):
+                stack = self._stack_of[keys[adapter]]
+                slot = stack.keys.index(keys[adapter])
+                segments.setdefault(stack.shape, []).append((slot, bounds[g], bounds[g + 1]))
             else:
-                loose.append((start, end, self._view.matrices(adapter, self._num_layers)))
-        stacks = {id(self._stack_of[key]): self._stack_of[key] for key in rows_of}
-        return CpuLoraStep([_stack_rows(stack, rows_of) for stack in stacks.values()], loose)
+                matrices = self._view.matrices(adapter, self._num_layers)
+                loose.append((bounds[g], bounds[g + 1], matrices))
+        runs = [
+            _make_run(self._stacks[shape], own)
+            for shape, members in segments.items()
+            for own in _split_into_runs(sorted(members))
+        ]
+        return CpuLoraStep(runs, loose)
 
     def _has_slot(self, adapter: int, key: Hashable) -> bool:
         """Whether the adapter is in a stack now; puts it there when there is room."""
@@ -324,19 +332,47 @@ class CpuLora:
         return True
 
 
-def _stack_rows(stack: _Stack, rows_of: dict[Hashable, list[int]]) -> _StackRows:
-    own = [rows_of.get(key, []) for key in stack.keys]
-    per_slot = max(map(len, own))
-    padding = next(rows[0] for rows in own if rows)
-    gather = [row for rows in own for row in (*rows, *[padding] * (per_slot - len(rows)))]
-    valid = [slot * per_slot + i for slot, rows in enumerate(own) for i in range(len(rows))]
-    whole = gather == list(range(gather[0], gather[0] + len(gather)))
+def _split_into_runs(segments: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
+    """Cut (slot, first row, end row), sorted by slot, into runs without gaps.
+
+    A run's segments are padded to its longest; padding may double the work, not more.
+    """
+    runs: list[list[tuple[int, int, int]]] = []
+    total = longest = 0
+    for segment in segments:
+        slot, start, end = segment
+        total, longest = total + end - start, max(longest, end - start)
+        padded = longest * (len(runs[-1]) + 1) if runs else 0
+        if (
+            runs
+            and slot == runs[-1][-1][0] + 1
+            and (longest <= _MAX_FREE_ROWS or padded <= 2 * total)
+        ):
+            runs[-1].append(segment)
+        else:
+            runs.append([segment])
+            total = longest = end - start
+    return runs
+
+
+def _make_run(stack: _Stack, segments: list[tuple[int, int, int]]) -> _Run:
+    per_slot = max(end - start for _, start, end in segments)
+    gather: list[int] = []
+    valid: list[int] = []
+    rows: list[int] = []
+    for i, (_, start, end) in enumerate(segments):
+        length = end - start
+        gather += [*range(start, end), *[start] * (per_slot - length)]
+        valid += range(i * per_slot, i * per_slot + length)
+        rows += range(start, end)
+    is_whole = gather == list(range(gather[0], gather[0] + len(gather)))
     is_full = len(valid) == len(gather)
-    return _StackRows(
+    return _Run(
         stack=stack,
+        slots=(segments[0][0], segments[-1][0] + 1),
         per_slot=per_slot,
         gather=torch.tensor(gather),
         valid=None if is_full else torch.tensor(valid),
-        rows=torch.tensor([gather[i] for i in valid]),
-        whole_from=gather[0] if whole and is_full else -1,
+        rows=torch.tensor(rows),
+        whole_from=gather[0] if is_whole else -1,
     )
