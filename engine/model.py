@@ -1,8 +1,8 @@
 """The decoder: Llama's arithmetic over ragged batches, paged KV and tiled adapters.
 
 Tensors are named as in Hugging Face's LlamaForCausalLM, which is the oracle. The model does not
-know of requests, ranks or pages: a batch says where things are, `Adapters.add` adds what the rows'
-adapters contribute, `paged_attention` finds the KV.
+know of requests, ranks or pages: an `Attention` finds the step's KV, an `Adapters` adds what the
+rows' adapters contribute.
 """
 
 from __future__ import annotations
@@ -49,6 +49,55 @@ class Adapters(Protocol):
         out_offsets: tuple[int, ...],
     ) -> None:
         """Add to y [T, sum of out] what each row's adapter makes of x [T, in], in place."""
+
+
+class Attention(Protocol):
+    """One step's attention."""
+
+    def attend(self, heads: torch.Tensor, layer: int) -> torch.Tensor:
+        """Rotate q and k, write k and v to their pages, attend.
+
+        heads  [T, H + 2 K, D] queries, keys and values as projected
+        -> [T, H * D]
+        """
+
+
+class PagedAttention:
+    """`Attention` by the kernels.
+
+    rope  cos and sin [M, D] fp32
+    """
+
+    def __init__(
+        self,
+        batch: Batch,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        arena: torch.Tensor,
+        layout: PageLayout,
+        num_heads: int,
+    ) -> None:
+        self._batch, self._rope = batch, rope
+        self._arena, self._layout, self._num_heads = arena, layout, num_heads
+
+    def attend(self, heads: torch.Tensor, layer: int) -> torch.Tensor:
+        batch, layout = self._batch, self._layout
+        groups = [self._num_heads, layout.num_kv_heads, layout.num_kv_heads]
+        q, k, v = torch.split(heads, groups, dim=1)
+        cos, sin = self._rope
+        q = rope_kv_write(
+            q, k, v, cos, sin, batch.positions, self._arena, layout, layer, batch.slots
+        )
+        out = paged_attention(
+            q,
+            self._arena,
+            layout,
+            layer,
+            batch.query_start,
+            batch.context_lens,
+            batch.page_tables,
+            layout.head_dim**-0.5,
+        )
+        return out.reshape(len(heads), -1)
 
 
 class TiledAdapters:
@@ -98,8 +147,8 @@ class Linear:
 class DecoderLayer:
     """Attention and MLP of one layer, each behind its norm."""
 
-    def __init__(self, config: ModelConfig, layout: PageLayout, index: int, weights: LayerWeights):
-        self._config, self._layout, self._index = config, layout, index
+    def __init__(self, config: ModelConfig, index: int, weights: LayerWeights) -> None:
+        self._config, self._index = config, index
         self._input_norm, self._post_norm = weights.input_norm, weights.post_norm
         self._qkv, self._o = Linear(weights.qkv), Linear(weights.o)
         self._gate_up, self._down = Linear(weights.gate_up), Linear(weights.down)
@@ -112,88 +161,55 @@ class DecoderLayer:
         self,
         hidden: torch.Tensor,
         residual: torch.Tensor | None,
-        batch: Batch,
+        attention: Attention,
         adapters: Adapters | None,
-        rope: tuple[torch.Tensor, torch.Tensor],
-        arena: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden, residual [T, E] -> the layer's own output and the sum before it, [T, E] each."""
-        eps = self._config.rms_norm_eps
+        config, index = self._config, self._index
+        eps = config.rms_norm_eps
         if residual is None:
             residual, x = hidden, rms_norm(hidden, self._input_norm, eps)
         else:
             x, residual = add_rms_norm(hidden, residual, self._input_norm, eps)
-        attended = self._attention(x, batch, adapters, rope, arena)
+        qkv = self._qkv(x)
+        if adapters is not None:
+            adapters.add(x, qkv, index, QKV, self._qkv_offsets)
+        heads = qkv.view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
+        attended = attention.attend(heads, index)
         out = self._o(attended)
         if adapters is not None:
-            adapters.add(attended, out, self._index, O, self._o_offsets)
+            adapters.add(attended, out, index, O, self._o_offsets)
         x, residual = add_rms_norm(out, residual, self._post_norm, eps)
         gate_up = self._gate_up(x)
         if adapters is not None:
-            adapters.add(x, gate_up, self._index, GATE_UP, self._gate_up_offsets)
+            adapters.add(x, gate_up, index, GATE_UP, self._gate_up_offsets)
         inner = silu_mul(gate_up)
         out = self._down(inner)
         if adapters is not None:
-            adapters.add(inner, out, self._index, DOWN, self._down_offsets)
+            adapters.add(inner, out, index, DOWN, self._down_offsets)
         return out, residual
-
-    def _attention(
-        self,
-        x: torch.Tensor,
-        batch: Batch,
-        adapters: Adapters | None,
-        rope: tuple[torch.Tensor, torch.Tensor],
-        arena: torch.Tensor,
-    ) -> torch.Tensor:
-        config, layout = self._config, self._layout
-        qkv = self._qkv(x)
-        if adapters is not None:
-            adapters.add(x, qkv, self._index, QKV, self._qkv_offsets)
-        heads = qkv.view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
-        groups = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
-        q, k, v = torch.split(heads, groups, dim=1)
-        cos, sin = rope
-        q = rope_kv_write(
-            q, k, v, cos, sin, batch.positions, arena, layout, self._index, batch.slots
-        )
-        attended = paged_attention(
-            q,
-            arena,
-            layout,
-            self._index,
-            batch.query_start,
-            batch.context_lens,
-            batch.page_tables,
-            config.head_dim**-0.5,
-        )
-        return attended.reshape(-1, config.q_size)
 
 
 class Decoder:
     """The whole model: token ids in, logits of the rows that sample out."""
 
-    def __init__(
-        self, config: ModelConfig, layout: PageLayout, weights: Weights, max_context: int
-    ) -> None:
-        self._config = config
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        self._eps = config.rms_norm_eps
         self._embedding, self._norm = weights.embedding, weights.norm
-        self._layers = [
-            DecoderLayer(config, layout, i, layer) for i, layer in enumerate(weights.layers)
-        ]
+        self._layers = [DecoderLayer(config, i, layer) for i, layer in enumerate(weights.layers)]
         self._lm_head = Linear(weights.lm_head)
-        self._rope = rope_tables(config, max_context, weights.norm.device)
 
     def __call__(
-        self, batch: Batch, adapters: Adapters | None, arena: torch.Tensor
+        self, batch: Batch, attention: Attention, adapters: Adapters | None
     ) -> torch.Tensor:
-        """Write the step's KV into `arena` and return the logits [N, V] of `batch.sample_rows`."""
+        """Write the step's KV and return the logits [N, V] of `batch.sample_rows`."""
         hidden = functional.embedding(batch.token_ids, self._embedding)  # [T, E]
         residual: torch.Tensor | None = None
         for layer in self._layers:
-            hidden, residual = layer(hidden, residual, batch, adapters, self._rope, arena)
+            hidden, residual = layer(hidden, residual, attention, adapters)
         assert residual is not None
         hidden, residual = hidden[batch.sample_rows], residual[batch.sample_rows]
-        normed, _ = add_rms_norm(hidden, residual, self._norm, self._config.rms_norm_eps)
+        normed, _ = add_rms_norm(hidden, residual, self._norm, self._eps)
         return self._lm_head(normed)
 
 

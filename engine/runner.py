@@ -8,9 +8,17 @@ import torch
 
 from engine.batch import Batch
 from engine.config import EngineConfig, ModelConfig
-from engine.model import Adapters, Decoder, TiledAdapters
+from engine.model import (
+    Adapters,
+    Attention,
+    Decoder,
+    PagedAttention,
+    TiledAdapters,
+    rope_tables,
+)
 from engine.scheduler import AdapterKey
 from engine.weights import load_weights
+from kernels.attention_cpu import CpuAttention
 from kernels.lora_cpu import CpuLora
 
 # Copies of decoding adapters that make a CPU step fast, in all; see kernels/lora_cpu.py.
@@ -30,17 +38,22 @@ class ModelRunner:
         self.arena = torch.zeros(
             config.num_pages(model), layout.page_elems, dtype=dtype, device=config.device
         )
-        self._decoder = Decoder(model, layout, weights, config.context_limit(model))
-        self._cpu_lora = (
-            CpuLora(
+        self._layout, self._num_heads = layout, model.num_heads
+        self._decoder = Decoder(model, weights)
+        self._rope = rope_tables(model, config.context_limit(model), weights.norm.device)
+        self._cpu_lora: CpuLora | None = None
+        self._cpu_attention: CpuAttention | None = None
+        if config.is_cpu and dtype == torch.float32:
+            self._cpu_lora = CpuLora(
                 arena=self.arena,
                 widths=model.projection_widths,
                 num_layers=model.num_layers,
                 max_bytes=_MAX_STACK_BYTES,
             )
-            if config.is_cpu and dtype == torch.float32
-            else None
-        )
+            cos, sin = self._rope
+            self._cpu_attention = CpuAttention(
+                cos=cos, sin=sin, arena=self.arena, layout=layout, num_heads=model.num_heads
+            )
 
     def adapter_order(self, keys: Iterable[AdapterKey]) -> Mapping[Hashable, int]:
         """The order of adapters in which this step's rows run fastest; missing ones come last."""
@@ -48,7 +61,18 @@ class ModelRunner:
 
     def run(self, batch: Batch) -> torch.Tensor:
         """The logits [N, V] of the batch's sampling rows; the step's KV is in the arena after."""
-        return self._decoder(batch, self._adapters(batch), self.arena)
+        return self._decoder(batch, self._attention(batch), self._adapters(batch))
+
+    def _attention(self, batch: Batch) -> Attention:
+        if self._cpu_attention is None:
+            return PagedAttention(batch, self._rope, self.arena, self._layout, self._num_heads)
+        return self._cpu_attention.plan(
+            positions=batch.positions,
+            slots=batch.slots,
+            query_start=batch.query_start,
+            context_lens=batch.context_lens,
+            page_tables=batch.page_tables,
+        )
 
     def _adapters(self, batch: Batch) -> Adapters | None:
         if batch.lora is None:
