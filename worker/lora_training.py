@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -105,7 +106,10 @@ class AnswerTrainer(Trainer):
 
 
 class Progress(TrainerCallback):
-    """Turns the Trainer's log lines into progress events."""
+    """Turns the Trainer's log lines into progress events.
+
+    Ends the training with a JobError when it has diverged.
+    """
 
     def __init__(self, emit: Emit, tokens_per_epoch: int) -> None:
         self.losses: list[float] = []
@@ -123,13 +127,19 @@ class Progress(TrainerCallback):
         logs = kwargs["logs"]
         if "loss" not in logs:
             return  # the summary at the end
-        self.losses.append(float(logs["loss"]))
+        loss = float(logs["loss"])
+        if not math.isfinite(loss):
+            raise JobError(
+                f"the loss is not a number any more at step {state.global_step}: "
+                "lower hyperparameters.learning_rate"
+            )
+        self.losses.append(loss)
         elapsed = time.monotonic() - self._started
         self._emit(
             "progress",
             step=state.global_step,
             steps=state.max_steps,
-            loss=round(self.losses[-1], 4),
+            loss=round(loss, 4),
             learning_rate=logs["learning_rate"],
             tokens_per_s=round(self.trained_tokens(state.epoch) / elapsed, 1),
             eta_s=round(elapsed / state.global_step * (state.max_steps - state.global_step), 1),
@@ -160,7 +170,10 @@ def _arguments(hyper: Hyperparameters, steps: int) -> TrainingArguments:
 def run_trainer(
     model: Any, tokenizer: Any, examples: list[Example], hyper: Hyperparameters, emit: Emit
 ) -> Outcome:
-    """Train a LoRA over `model` and return it with what it took. `model` is changed in place."""
+    """Train a LoRA over `model` and return it with what it took. `model` is changed in place.
+
+    Raises JobError when the loss becomes infinite or NaN.
+    """
     set_seed(hyper.seed)
     model = get_peft_model(
         model,

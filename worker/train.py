@@ -25,7 +25,6 @@ events any more.
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import signal
@@ -103,8 +102,6 @@ def train(job: TrainJob, log: EventLog) -> None:
     model, tokenizer = load_base(job)
     examples = load_examples(tokenizer, job.dataset, job.hyperparameters.max_length)
     outcome = run_trainer(model, tokenizer, examples, job.hyperparameters, log.emit)
-    if not math.isfinite(outcome.final_loss):
-        raise JobError("the loss is not a number any more: lower hyperparameters.learning_rate")
     write_adapter(outcome.model, base_name(job.base_model_dir), job.output_dir)
     log.emit(
         "done",
