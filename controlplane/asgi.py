@@ -6,7 +6,6 @@ the rest   Django as usual
 """
 
 import os
-from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from django.core.asgi import get_asgi_application
@@ -20,15 +19,17 @@ _django = get_asgi_application()
 from django.conf import settings  # noqa: E402
 
 from controlplane import jobs  # noqa: E402
+from controlplane.body_limit import BodyLimit, Receive, Send  # noqa: E402
 from controlplane.errors import ApiError  # noqa: E402
-from controlplane.inference.asgi import GatewayHandler  # noqa: E402
+from controlplane.inference.asgi import MAX_BODY_BYTES, GatewayHandler  # noqa: E402
+from controlplane.training.services import MAX_DATASET_BYTES  # noqa: E402
 
-Event = Mapping[str, Any]
-Receive = Callable[[], Awaitable[Event]]
-Send = Callable[[Event], Awaitable[None]]
+#: A dataset and the form around it.
+MAX_SITE_BODY_BYTES = MAX_DATASET_BYTES + 1024**2
 
-_gateway = GatewayHandler()
-_site = ServeStaticASGI(_django, root=str(settings.STATIC_ROOT), prefix=settings.STATIC_URL)
+_gateway = BodyLimit(GatewayHandler(), max_bytes=MAX_BODY_BYTES)
+_static = ServeStaticASGI(_django, root=str(settings.STATIC_ROOT), prefix=settings.STATIC_URL)
+_site = BodyLimit(_static, max_bytes=MAX_SITE_BODY_BYTES)
 
 
 async def application(scope: dict[str, Any], receive: Receive, send: Send) -> None:
