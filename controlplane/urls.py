@@ -3,6 +3,7 @@
 from django.contrib import admin
 from django.http import HttpRequest, HttpResponse
 from django.urls import include, path
+from django.views.generic import RedirectView
 from drf_spectacular.views import SpectacularJSONAPIView, SpectacularSwaggerView
 
 
@@ -12,6 +13,7 @@ def healthz(request: HttpRequest) -> HttpResponse:
 
 
 urlpatterns = [
+    path("", RedirectView.as_view(pattern_name="console:overview")),
     path("healthz", healthz),
     path("v1/", include("controlplane.inference.urls")),
     path("console/", include("controlplane.console.urls")),

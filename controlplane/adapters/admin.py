@@ -5,17 +5,34 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from django import forms
 from django.contrib import admin
 from django.http import HttpRequest
 from django.utils.html import format_html, format_html_join
 from unfold.admin import ModelAdmin
 
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
+from controlplane.adapters.validation import BaseShape
 from controlplane.operator.admin import ReadOnlyAdmin
+
+
+class BaseModelForm(forms.ModelForm):  # type: ignore[type-arg]
+    """Checks that the config has the shapes that adapters are held against."""
+
+    def clean_config(self) -> Any:
+        config = self.cleaned_data["config"]
+        if not isinstance(config, dict):
+            raise forms.ValidationError("Paste the model's config.json: a JSON object.")
+        try:
+            BaseShape.from_config(config)
+        except ValueError as error:
+            raise forms.ValidationError(str(error)) from error
+        return config
 
 
 @admin.register(BaseModel)
 class BaseModelAdmin(ModelAdmin):
+    form = BaseModelForm
     list_display = ("name", "is_active", "context_length", "max_rank", "short_revision")
     list_filter = ("is_active",)
     search_fields = ("name", "revision")

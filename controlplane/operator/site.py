@@ -6,10 +6,13 @@ import datetime as dt
 from typing import Any
 
 from django.conf import settings
-from django.http import HttpRequest
+from django.contrib.auth import REDIRECT_FIELD_NAME
+from django.http import HttpRequest, HttpResponse
+from django.shortcuts import redirect, render
 from django.template.response import TemplateResponse
 from django.templatetags.static import static
 from django.urls import URLPattern, path, reverse
+from django.utils.http import urlencode
 from unfold.sites import UnfoldAdminSite
 
 from controlplane.errors import Unavailable
@@ -62,6 +65,15 @@ class OperatorSite(UnfoldAdminSite):  # type: ignore[misc]
 
     def extra_urls(self) -> list[URLPattern]:
         return [path("workers/", self.admin_view(self.workers), name="workers")]
+
+    def login(
+        self, request: HttpRequest, extra_context: dict[str, Any] | None = None
+    ) -> HttpResponse:
+        """The console's sign-in, which slows down guessing; nobody signs in here."""
+        if request.user.is_authenticated:
+            return render(request, "operator/refused.html", status=403)
+        target = request.GET.get(REDIRECT_FIELD_NAME) or reverse("admin:index")
+        return redirect(f"{settings.LOGIN_URL}?{urlencode({REDIRECT_FIELD_NAME: target})}")
 
     def workers(self, request: HttpRequest) -> TemplateResponse:
         """The workers that send heartbeats, straight from Redis."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import redis
@@ -53,9 +55,19 @@ def test_operator_sees_every_list(name: str, operator: Client, belongings: Belon
 def test_tenants_people_are_kept_out(page: str, acme: Party) -> None:
     client = Client()
     client.force_login(acme.owner)
-    answer = client.get(reverse(f"admin:{page}"))
-    assert answer.status_code == 302
-    assert answer.url.startswith("/admin/login/")
+    answer = client.get(reverse(f"admin:{page}"), follow=True)
+    assert answer.status_code == 403
+    assert b"For operators" in answer.content
+
+
+def test_operator_signs_in_where_everybody_does(db: None) -> None:
+    services.user_create(email="operator@example.com", password=PASSWORD, is_operator=True)
+    client = Client()
+    sign_in = client.get(reverse("admin:workers"), follow=True)
+    assert sign_in.redirect_chain[-1][0].startswith("/console/sign-in?next=")
+    form = {"email": "operator@example.com", "password": PASSWORD, "next": "/admin/workers/"}
+    answer = client.post("/console/sign-in", form)
+    assert (answer.status_code, answer.url) == (302, "/admin/workers/")
 
 
 def test_makes_a_tenant_with_an_owner(operator: Client, acme: Party) -> None:
@@ -123,9 +135,26 @@ def test_what_the_platform_writes_cannot_be_written_here(name: str, operator: Cl
     assert operator.get(reverse(f"admin:{name}_add")).status_code == 403
 
 
-def test_adds_a_base_model_but_does_not_change_its_shapes(
-    operator: Client, base_model: BaseModel
-) -> None:
+@pytest.mark.parametrize(
+    ("config", "is_taken"),
+    [(TINY_CONFIG, True), ({**TINY_CONFIG, "hidden_size": "wide"}, False), ([1], False)],
+    ids=["good", "bad size", "list"],
+)
+def test_adds_a_base_model_with_sound_shapes(config: Any, is_taken: bool, operator: Client) -> None:
+    form = {
+        "name": "tiny",
+        "revision": "0" * 64,
+        "config": json.dumps(config),
+        "context_length": "128",
+        "max_rank": "256",
+        "is_active": "on",
+    }
+    answer = operator.post(reverse("admin:adapters_basemodel_add"), form)
+    assert (answer.status_code == 302) == is_taken
+    assert BaseModel.objects.exists() == is_taken
+
+
+def test_changes_a_base_model_but_not_its_shapes(operator: Client, base_model: BaseModel) -> None:
     url = reverse("admin:adapters_basemodel_change", args=[base_model.pk])
     form = {"context_length": "64", "max_rank": "128", "is_active": "on", "config": "{}"}
     assert operator.post(url, form).status_code == 302
