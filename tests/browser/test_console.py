@@ -63,6 +63,56 @@ def test_form_says_what_is_missing_beside_the_field(page: Page) -> None:
     expect(page.locator('[data-errors="tensors"]')).to_contain_text("adapter_model.safetensors")
 
 
+def test_dropped_files_find_their_fields(page: Page) -> None:
+    page.goto("/console/upload")
+    files = page.evaluate_handle(
+        """() => {
+            const transfer = new DataTransfer();
+            for (const name of ["README.md", "adapter_model.safetensors", "adapter_config.json"])
+                transfer.items.add(new File(["x"], name));
+            return transfer;
+        }"""
+    )
+    page.dispatch_event("[data-drop]", "drop", {"dataTransfer": files})
+    for field, name in (
+        ("config", "adapter_config.json"),
+        ("tensors", "adapter_model.safetensors"),
+    ):
+        chosen = f'[...document.querySelector("[name={field}]").files].map(file => file.name)'
+        assert page.evaluate(chosen) == [name]
+
+
+def test_broken_connection_is_told_and_the_form_can_be_sent_again(
+    page: Page, adapter_dir: Path
+) -> None:
+    window = page.context.new_page()  # the browser itself logs the broken request as an error
+    window.goto("/console/upload")
+    window.route(
+        "**/*",
+        lambda route: route.abort() if route.request.method == "PUT" else route.continue_(),
+    )
+    window.get_by_label("Adapter name").fill("cut-off")
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        window.get_by_label(file).set_input_files(adapter_dir / file)
+    window.get_by_role("button", name="Upload").click()
+    expect(window.get_by_text("The connection broke while sending")).to_be_visible()
+    window.unroute("**/*")
+    window.get_by_role("button", name="Upload").click()
+    window.wait_for_url("**/adapters/cut-off/versions/2", timeout=READY_TIMEOUT_MS)
+    expect(window.get_by_role("heading", name="Ready and live")).to_be_visible(
+        timeout=READY_TIMEOUT_MS
+    )
+
+
+def test_failed_action_is_told(page: Page) -> None:
+    window = page.context.new_page()
+    window.goto("/console/keys")
+    window.route("**/keys/new", lambda route: route.fulfill(status=500, body="no"))
+    window.get_by_label("Name").fill("never made")
+    window.get_by_role("button", name="Create key").click()
+    expect(window.get_by_role("alert")).to_contain_text("the console answered 500")
+
+
 def api_status(site: Site, key: str) -> int:
     """How the API answers to a key."""
     request = urllib.request.Request(
