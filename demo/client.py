@@ -34,14 +34,14 @@ class ManagementClient:
         for file in FILES:
             self.put_file(version["uploads"][file], folder / file)
         path = f"adapters/{name}/versions/{version['number']}"
-        self._call("POST", f"{path}/complete")
+        self.call("POST", f"{path}/complete")
         return self._wait_until_ready(path)
 
     def begin_upload(self, name: str, folder: Path, *, base_model: str) -> dict[str, Any]:
         """Announce the files; the answer has a presigned URL for each."""
         files = {file: (folder / file).stat().st_size for file in FILES}
         body = {"base_model": base_model, "files": files}
-        return self._call("POST", f"adapters/{name}/versions", body)
+        return self.call("POST", f"adapters/{name}/versions", body)
 
     def put_file(self, upload: dict[str, Any], path: Path) -> None:
         """PUT one file to the object store, which knows nothing of our key."""
@@ -61,7 +61,7 @@ class ManagementClient:
     def _wait_until_ready(self, path: str) -> dict[str, Any]:
         give_up_at = time.monotonic() + VALIDATION_TIMEOUT_S
         while time.monotonic() < give_up_at:
-            version = self._call("GET", path)
+            version = self.call("GET", path)
             if version["status"] == "ready":
                 return version
             if version["status"] == "rejected":
@@ -76,7 +76,7 @@ class ManagementClient:
             advice="see .demo/logs/celery.log",
         )
 
-    def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         try:
             response = self._http.request(method, path, json=body)
         except httpx.TransportError as error:

@@ -99,14 +99,14 @@ class Platform:
 
     def worker_is_up(self) -> bool:
         """Whether the worker of this run, not of one before, has sent a heartbeat."""
-        process = self.worker
-        if process.started_at is None:
-            return False
+        heartbeat, started_at = self.heartbeat(), self.worker.started_at
+        return bool(heartbeat and started_at and heartbeat.started_at >= started_at)
+
+    def heartbeat(self) -> Heartbeat | None:
+        """The worker's last words about itself."""
         with redis.Redis.from_url(self._env["REDIS_URL"], decode_responses=True) as client:
-            heartbeat = client.hget(worker_key(POOL, WORKER_ID), PAYLOAD_FIELD.decode())
-        if not isinstance(heartbeat, str):
-            return False
-        return Heartbeat.decode(heartbeat).started_at >= process.started_at
+            payload = client.hget(worker_key(POOL, WORKER_ID), PAYLOAD_FIELD.decode())
+        return Heartbeat.decode(payload) if isinstance(payload, str) else None
 
     def _process(self, name: str, *argv: str) -> ChildProcess:
         return ChildProcess(

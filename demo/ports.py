@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import socket
 from collections.abc import Collection
@@ -12,8 +13,9 @@ HOST = "127.0.0.1"
 #: SeaweedFS listens for gRPC this far above every port it is given.
 GRPC_OFFSET = 10_000
 # Below the ephemeral range of Linux (32768 on), gRPC ports included, so that no outgoing
-# connection takes a port between the moment it is chosen and the moment it is bound.
-_FIRST, _LAST = 11_000, 22_000
+# connection takes a port between the moment it is chosen and the moment it is bound; and no
+# port is another's gRPC port.
+_FIRST, _LAST = 11_000, 21_000
 
 
 def is_free(port: int) -> bool:
@@ -48,3 +50,25 @@ def choose_ports(count: int) -> list[int]:
         f"fewer than {count} free ports between {_FIRST} and {_LAST} on {HOST}",
         advice="stop some of the servers on this machine, then try again",
     )
+
+
+class HeldPorts:
+    """Keeps others that choose ports, as this file does, from choosing these; `release` frees them.
+
+    Ports that cannot be held (an old connection of theirs still lingers) are left alone.
+    """
+
+    def __init__(self, ports: Collection[int]) -> None:
+        self._sockets = []
+        for port in ports:
+            for number in (port, port + GRPC_OFFSET):
+                holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+                self._sockets.append(holder)
+                # Without SO_REUSEADDR, so that `is_free` sees it although it does not listen.
+                with contextlib.suppress(OSError):
+                    holder.bind((HOST, number))
+
+    def release(self) -> None:
+        for holder in self._sockets:
+            holder.close()
+        self._sockets.clear()

@@ -69,10 +69,11 @@ def _seed_tenant(env: Mapping[str, str], tenant: TenantState) -> None:
         stdin=tenant.password + "\n",
     )
     if not tenant.api_key:
-        made = _last_json(manage(env, "api_key_create", f"--tenant={tenant.slug}", "--name=demo"))
+        made = last_json(manage(env, "api_key_create", f"--tenant={tenant.slug}", "--name=demo"))
         tenant.api_key = made["key"]
 
 
-def _last_json(output: str) -> dict[str, Any]:
+def last_json(output: str) -> dict[str, Any]:
+    """What a command of ours printed: its last line."""
     answer: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
     return answer

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Self
 
 from demo import servers
-from demo.ports import HOST, are_free, choose_ports
+from demo.ports import HOST, HeldPorts, are_free, choose_ports
 from demo.processes import ChildProcess, stop_leftover
 from demo.state import write_private
 
@@ -57,6 +57,7 @@ class EmbeddedStack:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.run = self.folder / "run"
         self.ports, self.secrets = _load_settings(self.folder / "stack.json", self.run)
+        self._held = HeldPorts(dataclasses.asdict(self.ports).values())
         self._postgres = servers.Postgres(
             self.folder,
             port=self.ports.postgres,
@@ -107,6 +108,7 @@ class EmbeddedStack:
 
         Raises StepFailed, with nothing left running.
         """
+        self._held.release()
         try:
             # SeaweedFS takes longest, so it goes first.
             for server in (self._s3, self._redis, self._postgres):
@@ -126,6 +128,7 @@ class EmbeddedStack:
 
     def stop(self) -> None:
         """Stop what `start` started. Harmless when nothing runs."""
+        self._held.release()
         for process in self.processes:
             process.stop()
 

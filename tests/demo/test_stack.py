@@ -13,6 +13,7 @@ import redis
 from botocore.exceptions import ClientError
 
 from demo import servers
+from demo.ports import HeldPorts, are_free, choose_ports
 from demo.processes import ChildProcess, Command, recorded_process, stop_leftover, write_pid_file
 from demo.stack import EmbeddedStack, stop_stack
 
@@ -80,6 +81,16 @@ def _is_live(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def test_held_ports_are_not_chosen_by_others() -> None:
+    [port] = choose_ports(1)
+    held = HeldPorts([port])
+    try:
+        assert not are_free([port])
+    finally:
+        held.release()
+    assert are_free([port])
 
 
 def test_failing_server_shows_its_log_and_what_to_do(tmp_path: Path) -> None:
