@@ -1,0 +1,96 @@
+"""Each image's pins, installed into a clean environment, with the files that the image gets."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.deploy.dockerfile import ROOT, stages
+
+CACHE = ROOT / ".cache" / "images"
+#: Runs inside the image's environment: imports what its processes import, prints what is there.
+CONTROL_PLANE = """
+import django
+django.setup()
+import controlplane.asgi, controlplane.celery
+controlplane.celery.app.loader.import_default_modules()
+from django.core.management import call_command, get_commands
+call_command("check")
+assert "accountant" in get_commands()
+"""
+PROGRAMS = {
+    "controlplane": CONTROL_PLANE,
+    "trainer": CONTROL_PLANE + "import worker.train, worker.lora_training, worker.chat_data\n",
+    "worker": "import worker.__main__, worker.engine_process, engine, kernels, outlines\n",
+}
+ABSENT = {
+    "controlplane": ("torch", "transformers", "triton", "engine", "kernels", "worker.service"),
+    "trainer": ("engine", "kernels", "outlines"),
+    "worker": ("django", "celery", "rest_framework", "psycopg", "controlplane"),
+}
+REPORT = """
+import importlib.util
+def has(name):
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+print("present:", [name for name in {absent!r} if has(name)])
+"""
+
+
+@pytest.fixture(scope="module")
+def pythons() -> dict[str, Path]:
+    """Image -> the Python of an environment that has its pins and nothing else."""
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(PROGRAMS, pool.map(_environment, PROGRAMS), strict=True))
+
+
+def _environment(image: str) -> Path:
+    """Made once for each content of the pins' file: that is minutes of unpacking."""
+    requirements = ROOT / "requirements" / f"{image}.txt"
+    pins = hashlib.sha256(requirements.read_bytes() + sys.version.encode()).hexdigest()[:12]
+    folder = CACHE / f"{image}-{pins}"
+    python = folder / "bin" / "python"
+    pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    if not (folder / "complete").exists():
+        for stale in CACHE.glob(f"{image}-*"):
+            shutil.rmtree(stale)
+        folder.mkdir(parents=True)
+        _run([sys.executable, "-m", "venv", str(folder)], cwd=folder)
+        _run([*pip, "install", "--no-compile", "-r", str(requirements)], cwd=folder)
+        _run([*pip, "check"], cwd=folder)
+        (folder / "complete").touch()
+    return python
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("image", PROGRAMS)
+def test_image_installs_and_imports(image: str, pythons: dict[str, Path], tmp_path: Path) -> None:
+    stage = stages()[image]
+    assert stage.requirements == f"requirements/{image}.txt"
+    app = tmp_path / "app"
+    stage.copy_into(app)
+    program = PROGRAMS[image] + REPORT.format(absent=ABSENT[image])
+    assert "present: []" in _run([str(pythons[image]), "-c", program], cwd=app)
+
+
+def _run(argv: list[str], *, cwd: Path) -> str:
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    env |= _example_environment() | {"DJANGO_SETTINGS_MODULE": "controlplane.settings"}
+    result = subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, f"{argv[:4]}…\n{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+def _example_environment() -> dict[str, str]:
+    lines = (ROOT / ".env.example").read_text().splitlines()
+    pairs = (line.partition("=") for line in lines if "=" in line and line[0] != "#")
+    return {name: value for name, _, value in pairs}
