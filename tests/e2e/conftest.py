@@ -1,0 +1,73 @@
+"""Brings the whole platform up once for this folder's tests, on the CPU with SmolLM2."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from demo import seed
+from demo.platform import Platform, environment
+from demo.stack import EmbeddedStack
+from demo.state import DemoState
+from tests.e2e.adapters import lora_tensors, write_adapter
+from tests.e2e.system import System, read_base_config
+from worker.base_model import PACKAGED_MODEL
+
+BASE_MODELS = seed.ROOT / ".cache" / "base"
+
+
+@pytest.fixture(scope="package")
+def system(stack: EmbeddedStack) -> Iterator[System]:
+    folder = stack.folder / "system"
+    base_model_dir = BASE_MODELS / PACKAGED_MODEL
+    convert = [sys.executable, "-m", "worker.base_model", f"--out={BASE_MODELS}"]
+    subprocess.run(convert, cwd=seed.ROOT, check=True)
+    state = DemoState.load(folder / "state.json")
+    # Databases of their own: other tests use the same Redis.
+    redis = stack.env["REDIS_URL"].removesuffix("/0")
+    own = {"REDIS_URL": f"{redis}/2", "CELERY_BROKER_URL": f"{redis}/3"}
+    env = environment(
+        stack.env | own, folder=folder, base_url=state.base_url, base_model_dir=base_model_dir
+    )
+    seed.migrate(env)
+    seed.seed(env, state, base_model_dir)
+    platform = Platform(env, folder=folder, port=state.web_port)
+    processes = (platform.worker, platform.web, platform.accountant, platform.celery)
+    try:
+        for process in processes:
+            process.start()
+        platform.wait_until_ready()
+        system = System(
+            platform=platform,
+            env=env,
+            tenants={tenant.slug: tenant for tenant in state.tenants},
+            database_url=env["DATABASE_URL"],
+            base_model=PACKAGED_MODEL,
+            base_config=read_base_config(base_model_dir),
+        )
+        for number, tenant in enumerate(state.tenants):
+            tensors = lora_tensors(system.base_config, seed=number)
+            made = write_adapter(folder / "made" / tenant.slug, tensors)
+            with contextlib.closing(system.management(tenant.slug)) as client:
+                client.upload_adapter(tenant.adapter, made, base_model=PACKAGED_MODEL)
+        yield system
+    finally:
+        for process in processes:
+            process.ask_to_stop()
+        for process in processes:
+            process.stop()
+
+
+@pytest.fixture(autouse=True)
+def whole_again(system: System) -> Iterator[None]:
+    """A test may kill processes; the next one finds them running."""
+    yield
+    platform = system.platform
+    for process in (platform.worker, platform.web, platform.accountant, platform.celery):
+        if not process.is_running():
+            process.start()
+    platform.wait_until_ready()
