@@ -155,7 +155,7 @@ class LiveStack:
         self._processes.append(process)
         return process
 
-    def start_web(self, name: str = "web") -> tuple[Process, str]:
+    def start_web(self, name: str = "web", **env: str) -> tuple[Process, str]:
         """A gateway and its address."""
         (port,) = choose_ports(1)
         url = f"http://127.0.0.1:{port}"
@@ -163,6 +163,7 @@ class LiveStack:
             name,
             *("-m", "uvicorn", "controlplane.asgi:application", f"--port={port}"),
             *("--no-access-log", "--timeout-graceful-shutdown=2"),
+            **env,
         )
 
         def answers() -> bool:
