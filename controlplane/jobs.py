@@ -13,6 +13,7 @@ import logging
 import uuid
 import weakref
 from collections import Counter
+from collections.abc import Coroutine
 from typing import Any
 
 import redis.asyncio
@@ -111,10 +112,11 @@ class Dispatcher:
             await self._redis.zrem(protocol.GATEWAYS_KEY, self.gateway_id)
         await self._redis.aclose()
 
-    def _spawn(self, coroutine: Any) -> None:
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def submit(self, job: GenerateJob) -> Reply:
         """Hand a job to a worker. Whoever gets the reply must `leave` it in the end.
@@ -125,21 +127,26 @@ class Dispatcher:
         reply = Reply(job, worker_id)
         self._replies[job.request_id] = reply
         self._num_replies[worker_id] += 1
+        # Shielded: were it cut off half-way, a cancellation could overtake the job itself.
+        sending = self._spawn(self._send_job(job, worker_id))
         try:
-            await self._submit(
-                keys=[
-                    protocol.job_key(self._pool, job.request_id),
-                    protocol.inbox_key(self._pool, worker_id),
-                ],
-                args=[job.encode(), worker_id, self.gateway_id, protocol.JOB_TTL_S],
-            )
+            await asyncio.shield(sending)
         except (RedisError, OSError) as error:
             self.leave(reply)  # it may have arrived all the same
             raise Unavailable("The queue does not answer.") from error
         except asyncio.CancelledError:
-            self.leave(reply)
+            sending.add_done_callback(lambda _: self.leave(reply))
             raise
         return reply
+
+    async def _send_job(self, job: GenerateJob, worker_id: str) -> None:
+        await self._submit(
+            keys=[
+                protocol.job_key(self._pool, job.request_id),
+                protocol.inbox_key(self._pool, worker_id),
+            ],
+            args=[job.encode(), worker_id, self.gateway_id, protocol.JOB_TTL_S],
+        )
 
     def leave(self, reply: Reply) -> None:
         """Be done with a reply; if it has not ended, its generation is cancelled."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
 import time
 from pathlib import Path
 
@@ -25,6 +26,8 @@ FAKE_NAME = "fake-base"
 FAKE_REVISION = "f" * 64
 FAKE_CONTEXT = 512
 END, TURN, ENDOFTEXT = 2, 1, 0
+#: A request with this seed ends the engine's process.
+DEADLY_SEED = 666
 #: Leaves the last message as the last stretch of ordinary tokens: what FakeEngine echoes.
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|turn|>{{ message['role'] }}<|turn|>{{ message['content'] }}"
@@ -97,6 +100,8 @@ class FakeEngine:
 
     def add(self, request: Request) -> None:
         request.check(vocab_size=300)
+        if request.sampling.seed == DEADLY_SEED:
+            os._exit(9)
         for part in request.adapters:
             if part.digest not in self._adapters:
                 raise UnknownAdapter(f"no adapter {part.digest}")

@@ -176,16 +176,25 @@ class LiveStack:
         return process, url
 
     def start_worker(
-        self, worker_id: str, *, step_s: float = 0.0, wait: bool = True, **env: str
+        self,
+        worker_id: str,
+        *,
+        step_s: float | None = 0.0,
+        base: Path | None = None,
+        wait: bool = True,
     ) -> Process:
-        """A worker around the echoing engine; returns when it is registered."""
+        """A worker; returns when it is registered.
+
+        step_s  of the echoing engine; None: the real engine, for a `base` with weights
+        """
         before = self.heartbeat(worker_id)
+        argv = ["-m", "worker"] if step_s is None else ["-m", "tests.fake_worker", str(step_s)]
         process = self.start(
             worker_id,
-            *("-m", "tests.fake_worker", str(step_s)),
+            *argv,
             LORIKEET_WORKER_ID=worker_id,
             LORIKEET_ADAPTER_DIR=str(self.folder / "adapters" / worker_id),
-            **env,
+            LORIKEET_BASE_MODEL=str(base or self.base),
         )
 
         def is_up() -> bool:
@@ -194,7 +203,8 @@ class LiveStack:
             return now is not None and (before is None or now.boot_id != before.boot_id)
 
         if wait:
-            wait_for(is_up, timeout_s=START_TIMEOUT_S, what=f"the start of {worker_id}")
+            timeout_s = START_TIMEOUT_S if step_s is not None else 120
+            wait_for(is_up, timeout_s=timeout_s, what=f"the start of {worker_id}")
         return process
 
     def start_accountant(self, name: str = "accountant") -> Process:

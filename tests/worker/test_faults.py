@@ -13,12 +13,13 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import openai
 import psutil
 import pytest
 from openai import OpenAI
 
-from tests.fakes import FAKE_NAME
+from tests.fakes import DEADLY_SEED, FAKE_NAME
 from tests.live import LiveStack, Process, wait_for
 
 STEP_S = 0.02
@@ -30,6 +31,7 @@ class Call:
     """One request on a thread of its own, and what became of it."""
 
     stream: bool
+    seed: int | None = None
     text: str = ""
     error: Exception | None = None
     request_id: str = ""
@@ -47,6 +49,7 @@ class Call:
             "model": FAKE_NAME,
             "messages": [{"role": "user", "content": "go on and on"}],
             "max_tokens": TOKENS,
+            "seed": self.seed,
             "extra_body": {"ignore_eos": True},
         }
         try:
@@ -182,6 +185,39 @@ def test_a_dead_engine_ends_the_worker(scene: Scene, worker: Process) -> None:
     )
     os.kill(engine.pid, signal.SIGKILL)
     assert wait_for(lambda: worker.exit_code, what="the worker's end") == 1
+
+
+def test_a_request_that_kills_its_worker_is_given_up(
+    scene: Scene, worker: Process, request: pytest.FixtureRequest
+) -> None:
+    key = scene.live.tenants["acme"].key
+    deadly = Call(stream=True, seed=DEADLY_SEED).start(scene.url, key)
+    assert wait_for(lambda: worker.exit_code, what="the first crash") == 1
+    second = scene.live.start_worker(worker_id(request), step_s=STEP_S, wait=False)
+    assert wait_for(lambda: second.exit_code, what="the second crash") == 1
+    with restarted(scene.live, worker_id(request)):
+        assert getattr(deadly.wait().error, "code", None) == "worker_lost"
+        harmless = Call(stream=True).start(scene.url, key).wait()
+        assert scene.usage(harmless)["completion_tokens"] == TOKENS
+    assert scene.pending(worker_id(request)) == 0
+
+
+def test_a_stream_that_waits_is_kept_alive(
+    scene: Scene, worker: Process, request: pytest.FixtureRequest
+) -> None:
+    worker.kill()
+    body = {"model": FAKE_NAME, "messages": [{"role": "user", "content": "hi"}], "stream": True}
+    headers = {"Authorization": f"Bearer {scene.live.tenants['acme'].key}"}
+    url = f"{scene.url}/v1/chat/completions"
+    with httpx.stream("POST", url, json=body, headers=headers, timeout=30) as response:
+        assert response.status_code == 200  # said before anything is known of the request
+        pieces = response.iter_raw()
+        received = next(pieces) + next(pieces)
+        assert received.startswith(b'data: {"id":')
+        assert received.endswith(b"\n\n: keep-alive\n\n")
+        with restarted(scene.live, worker_id(request)):
+            received += b"".join(pieces)
+    assert received.endswith(b"data: [DONE]\n\n")
 
 
 def test_a_killed_worker_leaves_no_engine_behind(scene: Scene, worker: Process) -> None:
