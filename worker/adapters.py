@@ -4,7 +4,7 @@
     <root>/<digest>/adapter_model.safetensors
 
 A folder appears whole, by a rename, after its content was hashed. What is found there after a
-restart is hashed again before its first use. Nothing but this class writes below the root.
+restart is hashed again before its first use. A root belongs to one worker.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import shutil
 import tempfile
 from collections import OrderedDict
@@ -34,6 +35,7 @@ TENSORS_FILE = "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
 NUM_DOWNLOADS = 8
 PIECE_BYTES = 1 << 20
+DIGEST = re.compile(r"[0-9a-f]{64}")
 
 #: Writes the two files of an adapter into an empty folder.
 Fetch = Callable[[AdapterRef, Path], None]
@@ -113,7 +115,9 @@ class AdapterCache:
         root.mkdir(parents=True, exist_ok=True)
         for leftover in root.glob("*.part"):
             shutil.rmtree(leftover, ignore_errors=True)
-        for folder in sorted(root.iterdir(), key=lambda path: path.stat().st_mtime):
+        # Only what this class can have made: it deletes what it counts.
+        found = [path for path in root.iterdir() if path.is_dir() and DIGEST.fullmatch(path.name)]
+        for folder in sorted(found, key=lambda path: path.stat().st_mtime):
             self._sizes[folder.name] = _size_of(folder)
 
     async def acquire(self, ref: AdapterRef) -> Path:

@@ -161,3 +161,15 @@ async def test_a_restart_counts_what_it_finds(
     await use(second, store.add("d"))
     assert len(evicted) == 2
     assert len(list(tmp_path.iterdir())) == 2
+
+
+async def test_what_is_not_an_adapter_is_left_alone(
+    store: Store, evicted: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "todo.txt").write_bytes(b"x" * 5000)
+    (tmp_path / "file").write_bytes(b"x" * 5000)
+    cache = open_cache(tmp_path, store, evicted)
+    await use(cache, store.add("a"))
+    assert evicted == []
+    assert (tmp_path / "notes" / "todo.txt").exists()
