@@ -22,6 +22,7 @@ urlpatterns = [
     path("api/docs", SpectacularSwaggerView.as_view(url_name="openapi")),
     path("api/v1/", include("controlplane.tenants.urls")),
     path("api/v1/", include("controlplane.adapters.urls")),
+    path("api/v1/", include("controlplane.usage.urls")),
     path("api/v1/", include("controlplane.training.urls")),
 ]
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import datetime as dt
+from typing import Any
+
 from django.db import models
+from django.db.models import Count, Sum
+from django.db.models.functions import TruncDate
 
 from controlplane.scoping import TenantModel
 
@@ -26,3 +31,22 @@ class UsageRecord(TenantModel):
 
     def __str__(self) -> str:
         return self.request_id
+
+
+def usage_by_day(start: dt.date, end: dt.date) -> list[dict[str, Any]]:
+    """Totals of the tenant in scope for each day (UTC) and model, newest first; `end` included."""
+    begin = dt.datetime.combine(start, dt.time(), dt.UTC)
+    stop = dt.datetime.combine(end, dt.time(), dt.UTC) + dt.timedelta(days=1)
+    rows: Any = (
+        UsageRecord.objects.filter(occurred_at__gte=begin, occurred_at__lt=stop)
+        .annotate(date=TruncDate("occurred_at", tzinfo=dt.UTC))
+        .values("date", "model")
+        .annotate(
+            requests=Count("id"),
+            prompt_tokens=Sum("prompt_tokens"),
+            cached_tokens=Sum("cached_tokens"),
+            completion_tokens=Sum("completion_tokens"),
+        )
+        .order_by("-date", "model")
+    )
+    return list(rows)
