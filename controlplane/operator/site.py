@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime as dt
+from collections.abc import Sequence
 from typing import Any
 
 from django.conf import settings
@@ -79,7 +79,7 @@ class OperatorSite(UnfoldAdminSite):  # type: ignore[misc]
         """The workers that send heartbeats, straight from Redis."""
         problem, found = "", []
         try:
-            found = workers()
+            found = sorted(workers(), key=lambda worker: worker.heartbeat.worker_id)
         except Unavailable as error:
             problem = error.message
         context = {
@@ -102,26 +102,34 @@ _HEADERS = [
     "Free pages",
     "Adapters",
     "Tokens/s",
-    "Steps",
-    "Heartbeat",
-    "Started",
+    "Step",
+    "Heard of",
 ]
+#: How many of a worker's resident adapters are named.
+_SHOWN_ADAPTERS = 3
 
 
 def _row(worker: WorkerStatus) -> list[str]:
     beat = worker.heartbeat
-    started = dt.datetime.fromtimestamp(beat.started_at, dt.UTC)
     return [
         beat.worker_id,
         "silent" if not worker.is_alive else "draining" if beat.draining else "alive",
         beat.base_model,
         beat.device,
-        f"{beat.running} of {beat.max_running}",
+        f"{beat.running} / {beat.max_running}",
         str(beat.waiting),
-        f"{beat.free_pages} of {beat.num_pages}",
-        ", ".join(digest[:12] for digest in beat.resident_digests) or "none",
+        f"{beat.free_pages} / {beat.num_pages}",
+        _adapters(beat.resident_digests),
         f"{beat.tokens_per_s:.0f}",
         str(beat.step),
         f"{worker.silent_s:.0f} s ago",
-        f"{started:%Y-%m-%d %H:%M} UTC",
     ]
+
+
+def _adapters(digests: Sequence[str]) -> str:
+    """How many there are, and the beginnings of the first few."""
+    if not digests:
+        return "none"
+    shown = ", ".join(digest[:8] for digest in digests[:_SHOWN_ADAPTERS])
+    more = ", …" if len(digests) > _SHOWN_ADAPTERS else ""
+    return f"{len(digests)}: {shown}{more}"
