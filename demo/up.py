@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import openai
 
 from demo import ask, seed, training
 from demo.client import ManagementClient
+from demo.data import score
 from demo.errors import StepFailed
 from demo.platform import Platform, environment
 from demo.processes import log_tail, recorded_process, stop_leftover, write_pid_file
@@ -45,11 +47,14 @@ class Demo:
         self._pid_file = folder / "run" / "demo.json"
         self._supervisor = Supervisor(report=lambda line: screen.print(f"! {line}"))
         self._stopping = contextlib.ExitStack()
+        self._is_ours = False  # the folder: whatever runs in it is then ours to stop
 
     def __enter__(self) -> Demo:
         return self
 
     def __exit__(self, *error: object) -> None:
+        if not self._is_ours:
+            return
         # A second Ctrl-C must not leave half of it running.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
@@ -93,6 +98,7 @@ class Demo:
                 "the demo is running already",
                 advice=f"use it ({self.ready_file}), or end it with `make demo-stop`",
             )
+        self._is_ours = True
         self.ready_file.unlink(missing_ok=True)
         stop_children(self.folder)
         write_pid_file(self._pid_file, os.getpid(), stop_timeout_s=60.0)
@@ -221,7 +227,7 @@ class Demo:
             "  Try it:",
             f"  curl {state.base_url}/v1/chat/completions \\",
             f"    -H 'Authorization: Bearer {acme.api_key}' -H 'Content-Type: application/json' \\",
-            f"    -d '{json.dumps(_curl_body(acme.adapter))}'",
+            f"    -d {_curl_body(acme.adapter)}",
             "",
             f"  Logs are in {self.folder / 'logs'}. Ctrl-C stops everything.",
         ]
@@ -259,6 +265,7 @@ def _indent(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
-def _curl_body(model: str) -> dict[str, Any]:
-    prompt = "Invoice 4711 of Lark Bakery, 3 May 2026: 5 items, 81.20 euros in all."
-    return {"model": model, "messages": [{"role": "user", "content": prompt}]}
+def _curl_body(model: str) -> str:
+    """A request body, quoted for a shell."""
+    messages = score.heldout("acme")[2]["messages"]
+    return shlex.quote(json.dumps({"model": model, "temperature": 0, "messages": messages}))
