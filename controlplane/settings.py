@@ -84,6 +84,8 @@ TEMPLATES = [
 DATABASE_POOL_SIZE = int(env("DATABASE_POOL_SIZE", "0"))
 DATABASES = {"default": dj_database_url.parse(env("DATABASE_URL"), conn_max_age=0)}
 if DATABASE_POOL_SIZE:
+    # Else a connection that died with PostgreSQL's restart would fail the request that gets it.
+    DATABASES["default"]["CONN_HEALTH_CHECKS"] = True
     DATABASES["default"].setdefault("OPTIONS", {})["pool"] = {
         "min_size": 1,
         "max_size": DATABASE_POOL_SIZE,

@@ -61,6 +61,8 @@ class Platform:
             *[python, "-m", "uvicorn", "controlplane.asgi:application"],
             *[f"--host={HOST}", f"--port={port}", "--no-access-log"],
             "--timeout-graceful-shutdown=5",
+            # Opening a connection takes longer than all else that the gateway does.
+            DATABASE_POOL_SIZE="8",
         )
         self.worker = self._process("worker", python, "-m", "worker")
         self.accountant = self._process("accountant", python, "manage.py", "accountant")
@@ -108,10 +110,10 @@ class Platform:
             payload = client.hget(worker_key(POOL, WORKER_ID), PAYLOAD_FIELD.decode())
         return Heartbeat.decode(payload) if isinstance(payload, str) else None
 
-    def _process(self, name: str, *argv: str) -> ChildProcess:
+    def _process(self, name: str, *argv: str, **env: str) -> ChildProcess:
         return ChildProcess(
             name,
-            Command(argv=argv, env=self._env, cwd=ROOT),
+            Command(argv=argv, env={**self._env, **env}, cwd=ROOT),
             log=self._folder / "logs" / f"{name}.log",
             pid_file=self._folder / "run" / f"{name}.json",
         )

@@ -52,7 +52,7 @@ class Gateway:
 @pytest.fixture(scope="module")
 def gateway(live: LiveStack) -> Iterator[Gateway]:
     pool = live.with_pool(POOL)
-    web, url = pool.start_web()
+    web, url = pool.start_web(DATABASE_POOL_SIZE="4")
     worker = pool.start_worker("gateway-worker", step_s=STEP_S)
     accountant = pool.start_accountant()
     yield Gateway(pool, url)
@@ -352,6 +352,29 @@ def cancelled(gateway: Gateway) -> list[int]:
             " where finish_reason = 'cancelled' order by occurred_at"
         ).fetchall()
     return [row[0] for row in rows]
+
+
+def test_a_restarted_database_is_found_again(gateway: Gateway) -> None:
+    with psycopg.connect(gateway.live.database_url) as connection:
+        connection.execute(
+            "select pg_terminate_backend(pid) from pg_stat_activity"
+            " where datname = current_database() and pid <> pg_backend_pid()"
+        )
+    time.sleep(0.6)  # so that the key and the model are asked for again
+    answer = gateway.client().chat.completions.create(model="acme-adapter", messages=say("x"))
+    assert gateway.live.usage_row(request_id(answer))["completion_tokens"] == 2
+
+
+def test_no_connection_is_held_while_an_answer_is_generated(gateway: Gateway) -> None:
+    """More streams than the pool has connections, and room for a look at the models beside."""
+    opened = [open_request(gateway, max_tokens=400) for _ in range(8)]
+    for _, file in opened:
+        assert file.readline().startswith(b"HTTP/1.1 200")
+    time.sleep(0.6)
+    assert gateway.client().models.retrieve("acme-adapter").id == "acme-adapter"
+    for connection, file in opened:
+        file.close()
+        connection.close()
 
 
 def test_the_rest_of_the_site_is_still_there(gateway: Gateway) -> None:
