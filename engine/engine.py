@@ -15,6 +15,7 @@ from engine.adapters import AdapterStore
 from engine.batch import BatchBuilder
 from engine.config import EngineConfig, ModelConfig
 from engine.errors import (
+    BadGrammar,
     ContextTooLong,
     DeadlineExceeded,
     EngineError,
@@ -301,31 +302,33 @@ class Engine:
     def _accept(self, sequence: Sequence, sampled: Sampled) -> RequestOutput:
         """Append a token to its sequence, which it may end."""
         sequence.token_ids.append(sampled.token_id)
-        reason, is_text = self._judge(sequence, sampled.token_id)
+        try:
+            reason, is_text = self._judge(sequence, sampled.token_id)
+        except BadGrammar as error:
+            return self._end(sequence, FinishReason.ERROR, error)
         output = self._end(sequence, reason) if reason else _output(sequence)
-        wants_logprobs = sequence.request.sampling.logprobs is not None
         if is_text:
             output.token_ids = [sampled.token_id]
-        if wants_logprobs:
+        if sequence.request.sampling.logprobs is not None:
             output.logprobs = [sampled.logprob] if is_text and sampled.logprob else []
         return output
 
     def _judge(self, sequence: Sequence, token_id: int) -> tuple[FinishReason | None, bool]:
-        """Why the newest token ends its request, if it does, and whether it is part of the text."""
-        request = sequence.request
-        matcher = self._matchers.get(request.request_id)
+        """Why the newest token ends its request, if it does, and whether it is part of the text.
+
+        Raises BadGrammar when the request's grammar cannot be followed any further.
+        """
+        sampling = sequence.request.sampling
+        matcher = self._matchers.get(sequence.request.request_id)
         is_text = token_id not in sequence.stop_ids
+        is_complete = not is_text
         if matcher is not None:
-            is_complete = matcher.accept(token_id)
+            is_complete = matcher.accept(token_id) or is_complete
             is_text = is_text and token_id != matcher.eos_token_id
-            if is_complete:
-                return FinishReason.STOP, is_text
-        if not is_text:
-            return FinishReason.STOP, False
-        limit = request.sampling.max_tokens
-        if limit is not None and sequence.num_generated >= limit:
-            return FinishReason.LENGTH, True
-        if sequence.num_tokens >= self._context_limit:
+        if is_complete:
+            return FinishReason.STOP, is_text
+        is_full = sequence.num_tokens >= self._context_limit
+        if is_full or sequence.num_generated == sampling.max_tokens:
             return FinishReason.LENGTH, True
         return None, True
 

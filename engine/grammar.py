@@ -33,25 +33,45 @@ def check_schema_text(schema: str) -> None:
 
 
 class Matcher:
-    """One request's place in its grammar."""
+    """One request's place in its grammar.
+
+    error  set once the grammar proves too costly to go on with; the request must end
+    """
 
     def __init__(self, matcher: Any, eos_token_id: int) -> None:
         self._matcher = matcher
         self.eos_token_id = eos_token_id
+        self.error: BadGrammar | None = None
 
     def fill_mask(self, words: torch.Tensor) -> None:
         """Write the allowed next tokens into `words` [ceil(V / 32)] int32 on the CPU."""
-        words.zero_()
         mask = self._matcher.compute_bitmask()
+        if self._has_failed():
+            words.fill_(-1)  # whatever is chosen is thrown away
+            return
         own = torch.frombuffer(bytearray(mask), dtype=torch.int32)
         count = min(len(own), len(words))
+        words.zero_()
         words[:count] = own[:count]
 
     def accept(self, token_id: int) -> bool:
-        """Advance by a token that the mask allowed; whether the text is complete."""
-        self._matcher.consume_token(token_id)
-        assert not self._matcher.is_error(), self._matcher.get_error()
+        """Advance by a token that the mask allowed; whether the text is complete.
+
+        Raises BadGrammar when the grammar cannot be followed any further.
+        """
+        if self.error is None:
+            self._matcher.consume_token(token_id)
+        if self._has_failed():
+            assert self.error is not None
+            raise self.error
         return bool(self._matcher.is_stopped())
+
+    def _has_failed(self) -> bool:
+        if self.error is None and self._matcher.is_error():
+            self.error = BadGrammar(
+                f"the schema cannot be followed: {self._matcher.get_error()}", param="json_schema"
+            )
+        return self.error is not None
 
 
 class _Backend:
@@ -109,11 +129,12 @@ class GrammarCompiler:
         compiled = backend.llguidance.LLMatcher(
             backend.outlines.llg_tokenizer, processor.grammar, log_level=0
         )
-        if compiled.is_error():
+        is_possible = not compiled.is_error() and any(compiled.compute_bitmask())
+        if compiled.is_error():  # now or by computing the first mask
             raise BadGrammar(
                 f"the schema cannot be enforced: {compiled.get_error()}", param="json_schema"
             )
-        if not any(compiled.compute_bitmask()):
+        if not is_possible:
             raise BadGrammar("nothing satisfies the schema", param="json_schema")
         with self._lock:
             self._cache[schema] = compiled

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import jsonschema
 import pytest
 
 from engine import BadGrammar, FinishReason
+from engine.grammar import Matcher
 from tests.engine.conftest import EOS, MakeEngine, Result, prompt, request, run
+
+jsonschema = pytest.importorskip("jsonschema")  # GPU machines have neither
+pytest.importorskip("outlines")
 
 INVOICE = {
     "type": "object",
@@ -131,6 +134,7 @@ BAD_SCHEMAS = {
     "unsupported-keyword": {"type": "array", "uniqueItems": True},
     "missing-ref": {"$ref": "#/$defs/nothing"},
     "bad-regex": {"type": "string", "pattern": "("},
+    "endless": {"$ref": "#"},
 }
 
 
@@ -159,6 +163,41 @@ def test_what_is_no_json_object_is_refused_at_once(make_engine: MakeEngine, text
     with pytest.raises(BadGrammar):
         engine.add(request("r", prompt(0, 4), json_schema=text))
     assert not engine.has_work()
+
+
+class Exhausted:
+    """llguidance's matcher when it has spent its fuel after some tokens."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.left = num_tokens
+
+    def compute_bitmask(self) -> bytes:
+        return b"\xff" * 32
+
+    def is_error(self) -> bool:
+        return self.left <= 0
+
+    def get_error(self) -> str:
+        return "out of fuel"
+
+    def is_stopped(self) -> bool:
+        return False
+
+    def consume_token(self, token_id: int) -> None:
+        self.left -= 1
+
+
+def test_a_grammar_that_gives_out_ends_its_own_request_only(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.add(request("r", prompt(0, 4), json_schema=json.dumps(INVOICE), max_tokens=50))
+    engine.add(request("free", prompt(0, 4), max_tokens=20))
+    while "r" not in engine._matchers:
+        engine.step()
+    engine._matchers["r"] = Matcher(Exhausted(3), eos_token_id=256)
+    results = run(engine)
+    assert isinstance(results["r"].error, BadGrammar)
+    assert len(results["r"].token_ids) == 2
+    assert results["free"].finish_reason == FinishReason.LENGTH
 
 
 def test_cancelled_while_compiling(make_engine: MakeEngine) -> None:
