@@ -183,6 +183,13 @@ class EngineConfig:
     loader_threads: int = 2
     max_skips: int = 64
 
+    def __post_init__(self) -> None:
+        if self.dtype not in (None, "float32", "bfloat16"):
+            raise ValueError(f"dtype is {self.dtype!r}, not float32 or bfloat16")
+        for name in ("max_running", "max_step_tokens", "page_size", "loader_threads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+
     @property
     def is_cpu(self) -> bool:
         return self.device == "cpu"
@@ -214,7 +221,11 @@ class EngineConfig:
         return layout
 
     def num_pages(self, model: ModelConfig) -> int:
-        return self.arena_bytes // (self.page_layout(model).page_elems * self.bytes_per_element)
+        """Pages of the arena; raises ValueError when there would be none."""
+        page_bytes = self.page_layout(model).page_elems * self.bytes_per_element
+        if self.arena_bytes < page_bytes:
+            raise ValueError(f"arena_bytes is {self.arena_bytes}; one page has {page_bytes}")
+        return self.arena_bytes // page_bytes
 
     def context_limit(self, model: ModelConfig) -> int:
         return min(self.max_context or model.max_positions, model.max_positions)

@@ -264,3 +264,20 @@ def test_any_interleaving_ends_every_request_once_with_the_right_tokens(
         else:
             assert reason == FinishReason.LENGTH
             assert got[request_id] == wanted
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": "float16"},
+        {"max_running": 0},
+        {"max_step_tokens": 0},
+        {"arena_bytes": 100},
+    ],
+    ids=str,
+)
+def test_a_config_that_makes_no_sense_is_refused(
+    tiny_model: Path, changes: dict[str, object]
+) -> None:
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        Engine(EngineConfig(**{"model_dir": tiny_model, **changes}))  # type: ignore[arg-type]

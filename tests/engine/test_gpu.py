@@ -1,0 +1,67 @@
+"""The same engine on a GPU: in fp32 the tokens are the CPU's, adapters, chunks and all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.workload import save_random_adapter
+from engine import Engine, EngineConfig
+from engine.config import ModelConfig
+from tests.engine.conftest import prompt, request, run, save_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+RANKS = {"r1": 1, "r4": 4, "r16": 16, "r40": 40}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(
+        tmp_path_factory.mktemp("gpu"), hidden_size=128, intermediate_size=256, head_dim=64
+    )
+
+
+@pytest.fixture(scope="module")
+def adapters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder, model = tmp_path_factory.mktemp("adapters"), ModelConfig.from_folder(base)
+    return {
+        name: save_random_adapter(folder / name, model, rank=rank, seed=rank)
+        for name, rank in RANKS.items()
+    }
+
+
+def generate(base: Path, adapters: dict[str, Path], **config: object) -> dict[str, list[int]]:
+    engine = Engine(EngineConfig(model_dir=base, arena_bytes=64 << 20, **config))  # type: ignore[arg-type]
+    for name, path in adapters.items():
+        engine.register_adapter(name, path)
+    blend = {"r4": 0.4, "r16": 0.6}
+    choices = [None, *adapters, blend]
+    results = run(
+        engine,
+        *(
+            request(f"{i}", prompt(i, 6 + 9 * i), adapter=adapter, max_tokens=24)
+            for i, adapter in enumerate(choices)
+        ),
+    )
+    engine.check_integrity()
+    engine.close()
+    return {request_id: result.token_ids for request_id, result in results.items()}
+
+
+@pytest.mark.parametrize("max_step_tokens", [512, 16], ids=["whole", "chunks"])
+def test_fp32_tokens_are_the_cpus(
+    base: Path, adapters: dict[str, Path], max_step_tokens: int
+) -> None:
+    wanted = generate(base, adapters)
+    got = generate(base, adapters, device="cuda", dtype="float32", max_step_tokens=max_step_tokens)
+    assert got == wanted
+
+
+def test_bf16_runs(base: Path, adapters: dict[str, Path]) -> None:
+    got = generate(base, adapters, device="cuda")
+    assert all(len(token_ids) == 24 for token_ids in got.values())
