@@ -182,6 +182,7 @@ class LiveStack:
         step_s: float | None = 0.0,
         base: Path | None = None,
         wait: bool = True,
+        **env: str,
     ) -> Process:
         """A worker; returns when it is registered.
 
@@ -195,6 +196,7 @@ class LiveStack:
             LORIKEET_WORKER_ID=worker_id,
             LORIKEET_ADAPTER_DIR=str(self.folder / "adapters" / worker_id),
             LORIKEET_BASE_MODEL=str(base or self.base),
+            **env,
         )
 
         def is_up() -> bool:

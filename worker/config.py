@@ -47,6 +47,7 @@ class WorkerConfig:
     device: str = "cpu"
     arena_bytes: int | None = None
     threads: int | None = None
+    #: What runs at SIGTERM has so long to finish.
     drain_timeout_s: float = 30.0
     #: Between two flushes of tokens; a request's first token and its end do not wait.
     flush_interval_s: float = 0.025
@@ -76,6 +77,7 @@ class WorkerConfig:
             device=read.text("LORIKEET_DEVICE", "cpu"),
             arena_bytes=read.number("LORIKEET_ARENA_BYTES", None),
             threads=read.number("LORIKEET_THREADS", None),
+            drain_timeout_s=read.number("LORIKEET_DRAIN_TIMEOUT_S", 30) or 30,
         )
 
 

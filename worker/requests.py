@@ -132,6 +132,7 @@ class Requests:
             request.fail(ErrorCode.INTERNAL, "The worker failed on this request.", now=time.time())
         if request.is_finished:  # here, or cancelled while it was being prepared
             self._finish(request)
+            self._release(request)  # what came after the cancellation
             return
         request.timings.started = time.time()
         request.in_engine = True

@@ -242,6 +242,44 @@ def test_a_drained_worker_finishes_what_runs(
     assert scene.live.heartbeat(worker_id(request)) is None
 
 
+def test_what_a_drained_worker_cannot_finish_waits_for_the_next_run(
+    scene: Scene, request: pytest.FixtureRequest
+) -> None:
+    name = worker_id(request)
+    first = scene.live.start_worker(name, step_s=0.1, LORIKEET_DRAIN_TIMEOUT_S="1")
+    streamed, whole = scene.calls(streamed=1, whole=1)
+    wait_for(lambda: scene.pending(name) == 2, what="taking up")
+    assert first.stop() == 0
+    assert getattr(streamed.wait().error, "code", None) == "worker_lost"
+    assert 0 < scene.usage(streamed)["completion_tokens"] < TOKENS
+    with restarted(scene.live, name):
+        assert whole.wait().error is None, whole.error
+        assert scene.usage(whole)["completion_tokens"] == TOKENS
+    scene.live.forget_worker(name)
+
+
+def test_a_job_that_redis_forgot_ends(
+    scene: Scene, worker: Process, request: pytest.FixtureRequest
+) -> None:
+    worker.kill()  # so that it stays queued
+    call = Call(stream=False).start(scene.url, scene.live.tenants["acme"].key)
+    pattern = f"job:{{{scene.live.pool}}}:*"
+    queued = wait_for(
+        lambda: [
+            key
+            for key in scene.live.redis.scan_iter(pattern)
+            if scene.live.redis.hget(key, "state") == b"queued"
+        ],
+        what="the job",
+    )
+    scene.live.redis.delete(*queued)
+    error = call.wait().error
+    assert isinstance(error, openai.InternalServerError)
+    assert (error.status_code, error.code) == (503, "worker_lost")
+    with restarted(scene.live, worker_id(request)):  # nor does it come back
+        wait_for(lambda: scene.pending(worker_id(request)) == 0, what="the empty inbox")
+
+
 def test_a_paused_worker_that_was_replaced_can_do_no_harm(
     scene: Scene, worker: Process, request: pytest.FixtureRequest
 ) -> None:
