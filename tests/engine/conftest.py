@@ -52,6 +52,7 @@ def save_tokenizer(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS)
+    fast.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     fast.save_pretrained(folder)
 
 
