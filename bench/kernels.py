@@ -26,7 +26,13 @@ from kernels.attention import paged_attention_ref
 from kernels.attention_decode import DecodeWorkspace, attention_decode_triton
 from kernels.attention_prefill import attention_prefill_triton
 from kernels.linear import skinny_linear_triton
-from kernels.lora import lora_expand_ref, lora_expand_triton, lora_shrink_ref, lora_shrink_triton
+from kernels.lora import (
+    block_of,
+    lora_expand_ref,
+    lora_expand_triton,
+    lora_shrink_ref,
+    lora_shrink_triton,
+)
 from kernels.lora_plan import make_plan
 from kernels.rms_norm import add_rms_norm_ref, add_rms_norm_triton
 from kernels.sampling import greedy_triton
@@ -137,13 +143,15 @@ def segments(tokens: int, num_adapters: int, table: LoraTable, max_tiles: int) -
 
 def bench_lora(options: bool) -> Iterator[Case]:
     """Shrink and expand of every site; bytes are the adapters' own."""
-    cases = [(1, 1, [16]), (16, 16, [16]), (64, 64, [16]), (64, 1, [16]), (256, 64, [16]),
-             (64, 64, [4, 8, 16, 32, 64, 128]), (16384, 16, [16])]  # fmt: skip
+    cases = [
+        (1, 1, [16]), (16, 16, [16]), (64, 64, [16]), (64, 1, [16]), (256, 64, [16]),
+        (64, 64, [4, 8, 16, 32, 64, 128]), (16384, 16, [16]),
+    ]  # fmt: skip
     for tokens, num_adapters, ranks in cases:
         layers = max(2, min(32, int(3e8 / (num_adapters * sum(ranks) / len(ranks) * 163840))))
         arena, table = make_lora(num_adapters, ranks, layers)
         lora = segments(tokens, num_adapters, table, -(-max(ranks) // 8))
-        plan = make_plan(lora, tokens, 64 if tokens > 1024 else 16)
+        plan = make_plan(lora, tokens, block_of(tokens, num_adapters))
         total_rank = sum(ranks[v % len(ranks)] for v in range(num_adapters))
         for site, projections in SITES.items():
             base = {"site": site, "tokens": tokens, "adapters": num_adapters, "ranks": ranks}
@@ -154,8 +162,8 @@ def bench_lora(options: bool) -> Iterator[Case]:
             h = lora_shrink_ref(x, arena, lora, 0, projections)
             expected = torch.zeros_like(y, dtype=torch.float32)
             lora_expand_ref(h, arena, lora, 0, projections, expected, bounds)
-            planes = lora_shrink_triton(x, arena, table, plan, 0, projections)
-            lora_expand_triton(planes, arena, table, plan, 0, projections, y, bounds)
+            rows = lora_shrink_triton(x, arena, table, plan, 0, projections)
+            lora_expand_triton(rows, arena, table, plan, 0, projections, y, bounds)
             wrong = error(y, expected)
             base |= {"error": wrong}
             if not wrong < 2e-2:
@@ -165,8 +173,8 @@ def bench_lora(options: bool) -> Iterator[Case]:
             b_bytes = 2 * total_rank * bounds[-1] + y.numel() * 2
             tries: list[dict[str, int]] = [{}]
             if options and plan.block_t == 16:
-                tries += [{"num_warps": 8}, {"num_programs": 1056}, {"num_stages": 1},
-                          {"splits": 8}, {"splits": 4}, {"splits": 28}]  # fmt: skip
+                tries += [{"num_programs": 528}, {"num_programs": 2112}, {"num_stages": 3},
+                          {"splits": 16}, {"splits": 8}, {"splits": 4}]  # fmt: skip
             elif options:
                 tries += [{"num_warps": 8}, {"block_k": 128}, {"num_stages": 3}, {"splits": 1},
                           {"splits": 4}]  # fmt: skip
@@ -194,13 +202,15 @@ def bench_lora(options: bool) -> Iterator[Case]:
                 }
             tries = [{}]
             if options:
-                tries += [{"num_warps": 8}, {"block_n": 256}, {"block_n": 64}, {"num_stages": 2},
-                          {"num_programs": 2112}, {"num_programs": 528}]  # fmt: skip
+                tries += [
+                    {"num_warps": 8}, {"block_n": 512}, {"block_n": 128}, {"num_stages": 1},
+                    {"num_stages": 3}, {"span": 1}, {"num_programs": 2112},
+                ]  # fmt: skip
             for extra in tries:
                 ms = graph_ms(
                     rotate(
                         lambda i: lora_expand_triton(
-                            planes, arena, table, plan, i, projections, y, bounds,
+                            rows, arena, table, plan, i, projections, y, bounds,
                             add=False, **extra,
                         ),
                         layers,

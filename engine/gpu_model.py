@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -75,9 +76,8 @@ class GpuModel:
         self._scale = config.head_dim**-0.5
         self._cos, self._sin = rope_tables(config, max_positions, self.device)
         # High priority: its short kernels must find room beside a matrix product's many blocks.
-        self._side = (
-            torch.cuda.Stream(self.device, priority=-1) if self.device.type == "cuda" else None
-        )
+        make_stream: Any = torch.cuda.Stream
+        self._side = make_stream(self.device, priority=-1) if arena.is_cuda else None
 
     def forward(self, batch: GpuBatch) -> torch.Tensor:
         """Logits [N, V] of the rows to sample; writes the new tokens' KV to the arena."""
@@ -171,7 +171,8 @@ class GpuModel:
                 self._offsets(projections),
                 add=False,
             )
-        out = self._linear(x, weight)
+        # The library's products leave the side stream more room than those for few rows do.
+        out = functional.linear(x, weight)
         self._join()
         return out, delta
 

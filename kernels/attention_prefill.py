@@ -62,10 +62,15 @@ def _prefill_kernel(
     d_mask = (d < D)[None, :]
     seen = before + tl.minimum(first + BLOCK_Q, num_new)
     unmasked = (before + first + 1) // BLOCK_N * BLOCK_N  # every row sees these keys
+    # The pages of a block are looked up one block ahead: a load that waits for another in the
+    # same turn is not prefetched.
+    n = tl.arange(0, BLOCK_N)
+    page = tl.load(table + n // PAGE, mask=n < seen, other=0).to(tl.int64)
     for low in range(0, unmasked, BLOCK_N):
         n = low + tl.arange(0, BLOCK_N)
-        page = tl.load(table + n // PAGE).to(tl.int64)
         key = (base + page * page_elems + (n % PAGE) * D)[:, None] + d[None, :]
+        page = tl.load(table + (n + BLOCK_N) // PAGE, mask=n + BLOCK_N < seen, other=0)
+        page = page.to(tl.int64)
         k = tl.load(key, mask=d_mask, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
         new_top = tl.maximum(top, tl.max(scores, axis=1))
@@ -79,8 +84,9 @@ def _prefill_kernel(
     for low in range(unmasked, seen, BLOCK_N):
         n = low + tl.arange(0, BLOCK_N)
         live = n < seen
-        page = tl.load(table + n // PAGE, mask=live, other=0).to(tl.int64)
         key = (base + page * page_elems + (n % PAGE) * D)[:, None] + d[None, :]
+        page = tl.load(table + (n + BLOCK_N) // PAGE, mask=n + BLOCK_N < seen, other=0)
+        page = page.to(tl.int64)
         k = tl.load(key, mask=live[:, None] & d_mask, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
         scores = tl.where(n[None, :] <= position[:, None], scores, float("-inf"))
@@ -112,7 +118,7 @@ def attention_prefill_triton(
     block_m: int = 128,
     block_n: int = 64,
     num_warps: int = 8,
-    num_stages: int = 2,
+    num_stages: int = 3,
 ) -> torch.Tensor:
     """q [T, H, D] -> out [T, H, D] for the sequences with at least `min_new` new tokens.
 

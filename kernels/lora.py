@@ -96,6 +96,19 @@ def _tiles_of_segments(
     return segments
 
 
+@jit()
+def load_record(record):
+    """The words of a chunk's or an item's record, see LoraPlan."""
+    return (
+        tl.load(record),
+        tl.load(record + 1),
+        tl.load(record + 2),
+        tl.load(record + 3),
+        tl.load(record + 4),
+        tl.load(record + 5),
+    )
+
+
 @jit("layer")
 def _shrink_kernel(
     x_ptr,
@@ -103,7 +116,6 @@ def _shrink_kernel(
     a_offset_ptr,
     rows_ptr,
     scale_ptr,
-    chunks_ptr,
     items_ptr,
     counts_ptr,
     arrived_ptr,
@@ -127,16 +139,16 @@ def _shrink_kernel(
     projection = tl.where(index == 0, P0, tl.where(index == 1, P1, P2))
     t = tl.arange(0, BLOCK_T)
     split_width = tl.cdiv(tl.cdiv(width, SPLITS), BLOCK_K) * BLOCK_K
-    for unit in range(tl.program_id(0), tl.load(counts_ptr + 1) * SPLITS, tl.num_programs(0)):
+    unit = tl.program_id(0)
+    # The first record is loaded beside the count of records, not after it.
+    record = items_ptr + (unit // SPLITS).to(tl.int64) * 8
+    first_row, count, first_entry, tiles, block, out_row = load_record(record)
+    num_units = tl.load(counts_ptr + 1) * SPLITS
+    while unit < num_units:
         item = unit // SPLITS
         split = unit % SPLITS
-        block = tl.load(items_ptr + item * 2 + 1)
-        record = chunks_ptr + tl.load(items_ptr + item * 2).to(tl.int64) * 8
-        first_row = tl.load(record)
-        count = tl.load(record + 1)
-        tiles = tl.load(record + 3)
         tile = block * 2 + (n % 16) // 8
-        entry = tl.load(record + 2) + (layer * 7 + projection) * tiles + tile
+        entry = first_entry + (layer * 7 + projection) * tiles + tile
         has = (n < NUM_P * 16) & (tile < tiles)
         offset = tl.load(a_offset_ptr + entry, mask=has, other=-1)
         has = has & (offset >= 0)
@@ -161,8 +173,7 @@ def _shrink_kernel(
                 other=0.0,
             )
             product = tl.dot(x, tl.trans(a), product, input_precision="ieee")
-        rows = tl.load(record + 5) + block * count + t
-        place = rows[:, None] * (NUM_P * 16) + n[None, :]
+        place = (out_row + t)[:, None] * (NUM_P * 16) + n[None, :]
         mask = (t < count)[:, None] & (n < NUM_P * 16)[None, :]
         is_last = True
         if SPLITS > 1:
@@ -182,11 +193,19 @@ def _shrink_kernel(
                 tl.store(arrived_ptr + item, 0)  # as the next launch wants to find it
             h = (product * scale[None, :]).to(h_ptr.dtype.element_ty)
             tl.store(h_ptr + place, h, mask=mask)
+        unit += tl.num_programs(0)
+        if unit < num_units:
+            record = items_ptr + (unit // SPLITS).to(tl.int64) * 8
+            first_row, count, first_entry, tiles, block, out_row = load_record(record)
 
 
 @jit()
 def lora_tile(
-    record,
+    count,
+    first_entry,
+    tiles,
+    blocks,
+    first_row,
     h_ptr,
     arena_ptr,
     b_offset_ptr,
@@ -203,28 +222,27 @@ def lora_tile(
     """A chunk's adapter output for some columns of one projection: [BLOCK_T, BLOCK_N] fp32."""
     t = tl.arange(0, BLOCK_T)
     r = tl.arange(0, 16)
-    count = tl.load(record + 1)
-    tiles = tl.load(record + 3)
-    entry = tl.load(record + 2) + (layer * 7 + projection) * tiles
-    first_row = tl.load(record + 5)
+    entry = first_entry + (layer * 7 + projection) * tiles
     product = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
-    for block in range(0, tl.load(record + 4)):
-        tile = block * 2 + r // 8
-        has = tile < tiles
-        offset = tl.load(b_offset_ptr + entry + tile, mask=has, other=-1)
-        has = has & (offset >= 0)
-        has = has & (r % 8 < tl.load(rows_ptr + entry + tile, mask=has, other=0))
-        offset = tl.multiple_of(tl.where(has, offset, 0), 8)
+    # A block's offsets are loaded one block ahead: a load that waits for another in the same
+    # turn is not prefetched.
+    tile = r // 8
+    offset = tl.load(b_offset_ptr + entry + tile, mask=tile < tiles, other=-1)
+    rows = tl.load(rows_ptr + entry + tile, mask=tile < tiles, other=0)
+    for block in range(0, blocks):
+        has = (offset >= 0) & (r % 8 < rows)
+        start = tl.multiple_of(tl.where(has, offset, 0), 8)
+        tile += 2
+        offset = tl.load(b_offset_ptr + entry + tile, mask=tile < tiles, other=-1)
+        rows = tl.load(rows_ptr + entry + tile, mask=tile < tiles, other=0)
+        row = first_row + block * count + t
         h = tl.load(
-            h_ptr
-            + (first_row + block * count + t)[:, None] * (NUM_P * 16)
-            + INDEX * 16
-            + r[None, :],
+            h_ptr + row[:, None] * (NUM_P * 16) + INDEX * 16 + r[None, :],
             mask=(t < count)[:, None],
             other=0.0,
         )
         b = tl.load(
-            (arena_ptr + offset + (r % 8) * width)[:, None] + columns[None, :],
+            (arena_ptr + start + (r % 8) * width)[:, None] + columns[None, :],
             mask=has[:, None] & (columns < width)[None, :],
             other=0.0,
         )
@@ -252,6 +270,7 @@ def _expand_kernel(
     P2: tl.constexpr,
     NUM_P: tl.constexpr,
     ADD: tl.constexpr,
+    SPAN: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -261,47 +280,59 @@ def _expand_kernel(
     blocks1 = tl.cdiv(bound2 - bound1, BLOCK_N) if NUM_P > 1 else 0
     blocks2 = tl.cdiv(bound3 - bound2, BLOCK_N) if NUM_P > 2 else 0
     num_blocks = blocks0 + blocks1 + blocks2
-    for unit in range(tl.program_id(0), tl.load(counts_ptr) * num_blocks, tl.num_programs(0)):
-        record = chunks_ptr + (unit // num_blocks).to(tl.int64) * 8
-        block = unit % num_blocks
-        index = (block >= blocks0).to(tl.int32) + (block >= blocks0 + blocks1).to(tl.int32)
-        low = tl.where(index == 0, bound0, tl.where(index == 1, bound1, bound2))
-        high = tl.where(index == 0, bound1, tl.where(index == 1, bound2, bound3))
-        block -= tl.where(index == 0, 0, tl.where(index == 1, blocks0, blocks0 + blocks1))
-        projection = tl.where(index == 0, P0, tl.where(index == 1, P1, P2))
-        columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        product = lora_tile(
-            record,
-            h_ptr + index * 16,
-            arena_ptr,
-            b_offset_ptr,
-            rows_ptr,
-            layer,
-            columns,
-            high - low,
-            projection,
-            0,
-            NUM_P,
-            BLOCK_T,
-            BLOCK_N,
-        )
-        rows = tl.load(record) + t
-        y_ptrs = y_ptr + rows[:, None] * y_stride + (low + columns)[None, :]
-        mask = (t < tl.load(record + 1))[:, None] & (low + columns < high)[None, :]
-        if ADD:
-            product += tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32)
-        tl.store(y_ptrs, product.to(y_ptr.dtype.element_ty), mask=mask)
+    num_spans = tl.cdiv(num_blocks, SPAN)
+    unit = tl.program_id(0)
+    # As in the shrink, the first record is not loaded after the count but beside it.
+    record = chunks_ptr + (unit // num_spans).to(tl.int64) * 8
+    first_row, count, first_entry, tiles, blocks, h_row = load_record(record)
+    num_units = tl.load(counts_ptr) * num_spans
+    while unit < num_units:
+        low_block = unit % num_spans * SPAN
+        for block in range(low_block, tl.minimum(low_block + SPAN, num_blocks)):
+            index = (block >= blocks0).to(tl.int32) + (block >= blocks0 + blocks1).to(tl.int32)
+            low = tl.where(index == 0, bound0, tl.where(index == 1, bound1, bound2))
+            high = tl.where(index == 0, bound1, tl.where(index == 1, bound2, bound3))
+            before = tl.where(index == 0, 0, tl.where(index == 1, blocks0, blocks0 + blocks1))
+            columns = (block - before) * BLOCK_N + tl.arange(0, BLOCK_N)
+            product = lora_tile(
+                count,
+                first_entry,
+                tiles,
+                blocks,
+                h_row,
+                h_ptr + index * 16,
+                arena_ptr,
+                b_offset_ptr,
+                rows_ptr,
+                layer,
+                columns,
+                high - low,
+                tl.where(index == 0, P0, tl.where(index == 1, P1, P2)),
+                0,
+                NUM_P,
+                BLOCK_T,
+                BLOCK_N,
+            )
+            y_ptrs = y_ptr + (first_row + t)[:, None] * y_stride + (low + columns)[None, :]
+            mask = (t < count)[:, None] & (low + columns < high)[None, :]
+            if ADD:
+                product += tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32)
+            tl.store(y_ptrs, product.to(y_ptr.dtype.element_ty), mask=mask)
+        unit += tl.num_programs(0)
+        if unit < num_units:
+            record = chunks_ptr + (unit // num_spans).to(tl.int64) * 8
+            first_row, count, first_entry, tiles, blocks, h_row = load_record(record)
 
 
-def shrink_splits(width: int, plan: LoraPlan) -> int:
+def shrink_splits(width: int, num_projections: int, plan: LoraPlan) -> int:
     """Into how many parts a shrink of this inner width is split.
 
     A step of few chunks fills the card only when split finely; one of many is faster with less
     to sum. Measured on an H200 (docs/performance.md).
     """
     if plan.block_t > RANK_BLOCK:
-        return 2
-    part = 256 if plan.chunks.shape[0] <= 16 else 512
+        return 1
+    part = 256 if plan.chunks.shape[0] <= 16 else 512 if num_projections < 3 else 1024
     return max(1, min(32, width // (part if width <= 4096 else 2 * part)))
 
 
@@ -322,7 +353,7 @@ def lora_shrink_triton(
     """x [T, in] -> h [plan.max_rows, len(projections) * 16] in x's dtype, scaled."""
     width = x.shape[1]
     is_decode = plan.block_t <= RANK_BLOCK
-    splits = splits or shrink_splits(width, plan)
+    splits = splits or shrink_splits(width, len(projections), plan)
     block_k = block_k or max(16, min(256 if is_decode else 64, next_power_of_2(width)))
     shape = (plan.max_rows, len(projections) * RANK_BLOCK)
     planes = torch.empty(splits, *shape, dtype=torch.float32, device=x.device)
@@ -334,7 +365,6 @@ def lora_shrink_triton(
         a_offset_ptr=table.a_offset,
         rows_ptr=table.rows,
         scale_ptr=table.scale,
-        chunks_ptr=plan.chunks,
         items_ptr=plan.items,
         counts_ptr=plan.counts,
         arrived_ptr=plan.arrived,
@@ -371,6 +401,7 @@ def lora_expand_triton(
     add: bool = True,
     num_programs: int = 1056,
     block_n: int = 0,
+    span: int = 0,
     num_warps: int = 4,
     num_stages: int = 2,
 ) -> None:
@@ -379,9 +410,12 @@ def lora_expand_triton(
     block_n = block_n or (256 if plan.block_t <= RANK_BLOCK else 128)
     block_n = min(block_n, max(16, next_power_of_2(max(widths))))
     num_blocks = sum(ceil_div(width, block_n) for width in widths)
+    # Column blocks one program takes of a chunk: what it knows of the chunk is loaded once.
+    span = span or min(8, max(1, plan.chunks.shape[0] * num_blocks // num_programs))
     p0, p1, p2 = (*map(int, projections), -1, -1)[:3]
     bounds = (*out_offsets, 0, 0)[:4]
-    _expand_kernel[(min(num_programs, plan.chunks.shape[0] * num_blocks),)](
+    num_units = plan.chunks.shape[0] * ceil_div(num_blocks, span)
+    _expand_kernel[(min(num_programs, num_units),)](
         h_ptr=h,
         arena_ptr=arena,
         b_offset_ptr=table.b_offset,
@@ -400,6 +434,7 @@ def lora_expand_triton(
         P2=p2,
         NUM_P=len(projections),
         ADD=add,
+        SPAN=span,
         BLOCK_T=plan.block_t,
         BLOCK_N=block_n,
         num_warps=num_warps,
@@ -408,8 +443,11 @@ def lora_expand_triton(
 
 
 def block_of(num_tokens: int, num_segments: int) -> int:
-    """Tokens per chunk: 16 where segments are short (decode), 64 where they are long."""
-    return 64 if num_tokens >= 32 * max(num_segments, 1) else 16
+    """Tokens per chunk: 16 where segments are short (decode), 32 where they are long.
+
+    At 64 the products take another, here slower, path of the tensor cores.
+    """
+    return 32 if num_tokens >= 24 * max(num_segments, 1) else 16
 
 
 def lora_shrink(

@@ -29,8 +29,12 @@ class LoraPlan:
 
     chunks    [C, 8] int64  first row, tokens, entry of (layer 0, projection 0, tile 0), tiles,
                             rank blocks (0: base only), first rank-space row
-    items     [J, 2] int32  chunk, rank block
+    items     [J, 8] int64  the same of its chunk, but the item's rank block and rank-space row
     counts    [2] int32     how many of each there are
+
+    An item repeats its chunk's record so that a kernel has what it needs after one load: at a
+    decode's sizes the time is that of the loads that wait for each other.
+
     arrived   [J] int32     splits of an item that are done; zero between launches
     block_t                 most tokens in a chunk
     max_rows                rows of rank-space vectors there may be
@@ -51,8 +55,8 @@ def empty_plan(
     max_chunks = min(num_tokens, ceil_div(num_tokens, block_t) + num_segments)
     max_items = max_chunks * max(max_blocks, 1)
     return LoraPlan(
-        chunks=torch.empty(max_chunks, RECORD, dtype=torch.int64, device=device),
-        items=torch.empty(max_items, 2, dtype=torch.int32, device=device),
+        chunks=torch.zeros(max_chunks, RECORD, dtype=torch.int64, device=device),
+        items=torch.zeros(max_items, RECORD, dtype=torch.int64, device=device),
         counts=torch.zeros(2, dtype=torch.int32, device=device),
         arrived=torch.zeros(max_items, dtype=torch.int32, device=device),
         block_t=block_t,
@@ -90,19 +94,26 @@ def _plan_kernel(
     most_blocks = tl.max(blocks, axis=0)
     for c in range(0, tl.max(chunks, axis=0)):
         here = c < chunks
-        chunk = first_chunk + c
-        record = chunks_ptr + chunk.to(tl.int64) * 8
-        tl.store(record, (start + c * BLOCK_T).to(tl.int64), mask=here)
-        tl.store(record + 1, tl.minimum(length - c * BLOCK_T, BLOCK_T).to(tl.int64), mask=here)
+        row = (start + c * BLOCK_T).to(tl.int64)
+        count = tl.minimum(length - c * BLOCK_T, BLOCK_T).to(tl.int64)
+        out_row = (first_row + c * BLOCK_T * blocks).to(tl.int64)
+        record = chunks_ptr + (first_chunk + c).to(tl.int64) * 8
+        tl.store(record, row, mask=here)
+        tl.store(record + 1, count, mask=here)
         tl.store(record + 2, entry, mask=here)
         tl.store(record + 3, tiles.to(tl.int64), mask=here)
         tl.store(record + 4, blocks.to(tl.int64), mask=here)
-        tl.store(record + 5, (first_row + c * BLOCK_T * blocks).to(tl.int64), mask=here)
+        tl.store(record + 5, out_row, mask=here)
         for block in range(0, most_blocks):
             item = first_item + c * blocks + block
             fits = here & (block < blocks) & (item < max_items)
-            tl.store(items_ptr + item * 2, chunk, mask=fits)
-            tl.store(items_ptr + item * 2 + 1, chunk * 0 + block, mask=fits)
+            record = items_ptr + item.to(tl.int64) * 8
+            tl.store(record, row, mask=fits)
+            tl.store(record + 1, count, mask=fits)
+            tl.store(record + 2, entry, mask=fits)
+            tl.store(record + 3, tiles.to(tl.int64), mask=fits)
+            tl.store(record + 4, (tiles * 0 + block).to(tl.int64), mask=fits)
+            tl.store(record + 5, out_row + block * count, mask=fits)
     tl.store(counts_ptr, tl.sum(chunks, axis=0))
     tl.store(counts_ptr + 1, tl.minimum(tl.sum(chunks * blocks, axis=0), max_items))
 

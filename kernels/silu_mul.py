@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional
 
 from kernels.backend import ceil_div, jit, next_power_of_2, tl, use_triton
-from kernels.lora import lora_tile
+from kernels.lora import load_record, lora_tile
 from kernels.lora_plan import LoraPlan
 from kernels.lora_table import LoraTable
 
@@ -55,19 +55,20 @@ def _lora_silu_mul_kernel(
     num_columns = tl.cdiv(width, BLOCK_N)
     for unit in range(tl.program_id(0), tl.load(counts_ptr) * num_columns, tl.num_programs(0)):
         record = chunks_ptr + (unit // num_columns).to(tl.int64) * 8
+        first_row, count, entry, tiles, blocks, h_row = load_record(record)
         columns = (unit % num_columns) * BLOCK_N + tl.arange(0, BLOCK_N)
-        rows = tl.load(record) + t
-        mask = (t < tl.load(record + 1))[:, None] & (columns < width)[None, :]
+        rows = first_row + t
+        mask = (t < count)[:, None] & (columns < width)[None, :]
         gate_ptrs = gate_up_ptr + rows[:, None] * 2 * width + columns[None, :]
         gate = lora_tile(
-            record, h_ptr, arena_ptr, b_offset_ptr, rows_ptr, layer, columns, width, 4, 0, 2,
-            BLOCK_T, BLOCK_N,
+            count, entry, tiles, blocks, h_row, h_ptr, arena_ptr, b_offset_ptr, rows_ptr, layer,
+            columns, width, 4, 0, 2, BLOCK_T, BLOCK_N,
         )  # fmt: skip
         gate += tl.load(gate_ptrs, mask=mask, other=0.0).to(tl.float32)
         gate = (gate * tl.sigmoid(gate)).to(out_ptr.dtype.element_ty)
         up = lora_tile(
-            record, h_ptr, arena_ptr, b_offset_ptr, rows_ptr, layer, columns, width, 5, 1, 2,
-            BLOCK_T, BLOCK_N,
+            count, entry, tiles, blocks, h_row, h_ptr, arena_ptr, b_offset_ptr, rows_ptr, layer,
+            columns, width, 5, 1, 2, BLOCK_T, BLOCK_N,
         )  # fmt: skip
         up += tl.load(gate_ptrs + width, mask=mask, other=0.0).to(tl.float32)
         out = out_ptr + rows[:, None] * width + columns[None, :]
@@ -100,9 +101,9 @@ def lora_silu_mul_triton(
     layer: int,
     *,
     num_programs: int = 1056,
-    block_n: int = 64,
+    block_n: int = 128,
     num_warps: int = 4,
-    num_stages: int = 2,
+    num_stages: int = 1,
 ) -> torch.Tensor:
     """silu(gate + adapters' gate) * (up + adapters' up); h is the shrink over (gate, up).
 
