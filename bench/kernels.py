@@ -204,7 +204,9 @@ def bench_lora(options: bool) -> Iterator[Case]:
             if options:
                 tries += [
                     {"num_warps": 8}, {"block_n": 512}, {"block_n": 128}, {"num_stages": 1},
-                    {"num_stages": 3}, {"span": 1}, {"num_programs": 2112},
+                    {"num_stages": 3}, {"few": 0}, {"num_programs": 2112},
+                    {"block_n": 1024}, {"block_n": 1024, "num_warps": 8},
+                    {"block_n": 2048, "num_warps": 8},
                 ]  # fmt: skip
             for extra in tries:
                 ms = graph_ms(

@@ -65,16 +65,13 @@ def _decode_kernel(
     out = tl.zeros((BLOCK_G, BLOCK_D), dtype=tl.float32)
     first = arena_ptr + layer.to(tl.int64) * layer_stride + kv_head * (PAGE * D)
     table = page_tables_ptr + s.to(tl.int64) * table_stride
-    # The pages of a block are looked up one block ahead: a load that waits for another in the
-    # same turn is not prefetched.
-    n = low + tl.arange(0, BLOCK_N)
-    page = tl.load(table + n // PAGE, mask=n < high, other=0).to(tl.int64)
     for start in range(low, high, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
         live = n < high
+        # Looking pages up a block ahead, as the prefill does, costs shared memory and with it
+        # programs per processor: 24 -> 30 us at 64 sequences.
+        page = tl.load(table + n // PAGE, mask=live, other=0).to(tl.int64)
         token = first + page * page_elems + (n % PAGE) * D
-        page = tl.load(table + (n + BLOCK_N) // PAGE, mask=n + BLOCK_N < high, other=0)
-        page = page.to(tl.int64)
         kv_mask = live[:, None] & (d < D)[None, :]
         k = tl.load(token[:, None] + d[None, :], mask=kv_mask, other=0.0)
         v = tl.load(token[:, None] + value_stride + d[None, :], mask=kv_mask, other=0.0)

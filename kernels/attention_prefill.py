@@ -61,27 +61,12 @@ def _prefill_kernel(
     table = page_tables_ptr + s.to(tl.int64) * table_stride
     d_mask = (d < D)[None, :]
     seen = before + tl.minimum(first + BLOCK_Q, num_new)
-    unmasked = (before + first + 1) // BLOCK_N * BLOCK_N  # every row sees these keys
     # The pages of a block are looked up one block ahead: a load that waits for another in the
     # same turn is not prefetched.
     n = tl.arange(0, BLOCK_N)
     page = tl.load(table + n // PAGE, mask=n < seen, other=0).to(tl.int64)
-    for low in range(0, unmasked, BLOCK_N):
-        n = low + tl.arange(0, BLOCK_N)
-        key = (base + page * page_elems + (n % PAGE) * D)[:, None] + d[None, :]
-        page = tl.load(table + (n + BLOCK_N) // PAGE, mask=n + BLOCK_N < seen, other=0)
-        page = page.to(tl.int64)
-        k = tl.load(key, mask=d_mask, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-        new_top = tl.maximum(top, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - new_top[:, None])
-        shrink = tl.exp2(top - new_top)
-        total = total * shrink + tl.sum(weights, axis=1)
-        out = out * shrink[:, None]
-        v = tl.load(key + value_stride, mask=d_mask, other=0.0)
-        out = tl.dot(weights.to(v.dtype), v, out, input_precision="ieee")
-        top = new_top
-    for low in range(unmasked, seen, BLOCK_N):
+    # One loop, masked throughout: a second one for the diagonal would fill its pipeline anew.
+    for low in range(0, seen, BLOCK_N):
         n = low + tl.arange(0, BLOCK_N)
         live = n < seen
         key = (base + page * page_elems + (n % PAGE) * D)[:, None] + d[None, :]

@@ -200,6 +200,20 @@ def _shrink_kernel(
 
 
 @jit()
+def tile_rows(entry, tile, tiles, b_offset_ptr, rows_ptr, width):
+    """Where 16 rank rows of B begin in the arena, and which of them there are.
+
+    tile  [16], the tile of each row, two tiles one after the other
+    """
+    r = tl.arange(0, 16)
+    has = tile < tiles
+    offset = tl.load(b_offset_ptr + entry + tile, mask=has, other=-1)
+    has = has & (offset >= 0)
+    has = has & (r % 8 < tl.load(rows_ptr + entry + tile, mask=has, other=0))
+    return tl.multiple_of(tl.where(has, offset, 0), 8) + (r % 8) * width, has
+
+
+@jit()
 def lora_tile(
     count,
     first_entry,
@@ -214,7 +228,6 @@ def lora_tile(
     columns,
     width,
     projection,
-    INDEX: tl.constexpr,
     NUM_P: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -224,29 +237,56 @@ def lora_tile(
     r = tl.arange(0, 16)
     entry = first_entry + (layer * 7 + projection) * tiles
     product = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
-    # A block's offsets are loaded one block ahead: a load that waits for another in the same
-    # turn is not prefetched.
-    tile = r // 8
-    offset = tl.load(b_offset_ptr + entry + tile, mask=tile < tiles, other=-1)
-    rows = tl.load(rows_ptr + entry + tile, mask=tile < tiles, other=0)
     for block in range(0, blocks):
-        has = (offset >= 0) & (r % 8 < rows)
-        start = tl.multiple_of(tl.where(has, offset, 0), 8)
-        tile += 2
-        offset = tl.load(b_offset_ptr + entry + tile, mask=tile < tiles, other=-1)
-        rows = tl.load(rows_ptr + entry + tile, mask=tile < tiles, other=0)
+        start, has = tile_rows(entry, block * 2 + r // 8, tiles, b_offset_ptr, rows_ptr, width)
         row = first_row + block * count + t
         h = tl.load(
-            h_ptr + row[:, None] * (NUM_P * 16) + INDEX * 16 + r[None, :],
-            mask=(t < count)[:, None],
-            other=0.0,
+            h_ptr + row[:, None] * (NUM_P * 16) + r[None, :], mask=(t < count)[:, None], other=0.0
         )
         b = tl.load(
-            (arena_ptr + start + (r % 8) * width)[:, None] + columns[None, :],
+            (arena_ptr + start)[:, None] + columns[None, :],
             mask=has[:, None] & (columns < width)[None, :],
             other=0.0,
         )
         product = tl.dot(h, b, product, input_precision="ieee")
+    return product
+
+
+@jit()
+def lora_row(
+    row,
+    row_step,
+    first_entry,
+    tiles,
+    blocks,
+    h_ptr,
+    arena_ptr,
+    b_offset_ptr,
+    rows_ptr,
+    layer,
+    columns,
+    width,
+    projection,
+    NUM_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One token's adapter output for some columns of one projection: [BLOCK_N] fp32.
+
+    A thread holds 16 rank rows of its columns, so nothing is exchanged: many loads in flight and
+    no barrier, where a product on tensor cores would spend 15 of its 16 rows on nobody.
+    """
+    r = tl.arange(0, 16)
+    entry = first_entry + (layer * 7 + projection) * tiles
+    product = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    for block in range(0, blocks):
+        start, has = tile_rows(entry, block * 2 + r // 8, tiles, b_offset_ptr, rows_ptr, width)
+        h = tl.load(h_ptr + (row + block * row_step) * (NUM_P * 16) + r)
+        b = tl.load(
+            (arena_ptr + start)[:, None] + columns[None, :],
+            mask=has[:, None] & (columns < width)[None, :],
+            other=0.0,
+        )
+        product += tl.sum(h.to(tl.float32)[:, None] * b.to(tl.float32), axis=0)
     return product
 
 
@@ -270,9 +310,10 @@ def _expand_kernel(
     P2: tl.constexpr,
     NUM_P: tl.constexpr,
     ADD: tl.constexpr,
-    SPAN: tl.constexpr,
+    FEW: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    DOT_N: tl.constexpr,
 ):
     t = tl.arange(0, BLOCK_T)
     # Column blocks of the projections one after the other; none crosses from one to the next.
@@ -280,47 +321,73 @@ def _expand_kernel(
     blocks1 = tl.cdiv(bound2 - bound1, BLOCK_N) if NUM_P > 1 else 0
     blocks2 = tl.cdiv(bound3 - bound2, BLOCK_N) if NUM_P > 2 else 0
     num_blocks = blocks0 + blocks1 + blocks2
-    num_spans = tl.cdiv(num_blocks, SPAN)
     unit = tl.program_id(0)
     # As in the shrink, the first record is not loaded after the count but beside it.
-    record = chunks_ptr + (unit // num_spans).to(tl.int64) * 8
+    record = chunks_ptr + (unit // num_blocks).to(tl.int64) * 8
     first_row, count, first_entry, tiles, blocks, h_row = load_record(record)
-    num_units = tl.load(counts_ptr) * num_spans
+    num_units = tl.load(counts_ptr) * num_blocks
     while unit < num_units:
-        low_block = unit % num_spans * SPAN
-        for block in range(low_block, tl.minimum(low_block + SPAN, num_blocks)):
-            index = (block >= blocks0).to(tl.int32) + (block >= blocks0 + blocks1).to(tl.int32)
-            low = tl.where(index == 0, bound0, tl.where(index == 1, bound1, bound2))
-            high = tl.where(index == 0, bound1, tl.where(index == 1, bound2, bound3))
-            before = tl.where(index == 0, 0, tl.where(index == 1, blocks0, blocks0 + blocks1))
+        block = unit % num_blocks
+        index = (block >= blocks0).to(tl.int32) + (block >= blocks0 + blocks1).to(tl.int32)
+        low = tl.where(index == 0, bound0, tl.where(index == 1, bound1, bound2))
+        high = tl.where(index == 0, bound1, tl.where(index == 1, bound2, bound3))
+        before = tl.where(index == 0, 0, tl.where(index == 1, blocks0, blocks0 + blocks1))
+        projection = tl.where(index == 0, P0, tl.where(index == 1, P1, P2))
+        if count <= FEW:
             columns = (block - before) * BLOCK_N + tl.arange(0, BLOCK_N)
-            product = lora_tile(
-                count,
-                first_entry,
-                tiles,
-                blocks,
-                h_row,
-                h_ptr + index * 16,
-                arena_ptr,
-                b_offset_ptr,
-                rows_ptr,
-                layer,
-                columns,
-                high - low,
-                tl.where(index == 0, P0, tl.where(index == 1, P1, P2)),
-                0,
-                NUM_P,
-                BLOCK_T,
-                BLOCK_N,
-            )
-            y_ptrs = y_ptr + (first_row + t)[:, None] * y_stride + (low + columns)[None, :]
-            mask = (t < count)[:, None] & (low + columns < high)[None, :]
-            if ADD:
-                product += tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32)
-            tl.store(y_ptrs, product.to(y_ptr.dtype.element_ty), mask=mask)
+            inside = low + columns < high
+            for token in range(0, count):
+                row = lora_row(
+                    h_row + token,
+                    count,
+                    first_entry,
+                    tiles,
+                    blocks,
+                    h_ptr + index * 16,
+                    arena_ptr,
+                    b_offset_ptr,
+                    rows_ptr,
+                    layer,
+                    columns,
+                    high - low,
+                    projection,
+                    NUM_P,
+                    BLOCK_N,
+                )
+                y_row = y_ptr + (first_row + token) * y_stride + low + columns
+                if ADD:
+                    row += tl.load(y_row, mask=inside, other=0.0).to(tl.float32)
+                tl.store(y_row, row.to(y_ptr.dtype.element_ty), mask=inside)
+        else:
+            # In narrower parts, whose registers are no more than the other path's.
+            for part in range(0, BLOCK_N // DOT_N):
+                columns = (block - before) * BLOCK_N + part * DOT_N + tl.arange(0, DOT_N)
+                product = lora_tile(
+                    count,
+                    first_entry,
+                    tiles,
+                    blocks,
+                    h_row,
+                    h_ptr + index * 16,
+                    arena_ptr,
+                    b_offset_ptr,
+                    rows_ptr,
+                    layer,
+                    columns,
+                    high - low,
+                    projection,
+                    NUM_P,
+                    BLOCK_T,
+                    DOT_N,
+                )
+                y_ptrs = y_ptr + (first_row + t)[:, None] * y_stride + (low + columns)[None, :]
+                mask = (t < count)[:, None] & (low + columns < high)[None, :]
+                if ADD:
+                    product += tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32)
+                tl.store(y_ptrs, product.to(y_ptr.dtype.element_ty), mask=mask)
         unit += tl.num_programs(0)
         if unit < num_units:
-            record = chunks_ptr + (unit // num_spans).to(tl.int64) * 8
+            record = chunks_ptr + (unit // num_blocks).to(tl.int64) * 8
             first_row, count, first_entry, tiles, blocks, h_row = load_record(record)
 
 
@@ -354,7 +421,7 @@ def lora_shrink_triton(
     width = x.shape[1]
     is_decode = plan.block_t <= RANK_BLOCK
     splits = splits or shrink_splits(width, len(projections), plan)
-    block_k = block_k or max(16, min(256 if is_decode else 64, next_power_of_2(width)))
+    block_k = block_k or max(16, min(256 if is_decode else 128, next_power_of_2(width)))
     shape = (plan.max_rows, len(projections) * RANK_BLOCK)
     planes = torch.empty(splits, *shape, dtype=torch.float32, device=x.device)
     h = torch.empty(shape, dtype=x.dtype, device=x.device)
@@ -401,21 +468,19 @@ def lora_expand_triton(
     add: bool = True,
     num_programs: int = 1056,
     block_n: int = 0,
-    span: int = 0,
-    num_warps: int = 4,
-    num_stages: int = 2,
+    few: int = 4,
+    num_warps: int = 0,
+    num_stages: int = 1,
 ) -> None:
     """Add to y, or with add=False write to it, zeros for base-only tokens included."""
     widths = [high - low for low, high in itertools.pairwise(out_offsets)]
-    block_n = block_n or (256 if plan.block_t <= RANK_BLOCK else 128)
+    # A warp per 256 columns: then a thread's columns are its own (see lora_row).
+    block_n = block_n or (512 if plan.chunks.shape[0] <= 16 else 1024)
     block_n = min(block_n, max(16, next_power_of_2(max(widths))))
     num_blocks = sum(ceil_div(width, block_n) for width in widths)
-    # Column blocks one program takes of a chunk: what it knows of the chunk is loaded once.
-    span = span or min(8, max(1, plan.chunks.shape[0] * num_blocks // num_programs))
     p0, p1, p2 = (*map(int, projections), -1, -1)[:3]
     bounds = (*out_offsets, 0, 0)[:4]
-    num_units = plan.chunks.shape[0] * ceil_div(num_blocks, span)
-    _expand_kernel[(min(num_programs, num_units),)](
+    _expand_kernel[(min(num_programs, plan.chunks.shape[0] * num_blocks),)](
         h_ptr=h,
         arena_ptr=arena,
         b_offset_ptr=table.b_offset,
@@ -434,10 +499,11 @@ def lora_expand_triton(
         P2=p2,
         NUM_P=len(projections),
         ADD=add,
-        SPAN=span,
+        FEW=few,
         BLOCK_T=plan.block_t,
         BLOCK_N=block_n,
-        num_warps=num_warps,
+        DOT_N=min(block_n, 128),
+        num_warps=num_warps or max(1, min(4, block_n // 256)),
         num_stages=num_stages,
     )
 
@@ -447,7 +513,7 @@ def block_of(num_tokens: int, num_segments: int) -> int:
 
     At 64 the products take another, here slower, path of the tensor cores.
     """
-    return 32 if num_tokens >= 24 * max(num_segments, 1) else 16
+    return 32 if num_tokens >= max(512, 24 * num_segments) else 16
 
 
 def lora_shrink(

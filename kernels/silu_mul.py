@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional
 
 from kernels.backend import ceil_div, jit, next_power_of_2, tl, use_triton
-from kernels.lora import load_record, lora_tile
+from kernels.lora import load_record, tile_rows
 from kernels.lora_plan import LoraPlan
 from kernels.lora_table import LoraTable
 
@@ -52,27 +52,39 @@ def _lora_silu_mul_kernel(
     BLOCK_N: tl.constexpr,
 ):
     t = tl.arange(0, BLOCK_T)
+    r = tl.arange(0, 16)
     num_columns = tl.cdiv(width, BLOCK_N)
     for unit in range(tl.program_id(0), tl.load(counts_ptr) * num_columns, tl.num_programs(0)):
         record = chunks_ptr + (unit // num_columns).to(tl.int64) * 8
         first_row, count, entry, tiles, blocks, h_row = load_record(record)
         columns = (unit % num_columns) * BLOCK_N + tl.arange(0, BLOCK_N)
+        inside = (columns < width)[None, :]
+        live = (t < count)[:, None]
         rows = first_row + t
-        mask = (t < count)[:, None] & (columns < width)[None, :]
         gate_ptrs = gate_up_ptr + rows[:, None] * 2 * width + columns[None, :]
-        gate = lora_tile(
-            count, entry, tiles, blocks, h_row, h_ptr, arena_ptr, b_offset_ptr, rows_ptr, layer,
-            columns, width, 4, 0, 2, BLOCK_T, BLOCK_N,
-        )  # fmt: skip
-        gate += tl.load(gate_ptrs, mask=mask, other=0.0).to(tl.float32)
-        gate = (gate * tl.sigmoid(gate)).to(out_ptr.dtype.element_ty)
-        up = lora_tile(
-            count, entry, tiles, blocks, h_row, h_ptr, arena_ptr, b_offset_ptr, rows_ptr, layer,
-            columns, width, 5, 1, 2, BLOCK_T, BLOCK_N,
-        )  # fmt: skip
-        up += tl.load(gate_ptrs + width, mask=mask, other=0.0).to(tl.float32)
-        out = out_ptr + rows[:, None] * width + columns[None, :]
-        tl.store(out, gate * up.to(out_ptr.dtype.element_ty), mask=mask)
+        # Asked for first, needed last: the products below run while these arrive.
+        gate = tl.load(gate_ptrs, mask=live & inside, other=0.0)
+        up = tl.load(gate_ptrs + width, mask=live & inside, other=0.0)
+        gate_sum = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
+        up_sum = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
+        gate_entry = entry + (layer * 7 + 4) * tiles
+        for block in range(0, blocks):
+            tile = block * 2 + r // 8
+            gate_b, gate_has = tile_rows(gate_entry, tile, tiles, b_offset_ptr, rows_ptr, width)
+            up_b, up_has = tile_rows(gate_entry + tiles, tile, tiles, b_offset_ptr, rows_ptr, width)
+            h_ptrs = h_ptr + (h_row + block * count + t)[:, None] * 32 + r[None, :]
+            gate_h = tl.load(h_ptrs, mask=live, other=0.0)
+            up_h = tl.load(h_ptrs + 16, mask=live, other=0.0)
+            gate_b_ptrs = arena_ptr + gate_b[:, None] + columns[None, :]
+            up_b_ptrs = arena_ptr + up_b[:, None] + columns[None, :]
+            gate_rows = tl.load(gate_b_ptrs, mask=gate_has[:, None] & inside, other=0.0)
+            up_rows = tl.load(up_b_ptrs, mask=up_has[:, None] & inside, other=0.0)
+            gate_sum = tl.dot(gate_h, gate_rows, gate_sum, input_precision="ieee")
+            up_sum = tl.dot(up_h, up_rows, up_sum, input_precision="ieee")
+        gate_sum += gate.to(tl.float32)
+        gate = (gate_sum * tl.sigmoid(gate_sum)).to(gate.dtype)
+        up = (up_sum + up.to(tl.float32)).to(up.dtype)
+        tl.store(out_ptr + rows[:, None] * width + columns[None, :], gate * up, mask=live & inside)
 
 
 def silu_mul_triton(gate_up: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
