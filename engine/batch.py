@@ -27,6 +27,7 @@ class Batch:
     slots         [T] int64      page * page_size + offset, where each token's KV goes
     query_start   [S + 1] int32  the rows of each sequence
     context_lens  [S] int32      tokens of each sequence, this step's included
+    max_new       tokens of the sequence that brings most; 1: nothing but decodes
     page_tables   [S, max_pages] int32, zero past a sequence's pages
     sample_rows   [N] int64      rows whose next token is wanted, in the order of the step's rows
     lora          None when no row has an adapter
@@ -38,6 +39,7 @@ class Batch:
     slots: torch.Tensor
     query_start: torch.Tensor
     context_lens: torch.Tensor
+    max_new: int
     page_tables: torch.Tensor
     sample_rows: torch.Tensor
     lora: LoraBatch | None
@@ -80,6 +82,7 @@ class BatchBuilder:
             slots=self._tensor(pages * self._page_size + positions % self._page_size),
             query_start=self._tensor(query_start),
             context_lens=self._tensor(starts + lengths),
+            max_new=int(lengths.max()),
             page_tables=self._tensor(page_tables),
             sample_rows=self._tensor((query_start[1:][samples] - 1).astype(np.int64)),
             lora=lora,

@@ -165,6 +165,8 @@ class EngineConfig:
     page_size             tokens per page
     num_threads           torch's CPU threads; None: leave them
     loader_threads        adapters read from disk at a time
+    use_triton            None: on a GPU; True on a CPU needs Triton's interpreter, for tests
+    capture_graphs        record the GPU's decode graphs at the start, not when first needed
     max_skips             steps a waiting request may be overtaken because there is no room for
                           its adapter; then nobody is admitted before it
     """
@@ -181,6 +183,8 @@ class EngineConfig:
     page_size: int = 16
     num_threads: int | None = None
     loader_threads: int = 2
+    use_triton: bool | None = None
+    capture_graphs: bool = True
     max_skips: int = 64
 
     def __post_init__(self) -> None:
@@ -193,6 +197,10 @@ class EngineConfig:
     @property
     def is_cpu(self) -> bool:
         return self.device == "cpu"
+
+    @property
+    def runs_triton(self) -> bool:
+        return not self.is_cpu if self.use_triton is None else self.use_triton
 
     @property
     def dtype_name(self) -> str:

@@ -22,12 +22,14 @@ from engine.errors import (
     OutOfPages,
     RequestError,
 )
+from engine.gpu_runner import GpuRunner, Tokens
 from engine.grammar import GrammarCompiler, Matcher, check_schema_text
 from engine.memory import PagePool, PageUse
 from engine.request import FinishReason, Request, RequestOutput
 from engine.runner import ModelRunner
 from engine.sampler import Sampled, Sampler
 from engine.scheduler import Scheduler, Sequence, Step
+from engine.weights import Weights
 from kernels import apply_bitmask
 
 log = logging.getLogger(__name__)
@@ -63,6 +65,15 @@ class EngineStats:
     num_preemptions: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Flight:
+    """A decode step on the GPU whose tokens have not been read."""
+
+    step: Step
+    tokens: Tokens
+    runner: GpuRunner
+
+
 class Engine:
     """Runs many requests at once on one model, each with its own adapters.
 
@@ -71,16 +82,24 @@ class Engine:
 
     config  see EngineConfig; raises UnsupportedModel when the model folder does not fit
     clock   what deadlines are measured on, in seconds
+    weights  given, the model folder's are not read
     """
 
-    def __init__(self, config: EngineConfig, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        clock: Callable[[], float] = time.time,
+        *,
+        weights: Weights | None = None,
+    ) -> None:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         self.model = model = ModelConfig.from_folder(config.model_dir)
         self._clock = clock
         self._context_limit = config.context_limit(model)
         self._page_size = config.page_size
-        self._runner = ModelRunner(config, model)
+        self._runner = ModelRunner(config, model, weights)
+        self._flight: _Flight | None = None
         self._pool = PagePool(config.num_pages(model))
         self._store = AdapterStore(
             model=model,
@@ -173,12 +192,19 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do, now or as soon as an adapter or grammar is ready."""
-        return bool(self._requests)
+        return bool(self._requests) or self._flight is not None
 
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
-        """Run one iteration: at most one new token for every running request."""
+        """Run one iteration: at most one new token for every running request.
+
+        On a GPU the step after a greedy decode is launched before the decode's tokens are read:
+        then the tokens of a step come from the next call, while the GPU is busy.
+        """
         self._poll()
+        self._note_deadlines()
+        if self._flight is not None:
+            return self._fly(self._flight)
         outputs = self._end_early()
         step = self._scheduler.schedule()
         for sequence, error in step.failed:
@@ -188,6 +214,10 @@ class Engine:
             return outputs
         batch = self._builder.build(step)
         sequences = [row.sequence for row in step.rows if row.samples]
+        runner = self._runner.ahead(batch)
+        if runner is not None and all(self._is_plain(sequence) for sequence in sequences):
+            self._flight = _Flight(step=step, tokens=runner.start(batch), runner=runner)
+            return outputs
         logits = self._runner.run(batch)
         sampled = self._sample(logits, sequences)
         self._num_steps += 1
@@ -215,7 +245,8 @@ class Engine:
         tables = [sequence.page_table for sequence in self._scheduler.running]
         self._pool.check_integrity([*tables, *self._store.owned_pages()])
         known = {s.request.request_id for s in self._scheduler.waiting + self._scheduler.running}
-        assert known == self._requests.keys()
+        if self._flight is None:
+            assert known == self._requests.keys()
         assert self._matchers.keys() | self._compiling.keys() <= known
 
     def close(self) -> None:
@@ -248,19 +279,69 @@ class Engine:
             error = EngineError(f"internal error: {type(error).__name__}")
         self._ending.setdefault(request_id, (FinishReason.ERROR, error))
 
-    def _end_early(self) -> list[RequestOutput]:
-        """End what was cancelled, has failed or is past its deadline."""
+    def _note_deadlines(self) -> None:
         now = self._clock()
         for request_id, sequence in self._requests.items():
             deadline = sequence.request.deadline
             if deadline is not None and deadline <= now:
                 error = DeadlineExceeded("the request's deadline has passed", param="deadline")
                 self._ending.setdefault(request_id, (FinishReason.ERROR, error))
+
+    def _end_early(self) -> list[RequestOutput]:
+        """End what was cancelled, has failed or is past its deadline."""
         ending, self._ending = self._ending, {}
         return [
             self._end(self._requests[request_id], reason, error)
             for request_id, (reason, error) in ending.items()
         ]
+
+    def _is_plain(self, sequence: Sequence) -> bool:
+        is_free = sequence.request.request_id not in self._matchers
+        return is_free and self._sampler.is_plain(sequence)
+
+    def _fly(self, flight: _Flight) -> list[RequestOutput]:
+        """Launch the next step of the same rows if nothing speaks against it; then land this."""
+        self._flight = self._follow(flight)
+        token_ids = flight.tokens.wait()
+        self._num_steps += 1
+        outputs = []
+        for row, token_id in zip(flight.step.rows, token_ids, strict=True):
+            sequence = row.sequence
+            if sequence.has_ended:
+                self._release(sequence)  # it ended in the step before, when this was under way
+                continue
+            self._scheduler.commit(row)
+            self._num_generated += 1
+            outputs.append(self._accept(sequence, Sampled(token_id, None)))
+        return outputs
+
+    def _follow(self, flight: _Flight) -> _Flight | None:
+        rows = flight.step.rows
+        if (
+            self._ending
+            or self._scheduler.can_admit()
+            or any(self._must_end(row.sequence) for row in rows)
+        ):
+            return None
+        new_pages = self._scheduler.look_ahead(rows)
+        if new_pages is None:
+            return None
+        tokens = flight.runner.go_on(new_pages)
+        return _Flight(step=flight.step, tokens=tokens, runner=flight.runner)
+
+    def _must_end(self, sequence: Sequence) -> bool:
+        """Whether the token under way is the request's last, whatever it is, or it has ended."""
+        limit = sequence.request.sampling.max_tokens
+        return (
+            sequence.has_ended
+            or (limit is not None and sequence.num_generated + 1 >= limit)
+            or sequence.num_tokens + 1 >= self._context_limit
+        )
+
+    def _release(self, sequence: Sequence) -> None:
+        """Give back what a request that has ended held."""
+        self._scheduler.remove(sequence)
+        self._store.remove_user(sequence.digests)
 
     def _wait(self) -> None:
         """Nothing can run: sleep until a thread has news, briefly."""
@@ -339,13 +420,15 @@ class Engine:
         request_id = sequence.request.request_id
         output = _output(sequence)
         output.finish_reason, output.error = reason, error
-        self._scheduler.remove(sequence)
+        sequence.has_ended = True
+        # A step under way still writes to the request's pages: it releases them when it lands.
+        if self._flight is None:
+            self._release(sequence)
         self._sampler.remove(request_id)
         self._matchers.pop(request_id, None)
         future = self._compiling.pop(request_id, None)
         if future is not None:
             future.cancel()
-        self._store.remove_user(sequence.digests)
         del self._requests[request_id]
         return output
 

@@ -40,6 +40,7 @@ class GpuBatch:
     """One pass's inputs, as in `engine.batch.Batch`, and its work list.
 
     max_new    the longest chunk; 1: nothing but decodes
+    workspace  of the decode kernel; None: a new one
     sample_rows  None: every row
     table, plan  both None for a pass without adapters
     """
@@ -51,7 +52,7 @@ class GpuBatch:
     context_lens: torch.Tensor
     page_tables: torch.Tensor
     max_new: int
-    workspace: DecodeWorkspace
+    workspace: DecodeWorkspace | None = None
     sample_rows: torch.Tensor | None = None
     table: LoraTable | None = None
     plan: LoraPlan | None = None

@@ -3,12 +3,13 @@
 The graph's inputs lie in fixed buffers. A step's grids depend on the bucket alone (the work list
 and its length are device data), so neither the number of adapters nor their ranks are part of a
 graph's key. Each replay leaves the buffers ready for the next: the greedy token is the next
-input, positions and slots have moved on. While the same requests go on, the host uploads nothing
-and waits for nothing.
+input, and positions and slots follow from how far a row has come. While the same requests go on,
+the host uploads nothing but a page now and then, and waits for nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,7 +59,7 @@ class DecodeGraphs:
 
         self.token_ids = ints(max_batch, dtype=torch.int64)
         self.positions = ints(max_batch, dtype=torch.int64)
-        self.slots = torch.full((max_batch,), -1, dtype=torch.int64, device=device)
+        self.slots = ints(max_batch, dtype=torch.int64)
         self.context_lens = ints(max_batch)
         self.page_tables = ints(max_batch, max_pages)
         self._query_start = torch.arange(max_batch + 1, dtype=torch.int32, device=device)
@@ -80,10 +81,14 @@ class DecodeGraphs:
         self._current: tuple[int, bool] = (0, False)
         self.num_rows = 0
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The buckets there are, the smallest first."""
+        return (*(size for size in BUCKETS if size < self.max_batch), self.max_batch)
+
     def bucket(self, num_rows: int) -> int | None:
         """The smallest bucket that holds so many rows; None when none does."""
-        fitting = (size for size in BUCKETS if num_rows <= size <= self.max_batch)
-        return next(fitting, self.max_batch if num_rows <= self.max_batch else None)
+        return next((size for size in self.sizes if num_rows <= size), None)
 
     def fits(self, num_rows: int, max_pages: int, lora: LoraBatch | None) -> bool:
         """Whether such a decode step has a graph."""
@@ -123,8 +128,6 @@ class DecodeGraphs:
         self,
         *,
         token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
         context_lens: torch.Tensor,
         page_tables: torch.Tensor,
         lora: LoraBatch | None,
@@ -133,26 +136,24 @@ class DecodeGraphs:
         rows = token_ids.shape[0]
         size = self.bucket(rows)
         assert size is not None
+        self.capture(size, lora is not None)
         self._current, self.num_rows = (size, lora is not None), rows
         self.token_ids[:rows].copy_(token_ids)
-        self.positions[:rows].copy_(positions)
-        self.slots[:rows].copy_(slots)
-        self.slots[rows:size].fill_(-1)
-        self.context_lens[:rows].copy_(context_lens)
-        self.context_lens[rows:size].zero_()
-        self.load_page_tables(page_tables)
+        self.context_lens[:rows].copy_(context_lens - 1)  # before the step
+        self.context_lens[rows:size].fill_(-1)
+        self.page_tables[:rows, : page_tables.shape[1]].copy_(page_tables)
         if lora is not None:
             self._load_lora(lora, size)
 
-    def load_page_tables(self, page_tables: torch.Tensor) -> None:
-        """Replace the page tables [rows, n]; pages appended for tokens to come."""
-        rows, columns = page_tables.shape
-        self.page_tables[:rows, :columns].copy_(page_tables, non_blocking=True)
+    def add_pages(self, pages: SequenceOf[tuple[int, int, int]]) -> None:
+        """Append to the page tables: (row, column, page)."""
+        if pages:
+            place = torch.tensor(pages, dtype=torch.int64).to(self._model.device, non_blocking=True)
+            row, column, page = place.unbind(1)
+            self.page_tables.index_put_((row, column), page.to(torch.int32))
 
     def step(self) -> torch.Tensor:
         """Run the step and move on; the rows' logits [num_rows, V], valid until the next step.
-
-        The bucket's graph must have been captured.
 
         `token_ids` holds the greedy tokens; a sampler may write others before the next step.
         """
@@ -165,8 +166,7 @@ class DecodeGraphs:
 
     def clear(self) -> None:
         """Make every row padding: a step over such buffers writes nothing to the arena."""
-        self.context_lens.zero_()
-        self.slots.fill_(-1)
+        self.context_lens.fill_(-1)
         self._seg_indptr.zero_()
         self._seg_adapter.fill_(-1)
 
@@ -219,13 +219,13 @@ class DecodeGraphs:
                     max_tiles=2 * self._max_blocks,
                 ),
             )
-        logits = self._model.forward(batch)
-        greedy_triton(logits, out=batch.token_ids)
         advance_triton(
-            batch.positions,
             batch.context_lens,
+            batch.positions,
             batch.slots,
             batch.page_tables,
             self._model.layout.page_size,
         )
+        logits = self._model.forward(batch)
+        greedy_triton(logits, out=batch.token_ids)
         return logits

@@ -8,6 +8,7 @@ import torch
 
 from engine.batch import Batch
 from engine.config import EngineConfig, ModelConfig
+from engine.gpu_runner import GpuRunner
 from engine.model import (
     Adapters,
     Attention,
@@ -17,7 +18,7 @@ from engine.model import (
     rope_tables,
 )
 from engine.scheduler import AdapterKey
-from engine.weights import load_weights
+from engine.weights import Weights, load_weights
 from kernels.attention_cpu import CpuAttention
 from kernels.lora_cpu import CpuLora
 
@@ -28,21 +29,38 @@ _MAX_STACK_BYTES = 1 << 30
 class ModelRunner:
     """Owns what the forward pass reads and writes.
 
-    arena  [P, page_elems]; pages are handed out by `PagePool`
+    arena    [P, page_elems]; pages are handed out by `PagePool`
+    weights  given, nothing is read from the model folder
     """
 
-    def __init__(self, config: EngineConfig, model: ModelConfig) -> None:
+    def __init__(
+        self, config: EngineConfig, model: ModelConfig, weights: Weights | None = None
+    ) -> None:
         dtype = torch.float32 if config.dtype_name == "float32" else torch.bfloat16
         layout = config.page_layout(model)
-        weights = load_weights(config.model_dir, model, config.device, dtype)
+        if weights is None:
+            weights = load_weights(config.model_dir, model, config.device, dtype)
         self.arena = torch.zeros(
             config.num_pages(model), layout.page_elems, dtype=dtype, device=config.device
         )
+        self._gpu: GpuRunner | None = None
+        self._cpu_lora: CpuLora | None = None
+        self._cpu_attention: CpuAttention | None = None
+        if config.runs_triton:
+            self._gpu = GpuRunner(
+                model=model,
+                weights=weights,
+                layout=layout,
+                arena=self.arena,
+                max_positions=config.context_limit(model),
+                max_running=config.max_running,
+            )
+            if config.capture_graphs:
+                self._gpu.warm_up()
+            return
         self._layout, self._num_heads = layout, model.num_heads
         self._decoder = Decoder(model, weights)
         self._rope = rope_tables(model, config.context_limit(model), weights.norm.device)
-        self._cpu_lora: CpuLora | None = None
-        self._cpu_attention: CpuAttention | None = None
         if config.is_cpu and dtype == torch.float32:
             self._cpu_lora = CpuLora(
                 arena=self.arena,
@@ -61,7 +79,13 @@ class ModelRunner:
 
     def run(self, batch: Batch) -> torch.Tensor:
         """The logits [N, V] of the batch's sampling rows; the step's KV is in the arena after."""
+        if self._gpu is not None:
+            return self._gpu.run(batch)
         return self._decoder(batch, self._attention(batch), self._adapters(batch))
+
+    def ahead(self, batch: Batch) -> GpuRunner | None:
+        """Who can run this batch's next steps before its tokens are read, if anybody can."""
+        return self._gpu if self._gpu is not None and self._gpu.can_run_ahead(batch) else None
 
     def _attention(self, batch: Batch) -> Attention:
         if self._cpu_attention is None:

@@ -74,6 +74,16 @@ class Sampler:
     def remove(self, request_id: str) -> None:
         self._states.pop(request_id, None)
 
+    def is_plain(self, sequence: Sequence) -> bool:
+        """Whether the request's next token is simply the one with the largest logit."""
+        params = sequence.request.sampling
+        return (
+            _is_greedy(params)
+            and params.logprobs is None
+            and sequence.num_generated >= params.min_tokens
+            and not self._states[sequence.request.request_id].adjusts
+        )
+
     def adjust(self, logits: torch.Tensor, sequences: SequenceOf[Sequence]) -> None:
         """Apply penalties, bias and min_tokens to `logits` [N, V] fp32, in place."""
         for row, sequence in zip(logits, sequences, strict=True):

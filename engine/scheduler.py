@@ -52,6 +52,7 @@ class Sequence:
         "adapter_key",
         "arrival",
         "digests",
+        "has_ended",
         "is_running",
         "is_waiting_for_grammar",
         "num_cached",
@@ -78,6 +79,7 @@ class Sequence:
         self.adapter_key: AdapterKey = tuple((p.digest, p.weight) for p in request.adapters)
         self.digests = tuple(part.digest for part in request.adapters)
         self.is_running = False
+        self.has_ended = False
         self.is_waiting_for_grammar = False
         self.num_skips = 0
 
@@ -171,6 +173,31 @@ class Scheduler:
         self._admit(step)
         _group_by_adapter(step)
         return step
+
+    def can_admit(self) -> bool:
+        """Whether a waiting request might get into the next step."""
+        return bool(self.waiting) and len(self.running) < self._max_running
+
+    def look_ahead(self, rows: list[Row]) -> list[tuple[int, int, int]] | None:
+        """Take the pages that decoding rows need for the step after the one that runs now.
+
+        Returns (row, index in its page table, page) of each new page; None, with nothing taken,
+        when they are not simply free.
+        """
+        short = [
+            (i, row.sequence)
+            for i, row in enumerate(rows)
+            if self._pages_for(row.sequence.num_computed + 2) > len(row.sequence.page_table)
+        ]
+        if not self._pool.can_take(len(short)):
+            return None
+        pages = self._pool.take(len(short), PageUse.KV)
+        for (_, sequence), page in zip(short, pages, strict=True):
+            sequence.page_table.append(page)
+        return [
+            (i, len(sequence.page_table) - 1, page)
+            for (i, sequence), page in zip(short, pages, strict=True)
+        ]
 
     def commit(self, row: Row) -> None:
         """The step has run: the row's tokens are in the pages."""

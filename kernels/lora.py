@@ -468,14 +468,15 @@ def lora_expand_triton(
     add: bool = True,
     num_programs: int = 1056,
     block_n: int = 0,
-    few: int = 4,
+    few: int = 2,
+    dot_n: int = 256,
     num_warps: int = 0,
     num_stages: int = 1,
 ) -> None:
     """Add to y, or with add=False write to it, zeros for base-only tokens included."""
     widths = [high - low for low, high in itertools.pairwise(out_offsets)]
     # A warp per 256 columns: then a thread's columns are its own (see lora_row).
-    block_n = block_n or (512 if plan.chunks.shape[0] <= 16 else 1024)
+    block_n = block_n or 512
     block_n = min(block_n, max(16, next_power_of_2(max(widths))))
     num_blocks = sum(ceil_div(width, block_n) for width in widths)
     p0, p1, p2 = (*map(int, projections), -1, -1)[:3]
@@ -502,7 +503,7 @@ def lora_expand_triton(
         FEW=few,
         BLOCK_T=plan.block_t,
         BLOCK_N=block_n,
-        DOT_N=min(block_n, 128),
+        DOT_N=min(block_n, dot_n),
         num_warps=num_warps or max(1, min(4, block_n // 256)),
         num_stages=num_stages,
     )

@@ -77,30 +77,30 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
 
 
 def advance_ref(
-    positions: torch.Tensor,
     context_lens: torch.Tensor,
+    positions: torch.Tensor,
     slots: torch.Tensor,
     page_tables: torch.Tensor,
     page_size: int,
 ) -> None:
-    """Move each decoding sequence one token on, in place; context 0 is padding and stays.
+    """Move each decoding sequence one token on, in place; context -1 is padding and stays.
 
-    positions     [S] int64
-    context_lens  [S] int32
-    slots         [S] int64, where the next token's KV goes; -1 for padding
-    page_tables   [S, max_pages] int32, with the page of the next token already in it
+    context_lens  [S] int32, tokens whose KV is in the pages; after it, the new one included
+    positions     [S] int64, written: the new token's; 0 for padding
+    slots         [S] int64, written: where the new token's KV goes; -1 for padding
+    page_tables   [S, max_pages] int32, with the page of the new token in it
     """
-    live = context_lens > 0
-    positions += live
-    context_lens += live.to(torch.int32)
+    live = context_lens >= 0
+    positions.copy_(torch.where(live, context_lens, 0))
     page = page_tables.gather(1, (positions // page_size)[:, None]).squeeze(1).long()
     slots.copy_(torch.where(live, page * page_size + positions % page_size, -1))
+    context_lens += live.to(torch.int32)
 
 
 @jit("num_rows", "table_stride")
 def _advance_kernel(
-    positions_ptr,
     context_lens_ptr,
+    positions_ptr,
     slots_ptr,
     page_tables_ptr,
     table_stride,
@@ -110,30 +110,30 @@ def _advance_kernel(
 ):
     s = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = s < num_rows
-    context = tl.load(context_lens_ptr + s, mask=inside, other=0)
-    live = context > 0
-    position = tl.load(positions_ptr + s, mask=live, other=0) + 1
+    context = tl.load(context_lens_ptr + s, mask=inside, other=-1)
+    live = context >= 0
+    position = tl.where(live, context, 0)
     page = tl.load(
-        page_tables_ptr + s.to(tl.int64) * table_stride + position // PAGE, mask=live, other=-1
+        page_tables_ptr + s.to(tl.int64) * table_stride + position // PAGE, mask=live, other=0
     )
     slot = page.to(tl.int64) * PAGE + position % PAGE
-    tl.store(positions_ptr + s, position, mask=live)
+    tl.store(positions_ptr + s, position.to(tl.int64), mask=inside)
+    tl.store(slots_ptr + s, tl.where(live, slot, -1), mask=inside)
     tl.store(context_lens_ptr + s, context + 1, mask=live)
-    tl.store(slots_ptr + s, tl.where(page >= 0, slot, -1), mask=inside)
 
 
 def advance_triton(
-    positions: torch.Tensor,
     context_lens: torch.Tensor,
+    positions: torch.Tensor,
     slots: torch.Tensor,
     page_tables: torch.Tensor,
     page_size: int,
 ) -> None:
-    """A row whose next page is not there yet (-1) gets slot -1."""
+    """As `advance_ref`."""
     num_rows = positions.shape[0]
     _advance_kernel[(ceil_div(num_rows, 128),)](
-        positions_ptr=positions,
         context_lens_ptr=context_lens,
+        positions_ptr=positions,
         slots_ptr=slots,
         page_tables_ptr=page_tables,
         table_stride=page_tables.stride(0),
@@ -145,12 +145,12 @@ def advance_triton(
 
 
 def advance(
-    positions: torch.Tensor,
     context_lens: torch.Tensor,
+    positions: torch.Tensor,
     slots: torch.Tensor,
     page_tables: torch.Tensor,
     page_size: int,
 ) -> None:
     """Move each decoding sequence one token on, in place; shapes as in `advance_ref`."""
     run = advance_triton if use_triton(positions) else advance_ref
-    run(positions, context_lens, slots, page_tables, page_size)
+    run(context_lens, positions, slots, page_tables, page_size)

@@ -113,7 +113,7 @@ def lora_silu_mul_triton(
     layer: int,
     *,
     num_programs: int = 1056,
-    block_n: int = 128,
+    block_n: int = 64,
     num_warps: int = 4,
     num_stages: int = 1,
 ) -> torch.Tensor:

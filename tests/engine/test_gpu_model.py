@@ -171,8 +171,6 @@ def test_prefill_then_decode_is_hugging_faces(chosen: list[int]) -> None:
     graphs.capture(4, False)
     graphs.load(
         token_ids=torch.tensor([tokens[-1] for tokens in sequences], device=DEVICE),
-        positions=positions,
-        slots=tables[torch.arange(3), positions // 16].long() * 16 + positions % 16,
         context_lens=(positions + 1).to(torch.int32),
         page_tables=tables,
         lora=lora if lora.max_tiles else None,

@@ -288,15 +288,16 @@ def test_greedy(width: int, dtype: torch.dtype, device: str) -> None:
 
 
 def test_advance(device: str) -> None:
-    tables = torch.tensor([[7, 3], [5, -1], [-1, -1]], dtype=torch.int32, device=device)
-    positions = torch.tensor([15, 3, 0], device=device)
-    contexts = torch.tensor([16, 4, 0], dtype=torch.int32, device=device)
-    slots = torch.full((3,), 99, device=device)
-    expected = [tensor.clone() for tensor in (positions, contexts, slots)]
+    tables = torch.tensor([[7, 3], [5, 0], [9, 9]], dtype=torch.int32, device=device)
+    contexts = torch.tensor([16, 3, -1], dtype=torch.int32, device=device)
+    positions, slots = torch.full((2, 3), 99, device=device)
+    expected = [tensor.clone() for tensor in (contexts, positions, slots)]
     advance_ref(*expected, tables, 16)
-    advance_triton(positions, contexts, slots, tables, 16)
-    assert slots.tolist() == [48, 5 * 16 + 4, -1]
-    for out, value in zip((positions, contexts, slots), expected, strict=True):
+    advance_triton(contexts, positions, slots, tables, 16)
+    assert contexts.tolist() == [17, 4, -1]
+    assert positions.tolist() == [16, 3, 0]
+    assert slots.tolist() == [48, 5 * 16 + 3, -1]
+    for out, value in zip((contexts, positions, slots), expected, strict=True):
         assert torch.equal(out, value)
 
 

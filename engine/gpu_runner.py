@@ -1,0 +1,139 @@
+"""Batches on a GPU: decodes replay a graph, everything else goes launch by launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import torch
+
+from engine.batch import Batch
+from engine.config import ModelConfig
+from engine.gpu_model import GpuBatch, GpuModel
+from engine.graphs import DecodeGraphs
+from engine.weights import Weights
+from kernels import PageLayout
+from kernels.attention_decode import DecodeWorkspace
+from kernels.lora import block_of
+from kernels.lora_plan import make_plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """A launched step's greedy tokens, on their way to the host."""
+
+    host: torch.Tensor
+    arrived: torch.cuda.Event | None  # None: they are there
+
+    def wait(self) -> list[int]:
+        """One token a row, as soon as the step has run."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        token_ids: list[int] = self.host.tolist()
+        return token_ids
+
+
+class GpuRunner:
+    """Owns the graphs and their buffers.
+
+    max_running  the most rows a decode step can have
+    """
+
+    def __init__(
+        self,
+        *,
+        model: ModelConfig,
+        weights: Weights,
+        layout: PageLayout,
+        arena: torch.Tensor,
+        max_positions: int,
+        max_running: int,
+    ) -> None:
+        self._model = GpuModel(
+            config=model, weights=weights, layout=layout, arena=arena, max_positions=max_positions
+        )
+        self._num_heads, self._layout = model.num_heads, layout
+        self._graphs = DecodeGraphs(
+            self._model,
+            max_batch=min(max_running, 256),
+            max_pages=-(-max_positions // layout.page_size),
+        )
+        # Two, because a step is launched before the tokens of the one before it are read.
+        self._fetched = torch.empty(2, max_running, dtype=torch.int64, pin_memory=arena.is_cuda)
+        self._turn = 0
+
+    def warm_up(self) -> None:
+        """Record every graph, so that no request waits for one."""
+        for size in self._graphs.sizes:
+            for has_lora in (False, True):
+                self._graphs.capture(size, has_lora)
+
+    def can_run_ahead(self, batch: Batch) -> bool:
+        """Whether `start` takes the batch: decodes alone, and a graph holds them."""
+        return (
+            batch.max_new == 1
+            and batch.sample_rows.shape[0] == batch.token_ids.shape[0]
+            and self._graphs.fits(batch.token_ids.shape[0], batch.page_tables.shape[1], batch.lora)
+        )
+
+    def run(self, batch: Batch) -> torch.Tensor:
+        """The logits [N, V] of the batch's sampling rows, valid until the next run."""
+        if self.can_run_ahead(batch):
+            self._load(batch)
+            return self._graphs.step()
+        return self._model.forward(self._gpu_batch(batch))
+
+    def start(self, batch: Batch) -> Tokens:
+        """Run a batch of decodes greedily; `go_on` may follow before its tokens are read."""
+        self._load(batch)
+        return self.go_on(())
+
+    def go_on(self, new_pages: SequenceOf[tuple[int, int, int]]) -> Tokens:
+        """Run the same rows one token further: their inputs are on the device already.
+
+        new_pages  (row, column of its page table, page) that the rows need for it
+        """
+        self._graphs.add_pages(new_pages)
+        self._graphs.step()
+        self._turn = 1 - self._turn
+        host = self._fetched[self._turn, : self._graphs.num_rows]
+        host.copy_(self._graphs.token_ids[: self._graphs.num_rows], non_blocking=True)
+        arrived = None
+        if self._graphs.token_ids.is_cuda:
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived.record()
+        return Tokens(host=host, arrived=arrived)
+
+    def _load(self, batch: Batch) -> None:
+        self._graphs.load(
+            token_ids=batch.token_ids,
+            context_lens=batch.context_lens,
+            page_tables=batch.page_tables,
+            lora=batch.lora,
+        )
+
+    def _gpu_batch(self, batch: Batch) -> GpuBatch:
+        num_tokens = batch.token_ids.shape[0]
+        lora = batch.lora
+        plan = None
+        if lora is not None:
+            block_t = block_of(num_tokens, lora.seg_adapter.shape[0])
+            plan = make_plan(lora, num_tokens, block_t)
+        workspace = None
+        if batch.max_new == 1:
+            workspace = DecodeWorkspace(
+                num_tokens, self._num_heads, self._layout, batch.token_ids.device
+            )
+        return GpuBatch(
+            token_ids=batch.token_ids,
+            positions=batch.positions,
+            slots=batch.slots,
+            query_start=batch.query_start,
+            context_lens=batch.context_lens,
+            page_tables=batch.page_tables,
+            max_new=batch.max_new,
+            workspace=workspace,
+            sample_rows=batch.sample_rows,
+            table=None if lora is None else lora.table,
+            plan=plan,
+        )

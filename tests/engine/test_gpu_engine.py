@@ -1,0 +1,65 @@
+"""The engine over its GPU runner: graphs, and steps launched before the last one's tokens are read.
+
+Runs on a card under `make test-gpu`; elsewhere Triton's interpreter runs the same kernels.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from engine import Engine, FinishReason
+from tests.engine.conftest import MakeEngine, Oracle, prompt, request, run
+
+if torch.cuda.is_available():
+    pytestmark = pytest.mark.gpu
+
+
+def make_gpu_engine(make_engine: MakeEngine) -> Engine:
+    device = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+    return make_engine(device=device, dtype="float32", use_triton=True, max_running=4)
+
+
+def test_mixed_batch_is_the_oracles(make_engine: MakeEngine, oracle: Oracle) -> None:
+    engine = make_gpu_engine(make_engine)
+    chosen = [None, "all-4", "patterns", "qv-16"]
+    prompts = [prompt(i, 12 + i) for i in range(4)]  # two of them cross into a second page
+    results = run(
+        engine,
+        *(
+            request(str(i), tokens, adapter=adapter, max_tokens=5)
+            for i, (tokens, adapter) in enumerate(zip(prompts, chosen, strict=True))
+        ),
+        check=True,
+    )
+    for i, (tokens, adapter) in enumerate(zip(prompts, chosen, strict=True)):
+        assert results[str(i)].token_ids == oracle.generate(tokens, 5, adapter)
+        assert results[str(i)].finish_reason == FinishReason.LENGTH
+
+
+def test_requests_end_while_the_next_step_runs(make_engine: MakeEngine, oracle: Oracle) -> None:
+    engine = make_gpu_engine(make_engine)
+    first, second = prompt(1, 4), prompt(2, 4)
+    expected = oracle.generate(first, 6)
+    stop = next(i for i in range(1, 6) if expected[i] not in expected[:i])
+    engine.add(request("stops", first, max_tokens=6, stop_token_ids=(expected[stop],)))
+    engine.add(request("cancelled", second, max_tokens=100))
+    token_ids: dict[str, list[int]] = {"stops": [], "cancelled": []}
+    reasons = {}
+    num_steps = 0
+    while engine.has_work():
+        for output in engine.step():
+            token_ids[output.request_id] += output.token_ids
+            if output.finish_reason is not None:
+                reasons[output.request_id] = output.finish_reason
+        engine.check_integrity()
+        num_steps += 1
+        if num_steps == 9:
+            engine.cancel("cancelled")
+    assert token_ids["stops"] == expected[:stop]
+    assert reasons == {"stops": FinishReason.STOP, "cancelled": FinishReason.CANCELLED}
+    num_got = len(token_ids["cancelled"])
+    assert num_got >= 5
+    assert token_ids["cancelled"] == oracle.generate(second, num_got)
