@@ -33,7 +33,7 @@ test-long: setup
 	$(BIN)/python -m pytest -m "long"
 
 test-gpu:
-	$(PYTHON) -m pytest -m gpu -p no:django tests/kernels tests/engine
+	TRITON_INTERPRET=0 $(PYTHON) -m pytest -m gpu -p no:django tests/kernels tests/engine
 
 check: setup
 	$(BIN)/ruff check .

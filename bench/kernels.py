@@ -203,10 +203,8 @@ def bench_lora(options: bool) -> Iterator[Case]:
             tries = [{}]
             if options:
                 tries += [
-                    {"num_warps": 8}, {"block_n": 512}, {"block_n": 128}, {"num_stages": 1},
-                    {"num_stages": 3}, {"few": 0}, {"num_programs": 2112},
-                    {"block_n": 1024}, {"block_n": 1024, "num_warps": 8},
-                    {"block_n": 2048, "num_warps": 8},
+                    {"num_stages": 3}, {"dot_n": 128}, {"few": 0}, {"few": 4}, {"block_n": 256},
+                    {"block_n": 1024}, {"num_stages": 3, "few": 4},
                 ]  # fmt: skip
             for extra in tries:
                 ms = graph_ms(
