@@ -12,6 +12,7 @@ import contextlib
 import importlib.util
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -29,26 +30,30 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 HAS_SERVERS = all(importlib.util.find_spec(name) for name in NEEDED)
 
 if HAS_SERVERS:
-    import psutil
-
-    from demo.stack import EmbeddedStack, stop_stack
+    from demo.processes import recorded_process, stop_leftover, write_pid_file
+    from demo.stack import EmbeddedStack
     from tests.live import live  # noqa: F401  (a fixture)
 
     def _remove_leftovers() -> None:
-        """What a killed session left: one folder per session, named by its pid."""
+        """What a killed session left: one folder per session."""
         for folder in FOLDER.glob("[0-9]*"):
-            if not psutil.pid_exists(int(folder.name)):
-                stop_stack(folder)
+            if recorded_process(folder / "session.json") is None:
+                # The platform's processes lie deeper than the servers that they use.
+                for pid_file in sorted(folder.rglob("run/*.json"), key=str, reverse=True):
+                    stop_leftover(pid_file)
                 shutil.rmtree(folder, ignore_errors=True)
 
     _remove_leftovers()
     # Not durable: the tests' data need not survive a power cut.
     STACK = EmbeddedStack(FOLDER / str(os.getpid()), durable=False)
+    write_pid_file(STACK.folder / "session.json", os.getpid())
     os.environ.update(STACK.env)
     os.environ.setdefault("LORIKEET_WORK_DIR", str(STACK.folder / "work"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Told to end, a session still stops what it started.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     # Here and not in pyproject.toml, from which pytest-django would read the settings before the
     # environment is set; it completes what this begins.
     if HAS_SERVERS and config.pluginmanager.hasplugin("django"):
