@@ -166,7 +166,7 @@ class AdapterCache:
         if folder.exists():
             if self._digest_of(folder) == ref.digest:
                 return _size_of(folder)
-            log.warning("damaged adapter removed from the disk", extra={"digest": ref.digest})
+            log.warning("adapter %s was damaged on the disk", ref.digest)
             shutil.rmtree(folder)
         staging = Path(tempfile.mkdtemp(prefix=ref.digest, suffix=".part", dir=self._root))
         try:
@@ -196,7 +196,7 @@ class AdapterCache:
             self._verified.discard(digest)
             self._on_evict(digest)
             shutil.rmtree(self._root / digest, ignore_errors=True)
-            log.info("adapter evicted from the disk", extra={"digest": digest})
+            log.info("adapter %s evicted from the disk", digest)
 
     def check_integrity(self) -> None:
         """Assert that the books agree with each other and with the disk."""

@@ -184,7 +184,7 @@ class EngineLoop:
             self._engine.register_adapter(command.digest, Path(command.folder))
         except Exception as error:
             self._failed_adapters[command.digest] = to_failure(error)
-            log.warning("adapter refused", extra={"digest": command.digest}, exc_info=error)
+            log.warning("adapter %s refused: %r", command.digest, error)
 
     def _stats(self) -> Stats:
         stats = self._engine.stats()

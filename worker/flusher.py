@@ -87,7 +87,7 @@ class Flusher:
             try:
                 refused = await self._streams.publish(gateway_id, news)
             except (RedisError, OSError) as error:
-                log.warning("news wait for Redis", extra={"error": repr(error)})
+                log.warning("news wait for Redis: %r", error)
                 await asyncio.sleep(RETRY_S)
                 continue
             if refused:

@@ -128,7 +128,7 @@ class Requests:
         except Refused as refused:
             request.fail(refused.code, refused.message, refused.param, now=time.time())
         except Exception:
-            log.exception("a request could not be prepared", extra={"request_id": job.request_id})
+            log.exception("request %s could not be prepared", job.request_id)
             request.fail(ErrorCode.INTERNAL, "The worker failed on this request.", now=time.time())
         if request.is_finished:  # here, or cancelled while it was being prepared
             self._finish(request)
@@ -143,7 +143,7 @@ class Requests:
             try:
                 folder = await self._cache.acquire(ref)
             except AdapterFetchError as error:
-                log.warning("adapter not to be had", extra={"digest": ref.digest, "error": error})
+                log.warning("adapter %s cannot be had: %s", ref.digest, error)
                 raise Refused(
                     ErrorCode.ADAPTER_UNAVAILABLE, "The adapter cannot be fetched now.", "model"
                 ) from error
@@ -230,7 +230,7 @@ class Requests:
 
     def _on_refused(self, request_ids: list[str]) -> None:
         """Another run holds the lease now: whatever this one does with the request is void."""
-        log.warning("requests taken over by another lease", extra={"request_ids": request_ids})
+        log.warning("taken over by another lease: %s", " ".join(request_ids))
         for request_id in request_ids:
             self.flusher.forget(request_id)
             if request := self._active.pop(request_id, None):

@@ -17,7 +17,7 @@ from django.http import HttpRequest, HttpResponseBase, JsonResponse, StreamingHt
 
 from controlplane import jobs
 from controlplane.adapters.services import ResolvedModel
-from controlplane.errors import ApiError, InternalError, MethodNotAllowed, NotFound
+from controlplane.errors import ApiError, InternalError, MethodNotAllowed, NotFound, Unavailable
 from controlplane.inference import access
 from controlplane.inference.answers import (
     DONE,
@@ -32,7 +32,7 @@ from controlplane.inference.parsing import parse_body
 from controlplane.inference.schemas import ChatBody, CompletionBody, GenerationBody
 from controlplane.replies import Reply
 from controlplane.scoping import new_id
-from worker.protocol import FinishReason, GenerateJob, TokenEvent
+from worker.protocol import ErrorCode, FinishReason, GenerateJob, TokenEvent
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ async def _checked(
     """The body, what its model means to the caller, and the caller. A wrong key comes first."""
     header = request.headers.get("Authorization")
     try:
-        body = parse_body(kind, request.body)
+        body = parse_body(kind, request.read())  # `request.body` has a smaller bound of its own
     except ApiError:
         await access.authenticate(header)
         raise
@@ -167,7 +167,8 @@ async def _take(reply: Reply, job: GenerateJob, timeout_s: float | None) -> Toke
         error.param = client_param(job, error.param, error.code)
         raise
     if event is not None and event.finish_reason == FinishReason.CANCELLED:
-        raise InternalError("The request was cancelled.", code="cancelled")
+        # Not by its client, who is still here: its worker took this gateway for dead.
+        raise Unavailable("The request was cancelled.", code=ErrorCode.WORKER_LOST)
     return event
 
 

@@ -303,14 +303,14 @@ def test_a_paused_worker_that_was_replaced_can_do_no_harm(
 
 
 def test_a_killed_gateways_requests_are_cancelled(
-    scene: Scene, worker: Process, request: pytest.FixtureRequest
+    scene: Scene, request: pytest.FixtureRequest
 ) -> None:
+    name = worker_id(request)
+    # So slow that the context is not full before the gateway's heartbeat has lapsed.
+    worker = scene.live.start_worker(name, step_s=0.1)
     web, url = scene.live.start_web("doomed")
-    doomed = Scene(scene.live, url, web)
     key = scene.live.tenants["acme"].key
-    slow = worker_id(request)
     call = Call(stream=True)
-    # Long enough to outlive the gateway's heartbeat.
     call._run = lambda *_: _read_long(call, url, key)  # type: ignore[method-assign]
     call.start(url, key)
     assert call.first.wait(20)
@@ -320,7 +320,9 @@ def test_a_killed_gateways_requests_are_cancelled(
     )[0]
     assert row["finish_reason"] == "cancelled"
     assert row["completion_tokens"] > 0
-    assert doomed.pending(slow) == 0
+    assert scene.pending(name) == 0
+    worker.end()
+    scene.live.forget_worker(name)
 
 
 def _read_long(call: Call, url: str, key: str) -> None:

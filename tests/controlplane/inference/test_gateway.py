@@ -275,6 +275,12 @@ def test_other_addresses_and_methods(gateway: Gateway) -> None:
     assert response.json()["error"]["type"] == "invalid_request_error"
 
 
+def test_a_long_body_is_read(gateway: Gateway) -> None:
+    response = gateway.post({"model": FAKE_NAME, "messages": say("x" * 3_000_000)})
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
 def test_a_body_that_is_too_long_is_not_read(gateway: Gateway) -> None:
     response = gateway.post(b" " * (MAX_BODY_BYTES + 1))
     assert response.status_code == 413
