@@ -476,7 +476,7 @@ def lora_expand_triton(
     """Add to y, or with add=False write to it, zeros for base-only tokens included."""
     widths = [high - low for low, high in itertools.pairwise(out_offsets)]
     # A warp per 256 columns: then a thread's columns are its own (see lora_row).
-    block_n = block_n or 512
+    block_n = block_n or (256 if plan.block_t <= RANK_BLOCK else 512)
     block_n = min(block_n, max(16, next_power_of_2(max(widths))))
     num_blocks = sum(ceil_div(width, block_n) for width in widths)
     p0, p1, p2 = (*map(int, projections), -1, -1)[:3]
