@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import multiprocessing
-import os
 import queue
 import threading
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from worker.channel import Command, StepReport
-from worker.config import WorkerConfig
+from worker.config import WorkerConfig, let_threads_sleep
 
 if TYPE_CHECKING:
     from worker.engine_process import EngineFactory
@@ -30,9 +29,7 @@ def _child(
     connection: Connection, config: WorkerConfig, engine_factory: EngineFactory | None
 ) -> None:
     """Runs in the engine process, the only one that imports the engine."""
-    # Read when torch is loaded. Threads that spin while they wait for each other slow a CPU engine
-    # twenty times as soon as anything else runs on its cores.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    let_threads_sleep()
     from worker.engine_process import create_engine, main
 
     main(connection, config, engine_factory or create_engine)
