@@ -35,14 +35,15 @@ from engine.request import (
 if TYPE_CHECKING:
     from engine.config import EngineConfig
     from engine.dash import DashConfig, DashEngine
-    from engine.engine import Engine, EngineStats
+    from engine.engine import Engine
+    from engine.stats import EngineStats
 
 _LAZY = {
     "DashConfig": "engine.dash",
     "DashEngine": "engine.dash",
     "Engine": "engine.engine",
     "EngineConfig": "engine.config",
-    "EngineStats": "engine.engine",
+    "EngineStats": "engine.stats",
 }
 
 __all__ = [

@@ -23,9 +23,10 @@ from transformers import AutoTokenizer
 
 from engine.adapter_files import CONFIG_FILE, TENSORS_FILE
 from engine.config import EngineConfig
-from engine.engine import Engine, EngineStats
+from engine.engine import Engine
 from engine.errors import AdapterUnavailable, EngineError, UnknownAdapter
 from engine.request import AdapterPart, FinishReason, Request, RequestOutput, SamplingParams
+from engine.stats import EngineStats
 
 # One prompt's adapters: none, one by name, or several by name with weights.
 Adapters = str | Mapping[str, float] | None

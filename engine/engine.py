@@ -29,6 +29,7 @@ from engine.request import FinishReason, Request, RequestOutput
 from engine.runner import ModelRunner
 from engine.sampler import Sampled, Sampler
 from engine.scheduler import Scheduler, Sequence, Step
+from engine.stats import EngineStats
 from engine.weights import Weights
 from kernels import apply_bitmask
 
@@ -37,32 +38,6 @@ log = logging.getLogger(__name__)
 # A step that finds nothing to run, because all wait for adapters or grammars, sleeps this long
 # at most.
 _IDLE_WAIT_S = 0.002
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStats:
-    """The engine at one moment.
-
-    step                steps so far; one that stands still while requests run is stuck
-    running, waiting    requests
-    kv_pages            pages that hold KV; adapter_pages likewise; the rest is free
-    resident_digests    adapters in the arena, least recently used first
-    num_adapters        registered ones
-    num_generated       tokens so far
-    num_preemptions     requests that lost their pages so far
-    """
-
-    step: int
-    running: int
-    waiting: int
-    num_pages: int
-    free_pages: int
-    kv_pages: int
-    adapter_pages: int
-    resident_digests: tuple[str, ...]
-    num_adapters: int
-    num_generated: int
-    num_preemptions: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

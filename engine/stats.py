@@ -1,0 +1,31 @@
+"""What an engine says of itself. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """The engine at one moment.
+
+    step                steps so far; one that stands still while requests run is stuck
+    running, waiting    requests
+    kv_pages            pages that hold KV; adapter_pages likewise; the rest is free
+    resident_digests    adapters in the arena, least recently used first
+    num_adapters        registered ones
+    num_generated       tokens so far
+    num_preemptions     requests that lost their pages so far
+    """
+
+    step: int
+    running: int
+    waiting: int
+    num_pages: int
+    free_pages: int
+    kv_pages: int
+    adapter_pages: int
+    resident_digests: tuple[str, ...]
+    num_adapters: int
+    num_generated: int
+    num_preemptions: int
