@@ -173,8 +173,12 @@ def bench_lora(options: bool) -> Iterator[Case]:
             b_bytes = 2 * total_rank * bounds[-1] + y.numel() * 2
             tries: list[dict[str, int]] = [{}]
             if options and plan.block_t == 16:
-                tries += [{"num_programs": 528}, {"num_programs": 2112}, {"num_stages": 3},
-                          {"splits": 16}, {"splits": 8}, {"splits": 4}]  # fmt: skip
+                tries += [
+                    {"block_k": 128}, {"block_k": 128, "num_stages": 3},
+                    {"block_k": 128, "num_stages": 4}, {"num_stages": 3}, {"splits": 4},
+                    {"splits": 8}, {"num_warps": 2}, {"num_warps": 2, "block_k": 128},
+                    {"splits": 4, "block_k": 128, "num_stages": 4},
+                ]  # fmt: skip
             elif options:
                 tries += [{"num_warps": 8}, {"block_k": 128}, {"num_stages": 3}, {"splits": 1},
                           {"splits": 4}]  # fmt: skip

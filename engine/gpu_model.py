@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ class GpuBatch:
     workspace  of the decode kernel; None: a new one
     sample_rows  None: every row
     table, plan  both None for a pass without adapters
+    sample_plan  the work list of the sample rows alone
     """
 
     token_ids: torch.Tensor
@@ -56,6 +57,7 @@ class GpuBatch:
     sample_rows: torch.Tensor | None = None
     table: LoraTable | None = None
     plan: LoraPlan | None = None
+    sample_plan: LoraPlan | None = None
 
 
 class GpuModel:
@@ -87,17 +89,21 @@ class GpuModel:
         normed = rms_norm_triton(residual, weights.layers[0].input_norm, eps)
         following = [layer.input_norm for layer in weights.layers[1:]] + [weights.norm]
         for index, (layer, next_norm) in enumerate(zip(weights.layers, following, strict=True)):
-            out, delta = self._attention(batch, index, layer, normed)
+            attended = self._attention(batch, index, layer, normed)
+            if index == len(weights.layers) - 1 and batch.sample_rows is not None:
+                # From here on nobody reads the other rows: 2.6% of a prefill of 32 layers.
+                attended, residual = attended[batch.sample_rows], residual[batch.sample_rows]
+                batch = replace(batch, plan=batch.sample_plan)
+            out, delta = self._beside(batch, index, (Projection.O,), attended, layer.o)
             normed, residual = add_rms_norm_triton(out, residual, layer.post_norm, eps, delta)
             out, delta = self._mlp(batch, index, layer, normed)
             normed, residual = add_rms_norm_triton(out, residual, next_norm, eps, delta)
-        if batch.sample_rows is not None:
-            normed = normed[batch.sample_rows]
         return self._linear(normed, weights.lm_head)
 
     def _attention(
         self, batch: GpuBatch, index: int, layer: LayerWeights, x: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> torch.Tensor:
+        """What the heads gathered, [T, H D]; the o projection is yet to come."""
         qkv, delta = self._beside(batch, index, QKV, x, layer.qkv)
         q = rope_kv_write_triton(
             qkv,
@@ -111,8 +117,7 @@ class GpuModel:
             num_heads=self.config.num_heads,
             delta=delta,
         )
-        attended = self._attend(batch, index, q).flatten(1)
-        return self._beside(batch, index, (Projection.O,), attended, layer.o)
+        return self._attend(batch, index, q).flatten(1)
 
     def _attend(self, batch: GpuBatch, index: int, q: torch.Tensor) -> torch.Tensor:
         args = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,7 +15,7 @@ from engine.weights import Weights
 from kernels import PageLayout
 from kernels.attention_decode import DecodeWorkspace
 from kernels.lora import block_of
-from kernels.lora_plan import make_plan
+from kernels.lora_plan import RANK_BLOCK, make_plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,10 +115,13 @@ class GpuRunner:
     def _gpu_batch(self, batch: Batch) -> GpuBatch:
         num_tokens = batch.token_ids.shape[0]
         lora = batch.lora
-        plan = None
+        plan = sample_plan = None
         if lora is not None:
             block_t = block_of(num_tokens, lora.seg_adapter.shape[0])
             plan = make_plan(lora, num_tokens, block_t)
+            before = torch.searchsorted(batch.sample_rows, lora.seg_indptr.long(), out_int32=True)
+            sampled = replace(lora, seg_indptr=before)
+            sample_plan = make_plan(sampled, batch.sample_rows.shape[0], RANK_BLOCK)
         workspace = None
         if batch.max_new == 1:
             workspace = DecodeWorkspace(
@@ -136,4 +139,5 @@ class GpuRunner:
             sample_rows=batch.sample_rows,
             table=None if lora is None else lora.table,
             plan=plan,
+            sample_plan=sample_plan,
         )

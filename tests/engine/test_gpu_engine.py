@@ -17,9 +17,10 @@ if torch.cuda.is_available():
     pytestmark = pytest.mark.gpu
 
 
-def make_gpu_engine(make_engine: MakeEngine) -> Engine:
+def make_gpu_engine(make_engine: MakeEngine, **config: int) -> Engine:
     device = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
-    return make_engine(device=device, dtype="float32", use_triton=True, max_running=4)
+    given = {"max_running": 4, **config}
+    return make_engine(device=device, dtype="float32", use_triton=True, **given)
 
 
 def test_mixed_batch_is_the_oracles(make_engine: MakeEngine, oracle: Oracle) -> None:
@@ -37,6 +38,13 @@ def test_mixed_batch_is_the_oracles(make_engine: MakeEngine, oracle: Oracle) -> 
     for i, (tokens, adapter) in enumerate(zip(prompts, chosen, strict=True)):
         assert results[str(i)].token_ids == oracle.generate(tokens, 5, adapter)
         assert results[str(i)].finish_reason == FinishReason.LENGTH
+
+
+def test_a_chunk_that_samples_nothing(make_engine: MakeEngine, oracle: Oracle) -> None:
+    engine = make_gpu_engine(make_engine, max_step_tokens=12)
+    tokens = prompt(7, 20)
+    results = run(engine, request("r", tokens, adapter="all-4", max_tokens=2))
+    assert results["r"].token_ids == oracle.generate(tokens, 2, "all-4")
 
 
 def test_requests_end_while_the_next_step_runs(make_engine: MakeEngine, oracle: Oracle) -> None:
