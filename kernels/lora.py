@@ -415,13 +415,12 @@ def lora_shrink_triton(
     block_k: int = 0,
     splits: int = 0,
     num_warps: int = 4,
-    num_stages: int = 0,
+    num_stages: int = 3,
 ) -> torch.Tensor:
     """x [T, in] -> h [plan.max_rows, len(projections) * 16] in x's dtype, scaled."""
     width = x.shape[1]
-    is_decode = plan.block_t <= RANK_BLOCK
     splits = splits or shrink_splits(width, len(projections), plan)
-    block_k = block_k or max(16, min(256 if is_decode else 128, next_power_of_2(width)))
+    block_k = block_k or max(16, min(128, next_power_of_2(width)))
     shape = (plan.max_rows, len(projections) * RANK_BLOCK)
     planes = torch.empty(splits, *shape, dtype=torch.float32, device=x.device)
     h = torch.empty(shape, dtype=x.dtype, device=x.device)
@@ -450,7 +449,7 @@ def lora_shrink_triton(
         BLOCK_K=block_k,
         SPLITS=splits,
         num_warps=num_warps,
-        num_stages=num_stages or (2 if is_decode else 3),
+        num_stages=num_stages,
     )
     return h
 
