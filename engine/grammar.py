@@ -20,6 +20,9 @@ import torch
 from engine.errors import BadGrammar
 
 _MAX_CACHED = 256
+#: Between two parts of the JSON at most one space: with free whitespace a small model may go on
+#: writing newlines until its tokens are used up. Whatever the schema itself says here is replaced.
+_GUIDANCE = {"whitespace_pattern": " "}
 
 
 def check_schema_text(schema: str) -> None:
@@ -122,7 +125,8 @@ class GrammarCompiler:
             self._backend = _Backend(self._model_dir)
         backend = self._backend
         try:
-            text = backend.json_schema(schema).schema
+            fields = json.loads(backend.json_schema(schema).schema)
+            text = json.dumps(fields | {"x-guidance": _GUIDANCE})
             processor = backend.outlines.get_json_schema_logits_processor(text)
         except Exception as error:  # jsonschema's and llguidance's own, whatever they may be
             raise BadGrammar(f"the schema is not valid: {error}", param="json_schema") from error

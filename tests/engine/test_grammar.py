@@ -105,6 +105,19 @@ def test_every_schema_is_obeyed_with_and_without_adapters(make_engine: MakeEngin
     assert len(results["free"].token_ids) == 30
 
 
+def test_whitespace_cannot_use_up_the_tokens(make_engine: MakeEngine) -> None:
+    """A model that wants nothing but spaces still finishes."""
+    schema = SCHEMAS["ref"] | {"x-guidance": {"whitespace_flexible": True}}
+    got = run(
+        make_engine(),
+        request("r", prompt(0, 4), json_schema=json.dumps(schema), max_tokens=100,
+                logit_bias={_space(): 100.0}, ignore_eos=False),
+    )["r"]  # fmt: skip
+    assert got.finish_reason == FinishReason.STOP
+    assert "  " not in text_of(got)
+    jsonschema.validate(json.loads(text_of(got)), SCHEMAS["ref"])
+
+
 @pytest.mark.parametrize("sampling", [{"ignore_eos": True}, {"min_tokens": 200}], ids=str)
 def test_a_complete_grammar_ends_the_request(
     make_engine: MakeEngine, sampling: dict[str, Any]
