@@ -17,8 +17,9 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("controlplane", "worker", "engine", "kernels", "demo", "bench")
 MAX_FUNCTION_LINES = 60
 MAX_KERNEL_LINES = 120
-#: A file of kernels holds references, kernels and launchers of its operations.
 MAX_FILE_LINES = 450
+#: A file of kernels holds references, kernels and launchers of its operations.
+MAX_KERNEL_FILE_LINES = 600
 MAX_MESSAGES = 12
 
 
@@ -51,7 +52,8 @@ def test_files_and_functions_stay_readable() -> None:
             continue
         text = path.read_text()
         name = path.relative_to(ROOT)
-        if text.count("\n") > MAX_FILE_LINES:
+        is_kernels = path.is_relative_to(ROOT / "kernels")
+        if text.count("\n") > (MAX_KERNEL_FILE_LINES if is_kernels else MAX_FILE_LINES):
             too_long.append(f"{name}: {text.count(chr(10))} lines")
         for function in _functions(ast.parse(text)):
             lines = (function.end_lineno or function.lineno) - function.lineno + 1
