@@ -26,14 +26,10 @@ from kernels.attention import paged_attention_ref
 from kernels.attention_decode import DecodeWorkspace, attention_decode_triton
 from kernels.attention_prefill import attention_prefill_triton
 from kernels.linear import skinny_linear_triton
-from kernels.lora import (
-    block_of,
-    lora_expand_ref,
-    lora_expand_triton,
-    lora_shrink_ref,
-    lora_shrink_triton,
-)
+from kernels.lora import block_of, lora_expand_ref, lora_shrink_ref
+from kernels.lora_expand import lora_expand_triton
 from kernels.lora_plan import make_plan
+from kernels.lora_shrink import lora_shrink_triton
 from kernels.rms_norm import add_rms_norm_ref, add_rms_norm_triton
 from kernels.sampling import greedy_triton
 from kernels.silu_mul import silu_mul_ref, silu_mul_triton

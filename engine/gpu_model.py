@@ -23,8 +23,9 @@ from kernels import LoraTable, PageLayout, Projection
 from kernels.attention_decode import DecodeWorkspace, attention_decode_triton
 from kernels.attention_prefill import attention_prefill_triton
 from kernels.linear import linear
-from kernels.lora import lora_expand_triton, lora_shrink_triton
+from kernels.lora_expand import lora_expand_triton
 from kernels.lora_plan import LoraPlan
+from kernels.lora_shrink import lora_shrink_triton
 from kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
 from kernels.rope import rope_kv_write_triton
 from kernels.silu_mul import lora_silu_mul_triton, silu_mul_triton

@@ -6,8 +6,9 @@ import torch
 from torch.nn import functional
 
 from kernels.backend import ceil_div, jit, next_power_of_2, tl, use_triton
-from kernels.lora import load_record, tile_rows
+from kernels.lora_expand import tile_rows
 from kernels.lora_plan import LoraPlan
+from kernels.lora_shrink import load_record
 from kernels.lora_table import LoraTable
 
 

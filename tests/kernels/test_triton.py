@@ -12,8 +12,9 @@ from kernels.attention import paged_attention_ref
 from kernels.attention_decode import DecodeWorkspace, attention_decode_triton
 from kernels.attention_prefill import attention_prefill_triton
 from kernels.linear import linear_ref, skinny_linear_triton
-from kernels.lora import lora_expand_triton, lora_shrink_triton
+from kernels.lora_expand import lora_expand_triton
 from kernels.lora_plan import make_plan
+from kernels.lora_shrink import lora_shrink_triton
 from kernels.mask_logits import apply_bitmask_ref, apply_bitmask_triton
 from kernels.rms_norm import (
     add_rms_norm_ref,

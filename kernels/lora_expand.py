@@ -1,0 +1,262 @@
+"""The expand on a GPU: rank-space vectors times B^T, over tiles where they lie.
+
+A unit of work is a chunk of the plan times a block of output columns. See
+`kernels.lora.lora_expand_ref`.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from kernels.backend import ceil_div, jit, next_power_of_2, tl
+from kernels.lora_plan import RANK_BLOCK, LoraPlan
+from kernels.lora_shrink import load_record
+from kernels.lora_table import LoraTable
+
+
+@jit()
+def tile_rows(entry, tile, tiles, b_offset_ptr, rows_ptr, width):
+    """Where 16 rank rows of B begin in the arena, and which of them there are.
+
+    tile  [16], the tile of each row, two tiles one after the other
+    """
+    r = tl.arange(0, 16)
+    has = tile < tiles
+    offset = tl.load(b_offset_ptr + entry + tile, mask=has, other=-1)
+    has = has & (offset >= 0)
+    has = has & (r % 8 < tl.load(rows_ptr + entry + tile, mask=has, other=0))
+    return tl.multiple_of(tl.where(has, offset, 0), 8) + (r % 8) * width, has
+
+
+@jit()
+def lora_tile(
+    count,
+    first_entry,
+    tiles,
+    blocks,
+    first_row,
+    h_ptr,
+    arena_ptr,
+    b_offset_ptr,
+    rows_ptr,
+    layer,
+    columns,
+    width,
+    projection,
+    NUM_P: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """A chunk's adapter output for some columns of one projection: [BLOCK_T, BLOCK_N] fp32."""
+    t = tl.arange(0, BLOCK_T)
+    r = tl.arange(0, 16)
+    entry = first_entry + (layer * 7 + projection) * tiles
+    product = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
+    for block in range(0, blocks):
+        start, has = tile_rows(entry, block * 2 + r // 8, tiles, b_offset_ptr, rows_ptr, width)
+        row = first_row + block * count + t
+        h = tl.load(
+            h_ptr + row[:, None] * (NUM_P * 16) + r[None, :], mask=(t < count)[:, None], other=0.0
+        )
+        b = tl.load(
+            (arena_ptr + start)[:, None] + columns[None, :],
+            mask=has[:, None] & (columns < width)[None, :],
+            other=0.0,
+        )
+        product = tl.dot(h, b, product, input_precision="ieee")
+    return product
+
+
+@jit()
+def lora_row(
+    row,
+    row_step,
+    first_entry,
+    tiles,
+    blocks,
+    h_ptr,
+    arena_ptr,
+    b_offset_ptr,
+    rows_ptr,
+    layer,
+    columns,
+    width,
+    projection,
+    NUM_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One token's adapter output for some columns of one projection: [BLOCK_N] fp32.
+
+    A thread holds 16 rank rows of its columns, so nothing is exchanged: many loads in flight and
+    no barrier, where a product on tensor cores would spend 15 of its 16 rows on nobody.
+    """
+    r = tl.arange(0, 16)
+    entry = first_entry + (layer * 7 + projection) * tiles
+    product = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    for block in range(0, blocks):
+        start, has = tile_rows(entry, block * 2 + r // 8, tiles, b_offset_ptr, rows_ptr, width)
+        h = tl.load(h_ptr + (row + block * row_step) * (NUM_P * 16) + r)
+        b = tl.load(
+            (arena_ptr + start)[:, None] + columns[None, :],
+            mask=has[:, None] & (columns < width)[None, :],
+            other=0.0,
+        )
+        product += tl.sum(h.to(tl.float32)[:, None] * b.to(tl.float32), axis=0)
+    return product
+
+
+@jit("layer")
+def _expand_kernel(
+    h_ptr,
+    arena_ptr,
+    b_offset_ptr,
+    rows_ptr,
+    chunks_ptr,
+    counts_ptr,
+    y_ptr,
+    y_stride,
+    layer,
+    bound0,
+    bound1,
+    bound2,
+    bound3,
+    P0: tl.constexpr,
+    P1: tl.constexpr,
+    P2: tl.constexpr,
+    NUM_P: tl.constexpr,
+    ADD: tl.constexpr,
+    FEW: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DOT_N: tl.constexpr,
+):
+    t = tl.arange(0, BLOCK_T)
+    # Column blocks of the projections one after the other; none crosses from one to the next.
+    blocks0 = tl.cdiv(bound1 - bound0, BLOCK_N)
+    blocks1 = tl.cdiv(bound2 - bound1, BLOCK_N) if NUM_P > 1 else 0
+    blocks2 = tl.cdiv(bound3 - bound2, BLOCK_N) if NUM_P > 2 else 0
+    num_blocks = blocks0 + blocks1 + blocks2
+    unit = tl.program_id(0)
+    # As in the shrink, the first record is not loaded after the count but beside it.
+    record = chunks_ptr + (unit // num_blocks).to(tl.int64) * 8
+    first_row, count, first_entry, tiles, blocks, h_row = load_record(record)
+    num_units = tl.load(counts_ptr) * num_blocks
+    while unit < num_units:
+        block = unit % num_blocks
+        index = (block >= blocks0).to(tl.int32) + (block >= blocks0 + blocks1).to(tl.int32)
+        low = tl.where(index == 0, bound0, tl.where(index == 1, bound1, bound2))
+        high = tl.where(index == 0, bound1, tl.where(index == 1, bound2, bound3))
+        before = tl.where(index == 0, 0, tl.where(index == 1, blocks0, blocks0 + blocks1))
+        projection = tl.where(index == 0, P0, tl.where(index == 1, P1, P2))
+        if count <= FEW:
+            columns = (block - before) * BLOCK_N + tl.arange(0, BLOCK_N)
+            inside = low + columns < high
+            for token in range(0, count):
+                row = lora_row(
+                    h_row + token,
+                    count,
+                    first_entry,
+                    tiles,
+                    blocks,
+                    h_ptr + index * 16,
+                    arena_ptr,
+                    b_offset_ptr,
+                    rows_ptr,
+                    layer,
+                    columns,
+                    high - low,
+                    projection,
+                    NUM_P,
+                    BLOCK_N,
+                )
+                y_row = y_ptr + (first_row + token) * y_stride + low + columns
+                if ADD:
+                    row += tl.load(y_row, mask=inside, other=0.0).to(tl.float32)
+                tl.store(y_row, row.to(y_ptr.dtype.element_ty), mask=inside)
+        else:
+            # In narrower parts, whose registers are no more than the other path's.
+            for part in range(0, BLOCK_N // DOT_N):
+                columns = (block - before) * BLOCK_N + part * DOT_N + tl.arange(0, DOT_N)
+                product = lora_tile(
+                    count,
+                    first_entry,
+                    tiles,
+                    blocks,
+                    h_row,
+                    h_ptr + index * 16,
+                    arena_ptr,
+                    b_offset_ptr,
+                    rows_ptr,
+                    layer,
+                    columns,
+                    high - low,
+                    projection,
+                    NUM_P,
+                    BLOCK_T,
+                    DOT_N,
+                )
+                y_ptrs = y_ptr + (first_row + t)[:, None] * y_stride + (low + columns)[None, :]
+                mask = (t < count)[:, None] & (low + columns < high)[None, :]
+                if ADD:
+                    product += tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32)
+                tl.store(y_ptrs, product.to(y_ptr.dtype.element_ty), mask=mask)
+        unit += tl.num_programs(0)
+        if unit < num_units:
+            record = chunks_ptr + (unit // num_blocks).to(tl.int64) * 8
+            first_row, count, first_entry, tiles, blocks, h_row = load_record(record)
+
+
+def lora_expand_triton(
+    h: torch.Tensor,
+    arena: torch.Tensor,
+    table: LoraTable,
+    plan: LoraPlan,
+    layer: int,
+    projections: tuple[int, ...],
+    y: torch.Tensor,
+    out_offsets: tuple[int, ...],
+    *,
+    add: bool = True,
+    num_programs: int = 1056,
+    block_n: int = 0,
+    few: int = 2,
+    dot_n: int = 256,
+    num_warps: int = 0,
+    num_stages: int = 1,
+) -> None:
+    """Add to y, or with add=False write to it, zeros for base-only tokens included."""
+    widths = [high - low for low, high in itertools.pairwise(out_offsets)]
+    # A warp per 256 columns: then a thread's columns are its own (see lora_row).
+    block_n = block_n or (256 if plan.block_t <= RANK_BLOCK else 512)
+    block_n = min(block_n, max(16, next_power_of_2(max(widths))))
+    num_blocks = sum(ceil_div(width, block_n) for width in widths)
+    p0, p1, p2 = (*map(int, projections), -1, -1)[:3]
+    bounds = (*out_offsets, 0, 0)[:4]
+    _expand_kernel[(min(num_programs, plan.chunks.shape[0] * num_blocks),)](
+        h_ptr=h,
+        arena_ptr=arena,
+        b_offset_ptr=table.b_offset,
+        rows_ptr=table.rows,
+        chunks_ptr=plan.chunks,
+        counts_ptr=plan.counts,
+        y_ptr=y,
+        y_stride=y.stride(0),
+        layer=layer,
+        bound0=bounds[0],
+        bound1=bounds[1],
+        bound2=bounds[2],
+        bound3=bounds[3],
+        P0=p0,
+        P1=p1,
+        P2=p2,
+        NUM_P=len(projections),
+        ADD=add,
+        FEW=few,
+        BLOCK_T=plan.block_t,
+        BLOCK_N=block_n,
+        DOT_N=min(block_n, dot_n),
+        num_warps=num_warps or max(1, min(4, block_n // 256)),
+        num_stages=num_stages,
+    )
