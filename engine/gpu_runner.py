@@ -9,6 +9,7 @@ import torch
 
 from engine.batch import Batch
 from engine.config import ModelConfig
+from engine.errors import UnsupportedModel
 from engine.gpu_model import GpuBatch, GpuModel
 from engine.graphs import DecodeGraphs
 from engine.weights import Weights
@@ -49,6 +50,8 @@ class GpuRunner:
         max_positions: int,
         max_running: int,
     ) -> None:
+        if any(width % 8 for widths in model.projection_widths for width in widths):
+            raise UnsupportedModel("on a GPU, sizes of the model have to be multiples of 8")
         self._model = GpuModel(
             config=model, weights=weights, layout=layout, arena=arena, max_positions=max_positions
         )

@@ -88,10 +88,13 @@ def merged(base: LlamaForCausalLM, adapters: Adapters, adapter: int) -> LlamaFor
 
 
 class Rig:
-    """A GpuModel whose arena holds adapters and three sequences' pages."""
+    """A GpuModel whose arena holds adapters and three sequences' pages.
 
-    def __init__(self, ranks: list[int]) -> None:
-        self.base = make_base()
+    The reference computes in fp32 with the same values, rounded to `dtype`.
+    """
+
+    def __init__(self, ranks: list[int], dtype: torch.dtype = torch.float32) -> None:
+        self.base = make_base().to(dtype).float()
         self.layout = PageLayout(num_layers=LAYERS, num_kv_heads=K, head_dim=D)
         self.adapters = make_adapters(WIDTHS, ranks, num_layers=LAYERS, device=DEVICE)
         num_pages = 16
@@ -115,9 +118,9 @@ class Rig:
         flat[shift:][: self.adapters.arena.numel()] *= 0.3
         self.model = GpuModel(
             config=ModelConfig.from_fields(json.loads(self.base.config.to_json_string()), None),
-            weights=as_weights(self.base),
+            weights=as_weights(copy.deepcopy(self.base).to(dtype)),
             layout=self.layout,
-            arena=flat.view(-1, self.layout.page_elems),
+            arena=flat.to(dtype).view(-1, self.layout.page_elems),
             max_positions=128,
         )
 
@@ -182,3 +185,21 @@ def test_prefill_then_decode_is_hugging_faces(chosen: list[int]) -> None:
             torch.testing.assert_close(logits[s], row, rtol=1e-3, atol=1e-3)
             sequences[s].append(int(row.argmax()))
         assert graphs.token_ids[:3].tolist() == [tokens[-1] for tokens in sequences]
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter has no bf16 matrix product")
+@pytest.mark.parametrize("chosen", [[-1, -1, -1], [0, -1, 1]], ids=str)
+def test_bf16_is_as_near_as_hugging_faces_own(chosen: list[int]) -> None:
+    rig = Rig([4, 19], torch.bfloat16)
+    logits, _ = prefill(rig, chosen)
+    wide = torch.cat([rig.expected(p, v) for p, v in zip(PROMPTS, chosen, strict=True)])
+    narrow = []
+    for tokens, adapter in zip(PROMPTS, chosen, strict=True):
+        model = copy.deepcopy(merged(rig.base, rig.adapters, adapter)).to(torch.bfloat16)
+        with torch.no_grad():
+            narrow.append(model(torch.tensor([tokens], device=DEVICE)).logits[0].float())
+
+    def error(out: torch.Tensor) -> float:
+        return float((out - wide).norm() / wide.norm())
+
+    assert error(logits.float()) <= 1.5 * error(torch.cat(narrow))
