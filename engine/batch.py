@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +15,8 @@ from engine.adapter_tiles import TileMap
 from engine.adapters import AdapterStore
 from engine.scheduler import AdapterKey, Row, Step
 from kernels import LoraBatch, LoraTable
+
+T = TypeVar("T", bound=np.generic)
 
 # `ModelRunner.adapter_order`
 AdapterOrder = Callable[[Iterable[AdapterKey]], Mapping[Hashable, int]]
@@ -46,6 +50,30 @@ class Batch:
     adapter_keys: tuple[AdapterKey, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Entries:
+    """A virtual adapter's entries of the table, and the tiles that they were made of."""
+
+    tiles: list[TileMap]
+    num_tiles: int
+    a_offset: npt.NDArray[np.int64]
+    b_offset: npt.NDArray[np.int64]
+    rows: npt.NDArray[np.int32]
+    scale: npt.NDArray[np.float32]
+
+    @classmethod
+    def of(cls, key: AdapterKey, tiles: list[TileMap]) -> _Entries:
+        scale = [part.scale * np.float32(w) for part, (_, w) in zip(tiles, key, strict=True)]
+        return cls(
+            tiles=tiles,
+            num_tiles=sum(part.num_tiles for part in tiles),
+            a_offset=_side_by_side([part.a_offset for part in tiles]),
+            b_offset=_side_by_side([part.b_offset for part in tiles]),
+            rows=_side_by_side([part.rows for part in tiles]),
+            scale=_side_by_side(scale),
+        )
+
+
 class BatchBuilder:
     """Builds batches; keeps the adapters' table from one step to the next while it stays true."""
 
@@ -55,9 +83,10 @@ class BatchBuilder:
         self._store, self._page_size, self._device = store, page_size, device
         self._adapter_order = adapter_order
         self._table: LoraTable | None = None
-        self._table_tiles: list[TileMap] = []
-        self._max_tiles = 0
         self._table_keys: tuple[AdapterKey, ...] = ()
+        self._table_tiles: list[TileMap] = []
+        self._entries: dict[AdapterKey, _Entries] = {}
+        self._max_tiles = 0
 
     def build(self, step: Step) -> Batch:
         """The tensors of `step`; brings the step's rows into the order that runs fastest."""
@@ -131,45 +160,44 @@ class BatchBuilder:
         return batch, tuple(keys)
 
     def _table_of(self, keys: tuple[AdapterKey, ...]) -> LoraTable:
-        """The table of these virtual adapters, rebuilt only when one of them changed or moved."""
-        parts = [[self._store.tiles(digest) for digest, _ in key] for key in keys]
-        current = [tiles for part in parts for tiles in part]
-        unchanged = (
-            self._table is not None
-            and keys == self._table_keys
-            and len(current) == len(self._table_tiles)
-            and all(a is b for a, b in zip(current, self._table_tiles, strict=True))
-        )
-        if not unchanged:
-            self._table = self._build_table(keys, parts)
-            self._table_keys, self._table_tiles = keys, current
-            self._max_tiles = max(sum(tiles.num_tiles for tiles in part) for part in parts)
-        assert self._table is not None
+        """The table of these virtual adapters, joined anew only when one of them is another."""
+        tiles = [self._store.tiles(digest) for key in keys for digest, _ in key]
+        if (
+            self._table is None
+            or keys != self._table_keys
+            or not all(map(operator.is_, tiles, self._table_tiles))
+        ):
+            self._table = self._build_table(keys)
+            self._table_keys, self._table_tiles = keys, tiles
         return self._table
 
-    def _build_table(self, keys: tuple[AdapterKey, ...], parts: list[list[TileMap]]) -> LoraTable:
-        num_tiles = [sum(tiles.num_tiles for tiles in part) for part in parts]
-        counts = [n * part[0].rows.shape[0] for n, part in zip(num_tiles, parts, strict=True)]
+    def _build_table(self, keys: tuple[AdapterKey, ...]) -> LoraTable:
+        known, self._entries = self._entries, {}
+        for key in keys:
+            tiles = [self._store.tiles(digest) for digest, _ in key]
+            own = known.get(key)
+            if own is None or not all(map(operator.is_, tiles, own.tiles)):
+                own = _Entries.of(key, tiles)
+            self._entries[key] = own
+        entries = [self._entries[key] for key in keys]
+        self._max_tiles = max(own.num_tiles for own in entries)
+        return self._join(entries)
 
-        def joined(name: str) -> npt.NDArray[np.generic]:
-            return np.concatenate(
-                [np.concatenate([getattr(t, name) for t in part], axis=1).ravel() for part in parts]
-            )
-
-        scale = [
-            np.concatenate(
-                [t.scale * np.float32(w) for t, (_, w) in zip(part, key, strict=True)], axis=1
-            ).ravel()
-            for part, key in zip(parts, keys, strict=True)
-        ]
+    def _join(self, entries: list[_Entries]) -> LoraTable:
+        ends = np.cumsum([0, *(own.rows.size for own in entries[:-1])])
         return LoraTable(
-            entry_start=self._tensor(np.cumsum([0, *counts[:-1]]).astype(np.int64)),
-            num_tiles=self._tensor(np.array(num_tiles, np.int32)),
-            a_offset=self._tensor(joined("a_offset")),
-            b_offset=self._tensor(joined("b_offset")),
-            rows=self._tensor(joined("rows")),
-            scale=self._tensor(np.concatenate(scale)),
+            entry_start=self._tensor(ends.astype(np.int64)),
+            num_tiles=self._tensor(np.array([own.num_tiles for own in entries], np.int32)),
+            a_offset=self._tensor(np.concatenate([own.a_offset for own in entries])),
+            b_offset=self._tensor(np.concatenate([own.b_offset for own in entries])),
+            rows=self._tensor(np.concatenate([own.rows for own in entries])),
+            scale=self._tensor(np.concatenate([own.scale for own in entries])),
         )
+
+
+def _side_by_side(parts: list[npt.NDArray[T]]) -> npt.NDArray[T]:
+    """The entries of a blend's parts `[L * 7, tiles]`, one after another within each row."""
+    return (parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)).ravel()
 
 
 def _token_ids(rows: list[Row]) -> npt.NDArray[np.int64]:

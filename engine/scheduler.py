@@ -251,7 +251,8 @@ class Scheduler:
     def _run(self, step: Step, sequence: Sequence, num_tokens: int) -> None:
         """Put the row into the step; its pages can be taken."""
         num_new = self._pages_for(sequence.num_computed + num_tokens) - len(sequence.page_table)
-        sequence.page_table.extend(self._pool.take(max(num_new, 0), PageUse.KV))
+        if num_new > 0:
+            sequence.page_table.extend(self._pool.take(num_new, PageUse.KV))
         step.rows.append(Row(sequence, num_tokens))
         step.budget -= num_tokens
 
@@ -284,10 +285,10 @@ class Scheduler:
     def _make_room(self, step: Step, sequence: Sequence, num_tokens: int) -> bool:
         """Free the pages that `num_tokens` more need; False when `sequence` must sit out."""
         num_new = self._pages_for(sequence.num_computed + num_tokens) - len(sequence.page_table)
-        while True:
+        while not self._pool.can_take(num_new):
             self._adapters.evict_idle(num_new, keep=())
             if self._pool.can_take(num_new):
-                return True
+                break
             victim = self.running[-1]
             if victim is sequence and len(self.running) == 1:
                 if not self._adapters.is_loading:
@@ -296,6 +297,7 @@ class Scheduler:
             self._preempt(step, victim)
             if victim is sequence:
                 return False
+        return True
 
     def _preempt(self, step: Step, victim: Sequence) -> None:
         for row in step.rows:
