@@ -1,4 +1,4 @@
-"""The example and the CPU comparison run, on the tiny model."""
+"""The example and the benchmarks of the CPU run, on the tiny model or none."""
 
 from __future__ import annotations
 
@@ -36,3 +36,23 @@ def test_the_comparison_measures_every_case(tiny_model: Path, tmp_path: Path) ->
     ]
     assert all(case["tok_s"] > 0 for case in result["cases"])
     assert len(result["ratios"]) == len(RATIOS)
+
+
+def test_the_scheduler_is_measured_at_every_size() -> None:
+    from bench.scheduler import run
+
+    result = run(sizes=(2, 4), num_steps=20, num_adapters=50, size=4)
+    cases = [(case["case"], case["running"]) for case in result["cases"]]
+    assert cases == [("steady", 2), ("turnover", 2), ("steady", 4), ("turnover", 4)]
+    assert all(0 < case["schedule_ms"] < case["step_ms"] for case in result["cases"])
+    bars = {bar["bar"]: bar for bar in result["bars"]}
+    assert bars["bytes per registered adapter"]["passed"]
+    assert bars["steady: growth from 2 to 4"]["at_most"] == pytest.approx(2.2)
+
+
+def test_a_missed_bar_is_seen() -> None:
+    from bench.scheduler import judge
+
+    case = {"case": "steady", "running": 256, "step_ms": 1.6}
+    registry = {"bytes_each": 5000, "step_ms_before": 1.0, "step_ms_after": 1.2}
+    assert [bar["passed"] for bar in judge([case], registry)] == [False, False, False]

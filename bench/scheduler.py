@@ -1,0 +1,317 @@
+"""What the host decides per step, without a model: adapters, scheduling, batch building.
+
+    python -m bench.scheduler [--steps 200] [--adapters 2000] [--out FILE]
+
+Every running request decodes with an adapter of its own. *Steady*: the same requests go on.
+*Turnover*: in every step the oldest ends and another begins, so that the adapters' table is made
+anew. The arena has no storage; everything else is what the engine uses. Times are medians of the
+thread's own time in the quietest of five rounds, so that neighbours on the machine count little.
+Prints a table and one JSON line per case, writes bench/results/scheduler.json, and exits with 1
+when a bar is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.workload import save_random_adapter
+from engine.adapters import AdapterStore
+from engine.batch import BatchBuilder
+from engine.config import ModelConfig
+from engine.memory import PagePool
+from engine.request import AdapterPart, Request, SamplingParams
+from engine.scheduler import Scheduler, Sequence, Step
+from kernels import PageLayout
+
+RESULTS = Path(__file__).parent / "results" / "scheduler.json"
+SIZES = (32, 64, 128, 256, 512)
+PROMPT_TOKENS = 64
+RANK = 16
+ROUNDS = 5
+
+BAR_SIZE = 256
+MAX_STEP_MS = 1.5
+# Of the time per request, against the smallest case; the tenth is for the clock.
+MAX_GROWTH = 1.1
+MAX_BYTES_PER_ADAPTER = 4096
+# A step beside all the registered adapters and one without; the tenth is for the clock.
+MAX_SLOWDOWN = 1.1
+
+# As deep as Llama-3.1-8B, which decides the size of the tables; narrow, so that loading is quick.
+MODEL = ModelConfig(
+    vocab_size=1000,
+    hidden_size=64,
+    intermediate_size=128,
+    num_layers=32,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    max_positions=1 << 16,
+    rms_norm_eps=1e-5,
+    rope_theta=10_000.0,
+    tie_embeddings=True,
+    eos_token_ids=(0,),
+)
+LAYOUT = PageLayout(num_layers=32, num_kv_heads=2, head_dim=16, page_size=16)
+
+
+@dataclass
+class Times:
+    """Milliseconds of each step, by stage."""
+
+    poll: list[float] = field(default_factory=list)
+    schedule: list[float] = field(default_factory=list)
+    build: list[float] = field(default_factory=list)
+    commit: list[float] = field(default_factory=list)
+
+    def medians(self) -> dict[str, float]:
+        stages = {name: statistics.median(values) for name, values in vars(self).items()}
+        steps = sorted(map(sum, zip(*vars(self).values(), strict=True)))
+        total = {"step": statistics.median(steps), "p95": steps[int(0.95 * (len(steps) - 1))]}
+        return {f"{name}_ms": round(value, 4) for name, value in (total | stages).items()}
+
+
+class Rig:
+    """The engine's host side, with `num_running` decoding requests of as many adapters."""
+
+    def __init__(self, adapter: Path, num_running: int) -> None:
+        self._adapter = adapter
+        arena = torch.empty(1 << 20, LAYOUT.page_elems, device="meta")
+        self._pool = PagePool(arena.shape[0])
+        self.store = AdapterStore(
+            model=MODEL,
+            layout=LAYOUT,
+            pool=self._pool,
+            arena=arena,
+            host_cache_bytes=0,
+            loader_threads=1,
+        )
+        self._scheduler = Scheduler(
+            pool=self._pool,
+            adapters=self.store,
+            page_size=LAYOUT.page_size,
+            max_running=num_running,
+            max_adapters=None,
+            max_step_tokens=num_running + 2 * PROMPT_TOKENS,
+            max_skips=64,
+        )
+        self._builder = BatchBuilder(
+            store=self.store,
+            page_size=LAYOUT.page_size,
+            device="cpu",
+            adapter_order=lambda _: {},  # a GPU's; a CPU's order belongs to its kernels
+        )
+        self._num_arrivals = 0
+        for i in range(num_running):
+            self.store.register(f"{i:064x}", adapter)
+            self._add(f"{i:064x}")
+        while len(self._scheduler.running) < num_running or self._is_prefilling():
+            self.step(Times())
+            self.store.wait(0.01)
+
+    def step(self, times: Times) -> None:
+        """One iteration as `Engine.step` does it; the model's token is always 1."""
+        start = time.thread_time()
+        self.store.poll(self._scheduler.wanted_adapters())
+        polled = time.thread_time()
+        step = self._scheduler.schedule()
+        scheduled = time.thread_time()
+        if step.rows:
+            self._builder.build(step)
+        built = time.thread_time()
+        self._commit(step)
+        end = time.thread_time()
+        times.poll.append(1e3 * (polled - start))
+        times.schedule.append(1e3 * (scheduled - polled))
+        times.build.append(1e3 * (built - scheduled))
+        times.commit.append(1e3 * (end - built))
+
+    def turn_over(self) -> None:
+        """The oldest request ends; one that needs the same adapter arrives."""
+        oldest = self._scheduler.running[0]
+        self._scheduler.remove(oldest)
+        self.store.remove_user(oldest.digests)
+        self._add(oldest.digests[0])
+
+    def close(self) -> None:
+        self._scheduler.check_integrity()
+        self.store.check_integrity()
+        self.store.close()
+
+    def _commit(self, step: Step) -> None:
+        for row in step.rows:
+            samples = row.samples
+            self._scheduler.commit(row)
+            if samples:
+                row.sequence.token_ids.append(1)
+
+    def _is_prefilling(self) -> bool:
+        return any(sequence.num_uncomputed > 1 for sequence in self._scheduler.running)
+
+    def _add(self, digest: str) -> None:
+        arrival, self._num_arrivals = self._num_arrivals, self._num_arrivals + 1
+        request = Request(
+            request_id=str(arrival),
+            # Of different lengths, so that every step has its share of pages that are full.
+            token_ids=[1] * (PROMPT_TOKENS - arrival % LAYOUT.page_size),
+            sampling=SamplingParams(),
+            adapters=(AdapterPart(digest=digest),),
+        )
+        sequence = Sequence(request, arrival)
+        self.store.add_user(sequence.digests)
+        self._scheduler.add(sequence)
+
+
+def measure_steps(adapter: Path, sizes: tuple[int, ...], num_steps: int) -> list[dict[str, Any]]:
+    """The cases: steady and turnover at every size."""
+    cases = []
+    for size in sizes:
+        rig = Rig(adapter, size)
+        for kind in ("steady", "turnover"):
+            rounds = [_round(rig, kind, num_steps // ROUNDS) for _ in range(ROUNDS)]
+            quietest = min(rounds, key=lambda medians: medians["step_ms"])
+            cases.append({"case": kind, "running": size, **quietest})
+        rig.close()
+    return cases
+
+
+def _round(rig: Rig, kind: str, num_steps: int) -> dict[str, float]:
+    times = Times()
+    for _ in range(num_steps):
+        if kind == "turnover":
+            rig.turn_over()
+        rig.step(times)
+    return times.medians()
+
+
+def measure_registry(adapter: Path, folder: Path, count: int, size: int) -> dict[str, Any]:
+    """What `count` registered adapters that nobody uses hold, and cost a step of `size`."""
+    rig = Rig(adapter, size)
+    before = _steady_ms(rig)
+    links = _links(adapter, folder, count)
+    gc.collect()
+    tracemalloc.start()
+    for i, path in enumerate(links):
+        rig.store.register(f"{1 << 32 | i:064x}", path)
+    gc.collect()
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    after = _steady_ms(rig)
+    rig.close()
+    return {
+        "adapters": count,
+        "running": size,
+        "bytes_each": round(held / count),
+        "step_ms_before": round(before, 4),
+        "step_ms_after": round(after, 4),
+    }
+
+
+def _links(adapter: Path, folder: Path, count: int) -> Iterator[Path]:
+    """As many folders that hold the same adapter."""
+    for i in range(count):
+        path = folder / f"adapter-{i}"
+        path.symlink_to(adapter, target_is_directory=True)
+        yield path
+
+
+def _steady_ms(rig: Rig) -> float:
+    return min(_round(rig, "steady", 40)["step_ms"] for _ in range(ROUNDS))
+
+
+def judge(cases: list[dict[str, Any]], registry: dict[str, Any]) -> list[dict[str, Any]]:
+    """Each bar: its name, the figure, the most it may be, and whether it holds."""
+    bars: list[tuple[str, float, float]] = []
+    for kind in ("steady", "turnover"):
+        own = [case for case in cases if case["case"] == kind]
+        bars += [
+            (f"{kind}: ms per step, {case['running']} running", case["step_ms"], MAX_STEP_MS)
+            for case in own
+            if case["running"] == BAR_SIZE
+        ]
+        bars += [
+            (
+                f"{kind}: growth from {own[0]['running']} to {more['running']}",
+                more["step_ms"] / own[0]["step_ms"],
+                MAX_GROWTH * more["running"] / own[0]["running"],
+            )
+            for more in own[1:]
+        ]
+    bars.append(("bytes per registered adapter", registry["bytes_each"], MAX_BYTES_PER_ADAPTER))
+    slowdown = registry["step_ms_after"] / registry["step_ms_before"]
+    bars.append(("a step with them to one without", slowdown, MAX_SLOWDOWN))
+    return [
+        {"bar": name, "value": round(value, 3), "at_most": most, "passed": value <= most}
+        for name, value, most in bars
+    ]
+
+
+def environment(command: str) -> dict[str, Any]:
+    """What a figure depends on."""
+    git = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+        check=False,
+    )
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return {
+        "command": command,
+        "commit": git.stdout.strip(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cpu": next(names, platform.processor()),
+        "cpus": os.cpu_count(),
+        "load_average": round(os.getloadavg()[0], 2),
+    }
+
+
+def run(sizes: tuple[int, ...], num_steps: int, num_adapters: int, size: int) -> dict[str, Any]:
+    """All cases, the registry and the verdicts; `size` requests run beside the registry."""
+    with tempfile.TemporaryDirectory() as folder:
+        adapter = save_random_adapter(Path(folder) / "adapter", MODEL, rank=RANK, seed=0)
+        cases = measure_steps(adapter, sizes, num_steps)
+        registry = measure_registry(adapter, Path(folder), num_adapters, size)
+    return {"cases": cases, "registry": registry, "bars": judge(cases, registry)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Time the host side of a step, without a model.")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--adapters", type=int, default=2000)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    result = environment(" ".join(["python -m bench.scheduler", *sys.argv[1:]]))
+    result.update(run(SIZES, args.steps, args.adapters, BAR_SIZE))
+    for case in (*result["cases"], result["registry"]):
+        print(json.dumps(case))
+    print(f"\n{'':40}{'value':>10}{'at most':>10}")
+    for bar in result["bars"]:
+        verdict = "" if bar["passed"] else "  MISSED"
+        print(f"{bar['bar']:40}{bar['value']:10.3f}{bar['at_most']:10.1f}{verdict}")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=2) + "\n")
+    return 0 if all(bar["passed"] for bar in result["bars"]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
