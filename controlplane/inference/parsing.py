@@ -33,6 +33,8 @@ def _to_invalid_request(error: ValidationError, body: bytes) -> InvalidRequest:
     details = error.errors(include_url=False, include_context=False)
     first = details[0]
     if first["type"] == "json_invalid":
+        if "recursion limit" in first["msg"]:
+            return InvalidRequest("The body is nested too deeply.")
         return InvalidRequest(f"The body is no valid JSON: {first['msg'][:300]}.")
     try:
         given = json.loads(body)
