@@ -69,16 +69,18 @@ def best_worker(
 ) -> WorkerStatus | None:
     """The least loaded worker, preferring one that has the job's adapters in its memory.
 
-    A worker that is probably being restarted is chosen only when no other is alive.
+    A worker that is probably being restarted is chosen only when none is alive, and then the one
+    heard of last: it is the likeliest to come back.
     """
     fitting = [
         worker
         for worker in workers
         if worker.heartbeat.base_model == job.base_model and not worker.heartbeat.draining
     ]
-    candidates = [worker for worker in fitting if worker.is_alive] or [
-        worker for worker in fitting if worker.may_return
-    ]
+    candidates = [worker for worker in fitting if worker.is_alive]
+    if not candidates:
+        returning = [worker for worker in fitting if worker.may_return]
+        return min(returning, key=lambda worker: worker.silent_s, default=None)
     digests = {ref.digest for ref in job.adapters}
 
     def cost(worker: WorkerStatus) -> int:

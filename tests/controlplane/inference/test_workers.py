@@ -54,6 +54,12 @@ def test_one_that_has_the_adapter_unless_it_is_much_busier() -> None:
     assert choose(worker("a"), many, digests=("d",)) == "a"
 
 
+def test_when_none_is_alive_the_one_heard_of_last() -> None:
+    killed_before, killed_now = worker("a", silent_s=40), worker("b", silent_s=15, running=5)
+    assert choose(killed_before, killed_now) == "b"
+    assert choose(killed_before, killed_now, worker("c")) == "c"
+
+
 def test_only_one_of_the_base_model() -> None:
     assert choose(worker("a", base="other")) is None
 
