@@ -203,6 +203,7 @@ class Engine:
             step=self._num_steps,
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
+            max_running=self._scheduler.max_running,
             num_pages=self._pool.num_pages,
             free_pages=self._pool.num_free,
             kv_pages=self._pool.num_used(PageUse.KV),

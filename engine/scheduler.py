@@ -138,7 +138,7 @@ class Scheduler:
     ) -> None:
         self._pool, self._adapters, self._page_size = pool, adapters, page_size
         # Every running request must find room for its decode token in the step.
-        self._max_running = min(max_running, max_step_tokens)
+        self.max_running = min(max_running, max_step_tokens)
         self._max_adapters = max_adapters
         self._max_step_tokens, self._max_skips = max_step_tokens, max_skips
         self._in_use: Counter[str] = Counter()  # digest -> running requests
@@ -176,7 +176,7 @@ class Scheduler:
 
     def can_admit(self) -> bool:
         """Whether a waiting request might get into the next step."""
-        return bool(self.waiting) and len(self.running) < self._max_running
+        return bool(self.waiting) and len(self.running) < self.max_running
 
     def look_ahead(self, rows: list[Row]) -> list[tuple[int, int, int]] | None:
         """Take the pages that decoding rows need for the step after the one that runs now.
@@ -224,7 +224,7 @@ class Scheduler:
 
     def _admit(self, step: Step) -> None:
         for sequence in list(self.waiting):
-            if not step.budget or len(self.running) >= self._max_running:
+            if not step.budget or len(self.running) >= self.max_running:
                 return
             if sequence.is_waiting_for_grammar:
                 continue

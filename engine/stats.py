@@ -10,7 +10,7 @@ class EngineStats:
     """The engine at one moment.
 
     step                steps so far; one that stands still while requests run is stuck
-    running, waiting    requests
+    running, waiting    requests; at most max_running run at once
     kv_pages            pages that hold KV; adapter_pages likewise; the rest is free
     resident_digests    adapters in the arena, least recently used first
     num_adapters        registered ones
@@ -21,6 +21,7 @@ class EngineStats:
     step: int
     running: int
     waiting: int
+    max_running: int
     num_pages: int
     free_pages: int
     kv_pages: int

@@ -48,6 +48,8 @@ class EngineStats(Protocol):
     @property
     def waiting(self) -> int: ...
     @property
+    def max_running(self) -> int: ...
+    @property
     def free_pages(self) -> int: ...
     @property
     def num_pages(self) -> int: ...
@@ -192,7 +194,7 @@ class EngineLoop:
             step=stats.step,
             running=stats.running,
             waiting=stats.waiting,
-            max_running=getattr(stats, "max_running", 0),
+            max_running=stats.max_running,
             free_pages=stats.free_pages,
             num_pages=stats.num_pages,
             resident_digests=tuple(stats.resident_digests),
