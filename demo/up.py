@@ -188,10 +188,13 @@ class Demo:
                     ask.measure(state, acme, base_model=PACKAGED_MODEL, report=report)
                 )
             state.save(self._state_file)
+            when = ""
+        else:
+            when = ", measured on the first run"
         measured = state.measured
         self.screen.print(
             f"  right fields on {measured['prompts']} held-out invoices: "
-            f"base {measured['base']:.0%}, adapter {measured['adapter']:.0%}"
+            f"base {measured['base']:.0%}, adapter {measured['adapter']:.0%}{when}"
         )
 
     def _show(self, state: DemoState) -> None:

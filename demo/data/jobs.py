@@ -5,6 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 HYPERPARAMETERS: dict[str, dict[str, Any]] = {
-    "acme": {"rank": 16, "alpha": 32, "max_steps": 30, "learning_rate": 2e-3, "batch_size": 8},
+    "acme": {"rank": 16, "alpha": 32, "max_steps": 22, "learning_rate": 2e-3, "batch_size": 8},
     "globex": {"rank": 8, "alpha": 16, "max_steps": 24, "learning_rate": 2e-3, "batch_size": 8},
 }
