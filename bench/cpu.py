@@ -51,7 +51,9 @@ class Ours:
     """Lorikeet's engine."""
 
     def __init__(self, model_dir: Path) -> None:
-        self._engine = Engine(EngineConfig(model_dir=model_dir, arena_bytes=1 << 30))
+        # Without the prefix cache: every repeat is to be computed.
+        config = EngineConfig(model_dir=model_dir, arena_bytes=1 << 30, prefix_cache=False)
+        self._engine = Engine(config)
         self.model = self._engine.model
 
     def register(self, adapters: dict[str, Path]) -> None:

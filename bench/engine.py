@@ -162,6 +162,7 @@ class Bench:
         started = time.perf_counter()
         self.engine = Engine(
             EngineConfig(
+                prefix_cache=False,  # every request is to be computed
                 model_dir=self._folder,
                 device=device,
                 dtype="bfloat16",

@@ -35,6 +35,7 @@ from engine.adapters import AdapterStore
 from engine.batch import BatchBuilder
 from engine.config import ModelConfig
 from engine.memory import PagePool
+from engine.prefix_cache import PrefixCache
 from engine.request import AdapterPart, Request, SamplingParams
 from engine.scheduler import Scheduler, Sequence, Step
 from kernels import PageLayout
@@ -94,10 +95,12 @@ class Rig:
         self._adapter = adapter
         arena = torch.empty(1 << 20, LAYOUT.page_elems, device="meta")
         self._pool = PagePool(arena.shape[0])
+        prefixes = PrefixCache(self._pool)
         self.store = AdapterStore(
             model=MODEL,
             layout=LAYOUT,
             pool=self._pool,
+            prefixes=prefixes,
             arena=arena,
             host_cache_bytes=0,
             loader_threads=1,
@@ -105,6 +108,7 @@ class Rig:
         self._scheduler = Scheduler(
             pool=self._pool,
             adapters=self.store,
+            prefixes=prefixes,
             page_size=LAYOUT.page_size,
             max_running=num_running,
             max_adapters=None,

@@ -27,6 +27,7 @@ from engine.adapter_tiles import TileMap, place_tiles
 from engine.config import ModelConfig
 from engine.errors import AdapterError, AdapterUnavailable, OutOfPages, UnknownAdapter
 from engine.memory import PagePool, PageUse
+from engine.prefix_cache import PrefixCache
 from kernels import PageLayout
 
 log = logging.getLogger(__name__)
@@ -70,11 +71,13 @@ class AdapterStore:
         model: ModelConfig,
         layout: PageLayout,
         pool: PagePool,
+        prefixes: PrefixCache,
         arena: torch.Tensor,
         host_cache_bytes: int,
         loader_threads: int,
     ) -> None:
         self._model, self._layout, self._pool, self._arena = model, layout, pool, arena
+        self._prefixes = prefixes
         self._adapters: dict[str, _Adapter] = {}
         self._resident: OrderedDict[str, _Adapter] = OrderedDict()  # least recently used first
         self._host: OrderedDict[str, _Adapter] = OrderedDict()
@@ -167,14 +170,21 @@ class AdapterStore:
         return tiles
 
     def evict_idle(self, num_pages: int, keep: Collection[str]) -> None:
-        """Free idle adapters, least recently used first, until `num_pages` pages can be taken.
+        """Free what nobody uses until `num_pages` pages can be taken.
+
+        Cached prefixes go first, since a page of them costs the least to have again; then idle
+        adapters. Of each the least recently used goes first.
 
         keep  digests that stay. Frees nothing when even all others would not be enough.
         """
         if self._pool.can_take(num_pages):
             return
         idle = [a for a in self._resident.values() if a.pins == 0 and a.digest not in keep]
-        if self._pool.num_free + sum(a.num_pages for a in idle) < num_pages:
+        num_idle = self._prefixes.num_idle + sum(a.num_pages for a in idle)
+        if self._pool.num_free + num_idle < num_pages:
+            return
+        self._prefixes.evict(num_pages)
+        if self._pool.can_take(num_pages):
             return
         for adapter in idle:
             self._evict(adapter)

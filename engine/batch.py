@@ -13,7 +13,8 @@ import torch
 
 from engine.adapter_tiles import TileMap
 from engine.adapters import AdapterStore
-from engine.scheduler import AdapterKey, Row, Step
+from engine.prefix_cache import AdapterKey
+from engine.scheduler import Row, Step
 from kernels import LoraBatch, LoraTable
 
 T = TypeVar("T", bound=np.generic)

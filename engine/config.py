@@ -163,6 +163,7 @@ class EngineConfig:
     max_step_tokens       tokens of one step, decodes and prefill chunks together
     max_context           None: the model's max_position_embeddings
     page_size             tokens per page
+    prefix_cache          keep the KV of full pages, for requests that begin with the same tokens
     num_threads           torch's CPU threads; None: leave them
     loader_threads        adapters read from disk at a time
     use_triton            None: on a GPU; True on a CPU needs Triton's interpreter, for tests
@@ -181,6 +182,7 @@ class EngineConfig:
     max_step_tokens: int = 512
     max_context: int | None = None
     page_size: int = 16
+    prefix_cache: bool = True
     num_threads: int | None = None
     loader_threads: int = 2
     use_triton: bool | None = None

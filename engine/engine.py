@@ -25,6 +25,7 @@ from engine.errors import (
 from engine.gpu_runner import GpuRunner, Tokens
 from engine.grammar import GrammarCompiler, Matcher, check_schema_text
 from engine.memory import PagePool, PageUse
+from engine.prefix_cache import PrefixCache
 from engine.request import FinishReason, Request, RequestOutput
 from engine.runner import ModelRunner
 from engine.sampler import Sampled, Sampler
@@ -76,10 +77,12 @@ class Engine:
         self._runner = ModelRunner(config, model, weights)
         self._flight: _Flight | None = None
         self._pool = PagePool(config.num_pages(model))
+        self._prefixes = PrefixCache(self._pool, is_enabled=config.prefix_cache)
         self._store = AdapterStore(
             model=model,
             layout=config.page_layout(model),
             pool=self._pool,
+            prefixes=self._prefixes,
             arena=self._runner.arena,
             host_cache_bytes=config.host_cache_bytes,
             loader_threads=config.loader_threads,
@@ -87,6 +90,7 @@ class Engine:
         self._scheduler = Scheduler(
             pool=self._pool,
             adapters=self._store,
+            prefixes=self._prefixes,
             page_size=config.page_size,
             max_running=config.max_running,
             max_adapters=config.max_adapters,
@@ -205,8 +209,9 @@ class Engine:
             waiting=len(self._scheduler.waiting),
             max_running=self._scheduler.max_running,
             num_pages=self._pool.num_pages,
-            free_pages=self._pool.num_free,
-            kv_pages=self._pool.num_used(PageUse.KV),
+            free_pages=self._pool.num_free + self._prefixes.num_idle,
+            cached_pages=self._prefixes.num_idle,
+            kv_pages=self._pool.num_used(PageUse.KV) - self._prefixes.num_idle,
             adapter_pages=self._pool.num_used(PageUse.ADAPTER),
             resident_digests=self._store.resident_digests,
             num_adapters=self._store.num_registered,
@@ -218,8 +223,10 @@ class Engine:
         """Raise AssertionError unless every owner's state agrees with itself and the others'."""
         self._scheduler.check_integrity()
         self._store.check_integrity()
+        self._prefixes.check_integrity()
         tables = [sequence.page_table for sequence in self._scheduler.running]
-        self._pool.check_integrity([*tables, *self._store.owned_pages()])
+        cached = self._prefixes.owned_pages()
+        self._pool.check_integrity([*tables, *self._store.owned_pages(), cached])
         known = {s.request.request_id for s in self._scheduler.waiting + self._scheduler.running}
         if self._flight is None:
             assert known == self._requests.keys()
@@ -428,6 +435,6 @@ def _output(sequence: Sequence) -> RequestOutput:
     return RequestOutput(
         request_id=sequence.request.request_id,
         num_prompt_tokens=sequence.num_prompt,
-        num_cached_tokens=sequence.num_cached,
+        num_cached_tokens=sequence.num_cached or 0,
         num_generated=sequence.num_generated,
     )

@@ -42,6 +42,9 @@ class PagePool:
     def num_used(self, use: PageUse) -> int:
         return self._num_used[use]
 
+    def num_references(self, page: int) -> int:
+        return self._refs[page]
+
     def can_take(self, num_pages: int) -> bool:
         return num_pages <= len(self._free)
 

@@ -17,7 +17,7 @@ from engine.model import (
     TiledAdapters,
     rope_tables,
 )
-from engine.scheduler import AdapterKey
+from engine.prefix_cache import AdapterKey
 from engine.weights import Weights, load_weights
 from kernels.attention_cpu import CpuAttention
 from kernels.lora_cpu import CpuLora

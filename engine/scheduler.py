@@ -2,9 +2,10 @@
 
 Iteration-level: each step carries one token of every decoding request and, with what is left of
 the token budget, chunks of prompts. Requests run in order of arrival; a request whose adapter or
-grammar is not ready is passed over and blocks nobody. When pages run out, idle adapters go first,
-then the youngest running request is preempted: its pages are released and its tokens recomputed
-later. Source: Orca (OSDI'22) for iterations, Sarathi-Serve (arXiv:2403.02310) for chunks.
+grammar is not ready is passed over and blocks nobody. When pages run out, idle prefixes and
+adapters go first, then the youngest running request is preempted: its pages are released and its
+tokens recomputed later, unless the prefix cache still has them. Source: Orca (OSDI'22) for
+iterations, Sarathi-Serve (arXiv:2403.02310) for chunks.
 """
 
 from __future__ import annotations
@@ -17,9 +18,8 @@ from typing import Protocol
 
 from engine.errors import EngineError, OutOfPages
 from engine.memory import PagePool, PageUse
+from engine.prefix_cache import AdapterKey, PageKeys, PrefixCache
 from engine.request import Request
-
-AdapterKey = tuple[tuple[str, float], ...]
 
 
 class Adapters(Protocol):
@@ -45,6 +45,7 @@ class Sequence:
     token_ids     the prompt, then what was generated
     num_computed  tokens whose KV is in the pages; the rest is still to be run
     page_table    page i holds tokens 16 i to 16 i + 15
+    num_cached    tokens of the prompt that were found in the prefix cache; None: never started
     stop_ids      tokens that end the request
     """
 
@@ -59,6 +60,7 @@ class Sequence:
         "num_computed",
         "num_prompt",
         "num_skips",
+        "page_keys",
         "page_table",
         "request",
         "stop_ids",
@@ -74,7 +76,8 @@ class Sequence:
         self.token_ids = list(request.token_ids)
         self.num_prompt = len(self.token_ids)
         self.num_computed = 0
-        self.num_cached = 0
+        self.num_cached: int | None = None
+        self.page_keys: PageKeys | None = None  # the scheduler's, which knows the page size
         self.page_table = array("i")
         self.adapter_key: AdapterKey = tuple((p.digest, p.weight) for p in request.adapters)
         self.digests = tuple(part.digest for part in request.adapters)
@@ -130,6 +133,7 @@ class Scheduler:
         *,
         pool: PagePool,
         adapters: Adapters,
+        prefixes: PrefixCache,
         page_size: int,
         max_running: int,
         max_adapters: int | None,
@@ -137,6 +141,7 @@ class Scheduler:
         max_skips: int,
     ) -> None:
         self._pool, self._adapters, self._page_size = pool, adapters, page_size
+        self._prefixes = prefixes
         # Every running request must find room for its decode token in the step.
         self.max_running = min(max_running, max_step_tokens)
         self._max_adapters = max_adapters
@@ -182,13 +187,14 @@ class Scheduler:
         """Take the pages that decoding rows need for the step after the one that runs now.
 
         Returns (row, index in its page table, page) of each new page; None, with nothing taken,
-        when they are not simply free.
+        when they are neither free nor idle in the prefix cache.
         """
         short = [
             (i, row.sequence)
             for i, row in enumerate(rows)
             if self._pages_for(row.sequence.num_computed + 2) > len(row.sequence.page_table)
         ]
+        self._prefixes.evict(len(short))
         if not self._pool.can_take(len(short)):
             return None
         pages = self._pool.take(len(short), PageUse.KV)
@@ -200,8 +206,15 @@ class Scheduler:
         ]
 
     def commit(self, row: Row) -> None:
-        """The step has run: the row's tokens are in the pages."""
-        row.sequence.num_computed += row.num_tokens
+        """The step has run: the row's tokens are in the pages, and full pages can be shared."""
+        sequence = row.sequence
+        first = sequence.num_computed // self._page_size
+        sequence.num_computed += row.num_tokens
+        end = sequence.num_computed // self._page_size
+        if end > first:
+            keys = self._keys(sequence, end)
+            for index in range(first, end):
+                self._prefixes.add(keys[index], sequence.page_table[index])
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless page tables, pins and orders agree."""
@@ -237,15 +250,19 @@ class Scheduler:
                 continue
             if missing:
                 continue
+            # One token at least is computed: what follows is sampled from it.
+            num_full = (sequence.num_tokens - 1) // self._page_size
+            cached = self._prefixes.take(self._keys(sequence, num_full))
             # Room for the whole prompt, not just the chunk: else it would soon be preempted.
-            num_pages = self._pages_for(sequence.num_tokens)
+            num_pages = self._pages_for(sequence.num_tokens) - len(cached)
             self._adapters.evict_idle(num_pages, keep=sequence.digests)
             if not self._pool.can_take(num_pages):
+                self._prefixes.release(cached)
                 if self.running or self._adapters.is_loading:
                     return
                 step.failed.append((sequence, _too_small(self._pool, num_pages)))
                 continue
-            self._start(sequence)
+            self._start(sequence, cached)
             self._run(step, sequence, min(sequence.num_uncomputed, step.budget))
 
     def _run(self, step: Step, sequence: Sequence, num_tokens: int) -> None:
@@ -262,10 +279,21 @@ class Scheduler:
         new = sum(digest not in self._in_use for digest in sequence.digests)
         return new > 0 and len(self._in_use) + new > self._max_adapters
 
-    def _start(self, sequence: Sequence) -> None:
+    def _keys(self, sequence: Sequence, num_pages: int) -> list[bytes]:
+        """What the sequence's first pages, which are full, are known by."""
+        if sequence.page_keys is None:
+            tenant_id = sequence.request.tenant_id
+            sequence.page_keys = PageKeys(tenant_id, sequence.adapter_key, self._page_size)
+        return sequence.page_keys.first(num_pages, sequence.token_ids)
+
+    def _start(self, sequence: Sequence, cached: list[int]) -> None:
         self.waiting.remove(sequence)
         _insert_by_arrival(self.running, sequence)
         sequence.is_running = True
+        sequence.page_table = array("i", cached)
+        sequence.num_computed = len(cached) * self._page_size
+        if sequence.num_cached is None:  # else it returns, and finds pages of its own
+            sequence.num_cached = sequence.num_computed
         for digest in sequence.digests:
             self._adapters.pin(digest)
             self._in_use[digest] += 1
@@ -273,7 +301,7 @@ class Scheduler:
     def _stop(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         sequence.is_running = False
-        self._pool.release(sequence.page_table)
+        self._prefixes.release(sequence.page_table)
         sequence.page_table = array("i")
         sequence.num_computed = 0
         for digest in sequence.digests:

@@ -11,7 +11,8 @@ class EngineStats:
 
     step                steps so far; one that stands still while requests run is stuck
     running, waiting    requests; at most max_running run at once
-    kv_pages            pages that hold KV; adapter_pages likewise; the rest is free
+    kv_pages            pages that running requests hold; adapter_pages likewise; the rest is free
+    cached_pages        free pages that hold prefixes, which a request may find again
     resident_digests    adapters in the arena, least recently used first
     num_adapters        registered ones
     num_generated       tokens so far
@@ -24,6 +25,7 @@ class EngineStats:
     max_running: int
     num_pages: int
     free_pages: int
+    cached_pages: int
     kv_pages: int
     adapter_pages: int
     resident_digests: tuple[str, ...]

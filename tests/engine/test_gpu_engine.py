@@ -71,3 +71,21 @@ def test_requests_end_while_the_next_step_runs(make_engine: MakeEngine, oracle: 
     num_got = len(token_ids["cancelled"])
     assert num_got >= 5
     assert token_ids["cancelled"] == oracle.generate(second, num_got)
+
+
+def test_decodes_run_ahead_over_shared_prefixes(make_engine: MakeEngine, oracle: Oracle) -> None:
+    """Also when every page that is not read is kept by the prefix cache."""
+    engine = make_gpu_engine(make_engine, arena_bytes=60 * 2048 * 4)
+    for i in range(24):
+        run(engine, request("fill", prompt(10 + i, 40), max_tokens=1))
+    assert engine.stats().cached_pages > 40
+    run(engine, request("0", prompt(1, 33), adapter="ko-1", max_tokens=2), check=True)
+    second, other = (
+        request(str(i), prompt(1, 33), adapter=adapter, max_tokens=20)
+        for i, adapter in enumerate(["ko-1", None])
+    )
+    results = run(engine, second, other, check=True)
+    for i, (adapter, num_cached) in enumerate([("ko-1", 32), (None, 0)]):
+        last = results[str(i)].last
+        assert last is not None and last.num_cached_tokens == num_cached
+        assert results[str(i)].token_ids == oracle.generate(prompt(1, 33), 20, adapter)

@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 from engine import AdapterPart, OutOfPages, Request, SamplingParams
 from engine.memory import PagePool, PageUse
+from engine.prefix_cache import PrefixCache
 from engine.scheduler import Scheduler, Sequence, Step
 
 
@@ -45,8 +46,10 @@ def scheduler(
     max_adapters: int | None = None,
 ) -> Scheduler:
     pool = PagePool(num_pages)
+    # The requests here have the same tokens and are to be computed all the same.
     return Scheduler(
         pool=pool,
+        prefixes=PrefixCache(pool, is_enabled=False),
         adapters=Residents(pool, *digests),
         page_size=16,
         max_running=max_running,
