@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from worker.channel import Add
 from worker.protocol import ErrorCode, GenerateJob
 from worker.text import PromptError, TextCodec
@@ -21,12 +24,10 @@ def prompt_token_ids(job: GenerateJob, codec: TextCodec) -> list[int]:
     """The prompt's token ids; takes as long as the prompt is long. Raises Refused."""
     if job.token_ids is not None:
         token_ids, param = list(job.token_ids), "token_ids"
+    elif job.messages is None:
+        token_ids, param = _text_token_ids(job.text or "", codec), "text"
     else:
-        text, param = _prompt_text(job, codec)
-        at_least = codec.min_num_tokens(text)
-        if at_least >= codec.context_length:  # not worth counting exactly
-            raise _too_long(f"more than {at_least}", codec.context_length, param)
-        token_ids = codec.encode(text, add_special_tokens=job.messages is None)
+        token_ids, param = _chat_token_ids(job.messages, codec), "messages"
     if not token_ids:
         raise Refused(ErrorCode.INVALID_PROMPT, "The prompt is empty.", param)
     if len(token_ids) >= codec.context_length:
@@ -34,13 +35,25 @@ def prompt_token_ids(job: GenerateJob, codec: TextCodec) -> list[int]:
     return token_ids
 
 
-def _prompt_text(job: GenerateJob, codec: TextCodec) -> tuple[str, str]:
-    if job.messages is None:
-        return job.text or "", "text"
+def _text_token_ids(text: str, codec: TextCodec) -> list[int]:
+    _refuse_hopeless(text, codec, "text")
+    return codec.encode(text, add_special_tokens=True)
+
+
+def _chat_token_ids(messages: Sequence[dict[str, Any]], codec: TextCodec) -> list[int]:
     try:
-        return codec.render(job.messages), "messages"
+        chat = codec.render(messages)
+        _refuse_hopeless(chat.text, codec, "messages")
+        return codec.encode_chat(chat)
     except PromptError as error:
         raise Refused(ErrorCode.INVALID_PROMPT, str(error), "messages") from error
+
+
+def _refuse_hopeless(text: str, codec: TextCodec, param: str) -> None:
+    """Raise Refused for a text so long that it is not worth counting exactly."""
+    at_least = codec.min_num_tokens(text)
+    if at_least >= codec.context_length:
+        raise _too_long(f"more than {at_least}", codec.context_length, param)
 
 
 def _too_long(tokens: str, context_length: int, param: str) -> Refused:

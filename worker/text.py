@@ -10,12 +10,14 @@ import json
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
+
+from worker.control_tokens import ControlTokens
 
 #: What an incomplete UTF-8 sequence decodes to.
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -27,6 +29,13 @@ class PromptError(Exception):
     """The prompt cannot be rendered; the message is for the person who sent it."""
 
 
+class Chat(NamedTuple):
+    """A rendered chat: as it reads, and as `TextCodec.encode_chat` must read it."""
+
+    text: str
+    sealed: str | None  # where the text alone does not tell who wrote a special token
+
+
 class TextCodec:
     """The base model's tokenizer and chat template. Safe to use from several threads."""
 
@@ -34,6 +43,7 @@ class TextCodec:
         self._tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self._control = ControlTokens(self._tokenizer)
         settings = _read_json(model_dir / "tokenizer_config.json")
         self._special_tokens = _special_tokens(settings)
         self._template = _load_template(model_dir, settings)
@@ -46,7 +56,7 @@ class TextCodec:
             _read_json(model_dir / "tokenizer.json").get("decoder")
         )
 
-    def render(self, messages: Sequence[dict[str, Any]]) -> str:
+    def render(self, messages: Sequence[dict[str, Any]]) -> Chat:
         """The prompt of a chat, up to where the assistant speaks. Raises PromptError.
 
         Source: transformers.utils.chat_template_utils.render_jinja_template.
@@ -54,8 +64,8 @@ class TextCodec:
         if self._template is None:
             raise PromptError("The base model has no chat template; use /v1/completions.")
         try:
-            return self._template.render(
-                messages=[dict(message) for message in messages],
+            rendered = self._template.render(
+                messages=[self._control.guard(dict(message)) for message in messages],
                 tools=None,
                 documents=None,
                 add_generation_prompt=True,
@@ -63,9 +73,19 @@ class TextCodec:
             )
         except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
             raise PromptError(f"The chat template refuses these messages: {error}") from error
+        return Chat(*self._control.seal(rendered))
+
+    def encode_chat(self, chat: Chat) -> list[int]:
+        """Token ids, of which only the template's are control tokens. Raises PromptError."""
+        if chat.sealed is None:
+            return self.encode(chat.text, add_special_tokens=False)
+        try:
+            return self._control.encode(chat.sealed)
+        except ValueError as error:
+            raise PromptError(f"The messages cannot be encoded: {error}.") from error
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids. A rendered chat has its special tokens already; plain text has not."""
+        """Token ids of a text whose author may write control tokens as well."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 

@@ -74,10 +74,10 @@ def test_renders_and_encodes_as_transformers_does(
 
     prompt = ours.render(CONVERSATION)
 
-    assert prompt == theirs.apply_chat_template(
+    assert prompt.text == theirs.apply_chat_template(
         CONVERSATION, add_generation_prompt=True, tokenize=False
     )
-    assert ours.encode(prompt, add_special_tokens=False) == theirs.apply_chat_template(
+    assert ours.encode_chat(prompt) == theirs.apply_chat_template(
         CONVERSATION, add_generation_prompt=True, return_dict=False
     )
     assert ours.encode("plain text", add_special_tokens=True) == theirs("plain text").input_ids
@@ -226,7 +226,7 @@ def test_smollm2_is_read_as_transformers_reads_it(request: pytest.FixtureRequest
     theirs: Any = AutoTokenizer.from_pretrained(folder)
     ours = TextCodec(folder)
     prompt = ours.render(CONVERSATION[1:])
-    assert ours.encode(prompt, add_special_tokens=False) == theirs.apply_chat_template(
+    assert ours.encode_chat(prompt) == theirs.apply_chat_template(
         CONVERSATION[1:], add_generation_prompt=True, return_dict=False
     )
     text = "Viele Grüße 世界 🦜 — 12,50 €"
