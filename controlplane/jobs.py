@@ -14,7 +14,7 @@ import uuid
 import weakref
 from collections import Counter
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 import redis.asyncio
 from django.conf import settings
@@ -39,9 +39,15 @@ WORKERS_REFRESH_S = 1.0
 SILENCE_S = 5.0
 #: Requests that may wait for one worker, whatever gateway they came through.
 MAX_WAITING = 1000
-# KEYS job, inbox | ARGV job, worker, gateway, ttl. Repeating it changes nothing.
+_T = TypeVar("_T")
+#: Workers tried for one job, if each leaves in the moment it is chosen.
+MAX_CHOICES = 3
+# KEYS job, inbox, worker | ARGV job, worker, gateway, ttl. Repeating it changes nothing.
+# -> 0 when the worker has left: what is put into its inbox then, nobody takes up.
 SUBMIT = """
-if redis.call('HSETNX', KEYS[1], 'state', 'queued') == 0 then return 0 end
+if redis.call('EXISTS', KEYS[1]) == 1 then return 1 end
+if redis.call('EXISTS', KEYS[3]) == 0 then return 0 end
+redis.call('HSET', KEYS[1], 'state', 'queued')
 redis.call('HSET', KEYS[1], 'worker', ARGV[2], 'gateway', ARGV[3], 'lease', 0, 'seq', 0)
 redis.call('EXPIRE', KEYS[1], ARGV[4])
 redis.call('XADD', KEYS[2], '*', 'm', ARGV[1])
@@ -94,7 +100,7 @@ class Dispatcher:
         self._num_replies: Counter[str] = Counter()  # by worker
         self._workers: list[WorkerStatus] = []
         self._last_id: bytes = b"0-0"
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     async def start(self) -> None:
         """Announce this gateway; workers cancel the jobs of one that they do not know."""
@@ -112,7 +118,7 @@ class Dispatcher:
             await self._redis.zrem(protocol.GATEWAYS_KEY, self.gateway_id)
         await self._redis.aclose()
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _spawn(self, coroutine: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -123,30 +129,44 @@ class Dispatcher:
 
         Raises Unavailable when no worker serves the base model or the queue does not answer.
         """
-        worker_id = await self._choose(job)
+        for _ in range(MAX_CHOICES):
+            reply = await self._submit_to(await self._choose(job), job)
+            if reply is not None:
+                return reply
+            with contextlib.suppress(RedisError, OSError):
+                await self._refresh_workers()
+        raise Unavailable(f"No worker serves {job.base_model} now.", retry_after_s=5)
+
+    async def _submit_to(self, worker_id: str, job: GenerateJob) -> Reply | None:
+        """Hand the job to this worker; None, with nothing sent, when it has left."""
         reply = Reply(job, worker_id)
         self._replies[job.request_id] = reply
         self._num_replies[worker_id] += 1
         # Shielded: were it cut off half-way, a cancellation could overtake the job itself.
         sending = self._spawn(self._send_job(job, worker_id))
         try:
-            await asyncio.shield(sending)
+            if await asyncio.shield(sending):
+                return reply
         except (RedisError, OSError) as error:
             self.leave(reply)  # it may have arrived all the same
             raise Unavailable("The queue does not answer.") from error
         except asyncio.CancelledError:
             sending.add_done_callback(lambda _: self.leave(reply))
             raise
-        return reply
+        del self._replies[job.request_id]
+        self._num_replies[worker_id] -= 1
+        return None
 
-    async def _send_job(self, job: GenerateJob, worker_id: str) -> None:
-        await self._submit(
+    async def _send_job(self, job: GenerateJob, worker_id: str) -> bool:
+        is_sent = await self._submit(
             keys=[
                 protocol.job_key(self._pool, job.request_id),
                 protocol.inbox_key(self._pool, worker_id),
+                protocol.worker_key(self._pool, worker_id),
             ],
             args=[job.encode(), worker_id, self.gateway_id, protocol.JOB_TTL_S],
         )
+        return bool(is_sent)
 
     def leave(self, reply: Reply) -> None:
         """Be done with a reply; if it has not ended, its generation is cancelled."""

@@ -161,7 +161,11 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Cuts text at the first stop string; holds back what may turn out to begin one."""
+    """Cuts text at the stop string that is complete first; holds back what may begin one.
+
+    Of several that are complete at once, the longest counts: how the text arrives in pieces
+    makes no difference.
+    """
 
     __slots__ = ("_held", "_stops")
 
@@ -174,10 +178,11 @@ class StopStrings:
         if not self._stops:
             return text, False
         text = self._held + text
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             self._held = ""
-            return text[: min(found)], True
+            _, start = min(found)
+            return text[:start], True
         keep = max(_overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False

@@ -10,6 +10,7 @@ import dataclasses
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -348,3 +349,16 @@ def test_a_killed_accountant_settles_the_rest_after_its_restart(
     for call in calls:
         assert scene.usage(call)["completion_tokens"] == TOKENS
     again.stop()
+
+
+def test_a_worker_that_has_just_left_gets_nothing(
+    scene: Scene, worker: Process, request: pytest.FixtureRequest
+) -> None:
+    with restarted(scene.live, "leaves-now") as leaving:
+        time.sleep(1.5)  # until the gateway has heard of both
+        leaving.kill()
+        scene.live.forget_worker("leaves-now")
+        calls = scene.calls(streamed=2, whole=2)
+    for call in calls:
+        assert call.wait().error is None, call.error
+    assert scene.pending("leaves-now") == 0

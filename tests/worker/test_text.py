@@ -172,8 +172,12 @@ def test_token_bytes_of_byte_tokens_and_special_tokens(codec: TextCodec, tmp_pat
 
 
 def cut(text: str, stops: list[str]) -> tuple[str, bool]:
-    found = [text.find(stop) for stop in stops if stop in text]
-    return (text[: min(found)], True) if found else (text, False)
+    """The text before the stop string that is complete first, and whether there is one."""
+    for end in range(1, len(text) + 1):
+        met = [stop for stop in stops if text[:end].endswith(stop)]
+        if met:
+            return text[: end - len(max(met, key=len))], True
+    return text, False
 
 
 @given(
