@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import os
 import signal
@@ -137,8 +138,12 @@ def is_begun(run: TrainingRun, attempt: int) -> bool:
 
 
 def trainers() -> list[psutil.Process]:
-    children = psutil.Process().children(recursive=True)
-    return [child for child in children if "worker.train" in " ".join(child.cmdline())]
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it may end while it is looked at
+            if "worker.train" in " ".join(child.cmdline()):
+                found.append(child)
+    return found
 
 
 @pytest.fixture
