@@ -31,6 +31,7 @@ from worker.protocol import Control, ControlMessage, ErrorCode, GenerateJob
 __all__ = ["Dispatcher", "WorkerStatus", "close_dispatcher", "dispatcher", "workers"]
 
 log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 BLOCK_MS = 2000
 RETRY_S = 0.2
@@ -39,7 +40,6 @@ WORKERS_REFRESH_S = 1.0
 SILENCE_S = 5.0
 #: Requests that may wait for one worker, whatever gateway they came through.
 MAX_WAITING = 1000
-_T = TypeVar("_T")
 #: Workers tried for one job, if each leaves in the moment it is chosen.
 MAX_CHOICES = 3
 # KEYS job, inbox, worker | ARGV job, worker, gateway, ttl. Repeating it changes nothing.

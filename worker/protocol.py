@@ -123,7 +123,6 @@ class FinishReason(enum.StrEnum):
 class Control(enum.StrEnum):
     CANCEL = "cancel"
     DRAIN = "drain"
-    PREFETCH = "prefetch"
 
 
 _DEFAULTS: dict[type, dict[str, Any]] = {}
@@ -320,15 +319,11 @@ class Heartbeat(Message):
     started_at: float = 0.0
 
 
-def pack_events(events: Iterable[TokenEvent]) -> bytes:
-    """Many events as one stream entry: the cost per token is what limits a gateway.
-
-    `worker.streams` makes the same bytes inside Redis, from those events whose lease holds.
-    """
-    return b"[" + b",".join(event.encode() for event in events) + b"]"
-
-
 def unpack_events(payload: bytes) -> list[TokenEvent]:
+    """The events of one stream entry; `worker.streams` packs them inside Redis.
+
+    Many share an entry because the cost per entry is what limits a gateway.
+    """
     return [TokenEvent.from_dict(fields) for fields in json.loads(payload)]
 
 

@@ -1,4 +1,4 @@
-"""How the demo trains each tenant's adapter: well under 100 s each on two CPU cores."""
+"""How the demo trains each tenant's adapter: about two minutes each at most on two CPU cores."""
 
 from __future__ import annotations
 
