@@ -3,6 +3,8 @@
 A step holds S sequences. Sequence s brings `query_start[s + 1] - query_start[s]` new tokens, the
 last ones of its `context_lens[s]` tokens; 1 new token is a decode, more a prefill chunk. The new
 tokens' keys and values are already in the pages (`rope_kv_write`).
+
+`window` is a sliding window: a token sees so many tokens, itself and the ones before it; None: all.
 """
 
 from __future__ import annotations
@@ -16,6 +18,13 @@ from kernels.backend import use_triton
 from kernels.kv_pages import PageLayout
 
 
+def visible(first: int, context: int, first_key: int, window: int | None) -> torch.Tensor:
+    """[context - first, context - first_key] bool: which keys the tokens from `first` on see."""
+    rows = torch.arange(first, context)[:, None]
+    keys = torch.arange(first_key, context)
+    return keys <= rows if window is None else (keys <= rows) & (keys > rows - window)
+
+
 def paged_attention_ref(
     q: torch.Tensor,
     arena: torch.Tensor,
@@ -25,6 +34,7 @@ def paged_attention_ref(
     context_lens: torch.Tensor,
     page_tables: torch.Tensor,
     scale: float,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Every new token's attention over its sequence up to and including itself.
 
@@ -50,9 +60,8 @@ def paged_attention_ref(
         groups = q.shape[1] // layout.num_kv_heads
         k, v = kv.repeat_interleave(groups, dim=1)  # [H, N, D]
         scores = torch.einsum("thd,hnd->htn", q[start:end].float(), k) * scale
-        rows = torch.arange(context - (end - start), context, device=q.device)
-        future = torch.arange(context, device=q.device) > rows[:, None]
-        weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+        seen = visible(context - (end - start), context, 0, window).to(q.device)
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
         out[start:end] = torch.einsum("htn,hnd->thd", weights, v).to(q.dtype)
     return out
 
@@ -66,6 +75,7 @@ def paged_attention(
     context_lens: torch.Tensor,
     page_tables: torch.Tensor,
     scale: float,
+    window: int | None = None,
     *,
     max_new: int | None = None,
 ) -> torch.Tensor:
@@ -78,12 +88,12 @@ def paged_attention(
         if max_new is None:
             max_new = int((query_start[1:] - query_start[:-1]).max())
         args = (q, arena, layout, layer, query_start, context_lens, page_tables, scale)
-        out = attention_decode_triton(*args)
+        out = attention_decode_triton(*args, window=window)
         if max_new > 1:
-            attention_prefill_triton(*args, max_new=max_new, min_new=2, out=out)
+            attention_prefill_triton(*args, max_new=max_new, min_new=2, window=window, out=out)
         return out
     return paged_attention_torch(
-        q, arena, layout, layer, query_start, context_lens, page_tables, scale
+        q, arena, layout, layer, query_start, context_lens, page_tables, scale, window
     )
 
 
@@ -96,6 +106,7 @@ def paged_attention_torch(
     context_lens: torch.Tensor,
     page_tables: torch.Tensor,
     scale: float,
+    window: int | None = None,
 ) -> torch.Tensor:
     """The CPU's path: all decodes in one batched call, each prefill chunk in one of its own."""
     out = torch.empty_like(q)
@@ -107,15 +118,17 @@ def paged_attention_torch(
             decodes.append(s)
         elif end > start:
             out[start:end] = _attend_chunk(
-                q[start:end], arena, layout, layer, page_tables[s], context, scale
+                q[start:end], arena, layout, layer, page_tables[s], context, scale, window
             )
     if decodes:
         if len(decodes) == len(contexts):  # a pure decode step: rows are already in order
-            return _attend_decodes(q, arena, layout, layer, context_lens, page_tables, scale)
+            return _attend_decodes(
+                q, arena, layout, layer, context_lens, page_tables, scale, window
+            )
         chosen = torch.tensor(decodes)
         rows = query_start[chosen].long()
         out[rows] = _attend_decodes(
-            q[rows], arena, layout, layer, context_lens[chosen], page_tables[chosen], scale
+            q[rows], arena, layout, layer, context_lens[chosen], page_tables[chosen], scale, window
         )
     return out
 
@@ -142,12 +155,16 @@ def _attend_decodes(
     context_lens: torch.Tensor,
     page_tables: torch.Tensor,
     scale: float,
+    window: int | None,
 ) -> torch.Tensor:
     """q [S, H, D], one new token a sequence -> [S, H, D]."""
     num_pages = -(-int(context_lens.max()) // layout.page_size)
     tables = page_tables[:, :num_pages].clamp_min(0)  # a padding entry may be -1
     keys, values = _gather_rows(arena, layout, layer, tables)
-    valid = torch.arange(num_pages * layout.page_size) < context_lens[:, None]  # [S, N]
+    keys_at = torch.arange(num_pages * layout.page_size)
+    valid = keys_at < context_lens[:, None]  # [S, N]
+    if window is not None:
+        valid &= keys_at >= context_lens[:, None] - window
     row, column = (~valid).nonzero(as_tuple=True)
     # What lies past a sequence is somebody else's and may not be finite: 0 * NaN is NaN.
     keys[row, :, column] = 0
@@ -167,19 +184,20 @@ def _attend_chunk(
     page_table: torch.Tensor,
     context: int,
     scale: float,
+    window: int | None,
 ) -> torch.Tensor:
     """q [n, H, D], the last n tokens of one sequence -> [n, H, D]."""
-    num_pages = -(-context // layout.page_size)
-    keys, values = _gather_rows(arena, layout, layer, page_table[None, :num_pages])
-    keys, values = keys[:, :, :context], values[:, :, :context]  # [1, K, N, D]
     num_new, num_heads, _ = q.shape
+    first_page, num_pages = 0, -(-context // layout.page_size)
+    if window is not None:
+        first_page = max(context - num_new + 1 - window, 0) // layout.page_size
+    num_keys = context - first_page * layout.page_size
+    keys, values = _gather_rows(arena, layout, layer, page_table[None, first_page:num_pages])
+    keys, values = keys[:, :, :num_keys], values[:, :, :num_keys]  # [1, K, N, D]
     groups = num_heads // layout.num_kv_heads
     heads = q.transpose(0, 1).unsqueeze(0)  # [1, H, n, D]
-    is_whole = num_new == context
-    mask = None
-    if not is_whole:
-        last = torch.arange(context - num_new, context)
-        mask = torch.arange(context) <= last[:, None]
+    is_whole = num_new == context and (window is None or window >= context)
+    mask = None if is_whole else visible(context - num_new, context, context - num_keys, window)
     out = functional.scaled_dot_product_attention(
         heads,
         keys.repeat_interleave(groups, dim=1),

@@ -2,7 +2,8 @@
 
 A program takes one sequence, one KV head with all its query heads, and a part of the context.
 Where a context needs several parts, each leaves (output, maximum, sum) in a workspace and the last
-to arrive combines them in order: no second launch, and the same bits every time.
+to arrive combines them in order: no second launch, and the same bits every time. With a sliding
+window, the context is its last tokens: the ones before are not read.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ def _decode_kernel(
     PAGE: tl.constexpr,
     PARTS: tl.constexpr,
     MIN_PART: tl.constexpr,
+    WINDOW: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -50,8 +52,12 @@ def _decode_kernel(
     row = tl.load(query_start_ptr + s).to(tl.int64)
     num_new = tl.load(query_start_ptr + s + 1) - row
     context = tl.load(context_lens_ptr + s)
-    part_width = tl.maximum(tl.cdiv(tl.cdiv(context, PARTS), BLOCK_N) * BLOCK_N, MIN_PART)
-    low = part * part_width
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(context - WINDOW, 0)
+    seen = context - begin
+    part_width = tl.maximum(tl.cdiv(tl.cdiv(seen, PARTS), BLOCK_N) * BLOCK_N, MIN_PART)
+    low = begin + part * part_width
     if (num_new != 1) | (low >= context):
         return
     high = tl.minimum(low + part_width, context)
@@ -84,7 +90,7 @@ def _decode_kernel(
         out = out * shrink[:, None]
         out = tl.dot(weights.to(v.dtype), v, out, input_precision="ieee")
         top = new_top
-    num_parts = tl.cdiv(context, part_width)
+    num_parts = tl.cdiv(seen, part_width)
     out_ptrs = out_ptr + heads[:, None] * D + d[None, :]
     if num_parts == 1:
         tl.store(out_ptrs, (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=head_mask)
@@ -151,6 +157,7 @@ def attention_decode_triton(
     page_tables: torch.Tensor,
     scale: float,
     *,
+    window: int | None = None,
     out: torch.Tensor | None = None,
     workspace: DecodeWorkspace | None = None,
     block_n: int = 64,
@@ -188,6 +195,7 @@ def attention_decode_triton(
         PAGE=layout.page_size,
         PARTS=workspace.parts,
         MIN_PART=min_part,
+        WINDOW=window or 0,
         BLOCK_G=max(16, next_power_of_2(num_heads // layout.num_kv_heads)),
         BLOCK_D=max(16, next_power_of_2(layout.head_dim)),
         BLOCK_N=block_n,

@@ -1,7 +1,8 @@
 """Paged attention of a chunk of new tokens per sequence: ragged, causal, grouped-query.
 
 A program takes a block of a sequence's new tokens with all query heads of one KV head, so each key
-and value is read once for the group. Online softmax (FlashAttention-2, arXiv:2307.08691).
+and value is read once for the group. Online softmax (FlashAttention-2, arXiv:2307.08691). With a
+sliding window, what lies before the block's first token's window is not read.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ def _prefill_kernel(
     value_stride,
     layer,
     MIN_NEW: tl.constexpr,
+    WINDOW: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
     D: tl.constexpr,
@@ -37,6 +39,7 @@ def _prefill_kernel(
     BLOCK_N: tl.constexpr,
 ):
     GROUP: tl.constexpr = H // K
+    NO_SCORE: tl.constexpr = -1e30  # finite, so that the difference of two is a number
     s = tl.program_id(1)
     kv_head = tl.program_id(2)
     start = tl.load(query_start_ptr + s).to(tl.int64)
@@ -61,12 +64,16 @@ def _prefill_kernel(
     table = page_tables_ptr + s.to(tl.int64) * table_stride
     d_mask = (d < D)[None, :]
     seen = before + tl.minimum(first + BLOCK_Q, num_new)
+    begin = 0
+    if WINDOW > 0:
+        position = tl.minimum(position, seen - 1)  # rows past the end see something as well
+        begin = tl.maximum(before + first + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
     # The pages of a block are looked up one block ahead: a load that waits for another in the
     # same turn is not prefetched.
-    n = tl.arange(0, BLOCK_N)
+    n = begin + tl.arange(0, BLOCK_N)
     page = tl.load(table + n // PAGE, mask=n < seen, other=0).to(tl.int64)
     # One loop, masked throughout: a second one for the diagonal would fill its pipeline anew.
-    for low in range(0, seen, BLOCK_N):
+    for low in range(begin, seen, BLOCK_N):
         n = low + tl.arange(0, BLOCK_N)
         live = n < seen
         key = (base + page * page_elems + (n % PAGE) * D)[:, None] + d[None, :]
@@ -75,7 +82,11 @@ def _prefill_kernel(
         k = tl.load(key, mask=live[:, None] & d_mask, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
         scores = tl.where(n[None, :] <= position[:, None], scores, float("-inf"))
+        if WINDOW > 0:
+            scores = tl.where(n[None, :] > position[:, None] - WINDOW, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, axis=1))
+        if WINDOW > 0:  # the window of a later row may begin after this block
+            new_top = tl.maximum(new_top, NO_SCORE)
         weights = tl.exp2(scores - new_top[:, None])
         shrink = tl.exp2(top - new_top)
         total = total * shrink + tl.sum(weights, axis=1)
@@ -99,6 +110,7 @@ def attention_prefill_triton(
     *,
     max_new: int,
     min_new: int = 1,
+    window: int | None = None,
     out: torch.Tensor | None = None,
     block_m: int = 128,
     block_n: int = 64,
@@ -128,6 +140,7 @@ def attention_prefill_triton(
         value_stride=layout.value_stride,
         layer=layer,
         MIN_NEW=min_new,
+        WINDOW=window or 0,
         H=q.shape[1],
         K=layout.num_kv_heads,
         D=layout.head_dim,

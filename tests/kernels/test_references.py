@@ -83,7 +83,10 @@ def test_rope_is_hugging_faces_and_fills_only_its_slots() -> None:
     ids=str,
 )
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2)], ids=str)
-def test_attention_matches_dense(sequences: list[tuple[int, int]], heads: tuple[int, int]) -> None:
+@pytest.mark.parametrize("window", [None, 1, 9, 64])
+def test_attention_matches_dense(
+    sequences: list[tuple[int, int]], heads: tuple[int, int], window: int | None
+) -> None:
     num_heads, kv_heads = heads
     cache = make_cache(sequences, kv_heads=kv_heads, head_dim=16)
     q = torch.randn(sum(n for n, _ in sequences), num_heads, 16)
@@ -92,10 +95,11 @@ def test_attention_matches_dense(sequences: list[tuple[int, int]], heads: tuple[
         k = cache.k[s].repeat_interleave(num_heads // kv_heads, dim=1)
         v = cache.v[s].repeat_interleave(num_heads // kv_heads, dim=1)
         for i in range(new):
-            seen = context - new + i + 1
+            end = context - new + i + 1
+            seen = slice(0 if window is None else max(end - window, 0), end)
             row = q[len(expected)]
-            weights = (torch.einsum("hd,nhd->hn", row, k[:seen]) * 0.3).softmax(-1)
-            expected.append(torch.einsum("hn,nhd->hd", weights, v[:seen]))
+            weights = (torch.einsum("hd,nhd->hn", row, k[seen]) * 0.3).softmax(-1)
+            expected.append(torch.einsum("hn,nhd->hd", weights, v[seen]))
     for op in (paged_attention, paged_attention_ref):
         out = op(
             q,
@@ -106,6 +110,7 @@ def test_attention_matches_dense(sequences: list[tuple[int, int]], heads: tuple[
             cache.context_lens,
             cache.page_tables,
             0.3,
+            window,
         )
         torch.testing.assert_close(out, torch.stack(expected), rtol=1e-4, atol=1e-5)
 

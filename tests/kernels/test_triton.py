@@ -25,7 +25,7 @@ from kernels.rms_norm import (
 from kernels.rope import rope_kv_write_ref, rope_kv_write_triton
 from kernels.sampling import advance_ref, advance_triton, greedy_triton
 from kernels.silu_mul import lora_silu_mul_triton, silu_mul_ref, silu_mul_triton
-from tests.kernels.cases import Adapters, make_adapters, make_cache
+from tests.kernels.cases import Adapters, Cache, make_adapters, make_cache
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
@@ -237,6 +237,47 @@ def test_attention_decode(
         assert bool((workspace.arrived == 0).all())
 
 
+def _forget(cache: Cache, window: int) -> None:
+    """Put NaN wherever no new token sees: whole pages and the beginning of the first one."""
+    size = cache.layout.page_size
+    pages = cache.arena.view(len(cache.arena), -1, size, cache.layout.head_dim)
+    for s, context in enumerate(cache.context_lens.tolist()):
+        num_new = int(cache.query_start[s + 1] - cache.query_start[s])
+        for position in range(max(context - num_new + 1 - window, 0)):
+            page = int(cache.page_tables[s, position // size])
+            pages[page, :, position % size] = float("nan")
+
+
+@pytest.mark.parametrize("window", [1, 7, 16, 40, 100, 1000])
+def test_attention_decode_in_a_window(window: int, dtype: torch.dtype, device: str) -> None:
+    contexts = [33, 16, 0, 7, 300, 101]
+    cache = make_cache(
+        [(1, n) for n in contexts], kv_heads=2, head_dim=24, dtype=dtype, device=device
+    )
+    q = torch.randn(len(contexts), 6, 24, device=device).to(dtype)
+    workspace = DecodeWorkspace(len(contexts), 6, cache.layout, q.device)
+    args = (
+        q,
+        cache.arena,
+        cache.layout,
+        1,
+        cache.query_start,
+        cache.context_lens,
+        cache.page_tables,
+        0.2,
+    )
+    expected = paged_attention_ref(*args, window=window)
+    _forget(cache, window)
+    live = cache.context_lens > 0
+    for _ in range(2):
+        out = torch.full_like(q, float("nan"))
+        attention_decode_triton(
+            *args, window=window, out=out, workspace=workspace, min_part=32, block_n=16
+        )
+        assert_near(out[live], expected[live], dtype)
+        assert bool((workspace.arrived == 0).all())
+
+
 @pytest.mark.parametrize(
     "sequences",
     [[(5, 5)], [(1, 40), (6, 22), (17, 17), (2, 64)], [(40, 90), (33, 33)]],
@@ -268,6 +309,51 @@ def test_attention_prefill(
         *args, max_new=max(n for n, _ in sequences), out=out, block_m=32, block_n=32
     )
     assert_near(out, paged_attention_ref(*args), dtype)
+
+
+@pytest.mark.parametrize("window", [1, 7, 16, 40, 1000])
+@pytest.mark.parametrize("shape", [(4, 4, 16), (6, 2, 24)], ids=str)
+def test_attention_prefill_in_a_window(
+    window: int, shape: tuple[int, int, int], dtype: torch.dtype, device: str
+) -> None:
+    heads, kv_heads, dim = shape
+    sequences = [(1, 70), (6, 22), (17, 17), (2, 64), (40, 190)]
+    cache = make_cache(sequences, kv_heads=kv_heads, head_dim=dim, dtype=dtype, device=device)
+    q = torch.randn(sum(new for new, _ in sequences), heads, dim, device=device).to(dtype)
+    args = (
+        q,
+        cache.arena,
+        cache.layout,
+        1,
+        cache.query_start,
+        cache.context_lens,
+        cache.page_tables,
+        0.2,
+    )
+    expected = paged_attention_ref(*args, window=window)
+    out = torch.full_like(q, float("nan"))
+    attention_prefill_triton(*args, window=window, max_new=40, out=out, block_m=32, block_n=32)
+    assert_near(out, expected, dtype)
+
+
+def test_prefill_reads_no_block_before_the_window(dtype: torch.dtype, device: str) -> None:
+    cache = make_cache([(5, 200)], kv_heads=2, head_dim=16, dtype=dtype, device=device)
+    q = torch.randn(5, 4, 16, device=device).to(dtype)
+    args = (
+        q,
+        cache.arena,
+        cache.layout,
+        1,
+        cache.query_start,
+        cache.context_lens,
+        cache.page_tables,
+        0.2,
+    )
+    expected = paged_attention_ref(*args, window=20)
+    cache.arena[cache.page_tables[0, :10].long()] = float("nan")  # 16 * 10 < 200 - 5 - 20 + 1
+    out = torch.full_like(q, float("nan"))
+    attention_prefill_triton(*args, window=20, max_new=5, out=out, block_m=32, block_n=32)
+    assert_near(out, expected, dtype)
 
 
 def test_bitmask(dtype: torch.dtype, device: str) -> None:
