@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -58,7 +59,7 @@ class Engine:
 
     config  see EngineConfig; raises UnsupportedModel when the model folder does not fit
     clock   what deadlines are measured on, in seconds
-    weights  given, the model folder's are not read
+    model, weights, tokenizer  given, the model folder's own are not read
     """
 
     def __init__(
@@ -66,11 +67,13 @@ class Engine:
         config: EngineConfig,
         clock: Callable[[], float] = time.time,
         *,
+        model: ModelConfig | None = None,
         weights: Weights | None = None,
+        tokenizer: Any = None,
     ) -> None:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
-        self.model = model = ModelConfig.from_folder(config.model_dir)
+        self.model = model = model or ModelConfig.from_folder(config.model_dir)
         self._clock = clock
         self._context_limit = config.context_limit(model)
         self._page_size = config.page_size
@@ -104,7 +107,7 @@ class Engine:
             adapter_order=self._runner.adapter_order,
         )
         self._sampler = Sampler(vocab_size=model.vocab_size, device=config.device)
-        self._compiler = GrammarCompiler(model_dir=config.model_dir)
+        self._compiler = GrammarCompiler(tokenizer or config.model_dir)
         self._compiling: dict[str, Future[Matcher]] = {}
         self._matchers: dict[str, Matcher] = {}
         self._requests: dict[str, Sequence] = {}

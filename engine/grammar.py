@@ -78,9 +78,9 @@ class Matcher:
 
 
 class _Backend:
-    """Outlines' llguidance backend over the tokenizer of a model folder."""
+    """Outlines' llguidance backend over a tokenizer, or that of a model folder."""
 
-    def __init__(self, model_dir: Path) -> None:
+    def __init__(self, tokenizer: Any) -> None:
         import llguidance
         from outlines.backends.llguidance import LLGuidanceBackend
         from outlines.models.transformers import Transformers
@@ -88,17 +88,21 @@ class _Backend:
         from transformers import AutoTokenizer
 
         self.llguidance, self.json_schema = llguidance, JsonSchema
-        tokenizer = AutoTokenizer.from_pretrained(model_dir)
+        if isinstance(tokenizer, Path):
+            tokenizer = AutoTokenizer.from_pretrained(tokenizer)
         # The backend wants an Outlines model but reads its tokenizer alone.
         self.outlines = LLGuidanceBackend(Transformers(None, tokenizer))
         self.eos_token_id = int(tokenizer.eos_token_id)
 
 
 class GrammarCompiler:
-    """Compiles schemas on a thread and remembers the latest ones."""
+    """Compiles schemas on a thread and remembers the latest ones.
 
-    def __init__(self, *, model_dir: Path) -> None:
-        self._model_dir = model_dir
+    tokenizer  a Hugging Face tokenizer, or the model folder that has one
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._backend: _Backend | None = None
         self._lock = threading.Lock()  # of the cache, used by both sides
@@ -122,7 +126,7 @@ class GrammarCompiler:
 
     def _compile(self, schema: str) -> Matcher:
         if self._backend is None:
-            self._backend = _Backend(self._model_dir)
+            self._backend = _Backend(self._tokenizer)
         backend = self._backend
         try:
             fields = json.loads(backend.json_schema(schema).schema)

@@ -123,11 +123,16 @@ class Linear:
 
     On a CPU in fp32 the weight is kept as oneDNN packs it: MKL, torch's default there, takes two
     to three times as long on processors that are not Intel's.
+
+    may_pack  False: never, so that there is no second copy of a weight that somebody else holds
     """
 
-    def __init__(self, weight: torch.Tensor) -> None:
+    def __init__(self, weight: torch.Tensor, may_pack: bool = True) -> None:
         self._is_packed = (
-            weight.device.type == "cpu" and weight.dtype == torch.float32 and torch._C._has_mkldnn
+            may_pack
+            and weight.device.type == "cpu"
+            and weight.dtype == torch.float32
+            and torch._C._has_mkldnn
         )
         self._weight = (
             torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_FOR_ROWS)
@@ -147,11 +152,14 @@ class Linear:
 class DecoderLayer:
     """Attention and MLP of one layer, each behind its norm."""
 
-    def __init__(self, config: ModelConfig, index: int, weights: LayerWeights) -> None:
+    def __init__(
+        self, config: ModelConfig, index: int, weights: LayerWeights, may_pack: bool = True
+    ) -> None:
         self._config, self._index = config, index
         self._input_norm, self._post_norm = weights.input_norm, weights.post_norm
-        self._qkv, self._o = Linear(weights.qkv), Linear(weights.o)
-        self._gate_up, self._down = Linear(weights.gate_up), Linear(weights.down)
+        self._qkv, self._o = Linear(weights.qkv, may_pack), Linear(weights.o, may_pack)
+        self._gate_up = Linear(weights.gate_up, may_pack)
+        self._down = Linear(weights.down, may_pack)
         q, kv, inner = config.q_size, config.kv_size, config.intermediate_size
         self._qkv_offsets = (0, q, q + kv, q + 2 * kv)
         self._o_offsets = self._down_offsets = (0, config.hidden_size)
@@ -196,8 +204,11 @@ class Decoder:
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self._eps = config.rms_norm_eps
         self._embedding, self._norm = weights.embedding, weights.norm
-        self._layers = [DecoderLayer(config, i, layer) for i, layer in enumerate(weights.layers)]
-        self._lm_head = Linear(weights.lm_head)
+        self._layers = [
+            DecoderLayer(config, i, layer, weights.may_pack)
+            for i, layer in enumerate(weights.layers)
+        ]
+        self._lm_head = Linear(weights.lm_head, weights.may_pack)
 
     def __call__(
         self, batch: Batch, attention: Attention, adapters: Adapters | None

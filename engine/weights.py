@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -32,14 +32,38 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
+    """All of them.
+
+    may_pack  whether the decoder may keep a second copy of the matrices as its library wants them
+    """
+
     embedding: torch.Tensor  # [V, E]
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor  # [E]
     lm_head: torch.Tensor  # [V, E]; the embedding itself when they are tied
+    may_pack: bool = True
+
+
+class TensorSource(Protocol):
+    """A model's tensors by Hugging Face name; each is taken once.
+
+    All methods raise UnsupportedModel for a tensor that is missing or has another shape.
+    """
+
+    def load(self, name: str, *shape: int) -> torch.Tensor: ...
+
+    def fuse(self, names: tuple[str, ...], heights: tuple[int, ...], width: int) -> torch.Tensor:
+        """The matrices [height, width] one under the other."""
+
+    def drop(self, suffix: str) -> None:
+        """Disregard tensors whose name ends so."""
+
+    def check_all_taken(self) -> None:
+        """Raise UnsupportedModel naming a tensor that nobody asked for."""
 
 
 class _Checkpoint:
-    """Tensors of a model folder by name; each is taken once."""
+    """The tensors of a model folder."""
 
     def __init__(self, folder: Path, device: str, dtype: torch.dtype) -> None:
         self._device, self._dtype = device, dtype
@@ -71,7 +95,6 @@ class _Checkpoint:
         return self.take(name, shape).to(self._device, self._dtype)
 
     def fuse(self, names: tuple[str, ...], heights: tuple[int, ...], width: int) -> torch.Tensor:
-        """The matrices [height, width] one under the other, copied once."""
         fused = torch.empty(sum(heights), width, device=self._device, dtype=self._dtype)
         first = 0
         for name, height in zip(names, heights, strict=True):
@@ -80,7 +103,6 @@ class _Checkpoint:
         return fused
 
     def drop(self, suffix: str) -> None:
-        """Disregard tensors whose name ends so."""
         self._places = {n: p for n, p in self._places.items() if not n.endswith(suffix)}
 
     def check_all_taken(self) -> None:
@@ -91,7 +113,13 @@ class _Checkpoint:
 
 def load_weights(folder: Path, config: ModelConfig, device: str, dtype: torch.dtype) -> Weights:
     """Read the safetensors of `folder`; raise UnsupportedModel naming what does not fit."""
-    checkpoint = _Checkpoint(folder, device, dtype)
+    return build_weights(_Checkpoint(folder, device, dtype), config)
+
+
+def build_weights(
+    checkpoint: TensorSource, config: ModelConfig, *, may_pack: bool = True
+) -> Weights:
+    """The decoder's weights; raises UnsupportedModel naming what does not fit."""
     hidden, vocab = config.hidden_size, config.vocab_size
     embedding = checkpoint.load("model.embed_tokens.weight", vocab, hidden)
     layers = tuple(_load_layer(checkpoint, config, i) for i in range(config.num_layers))
@@ -103,10 +131,12 @@ def load_weights(folder: Path, config: ModelConfig, device: str, dtype: torch.dt
         lm_head = checkpoint.load("lm_head.weight", vocab, hidden)
     checkpoint.drop("rotary_emb.inv_freq")  # old checkpoints carry this constant
     checkpoint.check_all_taken()
-    return Weights(embedding=embedding, layers=layers, norm=norm, lm_head=lm_head)
+    return Weights(
+        embedding=embedding, layers=layers, norm=norm, lm_head=lm_head, may_pack=may_pack
+    )
 
 
-def _load_layer(checkpoint: _Checkpoint, config: ModelConfig, index: int) -> LayerWeights:
+def _load_layer(checkpoint: TensorSource, config: ModelConfig, index: int) -> LayerWeights:
     hidden, inner = config.hidden_size, config.intermediate_size
     prefix = f"model.layers.{index}"
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
