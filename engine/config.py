@@ -156,7 +156,8 @@ class EngineConfig:
     device                "cpu" or "cuda[:n]"
     dtype                 "float32" or "bfloat16"; None: float32 on a CPU, bfloat16 on a GPU
     arena_bytes           memory of the page arena (docs/memory.md), KV and adapters together;
-                          1 GiB unless said
+                          None: on a CPU 1 GiB, on a GPU what weights, graphs and the widest step
+                          leave free, measured when the engine starts
     host_cache_bytes      adapters kept in host memory after they left the arena
     max_running           requests that may hold pages at a time
     max_adapters          distinct adapters that requests may be running with at a time; None: any
@@ -175,7 +176,7 @@ class EngineConfig:
     model_dir: Path
     device: str = "cpu"
     dtype: str | None = None
-    arena_bytes: int = 1 << 30
+    arena_bytes: int | None = None
     host_cache_bytes: int = 256 << 20
     max_running: int = 64
     max_adapters: int | None = None
@@ -230,12 +231,8 @@ class EngineConfig:
             )
         return layout
 
-    def num_pages(self, model: ModelConfig) -> int:
-        """Pages of the arena; raises ValueError when there would be none."""
-        page_bytes = self.page_layout(model).page_elems * self.bytes_per_element
-        if self.arena_bytes < page_bytes:
-            raise ValueError(f"arena_bytes is {self.arena_bytes}; one page has {page_bytes}")
-        return self.arena_bytes // page_bytes
+    def page_bytes(self, model: ModelConfig) -> int:
+        return self.page_layout(model).page_elems * self.bytes_per_element
 
     def context_limit(self, model: ModelConfig) -> int:
         return min(self.max_context or model.max_positions, model.max_positions)

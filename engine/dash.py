@@ -51,14 +51,15 @@ class DashConfig:
 
     max_concurrent_adapters  distinct adapters that requests may be running with at a time
     adapter_vram_pool        memory for adapters; with `kv_pool` it makes one arena that both share
-    kv_pool                  memory for the requests' KV
+    kv_pool                  memory for the requests' KV; None for both: what the device has left
+                             (`EngineConfig.arena_bytes`); None for one: as much as the other
     offload_dir              a folder that gets a copy of every registered adapter, so that its
                              source may change or go away; None: sources are read when needed
     """
 
     max_concurrent_adapters: int = 128
-    adapter_vram_pool: str | int = "1GB"
-    kv_pool: str | int = "1GB"
+    adapter_vram_pool: str | int | None = None
+    kv_pool: str | int | None = None
     offload_dir: str | Path | None = None
     device: str = "cpu"
     dtype: str | None = None
@@ -70,11 +71,15 @@ class DashConfig:
             model_dir=model_dir,
             device=self.device,
             dtype=self.dtype,
-            arena_bytes=parse_bytes(self.adapter_vram_pool) + parse_bytes(self.kv_pool),
+            arena_bytes=self._arena_bytes(),
             max_running=self.max_running,
             max_adapters=self.max_concurrent_adapters,
             num_threads=self.num_threads,
         )
+
+    def _arena_bytes(self) -> int | None:
+        pools = [p for p in (self.adapter_vram_pool, self.kv_pool) if p is not None]
+        return sum(map(parse_bytes, pools)) * 2 // len(pools) if pools else None
 
 
 @dataclass(slots=True)

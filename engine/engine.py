@@ -57,7 +57,8 @@ class Engine:
     All methods are called from one thread. Loading adapters and compiling grammars happen on
     threads of the engine's own; `close` ends them.
 
-    config  see EngineConfig; raises UnsupportedModel when the model folder does not fit
+    config  see EngineConfig; raises UnsupportedModel when the model folder does not fit,
+            OutOfMemory when the device is too small
     clock   what deadlines are measured on, in seconds
     model, weights, tokenizer  given, the model folder's own are not read
     """
@@ -79,7 +80,7 @@ class Engine:
         self._page_size = config.page_size
         self._runner = ModelRunner(config, model, weights)
         self._flight: _Flight | None = None
-        self._pool = PagePool(config.num_pages(model))
+        self._pool = PagePool(self._runner.arena.shape[0])
         self._prefixes = PrefixCache(self._pool, is_enabled=config.prefix_cache)
         self._store = AdapterStore(
             model=model,

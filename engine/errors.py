@@ -11,6 +11,7 @@
     │   ├── AdapterUnavailable       adapter_unavailable
     │   └── UnknownAdapter           adapter_unavailable
     ├── OutOfPages                   overloaded
+    ├── OutOfMemory                  internal
     └── UnsupportedModel             internal
 
 The right column is `code`: the string value of `worker.protocol.ErrorCode` under which a client
@@ -89,6 +90,10 @@ class OutOfPages(EngineError):
     """The page pool is too small for this one request or adapter, even when nothing else runs."""
 
     code = "overloaded"
+
+
+class OutOfMemory(EngineError):
+    """The device has too little memory for the weights, a step and an arena worth having."""
 
 
 class UnsupportedModel(EngineError):

@@ -11,9 +11,9 @@ from engine.batch import Batch
 from engine.config import ModelConfig
 from engine.errors import UnsupportedModel
 from engine.gpu_model import GpuBatch, GpuModel
-from engine.graphs import DecodeGraphs
+from engine.graphs import MAX_BLOCKS, DecodeGraphs
 from engine.weights import Weights
-from kernels import PageLayout
+from kernels import NUM_PROJECTIONS, LoraBatch, LoraTable, PageLayout
 from kernels.attention_decode import DecodeWorkspace
 from kernels.lora import block_of
 from kernels.lora_plan import RANK_BLOCK, make_plan
@@ -55,7 +55,7 @@ class GpuRunner:
         self._model = GpuModel(
             config=model, weights=weights, layout=layout, arena=arena, max_positions=max_positions
         )
-        self._num_heads, self._layout = model.num_heads, layout
+        self._num_heads, self._layout, self._max_running = model.num_heads, layout, max_running
         self._graphs = DecodeGraphs(
             self._model,
             max_batch=min(max_running, 256),
@@ -70,6 +70,18 @@ class GpuRunner:
         for size in self._graphs.sizes:
             for has_lora in (False, True):
                 self._graphs.capture(size, has_lora)
+
+    def rehearse(self, max_tokens: int) -> int:
+        """Run what takes the most memory: a step of `max_tokens` tokens, the largest graphs.
+
+        Writes nothing to the arena, of which it needs one page. Returns the bytes that `warm_up`
+        is going to take beyond what this took.
+        """
+        recorded = self._graphs.sizes[-1]
+        for has_lora in (False, True):
+            self._graphs.capture(recorded, has_lora)
+        self._model.forward(self._gpu_batch(_widest(max_tokens, self._max_running, self._model)))
+        return self._graphs.bytes_of_others(recorded)
 
     def can_run_ahead(self, batch: Batch) -> bool:
         """Whether `start` takes the batch: decodes alone, and a graph holds them."""
@@ -144,3 +156,41 @@ class GpuRunner:
             plan=plan,
             sample_plan=sample_plan,
         )
+
+
+def _widest(num_tokens: int, max_running: int, model: GpuModel) -> Batch:
+    """A batch of prompts that all have one adapter, of tiles that lie nowhere."""
+    device = model.device
+    num_rows = min(max_running, num_tokens)
+    ends = torch.arange(1, num_rows + 1, device=device) * num_tokens // num_rows
+    query_start = torch.cat((ends.new_zeros(1), ends)).to(torch.int32)
+    context_lens = query_start.diff()
+    max_new = -(-num_tokens // num_rows)
+    num_tiles = 2 * MAX_BLOCKS
+    num_entries = model.config.num_layers * NUM_PROJECTIONS * num_tiles
+    nowhere = torch.full((num_entries,), -1, device=device)
+    table = LoraTable(
+        entry_start=nowhere.new_zeros(1),
+        num_tiles=torch.full((1,), num_tiles, dtype=torch.int32, device=device),
+        a_offset=nowhere,
+        b_offset=nowhere,
+        rows=torch.zeros(num_entries, dtype=torch.int32, device=device),
+        scale=torch.zeros(num_entries, device=device),
+    )
+    return Batch(
+        token_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+        positions=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+        slots=torch.full((num_tokens,), -1, device=device),
+        query_start=query_start,
+        context_lens=context_lens,
+        max_new=max_new,
+        page_tables=context_lens.new_zeros(num_rows, -(-max_new // model.layout.page_size)),
+        sample_rows=ends - 1,
+        lora=LoraBatch(
+            table=table,
+            seg_indptr=query_start[[0, -1]],
+            seg_adapter=query_start.new_zeros(1),
+            max_tiles=num_tiles,
+        ),
+        adapter_keys=(),
+    )

@@ -22,6 +22,10 @@ from kernels.lora_plan import LoraPlan, empty_plan, fill_plan
 from kernels.sampling import advance_triton, greedy_triton
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+# Blocks of 16 rank rows that one request's adapters may have in a graph: together rank 512.
+MAX_BLOCKS = 32
+# What a recorded graph takes beside the tensors in it (600 nodes; measured on an H200).
+_GRAPH_BYTES = 4 << 20
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,7 +39,7 @@ class DecodeGraphs:
 
     max_pages    columns of the page tables
     max_entries  tile entries of all adapters in one step
-    max_blocks   blocks of 16 rank rows that one request's adapters have; 32: together rank 512
+    max_blocks   blocks of 16 rank rows that one request's adapters have
 
     A step beyond these runs without a graph.
     """
@@ -47,7 +51,7 @@ class DecodeGraphs:
         max_batch: int,
         max_pages: int,
         max_entries: int = 1 << 21,
-        max_blocks: int = 32,
+        max_blocks: int = MAX_BLOCKS,
     ) -> None:
         self._model = model
         device = model.device
@@ -123,6 +127,14 @@ class DecodeGraphs:
             logits = self._run(batch, size)
         self._pool = self._pool or graph.pool()
         self._graphs[size, has_lora] = _Graph(graph=graph, logits=logits)
+
+    def bytes_of_others(self, recorded: int) -> int:
+        """Bytes that the graphs take when all are there and those of one bucket are.
+
+        Memory for what a graph computes on the way is common to all; its logits are its own.
+        """
+        logits = self._model.config.vocab_size * self._model.arena.element_size()
+        return sum(2 * (size * logits + _GRAPH_BYTES) for size in self.sizes if size != recorded)
 
     def load(
         self,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Iterable, Mapping
 
 import torch
 
+from engine.arena import arena_pages
 from engine.batch import Batch
 from engine.config import EngineConfig, ModelConfig
+from engine.errors import OutOfMemory
 from engine.gpu_runner import GpuRunner
 from engine.model import (
     Adapters,
@@ -36,25 +39,39 @@ class ModelRunner:
     def __init__(
         self, config: EngineConfig, model: ModelConfig, weights: Weights | None = None
     ) -> None:
+        """Raises UnsupportedModel, ValueError for the arena's size, OutOfMemory on a GPU."""
+        self._gpu: GpuRunner | None = None
+        self._cpu_lora: CpuLora | None = None
+        self._cpu_attention: CpuAttention | None = None
+        try:
+            self._set_up(config, model, weights)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(
+                f"{config.device} is too small for the weights, the graphs and an arena of "
+                f"{config.arena_bytes or 'any number of'} bytes"
+            ) from error
+
+    def _set_up(self, config: EngineConfig, model: ModelConfig, weights: Weights | None) -> None:
         dtype = torch.float32 if config.dtype_name == "float32" else torch.bfloat16
         layout = config.page_layout(model)
         if weights is None:
             weights = load_weights(config.model_dir, model, config.device, dtype)
-        self.arena = torch.zeros(
-            config.num_pages(model), layout.page_elems, dtype=dtype, device=config.device
+        make_gpu = functools.partial(
+            GpuRunner,
+            model=model,
+            weights=weights,
+            layout=layout,
+            max_positions=config.context_limit(model),
+            max_running=config.max_running,
         )
-        self._gpu: GpuRunner | None = None
-        self._cpu_lora: CpuLora | None = None
-        self._cpu_attention: CpuAttention | None = None
+
+        def rehearse(arena: torch.Tensor) -> int:
+            return make_gpu(arena=arena).rehearse(config.max_step_tokens)
+
+        num_pages = arena_pages(config, model, rehearse)
+        self.arena = torch.zeros(num_pages, layout.page_elems, dtype=dtype, device=config.device)
         if config.runs_triton:
-            self._gpu = GpuRunner(
-                model=model,
-                weights=weights,
-                layout=layout,
-                arena=self.arena,
-                max_positions=config.context_limit(model),
-                max_running=config.max_running,
-            )
+            self._gpu = make_gpu(arena=self.arena)
             if config.capture_graphs:
                 self._gpu.warm_up()
             return

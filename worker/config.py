@@ -32,7 +32,7 @@ class WorkerConfig:
     worker_id            the same after a restart: what was in its inbox is its own
     model_dir            the base model's folder; see `worker.base_model`
     adapter_cache_bytes  how much of the disk adapters may take
-    arena_bytes          the engine's page arena; None: the engine decides
+    arena_bytes          the engine's page arena; None: see EngineConfig.arena_bytes
     """
 
     worker_id: str

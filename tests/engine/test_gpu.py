@@ -65,3 +65,31 @@ def test_fp32_tokens_are_the_cpus(
 def test_bf16_runs(base: Path, adapters: dict[str, Path]) -> None:
     got = generate(base, adapters, device="cuda")
     assert all(len(token_ids) == 24 for token_ids in got.values())
+
+
+def test_a_steady_step_allocates_nothing(base: Path, adapters: dict[str, Path]) -> None:
+    """Neither decodes ask the driver for memory, nor drawn tokens once their first step has run."""
+    engine = Engine(EngineConfig(model_dir=base, arena_bytes=64 << 20, device="cuda"))
+    for name, path in adapters.items():
+        engine.register_adapter(name, path)
+    for temperature in (0.0, 0.8):
+        for i, adapter in enumerate([None, *adapters]):
+            engine.add(
+                request(
+                    f"{temperature} {i}",
+                    prompt(i, 30),
+                    adapter=adapter,
+                    max_tokens=60,
+                    temperature=temperature,
+                    top_p=0.9,
+                )
+            )
+        while engine.stats().num_generated % 300 < 5 * 5:
+            engine.step()
+        before = torch.cuda.memory_stats()["num_device_alloc"]
+        for _ in range(40):
+            engine.step()
+        assert torch.cuda.memory_stats()["num_device_alloc"] == before
+        while engine.has_work():
+            engine.step()
+    engine.close()

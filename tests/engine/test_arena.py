@@ -1,0 +1,114 @@
+"""How large the arena becomes, and what is said when there is no room for one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import DashConfig, Engine, EngineConfig, OutOfMemory
+from engine.arena import CPU_ARENA_BYTES, arena_pages
+from engine.config import ModelConfig
+from engine.gpu_runner import GpuRunner
+from engine.weights import load_weights
+
+GIB = 1 << 30
+
+
+def never(_: torch.Tensor) -> int:
+    raise AssertionError("a CPU's arena is not measured")
+
+
+def test_on_a_cpu_it_is_what_was_asked_for(tiny_model: Path) -> None:
+    model = ModelConfig.from_folder(tiny_model)
+    config = EngineConfig(model_dir=tiny_model)
+    page_bytes = config.page_bytes(model)
+    assert arena_pages(config, model, never) == CPU_ARENA_BYTES // page_bytes
+    given = EngineConfig(model_dir=tiny_model, arena_bytes=10 * page_bytes + 1)
+    assert arena_pages(given, model, never) == 10
+    with pytest.raises(ValueError, match="arena_bytes"):
+        arena_pages(EngineConfig(model_dir=tiny_model, arena_bytes=page_bytes - 1), model, never)
+
+
+@pytest.fixture
+def half_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver says that 2 of 4 GiB are free."""
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * GIB, 4 * GIB))
+    monkeypatch.setattr(EngineConfig, "is_cpu", False)
+
+
+@pytest.mark.usefixtures("half_a_card")
+def test_on_a_gpu_it_is_what_is_left(tiny_model: Path) -> None:
+    config = EngineConfig(model_dir=tiny_model, max_running=4)
+    model = ModelConfig.from_folder(tiny_model)
+    other_graphs = 100 << 20
+
+    def rehearse(arena: torch.Tensor) -> int:
+        assert arena.shape[0] == 1
+        return other_graphs
+
+    got = arena_pages(config, model, rehearse) * config.page_bytes(model)
+    expected = 2 * GIB - other_graphs - 0.02 * 4 * GIB - 4 * 40 * model.vocab_size
+    assert 0 <= expected - got <= config.page_bytes(model)
+
+
+@pytest.mark.usefixtures("half_a_card")
+def test_too_little_is_said(tiny_model: Path) -> None:
+    model = ModelConfig.from_folder(tiny_model)
+    with pytest.raises(OutOfMemory, match="max_context"):
+        arena_pages(EngineConfig(model_dir=tiny_model), model, lambda _: 2 * GIB)
+
+
+def test_the_offline_engine_asks_for_both_pools_or_for_neither(tiny_model: Path) -> None:
+    assert DashConfig().engine_config(tiny_model).arena_bytes is None
+    both = DashConfig(adapter_vram_pool="1MB", kv_pool="3MB")
+    assert both.engine_config(tiny_model).arena_bytes == 4_000_000
+    assert DashConfig(kv_pool="3MB").engine_config(tiny_model).arena_bytes == 6_000_000
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter's")
+def test_the_rehearsal_writes_nothing(tiny_model: Path) -> None:
+    config = EngineConfig(model_dir=tiny_model, use_triton=True, dtype="float32", max_running=3)
+    model = ModelConfig.from_folder(tiny_model)
+    layout = config.page_layout(model)
+    page = torch.full((1, layout.page_elems), float("nan"))
+    runner = GpuRunner(
+        model=model,
+        weights=load_weights(tiny_model, model, "cpu", torch.float32),
+        layout=layout,
+        arena=page,
+        max_positions=64,
+        max_running=3,
+    )
+    assert runner.rehearse(20) > 0
+    assert page.isnan().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_the_card_is_used(tiny_model: Path) -> None:
+    engine = Engine(EngineConfig(model_dir=tiny_model, device="cuda", max_step_tokens=2048))
+    try:
+        free, total = torch.cuda.mem_get_info()
+        assert 0 < free < 0.1 * total
+        assert engine.stats().num_pages > 1000
+    finally:
+        engine.close()
+    del engine
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_card_that_is_full_is_refused(tiny_model: Path) -> None:
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    ballast = torch.empty(free - (600 << 20), dtype=torch.uint8, device="cuda")
+    with pytest.raises(OutOfMemory):
+        Engine(EngineConfig(model_dir=tiny_model, device="cuda"))
+    del ballast
+    torch.cuda.empty_cache()
