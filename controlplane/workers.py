@@ -30,6 +30,10 @@ class WorkerStatus:
         return self.silent_s < protocol.HEARTBEAT_TIMEOUT_S
 
     @property
+    def is_ready(self) -> bool:
+        return self.is_alive and not self.heartbeat.loading
+
+    @property
     def may_return(self) -> bool:
         """Whether it was heard of so recently that it is probably being restarted."""
         return self.silent_s < protocol.WORKER_GRACE_S
@@ -69,15 +73,15 @@ def best_worker(
 ) -> WorkerStatus | None:
     """The least loaded worker, preferring one that has the job's adapters in its memory.
 
-    A worker that is probably being restarted is chosen only when none is alive, and then the one
-    heard of last: it is the likeliest to come back.
+    A worker that is loading or probably being restarted is chosen only when no other is there, and
+    then the one heard of last: it is the likeliest to come back.
     """
     fitting = [
         worker
         for worker in workers
         if worker.heartbeat.base_model == job.base_model and not worker.heartbeat.draining
     ]
-    candidates = [worker for worker in fitting if worker.is_alive]
+    candidates = [worker for worker in fitting if worker.is_ready]
     if not candidates:
         returning = [worker for worker in fitting if worker.may_return]
         return min(returning, key=lambda worker: worker.silent_s, default=None)

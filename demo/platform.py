@@ -100,9 +100,11 @@ class Platform:
             return False
 
     def worker_is_up(self) -> bool:
-        """Whether the worker of this run, not of one before, has sent a heartbeat."""
+        """Whether the worker of this run, not of one before, says that it has loaded."""
         heartbeat, started_at = self.heartbeat(), self.worker.started_at
-        return bool(heartbeat and started_at and heartbeat.started_at >= started_at)
+        if heartbeat is None or heartbeat.loading:
+            return False
+        return bool(started_at and heartbeat.started_at >= started_at)
 
     def heartbeat(self) -> Heartbeat | None:
         """The worker's last words about itself."""

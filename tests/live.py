@@ -202,7 +202,8 @@ class LiveStack:
         def is_up() -> bool:
             assert process.exit_code is None, process.log.read_text()
             now = self.heartbeat(worker_id)
-            return now is not None and (before is None or now.boot_id != before.boot_id)
+            is_new = now is not None and (before is None or now.boot_id != before.boot_id)
+            return is_new and now is not None and not now.loading
 
         if wait:
             timeout_s = START_TIMEOUT_S if step_s is not None else 120

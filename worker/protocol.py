@@ -316,6 +316,7 @@ class Heartbeat(Message):
     resident_digests: tuple[str, ...] = ()
     tokens_per_s: float = 0.0
     draining: bool = False
+    loading: bool = False  # jobs may wait in its inbox; nothing runs yet
     started_at: float = 0.0
 
 

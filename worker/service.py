@@ -115,13 +115,15 @@ class Worker:
         self._requests.on_outputs(report.outputs)
 
     async def _serve(self) -> None:
-        await self._is_loaded.wait()
-        log.info("the engine has loaded %s", self._config.base_model)
         control_id = await _insist(self._streams.last_control_id)
         await _insist(self._streams.prepare)
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._requests.flusher.run())
+            # From the beginning: jobs wait for a worker that loads, however long it takes.
             group.create_task(self._beat_loop())
+            await self._is_loaded.wait()
+            log.info("the engine has loaded %s", self._config.base_model)
+            await self._beat()
+            group.create_task(self._requests.flusher.run())
             group.create_task(self._control_loop(control_id))
             group.create_task(self._inbox_loop())
 
@@ -170,11 +172,14 @@ class Worker:
             now, num_tokens = time.monotonic(), self._requests.num_tokens
             self._tokens_per_s = (num_tokens - counted) / max(now - counted_at, 1e-3)
             counted_at, counted = now, num_tokens
-            with contextlib.suppress(RedisError, OSError):
-                silence_s = await self._streams.beat(self._heartbeat())
-                self._requests.cancel_for_dead_gateways(silence_s)
+            await self._beat()
             self._requests.cancel_overdue()
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+
+    async def _beat(self) -> None:
+        with contextlib.suppress(RedisError, OSError):
+            silence_s = await self._streams.beat(self._heartbeat())
+            self._requests.cancel_for_dead_gateways(silence_s)
 
     def _heartbeat(self) -> Heartbeat:
         stats = self._stats
@@ -194,6 +199,7 @@ class Worker:
             resident_digests=stats.resident_digests,
             tokens_per_s=round(self._tokens_per_s, 1),
             draining=self._draining.is_set(),
+            loading=not self._is_loaded.is_set(),
             started_at=self._started_at,
         )
 

@@ -113,7 +113,7 @@ def _row(worker: WorkerStatus) -> list[str]:
     beat = worker.heartbeat
     return [
         beat.worker_id,
-        "silent" if not worker.is_alive else "draining" if beat.draining else "alive",
+        _state(worker),
         beat.base_model,
         beat.device,
         f"{beat.running} / {beat.max_running}",
@@ -124,6 +124,14 @@ def _row(worker: WorkerStatus) -> list[str]:
         str(beat.step),
         f"{worker.silent_s:.0f} s ago",
     ]
+
+
+def _state(worker: WorkerStatus) -> str:
+    if not worker.is_alive:
+        return "silent"
+    if worker.heartbeat.draining:
+        return "draining"
+    return "loading" if worker.heartbeat.loading else "alive"
 
 
 def _adapters(digests: Sequence[str]) -> str:

@@ -73,5 +73,12 @@ def test_one_that_restarts_only_when_no_other_lives() -> None:
     assert choose(worker("a", silent_s=20)) == "a"
 
 
+def test_one_that_loads_only_when_no_other_is_ready() -> None:
+    loading = worker("a", loading=True)
+    assert choose(loading, worker("b", running=9)) == "b"
+    assert choose(loading, worker("b", draining=True)) == "a"
+    assert choose(loading, worker("b", silent_s=20)) == "a"
+
+
 def test_not_one_that_is_long_dead() -> None:
     assert choose(worker("a", silent_s=70)) is None
