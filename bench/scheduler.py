@@ -37,7 +37,8 @@ from engine.config import ModelConfig
 from engine.memory import PagePool
 from engine.prefix_cache import PrefixCache
 from engine.request import AdapterPart, Request, SamplingParams
-from engine.scheduler import Scheduler, Sequence, Step
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence, Step
 from kernels import PageLayout
 
 RESULTS = Path(__file__).parent / "results" / "scheduler.json"

@@ -117,12 +117,16 @@ class AdapterStore:
             adapter.is_unregistered = True
             self._forget_if_unused(adapter)
 
-    def add_user(self, digests: Sequence[str]) -> None:
-        """Count one accepted request; raise UnknownAdapter, counting nothing, for a stranger."""
+    def check_known(self, digests: Iterable[str]) -> None:
+        """Raise UnknownAdapter unless all are registered."""
         for digest in digests:
             adapter = self._adapters.get(digest)
             if adapter is None or adapter.is_unregistered:
                 raise UnknownAdapter(f"no adapter {digest[:12]} is registered", param="adapters")
+
+    def add_user(self, digests: Sequence[str]) -> None:
+        """Count one accepted request, or raise UnknownAdapter and count nothing."""
+        self.check_known(digests)
         for digest in digests:
             self._adapters[digest].users += 1
 

@@ -14,7 +14,7 @@ import torch
 from engine.adapter_tiles import TileMap
 from engine.adapters import AdapterStore
 from engine.prefix_cache import AdapterKey
-from engine.scheduler import Row, Step
+from engine.sequence import Row, Step
 from kernels import LoraBatch, LoraTable
 
 T = TypeVar("T", bound=np.generic)

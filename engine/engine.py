@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,16 +23,16 @@ from engine.errors import (
     RequestError,
 )
 from engine.gpu_runner import GpuRunner, Tokens
-from engine.grammar import GrammarCompiler, Matcher, check_schema_text
+from engine.grammar import Grammars, check_schema_text
 from engine.memory import PagePool, PageUse
 from engine.prefix_cache import PrefixCache
 from engine.request import FinishReason, Request, RequestOutput
 from engine.runner import ModelRunner
 from engine.sampler import Sampled, Sampler
-from engine.scheduler import Scheduler, Sequence, Step
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence, Step
 from engine.stats import EngineStats
 from engine.weights import Weights
-from kernels import apply_bitmask
 
 log = logging.getLogger(__name__)
 
@@ -108,10 +107,8 @@ class Engine:
             adapter_order=self._runner.adapter_order,
         )
         self._sampler = Sampler(vocab_size=model.vocab_size, device=config.device)
-        self._compiler = GrammarCompiler(tokenizer or config.model_dir)
-        self._compiling: dict[str, Future[Matcher]] = {}
-        self._matchers: dict[str, Matcher] = {}
-        self._requests: dict[str, Sequence] = {}
+        self._grammars = Grammars(tokenizer or config.model_dir, model.vocab_size)
+        self._requests: dict[str, list[Sequence]] = {}  # those that have not ended
         self._ending: dict[str, tuple[FinishReason, EngineError | None]] = {}
         self._num_arrivals = self._num_steps = self._num_generated = 0
 
@@ -150,23 +147,18 @@ class Engine:
             )
         if request.json_schema is not None:
             check_schema_text(request.json_schema)
-        sequence = Sequence(request, self._num_arrivals, self._stop_ids(request))
-        self._store.add_user(sequence.digests)
-        try:
-            self._check_room(sequence)
-        except OutOfPages:
-            self._store.remove_user(sequence.digests)
-            raise
-        self._num_arrivals += 1
-        self._requests[request.request_id] = sequence
-        self._sampler.add(sequence)
-        self._scheduler.add(sequence)
-        if request.json_schema is not None:
-            sequence.is_waiting_for_grammar = True
-            self._compiling[request.request_id] = self._compiler.submit(request.json_schema)
+        self._check_room(request)
+        sequences = Sequence.of(request, self._num_arrivals, self._stop_ids(request))
+        self._num_arrivals += len(sequences)
+        self._requests[request.request_id] = list(sequences)
+        for sequence in sequences:
+            self._store.add_user(sequence.digests)
+            self._sampler.add(sequence)
+            self._scheduler.add(sequence)
+            self._grammars.add(sequence)
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
-        """End a request; its last output, with `reason`, comes from the next step.
+        """End a request; its last outputs, with `reason`, come from the next step.
 
         Idempotent; does nothing for a request that has ended or never was.
         """
@@ -231,29 +223,23 @@ class Engine:
         tables = [sequence.page_table for sequence in self._scheduler.running]
         cached = self._prefixes.owned_pages()
         self._pool.check_integrity([*tables, *self._store.owned_pages(), cached])
-        known = {s.request.request_id for s in self._scheduler.waiting + self._scheduler.running}
+        known = {s for sequences in self._requests.values() for s in sequences}
         if self._flight is None:
-            assert known == self._requests.keys()
-        assert self._matchers.keys() | self._compiling.keys() <= known
+            assert known == {*self._scheduler.waiting, *self._scheduler.running}
+        self._grammars.check_integrity(known)
 
     def close(self) -> None:
         """End the engine's threads."""
         self._store.close()
-        self._compiler.close()
+        self._grammars.close()
 
     # The stages of a step
 
     def _poll(self) -> None:
         """See what the loader and grammar threads have finished."""
         self._store.poll(self._scheduler.wanted_adapters())
-        for request_id in [r for r, future in self._compiling.items() if future.done()]:
-            future = self._compiling.pop(request_id)
-            error = future.exception()
-            if error is None:
-                self._matchers[request_id] = future.result()
-                self._requests[request_id].is_waiting_for_grammar = False
-            else:
-                self._fail(request_id, error)
+        for sequence, failure in self._grammars.poll():
+            self._fail(sequence.request.request_id, failure)
         for sequence in self._scheduler.waiting:
             for digest in sequence.digests:
                 error = self._store.error(digest)
@@ -268,8 +254,8 @@ class Engine:
 
     def _note_deadlines(self) -> None:
         now = self._clock()
-        for request_id, sequence in self._requests.items():
-            deadline = sequence.request.deadline
+        for request_id, sequences in self._requests.items():
+            deadline = sequences[0].request.deadline
             if deadline is not None and deadline <= now:
                 error = DeadlineExceeded("the request's deadline has passed", param="deadline")
                 self._ending.setdefault(request_id, (FinishReason.ERROR, error))
@@ -278,12 +264,13 @@ class Engine:
         """End what was cancelled, has failed or is past its deadline."""
         ending, self._ending = self._ending, {}
         return [
-            self._end(self._requests[request_id], reason, error)
+            self._end(sequence, reason, error)
             for request_id, (reason, error) in ending.items()
+            for sequence in list(self._requests.get(request_id, ()))
         ]
 
     def _is_plain(self, sequence: Sequence) -> bool:
-        is_free = sequence.request.request_id not in self._matchers
+        is_free = self._grammars.matcher(sequence) is None
         return is_free and self._sampler.is_plain(sequence)
 
     def _fly(self, flight: _Flight) -> list[RequestOutput]:
@@ -326,7 +313,7 @@ class Engine:
         )
 
     def _release(self, sequence: Sequence) -> None:
-        """Give back what a request that has ended held."""
+        """Give back what a sequence that has ended held."""
         self._scheduler.remove(sequence)
         self._store.remove_user(sequence.digests)
 
@@ -342,19 +329,8 @@ class Engine:
         wants_logprobs = any(s.request.sampling.logprobs is not None for s in sequences)
         raw = logits.log_softmax(dim=-1) if wants_logprobs else None
         self._sampler.adjust(logits, sequences)
-        self._mask(logits, sequences)
+        self._grammars.mask(logits, sequences)
         return self._sampler.choose(logits, sequences, raw)
-
-    def _mask(self, logits: torch.Tensor, sequences: list[Sequence]) -> None:
-        """Forbid what a row's grammar does not allow next."""
-        rows = [i for i, s in enumerate(sequences) if s.request.request_id in self._matchers]
-        if not rows:
-            return
-        words = -(-self.model.vocab_size // 32)
-        bitmask = torch.zeros(len(sequences), words, dtype=torch.int32)
-        for i in rows:
-            self._matchers[sequences[i].request.request_id].fill_mask(bitmask[i])
-        apply_bitmask(logits, bitmask.to(logits.device), torch.tensor(rows, device=logits.device))
 
     def _commit(
         self, step: Step, sequences: list[Sequence], sampled: list[Sampled]
@@ -387,7 +363,7 @@ class Engine:
         Raises BadGrammar when the request's grammar cannot be followed any further.
         """
         sampling = sequence.request.sampling
-        matcher = self._matchers.get(sequence.request.request_id)
+        matcher = self._grammars.matcher(sequence)
         is_text = token_id not in sequence.stop_ids
         is_complete = not is_text
         if matcher is not None:
@@ -403,20 +379,19 @@ class Engine:
     def _end(
         self, sequence: Sequence, reason: FinishReason, error: EngineError | None = None
     ) -> RequestOutput:
-        """Forget the request everywhere and say so."""
-        request_id = sequence.request.request_id
+        """Forget the sequence everywhere and say so."""
         output = _output(sequence)
         output.finish_reason, output.error = reason, error
         sequence.has_ended = True
-        # A step under way still writes to the request's pages: it releases them when it lands.
+        # A step under way still writes to the sequence's pages: it releases them when it lands.
         if self._flight is None:
             self._release(sequence)
-        self._sampler.remove(request_id)
-        self._matchers.pop(request_id, None)
-        future = self._compiling.pop(request_id, None)
-        if future is not None:
-            future.cancel()
-        del self._requests[request_id]
+        self._sampler.remove(sequence)
+        self._grammars.remove(sequence)
+        siblings = self._requests[sequence.request.request_id]
+        siblings.remove(sequence)
+        if not siblings:
+            del self._requests[sequence.request.request_id]
         return output
 
     def _stop_ids(self, request: Request) -> frozenset[int]:
@@ -424,9 +399,11 @@ class Engine:
         eos = () if sampling.ignore_eos else self.model.eos_token_ids
         return frozenset((*eos, *sampling.stop_token_ids))
 
-    def _check_room(self, sequence: Sequence) -> None:
-        num_pages = -(-(sequence.num_tokens + 1) // self._page_size)
-        num_pages += sum(self._store.num_pages(digest) for digest in sequence.digests)
+    def _check_room(self, request: Request) -> None:
+        """Raise unless the arena could hold one of the request's sequences and its adapters."""
+        self._store.check_known(part.digest for part in request.adapters)
+        num_pages = -(-(len(request.token_ids) + 1) // self._page_size)
+        num_pages += sum(self._store.num_pages(part.digest) for part in request.adapters)
         if num_pages > self._pool.num_pages:
             raise OutOfPages(
                 f"the prompt and its adapters need {num_pages} pages; the arena has "
@@ -438,6 +415,7 @@ class Engine:
 def _output(sequence: Sequence) -> RequestOutput:
     return RequestOutput(
         request_id=sequence.request.request_id,
+        index=sequence.index,
         num_prompt_tokens=sequence.num_prompt,
         num_cached_tokens=sequence.num_cached or 0,
         num_generated=sequence.num_generated,

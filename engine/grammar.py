@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
+from collections.abc import Collection
+from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from typing import Any
 import torch
 
 from engine.errors import BadGrammar
+from engine.sequence import Sequence
+from kernels import apply_bitmask
 
 _MAX_CACHED = 256
 #: Between two parts of the JSON at most one space: with free whitespace a small model may go on
@@ -128,6 +132,10 @@ class GrammarCompiler:
         if self._backend is None:
             self._backend = _Backend(self._tokenizer)
         backend = self._backend
+        with self._lock:
+            compiled = self._cache.get(schema)
+        if compiled is not None:  # compiled while this one waited
+            return Matcher(compiled.deep_copy(), backend.eos_token_id)
         try:
             fields = json.loads(backend.json_schema(schema).schema)
             text = json.dumps(fields | {"x-guidance": _GUIDANCE})
@@ -149,3 +157,62 @@ class GrammarCompiler:
             if len(self._cache) > _MAX_CACHED:
                 self._cache.popitem(last=False)
         return Matcher(compiled.deep_copy(), backend.eos_token_id)
+
+
+class Grammars:
+    """Which sequence waits for its grammar, and where in it each of the others is.
+
+    tokenizer  a Hugging Face tokenizer, or the model folder that has one
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+        self._compiler = GrammarCompiler(tokenizer)
+        self._num_words = -(-vocab_size // 32)
+        self._compiling: dict[Sequence, Future[Matcher]] = {}
+        self._matchers: dict[Sequence, Matcher] = {}
+
+    def add(self, sequence: Sequence) -> None:
+        """Compile the sequence's grammar, if it has one; until then it waits."""
+        schema = sequence.request.json_schema
+        if schema is not None:
+            sequence.is_waiting_for_grammar = True
+            self._compiling[sequence] = self._compiler.submit(schema)
+
+    def poll(self) -> list[tuple[Sequence, BaseException]]:
+        """See what has been compiled; the sequences whose grammar cannot be, with the reason."""
+        failed = []
+        for sequence in [s for s, future in self._compiling.items() if future.done()]:
+            future = self._compiling.pop(sequence)
+            error = future.exception()
+            if error is None:
+                self._matchers[sequence] = future.result()
+                sequence.is_waiting_for_grammar = False
+            else:
+                failed.append((sequence, error))
+        return failed
+
+    def matcher(self, sequence: Sequence) -> Matcher | None:
+        return self._matchers.get(sequence)
+
+    def mask(self, logits: torch.Tensor, sequences: SequenceOf[Sequence]) -> None:
+        """Forbid in `logits` [N, V], in place, what a row's grammar does not allow next."""
+        rows = [i for i, sequence in enumerate(sequences) if sequence in self._matchers]
+        if not rows:
+            return
+        bitmask = torch.zeros(len(sequences), self._num_words, dtype=torch.int32)
+        for i in rows:
+            self._matchers[sequences[i]].fill_mask(bitmask[i])
+        apply_bitmask(logits, bitmask.to(logits.device), torch.tensor(rows, device=logits.device))
+
+    def remove(self, sequence: Sequence) -> None:
+        self._matchers.pop(sequence, None)
+        future = self._compiling.pop(sequence, None)
+        if future is not None:
+            future.cancel()
+
+    def close(self) -> None:
+        self._compiler.close()
+
+    def check_integrity(self, known: Collection[Sequence]) -> None:
+        """Raise AssertionError if it remembers a sequence that is not `known`."""
+        assert self._matchers.keys() | self._compiling.keys() <= set(known)

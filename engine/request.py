@@ -11,6 +11,7 @@ from engine.errors import EngineError, InvalidPrompt, RequestError
 
 MAX_LOGPROBS = 20
 MAX_ADAPTER_PARTS = 8
+MAX_SEQUENCES = 64
 MAX_SCHEMA_CHARS = 64 * 1024
 
 
@@ -87,6 +88,8 @@ class AdapterPart:
 class Request:
     """One prompt to continue.
 
+    n            how many continuations; they share the prompt's pages, each has its own outputs
+                 under its index, and number i draws with the seed + i
     adapters     () for the base model; several are applied as the exact weighted sum
     json_schema  the generated text obeys it
     deadline     on the clock given to the engine (time.time by default); past it the request ends
@@ -96,6 +99,7 @@ class Request:
     request_id: str
     token_ids: Sequence[int]
     sampling: SamplingParams
+    n: int = 1
     adapters: tuple[AdapterPart, ...] = ()
     tenant_id: str = ""
     json_schema: str | None = None
@@ -112,6 +116,7 @@ class Request:
                 param="token_ids",
             )
         self.sampling.check(vocab_size)
+        _check_number("n", self.n, 1, MAX_SEQUENCES)
         if len(self.adapters) > MAX_ADAPTER_PARTS:
             raise RequestError(
                 f"a request may name {MAX_ADAPTER_PARTS} adapters at most, not "
@@ -148,15 +153,19 @@ class TokenLogprob:
 
 @dataclass(slots=True, kw_only=True)
 class RequestOutput:
-    """News of one request: what one step added to it.
+    """News of one request: what one step added to one of its continuations.
 
+    index             which of the request's n continuations; each ends exactly once
     token_ids         new since the last output, without the EOS or stop token that ends a request
-    num_generated     tokens the model produced so far, the ending one included: what is billed
-    finish_reason     set in the last output of the request, which comes exactly once
+    num_prompt_tokens of the request, as num_cached_tokens: the same under every index, used once
+    num_generated     tokens the model produced so far under this index, the ending one included:
+                      what is billed
+    finish_reason     set in the index's last output, which comes exactly once
     error             set when the reason is ERROR
     """
 
     request_id: str
+    index: int = 0
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
     finish_reason: FinishReason | None = None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.request import SamplingParams, TokenLogprob
-from engine.scheduler import Sequence
+from engine.sequence import Sequence
 
 # Below this a temperature means greedy; dividing by it would overflow.
 _MIN_TEMPERATURE = 1e-4
@@ -27,12 +27,12 @@ class Sampled:
     logprob: TokenLogprob | None
 
 
-class _RequestState:
-    """What sampling remembers of one request."""
+class _State:
+    """What sampling remembers of one sequence."""
 
     def __init__(self, sequence: Sequence, vocab_size: int, device: str) -> None:
         params = sequence.request.sampling
-        self.random = random.Random(params.seed)
+        self.random = random.Random(sequence.seed)
         self.counts: torch.Tensor | None = None  # [V] fp32, how often each token was generated
         self.seen: torch.Tensor | None = None  # [V] bool, in the prompt or generated
         self.bias: tuple[torch.Tensor, torch.Tensor] | None = None  # token ids, what to add
@@ -60,19 +60,17 @@ class _RequestState:
 
 
 class Sampler:
-    """Owns the sampling state of every request between `add` and `remove`."""
+    """Owns the sampling state of every sequence between `add` and `remove`."""
 
     def __init__(self, *, vocab_size: int, device: str) -> None:
         self._vocab_size, self._device = vocab_size, device
-        self._states: dict[str, _RequestState] = {}
+        self._states: dict[Sequence, _State] = {}
 
     def add(self, sequence: Sequence) -> None:
-        self._states[sequence.request.request_id] = _RequestState(
-            sequence, self._vocab_size, self._device
-        )
+        self._states[sequence] = _State(sequence, self._vocab_size, self._device)
 
-    def remove(self, request_id: str) -> None:
-        self._states.pop(request_id, None)
+    def remove(self, sequence: Sequence) -> None:
+        self._states.pop(sequence, None)
 
     def is_plain(self, sequence: Sequence) -> bool:
         """Whether the request's next token is simply the one with the largest logit."""
@@ -81,13 +79,13 @@ class Sampler:
             _is_greedy(params)
             and params.logprobs is None
             and sequence.num_generated >= params.min_tokens
-            and not self._states[sequence.request.request_id].adjusts
+            and not self._states[sequence].adjusts
         )
 
     def adjust(self, logits: torch.Tensor, sequences: SequenceOf[Sequence]) -> None:
         """Apply penalties, bias and min_tokens to `logits` [N, V] fp32, in place."""
         for row, sequence in zip(logits, sequences, strict=True):
-            state, params = self._states[sequence.request.request_id], sequence.request.sampling
+            state, params = self._states[sequence], sequence.request.sampling
             if state.adjusts:
                 _penalise(row, state, params)
             if sequence.num_generated < params.min_tokens and sequence.request.json_schema is None:
@@ -106,13 +104,13 @@ class Sampler:
         drawn = [i for i, s in enumerate(sequences) if not _is_greedy(s.request.sampling)]
         if drawn:
             params = [sequences[i].request.sampling for i in drawn]
-            uniform = [self._states[sequences[i].request.request_id].random.random() for i in drawn]
+            uniform = [self._states[sequences[i]].random.random() for i in drawn]
             rows = logits if len(drawn) == len(sequences) else logits[drawn]
             for i, token_id in zip(drawn, _draw(rows, params, uniform), strict=True):
                 token_ids[i] = token_id
         sampled = []
         for i, (sequence, token_id) in enumerate(zip(sequences, token_ids, strict=True)):
-            self._states[sequence.request.request_id].note(token_id)
+            self._states[sequence].note(token_id)
             num_top = sequence.request.sampling.logprobs
             logprob = None
             if num_top is not None:
@@ -126,7 +124,7 @@ def _is_greedy(params: SamplingParams) -> bool:
     return params.temperature < _MIN_TEMPERATURE or params.top_k == 1
 
 
-def _penalise(row: torch.Tensor, state: _RequestState, params: SamplingParams) -> None:
+def _penalise(row: torch.Tensor, state: _State, params: SamplingParams) -> None:
     """row [V], changed in place; the repetition penalty is CTRL's (arXiv:1909.05858)."""
     if state.seen is not None:
         penalty = params.repetition_penalty

@@ -13,13 +13,12 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine.errors import EngineError, OutOfPages
+from engine.errors import OutOfPages
 from engine.memory import PagePool, PageUse
 from engine.prefix_cache import AdapterKey, PageKeys, PrefixCache
-from engine.request import Request
+from engine.sequence import Row, Sequence, Step
 
 
 class Adapters(Protocol):
@@ -37,92 +36,6 @@ class Adapters(Protocol):
     def unpin(self, digest: str) -> None: ...
 
     def evict_idle(self, num_pages: int, keep: Collection[str]) -> None: ...
-
-
-class Sequence:
-    """One request on its way: its tokens so far and the pages that hold their KV.
-
-    token_ids     the prompt, then what was generated
-    num_computed  tokens whose KV is in the pages; the rest is still to be run
-    page_table    page i holds tokens 16 i to 16 i + 15
-    num_cached    tokens of the prompt that were found in the prefix cache; None: never started
-    stop_ids      tokens that end the request
-    """
-
-    __slots__ = (
-        "adapter_key",
-        "arrival",
-        "digests",
-        "has_ended",
-        "is_running",
-        "is_waiting_for_grammar",
-        "num_cached",
-        "num_computed",
-        "num_prompt",
-        "num_skips",
-        "page_keys",
-        "page_table",
-        "request",
-        "stop_ids",
-        "token_ids",
-    )
-
-    def __init__(
-        self, request: Request, arrival: int, stop_ids: frozenset[int] = frozenset()
-    ) -> None:
-        self.request = request
-        self.stop_ids = stop_ids
-        self.arrival = arrival
-        self.token_ids = list(request.token_ids)
-        self.num_prompt = len(self.token_ids)
-        self.num_computed = 0
-        self.num_cached: int | None = None
-        self.page_keys: PageKeys | None = None  # the scheduler's, which knows the page size
-        self.page_table = array("i")
-        self.adapter_key: AdapterKey = tuple((p.digest, p.weight) for p in request.adapters)
-        self.digests = tuple(part.digest for part in request.adapters)
-        self.is_running = False
-        self.has_ended = False
-        self.is_waiting_for_grammar = False
-        self.num_skips = 0
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids)
-
-    @property
-    def num_generated(self) -> int:
-        return len(self.token_ids) - self.num_prompt
-
-    @property
-    def num_uncomputed(self) -> int:
-        return len(self.token_ids) - self.num_computed
-
-
-@dataclass(slots=True)
-class Row:
-    """One sequence's share of a step: its next `num_tokens` tokens."""
-
-    sequence: Sequence
-    num_tokens: int
-
-    @property
-    def samples(self) -> bool:
-        """Whether the step computes the sequence's last token, so that a new one follows."""
-        return self.num_tokens == self.sequence.num_uncomputed
-
-
-@dataclass(slots=True)
-class Step:
-    """What one forward pass computes; rows of one adapter key are adjacent.
-
-    budget  tokens that may still be added
-    failed  requests that cannot go on, with the reason; they are still the scheduler's
-    """
-
-    budget: int
-    rows: list[Row] = field(default_factory=list)
-    failed: list[tuple[Sequence, EngineError]] = field(default_factory=list)
 
 
 class Scheduler:
@@ -239,7 +152,7 @@ class Scheduler:
         for sequence in list(self.waiting):
             if not step.budget or len(self.running) >= self.max_running:
                 return
-            if sequence.is_waiting_for_grammar:
+            if sequence.is_waiting_for_grammar or _is_prompt_under_way(sequence):
                 continue
             missing = [d for d in sequence.digests if not self._adapters.is_resident(d)]
             lacks_room = any(self._adapters.lacks_room(d) for d in missing)
@@ -250,9 +163,7 @@ class Scheduler:
                 continue
             if missing:
                 continue
-            # One token at least is computed: what follows is sampled from it.
-            num_full = (sequence.num_tokens - 1) // self._page_size
-            cached = self._prefixes.take(self._keys(sequence, num_full))
+            cached = self._find_pages(sequence)
             # Room for the whole prompt, not just the chunk: else it would soon be preempted.
             num_pages = self._pages_for(sequence.num_tokens) - len(cached)
             self._adapters.evict_idle(num_pages, keep=sequence.digests)
@@ -264,6 +175,24 @@ class Scheduler:
                 continue
             self._start(sequence, cached)
             self._run(step, sequence, min(sequence.num_uncomputed, step.budget))
+
+    def _find_pages(self, sequence: Sequence) -> list[int]:
+        """The sequence's first pages, as far as somebody has computed them; now shared with it.
+
+        A sibling has the prompt's full pages even where nothing is kept for strangers; what is in
+        the prompt's last page besides is computed again, a page at most.
+        """
+        # One token at least is computed: what follows is sampled from it.
+        num_full = (sequence.num_tokens - 1) // self._page_size
+        pages = self._prefixes.take(self._keys(sequence, num_full))
+        num_common = min(num_full, sequence.num_prompt // self._page_size)
+        if len(pages) < num_common:
+            owner = next((s for s in sequence.siblings if s.has_prompt), None)
+            if owner is not None:
+                self._prefixes.release(pages)
+                pages = owner.page_table[:num_common].tolist()
+                self._pool.share(pages)
+        return pages
 
     def _run(self, step: Step, sequence: Sequence, num_tokens: int) -> None:
         """Put the row into the step; its pages can be taken."""
@@ -293,7 +222,8 @@ class Scheduler:
         sequence.page_table = array("i", cached)
         sequence.num_computed = len(cached) * self._page_size
         if sequence.num_cached is None:  # else it returns, and finds pages of its own
-            sequence.num_cached = sequence.num_computed
+            for sibling in sequence.siblings:
+                sibling.num_cached = sequence.num_computed
         for digest in sequence.digests:
             self._adapters.pin(digest)
             self._in_use[digest] += 1
@@ -339,6 +269,12 @@ class Scheduler:
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._page_size)
+
+
+def _is_prompt_under_way(sequence: Sequence) -> bool:
+    """Whether a sibling is computing the prompt, which it will then share."""
+    running = [s for s in sequence.siblings if s.is_running]
+    return bool(running) and not any(s.has_prompt for s in running)
 
 
 def _insert_by_arrival(sequences: list[Sequence], sequence: Sequence) -> None:

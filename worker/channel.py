@@ -66,6 +66,7 @@ class Output:
     """What one step added to one request; the engine's RequestOutput without its types."""
 
     request_id: str
+    index: int = 0
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprob] | None = None
     finish_reason: str | None = None

@@ -224,6 +224,7 @@ def to_output(output: RequestOutput) -> Output:
     logprobs = output.logprobs
     return Output(
         request_id=output.request_id,
+        index=output.index,
         token_ids=list(output.token_ids),
         logprobs=None
         if logprobs is None

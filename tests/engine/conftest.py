@@ -157,6 +157,7 @@ def oracle(tiny_model: Path, adapters: dict[str, Path]) -> Oracle:
 
 
 MakeEngine = Callable[..., Engine]
+_REQUEST_FIELDS = {"deadline", "n", "priority", "tenant_id"}
 
 
 @pytest.fixture
@@ -186,10 +187,13 @@ def request(
     *,
     adapter: str | dict[str, float] | None = None,
     json_schema: str | None = None,
-    deadline: float | None = None,
     **sampling: Any,
 ) -> Request:
-    """A greedy request that disregards EOS unless told otherwise."""
+    """A greedy request that disregards EOS unless told otherwise.
+
+    sampling  fields of SamplingParams, or of the Request itself
+    """
+    own = {name: sampling.pop(name) for name in _REQUEST_FIELDS & sampling.keys()}
     weights = {adapter: 1.0} if isinstance(adapter, str) else adapter or {}
     return Request(
         request_id=request_id,
@@ -197,7 +201,7 @@ def request(
         sampling=SamplingParams(**{"temperature": 0.0, "ignore_eos": True, **sampling}),
         adapters=tuple(AdapterPart(digest=d, weight=w) for d, w in weights.items()),
         json_schema=json_schema,
-        deadline=deadline,
+        **own,
     )
 
 
@@ -226,10 +230,14 @@ class Result:
         return self.last.error
 
 
+def name_of(output: RequestOutput) -> str:
+    return f"{output.request_id}/{output.index}" if output.index else output.request_id
+
+
 def run(
     engine: Engine, *requests: Request, max_steps: int = 5000, check: bool = False
 ) -> dict[str, Result]:
-    """Step until nothing is left; the results by request id."""
+    """Step until nothing is left; the results by request id, "id/1" for a second continuation."""
     for each in requests:
         engine.add(each)
     results: dict[str, Result] = {each.request_id: Result() for each in requests}
@@ -237,7 +245,7 @@ def run(
         if not engine.has_work():
             return results
         for output in engine.step():
-            results.setdefault(output.request_id, Result()).add(output)
+            results.setdefault(name_of(output), Result()).add(output)
         if check:
             engine.check_integrity()
     raise AssertionError(f"still at work after {max_steps} steps: {engine.stats()}")

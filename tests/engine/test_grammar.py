@@ -204,9 +204,10 @@ def test_a_grammar_that_gives_out_ends_its_own_request_only(make_engine: MakeEng
     engine = make_engine()
     engine.add(request("r", prompt(0, 4), json_schema=json.dumps(INVOICE), max_tokens=50))
     engine.add(request("free", prompt(0, 4), max_tokens=20))
-    while "r" not in engine._matchers:
+    (sequence,) = engine._requests["r"]
+    while engine._grammars.matcher(sequence) is None:
         engine.step()
-    engine._matchers["r"] = Matcher(Exhausted(3), eos_token_id=256)
+    engine._grammars._matchers[sequence] = Matcher(Exhausted(3), eos_token_id=256)
     results = run(engine)
     assert isinstance(results["r"].error, BadGrammar)
     assert len(results["r"].token_ids) == 2

@@ -11,7 +11,7 @@ import torch
 
 from engine import Request, SamplingParams
 from engine.sampler import Sampler
-from engine.scheduler import Sequence
+from engine.sequence import Sequence
 from tests.engine.conftest import MakeEngine, Oracle, prompt, request, run
 
 PROBS = [0.4, 0.3, 0.15, 0.1, 0.05]

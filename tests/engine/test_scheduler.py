@@ -7,7 +7,8 @@ from collections.abc import Collection
 from engine import AdapterPart, OutOfPages, Request, SamplingParams
 from engine.memory import PagePool, PageUse
 from engine.prefix_cache import PrefixCache
-from engine.scheduler import Scheduler, Sequence, Step
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence, Step
 
 
 class Residents:

@@ -1,0 +1,130 @@
+"""A sequence on its way through the engine, and its share of one step. No torch here."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+from engine.errors import EngineError
+from engine.prefix_cache import AdapterKey, PageKeys
+from engine.request import Request
+
+
+class Sequence:
+    """One continuation of a request's prompt: its tokens so far and the pages of their KV.
+
+    A request has `n` of them. Compared and hashed by identity.
+
+    index         which of the request's n
+    siblings      all n, itself included
+    token_ids     the prompt, then what was generated
+    num_computed  tokens whose KV is in the pages; the rest is still to be run
+    page_table    page i holds tokens 16 i to 16 i + 15
+    num_cached    tokens of the prompt that were found in the prefix cache by the first of the
+                  siblings to start; None: none has
+    stop_ids      tokens that end it
+    """
+
+    __slots__ = (
+        "adapter_key",
+        "arrival",
+        "digests",
+        "has_ended",
+        "index",
+        "is_running",
+        "is_waiting_for_grammar",
+        "num_cached",
+        "num_computed",
+        "num_prompt",
+        "num_skips",
+        "page_keys",
+        "page_table",
+        "request",
+        "siblings",
+        "stop_ids",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        request: Request,
+        arrival: int,
+        stop_ids: frozenset[int] = frozenset(),
+        index: int = 0,
+    ) -> None:
+        self.request = request
+        self.arrival = arrival
+        self.stop_ids = stop_ids
+        self.index = index
+        self.siblings: list[Sequence] = [self]
+        self.token_ids = list(request.token_ids)
+        self.num_prompt = len(self.token_ids)
+        self.num_computed = 0
+        self.num_cached: int | None = None
+        self.page_keys: PageKeys | None = None  # the scheduler's, which knows the page size
+        self.page_table = array("i")
+        self.adapter_key: AdapterKey = tuple((p.digest, p.weight) for p in request.adapters)
+        self.digests = tuple(part.digest for part in request.adapters)
+        self.is_running = False
+        self.has_ended = False
+        self.is_waiting_for_grammar = False
+        self.num_skips = 0
+
+    @classmethod
+    def of(
+        cls, request: Request, arrival: int, stop_ids: frozenset[int] = frozenset()
+    ) -> list[Sequence]:
+        """The request's n sequences, which arrive one after another from `arrival` on."""
+        siblings = [cls(request, arrival + i, stop_ids, i) for i in range(request.n)]
+        for sequence in siblings:
+            sequence.siblings = siblings
+        return siblings
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def seed(self) -> int | None:
+        """What its randomness starts from: sequence i of a request has the request's seed + i."""
+        seed = self.request.sampling.seed
+        return None if seed is None else seed + self.index
+
+    @property
+    def has_prompt(self) -> bool:
+        """Whether the KV of the whole prompt is in its pages."""
+        return self.is_running and self.num_computed >= self.num_prompt
+
+
+@dataclass(slots=True)
+class Row:
+    """One sequence's share of a step: its next `num_tokens` tokens."""
+
+    sequence: Sequence
+    num_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the step computes the sequence's last token, so that a new one follows."""
+        return self.num_tokens == self.sequence.num_uncomputed
+
+
+@dataclass(slots=True)
+class Step:
+    """What one forward pass computes; rows of one adapter key are adjacent.
+
+    budget  tokens that may still be added
+    failed  sequences that cannot go on, with the reason; they are still the scheduler's
+    """
+
+    budget: int
+    rows: list[Row] = field(default_factory=list)
+    failed: list[tuple[Sequence, EngineError]] = field(default_factory=list)
