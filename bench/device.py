@@ -59,8 +59,10 @@ def matmul_tflop_s(size: int = 8192) -> float:
     return 2 * size**3 / graph_ms(lambda: torch.mm(a, b, out=out), repeats=10) / 1e9
 
 
-def provenance() -> dict[str, Any]:
+def provenance(device: str = "cuda") -> dict[str, Any]:
     """What a figure must carry: card, its measured ceilings, versions, commit."""
+    if device == "cpu":
+        return {"gpu": None, "torch": torch.__version__, "commit": commit()}
     return {
         "gpu": torch.cuda.get_device_name(),
         "copy_tb_s": round(copy_tb_s(), 3),

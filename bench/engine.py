@@ -3,6 +3,7 @@
     python -m bench.engine --batch 64 --adapters 64 --rank 16        # one case
     python -m bench.engine --suite targets --out targets.json       # the whole table
     ... --profile                                                    # kernels of a step, by time
+    ... --compare peft                                               # and PEFT's mixed batch
 
 Llama-3.1-8B's shape with random bf16 weights. A decode case adds `batch` requests of 32 random
 tokens and takes 256 greedy tokens of each, no end token; its ms_step is the wall time of all of it
@@ -26,48 +27,19 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from bench.device import provenance
+from bench.workload import SHAPES, random_weights, save_random_adapter
 from engine import AdapterPart, Engine, EngineConfig, Request, SamplingParams
 from engine.config import ModelConfig
-from engine.weights import LayerWeights, Weights
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama-3.1-8b": {
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "tie_word_embeddings": False,
-    },
-    "tiny": {
-        "model_type": "llama",
-        "vocab_size": 512,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-    },
-}
-LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PROMPT_TOKENS, NEW_TOKENS = 32, 256
+HOST_KEYS = ("gpu", "copy_tb_s", "torch", "triton", "commit")
 MIXED = (4, 8, 16, 32, 64, 128)
 
 # (batch, distinct adapters, target in ms a step, vLLM 0.26's) of ../shared/design/targets.md.
@@ -100,72 +72,25 @@ class Case:
         return sum(itertools.islice(itertools.cycle(self.ranks), self.adapters))
 
 
-def random_weights(model: ModelConfig, device: str) -> Weights:
-    """Weights of the model's shape that keep activations near one."""
-
-    def matrix(height: int, width: int) -> torch.Tensor:
-        made = torch.empty(height, width, device=device, dtype=torch.bfloat16)
-        return made.normal_(0, width**-0.5)
-
-    ones = torch.ones(model.hidden_size, device=device, dtype=torch.bfloat16)
-    hidden, inner = model.hidden_size, model.intermediate_size
-    return Weights(
-        embedding=matrix(model.vocab_size, hidden),
-        layers=tuple(
-            LayerWeights(
-                input_norm=ones,
-                qkv=matrix(model.q_size + 2 * model.kv_size, hidden),
-                o=matrix(hidden, model.q_size),
-                post_norm=ones,
-                gate_up=matrix(2 * inner, hidden),
-                down=matrix(hidden, inner),
-            )
-            for _ in range(model.num_layers)
-        ),
-        norm=ones,
-        lm_head=matrix(model.vocab_size, hidden),
-    )
-
-
-def save_adapter(folder: Path, model: ModelConfig, rank: int, device: str) -> Path:
-    """A PEFT folder of random A and B on all seven projections."""
-    folder.mkdir(parents=True)
-    tensors = {}
-    for layer in range(model.num_layers):
-        for index, (name, widths) in enumerate(zip(LINEARS, model.projection_widths, strict=True)):
-            part = "self_attn" if index < 4 else "mlp"
-            prefix = f"base_model.model.model.layers.{layer}.{part}.{name}"
-            shapes = {"lora_A": (rank, widths[0]), "lora_B": (widths[1], rank)}
-            for side, shape in shapes.items():
-                made = torch.randn(shape, device=device, dtype=torch.bfloat16) * 0.02
-                tensors[f"{prefix}.{side}.weight"] = made.cpu()
-    save_file(tensors, folder / "adapter_model.safetensors")
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": rank,
-        "lora_alpha": 2 * rank,
-        "target_modules": list(LINEARS),
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
-
-
 class Bench:
     """An engine over random weights, and adapters made when a case first wants them."""
 
-    def __init__(self, shape: str, device: str, *, arena_bytes: int, max_running: int) -> None:
+    def __init__(
+        self, shape: str, device: str, *, arena_bytes: int | None, max_running: int
+    ) -> None:
+        self._is_cpu = device == "cpu"
+        self._dtype = torch.float32 if self._is_cpu else torch.bfloat16
         self._folder = Path(tempfile.mkdtemp(prefix="bench-engine-"))
         (self._folder / "config.json").write_text(json.dumps(SHAPES[shape]))
         self.model = ModelConfig.from_fields(SHAPES[shape], None)
-        self._device = device
+        self._device, self._shape = device, shape
         started = time.perf_counter()
         self.engine = Engine(
             EngineConfig(
                 prefix_cache=False,  # every request is to be computed
                 model_dir=self._folder,
                 device=device,
-                dtype="bfloat16",
+                dtype="float32" if self._is_cpu else "bfloat16",
                 arena_bytes=arena_bytes,
                 max_running=max_running,
                 max_step_tokens=16384,
@@ -173,9 +98,9 @@ class Bench:
                 max_context=2048,
                 host_cache_bytes=1 << 30,
             ),
-            weights=random_weights(self.model, device),
+            weights=random_weights(self.model, device, self._dtype),
         )
-        torch.cuda.synchronize()
+        self._synchronize()
         self.start_s = time.perf_counter() - started
         # As in a worker: what lives as long as the process is not walked again and again. A full
         # collection takes 7 to 17 ms here.
@@ -194,7 +119,14 @@ class Bench:
             used[rank] = used.get(rank, 0) + 1
             if used[rank] > len(known):
                 digest = f"r{rank}-{len(known)}"
-                folder = save_adapter(self._folder / digest, self.model, rank, self._device)
+                folder = save_random_adapter(
+                    self._folder / digest,
+                    self.model,
+                    rank=rank,
+                    seed=len(known),
+                    dtype=self._dtype,
+                    device=self._device,
+                )
                 self.engine.register_adapter(digest, folder)
                 known.append(digest)
             chosen.append(known[used[rank] - 1])
@@ -214,7 +146,7 @@ class Bench:
                     adapters=adapters,
                 )
             )
-        torch.cuda.synchronize()
+        self._synchronize()
         started = time.perf_counter()
         num_tokens = 0
         while self.engine.has_work():
@@ -222,7 +154,7 @@ class Bench:
                 num_tokens += len(output.token_ids)
                 if output.error is not None:
                     raise output.error
-        torch.cuda.synchronize()
+        self._synchronize()
         seconds = time.perf_counter() - started
         if num_tokens != batch * new:
             raise RuntimeError(f"{num_tokens} tokens came, not {batch * new}")
@@ -235,7 +167,8 @@ class Bench:
         prompt, new = (PROMPT_TOKENS, NEW_TOKENS) if is_decode else (1024, 1)
         for _ in range(2):
             self.run(case.batch, prompt, 8 if is_decode else 1, digests)
-        torch.cuda.reset_peak_memory_stats()
+        if not self._is_cpu:
+            torch.cuda.reset_peak_memory_stats()
         seconds = [self.run(case.batch, prompt, new, digests) for _ in range(rounds)]
         best, median = min(seconds), statistics.median(seconds)
         out: dict[str, Any] = {
@@ -243,8 +176,9 @@ class Bench:
             "batch": case.batch,
             "adapters": case.adapters,
             "rank": case.ranks[0] if len(case.ranks) == 1 else list(case.ranks),
-            "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 1),
         }
+        if not self._is_cpu:
+            out["peak_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 1)
         if is_decode:
             out["ms_step"] = round(median / new * 1e3, 3)
             out["ms_step_best"] = round(best / new * 1e3, 3)
@@ -253,6 +187,34 @@ class Bench:
             out["tok_s"] = round(case.batch * prompt / median)
             out["tok_s_best"] = round(case.batch * prompt / best)
         return out
+
+    def measure_peft(self, case: Case, steps: int) -> dict[str, Any]:
+        """The decode case by PEFT; its steps are few, as each takes seconds.
+
+        The keys are those of our own cases, and `system`.
+        """
+        from bench.compare import PeftBatch
+
+        folders = [self._folder / digest for digest in self.adapters(case.ranks, case.adapters)]
+        started = time.perf_counter()
+        theirs = PeftBatch(SHAPES[self._shape], folders, self._device, self._dtype)
+        loaded_s = time.perf_counter() - started
+        ms_step = theirs.ms_step(case.batch, PROMPT_TOKENS, steps)
+        return {
+            "kind": "decode",
+            "system": "peft",
+            "batch": case.batch,
+            "adapters": case.adapters,
+            "rank": case.ranks[0] if len(case.ranks) == 1 else list(case.ranks),
+            "ms_step": round(ms_step, 3),
+            "tok_s": round(1e3 * case.batch / ms_step, 1),
+            "steps": steps,
+            "load_s": round(loaded_s, 1),
+        }
+
+    def _synchronize(self) -> None:
+        if not self._is_cpu:
+            torch.cuda.synchronize()
 
     def floor_ms(self, case: Case, host: dict[str, Any]) -> float:
         """What a decode step cannot be faster than, see the module."""
@@ -310,7 +272,7 @@ def markdown(host: dict[str, Any], results: list[dict[str, Any]]) -> str:
     ]
     goals = {(b, a): (target, vllm) for b, a, target, vllm in TARGETS}
     for row in results:
-        if row["kind"] != "decode":
+        if row["kind"] != "decode" or "system" in row:
             continue
         key = (row["batch"], row["adapters"])
         target, vllm = goals[key] if isinstance(row["rank"], int) else ("", "")
@@ -345,12 +307,34 @@ def run_cases(
             base.setdefault((case.kind, case.batch), row[field])
         if (case.kind, case.batch) in base:
             row["base_ratio"] = round(row[field] / base[case.kind, case.batch], 3)
-        if case.kind == "decode":
+        if case.kind == "decode" and "copy_tb_s" in host:
             row["floor_ms"] = bench.floor_ms(case, host)
-        row |= {name: host[name] for name in ("gpu", "copy_tb_s", "torch", "triton", "commit")}
+            row["floor_ratio"] = round(row["ms_step"] / row["floor_ms"], 3)
+        row |= {name: host[name] for name in HOST_KEYS if name in host}
         results.append(row)
         print(json.dumps(row), flush=True)
     return results
+
+
+def compare(
+    bench: Bench,
+    cases: Sequence[Case],
+    host: dict[str, Any],
+    results: list[dict[str, Any]],
+    steps: int,
+) -> None:
+    """Run the decode cases with adapters in PEFT too; add its rows, with the ratio to ours."""
+    ours = {(row["batch"], row["adapters"], str(row["rank"])): row for row in results}
+    for case in cases:
+        if case.kind != "decode" or not case.adapters:
+            continue
+        row = bench.measure_peft(case, steps)
+        own = ours.get((row["batch"], row["adapters"], str(row["rank"])))
+        if own is not None:
+            row["times_ours"] = round(row["ms_step"] / own["ms_step"], 1)
+        row |= {name: host[name] for name in HOST_KEYS if name in host}
+        results.append(row)
+        print(json.dumps(row), flush=True)
 
 
 def parse() -> argparse.Namespace:
@@ -362,7 +346,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--adapters", type=int, default=0)
     parser.add_argument("--rank", type=int, nargs="+", default=[16])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--arena-gb", type=float, default=34.0)
+    parser.add_argument("--arena-gb", type=float, default=34.0, help="0: as the engine chooses")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--compare", choices=["peft"])
+    parser.add_argument("--compare-steps", type=int, default=3)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--out", type=Path, help="write host and results as JSON")
     return parser.parse_args()
@@ -376,18 +363,21 @@ def main() -> None:
         adapters=arguments.adapters,
         ranks=tuple(arguments.rank),
     )
-    cases = list(suite()) if arguments.suite else [case]
-    host = provenance()
+    # Its base first: every case is compared with it.
+    bases = [replace(case, adapters=0)] if case.adapters else []
+    cases = list(suite()) if arguments.suite else [*bases, case]
+    host = provenance(arguments.device)
     print(json.dumps(host), flush=True)
-    torch.cuda.empty_cache()
     bench = Bench(
         arguments.shape,
-        "cuda",
-        arena_bytes=int(arguments.arena_gb * 1e9),
+        arguments.device,
+        arena_bytes=int(arguments.arena_gb * 1e9) or None,
         max_running=max(each.batch for each in cases),
     )
     print(f"started in {bench.start_s:.1f} s, graphs captured", flush=True)
     results = run_cases(bench, cases, host, arguments.rounds)
+    if arguments.compare:
+        compare(bench, cases, host, results, arguments.compare_steps)
     if arguments.suite:
         print(markdown(host, results))
     if arguments.profile:
@@ -398,7 +388,7 @@ def main() -> None:
         report = {"host": host, "start_s": round(bench.start_s, 1), "results": results}
         report["command"] = "python -m bench.engine " + " ".join(sys.argv[1:])
         arguments.out.write_text(json.dumps(report, indent=1) + "\n")
-    sys.exit(len(results) != len(cases))
+    sys.exit(sum("system" not in row for row in results) != len(cases))
 
 
 if __name__ == "__main__":

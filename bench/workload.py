@@ -1,16 +1,52 @@
-"""Seeded prompts and adapters, so that two systems are given the same work."""
+"""Seeded models, prompts, adapters and arrivals, so that two systems are given the same work."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
 from engine.adapter_format import PROJECTION_NAMES
 from engine.config import ModelConfig
+from engine.weights import LayerWeights, Weights
+
+# config.json of models that are made of random weights.
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+    },
+    "tiny": {
+        "model_type": "llama",
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+    },
+}
+ALL_PROJECTIONS = tuple(range(len(PROJECTION_NAMES)))
 
 
 def random_prompts(count: int, length: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
@@ -19,27 +55,112 @@ def random_prompts(count: int, length: int, vocab_size: int, seed: int = 0) -> l
     return [[choose.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
 
 
-def save_random_adapter(folder: Path, model: ModelConfig, *, rank: int, seed: int) -> Path:
-    """A PEFT folder with random A and B of `rank` on all seven linears of every layer."""
+def random_weights(model: ModelConfig, device: str, dtype: torch.dtype) -> Weights:
+    """Weights of the model's shape that keep activations near one."""
+
+    def matrix(height: int, width: int) -> torch.Tensor:
+        return torch.empty(height, width, device=device, dtype=dtype).normal_(0, width**-0.5)
+
+    ones = torch.ones(model.hidden_size, device=device, dtype=dtype)
+    hidden, inner = model.hidden_size, model.intermediate_size
+    return Weights(
+        embedding=matrix(model.vocab_size, hidden),
+        layers=tuple(
+            LayerWeights(
+                input_norm=ones,
+                qkv=matrix(model.q_size + 2 * model.kv_size, hidden),
+                o=matrix(hidden, model.q_size),
+                post_norm=ones,
+                gate_up=matrix(2 * inner, hidden),
+                down=matrix(hidden, inner),
+            )
+            for _ in range(model.num_layers)
+        ),
+        norm=ones,
+        lm_head=matrix(model.vocab_size, hidden),
+    )
+
+
+def save_random_adapter(
+    folder: Path,
+    model: ModelConfig,
+    *,
+    rank: int,
+    seed: int,
+    projections: Sequence[int] = ALL_PROJECTIONS,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> Path:
+    """A PEFT folder with random A and B of `rank` on some linears of every layer.
+
+    device  where the numbers are drawn; a GPU is quicker
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def draw(height: int, width: int, scale: float) -> torch.Tensor:
+        drawn = torch.randn(height, width, generator=generator, device=device) * scale
+        return drawn.to("cpu", dtype)
+
     tensors = {}
-    for layer in range(model.num_layers):
-        for projection, (in_width, out_width) in enumerate(model.projection_widths):
-            block = "self_attn" if projection < 4 else "mlp"
-            name = f"base_model.model.model.layers.{layer}.{block}.{PROJECTION_NAMES[projection]}"
-            lora_a = torch.randn(rank, in_width, generator=generator) / in_width**0.5
-            lora_b = torch.randn(out_width, rank, generator=generator) * 0.02
-            tensors[f"{name}.lora_A.weight"] = lora_a
-            tensors[f"{name}.lora_B.weight"] = lora_b
+    for layer, projection in itertools.product(range(model.num_layers), projections):
+        in_width, out_width = model.projection_widths[projection]
+        block = "self_attn" if projection < 4 else "mlp"
+        name = f"base_model.model.model.layers.{layer}.{block}.{PROJECTION_NAMES[projection]}"
+        tensors[f"{name}.lora_A.weight"] = draw(rank, in_width, in_width**-0.5)
+        tensors[f"{name}.lora_B.weight"] = draw(out_width, rank, 0.02)
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "r": rank,
         "lora_alpha": 2 * rank,
-        "target_modules": list(PROJECTION_NAMES),
+        "target_modules": [PROJECTION_NAMES[p] for p in projections],
         "inference_mode": True,
     }
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request of a trace: seconds after its begin, lengths in tokens, which adapter."""
+
+    at: float
+    prompt: int
+    new: int
+    adapter: int
+
+
+def slora_trace(
+    count: int,
+    *,
+    rate: float,
+    adapters: int,
+    shortest: int = 8,
+    longest: int = 512,
+    alpha: float = 1.0,
+    cv: float = 1.0,
+    seed: int = 0,
+) -> list[Arrival]:
+    """S-LoRA's synthetic workload (arXiv:2311.03285, section 7.1).
+
+    Gamma arrivals of `rate` requests a second with coefficient of variation `cv`, lengths uniform
+    in [shortest, longest], the i-th adapter chosen in proportion to i ** -alpha. Arrivals and
+    lengths do not depend on the number of adapters.
+    """
+    timing, length, choose = (random.Random(f"{seed} {name}") for name in ("at", "len", "who"))
+    shape = 1 / cv**2
+    weights = list(itertools.accumulate((i + 1) ** -alpha for i in range(max(adapters, 1))))
+    now, trace = 0.0, []
+    for _ in range(count):
+        now += timing.gammavariate(shape, 1 / (shape * rate))
+        trace.append(
+            Arrival(
+                at=now,
+                prompt=length.randint(shortest, longest),
+                new=length.randint(shortest, longest),
+                adapter=choose.choices(range(len(weights)), cum_weights=weights)[0],
+            )
+        )
+    return trace

@@ -56,3 +56,55 @@ def test_a_missed_bar_is_seen() -> None:
     case = {"case": "steady", "running": 256, "step_ms": 1.6}
     registry = {"bytes_each": 5000, "step_ms_before": 1.0, "step_ms_after": 1.2}
     assert [bar["passed"] for bar in judge([case], registry)] == [False, False, False]
+
+
+def test_the_trace_is_s_loras() -> None:
+    from bench.workload import slora_trace
+
+    trace = slora_trace(20_000, rate=50.0, adapters=2000)
+    assert trace[-1].at == pytest.approx(400, rel=0.05)
+    assert {min(a.prompt for a in trace), min(a.new for a in trace)} == {8}
+    assert {max(a.prompt for a in trace), max(a.new for a in trace)} == {512}
+    first, second = (sum(a.adapter == i for a in trace) for i in (0, 1))
+    assert first / second == pytest.approx(2, rel=0.15)
+    assert max(a.adapter for a in trace) < 2000
+    few = slora_trace(20_000, rate=50.0, adapters=5)
+    assert [(a.at, a.prompt, a.new) for a in few] == [(a.at, a.prompt, a.new) for a in trace]
+
+
+def test_many_adapters_are_measured() -> None:
+    from bench.many import parse, run
+
+    options = (
+        "--shape tiny --device cpu --seconds 0.6 --latency-seconds 0.6 --rate 40 --latency-rate 40 "
+        "--registered 30 --max-running 8 --longest 16 --fitting 3 --files 2 --arena-gb 0.004 "
+        "--kv-gb 0.0005"
+    )
+    result = run(parse(options.split()))
+    cases = {case["case"]: case for case in result["results"]}
+    assert list(cases) == ["none", "few", "many", "resident", "overcommitted"]
+    assert cases["none"]["base_ratio"] == 1.0
+    assert all(case["tok_s"] > 0 and case["ttft_p99_ms"] > 0 for case in cases.values())
+    assert cases["many"]["resident"] > 5
+    assert cases["resident"]["adapters"] == 3 <= cases["resident"]["resident"]
+    # Registered are 16 times what the arena could hold, so some were evicted or never loaded.
+    over = cases["overcommitted"]
+    assert 0 < over["resident"] <= over["adapters"] // 16
+    assert [bar["bar"].split(":")[0] for bar in result["bars"]] == ["tok_s", "tok_s", "ttft_p99_ms"]
+
+
+def test_the_gpu_table_runs_at_a_tiny_size() -> None:
+    pytest.importorskip("peft")
+    from bench.engine import Bench, Case, compare, run_cases
+
+    bench = Bench("tiny", "cpu", arena_bytes=16 << 20, max_running=4)
+    cases = [Case(kind="decode", batch=4, adapters=n) for n in (0, 2)]
+    host = {"gpu": "none", "copy_tb_s": 0.01, "matmul_tflop_s": 0.01, "torch": "", "triton": ""}
+    host["commit"] = "0"
+    results = run_cases(bench, cases, host, rounds=1)
+    compare(bench, cases, host, results, steps=2)
+    bench.close()
+    keys = "kind batch adapters rank ms_step base_ratio floor_ms gpu copy_tb_s torch triton commit"
+    assert all(set(keys.split()) <= row.keys() for row in results[:2])
+    assert [row["adapters"] for row in results] == [0, 2, 2]
+    assert results[2]["system"] == "peft" and results[2]["times_ours"] > 0
