@@ -35,12 +35,13 @@ from engine.request import (
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig
-    from engine.dash import DashConfig, DashEngine
+    from engine.dash import DashEngine
+    from engine.dash_config import DashConfig
     from engine.engine import Engine
     from engine.stats import EngineStats
 
 _LAZY = {
-    "DashConfig": "engine.dash",
+    "DashConfig": "engine.dash_config",
     "DashEngine": "engine.dash",
     "Engine": "engine.engine",
     "EngineConfig": "engine.config",

@@ -4,127 +4,96 @@
     engine.register_adapter("finance", "path/to/peft-adapter")
     engine.generate(["…", "…"], active_adapters=["finance", {"tone": 0.3, "domain": 0.7}])
 
-Requests of one call run as one continuous batch, each with its own adapters.
+All methods may be called from any thread. The engine runs on a thread of its own, and what is asked
+of it at the same time runs as one continuous batch, each prompt with its own adapters.
 """
 
 from __future__ import annotations
 
-import hashlib
-import re
-import shutil
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+import itertools
+import math
+import sys
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from transformers import AutoTokenizer
 
-from engine.adapter_files import CONFIG_FILE, TENSORS_FILE
-from engine.config import EngineConfig
+from engine.dash_adapters import AdapterNames, NamedAdapter
+from engine.dash_config import DashConfig
+from engine.dash_loop import EngineLoop
+from engine.dash_run import Completion, Job, Piece, Run
+from engine.dash_stats import DashStats, dash_stats
 from engine.engine import Engine
-from engine.errors import AdapterUnavailable, EngineError, UnknownAdapter
-from engine.request import AdapterPart, FinishReason, Request, RequestOutput, SamplingParams
-from engine.stats import EngineStats
+from engine.errors import EngineError, RequestError
+from engine.hf_weights import share_model
+from engine.request import SamplingParams
 
 # One prompt's adapters: none, one by name, or several by name with weights.
 Adapters = str | Mapping[str, float] | None
-Prompt = str | Sequence[int]
+# Text, token ids, or the messages of a chat.
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
-
-def parse_bytes(size: str | int) -> int:
-    """2_000_000_000 for "2GB", 2_147_483_648 for "2GiB"; raises ValueError for anything else."""
-    if isinstance(size, int):
-        return size
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
-    if match is None or match[2].upper() not in _UNITS:
-        raise ValueError(f"{size!r} is not a size such as 512MB or 2GiB")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DashConfig:
-    """How a DashEngine runs.
-
-    max_concurrent_adapters  distinct adapters that requests may be running with at a time
-    adapter_vram_pool        memory for adapters; with `kv_pool` it makes one arena that both share
-    kv_pool                  memory for the requests' KV; None for both: what the device has left
-                             (`EngineConfig.arena_bytes`); None for one: as much as the other
-    offload_dir              a folder that gets a copy of every registered adapter, so that its
-                             source may change or go away; None: sources are read when needed
-    """
-
-    max_concurrent_adapters: int = 128
-    adapter_vram_pool: str | int | None = None
-    kv_pool: str | int | None = None
-    offload_dir: str | Path | None = None
-    device: str = "cpu"
-    dtype: str | None = None
-    max_running: int = 64
-    num_threads: int | None = None
-
-    def engine_config(self, model_dir: Path) -> EngineConfig:
-        return EngineConfig(
-            model_dir=model_dir,
-            device=self.device,
-            dtype=self.dtype,
-            arena_bytes=self._arena_bytes(),
-            max_running=self.max_running,
-            max_adapters=self.max_concurrent_adapters,
-            num_threads=self.num_threads,
-        )
-
-    def _arena_bytes(self) -> int | None:
-        pools = [p for p in (self.adapter_vram_pool, self.kv_pool) if p is not None]
-        return sum(map(parse_bytes, pools)) * 2 // len(pools) if pools else None
-
-
-@dataclass(slots=True)
-class Completion:
-    """One prompt's continuation; prints as its text."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    error: EngineError | None = None
-
-    def __str__(self) -> str:
-        return self.text
+_GREEDY = SamplingParams(temperature=0.0)
 
 
 class DashEngine:
     """A base model in memory and any number of named adapters beside it.
 
-    base  a Hugging Face model folder; raises UnsupportedModel when the decoder does not know it
+    base       a Hugging Face model folder, or a loaded AutoModelForCausalLM: its weights are used
+               where they are, and it goes on working
+    tokenizer  None: that of the folder, or of where the model was loaded from; where there is
+               none, prompts are token ids
+
+    Raises UnsupportedModel when the decoder does not know the model, naming what it does not know.
     """
 
-    def __init__(self, base: str | Path, config: DashConfig | None = None) -> None:
+    def __init__(
+        self, base: Any, config: DashConfig | None = None, *, tokenizer: Any = None
+    ) -> None:
         self._config = config or DashConfig()
-        self._engine = Engine(self._config.engine_config(Path(base)))
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(base)
-        # name -> digest and folder
-        self._named: dict[str, Future[tuple[str, Path]]] = {}
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="adapter-digest")
-        self._num_requests = 0
+        is_folder = isinstance(base, str | Path)
+        folder = Path(base if is_folder else getattr(base, "name_or_path", ""))
+        self.tokenizer: Any = _find_tokenizer(folder) if tokenizer is None else tokenizer
+        if is_folder:
+            self._engine_config = self._config.engine_config(folder)
+            engine = Engine(self._engine_config, tokenizer=self.tokenizer)
+        else:
+            shared = share_model(base, may_pack=self._config.pack_weights)
+            self._engine_config = self._config.engine_config(folder, shared.device, shared.dtype)
+            engine = Engine(
+                self._engine_config,
+                model=shared.config,
+                weights=shared.weights,
+                tokenizer=self.tokenizer,
+            )
+        self.model = engine.model
+        self._loop = EngineLoop(engine)
+        offload_dir = self._config.offload_dir
+        self._names = AdapterNames(self._loop, None if offload_dir is None else Path(offload_dir))
+        self._ids = itertools.count(1)
+        # Ends the threads of an engine that nobody holds any more, and all at exit.
+        self._finalizer = weakref.finalize(self, _close, self._names, self._loop)
 
     def register_adapter(self, name: str, path: str | Path) -> None:
         """Call the PEFT folder `path` by `name`, in place of what had the name; returns at once.
 
-        What is wrong with the adapter ends the requests that name it, with its own error.
+        It is read and checked in the background; requests that name it wait for that. What is
+        wrong with it ends them with its own error, and `stats` tells it. Requests made before go
+        on with what the name meant then.
         """
-        self._named[name] = self._threads.submit(self._adopt, Path(path))
+        self._names.register(name, Path(path))
 
     def unregister_adapter(self, name: str) -> None:
-        """Forget the name, and the adapter when no other name means it too."""
-        if name not in self._named:
-            raise UnknownAdapter(f"no adapter is named {name!r}", param="name")
-        future = self._named.pop(name)
-        others = [other.result()[0] for other in self._named.values() if not other.exception()]
-        if future.exception() is None and future.result()[0] not in others:
-            self._engine.unregister_adapter(future.result()[0])
+        """Forget the name, and the adapter when no other name means it too; raises UnknownAdapter.
+
+        Requests made before go on with it.
+        """
+        self._names.unregister(name)
 
     def generate(
         self,
@@ -132,51 +101,59 @@ class DashEngine:
         active_adapters: Adapters | Sequence[Adapters] = None,
         *,
         max_new_tokens: int = 256,
+        n: int = 1,
         sampling: SamplingParams | None = None,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         json_schema: str | None = None,
+        progress: bool | None = None,
     ) -> list[Completion]:
         """Continue every prompt; the completions are in the prompts' order.
 
-        prompts          strings, or lists of token ids
+        What is wrong with one prompt or its adapters is in its completion's `error` and does not
+        touch the others. An exception, Ctrl-C for one, cancels all of the call's requests.
+
+        prompts          strings, lists of token ids, or lists of chat messages
         active_adapters  for all prompts alike, or one for each: a name, a blend, or None
+        n                continuations of each prompt; the others are the first's `alternatives`
         sampling         greedy unless given; `max_new_tokens` takes precedence over its max_tokens
         stop             the text ends before the first of these
+        json_schema      the text obeys it
+        progress         show a progress bar; None: if stderr is a terminal
         """
-        prompts = _as_list(prompts)
-        adapters = _spread(active_adapters, len(prompts))
-        sampling = replace(sampling or SamplingParams(temperature=0.0), max_tokens=max_new_tokens)
-        run = _Run(self.tokenizer, tuple(stop))
-        for prompt, own in zip(prompts, adapters, strict=True):
-            self._num_requests += 1
-            request_id = str(self._num_requests)
-            run.completions[request_id] = Completion()
-            try:
-                self._engine.add(
-                    Request(
-                        request_id=request_id,
-                        token_ids=self._token_ids(prompt),
-                        sampling=sampling,
-                        adapters=self._parts(own),
-                        json_schema=json_schema,
-                    )
-                )
-            except EngineError as error:
-                run.completions[request_id].finish_reason = FinishReason.ERROR
-                run.completions[request_id].error = error
-        while self._engine.has_work():
-            for output in self._engine.step():
-                if run.take(output):
-                    self._engine.cancel(output.request_id, FinishReason.STOP)
-        return list(run.completions.values())
+        sampling = replace(sampling or _GREEDY, max_tokens=max_new_tokens)
+        run = self._run(prompts, active_adapters, sampling, n, _as_stops(stop), json_schema)
+        is_shown = sys.stderr.isatty() if progress is None else progress
+        with run, _ProgressBar(run, is_shown) as bar:
+            for indices in run.changes():
+                bar.update(indices)
+        return run.completions
 
-    def stats(self) -> EngineStats:
-        return self._engine.stats()
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        active_adapters: Adapters | Sequence[Adapters] = None,
+        *,
+        max_new_tokens: int = 256,
+        sampling: SamplingParams | None = None,
+        stop: str | Sequence[str] = (),
+        json_schema: str | None = None,
+    ) -> Iterator[Piece]:
+        """As `generate`, giving every prompt's text piece by piece as it is written.
+
+        Closing the iterator cancels what is left.
+        """
+        sampling = replace(sampling or _GREEDY, max_tokens=max_new_tokens)
+        run = self._run(prompts, active_adapters, sampling, 1, _as_stops(stop), json_schema)
+        return _pieces(run)
+
+    def stats(self) -> DashStats:
+        """The engine and its adapters at this moment; prints as a summary."""
+        engine_stats = self._loop.call(lambda engine: engine.stats()).result()
+        return dash_stats(self._names.all(), engine_stats, self._engine_config, self.model)
 
     def close(self) -> None:
-        """End the engine's threads."""
-        self._threads.shutdown(wait=True, cancel_futures=True)
-        self._engine.close()
+        """End the engine's threads; calls under way raise RuntimeError, as later ones do."""
+        self._finalizer()
 
     def __enter__(self) -> Self:
         return self
@@ -189,87 +166,139 @@ class DashEngine:
     ) -> None:
         self.close()
 
-    def _adopt(self, path: Path) -> tuple[str, Path]:
-        """The adapter's digest and folder. Runs on a thread: reading the files takes a moment."""
-        digest = hashlib.sha256()
-        try:
-            for name in (CONFIG_FILE, TENSORS_FILE):
-                with (path / name).open("rb") as file:
-                    digest.update(hashlib.file_digest(file, "sha256").digest())
-            known = digest.hexdigest()
-            if self._config.offload_dir is not None:
-                path = _copy(path, Path(self._config.offload_dir) / known)
-        except OSError as error:
-            raise AdapterUnavailable(f"{path} cannot be read: {error.strerror}") from error
-        return known, path
+    def __repr__(self) -> str:
+        config = self._engine_config
+        adapters = len(self._names.all())
+        return (
+            f"DashEngine({str(config.model_dir)!r}, {config.device}, {config.dtype_name}, "
+            f"{adapters} adapters)"
+        )
 
-    def _parts(self, adapters: Adapters) -> tuple[AdapterPart, ...]:
-        """Names and weights as the engine wants them; waits until the names have digests."""
+    def _run(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        active_adapters: Adapters | Sequence[Adapters],
+        sampling: SamplingParams,
+        n: int,
+        stop: tuple[str, ...],
+        json_schema: str | None,
+    ) -> Run:
+        prompts = _as_list(prompts)
+        adapters = _spread(active_adapters, len(prompts))
+        if n < 1:
+            raise ValueError(f"n is {n}; it must be 1 or more")
+        if stop or json_schema is not None:
+            self._need_tokenizer("stop strings and JSON schemas")
+        jobs = []
+        for prompt, own in zip(prompts, adapters, strict=True):
+            found, error = self._find(own)
+            jobs.append(
+                Job(
+                    request_id=str(next(self._ids)),
+                    token_ids=self._token_ids(prompt),
+                    sampling=sampling,
+                    n=n,
+                    json_schema=json_schema,
+                    adapters=found,
+                    error=error,
+                )
+            )
+        return Run(self._loop, self._names, self.tokenizer, jobs, stop)
+
+    def _find(self, adapters: Adapters) -> tuple[dict[NamedAdapter, float], EngineError | None]:
+        """What the names mean now, with their weights, and what is wrong with them."""
         weights = {adapters: 1.0} if isinstance(adapters, str) else adapters or {}
-        parts = []
+        found: dict[NamedAdapter, float] = {}
         for name, weight in weights.items():
-            if name not in self._named:
-                raise UnknownAdapter(f"no adapter is named {name!r}", param="active_adapters")
-            digest, path = self._named[name].result()
-            self._engine.register_adapter(digest, path)
-            parts.append(AdapterPart(digest=digest, weight=weight))
-        return tuple(parts)
+            if not isinstance(weight, int | float) or not math.isfinite(weight):
+                problem = f"the weight of {name!r} is {weight!r}, not a finite number"
+                return {}, RequestError(problem, param="active_adapters")
+            try:
+                found[self._names.find(name)] = float(weight)
+            except EngineError as error:
+                return {}, error
+        return found, None
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
+            self._need_tokenizer("prompts of text")
             return list(self.tokenizer(prompt)["input_ids"])
-        return list(prompt)
+        if len(prompt) and isinstance(prompt[0], Mapping):
+            self._need_tokenizer("chats")
+            text = self.tokenizer.apply_chat_template(
+                prompt, add_generation_prompt=True, tokenize=False
+            )
+            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return list(cast(Sequence[int], prompt))
+
+    def _need_tokenizer(self, what: str) -> None:
+        if self.tokenizer is None:
+            raise ValueError(
+                f"{what} need a tokenizer, and none was found beside the model: give "
+                "DashEngine(tokenizer=…), or use token ids"
+            )
 
 
-class _Run:
-    """The completions of one `generate` call as they grow."""
+class _ProgressBar:
+    """Prompts done and tokens per second, on stderr."""
 
-    def __init__(self, tokenizer: Any, stop: tuple[str, ...]) -> None:
-        self.completions: dict[str, Completion] = {}
-        self._tokenizer, self._stop = tokenizer, stop
-        # A stop string of n characters spans n tokens at most; some more for split characters.
-        self._tail = max(map(len, stop), default=0) + 8
+    def __init__(self, run: Run, is_shown: bool) -> None:
+        self._run = run
+        self._bar: Any = None
+        if is_shown:
+            from tqdm.auto import tqdm
 
-    def take(self, output: RequestOutput) -> bool:
-        """Add an output; whether a stop string has appeared in the text."""
-        completion = self.completions[output.request_id]
-        if completion.finish_reason is FinishReason.STOP:
-            return False  # a stop string ended it; this is the engine's confirmation
-        completion.token_ids += output.token_ids
-        completion.finish_reason, completion.error = output.finish_reason, output.error
-        if self._stop and output.token_ids:
-            tail = self._tokenizer.decode(completion.token_ids[-self._tail :])
-            if any(stop in tail for stop in self._stop):
-                completion.finish_reason = FinishReason.STOP
-                completion.text = self._cut(completion.token_ids)
-                return output.finish_reason is None
-        if output.finish_reason is not None:
-            completion.text = self._cut(completion.token_ids)
-        return False
+            self._bar = tqdm(total=len(run.completions), unit="prompt", dynamic_ncols=True)
+        self._started = time.monotonic()
 
-    def _cut(self, token_ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
-        ends = [text.find(stop) for stop in self._stop]
-        return text[: min((end for end in ends if end >= 0), default=len(text))]
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def update(self, indices: list[int]) -> None:
+        if self._bar is None:
+            return
+        rate = self._run.num_tokens / max(time.monotonic() - self._started, 1e-6)
+        self._bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
+        self._bar.update(self._run.num_ended - self._bar.n)
 
 
-def _copy(source: Path, target: Path) -> Path:
-    """Copy an adapter's two files to the folder `target`, unless they are there."""
-    if not target.exists():
-        staging = target.with_suffix(".partial")
-        staging.mkdir(parents=True, exist_ok=True)
-        for name in (CONFIG_FILE, TENSORS_FILE):
-            shutil.copyfile(source / name, staging / name)
-        staging.rename(target)
-    return target
+def _pieces(run: Run) -> Iterator[Piece]:
+    with run:
+        yield from run.pieces()
+
+
+def _close(names: AdapterNames, loop: EngineLoop) -> None:
+    loop.close()
+    names.close()
+
+
+def _find_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a folder, or of a model's name; None if there is none."""
+    if str(folder) in ("", "."):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(str(folder))
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    if prompts and isinstance(prompts[0], int):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    if len(prompts) and isinstance(prompts[0], int | Mapping):
+        return [cast(Prompt, prompts)]
+    return list(cast(Sequence[Prompt], prompts))
+
+
+def _as_stops(stop: str | Sequence[str]) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(isinstance(each, str) and each for each in stops):
+        raise ValueError(f"stop has to be strings of one character or more, not {stop!r}")
+    return stops
 
 
 def _spread(adapters: Adapters | Sequence[Adapters], count: int) -> list[Adapters]:

@@ -61,11 +61,7 @@ def ask(engine: DashEngine, paths: list[Path]) -> None:
         print(f"{adapter or 'base'}: {answer} [{answer.finish_reason}]")
     (constrained,) = engine.generate(prompt, json_schema=json.dumps(SCHEMA), max_new_tokens=64)
     print(f"as JSON: {constrained}")
-    stats = engine.stats()
-    print(
-        f"{stats.step} steps, {stats.num_generated} tokens, {stats.adapter_pages} pages of "
-        f"adapters, {stats.free_pages} of {stats.num_pages} free"
-    )
+    print(engine.stats())
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine import AdapterUnavailable, DashConfig, DashEngine, FinishReason, UnknownAdapter
-from engine.dash import parse_bytes
+from engine.dash_config import parse_bytes
 from tests.engine.conftest import Oracle, prompt
 
 GREEDY_TOKENS = 12

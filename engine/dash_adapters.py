@@ -1,0 +1,171 @@
+"""AdapterNames: what a DashEngine's user calls the adapters.
+
+The engine knows an adapter by its digest, which stands for its bytes. A name means one digest at a
+time; giving it another folder makes it mean another digest at once, and requests that were made
+before go on with the old one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+import threading
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from engine.adapter_files import CONFIG_FILE, TENSORS_FILE
+from engine.dash_loop import EngineLoop
+from engine.engine import Engine
+from engine.errors import AdapterUnavailable, EngineError, UnknownAdapter
+
+_READERS = 2
+
+
+@dataclass(slots=True, eq=False)
+class NamedAdapter:
+    """One registration. `ready` has the error if its files cannot be read or do not fit."""
+
+    name: str
+    path: Path
+    digest: str | None = None
+    ready: Future[None] = field(default_factory=Future)
+
+
+class AdapterNames:
+    """Owns the names; all methods may be called from any thread.
+
+    offload_dir  see DashConfig
+    """
+
+    def __init__(self, loop: EngineLoop, offload_dir: Path | None) -> None:
+        self._loop, self._offload_dir = loop, offload_dir
+        self._named: dict[str, NamedAdapter] = {}
+        self._lock = threading.Lock()  # of `_named` and of its adapters' digests
+        self._threads = ThreadPoolExecutor(_READERS, thread_name_prefix="adapter-reader")
+
+    def register(self, name: str, path: Path) -> None:
+        """Let `name` mean the PEFT folder `path` from now on; it is read on another thread."""
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"an adapter's name is a string of one character or more: {name!r}")
+        adapter = NamedAdapter(name, path)
+        with self._lock:
+            replaced = self._named.get(name)
+            self._named[name] = adapter
+            adapter.ready = self._threads.submit(self._read, adapter)
+        if replaced is not None:
+            self._drop(replaced)
+
+    def unregister(self, name: str) -> None:
+        """Forget the name; raises UnknownAdapter."""
+        with self._lock:
+            adapter = self._named.pop(name, None)
+        if adapter is None:
+            raise _unknown(name)
+        self._drop(adapter)
+
+    def find(self, name: str) -> NamedAdapter:
+        """What the name means now; raises UnknownAdapter."""
+        with self._lock:
+            adapter = self._named.get(name)
+        if adapter is None:
+            raise _unknown(name)
+        return adapter
+
+    def check(self, adapter: NamedAdapter) -> str:
+        """The digest of an adapter that is ready; raises what is wrong with it."""
+        try:
+            adapter.ready.result()
+        except CancelledError as error:
+            raise _unknown(adapter.name) from error
+        assert adapter.digest is not None
+        return adapter.digest
+
+    def bind(self, engine: Engine, adapters: Sequence[NamedAdapter]) -> None:
+        """Make sure that the engine knows adapters that were found; on the engine's thread.
+
+        They may have lost their names since. `release` after the request was added.
+        """
+        for adapter in adapters:
+            engine.register_adapter(self.check(adapter), adapter.path)
+
+    def release(self, engine: Engine, adapters: Sequence[NamedAdapter]) -> None:
+        """Let the engine forget those that have no name; on the engine's thread."""
+        with self._lock:
+            live = {adapter.digest for adapter in self._named.values()}
+        for adapter in adapters:
+            if adapter.digest is not None and adapter.digest not in live:
+                engine.unregister_adapter(adapter.digest)
+
+    def all(self) -> list[NamedAdapter]:
+        """Every adapter that has a name, the oldest name first."""
+        with self._lock:
+            return list(self._named.values())
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _drop(self, adapter: NamedAdapter) -> None:
+        """The adapter has lost its name. If the engine hears of it later, `_read` drops it."""
+        if not adapter.ready.cancel():
+            self._loop.call(lambda engine: self.release(engine, [adapter]))
+
+    def _read(self, adapter: NamedAdapter) -> None:
+        """Learn the digest, check that the adapter fits and have the engine load it."""
+        if self._offload_dir is not None:
+            digest, adapter.path = _adopt(adapter.path, self._offload_dir)
+        else:
+            digest = _digest(adapter.path)
+        with self._lock:
+            adapter.digest = digest
+
+        def introduce(engine: Engine) -> None:
+            engine.register_adapter(digest, adapter.path)
+            self.release(engine, [adapter])
+
+        self._loop.call(introduce).result()
+
+
+def _unknown(name: str) -> EngineError:
+    return UnknownAdapter(f"no adapter is named {name!r}", param="active_adapters")
+
+
+def _digest(folder: Path) -> str:
+    """Of both files; raises AdapterUnavailable."""
+    digest = hashlib.sha256()
+    try:
+        for name in (CONFIG_FILE, TENSORS_FILE):
+            with (folder / name).open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+    except OSError as error:
+        raise _unreadable(folder, error) from error
+    return digest.hexdigest()
+
+
+def _adopt(source: Path, folder: Path) -> tuple[str, Path]:
+    """Copy an adapter's two files to a folder named by their digest, unless it is there.
+
+    The digest is the copy's: the source may change meanwhile. Raises AdapterUnavailable.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(dir=folder, prefix=".copying-"))
+    except OSError as error:
+        raise _unreadable(folder, error) from error
+    try:
+        for name in (CONFIG_FILE, TENSORS_FILE):
+            shutil.copyfile(source / name, staging / name)
+        digest = _digest(staging)
+        if not (folder / digest).exists():
+            staging.rename(folder / digest)
+    except OSError as error:
+        raise _unreadable(source, error) from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return digest, folder / digest
+
+
+def _unreadable(folder: Path, error: OSError) -> EngineError:
+    return AdapterUnavailable(f"{folder} cannot be read: {error.strerror or error}")

@@ -1,0 +1,102 @@
+"""DashConfig: how a DashEngine runs, in the words of its users."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.config import EngineConfig
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def parse_bytes(size: str | int) -> int:
+    """2_000_000_000 for "2GB", 2_147_483_648 for "2GiB"; raises ValueError for anything else."""
+    if isinstance(size, int):
+        return size
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
+    if match is None or match[2].upper() not in _UNITS:
+        raise ValueError(f"{size!r} is not a size such as 512MB or 2GiB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DashConfig:
+    """How a DashEngine runs. Raises ValueError naming the field that is wrong.
+
+    max_concurrent_adapters  distinct adapters that requests may be running with at a time
+    adapter_vram_pool        memory for adapters; with `kv_pool` it makes one arena that both share
+    kv_pool                  memory for the requests' KV; None for both: what the device has left
+                             (`EngineConfig.arena_bytes`); None for one: as much as the other
+    host_cache               host memory for adapters that are not in the arena
+    offload_dir              a folder that gets a copy of every registered adapter, so that its
+                             source may change or go away; None: sources are read when needed
+    device, dtype            "cpu" or "cuda[:n]"; "float32" or "bfloat16". None: those of a loaded
+                             model; for a folder a CPU, with float32, or bfloat16 on a GPU
+    max_running              requests that run at a time; the others wait
+    max_context              tokens of a prompt and its answer; None: as many as the model knows
+    num_threads              torch's CPU threads; None: leave them
+    pack_weights             for a loaded model on a CPU in float32: keep a second copy of its
+                             matrices, which is faster, most of all on processors not Intel's
+    """
+
+    max_concurrent_adapters: int = 128
+    adapter_vram_pool: str | int | None = None
+    kv_pool: str | int | None = None
+    host_cache: str | int = "256MiB"
+    offload_dir: str | Path | None = None
+    device: str | None = None
+    dtype: str | None = None
+    max_running: int = 64
+    max_context: int | None = None
+    num_threads: int | None = None
+    pack_weights: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_concurrent_adapters", "max_running", "max_context", "num_threads"):
+            value = getattr(self, name)
+            if value is None and name in ("max_context", "num_threads"):
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} is {value!r}; it must be a whole number, 1 or more")
+        for name in ("adapter_vram_pool", "kv_pool", "host_cache"):
+            value = getattr(self, name)
+            if value is None and name != "host_cache":
+                continue
+            try:
+                is_size = not isinstance(value, bool) and parse_bytes(value) > 0
+            except (TypeError, ValueError):
+                is_size = False
+            if not is_size:
+                raise ValueError(f"{name} is {value!r}, not a size such as 512MB or 2GiB")
+        if self.device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", str(self.device)):
+            raise ValueError(f"device is {self.device!r}, not cpu, cuda or cuda:n")
+        if self.dtype not in (None, "float32", "bfloat16"):
+            raise ValueError(f"dtype is {self.dtype!r}, not float32 or bfloat16")
+
+    def engine_config(
+        self, model_dir: Path, device: str | None = None, dtype: str | None = None
+    ) -> EngineConfig:
+        """The engine's own config.
+
+        device, dtype  a loaded model's; raises ValueError when the config asks for others
+        """
+        for name, wanted, given in (("device", self.device, device), ("dtype", self.dtype, dtype)):
+            if given is not None and wanted not in (None, given, given.partition(":")[0]):
+                raise ValueError(f"{name} is {wanted!r}, but the loaded model's is {given!r}")
+        return EngineConfig(
+            model_dir=model_dir,
+            device=device or self.device or "cpu",
+            dtype=dtype or self.dtype,
+            arena_bytes=self._arena_bytes(),
+            host_cache_bytes=parse_bytes(self.host_cache),
+            max_running=self.max_running,
+            max_adapters=self.max_concurrent_adapters,
+            max_context=self.max_context,
+            num_threads=self.num_threads,
+        )
+
+    def _arena_bytes(self) -> int | None:
+        pools = [p for p in (self.adapter_vram_pool, self.kv_pool) if p is not None]
+        return sum(map(parse_bytes, pools)) * 2 // len(pools) if pools else None

@@ -1,0 +1,144 @@
+"""EngineLoop: the thread that steps an engine, and how other threads speak to it.
+
+The engine wants to be used from one thread, and never to be interrupted inside a step: a Ctrl-C
+goes to the main thread, which is not this one. What others want done is queued and happens between
+two steps; what requests put out goes to the queue of whoever added them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+from engine.engine import Engine
+from engine.errors import EngineError
+from engine.request import FinishReason, RequestOutput
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+# The outputs of one step, or why there will be none any more.
+Outputs = SimpleQueue[Any]
+
+
+class EngineLoop:
+    """Owns the engine from here on; all methods may be called from any thread."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._calls: SimpleQueue[tuple[Callable[[Engine], Any], Future[Any]]] = SimpleQueue()
+        self._readers: dict[str, Outputs] = {}
+        self._left: dict[str, int] = {}  # continuations of a request that have not ended
+        self._lock = threading.Lock()  # of `_end`: no call is queued behind the last one
+        self._end: RuntimeError | None = None
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def call(self, action: Callable[[Engine], T]) -> Future[T]:
+        """Do `action` between two steps; the future has what it returns or raises.
+
+        Raises RuntimeError when the loop has ended.
+        """
+        future: Future[T] = Future()
+        with self._lock:
+            if self._end is not None:
+                raise self._end
+            self._calls.put((action, future))
+        return future
+
+    def add(self, request_id: str, n: int, add: Callable[[Engine], None], outputs: Outputs) -> None:
+        """Have `add` give a request to the engine; lists of its outputs go to `outputs`.
+
+        What `add` raises ends all n continuations like any other error. When the loop ends, a
+        RuntimeError takes the place of the last outputs.
+        """
+
+        def action(engine: Engine) -> None:
+            self._readers[request_id], self._left[request_id] = outputs, n
+            try:
+                add(engine)
+            except Exception as error:
+                error = _as_engine_error(error)
+                self._deliver([_failed(request_id, index, error) for index in range(n)])
+
+        self.call(action)
+
+    def cancel(self, request_id: str, reason: FinishReason) -> None:
+        """End a request; does nothing if it has ended, or the loop has."""
+        try:
+            self.call(lambda engine: engine.cancel(request_id, reason))
+        except RuntimeError:
+            return
+
+    def close(self) -> None:
+        """End the thread and the engine's own after the step under way; idempotent."""
+        self._is_closing = True
+        try:
+            self.call(lambda engine: None)  # wakes the loop
+        except RuntimeError:
+            return
+        self._thread.join()
+
+    def _run(self) -> None:
+        end = RuntimeError("the engine is closed")
+        try:
+            while not self._is_closing:
+                self._do_calls()
+                self._deliver(self._engine.step())
+        except Exception as error:
+            log.exception("the engine failed")
+            end = RuntimeError(f"the engine failed: {type(error).__name__}: {error}")
+            end.__cause__ = error
+        with self._lock:
+            self._end = end
+        while not self._calls.empty():
+            self._calls.get()[1].set_exception(end)
+        for reader in set(self._readers.values()):
+            reader.put(end)
+        self._engine.close()
+
+    def _do_calls(self) -> None:
+        """Do what was asked for; sleep until something is, when the engine has nothing to do."""
+        is_idle = not self._engine.has_work()
+        while True:
+            try:
+                action, future = self._calls.get(block=is_idle)
+            except Empty:
+                return
+            is_idle = False
+            try:
+                future.set_result(action(self._engine))
+            except Exception as error:
+                future.set_exception(error)
+
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        news: dict[Outputs, list[RequestOutput]] = {}
+        for output in outputs:
+            reader = self._readers[output.request_id]
+            news.setdefault(reader, []).append(output)
+            if output.finish_reason is not None:
+                self._left[output.request_id] -= 1
+                if self._left[output.request_id] == 0:
+                    del self._readers[output.request_id], self._left[output.request_id]
+        for reader, own in news.items():
+            reader.put(own)
+
+
+def _failed(request_id: str, index: int, error: EngineError) -> RequestOutput:
+    return RequestOutput(
+        request_id=request_id, index=index, finish_reason=FinishReason.ERROR, error=error
+    )
+
+
+def _as_engine_error(error: Exception) -> EngineError:
+    if isinstance(error, EngineError):
+        return error
+    log.error("request failed", exc_info=error)
+    wrapped = EngineError(f"internal error: {type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped

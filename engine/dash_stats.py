@@ -1,0 +1,100 @@
+"""What a DashEngine says of itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from engine.config import EngineConfig, ModelConfig
+from engine.dash_adapters import NamedAdapter
+from engine.stats import EngineStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class DashStats:
+    """A DashEngine at one moment; prints as a summary.
+
+    adapters         name -> "loading", "ready", "resident" (in the arena) or "failed: …"
+    running, waiting requests
+    num_steps, num_generated, num_preemptions   so far
+    arena_bytes      all of the arena; of it, kv_bytes are running requests', adapter_bytes
+                     adapters', cached_bytes prefixes that may be used again
+    """
+
+    adapters: Mapping[str, str]
+    running: int
+    waiting: int
+    num_steps: int
+    num_generated: int
+    num_preemptions: int
+    arena_bytes: int
+    kv_bytes: int
+    adapter_bytes: int
+    cached_bytes: int
+
+    @property
+    def num_adapters(self) -> int:
+        return len(self.adapters)
+
+    def __str__(self) -> str:
+        kinds = Counter(state.partition(":")[0] for state in self.adapters.values())
+        split = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+        parts = ", ".join(
+            f"{name} {_size(size)}"
+            for name, size in (
+                ("KV", self.kv_bytes),
+                ("adapters", self.adapter_bytes),
+                ("cached prefixes", self.cached_bytes),
+            )
+        )
+        lines = [
+            f"{self.num_adapters} adapters" + (f": {split}" if split else ""),
+            f"requests: {self.running} running, {self.waiting} waiting, "
+            f"{self.num_preemptions} preemptions so far",
+            f"arena of {_size(self.arena_bytes)}: {parts}",
+            f"{self.num_steps:,} steps, {self.num_generated:,} tokens",
+        ]
+        failed = [f"{n} {s}" for n, s in self.adapters.items() if s.startswith("failed")]
+        return "\n".join(lines + failed)
+
+    __repr__ = __str__
+
+
+def dash_stats(
+    adapters: Sequence[NamedAdapter], stats: EngineStats, config: EngineConfig, model: ModelConfig
+) -> DashStats:
+    """The engine's statistics by adapters' names, in bytes."""
+    resident = set(stats.resident_digests)
+    page_bytes = config.page_layout(model).page_elems * config.bytes_per_element
+    return DashStats(
+        adapters={adapter.name: _state(adapter, resident) for adapter in adapters},
+        running=stats.running,
+        waiting=stats.waiting,
+        num_steps=stats.step,
+        num_generated=stats.num_generated,
+        num_preemptions=stats.num_preemptions,
+        arena_bytes=stats.num_pages * page_bytes,
+        kv_bytes=stats.kv_pages * page_bytes,
+        adapter_bytes=stats.adapter_pages * page_bytes,
+        cached_bytes=stats.cached_pages * page_bytes,
+    )
+
+
+def _state(adapter: NamedAdapter, resident: set[str]) -> str:
+    if not adapter.ready.done() or adapter.ready.cancelled():
+        return "loading"
+    error = adapter.ready.exception()
+    if error is not None:
+        return f"failed: {error}"
+    return "resident" if adapter.digest in resident else "ready"
+
+
+def _size(num_bytes: int) -> str:
+    """1.5 GiB."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
