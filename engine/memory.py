@@ -25,10 +25,21 @@ class PagePool:
 
     `can_take` asks and changes nothing; `take` does it. A page is free again when it was released
     as often as it was taken and shared.
+
+    max_kv, max_adapter  the most pages of each use; None: all. What one of them leaves is the
+                         other's floor.
+    time                 steps so far: what owners note when a page was last used
     """
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(
+        self, num_pages: int, *, max_kv: int | None = None, max_adapter: int | None = None
+    ) -> None:
         self.num_pages = num_pages
+        self.time = 0
+        self._max_used = [
+            num_pages if most is None else min(most, num_pages)
+            for most in (None, max_kv, max_adapter)
+        ]
         # Popped from the end, so that low numbers go first and runs of pages come out in order.
         self._free = array("i", range(num_pages - 1, -1, -1))
         self._refs = array("i", bytes(4 * num_pages))
@@ -45,12 +56,22 @@ class PagePool:
     def num_references(self, page: int) -> int:
         return self._refs[page]
 
-    def can_take(self, num_pages: int) -> bool:
-        return num_pages <= len(self._free)
+    def max_used(self, use: PageUse) -> int:
+        """The most pages that `use` may have."""
+        return self._max_used[use]
+
+    def missing(self, num_pages: int, use: PageUse) -> tuple[int, int]:
+        """Pages that must come free before `num_pages` can be taken: (of `use` itself, of any)."""
+        over = self._num_used[use] + num_pages - self._max_used[use]
+        return max(over, 0), max(num_pages - len(self._free), 0)
+
+    def can_take(self, num_pages: int, use: PageUse = PageUse.KV) -> bool:
+        """Whether so many pages are free and within the limit of `use`."""
+        return self.missing(num_pages, use) == (0, 0)
 
     def take(self, num_pages: int, use: PageUse) -> list[int]:
         """`num_pages` pages with one reference each; the caller has asked `can_take`."""
-        assert self.can_take(num_pages), f"{num_pages} pages wanted, {self.num_free} free"
+        assert self.can_take(num_pages, use), f"{num_pages} pages wanted, {self.num_free} free"
         if num_pages == 0:
             return []
         pages = self._free[: -num_pages - 1 : -1].tolist()
@@ -90,6 +111,7 @@ class PagePool:
             assert is_free == (self._use[page] == PageUse.FREE), f"page {page} has a wrong use"
         for use in (PageUse.KV, PageUse.ADAPTER):
             assert self._num_used[use] == self._use.count(use), f"the count of {use} is wrong"
+            assert self._num_used[use] <= self._max_used[use], f"{use} is over its limit"
         if owned is not None:
             counts = array("i", bytes(4 * self.num_pages))
             for pages in owned:

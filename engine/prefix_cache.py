@@ -57,12 +57,18 @@ class PrefixCache:
         self._pool, self._is_enabled = pool, is_enabled
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        # page -> when it was last used, by the pool's time; least recently used first
+        self._idle: OrderedDict[int, int] = OrderedDict()
 
     @property
     def num_idle(self) -> int:
         """Pages that `evict` could free."""
         return len(self._idle)
+
+    @property
+    def oldest_use(self) -> int | None:
+        """When the page that `evict` would free first was last used; None when none is idle."""
+        return next(iter(self._idle.values()), None)
 
     def take(self, keys: Sequence[bytes]) -> list[int]:
         """The pages of the longest known beginning of `keys`, shared with the caller."""
@@ -91,14 +97,18 @@ class PrefixCache:
         self._pool.release(pages)
         for page in reversed(pages):
             if page in self._key_of and self._pool.num_references(page) == 1:
-                self._idle[page] = None
+                self._idle[page] = self._pool.time
 
     def evict(self, num_pages: int) -> None:
         """Free idle pages until `num_pages` pages can be taken or none is idle."""
         while self._idle and not self._pool.can_take(num_pages):
-            page, _ = self._idle.popitem(last=False)
-            del self._page_of[self._key_of.pop(page)]
-            self._pool.release((page,))
+            self.evict_oldest()
+
+    def evict_oldest(self) -> None:
+        """Free the idle page that was used least recently; there is one."""
+        page, _ = self._idle.popitem(last=False)
+        del self._page_of[self._key_of.pop(page)]
+        self._pool.release((page,))
 
     def owned_pages(self) -> list[int]:
         """The cache's references, for `PagePool.check_integrity`."""

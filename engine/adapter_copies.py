@@ -1,0 +1,170 @@
+"""Copying an adapter from host memory into its pages of the arena, beside the steps that run.
+
+Pages are in layer order. On a GPU they go over the bus on a stream of their own, and an event
+follows each group of layers, so that a prefill may start at once: before a layer it makes its own
+stream wait for that layer's event. No thread waits for anything. On a CPU, where the copy takes a
+hundredth of a prefill, a thread makes it, and requests start when it is whole.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+import torch
+
+from engine.adapter_tiles import TileMap
+from engine.host_memory import HostPages
+from engine.loader_threads import start_thread
+from kernels import NUM_PROJECTIONS
+
+# Events per copy. More of them start a prefill little sooner: its layers take longer than theirs.
+_MAX_GROUPS = 8
+
+
+class Arrival(Protocol):
+    """One adapter's copy on its way."""
+
+    @property
+    def future(self) -> Future[None] | None:
+        """Of the thread that copies, if one does."""
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether a step may be launched that reads the adapter, given the waits below."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the copy is whole; raises what made it fail."""
+
+    def await_layer(self, layer: int) -> None:
+        """Make what is launched from here on wait until the layer's pages are there."""
+
+    def await_all(self) -> None:
+        """The same for every page."""
+
+
+class PageCopier:
+    """Copies into the pages of `arena` [P, page_elems]."""
+
+    def __init__(self, arena: torch.Tensor) -> None:
+        self._arena = arena
+        self._stream: torch.cuda.Stream | None = None
+        if arena.is_cuda:
+            self._stream = torch.cuda.Stream(arena.device)  # type: ignore[no-untyped-call]
+
+    def start(self, source: HostPages, pages: list[int]) -> Arrival:
+        """Copy page i of `source` to arena page `pages[i]`; never waits.
+
+        Both stay as they are until the arrival is done.
+        """
+        assert source.tiles is not None
+        if self._stream is None:
+            return _ThreadCopy(start_thread(_copy, source, self._arena, pages))
+        # The pages' last readers and writers may be steps that still run.
+        self._stream.wait_stream(torch.cuda.current_stream(self._arena.device))
+        ends = layer_ends(source.tiles, self._arena.shape[1])
+        events: dict[int, torch.cuda.Event] = {}
+        done = 0
+        with torch.cuda.stream(self._stream):
+            for end in _grouped(ends):
+                for first, last in _runs(source.numbers, pages, done, end):
+                    low, high = source.numbers[first], source.numbers[last - 1] + 1
+                    rows = self._arena[pages[first] : pages[last - 1] + 1]
+                    rows.copy_(source.memory[low:high], non_blocking=True)
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                event.record()
+                events[end] = event
+                done = end
+        return _BusCopy(self._arena.device, ends, events)
+
+
+class _ThreadCopy:
+    def __init__(self, future: Future[None]) -> None:
+        self.future: Future[None] | None = future
+
+    @property
+    def is_usable(self) -> bool:
+        return self.is_done
+
+    @property
+    def is_done(self) -> bool:
+        assert self.future is not None
+        if not self.future.done():
+            return False
+        self.future.result()
+        return True
+
+    def await_layer(self, layer: int) -> None:
+        raise AssertionError("a step reads an adapter that is not there")
+
+    def await_all(self) -> None:
+        self.await_layer(0)
+
+
+class _BusCopy:
+    def __init__(
+        self, device: torch.device, ends: list[int], events: dict[int, torch.cuda.Event]
+    ) -> None:
+        self.future: Future[None] | None = None
+        self._device = device
+        # Of each layer, the event of the first group that holds all its pages.
+        self._events = [
+            events[next(group for group in events if group >= end)] for end in ends
+        ]
+        self._last = events[max(events)]
+
+    @property
+    def is_usable(self) -> bool:
+        return True
+
+    @property
+    def is_done(self) -> bool:
+        return self._last.query()
+
+    def await_layer(self, layer: int) -> None:
+        if layer == 0 or self._events[layer] is not self._events[layer - 1]:
+            torch.cuda.current_stream(self._device).wait_event(self._events[layer])
+
+    def await_all(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._last)
+
+
+def layer_ends(tiles: TileMap, page_elems: int) -> list[int]:
+    """Of each layer, how many of the image's first pages hold it and all the layers before it.
+
+    The last layer's are all the pages.
+    """
+    offsets = (tiles.a_offset, tiles.b_offset)
+    last = [offset.reshape(-1, NUM_PROJECTIONS * tiles.num_tiles).max(1) for offset in offsets]
+    pages = [int(max(pair)) // page_elems + 1 for pair in zip(*last, strict=True)]
+    ends = list(itertools.accumulate(pages, max))
+    ends[-1] = tiles.num_pages
+    return ends
+
+
+def _grouped(ends: Sequence[int]) -> list[int]:
+    """The ends of at most `_MAX_GROUPS` groups of pages, in order; the last is the last of all."""
+    step = -(-len(ends) // _MAX_GROUPS)
+    chosen = {ends[min(i + step, len(ends)) - 1] for i in range(0, len(ends), step)}
+    return sorted(end for end in chosen if end) or [ends[-1]]
+
+
+def _runs(
+    sources: list[int], targets: list[int], first: int, end: int
+) -> list[tuple[int, int]]:
+    """[first, end) cut into runs whose pages are neighbours both at home and where they go."""
+    runs = []
+    start = first
+    for i in range(first + 1, end + 1):
+        if i == end or sources[i] != sources[i - 1] + 1 or targets[i] != targets[i - 1] + 1:
+            runs.append((start, i))
+            start = i
+    return [run for run in runs if run[0] < run[1]]
+
+
+def _copy(source: HostPages, arena: torch.Tensor, pages: list[int]) -> None:
+    for row, page in zip(source.rows(), pages, strict=True):
+        arena[page].copy_(row)

@@ -1,0 +1,30 @@
+"""Work beside the step loop, each piece on a thread of its own.
+
+Threads are daemons and belong to no pool: one that hangs, because the disk does, takes no other's
+place and does not keep the process from ending.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def start_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+    """Call `function` on a new thread; what it returns or raises is the future's."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            future.set_result(function(*args, **kwargs))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="adapter-loader", daemon=True).start()
+    return future
