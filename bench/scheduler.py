@@ -31,9 +31,12 @@ from typing import Any
 import torch
 
 from bench.workload import save_random_adapter
-from engine.adapters import AdapterStore
+from engine.adapter_files import AdapterReader
+from engine.adapters import AdapterStore, LoadLimits
 from engine.batch import BatchBuilder
 from engine.config import ModelConfig
+from engine.eviction import ReloadCosts
+from engine.host_memory import HostMemory
 from engine.memory import PagePool
 from engine.prefix_cache import PrefixCache
 from engine.request import AdapterPart, Request, SamplingParams
@@ -98,13 +101,13 @@ class Rig:
         self._pool = PagePool(arena.shape[0])
         prefixes = PrefixCache(self._pool)
         self.store = AdapterStore(
-            model=MODEL,
-            layout=LAYOUT,
+            reader=AdapterReader(MODEL, LAYOUT),
             pool=self._pool,
             prefixes=prefixes,
             arena=arena,
-            host_cache_bytes=0,
-            loader_threads=1,
+            host=HostMemory(arena, 0),
+            limits=LoadLimits(num_threads=1),
+            costs=ReloadCosts(host=1.0, disk=10.0, prefix=1.0),
         )
         self._scheduler = Scheduler(
             pool=self._pool,

@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import (
+    AdapterDamaged,
     AdapterMismatch,
     AdapterUnavailable,
     BadGrammar,
@@ -49,6 +50,7 @@ _LAZY = {
 }
 
 __all__ = [
+    "AdapterDamaged",
     "AdapterMismatch",
     "AdapterPart",
     "AdapterUnavailable",

@@ -67,13 +67,13 @@ class PageCopier:
         self._stream.wait_stream(torch.cuda.current_stream(self._arena.device))
         ends = layer_ends(source.tiles, self._arena.shape[1])
         events: dict[int, torch.cuda.Event] = {}
-        done = 0
+        memory, done = source.open(), 0
         with torch.cuda.stream(self._stream):
             for end in _grouped(ends):
                 for first, last in _runs(source.numbers, pages, done, end):
                     low, high = source.numbers[first], source.numbers[last - 1] + 1
                     rows = self._arena[pages[first] : pages[last - 1] + 1]
-                    rows.copy_(source.memory[low:high], non_blocking=True)
+                    rows.copy_(memory[low:high], non_blocking=True)
                 event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 event.record()
                 events[end] = event
@@ -111,9 +111,7 @@ class _BusCopy:
         self.future: Future[None] | None = None
         self._device = device
         # Of each layer, the event of the first group that holds all its pages.
-        self._events = [
-            events[next(group for group in events if group >= end)] for end in ends
-        ]
+        self._events = [events[next(group for group in events if group >= end)] for end in ends]
         self._last = events[max(events)]
 
     @property
@@ -122,7 +120,7 @@ class _BusCopy:
 
     @property
     def is_done(self) -> bool:
-        return self._last.query()
+        return bool(self._last.query())  # type: ignore[no-untyped-call]
 
     def await_layer(self, layer: int) -> None:
         if layer == 0 or self._events[layer] is not self._events[layer - 1]:
@@ -152,9 +150,7 @@ def _grouped(ends: Sequence[int]) -> list[int]:
     return sorted(end for end in chosen if end) or [ends[-1]]
 
 
-def _runs(
-    sources: list[int], targets: list[int], first: int, end: int
-) -> list[tuple[int, int]]:
+def _runs(sources: list[int], targets: list[int], first: int, end: int) -> list[tuple[int, int]]:
     """[first, end) cut into runs whose pages are neighbours both at home and where they go."""
     runs = []
     start = first

@@ -1,12 +1,22 @@
-"""Reading a PEFT folder from disk and copying it into pages: what the loader threads do."""
+"""Reading a PEFT folder from disk into pages of host memory: what the loader threads do.
+
+The tensors file is read once, into a buffer that is used again: mapped into memory instead, a file
+that somebody truncates would kill the process. From the buffer each value is copied once, into its
+tile. Meanwhile another thread hashes the same bytes, which takes longer than all the rest.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
-from safetensors import safe_open
 
 from engine.adapter_format import (
     MAX_CONFIG_BYTES,
@@ -18,64 +28,162 @@ from engine.adapter_format import (
 )
 from engine.adapter_tiles import TileMap, fill_tiles, place_tiles
 from engine.config import ModelConfig
-from engine.errors import AdapterMismatch, AdapterUnavailable
+from engine.errors import AdapterDamaged, AdapterMismatch, AdapterUnavailable
+from engine.host_memory import HostPages
+from engine.loader_threads import start_thread
 from kernels import PageLayout
 
 CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
 
+# How an adapter's digest follows from the text of its config and the hex sha256 of its tensors
+# file. It may raise ValueError for a config that has no digest.
+DigestOf = Callable[[bytes, str], str]
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# Buffers up to this size are kept for the next adapter.
+_MAX_KEPT_BYTES = 512 << 20
+
 
 @dataclass(frozen=True, slots=True)
-class HostAdapter:
-    """An adapter read into host memory: an image of its pages, and where its tiles lie in it."""
+class _Start:
+    """What a folder says of itself before its tensors are read."""
 
-    image: torch.Tensor  # [num_pages, page_elems]
-    tiles: TileMap
-
-    @property
-    def num_bytes(self) -> int:
-        return self.image.numel() * self.image.element_size()
+    plan: AdapterPlan
+    config_text: bytes
+    header: bytes  # of the tensors file, its length included
 
 
-def read_plan(path: Path, model: ModelConfig) -> AdapterPlan:
-    """The plan of the PEFT folder `path`; raises AdapterMismatch or AdapterUnavailable."""
-    try:
-        with (path / CONFIG_FILE).open("rb") as file:
-            config = parse_config(file.read(MAX_CONFIG_BYTES + 1))
-        tensors_path = path / TENSORS_FILE
-        file_bytes = tensors_path.stat().st_size
-        with tensors_path.open("rb") as file:
-            start = file.read(8)
-            start += file.read(min(int.from_bytes(start, "little"), MAX_HEADER_BYTES))
-    except OSError as error:
-        raise AdapterUnavailable(f"the adapter cannot be read: {error.strerror}") from error
-    return plan_adapter(config, parse_header(start, file_bytes), model, file_bytes)
+class AdapterReader:
+    """Reads adapters for one model; all methods may be called on any thread.
+
+    digest_of  given, `load` refuses files whose digest is another than they are known by
+    """
+
+    def __init__(
+        self, model: ModelConfig, layout: PageLayout, digest_of: DigestOf | None = None
+    ) -> None:
+        self._model, self._layout, self._digest_of = model, layout, digest_of
+        self._buffers: deque[bytearray] = deque(maxlen=4)
+
+    def read_plan(self, path: Path) -> AdapterPlan:
+        """The plan of the PEFT folder `path`; raises AdapterMismatch or AdapterUnavailable."""
+        try:
+            with (path / TENSORS_FILE).open("rb", buffering=0) as file:
+                return self._read_start(path, file).plan
+        except OSError as error:
+            raise _unreadable(error) from error
+
+    def place(self, plan: AdapterPlan) -> TileMap:
+        return place_tiles(plan, self._model, self._layout)
+
+    def load(self, digest: str, path: Path, room: HostPages) -> None:
+        """Read the adapter into `room` and set its tiles.
+
+        Raises AdapterUnavailable when it cannot be read, AdapterDamaged when its bytes are not
+        those of `digest`, AdapterMismatch when they do not fit `room`, the model or each other.
+        """
+        try:
+            with (path / TENSORS_FILE).open("rb", buffering=0) as file:
+                start = self._read_start(path, file)
+                tiles = self.place(start.plan)
+                if tiles.num_pages != len(room.numbers):
+                    raise AdapterMismatch("the adapter is another than the one registered")
+                buffer = self._buffer(start.plan.file_bytes - len(start.header))
+                try:
+                    self._load(digest, start, file, buffer, tiles, room)
+                finally:
+                    if len(buffer) <= _MAX_KEPT_BYTES:
+                        self._buffers.append(buffer)
+        except OSError as error:
+            raise _unreadable(error) from error
+        room.tiles = tiles
+
+    def _load(
+        self,
+        digest: str,
+        start: _Start,
+        file: BinaryIO,
+        buffer: bytearray,
+        tiles: TileMap,
+        room: HostPages,
+    ) -> None:
+        body = memoryview(buffer)[: start.plan.file_bytes - len(start.header)]
+        _read_all(file, body)
+        hashing = start_thread(_sha256, start.header, body) if self._digest_of else None
+        try:
+            for page in room.rows():
+                page.zero_()
+            placed = tiles.at(room.numbers, self._layout.page_elems)
+            fill_tiles(room.open(), start.plan, placed, _tensors(start.header, body))
+            _check_finite(room)
+        finally:  # the buffer is the hash's until then, and damage explains all other errors
+            tensors_sha256 = hashing.result() if hashing else ""
+            if self._digest_of is not None:
+                self._check_digest(digest, start.config_text, tensors_sha256)
+
+    def _check_digest(self, digest: str, config_text: bytes, tensors_sha256: str) -> None:
+        assert self._digest_of is not None
+        try:
+            found = self._digest_of(config_text, tensors_sha256)
+        except ValueError as error:
+            raise AdapterDamaged(f"the adapter's files have no digest: {error}") from error
+        if found != digest:
+            raise AdapterDamaged(f"the adapter's files have digest {found}, not {digest}")
+
+    def _read_start(self, path: Path, file: BinaryIO) -> _Start:
+        with (path / CONFIG_FILE).open("rb") as config_file:
+            config_text = config_file.read(MAX_CONFIG_BYTES + 1)
+        config = parse_config(config_text)
+        file_bytes = os.fstat(file.fileno()).st_size
+        header = file.read(8)
+        header += file.read(min(int.from_bytes(header, "little"), MAX_HEADER_BYTES))
+        plan = plan_adapter(config, parse_header(header, file_bytes), self._model, file_bytes)
+        return _Start(plan, config_text, header)
+
+    def _buffer(self, num_bytes: int) -> bytearray:
+        """A buffer that no other load uses; fresh memory would take longer than reading does."""
+        try:
+            buffer = self._buffers.pop()
+        except IndexError:
+            return bytearray(num_bytes)
+        return buffer if len(buffer) >= num_bytes else bytearray(num_bytes)
 
 
-def load_adapter(
-    path: Path, model: ModelConfig, layout: PageLayout, arena: torch.Tensor
-) -> HostAdapter:
-    """Read an adapter into an image of its pages, in `arena`'s dtype."""
-    plan = read_plan(path, model)
-    tiles = place_tiles(plan, model, layout)
-    image = torch.zeros(
-        tiles.num_pages, layout.page_elems, dtype=arena.dtype, pin_memory=arena.is_cuda
-    )
-    with safe_open(path / TENSORS_FILE, framework="pt") as file:
-        fill_tiles(image, plan, tiles, file.get_tensor)
-    if not torch.isfinite(image).all():
+def _unreadable(error: OSError) -> AdapterUnavailable:
+    return AdapterUnavailable(f"the adapter cannot be read: {error.strerror or error}")
+
+
+def _read_all(file: BinaryIO, buffer: memoryview) -> None:
+    """Fill `buffer` from `file`; raise AdapterMismatch where the file ends before that."""
+    while len(buffer):
+        count = file.readinto(buffer)  # type: ignore[attr-defined]
+        if not count:
+            raise AdapterMismatch("adapter_model.safetensors was cut short while it was read")
+        buffer = buffer[count:]
+
+
+def _sha256(header: bytes, body: memoryview) -> str:
+    hashed = hashlib.sha256(header)
+    hashed.update(body)
+    return hashed.hexdigest()
+
+
+def _tensors(header: bytes, body: memoryview) -> Callable[[str], torch.Tensor]:
+    """A tensor of the file by name, in place; `parse_header` has found the header to be right."""
+    entries = json.loads(header[8:])
+
+    def tensor(name: str) -> torch.Tensor:
+        entry = entries[name]
+        first, end = entry["data_offsets"]
+        values = torch.frombuffer(body[first:end], dtype=_DTYPES[entry["dtype"]])
+        return values.view(entry["shape"])
+
+    return tensor
+
+
+def _check_finite(room: HostPages) -> None:
+    """One pass over the values; `isfinite` writes a byte for each and takes 30 times as long."""
+    extremes = [extreme for page in room.rows() for extreme in torch.aminmax(page)]
+    if not torch.stack(extremes).isfinite().all():
         raise AdapterMismatch("the adapter has values that are not finite")
-    return HostAdapter(image, tiles)
-
-
-def copy_pages(image: torch.Tensor, arena: torch.Tensor, pages: list[int]) -> None:
-    """Copy image page i to arena page `pages[i]`, beside the steps that read other pages."""
-    if not arena.is_cuda:
-        for source, page in zip(image, pages, strict=True):
-            arena[page].copy_(source)
-        return
-    stream = torch.cuda.Stream(arena.device)  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
-        for source, page in zip(image, pages, strict=True):
-            arena[page].copy_(source, non_blocking=True)
-    stream.synchronize()

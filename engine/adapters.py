@@ -4,111 +4,106 @@
       ^        |         ^                    |
       +--------+ failed  +--------------------+ evicted, or back to DISK without its host image
 
-Files are read and pages are filled on loader threads; the step loop only looks whether they are
-done (`poll`). Everything else here runs on the thread that steps the engine. An adapter is known
-by its digest alone; what a digest means never changes.
+Files are read on threads, and pages are filled beside the steps; the step loop only looks how far
+they are (`poll`). Everything else here runs on the thread that steps the engine. An adapter is
+known by its digest alone; what a digest means never changes.
 """
 
 from __future__ import annotations
 
-import enum
 import logging
+import time
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from engine.adapter_files import HostAdapter, copy_pages, load_adapter, read_plan
-from engine.adapter_tiles import TileMap, place_tiles
-from engine.config import ModelConfig
+from engine.adapter_copies import Arrival, PageCopier
+from engine.adapter_files import AdapterReader
+from engine.adapter_record import Adapter, AdapterState
+from engine.adapter_tiles import TileMap
 from engine.errors import AdapterError, AdapterUnavailable, OutOfPages, UnknownAdapter
+from engine.eviction import Holding, ReloadCosts, eviction_order
+from engine.host_memory import HostMemory, HostPages
+from engine.loader_threads import start_thread
 from engine.memory import PagePool, PageUse
 from engine.prefix_cache import PrefixCache
-from kernels import PageLayout
 
 log = logging.getLogger(__name__)
 
-
-class AdapterState(enum.Enum):
-    DISK = "disk"
-    LOADING = "loading"
-    HOST = "host"
-    COPYING = "copying"
-    RESIDENT = "resident"
+# Threads that were given up and may hang for ever; beyond these nothing more is read.
+_MAX_ABANDONED = 16
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Adapter:
-    digest: str
-    path: Path
-    num_pages: int
-    max_rank: int
-    state: AdapterState = AdapterState.DISK
-    future: Future[Any] | None = None
-    host: HostAdapter | None = None
-    pages: list[int] | None = None
-    tiles: TileMap | None = None
-    pins: int = 0  # running requests
-    users: int = 0  # accepted requests, running or waiting
-    is_unregistered: bool = False
-    lacks_room: bool = False
-    error: AdapterError | None = None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadLimits:
+    """How much is loaded at a time.
+
+    num_threads   adapters read from disk at a time
+    max_prefetch  adapters that waiting requests lack and that are brought in ahead of them
+    timeout_s     a reading thread that takes longer is given up
+    """
+
+    num_threads: int
+    max_prefetch: int = 16
+    timeout_s: float = 60.0
 
 
 class AdapterStore:
     """Owns the adapters' files, host images and pages.
 
     pool, arena  where pages come from, and the tensor [P, page_elems] that they are rows of
+    host         where images are kept
+    clock        what timeouts and retries are measured on, in seconds
     """
 
     def __init__(
         self,
         *,
-        model: ModelConfig,
-        layout: PageLayout,
+        reader: AdapterReader,
         pool: PagePool,
         prefixes: PrefixCache,
         arena: torch.Tensor,
-        host_cache_bytes: int,
-        loader_threads: int,
+        host: HostMemory,
+        costs: ReloadCosts,
+        limits: LoadLimits,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._model, self._layout, self._pool, self._arena = model, layout, pool, arena
-        self._prefixes = prefixes
-        self._adapters: dict[str, _Adapter] = {}
-        self._resident: OrderedDict[str, _Adapter] = OrderedDict()  # least recently used first
-        self._host: OrderedDict[str, _Adapter] = OrderedDict()
-        self._host_bytes = 0
-        self._max_host_bytes = host_cache_bytes
-        self._in_flight: set[_Adapter] = set()
-        self._max_in_flight = 2 * loader_threads
-        self._threads = ThreadPoolExecutor(loader_threads, thread_name_prefix="adapter-loader")
+        self._pool, self._prefixes, self._host = pool, prefixes, host
+        self._reader, self._copier = reader, PageCopier(arena)
+        self._page_elems = arena.shape[1]
+        self._costs, self._limits, self._clock = costs, limits, clock
+        self._adapters: dict[str, Adapter] = {}
+        self._resident: OrderedDict[str, Adapter] = OrderedDict()  # least recently used first
+        self._in_host: dict[str, Adapter] = {}  # whose image is whole
+        self._loading: set[Adapter] = set()
+        self._arriving: dict[str, Adapter] = {}
+        self._abandoned: list[tuple[Future[None], HostPages]] = []
 
     # Registration
 
     def register(self, digest: str, path: Path) -> None:
-        """Know the adapter at `path` by `digest`; does nothing when it is already known.
+        """Know the adapter at `path` by `digest`.
 
-        Reads the config and the tensor header, not the tensors. Raises AdapterMismatch when they
-        do not fit the base, AdapterUnavailable when they cannot be read, OutOfPages when the
-        arena could not hold the adapter even if it held nothing else.
+        Reads the config and the tensor header, not the tensors. Does nothing when the digest is
+        already known, except that one whose last load failed is read from `path` at once. Raises
+        AdapterMismatch when they do not fit the base, AdapterUnavailable when they cannot be
+        read, OutOfPages when the arena could not hold the adapter even if it held nothing else.
         """
         known = self._adapters.get(digest)
         if known is not None:
             known.is_unregistered = False
+            if known.error is not None:
+                known.path, known.retry_at = path, self._clock()
             return
-        plan = read_plan(path, self._model)
-        num_pages = place_tiles(plan, self._model, self._layout).num_pages
-        if num_pages >= self._pool.num_pages:
-            raise OutOfPages(
-                f"the adapter needs {num_pages} pages; the arena has {self._pool.num_pages}"
-            )
-        self._adapters[digest] = _Adapter(
-            digest=digest, path=path, num_pages=num_pages, max_rank=plan.max_rank
-        )
+        num_pages = self._reader.place(self._reader.read_plan(path)).num_pages
+        limit = min(self._pool.max_used(PageUse.ADAPTER), self._pool.num_pages - 1)
+        if num_pages > limit:
+            raise OutOfPages(f"the adapter needs {num_pages} pages; adapters may have {limit}")
+        self._adapters[digest] = Adapter(digest=digest, path=path, num_pages=num_pages)
 
     def unregister(self, digest: str) -> None:
         """Forget `digest`: at once for new requests, for accepted ones when they have ended."""
@@ -137,13 +132,13 @@ class AdapterStore:
             assert adapter.users > 0
             adapter.users -= 1
             if adapter.users == 0:
-                adapter.error = None  # the next request tries again
                 adapter.lacks_room = False
             self._forget_if_unused(adapter)
 
     # What the scheduler asks
 
     def is_resident(self, digest: str) -> bool:
+        """Whether a step may read the adapter; on a GPU it may still be arriving."""
         return digest in self._resident
 
     def lacks_room(self, digest: str) -> bool:
@@ -151,7 +146,7 @@ class AdapterStore:
         return self._adapters[digest].lacks_room
 
     def error(self, digest: str) -> AdapterError | None:
-        """Why the last attempt to load the adapter failed, while requests still wait for it."""
+        """Why the last attempt to load the adapter failed, until the next may be made."""
         return self._adapters[digest].error
 
     def num_pages(self, digest: str) -> int:
@@ -159,13 +154,16 @@ class AdapterStore:
 
     def pin(self, digest: str) -> None:
         """Keep a resident adapter's pages until `unpin`."""
-        self._resident[digest].pins += 1
+        adapter = self._resident[digest]
+        adapter.pins += 1
+        adapter.last_use = self._pool.time
         self._resident.move_to_end(digest)
 
     def unpin(self, digest: str) -> None:
         adapter = self._resident[digest]
         assert adapter.pins > 0
         adapter.pins -= 1
+        adapter.last_use = self._pool.time
 
     def tiles(self, digest: str) -> TileMap:
         """A resident adapter's tiles, at offsets of the arena."""
@@ -173,147 +171,245 @@ class AdapterStore:
         assert tiles is not None
         return tiles
 
-    def evict_idle(self, num_pages: int, keep: Collection[str]) -> None:
-        """Free what nobody uses until `num_pages` pages can be taken.
+    def arrivals(self, digests: Iterable[str]) -> tuple[Arrival, ...]:
+        """What a step that reads these resident adapters has to wait for, on the device."""
+        if not self._arriving:
+            return ()
+        arriving = (self._arriving[digest] for digest in digests if digest in self._arriving)
+        return tuple(adapter.arrival for adapter in arriving if adapter.arrival is not None)
 
-        Cached prefixes go first, since a page of them costs the least to have again; then idle
-        adapters. Of each the least recently used goes first.
+    # Room in the arena
+
+    def evict_idle(self, num_pages: int, keep: Collection[str], use: PageUse = PageUse.KV) -> None:
+        """Free what nobody uses until `num_pages` pages can be taken for `use`.
 
         keep  digests that stay. Frees nothing when even all others would not be enough.
+
+        Prefixes and adapters go in the order of `engine.eviction`; where only the limit of `use`
+        stands in the way, only its own kind helps.
         """
-        if self._pool.can_take(num_pages):
+        own, free = self._pool.missing(num_pages, use)
+        if own == free == 0:
             return
-        idle = [a for a in self._resident.values() if a.pins == 0 and a.digest not in keep]
-        num_idle = self._prefixes.num_idle + sum(a.num_pages for a in idle)
-        if self._pool.num_free + num_idle < num_pages:
+        idle = [a for a in self._resident.values() if self._is_idle(a) and a.digest not in keep]
+        num_idle = {
+            PageUse.KV: self._prefixes.num_idle,
+            PageUse.ADAPTER: sum(adapter.num_pages for adapter in idle),
+        }
+        if own > num_idle[use] or free > sum(num_idle.values()):
             return
-        self._prefixes.evict(num_pages)
-        if self._pool.can_take(num_pages):
-            return
-        for adapter in idle:
-            self._evict(adapter)
-            if self._pool.can_take(num_pages):
-                return
+        adapters = eviction_order(map(self._holding, idle), self._pool.time)[::-1]
+        while (missing := self._pool.missing(num_pages, use)) != (0, 0):
+            choices = [adapters[-1]] if adapters else []
+            oldest = self._oldest_prefix()
+            if oldest is not None:
+                choices.append(oldest)
+            if missing[0]:
+                choices = [c for c in choices if (c is oldest) == (use is PageUse.KV)]
+            if eviction_order(choices, self._pool.time)[0] is oldest:
+                self._prefixes.evict_oldest()
+            else:
+                owner = adapters.pop().owner
+                assert owner is not None
+                self._evict(owner)
 
-    # Loading
+    def _is_idle(self, adapter: Adapter) -> bool:
+        return adapter.pins == 0 and adapter.arrival is None
 
-    def poll(self, wanted: Iterable[str]) -> None:
-        """Take what the loader threads have finished and start what is `wanted` and missing.
+    def _holding(self, adapter: Adapter) -> Holding[Adapter | None]:
+        reload_s = self._costs.adapter(adapter.num_pages, is_in_host=adapter.host is not None)
+        return Holding(adapter, adapter.num_pages, reload_s, adapter.last_use)
 
-        wanted  digests that waiting requests need, the most urgent first: a later one never
-                evicts an earlier one
-        """
-        for adapter in [a for a in self._in_flight if a.future is not None and a.future.done()]:
-            self._finish_loading(adapter)
-        earlier: set[str] = set()
-        for digest in wanted:
-            if digest in earlier:
-                continue
-            earlier.add(digest)
-            adapter = self._adapters[digest]
-            if adapter.state is AdapterState.DISK and adapter.error is None:
-                self._start_loading(adapter)
-            if adapter.state is AdapterState.HOST:
-                self._start_copying(adapter, earlier)
+    def _oldest_prefix(self) -> Holding[Adapter | None] | None:
+        last_use = self._prefixes.oldest_use
+        return None if last_use is None else Holding(None, 1, self._costs.prefix, last_use)
 
-    def wait(self, timeout_s: float) -> None:
-        """Sleep until a loader thread finishes something, `timeout_s` at most."""
-        futures = [a.future for a in self._in_flight if a.future is not None]
-        if futures:
-            wait(futures, timeout=timeout_s, return_when="FIRST_COMPLETED")
-
-    def close(self) -> None:
-        self._threads.shutdown(wait=True, cancel_futures=True)
-
-    def _start_loading(self, adapter: _Adapter) -> None:
-        if len(self._in_flight) >= self._max_in_flight:
-            return
-        adapter.state = AdapterState.LOADING
-        adapter.future = self._threads.submit(
-            load_adapter, adapter.path, self._model, self._layout, self._arena
-        )
-        self._in_flight.add(adapter)
-
-    def _start_copying(self, adapter: _Adapter, keep: Collection[str]) -> None:
-        self.evict_idle(adapter.num_pages, keep)
-        adapter.lacks_room = not self._pool.can_take(adapter.num_pages)
-        if adapter.lacks_room:
-            return
-        assert adapter.host is not None
-        adapter.pages = self._pool.take(adapter.num_pages, PageUse.ADAPTER)
-        adapter.state = AdapterState.COPYING
-        adapter.future = self._threads.submit(
-            copy_pages, adapter.host.image, self._arena, list(adapter.pages)
-        )
-        self._in_flight.add(adapter)
-
-    def _finish_loading(self, adapter: _Adapter) -> None:
-        self._in_flight.discard(adapter)
-        future, adapter.future = adapter.future, None
-        assert future is not None
-        error = future.exception()
-        if error is not None:
-            self._fail(adapter, error)
-        elif adapter.state is AdapterState.LOADING:
-            adapter.host = future.result()
-            adapter.state = AdapterState.HOST
-            self._keep_host(adapter)
-        else:
-            assert adapter.host is not None and adapter.pages is not None
-            adapter.tiles = adapter.host.tiles.at(adapter.pages, self._layout.page_elems)
-            adapter.state = AdapterState.RESIDENT
-            self._resident[adapter.digest] = adapter
-            self._trim_host()
-        self._forget_if_unused(adapter)
-
-    def _fail(self, adapter: _Adapter, error: BaseException) -> None:
-        if adapter.pages is not None:
-            self._pool.release(adapter.pages)
-            adapter.pages = None
-        self._drop_host(adapter)
-        adapter.state = AdapterState.DISK
-        if not isinstance(error, AdapterError):
-            wrapped = AdapterUnavailable(f"adapter {adapter.digest[:12]} cannot be loaded: {error}")
-            wrapped.__cause__ = error
-            error = wrapped
-        adapter.error = error
-        log.warning("adapter load failed", extra={"digest": adapter.digest, "error": str(error)})
-
-    def _evict(self, adapter: _Adapter) -> None:
-        assert adapter.pins == 0 and adapter.pages is not None
+    def _evict(self, adapter: Adapter) -> None:
+        assert self._is_idle(adapter) and adapter.pages is not None
         del self._resident[adapter.digest]
         self._pool.release(adapter.pages)
         adapter.pages = adapter.tiles = None
         adapter.state = AdapterState.DISK if adapter.host is None else AdapterState.HOST
 
+    # Loading
+
+    def poll(self, wanted: Iterable[str]) -> None:
+        """Begin a step: take what has arrived, and start what is `wanted` and missing.
+
+        wanted  digests that waiting requests need, the most urgent first: a later one never
+                takes room from an earlier one
+        """
+        self._pool.time += 1
+        self._look_at_threads()
+        for adapter in list(self._arriving.values()):
+            self._look_at_arrival(adapter)
+        seen: set[str] = set()
+        num_missing = 0
+        for digest in wanted:
+            if digest in seen:
+                continue
+            seen.add(digest)
+            if digest in self._resident:
+                continue
+            adapter = self._adapters[digest]
+            if adapter.error is not None and self._clock() < adapter.retry_at:
+                continue
+            adapter.error = None
+            if adapter.state is AdapterState.DISK:
+                self._start_loading(adapter, seen)
+            elif adapter.state is AdapterState.HOST:
+                self._start_copying(adapter, seen)
+            num_missing += 1
+            if num_missing == self._limits.max_prefetch:
+                return
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until a thread finishes something, `timeout_s` at most."""
+        futures = [a.loading for a in self._loading if a.loading is not None]
+        arrivals = [a.arrival.future for a in self._arriving.values() if a.arrival is not None]
+        futures += [future for future in arrivals if future is not None]
+        if futures:
+            wait(futures, timeout=timeout_s, return_when="FIRST_COMPLETED")
+        else:
+            time.sleep(timeout_s)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Let the threads finish; those that have not after `timeout_s` are left behind."""
+        futures = [a.loading for a in self._loading if a.loading is not None]
+        arrivals = [a.arrival.future for a in self._arriving.values() if a.arrival is not None]
+        wait([*futures, *(f for f in arrivals if f is not None)], timeout=timeout_s)
+
+    def _start_loading(self, adapter: Adapter, keep: Collection[str]) -> None:
+        if len(self._loading) >= self._limits.num_threads or len(self._abandoned) >= _MAX_ABANDONED:
+            return
+        self._make_host_room(adapter.num_pages, keep)
+        if not self._host.can_take(adapter.num_pages):
+            return
+        adapter.host = self._host.take(adapter.num_pages)
+        adapter.state = AdapterState.LOADING
+        adapter.loading_since = self._clock()
+        adapter.loading = start_thread(
+            self._reader.load, adapter.digest, adapter.path, adapter.host
+        )
+        self._loading.add(adapter)
+
+    def _look_at_threads(self) -> None:
+        for adapter in list(self._loading):
+            assert adapter.loading is not None
+            if adapter.loading.done():
+                self._finish_loading(adapter)
+            elif self._clock() - adapter.loading_since > self._limits.timeout_s:
+                self._abandon(adapter)
+        for entry in [entry for entry in self._abandoned if entry[0].done()]:
+            self._abandoned.remove(entry)
+            self._host.release(entry[1])
+
+    def _finish_loading(self, adapter: Adapter) -> None:
+        self._loading.discard(adapter)
+        future, adapter.loading = adapter.loading, None
+        assert future is not None
+        error = future.exception()
+        if error is not None:
+            self._fail(adapter, error)
+        else:
+            adapter.num_failures = 0
+            adapter.state = AdapterState.HOST
+            adapter.last_use = self._pool.time
+            self._in_host[adapter.digest] = adapter
+        self._forget_if_unused(adapter)
+
+    def _abandon(self, adapter: Adapter) -> None:
+        """Stop waiting for a thread. Its host pages are the thread's until it ends."""
+        assert adapter.loading is not None and adapter.host is not None
+        self._abandoned.append((adapter.loading, adapter.host))
+        self._loading.discard(adapter)
+        adapter.loading = adapter.host = None
+        self._fail(
+            adapter, AdapterUnavailable(f"reading took more than {self._limits.timeout_s:g} s")
+        )
+        self._forget_if_unused(adapter)
+
+    def _fail(self, adapter: Adapter, error: BaseException) -> None:
+        if adapter.pages is not None:
+            self._pool.release(adapter.pages)
+            adapter.pages = None
+        self._drop_host(adapter)
+        adapter.state = AdapterState.DISK
+        adapter.note_failure(error, self._clock())
+        log.warning("adapter load failed", extra={"digest": adapter.digest, "error": str(error)})
+
+    # From host memory to the arena
+
+    def _start_copying(self, adapter: Adapter, keep: Collection[str]) -> None:
+        self.evict_idle(adapter.num_pages, keep, PageUse.ADAPTER)
+        adapter.lacks_room = not self._pool.can_take(adapter.num_pages, PageUse.ADAPTER)
+        if adapter.lacks_room:
+            return
+        assert adapter.host is not None and adapter.host.tiles is not None
+        adapter.pages = self._pool.take(adapter.num_pages, PageUse.ADAPTER)
+        adapter.tiles = adapter.host.tiles.at(adapter.pages, self._page_elems)
+        adapter.state = AdapterState.COPYING
+        adapter.arrival = self._copier.start(adapter.host, adapter.pages)
+        self._arriving[adapter.digest] = adapter
+        self._look_at_arrival(adapter)
+
+    def _look_at_arrival(self, adapter: Adapter) -> None:
+        assert adapter.arrival is not None
+        try:
+            is_usable, is_done = adapter.arrival.is_usable, adapter.arrival.is_done
+        except Exception as error:
+            self._end_arrival(adapter)
+            adapter.tiles = None
+            self._fail(adapter, error)
+            self._forget_if_unused(adapter)
+            return
+        if is_usable and adapter.digest not in self._resident:
+            adapter.last_use = self._pool.time
+            self._resident[adapter.digest] = adapter
+        if is_done:
+            self._end_arrival(adapter)
+            adapter.state = AdapterState.RESIDENT
+            assert adapter.host is not None
+            if adapter.host.is_own:
+                self._drop_host(adapter)
+            self._forget_if_unused(adapter)
+
+    def _end_arrival(self, adapter: Adapter) -> None:
+        del self._arriving[adapter.digest]
+        adapter.arrival = None
+
     # Host memory
 
-    def _keep_host(self, adapter: _Adapter) -> None:
-        assert adapter.host is not None
-        self._host[adapter.digest] = adapter
-        self._host_bytes += adapter.host.num_bytes
-        self._trim_host()
+    def _make_host_room(self, num_pages: int, keep: Collection[str]) -> None:
+        """Drop whole images until `num_pages` can be taken: first those that are in the arena too.
 
-    def _trim_host(self) -> None:
-        """Drop host images over the budget, oldest first; one still to be copied stays."""
-        for adapter in list(self._host.values()):
-            if self._host_bytes <= self._max_host_bytes:
+        An image on its way to the arena stays, and so do those of `keep`.
+        """
+        if self._host.can_take(num_pages):
+            return
+        holdings = []
+        for adapter in self._in_host.values():
+            if adapter.arrival is not None or adapter.host is None or adapter.digest in keep:
+                continue
+            is_copy = adapter.state is AdapterState.RESIDENT
+            reload_s = 0.0 if is_copy else self._costs.adapter(adapter.num_pages, is_in_host=False)
+            holdings.append(Holding(adapter, adapter.num_pages, reload_s, adapter.last_use))
+        for holding in eviction_order(holdings, self._pool.time):
+            self._drop_host(holding.owner)
+            if holding.owner.state is AdapterState.HOST:
+                holding.owner.state = AdapterState.DISK
+                holding.owner.lacks_room = False
+            if self._host.can_take(num_pages):
                 return
-            if adapter.state is AdapterState.RESIDENT or (
-                adapter.state is AdapterState.HOST and adapter.users == 0
-            ):
-                self._drop_host(adapter)
-                if adapter.state is AdapterState.HOST:
-                    adapter.state = AdapterState.DISK
 
-    def _drop_host(self, adapter: _Adapter) -> None:
+    def _drop_host(self, adapter: Adapter) -> None:
         if adapter.host is not None:
-            self._host_bytes -= adapter.host.num_bytes
-            self._host.pop(adapter.digest, None)
+            self._host.release(adapter.host)
+            self._in_host.pop(adapter.digest, None)
             adapter.host = None
 
-    def _forget_if_unused(self, adapter: _Adapter) -> None:
-        if not adapter.is_unregistered or adapter.users or adapter.future is not None:
+    def _forget_if_unused(self, adapter: Adapter) -> None:
+        if not adapter.is_unregistered or adapter.users or adapter.loading or adapter.arrival:
             return
         if adapter.state is AdapterState.RESIDENT:
             self._evict(adapter)
@@ -332,23 +428,22 @@ class AdapterStore:
 
     @property
     def is_loading(self) -> bool:
-        return bool(self._in_flight)
+        return bool(self._loading or self._arriving)
 
     def owned_pages(self) -> list[list[int]]:
         """The pages of every adapter, for `PagePool.check_integrity`."""
         return [a.pages for a in self._adapters.values() if a.pages is not None]
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless states, pages, pins and host bytes agree."""
+        """Raise AssertionError unless states, pages, pins and host memory agree."""
         for adapter in self._adapters.values():
-            resident = adapter.state is AdapterState.RESIDENT
-            assert resident == (adapter.digest in self._resident)
-            assert (adapter.pages is not None) == (
-                resident or adapter.state is AdapterState.COPYING
-            )
-            assert (adapter.future is not None) == (adapter in self._in_flight)
-            assert adapter.pins == 0 or resident
-            assert adapter.pins <= adapter.users
-            assert adapter.state is not AdapterState.HOST or adapter.host is not None
-            assert not adapter.is_unregistered or adapter.users or adapter.future
-        assert self._host_bytes == sum(a.host.num_bytes for a in self._host.values() if a.host)
+            adapter.check_integrity()
+            is_arriving, is_usable = adapter.arrival is not None, adapter.digest in self._resident
+            assert (adapter.state is AdapterState.LOADING) == (adapter in self._loading)
+            assert is_arriving == (adapter.digest in self._arriving)
+            assert is_arriving or is_usable == (adapter.state is AdapterState.RESIDENT)
+            assert is_usable or adapter.pins == 0
+            is_whole = adapter.host is not None and adapter.state is not AdapterState.LOADING
+            assert is_whole == (adapter.digest in self._in_host)
+        rooms = [a.host for a in self._adapters.values() if a.host is not None]
+        self._host.check_integrity([*rooms, *(room for _, room in self._abandoned)])

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.adapter_copies import Arrival
 from engine.adapter_tiles import TileMap
 from engine.adapters import AdapterStore
 from engine.prefix_cache import AdapterKey
@@ -37,6 +38,7 @@ class Batch:
     sample_rows   [N] int64      rows whose next token is wanted, in the order of the step's rows
     lora          None when no row has an adapter
     adapter_keys  the virtual adapters of `lora.table`, in its order
+    arrivals      copies of adapters that the pass has to wait for, on the device
     """
 
     token_ids: torch.Tensor
@@ -49,6 +51,7 @@ class Batch:
     sample_rows: torch.Tensor
     lora: LoraBatch | None
     adapter_keys: tuple[AdapterKey, ...]
+    arrivals: tuple[Arrival, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +120,7 @@ class BatchBuilder:
             sample_rows=self._tensor((query_start[1:][samples] - 1).astype(np.int64)),
             lora=lora,
             adapter_keys=keys,
+            arrivals=self._store.arrivals(digest for key in keys for digest, _ in key),
         )
 
     def _arrange(self, step: Step) -> None:

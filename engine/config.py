@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import UnsupportedModel
+from engine.eviction import ReloadCosts
 from kernels import PageLayout
 
 # Fields that say nothing about the arithmetic of inference.
@@ -158,7 +159,11 @@ class EngineConfig:
     arena_bytes           memory of the page arena (docs/memory.md), KV and adapters together;
                           None: on a CPU 1 GiB, on a GPU what weights, graphs and the widest step
                           leave free, measured when the engine starts
-    host_cache_bytes      adapters kept in host memory after they left the arena
+    max_adapter_bytes     the most of the arena that adapters may hold; None: all
+    min_kv_bytes          what adapters always leave to KV
+    min_adapter_bytes     what KV always leaves to adapters
+    host_cache_bytes      host memory for adapters, pinned on a GPU: those read from disk, and those
+                          that left the arena; taken at the start
     max_running           requests that may hold pages at a time
     max_adapters          distinct adapters that requests may be running with at a time; None: any
     max_step_tokens       tokens of one step, decodes and prefill chunks together
@@ -167,6 +172,8 @@ class EngineConfig:
     prefix_cache          keep the KV of full pages, for requests that begin with the same tokens
     num_threads           torch's CPU threads; None: leave them
     loader_threads        adapters read from disk at a time
+    max_prefetch          missing adapters of waiting requests that are brought in ahead of them
+    load_timeout_s        reading an adapter for longer counts as failed
     use_triton            None: on a GPU; True on a CPU needs Triton's interpreter, for tests
     capture_graphs        record the GPU's decode graphs at the start, not when first needed
     max_skips             steps a waiting request may be overtaken because there is no room for
@@ -177,6 +184,9 @@ class EngineConfig:
     device: str = "cpu"
     dtype: str | None = None
     arena_bytes: int | None = None
+    max_adapter_bytes: int | None = None
+    min_kv_bytes: int = 0
+    min_adapter_bytes: int = 0
     host_cache_bytes: int = 256 << 20
     max_running: int = 64
     max_adapters: int | None = None
@@ -186,6 +196,8 @@ class EngineConfig:
     prefix_cache: bool = True
     num_threads: int | None = None
     loader_threads: int = 2
+    max_prefetch: int = 16
+    load_timeout_s: float = 60.0
     use_triton: bool | None = None
     capture_graphs: bool = True
     max_skips: int = 64
@@ -193,9 +205,14 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.dtype not in (None, "float32", "bfloat16"):
             raise ValueError(f"dtype is {self.dtype!r}, not float32 or bfloat16")
-        for name in ("max_running", "max_step_tokens", "page_size", "loader_threads"):
+        for name in (
+            "max_running", "max_step_tokens", "page_size", "loader_threads", "max_prefetch",
+        ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+        for name in ("host_cache_bytes", "min_kv_bytes", "min_adapter_bytes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
 
     @property
     def is_cpu(self) -> bool:
@@ -233,6 +250,33 @@ class EngineConfig:
 
     def page_bytes(self, model: ModelConfig) -> int:
         return self.page_layout(model).page_elems * self.bytes_per_element
+
+    def page_limits(self, model: ModelConfig, num_pages: int) -> tuple[int, int]:
+        """The most pages of an arena of `num_pages` that (KV, adapters) may have.
+
+        Raises ValueError when the floors leave one of them nothing.
+        """
+        page_bytes = self.page_bytes(model)
+        max_kv = num_pages + self.min_adapter_bytes // -page_bytes
+        max_adapter = num_pages + self.min_kv_bytes // -page_bytes
+        if self.max_adapter_bytes is not None:
+            max_adapter = min(max_adapter, self.max_adapter_bytes // page_bytes)
+        if max_kv < 1 or max_adapter < 0:
+            raise ValueError(
+                f"min_kv_bytes is {self.min_kv_bytes} and min_adapter_bytes "
+                f"{self.min_adapter_bytes}; the arena has {num_pages * page_bytes} bytes"
+            )
+        return max_kv, max_adapter
+
+    def reload_costs(self, model: ModelConfig) -> ReloadCosts:
+        """What a page of each kind costs to have again, for the order of eviction."""
+        per_layer = sum(n_in * n_out for n_in, n_out in model.projection_widths)
+        return ReloadCosts.estimate(
+            page_bytes=self.page_bytes(model),
+            num_params=model.num_layers * per_layer,
+            page_size=self.page_size,
+            is_cpu=self.is_cpu,
+        )
 
     def context_limit(self, model: ModelConfig) -> int:
         return min(self.max_context or model.max_positions, model.max_positions)

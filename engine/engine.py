@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from engine.adapters import AdapterStore
+from engine.adapter_files import AdapterReader, DigestOf
+from engine.adapters import AdapterStore, LoadLimits
 from engine.batch import BatchBuilder
 from engine.config import EngineConfig, ModelConfig
 from engine.errors import (
@@ -24,6 +25,7 @@ from engine.errors import (
 )
 from engine.gpu_runner import GpuRunner, Tokens
 from engine.grammar import Grammars, check_schema_text
+from engine.host_memory import HostMemory
 from engine.memory import PagePool, PageUse
 from engine.prefix_cache import PrefixCache
 from engine.request import FinishReason, Request, RequestOutput
@@ -58,8 +60,10 @@ class Engine:
 
     config  see EngineConfig; raises UnsupportedModel when the model folder does not fit,
             OutOfMemory when the device is too small
-    clock   what deadlines are measured on, in seconds
+    clock   what deadlines, timeouts and retries are measured on, in seconds
     model, weights, tokenizer  given, the model folder's own are not read
+    digest_of  given, an adapter whose files have another digest than it is registered by is
+               refused when it is read: (text of its config, hex sha256 of its tensors) -> digest
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class Engine:
         model: ModelConfig | None = None,
         weights: Weights | None = None,
         tokenizer: Any = None,
+        digest_of: DigestOf | None = None,
     ) -> None:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
@@ -79,16 +84,23 @@ class Engine:
         self._page_size = config.page_size
         self._runner = ModelRunner(config, model, weights)
         self._flight: _Flight | None = None
-        self._pool = PagePool(self._runner.arena.shape[0])
+        num_pages = self._runner.arena.shape[0]
+        max_kv, max_adapter = config.page_limits(model, num_pages)
+        self._pool = PagePool(num_pages, max_kv=max_kv, max_adapter=max_adapter)
         self._prefixes = PrefixCache(self._pool, is_enabled=config.prefix_cache)
         self._store = AdapterStore(
-            model=model,
-            layout=config.page_layout(model),
+            reader=AdapterReader(model, config.page_layout(model), digest_of),
             pool=self._pool,
             prefixes=self._prefixes,
             arena=self._runner.arena,
-            host_cache_bytes=config.host_cache_bytes,
-            loader_threads=config.loader_threads,
+            host=HostMemory(self._runner.arena, config.host_cache_bytes),
+            costs=config.reload_costs(model),
+            limits=LoadLimits(
+                num_threads=config.loader_threads,
+                max_prefetch=config.max_prefetch,
+                timeout_s=config.load_timeout_s,
+            ),
+            clock=clock,
         )
         self._scheduler = Scheduler(
             pool=self._pool,

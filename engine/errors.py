@@ -9,6 +9,7 @@
     ├── AdapterError                 adapter_unavailable
     │   ├── AdapterMismatch          adapter_incompatible
     │   ├── AdapterUnavailable       adapter_unavailable
+    │   │   └── AdapterDamaged       adapter_unavailable
     │   └── UnknownAdapter           adapter_unavailable
     ├── OutOfPages                   overloaded
     ├── OutOfMemory                  internal
@@ -80,6 +81,10 @@ class AdapterMismatch(AdapterError):
 
 class AdapterUnavailable(AdapterError):
     """The adapter's file could not be read when it was needed."""
+
+
+class AdapterDamaged(AdapterUnavailable):
+    """The adapter's files are not those that its digest names."""
 
 
 class UnknownAdapter(AdapterError):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from engine.adapter_copies import Arrival
 from engine.config import ModelConfig
 from engine.model import rope_tables
 from engine.weights import LayerWeights, Weights
@@ -45,6 +46,7 @@ class GpuBatch:
     sample_rows  None: every row
     table, plan  both None for a pass without adapters
     sample_plan  the work list of the sample rows alone
+    arrivals  copies of adapters that the pass overtakes: each layer waits for its part
     """
 
     token_ids: torch.Tensor
@@ -59,6 +61,7 @@ class GpuBatch:
     table: LoraTable | None = None
     plan: LoraPlan | None = None
     sample_plan: LoraPlan | None = None
+    arrivals: tuple[Arrival, ...] = ()
 
 
 class GpuModel:
@@ -90,6 +93,8 @@ class GpuModel:
         normed = rms_norm_triton(residual, weights.layers[0].input_norm, eps)
         following = [layer.input_norm for layer in weights.layers[1:]] + [weights.norm]
         for index, (layer, next_norm) in enumerate(zip(weights.layers, following, strict=True)):
+            for arrival in batch.arrivals:
+                arrival.await_layer(index)
             attended = self._attention(batch, index, layer, normed)
             if index == len(weights.layers) - 1 and batch.sample_rows is not None:
                 # From here on nobody reads the other rows: 2.6% of a prefill of 32 layers.

@@ -120,6 +120,8 @@ class GpuRunner:
         return Tokens(host=host, arrived=arrived)
 
     def _load(self, batch: Batch) -> None:
+        for arrival in batch.arrivals:
+            arrival.await_all()
         self._graphs.load(
             token_ids=batch.token_ids,
             context_lens=batch.context_lens,
@@ -155,6 +157,7 @@ class GpuRunner:
             table=None if lora is None else lora.table,
             plan=plan,
             sample_plan=sample_plan,
+            arrivals=batch.arrivals,
         )
 
 

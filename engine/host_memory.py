@@ -1,4 +1,4 @@
-"""Host memory for adapters: one slab of pages like the arena's, so that reading one allocates nothing.
+"""Host memory for adapters: one slab of pages like the arena's, so that nothing is allocated later.
 
 Where a GPU copies from it the slab is pinned, which takes the driver seconds for some gigabytes:
 it is done once, at the start.
@@ -6,7 +6,7 @@ it is done once, at the start.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -17,39 +17,41 @@ from engine.memory import PagePool, PageUse
 
 @dataclass(slots=True)
 class HostPages:
-    """Room for one adapter's image: image page i is row `numbers[i]` of `memory`.
+    """Room for one adapter's image: image page i is row `numbers[i]` of `open()`.
 
-    memory  [*, page_elems]: the slab, or for an adapter larger than that a tensor of its own
+    is_own  whether the room is outside the slab, for this adapter alone
     tiles   where the image's tiles lie, at offsets of the image; None: it is not there yet
     """
 
-    memory: torch.Tensor
     numbers: list[int]
+    is_own: bool
+    allocate: Callable[[], torch.Tensor]
+    memory: torch.Tensor | None = None
     tiles: TileMap | None = None
+
+    def open(self) -> torch.Tensor:
+        """The memory [*, page_elems]. Room outside the slab is allocated by the first call."""
+        if self.memory is None:
+            self.memory = self.allocate()
+        return self.memory
 
     def rows(self) -> Iterable[torch.Tensor]:
         """The image's pages in order, each [page_elems]."""
-        return (self.memory[number] for number in self.numbers)
-
-    def placed_tiles(self, tiles: TileMap) -> TileMap:
-        """`tiles` at offsets of `memory`."""
-        return tiles.at(self.numbers, self.memory.shape[1])
+        memory = self.open()
+        return (memory[number] for number in self.numbers)
 
 
 class HostMemory:
     """Hands out the slab's pages, `num_bytes` in all; `take` never waits.
 
-    is_pinned  whether a GPU copies from the pages
+    arena  [P, page_elems]: what the images are copied to
     """
 
-    def __init__(
-        self, *, num_bytes: int, page_elems: int, dtype: torch.dtype, is_pinned: bool
-    ) -> None:
-        num_pages = num_bytes // (page_elems * dtype.itemsize)
-        self._is_pinned = is_pinned and num_bytes > 0
-        self._slab = torch.empty(num_pages, page_elems, dtype=dtype, pin_memory=self._is_pinned)
-        self._pool = PagePool(num_pages)
-        self._num_own = 0
+    def __init__(self, arena: torch.Tensor, num_bytes: int) -> None:
+        self._page_elems, self._dtype = arena.shape[1], arena.dtype
+        self._is_pinned = arena.is_cuda
+        self._pool = PagePool(num_bytes // (self._page_elems * self._dtype.itemsize))
+        self._slab = self._empty(self._pool.num_pages)
 
     @property
     def num_pages(self) -> int:
@@ -60,27 +62,24 @@ class HostMemory:
         return num_pages > self._pool.num_pages or self._pool.can_take(num_pages)
 
     def take(self, num_pages: int) -> HostPages:
-        """Room for `num_pages`; the caller has asked `can_take`.
-
-        More pages than the slab has are allocated, and freed by `release`.
-        """
+        """Room for `num_pages`; the caller has asked `can_take`."""
         if num_pages <= self._pool.num_pages:
-            return HostPages(self._slab, self._pool.take(num_pages, PageUse.ADAPTER))
-        self._num_own += num_pages
-        own = torch.empty(
-            num_pages, self._slab.shape[1], dtype=self._slab.dtype, pin_memory=self._is_pinned
+            numbers = self._pool.take(num_pages, PageUse.ADAPTER)
+            return HostPages(numbers, is_own=False, allocate=lambda: self._slab)
+        return HostPages(
+            list(range(num_pages)), is_own=True, allocate=lambda: self._empty(num_pages)
         )
-        return HostPages(own, list(range(num_pages)))
 
     def release(self, pages: HostPages) -> None:
         """Nobody reads or writes `pages` any more."""
-        if pages.memory is self._slab:
+        if not pages.is_own:
             self._pool.release(pages.numbers)
-        else:
-            self._num_own -= len(pages.numbers)
+
+    def _empty(self, num_pages: int) -> torch.Tensor:
+        return torch.empty(
+            num_pages, self._page_elems, dtype=self._dtype, pin_memory=self._is_pinned
+        )
 
     def check_integrity(self, owned: Iterable[HostPages]) -> None:
-        """Raise AssertionError unless every page has one owner or none."""
-        owned = list(owned)
-        self._pool.check_integrity(p.numbers for p in owned if p.memory is self._slab)
-        assert self._num_own == sum(len(p.numbers) for p in owned if p.memory is not self._slab)
+        """Raise AssertionError unless every page of the slab has one owner or none."""
+        self._pool.check_integrity(pages.numbers for pages in owned if not pages.is_own)

@@ -295,7 +295,8 @@ def test_a_bad_file_is_refused_at_registration(
 def test_a_file_that_goes_bad_ends_its_own_requests_only(
     make_engine: MakeEngine, adapters: dict[str, Path], tmp_path: Path, kind: str
 ) -> None:
-    engine = make_engine()
+    now = [100.0]
+    engine = make_engine(clock=lambda: now[0])
     folder = edit_config(adapters["all-4"], tmp_path / "bad")
     engine.register_adapter("bad", folder)
     if kind == "vanished":
@@ -318,7 +319,8 @@ def test_a_file_that_goes_bad_ends_its_own_requests_only(
     assert isinstance(results["bad1"].error, wanted)
     assert isinstance(results["bad2"].error, wanted)
     assert len(results["good"].token_ids) == len(results["base"].token_ids) == 5
-    # The next request tries again, and a mended file is read.
+    # Some time later a request tries again, and a mended file is read.
+    now[0] += 10
     if kind != "vanished":
         (folder / "adapter_model.safetensors").write_bytes(good)
         again = run(engine, request("again", prompt(0, 5), adapter="bad", max_tokens=5))

@@ -1,0 +1,83 @@
+"""What the store knows of one adapter. There are thousands of these: they stay small."""
+
+from __future__ import annotations
+
+import enum
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.adapter_copies import Arrival
+from engine.adapter_tiles import TileMap
+from engine.errors import AdapterError, AdapterUnavailable
+from engine.host_memory import HostPages
+
+# Between two attempts to load an adapter that failed; doubled with each failure in a row.
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.5, 60.0
+
+
+class AdapterState(enum.Enum):
+    DISK = "disk"
+    LOADING = "loading"
+    HOST = "host"
+    COPYING = "copying"
+    RESIDENT = "resident"
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Adapter:
+    """One registered adapter; `engine.adapters.AdapterStore` changes it.
+
+    host, loading    its room in host memory, and the thread that fills it
+    pages, arrival   its pages in the arena, and the copy that fills them
+    tiles            where they lie in the arena
+    pins, users      requests that run with it; accepted ones, running or waiting
+    last_use         in steps of the engine
+    lacks_room       it is in host memory, and only pages are missing
+    error, retry_at  of the last attempt to load it, and when another may be made
+    """
+
+    digest: str
+    path: Path
+    num_pages: int
+    state: AdapterState = AdapterState.DISK
+    loading: Future[None] | None = None
+    loading_since: float = 0.0
+    host: HostPages | None = None
+    arrival: Arrival | None = None
+    pages: list[int] | None = None
+    tiles: TileMap | None = None
+    last_use: int = 0
+    pins: int = 0
+    users: int = 0
+    is_unregistered: bool = False
+    lacks_room: bool = False
+    error: AdapterError | None = None
+    num_failures: int = 0  # in a row
+    retry_at: float = 0.0
+
+    def note_failure(self, error: BaseException, now: float) -> None:
+        """Back to the disk; requests that need the adapter fail with `error` until `retry_at`."""
+        if not isinstance(error, AdapterError):
+            wrapped = AdapterUnavailable(f"adapter {self.digest[:12]} cannot be loaded: {error}")
+            wrapped.__cause__ = error
+            error = wrapped
+        pause = min(_FIRST_PAUSE_S * 2**self.num_failures, _LAST_PAUSE_S)
+        self.num_failures = min(self.num_failures + 1, 16)
+        self.state, self.error, self.retry_at = AdapterState.DISK, error, now + pause
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the fields agree."""
+        is_in_arena = self.state in (AdapterState.COPYING, AdapterState.RESIDENT)
+        assert (self.state is AdapterState.LOADING) == (self.loading is not None)
+        assert (self.state is AdapterState.COPYING) == (self.arrival is not None)
+        assert is_in_arena == (self.pages is not None) == (self.tiles is not None)
+        assert self.host is not None or self.state in (AdapterState.DISK, AdapterState.RESIDENT)
+        assert 0 <= self.pins <= self.users
+        assert self.error is None or self.state is AdapterState.DISK
+        assert (
+            not self.is_unregistered
+            or self.users
+            or self.loading is not None
+            or self.arrival is not None
+        )
