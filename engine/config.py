@@ -1,152 +1,17 @@
-"""What the engine is told, and what it reads of the base model's config.json.
-
-`ModelConfig` fails closed: a field that would change the arithmetic and that the decoder does not
-implement is refused by its name, as is any field nobody has heard of.
-"""
+"""What the engine is told."""
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from engine.errors import UnsupportedModel
 from engine.eviction import ReloadCosts
+from engine.model_config import ModelConfig
 from kernels import PageLayout
 
-# Fields that say nothing about the arithmetic of inference.
-_NEUTRAL = frozenset({
-    "_attn_implementation_autoset", "_from_model_config", "_name_or_path",
-    "_model_name_or_path", "architectures", "attention_dropout", "bos_token_id", "dtype",
-    "eos_token_id", "hidden_dropout", "initializer_range", "is_llama_config", "model_type",
-    "output_attentions", "output_hidden_states", "pad_token_id", "pretraining_tp", "return_dict",
-    "rope_interleaved", "torch_dtype", "transformers.js_config", "transformers_version",
-    "unk_token_id", "use_cache",
-})  # fmt: skip
-_READ = frozenset({
-    "attention_bias", "head_dim", "hidden_act", "hidden_size", "intermediate_size",
-    "max_position_embeddings", "mlp_bias", "num_attention_heads", "num_hidden_layers",
-    "num_key_value_heads", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta",
-    "tie_word_embeddings", "vocab_size",
-})  # fmt: skip
-_ROPE_NEUTRAL = frozenset({"rope_type", "type", "rope_theta"})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
-    """The shape of a Llama-family decoder. Letters are those of `kernels`."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    max_positions: int
-    rms_norm_eps: float
-    rope_theta: float
-    tie_embeddings: bool
-    eos_token_ids: tuple[int, ...]
-
-    @property
-    def q_size(self) -> int:
-        return self.num_heads * self.head_dim
-
-    @property
-    def kv_size(self) -> int:
-        return self.num_kv_heads * self.head_dim
-
-    @property
-    def projection_widths(self) -> tuple[tuple[int, int], ...]:
-        """(in, out) of q, k, v, o, gate, up, down, in the order of `kernels.Projection`."""
-        hidden, inner, kv = self.hidden_size, self.intermediate_size, self.kv_size
-        return (
-            (hidden, self.q_size),
-            (hidden, kv),
-            (hidden, kv),
-            (self.q_size, hidden),
-            (hidden, inner),
-            (hidden, inner),
-            (inner, hidden),
-        )
-
-    @classmethod
-    def from_folder(cls, folder: Path) -> ModelConfig:
-        """Read config.json and generation_config.json; raise UnsupportedModel by field."""
-        try:
-            fields = json.loads((folder / "config.json").read_text())
-        except (OSError, ValueError) as error:
-            raise UnsupportedModel(f"{folder / 'config.json'}: {error}") from error
-        generation_file = folder / "generation_config.json"
-        generation = json.loads(generation_file.read_text()) if generation_file.exists() else {}
-        eos = generation.get("eos_token_id", fields.get("eos_token_id"))
-        return cls.from_fields(fields, eos)
-
-    @classmethod
-    def from_fields(
-        cls, fields: dict[str, Any], eos_token_id: int | list[int] | None
-    ) -> ModelConfig:
-        """The config of a parsed config.json; raise UnsupportedModel by field."""
-        _refuse_unsupported(fields)
-        num_heads = int(fields["num_attention_heads"])
-        hidden_size = int(fields["hidden_size"])
-        eos = [] if eos_token_id is None else eos_token_id
-        return cls(
-            vocab_size=int(fields["vocab_size"]),
-            hidden_size=hidden_size,
-            intermediate_size=int(fields["intermediate_size"]),
-            num_layers=int(fields["num_hidden_layers"]),
-            num_heads=num_heads,
-            num_kv_heads=int(fields.get("num_key_value_heads") or num_heads),
-            head_dim=int(fields.get("head_dim") or hidden_size // num_heads),
-            max_positions=int(fields["max_position_embeddings"]),
-            rms_norm_eps=float(fields["rms_norm_eps"]),
-            rope_theta=_rope_theta(fields),
-            tie_embeddings=bool(fields.get("tie_word_embeddings", False)),
-            eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,),
-        )
-
-
-def _refuse_unsupported(fields: dict[str, Any]) -> None:
-    if fields.get("model_type") != "llama":
-        raise UnsupportedModel(
-            f"model_type is {fields.get('model_type')!r}; the decoder implements llama",
-            param="model_type",
-        )
-    for name, value in fields.items():
-        if name not in _NEUTRAL | _READ and value:
-            raise UnsupportedModel(f"config.json: {name} is not known", param=name)
-    for name in ("attention_bias", "mlp_bias", "rope_interleaved"):
-        if fields.get(name):
-            raise UnsupportedModel(f"config.json: {name} is not supported", param=name)
-    if fields.get("hidden_act", "silu") != "silu":
-        raise UnsupportedModel(
-            f"config.json: hidden_act is {fields['hidden_act']!r}, not silu", param="hidden_act"
-        )
-    required = (
-        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-        "num_attention_heads", "max_position_embeddings", "rms_norm_eps",
-    )  # fmt: skip
-    for name in required:
-        if fields.get(name) is None:
-            raise UnsupportedModel(f"config.json: {name} is missing", param=name)
-
-
-def _rope_theta(fields: dict[str, Any]) -> float:
-    """theta from `rope_parameters` (transformers 5) or from `rope_theta` (before it)."""
-    parameters = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    rope_type = parameters.get("rope_type", parameters.get("type", "default"))
-    if rope_type != "default":
-        raise UnsupportedModel(
-            f"config.json: rope_type {rope_type!r} is not supported", param="rope_type"
-        )
-    for name in parameters.keys() - _ROPE_NEUTRAL:
-        if parameters[name]:
-            raise UnsupportedModel(f"config.json: rope parameter {name} is not known", param=name)
-    return float(parameters.get("rope_theta") or fields.get("rope_theta") or 10_000.0)
+__all__ = ["EngineConfig", "ModelConfig"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
 """The decoder on a GPU: one forward pass over fused kernels and the page arena.
 
 Per layer nine launches without adapters: norm, qkv, RoPE + KV write, attention, o, norm, gate/up,
-SiLU * mul, down. Adapters add a shrink and an expand beside each of the four matrix products, on a
+SiLU * mul, down. The biases and norms that other families than Llama have ride along in these.
+Adapters add a shrink and an expand beside each of the four matrix products, on a
 second stream; whoever reads the product adds the two. Nothing here waits for the device, so a pass
 can be captured in a CUDA graph (engine/graphs.py).
 """
@@ -18,7 +19,7 @@ from torch.nn import functional
 
 from engine.adapter_copies import Arrival
 from engine.config import ModelConfig
-from engine.model import rope_tables
+from engine.rope import rope_tables
 from engine.weights import LayerWeights, Weights
 from kernels import LoraTable, PageLayout, Projection
 from kernels.attention_decode import DecodeWorkspace, attention_decode_triton
@@ -81,7 +82,9 @@ class GpuModel:
         self.device = arena.device
         self._linear = linear
         self._scale = config.head_dim**-0.5
-        self._cos, self._sin = rope_tables(config, max_positions, self.device)
+        self._cos, self._sin = rope_tables(
+            config.head_dim, config.rope_theta, config.rope_scaling, max_positions, self.device
+        )
         # High priority: its short kernels must find room beside a matrix product's many blocks.
         make_stream: Any = torch.cuda.Stream
         self._side = make_stream(self.device, priority=-1) if arena.is_cuda else None
@@ -100,7 +103,9 @@ class GpuModel:
                 # From here on nobody reads the other rows: 2.6% of a prefill of 32 layers.
                 attended, residual = attended[batch.sample_rows], residual[batch.sample_rows]
                 batch = replace(batch, plan=batch.sample_plan)
-            out, delta = self._beside(batch, index, (Projection.O,), attended, layer.o)
+            out, delta = self._beside(
+                batch, index, (Projection.O,), attended, layer.o, layer.o_bias
+            )
             normed, residual = add_rms_norm_triton(out, residual, layer.post_norm, eps, delta)
             out, delta = self._mlp(batch, index, layer, normed)
             normed, residual = add_rms_norm_triton(out, residual, next_norm, eps, delta)
@@ -122,6 +127,9 @@ class GpuModel:
             batch.slots,
             num_heads=self.config.num_heads,
             delta=delta,
+            bias=layer.qkv_bias,
+            norm=layer.qk_norm,
+            eps=self.config.rms_norm_eps,
         )
         return self._attend(batch, index, q).flatten(1)
 
@@ -136,10 +144,11 @@ class GpuModel:
             batch.page_tables,
             self._scale,
         )
+        window = self.config.window(index)
         # Decodes among prefill chunks take the prefill kernel: one launch, and they are few.
         if batch.max_new > 1:
-            return attention_prefill_triton(*args, max_new=batch.max_new)
-        return attention_decode_triton(*args, workspace=batch.workspace)
+            return attention_prefill_triton(*args, max_new=batch.max_new, window=window)
+        return attention_decode_triton(*args, workspace=batch.workspace, window=window)
 
     def _mlp(
         self, batch: GpuBatch, index: int, layer: LayerWeights, x: torch.Tensor
@@ -148,12 +157,14 @@ class GpuModel:
             # Many tokens: a delta of [T, 2I] would cost more to write and read than it hides.
             with self._side_stream():
                 h = self._shrink(batch, index, GATE_UP, x)
-            gate_up = self._linear(x, layer.gate_up)
+            gate_up = self._product(x, layer.gate_up, layer.gate_up_bias)
             self._join()
             inner = lora_silu_mul_triton(gate_up, h, self.arena, batch.table, batch.plan, index)
         else:
-            inner = silu_mul_triton(*self._beside(batch, index, GATE_UP, x, layer.gate_up))
-        return self._beside(batch, index, (Projection.DOWN,), inner, layer.down)
+            inner = silu_mul_triton(
+                *self._beside(batch, index, GATE_UP, x, layer.gate_up, layer.gate_up_bias)
+            )
+        return self._beside(batch, index, (Projection.DOWN,), inner, layer.down, layer.down_bias)
 
     def _beside(
         self,
@@ -162,13 +173,14 @@ class GpuModel:
         projections: tuple[Projection, ...],
         x: torch.Tensor,
         weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(x W^T, the adapters' part of it or None), computed side by side.
+        """(x W^T + b, the adapters' part of it or None), computed side by side.
 
         Whoever reads the product adds the two: adding into it would have to wait for it.
         """
         if batch.table is None or batch.plan is None:
-            return self._linear(x, weight), None
+            return self._product(x, weight, bias), None
         with self._side_stream():
             h = self._shrink(batch, index, projections, x)
             delta = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
@@ -184,9 +196,17 @@ class GpuModel:
                 add=False,
             )
         # The library's products leave the side stream more room than those for few rows do.
-        out = functional.linear(x, weight)
+        out = functional.linear(x, weight, bias)
         self._join()
         return out, delta
+
+    def _product(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """x W^T + b; with a bias by the library, which adds it on the way."""
+        if bias is None:
+            return self._linear(x, weight)
+        return functional.linear(x, weight, bias)
 
     def _shrink(
         self, batch: GpuBatch, index: int, projections: tuple[Projection, ...], x: torch.Tensor

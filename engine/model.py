@@ -1,8 +1,9 @@
-"""The decoder: Llama's arithmetic over ragged batches, paged KV and tiled adapters.
+"""The decoder of all families, over ragged batches, paged KV and tiled adapters.
 
-Tensors are named as in Hugging Face's LlamaForCausalLM, which is the oracle. The model does not
-know of requests, ranks or pages: an `Attention` finds the step's KV, an `Adapters` adds what the
-rows' adapters contribute.
+Tensors are named as in Hugging Face's LlamaForCausalLM and its relatives, which are the oracle. A
+family is Llama plus what its weights hold: biases, a norm of each head's q and k. The model does
+not know of requests, ranks or pages: an `Attention` finds the step's KV, an `Adapters` adds what
+the rows' adapters contribute.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from kernels import (
     rope_kv_write,
     silu_mul,
 )
+from kernels.rms_norm import rms_norm_ref
 
 QKV = (Projection.Q, Projection.K, Projection.V)
 O = (Projection.O,)  # noqa: E741
@@ -74,14 +76,14 @@ class PagedAttention:
         rope: tuple[torch.Tensor, torch.Tensor],
         arena: torch.Tensor,
         layout: PageLayout,
-        num_heads: int,
+        config: ModelConfig,
     ) -> None:
-        self._batch, self._rope = batch, rope
-        self._arena, self._layout, self._num_heads = arena, layout, num_heads
+        self._batch, self._rope, self._config = batch, rope, config
+        self._arena, self._layout = arena, layout
 
     def attend(self, heads: torch.Tensor, layer: int) -> torch.Tensor:
         batch, layout = self._batch, self._layout
-        groups = [self._num_heads, layout.num_kv_heads, layout.num_kv_heads]
+        groups = [self._config.num_heads, layout.num_kv_heads, layout.num_kv_heads]
         q, k, v = torch.split(heads, groups, dim=1)
         cos, sin = self._rope
         q = rope_kv_write(
@@ -96,6 +98,7 @@ class PagedAttention:
             batch.context_lens,
             batch.page_tables,
             layout.head_dim**-0.5,
+            self._config.window(layer),
         )
         return out.reshape(len(heads), -1)
 
@@ -119,7 +122,7 @@ class TiledAdapters:
 
 
 class Linear:
-    """x [T, in] -> x W^T [T, out].
+    """x [T, in] -> x W^T + b [T, out].
 
     On a CPU in fp32 the weight is kept as oneDNN packs it: MKL, torch's default there, takes two
     to three times as long on processors that are not Intel's.
@@ -127,7 +130,10 @@ class Linear:
     may_pack  False: never, so that there is no second copy of a weight that somebody else holds
     """
 
-    def __init__(self, weight: torch.Tensor, may_pack: bool = True) -> None:
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, may_pack: bool = True
+    ) -> None:
+        self._bias = bias
         self._is_packed = (
             may_pack
             and weight.device.type == "cpu"
@@ -143,10 +149,10 @@ class Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._is_packed:
             out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
-                x, self._weight, None, "none", [], ""
+                x, self._weight, self._bias, "none", [], ""
             )
             return out
-        return functional.linear(x, self._weight)
+        return functional.linear(x, self._weight, self._bias)
 
 
 class DecoderLayer:
@@ -157,9 +163,16 @@ class DecoderLayer:
     ) -> None:
         self._config, self._index = config, index
         self._input_norm, self._post_norm = weights.input_norm, weights.post_norm
-        self._qkv, self._o = Linear(weights.qkv, may_pack), Linear(weights.o, may_pack)
-        self._gate_up = Linear(weights.gate_up, may_pack)
-        self._down = Linear(weights.down, may_pack)
+        self._qkv = Linear(weights.qkv, weights.qkv_bias, may_pack=may_pack)
+        self._o = Linear(weights.o, weights.o_bias, may_pack=may_pack)
+        self._gate_up = Linear(weights.gate_up, weights.gate_up_bias, may_pack=may_pack)
+        self._down = Linear(weights.down, weights.down_bias, may_pack=may_pack)
+        self._qk_norm: torch.Tensor | None = None  # [H + K, D]
+        if weights.qk_norm is not None:
+            q_norm, k_norm = weights.qk_norm
+            self._qk_norm = torch.cat(
+                (q_norm.expand(config.num_heads, -1), k_norm.expand(config.num_kv_heads, -1))
+            )
         q, kv, inner = config.q_size, config.kv_size, config.intermediate_size
         self._qkv_offsets = (0, q, q + kv, q + 2 * kv)
         self._o_offsets = self._down_offsets = (0, config.hidden_size)
@@ -183,6 +196,9 @@ class DecoderLayer:
         if adapters is not None:
             adapters.add(x, qkv, index, QKV, self._qkv_offsets)
         heads = qkv.view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
+        if self._qk_norm is not None:
+            rotary = heads[:, : len(self._qk_norm)]
+            rotary.copy_(rms_norm_ref(rotary, self._qk_norm, eps))
         attended = attention.attend(heads, index)
         out = self._o(attended)
         if adapters is not None:
@@ -208,7 +224,7 @@ class Decoder:
             DecoderLayer(config, i, layer, weights.may_pack)
             for i, layer in enumerate(weights.layers)
         ]
-        self._lm_head = Linear(weights.lm_head, weights.may_pack)
+        self._lm_head = Linear(weights.lm_head, may_pack=weights.may_pack)
 
     def __call__(
         self, batch: Batch, attention: Attention, adapters: Adapters | None
@@ -222,14 +238,3 @@ class Decoder:
         hidden, residual = hidden[batch.sample_rows], residual[batch.sample_rows]
         normed, _ = add_rms_norm(hidden, residual, self._norm, self._eps)
         return self._lm_head(normed)
-
-
-def rope_tables(
-    config: ModelConfig, max_context: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [max_context, D] fp32 by position, the first half repeated."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
-    inverse = 1.0 / (config.rope_theta**exponents)
-    angles = torch.outer(torch.arange(max_context).float(), inverse)
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos().to(device), angles.sin().to(device)

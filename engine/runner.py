@@ -18,9 +18,9 @@ from engine.model import (
     Decoder,
     PagedAttention,
     TiledAdapters,
-    rope_tables,
 )
 from engine.prefix_cache import AdapterKey
+from engine.rope import rope_tables
 from engine.weights import Weights, load_weights
 from kernels.attention_cpu import CpuAttention
 from kernels.lora_cpu import CpuLora
@@ -75,9 +75,15 @@ class ModelRunner:
             if config.capture_graphs:
                 self._gpu.warm_up()
             return
-        self._layout, self._num_heads = layout, model.num_heads
+        self._layout, self._model = layout, model
         self._decoder = Decoder(model, weights)
-        self._rope = rope_tables(model, config.context_limit(model), weights.norm.device)
+        self._rope = rope_tables(
+            model.head_dim,
+            model.rope_theta,
+            model.rope_scaling,
+            config.context_limit(model),
+            weights.norm.device,
+        )
         if config.is_cpu and dtype == torch.float32:
             self._cpu_lora = CpuLora(
                 arena=self.arena,
@@ -87,7 +93,12 @@ class ModelRunner:
             )
             cos, sin = self._rope
             self._cpu_attention = CpuAttention(
-                cos=cos, sin=sin, arena=self.arena, layout=layout, num_heads=model.num_heads
+                cos=cos,
+                sin=sin,
+                arena=self.arena,
+                layout=layout,
+                num_heads=model.num_heads,
+                windows=model.windows,
             )
 
     def adapter_order(self, keys: Iterable[AdapterKey]) -> Mapping[Hashable, int]:
@@ -106,7 +117,7 @@ class ModelRunner:
 
     def _attention(self, batch: Batch) -> Attention:
         if self._cpu_attention is None:
-            return PagedAttention(batch, self._rope, self.arena, self._layout, self._num_heads)
+            return PagedAttention(batch, self._rope, self.arena, self._layout, self._model)
         return self._cpu_attention.plan(
             positions=batch.positions,
             slots=batch.slots,

@@ -1,7 +1,8 @@
 """A checkpoint's tensors as the decoder wants them: by Hugging Face name, some fused.
 
 q, k and v become one matrix, gate and up another: one product instead of three or two. Files are
-memory-mapped; every tensor in them must be one the decoder knows, and none may be missing.
+memory-mapped; every tensor in them must be one the decoder knows, and none may be missing. Which
+biases and norms there are besides is the config's to say.
 """
 
 from __future__ import annotations
@@ -28,6 +29,11 @@ class LayerWeights:
     post_norm: torch.Tensor  # [E]
     gate_up: torch.Tensor  # [2 I, E]
     down: torch.Tensor  # [E, I]
+    qkv_bias: torch.Tensor | None = None  # [(H + 2 K) D]
+    o_bias: torch.Tensor | None = None  # [E]
+    gate_up_bias: torch.Tensor | None = None  # [2 I]
+    down_bias: torch.Tensor | None = None  # [E]
+    qk_norm: torch.Tensor | None = None  # [2, D]: the RMSNorm of every head's q, then of its k
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +94,10 @@ class _Checkpoint:
         if tuple(tensor.shape) != shape:
             raise UnsupportedModel(
                 f"tensor {name} has shape {list(tensor.shape)}, not {list(shape)}", param=name
+            )
+        if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise UnsupportedModel(
+                f"tensor {name} is {tensor.dtype}; quantised weights are not supported", param=name
             )
         return tensor
 
@@ -153,4 +163,27 @@ def _load_layer(checkpoint: TensorSource, config: ModelConfig, index: int) -> La
             (f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"), (inner, inner), hidden
         ),
         down=checkpoint.load(f"{mlp}.down_proj.weight", hidden, inner),
+        **_load_extras(checkpoint, config, attention, mlp),
     )
+
+
+def _load_extras(
+    checkpoint: TensorSource, config: ModelConfig, attention: str, mlp: str
+) -> dict[str, torch.Tensor]:
+    """The fields of LayerWeights that only some models have."""
+    hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
+    extras = {}
+    if config.qkv_bias:
+        sizes = {"q": config.q_size, "k": config.kv_size, "v": config.kv_size}
+        biases = [checkpoint.load(f"{attention}.{n}_proj.bias", size) for n, size in sizes.items()]
+        extras["qkv_bias"] = torch.cat(biases)
+    if config.o_bias:
+        extras["o_bias"] = checkpoint.load(f"{attention}.o_proj.bias", hidden)
+    if config.mlp_bias:
+        biases = [checkpoint.load(f"{mlp}.{name}_proj.bias", inner) for name in ("gate", "up")]
+        extras["gate_up_bias"] = torch.cat(biases)
+        extras["down_bias"] = checkpoint.load(f"{mlp}.down_proj.bias", hidden)
+    if config.qk_norm:
+        norms = [checkpoint.load(f"{attention}.{name}_norm.weight", head) for name in "qk"]
+        extras["qk_norm"] = torch.stack(norms)
+    return extras

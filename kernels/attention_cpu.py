@@ -2,7 +2,8 @@
 
 Thirty layers repeat the same index arithmetic, masks and table look-ups. On a CPU these small
 calls cost as much as the attention itself, so `CpuAttention.plan` does them once, and a layer is
-left with a rotation, one scatter, and per group of sequences one gather and one product.
+left with a rotation, one scatter, and per group of sequences one gather and one product. Layers
+with a sliding window share a plan of their own, which gathers the window's pages alone.
 
 The result is `rope_kv_write` followed by `paged_attention`.
 """
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from kernels.attention import visible
 from kernels.kv_pages import PageLayout
 
 
@@ -22,9 +24,9 @@ class _Decodes:
     """Sequences with one new token and contexts of similar length.
 
     rows     [S] int64 their rows of the step; None: all rows, in order
-    blocks   [2, S, K, n] int64 in layer 0 the (page, key or value, head) blocks of their pages
+    blocks   [2, S, K, n] int64 in layer 0 the (page, key or value, head) blocks of the pages seen
     padding  [M] int64 token rows of the gathered [2, S, K, n * B] that belong to nobody
-    mask     [S, 1, 1, n * B] bool, True where there is a token
+    mask     [S, 1, 1, n * B] bool, True where there is a token that is seen
     """
 
     rows: torch.Tensor | None
@@ -37,14 +39,18 @@ class _Decodes:
 class _Chunk:
     """One sequence with several new tokens, rows start to end of the step.
 
-    mask  [end - start, context] bool; None: the chunk is the whole context, plainly causal
+    num_keys  tokens from the first page seen to the last of the chunk
+    mask      [end - start, num_keys] bool; None: the chunk is the whole context, plainly causal
     """
 
     start: int
     end: int
-    context: int
+    num_keys: int
     blocks: torch.Tensor  # [2, 1, K, n] int64, as of _Decodes
     mask: torch.Tensor | None
+
+
+_Work = tuple[list[_Decodes], list[_Chunk]]
 
 
 class CpuAttention:
@@ -52,6 +58,7 @@ class CpuAttention:
 
     cos, sin  [M, D] fp32, the first half repeated
     arena     [P, page_elems] fp32
+    windows   per layer the sliding window or None; empty: no layer has one
     """
 
     def __init__(
@@ -62,7 +69,9 @@ class CpuAttention:
         arena: torch.Tensor,
         layout: PageLayout,
         num_heads: int,
+        windows: tuple[int | None, ...] = (),
     ) -> None:
+        self.windows = windows or (None,) * layout.num_layers
         half = layout.head_dim // 2
         self._cos = cos
         # The rotation swaps the halves and negates the first; the sign is kept here.
@@ -79,32 +88,52 @@ class CpuAttention:
         page_tables: torch.Tensor,
     ) -> CpuAttentionStep:
         """The step's attention; arguments as of `rope_kv_write` and `paged_attention`."""
-        starts, contexts = query_start.tolist(), context_lens.tolist()
-        chunks, by_size = [], {}  # type: ignore[var-annotated]
-        for s, context in enumerate(contexts):
-            num_new, num_pages = starts[s + 1] - starts[s], self._pages(context)
-            if num_new > 1:
-                chunks.append(self._chunk(starts[s], starts[s + 1], context, page_tables[s]))
-            elif num_new == 1:
-                # Contexts of one group differ by a factor of two at most: padding is bounded.
-                by_size.setdefault(num_pages.bit_length(), []).append(s)
-        decodes = [
-            self._decodes(
-                group, len(group) == len(positions), query_start, context_lens, page_tables
-            )
-            for group in by_size.values()
-        ]
+        work = {
+            window: self._work(window, query_start, context_lens, page_tables)
+            for window in set(self.windows)
+        }
         return CpuAttentionStep(
             self,
             cos=self._cos[positions].unsqueeze(1),
             sin=self._sin[positions].unsqueeze(1),
             kv_rows=self._kv_rows(slots),
-            decodes=decodes,
-            chunks=chunks,
+            work=work,
         )
+
+    def _work(
+        self,
+        window: int | None,
+        query_start: torch.Tensor,
+        context_lens: torch.Tensor,
+        page_tables: torch.Tensor,
+    ) -> _Work:
+        """What the layers of one window do."""
+        starts, contexts = query_start.tolist(), context_lens.tolist()
+        chunks, by_size = [], {}  # type: ignore[var-annotated]
+        for s, context in enumerate(contexts):
+            num_new = starts[s + 1] - starts[s]
+            if num_new > 1:
+                chunks.append(
+                    self._chunk(starts[s], starts[s + 1], context, page_tables[s], window)
+                )
+            elif num_new == 1:
+                seen = self._pages(context) - self._first_page(context - 1, window)
+                # Contexts of one group differ by a factor of two at most: padding is bounded.
+                by_size.setdefault(seen.bit_length(), []).append(s)
+        decodes = [
+            self._decodes(
+                group, len(group) == starts[-1], query_start, context_lens, page_tables, window
+            )
+            for group in by_size.values()
+        ]
+        return decodes, chunks
 
     def _pages(self, context: int) -> int:
         return -(-context // self.layout.page_size)
+
+    def _first_page(self, position: int, window: int | None) -> int:
+        """The first page that a token sees."""
+        return 0 if window is None else max(position + 1 - window, 0) // self.layout.page_size
 
     def _kv_rows(self, slots: torch.Tensor) -> torch.Tensor:
         """[T * 2 K] int64: each new key's and value's row of the arena seen as [.., D]."""
@@ -127,28 +156,42 @@ class CpuAttention:
         query_start: torch.Tensor,
         context_lens: torch.Tensor,
         page_tables: torch.Tensor,
+        window: int | None,
     ) -> _Decodes:
         chosen = torch.tensor(group)
-        lengths = context_lens[chosen]
+        lengths, tables = context_lens[chosen], page_tables[chosen]
+        if window is not None:
+            # The tables begin at the window's first page, and so do the lengths.
+            first_page = (lengths - window).clamp_min(0) // self.layout.page_size
+            columns = torch.arange(tables.shape[1]) + first_page[:, None]
+            tables = tables.gather(1, columns.clamp_max(tables.shape[1] - 1))
+            lengths = lengths - first_page * self.layout.page_size
         num_pages = self._pages(int(lengths.max()))
         num_slots = num_pages * self.layout.page_size
-        mask = torch.arange(num_slots) < lengths[:, None]  # [S, N]
+        slots = torch.arange(num_slots)
+        mask = slots < lengths[:, None]  # [S, N]
+        if window is not None:
+            mask &= slots >= lengths[:, None] - window
         shape = (2, len(group), self.layout.num_kv_heads, num_slots)
         padding = (~mask)[None, :, None, :].expand(shape).flatten().nonzero().flatten()
         return _Decodes(
             rows=None if is_all else query_start[chosen].long(),
-            blocks=self._blocks(page_tables[chosen, :num_pages]),
+            blocks=self._blocks(tables[:, :num_pages]),
             padding=padding,
             mask=mask[:, None, None, :],
         )
 
-    def _chunk(self, start: int, end: int, context: int, page_table: torch.Tensor) -> _Chunk:
+    def _chunk(
+        self, start: int, end: int, context: int, page_table: torch.Tensor, window: int | None
+    ) -> _Chunk:
+        first = context - (end - start)
+        first_page = self._first_page(first, window)
+        first_key = first_page * self.layout.page_size
         mask = None
-        if end - start < context:
-            last = torch.arange(context - (end - start), context)
-            mask = torch.arange(context) <= last[:, None]
-        blocks = self._blocks(page_table[None, : self._pages(context)])
-        return _Chunk(start, end, context, blocks, mask)
+        if first > 0 or (window is not None and window < context):
+            mask = visible(first, context, first_key, window)
+        blocks = self._blocks(page_table[None, first_page : self._pages(context)])
+        return _Chunk(start, end, context - first_key, blocks, mask)
 
 
 class CpuAttentionStep:
@@ -161,13 +204,12 @@ class CpuAttentionStep:
         cos: torch.Tensor,
         sin: torch.Tensor,
         kv_rows: torch.Tensor,
-        decodes: list[_Decodes],
-        chunks: list[_Chunk],
+        work: dict[int | None, _Work],
     ) -> None:
         layout = owner.layout
         self._layout, self._num_heads = layout, owner.num_heads
         self._cos, self._sin, self._kv_rows = cos, sin, kv_rows
-        self._decodes, self._chunks = decodes, chunks
+        self._work, self._windows = work, owner.windows
         self._token_rows = owner.arena.view(-1, layout.head_dim)
         self._block_rows = owner.arena.view(-1, layout.head_stride)
         self._scale = layout.head_dim**-0.5
@@ -189,13 +231,14 @@ class CpuAttentionStep:
         rows = self._kv_rows + layer * (layout.layer_stride // layout.head_dim)
         self._token_rows.index_copy_(0, rows, kv)
         q = rotated[:, :num_heads]
-        if len(self._decodes) == 1 and self._decodes[0].rows is None:
-            return self._attend_decodes(q, self._decodes[0], layer)
+        decodes, chunks = self._work[self._windows[layer]]
+        if len(decodes) == 1 and decodes[0].rows is None:
+            return self._attend_decodes(q, decodes[0], layer)
         out = heads.new_empty(heads.shape[0], num_heads * layout.head_dim)
-        for group in self._decodes:
+        for group in decodes:
             assert group.rows is not None
             out[group.rows] = self._attend_decodes(q[group.rows], group, layer)
-        for chunk in self._chunks:
+        for chunk in chunks:
             out[chunk.start : chunk.end] = self._attend_chunk(
                 q[chunk.start : chunk.end], chunk, layer
             )
@@ -220,7 +263,7 @@ class CpuAttentionStep:
 
     def _attend_chunk(self, q: torch.Tensor, chunk: _Chunk, layer: int) -> torch.Tensor:
         """q [n, H, D] -> [n, H * D]."""
-        kv = self._gather(chunk.blocks, layer)[:, :, :, : chunk.context]
+        kv = self._gather(chunk.blocks, layer)[:, :, :, : chunk.num_keys]
         k, v = kv.repeat_interleave(self._num_heads // self._layout.num_kv_heads, dim=2)
         out = functional.scaled_dot_product_attention(
             q.transpose(0, 1).unsqueeze(0),

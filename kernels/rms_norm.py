@@ -12,7 +12,10 @@ from kernels.backend import jit, next_power_of_2, tl, use_triton
 
 
 def rms_norm_ref(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [T, E], weight [E] -> [T, E], each row scaled to unit mean square, times `weight`."""
+    """x [T, E], weight [E] -> [T, E], each row scaled to unit mean square, times `weight`.
+
+    Rows may have more dimensions, and a weight each: x [T, H, D], weight [H, D].
+    """
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * wide.to(x.dtype)

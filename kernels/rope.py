@@ -1,6 +1,7 @@
 """Rotary position embedding of q and k, and the write of k and v into their pages.
 
-The adapters' part of q, k and v is added on the way: it was computed beside the base's.
+The adapters' part of q, k and v is added on the way: it was computed beside the base's. So are, in
+the families that have them, the bias and the norm of each head's q and k.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ def rope_kv_write_ref(
 def _rope_kernel(
     qkv_ptr,
     delta_ptr,
+    bias_ptr,
+    norm_ptr,
     out_ptr,
     cos_ptr,
     sin_ptr,
@@ -65,11 +68,14 @@ def _rope_kernel(
     value_stride,
     num_tokens,
     layer,
+    eps,
     H: tl.constexpr,
     K: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
     HAS_DELTA: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):
@@ -86,7 +92,17 @@ def _rope_kernel(
     if HAS_DELTA:
         low += tl.load(delta_ptr + place, mask=mask, other=0.0).to(tl.float32)
         high += tl.load(delta_ptr + place + HALF, mask=mask, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        own = head * D + d
+        low += tl.load(bias_ptr + own, mask=d < HALF, other=0.0).to(tl.float32)
+        high += tl.load(bias_ptr + own + HALF, mask=d < HALF, other=0.0).to(tl.float32)
     if head < H + K:
+        if HAS_NORM:
+            weight = norm_ptr + tl.where(head < H, 0, D) + d
+            squares = tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)
+            inverse = tl.rsqrt(squares / D + eps)[:, None]
+            low *= inverse * tl.load(weight, mask=d < HALF, other=0.0).to(tl.float32)
+            high *= inverse * tl.load(weight + HALF, mask=d < HALF, other=0.0).to(tl.float32)
         position = tl.load(positions_ptr + rows, mask=live, other=0).to(tl.int64)
         angle = position[:, None] * D + d[None, :]
         cos_low = tl.load(cos_ptr + angle, mask=mask, other=0.0)
@@ -124,12 +140,18 @@ def rope_kv_write_triton(
     *,
     num_heads: int,
     delta: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    norm: torch.Tensor | None = None,
+    eps: float = 0.0,
 ) -> torch.Tensor:
     """The kernel on rows of q, k and v side by side.
 
     qkv     [T, (H + 2 K) D] contiguous
     slots   [T] int64; -1: a padding row, nothing is written
     delta   like qkv, added to it first
+    bias    [(H + 2 K) D], added as well
+    norm    [2, D]: the weights of the RMSNorm, with eps, that each head's q and each head's k
+            pass before they are rotated
     -> [T, H, D]
     """
     num_tokens, dim = qkv.shape[0], layout.head_dim
@@ -138,6 +160,8 @@ def rope_kv_write_triton(
     _rope_kernel[(num_heads + 2 * layout.num_kv_heads, ceil_div(num_tokens, block_t))](
         qkv_ptr=qkv,
         delta_ptr=qkv if delta is None else delta,
+        bias_ptr=qkv if bias is None else bias,
+        norm_ptr=qkv if norm is None else norm,
         out_ptr=out,
         cos_ptr=cos,
         sin_ptr=sin,
@@ -149,11 +173,14 @@ def rope_kv_write_triton(
         value_stride=layout.value_stride,
         num_tokens=num_tokens,
         layer=layer,
+        eps=eps,
         H=num_heads,
         K=layout.num_kv_heads,
         D=dim,
         PAGE=layout.page_size,
         HAS_DELTA=delta is not None,
+        HAS_BIAS=bias is not None,
+        HAS_NORM=norm is not None,
         BLOCK_T=block_t,
         BLOCK_HALF=next_power_of_2(dim // 2),
         num_warps=2,

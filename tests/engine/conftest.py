@@ -14,7 +14,12 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from engine import AdapterPart, Engine, EngineConfig, Request, RequestOutput, SamplingParams
 
@@ -83,7 +88,7 @@ def save_adapter(base: Path, folder: Path, seed: int = 0, **config: Any) -> Path
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(seed)
-    model = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **config))
     for name, parameter in adapted.named_parameters():
         if "lora_" in name:
@@ -113,7 +118,7 @@ class Oracle:
     def __init__(self, base: Path, adapters: dict[str, Path]) -> None:
         from peft import PeftModel
 
-        model = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
         names = list(adapters)
         self._model = PeftModel.from_pretrained(model, adapters[names[0]], adapter_name=names[0])
         for name in names[1:]:

@@ -27,7 +27,12 @@ MAX_POSITIONS = 200
     ],
     ids=str,
 )
-def test_equals_the_references(rows: list[tuple[int, int]]) -> None:
+@pytest.mark.parametrize(
+    "windows", [(), (None, 1, 17), (33, None, 160)], ids=["all", "small", "large"]
+)
+def test_equals_the_references(
+    rows: list[tuple[int, int]], windows: tuple[int | None, ...]
+) -> None:
     """rows: (new tokens, context) of each sequence; foreign pages hold NaN."""
     torch.manual_seed(0)
     arena = torch.full((60, LAYOUT.page_elems), float("nan"))
@@ -55,7 +60,9 @@ def test_equals_the_references(rows: list[tuple[int, int]]) -> None:
         "page_tables": tables,
     }
     other = arena.clone()
-    attention = CpuAttention(cos=cos, sin=sin, arena=arena, layout=LAYOUT, num_heads=NUM_HEADS)
+    attention = CpuAttention(
+        cos=cos, sin=sin, arena=arena, layout=LAYOUT, num_heads=NUM_HEADS, windows=windows
+    )
     place = {"positions": torch.tensor(positions), "slots": torch.tensor(slots)}
     step = attention.plan(**place, **given)
     for layer in range(LAYOUT.num_layers):
@@ -66,7 +73,13 @@ def test_equals_the_references(rows: list[tuple[int, int]]) -> None:
             q=q, k=k, v=v, cos=cos, sin=sin, arena=other, layout=LAYOUT, layer=layer, **place
         )
         wanted = paged_attention_ref(
-            q=q, arena=other, layout=LAYOUT, layer=layer, scale=LAYOUT.head_dim**-0.5, **given
+            q=q,
+            arena=other,
+            layout=LAYOUT,
+            layer=layer,
+            scale=LAYOUT.head_dim**-0.5,
+            window=windows[layer] if windows else None,
+            **given,
         )
         assert torch.allclose(got, wanted.flatten(1), atol=1e-5)
         assert torch.allclose(arena, other, atol=1e-6, equal_nan=True)

@@ -191,9 +191,9 @@ def test_statistics(make_engine: MakeEngine) -> None:
 @pytest.mark.parametrize(
     ("changes", "param"),
     [
-        ({"attention_bias": True}, "attention_bias"),
+        ({"attention_bias": True}, "model.layers.0.self_attn.q_proj.bias"),
         ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_type"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type"),
         ({"new_thing": 7}, "new_thing"),
         ({"model_type": "gpt2"}, "model_type"),
         ({"hidden_size": 128}, "model.embed_tokens.weight"),

@@ -1,0 +1,226 @@
+"""Rotary position embedding's frequencies, and the ways to stretch them over longer contexts.
+
+The arithmetic is that of transformers' `modeling_rope_utils`, operation by operation, so that the
+tables are Hugging Face's to the bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from engine.errors import UnsupportedModel
+
+_DEFAULT_THETA = 10_000.0
+
+
+class RopeScaling(Protocol):
+    """How the frequencies differ from theta's own."""
+
+    @property
+    def attention_factor(self) -> float:
+        """What cosines and sines are multiplied by."""
+
+    @property
+    def max_positions(self) -> int:
+        """The context it was made for; 0 when its parameters do not say."""
+
+    def scale(self, inverse: torch.Tensor, theta: float) -> torch.Tensor:
+        """The scaled inverse frequencies [D / 2] fp32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearScaling:
+    """Positions divided by a factor (arXiv:2306.15595)."""
+
+    factor: float
+    attention_factor: float = 1.0
+    max_positions: int = 0
+
+    def scale(self, inverse: torch.Tensor, theta: float) -> torch.Tensor:
+        return inverse / self.factor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Llama3Scaling:
+    """Llama 3.1's: long waves are stretched, short ones kept, those between interpolated."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_positions: int
+    attention_factor: float = 1.0
+    max_positions: int = 0
+
+    def scale(self, inverse: torch.Tensor, theta: float) -> torch.Tensor:
+        low, high, original = self.low_freq_factor, self.high_freq_factor, self.original_positions
+        wavelength = 2 * math.pi / inverse
+        scaled = torch.where(wavelength > original / low, inverse / self.factor, inverse)
+        smooth = (original / wavelength - low) / (high - low)
+        smoothed = (1 - smooth) * scaled / self.factor + smooth * scaled
+        is_between = (wavelength >= original / high) & (wavelength <= original / low)
+        return torch.where(is_between, smoothed, scaled)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class YarnScaling:
+    """YaRN (arXiv:2309.00071): per frequency, by how often it turns within the original context."""
+
+    factor: float
+    original_positions: int
+    attention_factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+    @property
+    def max_positions(self) -> int:
+        return int(self.factor * self.original_positions)
+
+    def scale(self, inverse: torch.Tensor, theta: float) -> torch.Tensor:
+        width = 2 * len(inverse)
+        low = self._dimension(self.beta_fast, width, theta)
+        high = self._dimension(self.beta_slow, width, theta)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, width - 1)
+        if low == high:
+            high += 0.001
+        ramp = (torch.arange(len(inverse), dtype=torch.float32) - low) / (high - low)
+        kept = 1 - ramp.clamp(0, 1)
+        # 1 / (factor * x) rather than (1 / x) / factor: Hugging Face rounds so.
+        exponents = torch.arange(0, width, 2).float() / width
+        stretched = 1.0 / (self.factor * theta**exponents)
+        return stretched * (1 - kept) + inverse * kept
+
+    def _dimension(self, turns: float, width: int, theta: float) -> float:
+        """The dimension whose wave turns so often within the original context."""
+        waves = math.log(self.original_positions / (turns * 2 * math.pi))
+        return width * waves / (2 * math.log(theta))
+
+
+def rope_tables(
+    head_dim: int,
+    theta: float,
+    scaling: RopeScaling | None,
+    max_context: int,
+    device: torch.device,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin [max_context, D] fp32 by position, the first half repeated."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    inverse = 1.0 / (theta**exponents)
+    if scaling is not None:
+        inverse = scaling.scale(inverse, theta)
+    angles = torch.outer(torch.arange(max_context).float(), inverse)
+    angles = torch.cat((angles, angles), dim=-1)
+    cos, sin = angles.cos(), angles.sin()
+    if scaling is not None:
+        cos, sin = cos * scaling.attention_factor, sin * scaling.attention_factor
+    return cos.to(device), sin.to(device)
+
+
+def read_rope(
+    fields: Mapping[str, Any], max_position_embeddings: int
+) -> tuple[float, RopeScaling | None]:
+    """(theta, scaling) of a config.json; raise UnsupportedModel by parameter.
+
+    From `rope_parameters` (transformers 5), or from `rope_theta` and `rope_scaling` (before it).
+    """
+    new, old = fields.get("rope_parameters") or {}, fields.get("rope_scaling") or {}
+    if new and old and new != old:
+        raise UnsupportedModel(
+            "config.json: rope_scaling and rope_parameters differ", param="rope_scaling"
+        )
+    given = _Parameters(new or old)
+    theta = given.number("rope_theta", float(fields.get("rope_theta") or _DEFAULT_THETA))
+    old_type = given.take("type", "default")
+    rope_type = given.take("rope_type", old_type)
+    if rope_type not in ("default", "linear", "llama3", "yarn"):
+        raise UnsupportedModel(
+            f"config.json: rope_type {rope_type!r} is not supported", param="rope_type"
+        )
+    scaling: RopeScaling | None = None
+    if rope_type == "linear":
+        scaling = LinearScaling(factor=given.number("factor"))
+    elif rope_type == "llama3":
+        scaling = Llama3Scaling(
+            factor=given.number("factor"),
+            low_freq_factor=given.number("low_freq_factor"),
+            high_freq_factor=given.number("high_freq_factor"),
+            original_positions=given.whole(
+                "original_max_position_embeddings", max_position_embeddings
+            ),
+        )
+    elif rope_type == "yarn":
+        scaling = _yarn(given, max_position_embeddings)
+    given.check_all_taken()
+    return theta, scaling
+
+
+def _yarn(given: _Parameters, max_position_embeddings: int) -> YarnScaling:
+    original = given.whole("original_max_position_embeddings", max_position_embeddings)
+    factor = given.number("factor", max_position_embeddings / original)
+    mscale, mscale_all_dim = given.optional("mscale"), given.optional("mscale_all_dim")
+    attention_factor = _mscale(factor, 1.0)
+    if mscale and mscale_all_dim:
+        attention_factor = _mscale(factor, mscale) / _mscale(factor, mscale_all_dim)
+    return YarnScaling(
+        factor=factor,
+        original_positions=original,
+        attention_factor=given.number("attention_factor", attention_factor),
+        beta_fast=given.optional("beta_fast") or 32.0,
+        beta_slow=given.optional("beta_slow") or 1.0,
+        truncate=bool(given.take("truncate", True)),
+    )
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+class _Parameters:
+    """A rope dict whose entries are each taken once; a `null` counts as absent."""
+
+    def __init__(self, given: object) -> None:
+        if not isinstance(given, dict):
+            raise UnsupportedModel(
+                "config.json: rope_parameters is not an object", param="rope_parameters"
+            )
+        self._given = {name: value for name, value in given.items() if value is not None}
+
+    def take(self, name: str, default: Any = None) -> Any:
+        return self._given.pop(name, default)
+
+    def optional(self, name: str) -> float | None:
+        """A finite number that is not negative, or None."""
+        value = self.take(name)
+        if value is None:
+            return None
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or value < 0:
+            raise UnsupportedModel(f"config.json: rope parameter {name} is {value!r}", param=name)
+        return float(value)
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A finite number above zero."""
+        value = self.optional(name)
+        value = default if value is None else value
+        if value is None:
+            raise UnsupportedModel(f"config.json: rope parameter {name} is missing", param=name)
+        if value == 0:
+            raise UnsupportedModel(f"config.json: rope parameter {name} is 0", param=name)
+        return value
+
+    def whole(self, name: str, default: int) -> int:
+        return int(self.number(name, default))
+
+    def check_all_taken(self) -> None:
+        for name, value in self._given.items():
+            if value:
+                raise UnsupportedModel(
+                    f"config.json: rope parameter {name} is not known", param=name
+                )

@@ -1,0 +1,137 @@
+"""Every family and way to scale RoPE: in fp32, tokens and log-probabilities are Hugging Face's.
+
+The oracle reads what the engine generated in one pass without a cache: each token must be the one
+that Hugging Face finds most likely after all before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from engine import Engine, EngineConfig
+from engine.config import ModelConfig
+from tests.engine.conftest import LINEARS, Result, prompt, request, run, save_adapter
+from tests.engine.families import FAMILIES, ORIGINAL, save_family
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "all": {"r": 8, "lora_alpha": 8, "target_modules": LINEARS},
+    "kv": {"r": 3, "lora_alpha": 9, "target_modules": ["k_proj", "v_proj"]},
+}
+# (adapter, prompt length): prompts within and far beyond every window and the original context
+CASES = [(None, 100), ("all", 70), (None, 5), ("kv", ORIGINAL + 1), ("all", 1)]
+NUM_TOKENS = 10
+
+
+class FamilyOracle:
+    """A base with its adapters, by Hugging Face and PEFT."""
+
+    def __init__(self, base: Path, adapters: dict[str, Path]) -> None:
+        self.base, self.adapters = base, adapters
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+        names = list(adapters)
+        self._model = PeftModel.from_pretrained(model, adapters[names[0]], adapter_name=names[0])
+        for name in names[1:]:
+            self._model.load_adapter(adapters[name], adapter_name=name)
+
+    def logprobs(self, token_ids: list[int], adapter: str | None) -> torch.Tensor:
+        """[tokens, V]: of the token after each."""
+        with torch.no_grad():
+            if adapter is None:
+                with self._model.disable_adapter():
+                    logits = self._model(torch.tensor([token_ids])).logits
+            else:
+                self._model.set_adapter(adapter)
+                logits = self._model(torch.tensor([token_ids])).logits
+        return logits[0].log_softmax(-1)
+
+    def check(
+        self, result: Result, tokens: list[int], adapter: str | None, num_tokens: int
+    ) -> None:
+        """Greedy, and as likely as the engine says."""
+        assert result.error is None
+        assert len(result.token_ids) == num_tokens
+        wanted = self.logprobs(tokens + result.token_ids, adapter)[len(tokens) - 1 : -1]
+        assert result.token_ids == wanted.argmax(-1).tolist()
+        for row, got in zip(wanted, result.logprobs, strict=True):
+            assert row[got.token_id].item() == pytest.approx(got.logprob, abs=1e-3)
+            assert len(got.top) == 20
+            for token_id, logprob in got.top:
+                assert row[token_id].item() == pytest.approx(logprob, abs=1e-3)
+
+
+MakeOracle = Callable[[str], FamilyOracle]
+
+
+@pytest.fixture(scope="module")
+def make_oracle(tmp_path_factory: pytest.TempPathFactory) -> MakeOracle:
+    made: dict[str, FamilyOracle] = {}
+
+    def make(name: str) -> FamilyOracle:
+        if name not in made:
+            base = save_family(tmp_path_factory.mktemp("family"), name)
+            folder = tmp_path_factory.mktemp("adapters")
+            adapters = {
+                adapter: save_adapter(base, folder / adapter, seed, **config)
+                for seed, (adapter, config) in enumerate(ADAPTERS.items())
+            }
+            made[name] = FamilyOracle(base, adapters)
+        return made[name]
+
+    return make
+
+
+def make_engine(oracle: FamilyOracle, **config: Any) -> Engine:
+    engine = Engine(EngineConfig(**{"model_dir": oracle.base, "arena_bytes": 4 << 20, **config}))
+    for name, path in oracle.adapters.items():
+        engine.register_adapter(name, path)
+    return engine
+
+
+def check(
+    engine: Engine,
+    oracle: FamilyOracle,
+    cases: list[tuple[str | None, int]] = CASES,
+    num_tokens: int = NUM_TOKENS,
+) -> dict[str, int]:
+    """Run (adapter, prompt length) of `cases` in one batch; the cached tokens of each."""
+    prompts = {str(i): (adapter, prompt(i, n)) for i, (adapter, n) in enumerate(cases)}
+    results = run(
+        engine,
+        *(
+            request(i, tokens, adapter=adapter, max_tokens=num_tokens, logprobs=20)
+            for i, (adapter, tokens) in prompts.items()
+        ),
+        check=True,
+    )
+    for i, (adapter, tokens) in prompts.items():
+        oracle.check(results[i], tokens, adapter, num_tokens)
+    return {i: result.last.num_cached_tokens for i, result in results.items() if result.last}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_mixed_batch_whole_chunked_and_cached(make_oracle: MakeOracle, name: str) -> None:
+    oracle = make_oracle(name)
+    for max_step_tokens in (512, 19):
+        engine = make_engine(oracle, max_step_tokens=max_step_tokens)
+        assert set(check(engine, oracle).values()) == {0}
+        assert check(engine, oracle)["0"] == 96
+        engine.close()
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen2-sliding", "qwen3-yarn"])
+def test_preemption(make_oracle: MakeOracle, name: str) -> None:
+    oracle = make_oracle(name)
+    config = EngineConfig(model_dir=oracle.base)
+    page_bytes = config.page_bytes(ModelConfig.from_folder(oracle.base))
+    engine = make_engine(oracle, arena_bytes=22 * page_bytes, max_step_tokens=64)
+    cases = [(adapter, 10 + i) for i, adapter in enumerate([None, "all", "kv", None, "all"])]
+    check(engine, oracle, cases, num_tokens=50)
+    assert engine.stats().num_preemptions > 0
+    engine.close()
