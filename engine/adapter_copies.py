@@ -8,17 +8,14 @@ hundredth of a prefill, a thread makes it, and requests start when it is whole.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
 import torch
 
-from engine.adapter_tiles import TileMap
 from engine.host_memory import HostPages
 from engine.loader_threads import start_thread
-from kernels import NUM_PROJECTIONS
 
 # Events per copy. More of them start a prefill little sooner: its layers take longer than theirs.
 _MAX_GROUPS = 8
@@ -65,7 +62,7 @@ class PageCopier:
             return _ThreadCopy(start_thread(_copy, source, self._arena, pages))
         # The pages' last readers and writers may be steps that still run.
         self._stream.wait_stream(torch.cuda.current_stream(self._arena.device))
-        ends = layer_ends(source.tiles, self._arena.shape[1])
+        ends = source.tiles.layer_ends(self._arena.shape[1])
         events: dict[int, torch.cuda.Event] = {}
         memory, done = source.open(), 0
         with torch.cuda.stream(self._stream):
@@ -128,19 +125,6 @@ class _BusCopy:
 
     def await_all(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._last)
-
-
-def layer_ends(tiles: TileMap, page_elems: int) -> list[int]:
-    """Of each layer, how many of the image's first pages hold it and all the layers before it.
-
-    The last layer's are all the pages.
-    """
-    offsets = (tiles.a_offset, tiles.b_offset)
-    last = [offset.reshape(-1, NUM_PROJECTIONS * tiles.num_tiles).max(1) for offset in offsets]
-    pages = [int(max(pair)) // page_elems + 1 for pair in zip(*last, strict=True)]
-    ends = list(itertools.accumulate(pages, max))
-    ends[-1] = tiles.num_pages
-    return ends
 
 
 def _grouped(ends: Sequence[int]) -> list[int]:

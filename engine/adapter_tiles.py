@@ -16,6 +16,7 @@ import torch
 
 from engine.adapter_format import AdapterPlan
 from engine.config import ModelConfig
+from engine.host_values import write_rows
 from kernels import NUM_PROJECTIONS, TILE_ROWS, PageLayout
 
 Int64s = npt.NDArray[np.int64]
@@ -37,6 +38,18 @@ class TileMap:
     b_offset: Int64s
     rows: npt.NDArray[np.int32]
     scale: npt.NDArray[np.float32]
+
+    def layer_ends(self, page_elems: int) -> list[int]:
+        """Of each layer, how many of the first pages hold all that is read up to its end.
+
+        The last layer's are all the pages. Of an image, not of the arena.
+        """
+        offsets = (self.a_offset, self.b_offset)
+        last = [each.reshape(-1, NUM_PROJECTIONS * self.num_tiles).max(1) for each in offsets]
+        pages = np.maximum.accumulate(np.maximum(*last) // page_elems + 1)
+        pages[-1] = self.num_pages
+        ends: list[int] = pages.tolist()
+        return ends
 
     def at(self, pages: list[int], page_elems: int) -> TileMap:
         """The same map with offsets of the arena, image page i lying at `pages[i]`."""
@@ -128,10 +141,4 @@ def fill_tiles(
             (tiles.b_offset[entry], tensor(target.b_name).T),  # [R, out]
         )
         for offsets, matrix in matrices:
-            first = 0
-            for offset, count in zip(offsets.tolist(), tiles.rows[entry].tolist(), strict=True):
-                if count:
-                    width = matrix.shape[1]
-                    place = flat[offset : offset + count * width].view(count, width)
-                    place.copy_(matrix[first : first + count])
-                    first += count
+            write_rows(flat, offsets.tolist(), tiles.rows[entry].tolist(), matrix)
