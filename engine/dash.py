@@ -23,7 +23,7 @@ from typing import Any, Self, cast
 
 from transformers import AutoTokenizer
 
-from engine.dash_adapters import AdapterNames, NamedAdapter
+from engine.dash_adapters import AdapterNames, NamedAdapter, digest_of
 from engine.dash_config import DashConfig
 from engine.dash_loop import EngineLoop
 from engine.dash_run import Completion, Job, Piece, Run
@@ -61,7 +61,7 @@ class DashEngine:
         self.tokenizer: Any = _find_tokenizer(folder) if tokenizer is None else tokenizer
         if is_folder:
             self._engine_config = self._config.engine_config(folder)
-            engine = Engine(self._engine_config, tokenizer=self.tokenizer)
+            engine = Engine(self._engine_config, tokenizer=self.tokenizer, digest_of=digest_of)
         else:
             shared = share_model(base, may_pack=self._config.pack_weights)
             self._engine_config = self._config.engine_config(folder, shared.device, shared.dtype)
@@ -70,6 +70,7 @@ class DashEngine:
                 model=shared.config,
                 weights=shared.weights,
                 tokenizer=self.tokenizer,
+                digest_of=digest_of,
             )
         self.model = engine.model
         self._loop = EngineLoop(engine)

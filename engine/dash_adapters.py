@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.adapter_files import CONFIG_FILE, TENSORS_FILE
+from engine.adapter_format import MAX_CONFIG_BYTES
 from engine.dash_loop import EngineLoop
 from engine.engine import Engine
 from engine.errors import AdapterUnavailable, EngineError, UnknownAdapter
@@ -132,16 +133,22 @@ def _unknown(name: str) -> EngineError:
     return UnknownAdapter(f"no adapter is named {name!r}", param="active_adapters")
 
 
+def digest_of(config_text: bytes, tensors_sha256: str) -> str:
+    """A DashEngine's digest of an adapter; the engine verifies what it loads with it."""
+    config = hashlib.sha256(config_text)
+    return hashlib.sha256(config.digest() + bytes.fromhex(tensors_sha256)).hexdigest()
+
+
 def _digest(folder: Path) -> str:
     """Of both files; raises AdapterUnavailable."""
-    digest = hashlib.sha256()
     try:
-        for name in (CONFIG_FILE, TENSORS_FILE):
-            with (folder / name).open("rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
+        with (folder / TENSORS_FILE).open("rb") as file:
+            tensors_sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        with (folder / CONFIG_FILE).open("rb") as file:
+            # What is longer is refused, and is not to fill the memory before that.
+            return digest_of(file.read(MAX_CONFIG_BYTES + 1), tensors_sha256)
     except OSError as error:
         raise _unreadable(folder, error) from error
-    return digest.hexdigest()
 
 
 def _adopt(source: Path, folder: Path) -> tuple[str, Path]:

@@ -21,14 +21,19 @@ def parse_bytes(size: str | int) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
+def _bytes_or_none(size: str | int | None) -> int | None:
+    return None if size is None else parse_bytes(size)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DashConfig:
     """How a DashEngine runs. Raises ValueError naming the field that is wrong.
 
     max_concurrent_adapters  distinct adapters that requests may be running with at a time
-    adapter_vram_pool        memory for adapters; with `kv_pool` it makes one arena that both share
-    kv_pool                  memory for the requests' KV; None for both: what the device has left
-                             (`EngineConfig.arena_bytes`); None for one: as much as the other
+    adapter_vram_pool        the most memory that adapters take; KV may use what they leave
+    kv_pool                  memory that is always KV's. The two make one arena; None for both:
+                             what the device has left (`EngineConfig.arena_bytes`), shared without
+                             limits; None for one: as much as the other
     host_cache               host memory for adapters that are not in the arena
     offload_dir              a folder that gets a copy of every registered adapter, so that its
                              source may change or go away; None: sources are read when needed
@@ -90,6 +95,8 @@ class DashConfig:
             device=device or self.device or "cpu",
             dtype=dtype or self.dtype,
             arena_bytes=self._arena_bytes(),
+            max_adapter_bytes=_bytes_or_none(self.adapter_vram_pool),
+            min_kv_bytes=_bytes_or_none(self.kv_pool) or 0,
             host_cache_bytes=parse_bytes(self.host_cache),
             max_running=self.max_running,
             max_adapters=self.max_concurrent_adapters,

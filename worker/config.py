@@ -33,6 +33,8 @@ class WorkerConfig:
     model_dir            the base model's folder; see `worker.base_model`
     adapter_cache_bytes  how much of the disk adapters may take
     arena_bytes          the engine's page arena; None: see EngineConfig.arena_bytes
+    max_adapter_bytes, min_kv_bytes  how much of it adapters may have, and must leave to KV
+    host_cache_bytes     the engine's host memory for adapters, pinned on a GPU
     """
 
     worker_id: str
@@ -46,6 +48,9 @@ class WorkerConfig:
     adapter_cache_bytes: int = 8 << 30
     device: str = "cpu"
     arena_bytes: int | None = None
+    max_adapter_bytes: int | None = None
+    min_kv_bytes: int | None = None
+    host_cache_bytes: int | None = None
     threads: int | None = None
     #: What runs at SIGTERM has so long to finish.
     drain_timeout_s: float = 30.0
@@ -76,6 +81,9 @@ class WorkerConfig:
             adapter_cache_bytes=read.number("LORIKEET_ADAPTER_CACHE_BYTES", 8 << 30) or 8 << 30,
             device=read.text("LORIKEET_DEVICE", "cpu"),
             arena_bytes=read.number("LORIKEET_ARENA_BYTES", None),
+            max_adapter_bytes=read.number("LORIKEET_MAX_ADAPTER_BYTES", None),
+            min_kv_bytes=read.number("LORIKEET_MIN_KV_BYTES", None),
+            host_cache_bytes=read.number("LORIKEET_HOST_CACHE_BYTES", None),
             threads=read.number("LORIKEET_THREADS", None),
             drain_timeout_s=read.number("LORIKEET_DRAIN_TIMEOUT_S", 30) or 30,
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import json
 import logging
 import signal
 import time
@@ -30,7 +31,7 @@ from worker.channel import (
     Unregister,
 )
 from worker.config import WorkerConfig
-from worker.protocol import ErrorCode
+from worker.protocol import ErrorCode, adapter_digest_of
 
 log = logging.getLogger(__name__)
 
@@ -79,14 +80,22 @@ def create_engine(config: WorkerConfig) -> EngineLike:
 
     given: dict[str, Any] = {
         "arena_bytes": config.arena_bytes,
+        "max_adapter_bytes": config.max_adapter_bytes,
+        "min_kv_bytes": config.min_kv_bytes,
+        "host_cache_bytes": config.host_cache_bytes,
         "num_threads": config.threads,
     }
+
+    def digest_of(config_text: bytes, tensors_sha256: str) -> str:
+        return adapter_digest_of(json.loads(config_text), tensors_sha256, config.base_revision)
+
     return Engine(  # type: ignore[no-any-return]
         EngineConfig(
             model_dir=config.model_dir,
             device=config.device,
             **{name: value for name, value in given.items() if value is not None},
-        )
+        ),
+        digest_of=digest_of,
     )
 
 

@@ -343,9 +343,14 @@ def adapter_digest(config: dict[str, Any], tensors: Iterable[bytes], base_revisi
     tensors_hash = hashlib.sha256()
     for piece in tensors:
         tensors_hash.update(piece)
+    return adapter_digest_of(config, tensors_hash.hexdigest(), base_revision)
+
+
+def adapter_digest_of(config: dict[str, Any], tensors_sha256: str, base_revision: str) -> str:
+    """`adapter_digest` from the hex sha256 of the tensors file, for who has read it already."""
     identity = {
         "base_revision": base_revision,
         "config": config,
-        "tensors_sha256": tensors_hash.hexdigest(),
+        "tensors_sha256": tensors_sha256,
     }
     return hashlib.sha256(canonical_json(identity).encode()).hexdigest()

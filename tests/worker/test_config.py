@@ -35,11 +35,22 @@ def test_a_missing_variable_is_named(environment: dict[str, str], name: str) -> 
         WorkerConfig.from_environment(environment)
 
 
+SIZES = ("ARENA_BYTES", "MAX_ADAPTER_BYTES", "MIN_KV_BYTES", "HOST_CACHE_BYTES")
+
+
 @pytest.mark.parametrize("value", ["many", "-1", "0", "1.5"])
-def test_a_number_must_be_one(environment: dict[str, str], value: str) -> None:
-    environment["LORIKEET_ARENA_BYTES"] = value
-    with pytest.raises(ConfigError, match="LORIKEET_ARENA_BYTES"):
+@pytest.mark.parametrize("name", SIZES)
+def test_a_number_must_be_one(environment: dict[str, str], name: str, value: str) -> None:
+    environment[f"LORIKEET_{name}"] = value
+    with pytest.raises(ConfigError, match=f"LORIKEET_{name}"):
         WorkerConfig.from_environment(environment)
+
+
+def test_sizes_are_read(environment: dict[str, str]) -> None:
+    for i, name in enumerate(SIZES):
+        environment[f"LORIKEET_{name}"] = str(1000 + i)
+    config = WorkerConfig.from_environment(environment)
+    assert [getattr(config, name.lower()) for name in SIZES] == [1000, 1001, 1002, 1003]
 
 
 def test_a_folder_that_is_no_base_model_is_refused(
