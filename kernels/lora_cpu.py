@@ -1,13 +1,17 @@
-"""LoRA for a CPU: few large batched products instead of one tiny product per tile.
+"""LoRA for a CPU: few large products instead of one tiny product per tile.
 
 A decode step reads each adapter's weights once, so its time is that of memory; thousands of calls
-on single tiles would cost ten times as much. Adapters that are running are therefore copied into
-*stacks*: one tensor `[A, R, width]` per layer and projection over all adapters of the same shape,
-in which an adapter keeps its slot for as long as it is used step after step. Segments in
-neighbouring slots then take one batched product per site (q, k and v share their input, so do
-gate and up) and one per output. Adapters that find no room in a stack use their tiles in place.
+on single tiles would cost ten times as much. Adapters that run are therefore copied into
+`Stacks`, where one call serves all of one shape:
 
-The result is `lora_shrink` followed by `lora_expand`.
+- Few rows per adapter (a decode): `torch.embedding_bag` sums rows of a table, each times a weight.
+  With A transposed, x is the weights and the sums are A x; with these as weights and the rows of
+  Bᵀ, the sums are the output. torch compiles the loop for the width when it first runs and reads
+  at the speed of memory, which its batched products do not reach for one row.
+- Many rows (a prefill): batched products over neighbouring slots, added in place.
+
+Adapters that find no room in a stack use their tiles in place. The result is `lora_shrink`
+followed by `lora_expand`.
 """
 
 from __future__ import annotations
@@ -17,21 +21,13 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.lora_table import NUM_PROJECTIONS, LoraBatch, LoraTable, Projection
+from kernels.lora_stacks import SITES, BagIndex, Matrix, Shape, Stack, Stacks
+from kernels.lora_table import NUM_PROJECTIONS, LoraBatch, LoraTable
 
-# Segments of up to this many rows are padded to the longest of their run without a second thought.
-_MAX_FREE_ROWS = 8
+# Segments of up to this many rows are summed row by row; longer ones are multiplied.
+_FEW_ROWS = 4
 
-# Projections that read the same input, in the table's order.
-_SITES = (
-    (Projection.Q, Projection.K, Projection.V),
-    (Projection.O,),
-    (Projection.GATE, Projection.UP),
-    (Projection.DOWN,),
-)
-
-Matrix = tuple[torch.Tensor, torch.Tensor, float]  # A [R, in], B [R, out], scale
-Shape = tuple[int, ...]  # rank rows of each projection
+Segment = tuple[int, int, int]  # slot, first row, end row
 
 
 class _TableView:
@@ -94,109 +90,149 @@ def _continues(
     return tile == (a + rows * in_width, b + rows * out_width, scale)
 
 
-class _Stack:
-    """Adapters of one shape, side by side. Slots 0 to len(keys) - 1 are in use."""
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows of x and y that are taken together.
 
-    def __init__(self, shape: Shape, widths: Sequence[tuple[int, int]], num_layers: int) -> None:
-        self.shape, self._widths, self._num_layers = shape, widths, num_layers
-        self.keys: list[Hashable] = []
-        self._capacity = 0
-        self._a: list[torch.Tensor] = []  # [layer * 4 + site]        [capacity, sum of R, in]
-        self._b: list[torch.Tensor] = []  # [layer * 7 + projection]  [capacity, R, out]
-        self.num_bytes_each = (
-            4 * num_layers * sum(rank * sum(pair) for rank, pair in zip(shape, widths, strict=True))
-        )
-        # In use, as batched products want them: A transposed.
-        self.a_t: list[torch.Tensor] = []
-        self.b: list[torch.Tensor] = []
+    first, count  neighbours in order; or
+    index         [count] int64, if they are not
+    """
 
-    def add(self, key: Hashable, matrices: list[list[Matrix]]) -> None:
-        slot = len(self.keys)
-        if slot == self._capacity:
-            self._reserve(max(4, 2 * slot))
-        self.keys.append(key)
-        for layer in range(self._num_layers):
-            for site, projections in enumerate(_SITES):
-                first = 0
-                for projection in projections:
-                    entry = layer * NUM_PROJECTIONS + projection
-                    rank = self.shape[projection]
-                    a = self._a[layer * len(_SITES) + site][slot, first : first + rank]
-                    _fill(a, self._b[entry][slot], matrices[entry])
-                    first += rank
-        self._narrow()
+    first: int
+    count: int
+    index: torch.Tensor | None
 
-    def discard(self, key: Hashable) -> None:
-        """Free the key's slot; the last one moves into it."""
-        slot, last = self.keys.index(key), len(self.keys) - 1
-        moved = self.keys.pop()
-        if slot != last:
-            self.keys[slot] = moved
-            for tensor in (*self._a, *self._b):
-                tensor[slot].copy_(tensor[last])
-        self._narrow()
+    @classmethod
+    def of(cls, rows: list[int]) -> _Rows:
+        is_range = rows == list(range(rows[0], rows[0] + len(rows)))
+        return cls(rows[0], len(rows), None if is_range else torch.tensor(rows))
 
-    def _reserve(self, capacity: int) -> None:
-        def grown(old: list[torch.Tensor], i: int, rows: int, width: int) -> torch.Tensor:
-            tensor = torch.empty(capacity, rows, width)
-            if self._capacity:
-                tensor[: self._capacity] = old[i]
-            return tensor
+    def take(self, x: torch.Tensor) -> torch.Tensor:
+        if self.index is None:
+            return x[self.first : self.first + self.count]
+        return x.index_select(0, self.index)
 
-        a, b = [], []
-        for layer in range(self._num_layers):
-            for site, projections in enumerate(_SITES):
-                rows = sum(self.shape[p] for p in projections)
-                index = layer * len(_SITES) + site
-                a.append(grown(self._a, index, rows, self._widths[projections[0]][0]))
-            for p in range(NUM_PROJECTIONS):
-                index = layer * NUM_PROJECTIONS + p
-                b.append(grown(self._b, index, self.shape[p], self._widths[p][1]))
-        self._a, self._b, self._capacity = a, b, capacity
-
-    def _narrow(self) -> None:
-        used = len(self.keys)
-        self.a_t = [tensor[:used].transpose(1, 2) for tensor in self._a]
-        self.b = [tensor[:used] for tensor in self._b]
+    def add(self, y: torch.Tensor, part: torch.Tensor) -> None:
+        if self.index is None:
+            y[self.first : self.first + self.count].add_(part)
+        else:
+            y.index_add_(0, self.index, part)
 
 
-def _fill(a: torch.Tensor, b: torch.Tensor, matrices: list[Matrix]) -> None:
-    """Write matrices under one another into a [R, in] and b [R, out]; the scale goes into a."""
-    first = 0
-    for matrix_a, matrix_b, scale in matrices:
-        end = first + matrix_a.shape[0]
-        torch.mul(matrix_a, scale, out=a[first:end])
-        b[first:end].copy_(matrix_b)
-        first = end
-    a[first:].zero_()
-    b[first:].zero_()
+@dataclass(frozen=True, slots=True)
+class _Bags:
+    """Segments of few rows: every row of x beside the slot of its adapter."""
+
+    stack: Stack
+    index: BagIndex
+    rows: _Rows
+
+    @classmethod
+    def of(cls, stack: Stack, segments: list[Segment]) -> _Bags:
+        slots = tuple(slot for slot, start, end in segments for _ in range(start, end))
+        rows = [row for _, start, end in segments for row in range(start, end)]
+        return cls(stack, stack.index(slots), _Rows.of(rows))
+
+    def add(self, x: torch.Tensor, y: torch.Tensor, layer: int, site: int) -> None:
+        if not self.stack.sites[site].rank:
+            return
+        index, i = self.index, layer * len(SITES) + site
+        h = _sum_rows(
+            self.stack.a_rows[i], index.a_index[site], index.a_start[site], self.rows.take(x)
+        )  # [T, rank]
+        chosen = index.h_index[site]
+        if chosen is not None:
+            h = h.view(-1).index_select(0, chosen)
+        part = _sum_rows(self.stack.b_rows[i], index.b_index[site], index.b_start[site], h)
+        self.rows.add(y, part.view(self.rows.count, -1))
+
+
+def _sum_rows(
+    table: torch.Tensor, index: torch.Tensor, start: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Row i: the sum of weights[j] * table[index[j]] for j from start[i] to start[i + 1]."""
+    return torch.embedding_bag(
+        table, index, start, scale_grad_by_freq=False, per_sample_weights=weights.reshape(-1)
+    )[0]
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Segments in neighbouring slots of a stack, `per_slot` rows for each.
+    """Segments of many rows in neighbouring slots, padded to `per_slot` rows each.
 
-    slots       the first and one past the last
-    gather      [A * C] int64 rows of x, C for each slot; padding repeats some row
-    valid       [N] int64 places of gather that are no padding; None: all are
-    rows        [N] int64 the rows of y that they are added to
-    whole_from  the rows are C for each slot in order, beginning here: no gathering; else -1
+    slots   the first and one past the last
+    inputs  per_slot rows of x for each slot; padding repeats some row
+    valid   [N] int64 places of `inputs` that are no padding; None: all are
+    rows    of y that they are added to
     """
 
-    stack: _Stack
+    stack: Stack
     slots: tuple[int, int]
     per_slot: int
-    gather: torch.Tensor
+    inputs: _Rows
     valid: torch.Tensor | None
-    rows: torch.Tensor
-    whole_from: int
+    rows: _Rows
+
+    @classmethod
+    def of(cls, stack: Stack, segments: list[Segment]) -> _Run:
+        per_slot = max(end - start for _, start, end in segments)
+        inputs: list[int] = []
+        valid: list[int] = []
+        for i, (_, start, end) in enumerate(segments):
+            length = end - start
+            inputs += [*range(start, end), *[start] * (per_slot - length)]
+            valid += range(i * per_slot, i * per_slot + length)
+        return cls(
+            stack=stack,
+            slots=(segments[0][0], segments[-1][0] + 1),
+            per_slot=per_slot,
+            inputs=_Rows.of(inputs),
+            valid=None if len(valid) == len(inputs) else torch.tensor(valid),
+            rows=_Rows.of([row for _, start, end in segments for row in range(start, end)]),
+        )
+
+    def add(self, x: torch.Tensor, y: torch.Tensor, layer: int, site: int) -> None:
+        stack, layout, (low, high) = self.stack, self.stack.sites[site], self.slots
+        if not layout.rank:
+            return
+        a = stack.a[layer * len(SITES) + site][low:high]
+        b = stack.b[layer * len(SITES) + site][low:high]
+        h = torch.bmm(self.inputs.take(x).view(high - low, self.per_slot, -1), a)
+        in_place = self.valid is None and self.rows.index is None
+        part = self.rows.take(y) if in_place else y.new_zeros(self.inputs.count, y.shape[1])
+        target = part.view(high - low, self.per_slot, -1)
+        for i, (column, rank, row) in enumerate(layout.blocks):
+            if rank:
+                # Adding in place takes half as long as adding a product of its own.
+                block = target[:, :, i * layout.width : (i + 1) * layout.width]
+                block.baddbmm_(h[:, :, column : column + rank], b[:, row : row + rank])
+        if not in_place:
+            self.rows.add(y, part if self.valid is None else part.index_select(0, self.valid))
+
+
+def _split_into_runs(segments: list[Segment]) -> list[list[Segment]]:
+    """Cut segments, sorted by slot, into runs without gaps.
+
+    A run's segments are padded to its longest; padding may double the work, not more.
+    """
+    runs: list[list[Segment]] = []
+    total = longest = 0
+    for segment in segments:
+        slot, start, end = segment
+        total, longest = total + end - start, max(longest, end - start)
+        if runs and slot == runs[-1][-1][0] + 1 and longest * (len(runs[-1]) + 1) <= 2 * total:
+            runs[-1].append(segment)
+        else:
+            runs.append([segment])
+            total = longest = end - start
+    return runs
 
 
 class CpuLoraStep:
     """One step's adapters, ready to be added to each layer's outputs."""
 
     def __init__(
-        self, stacked: list[_Run], loose: list[tuple[int, int, list[list[Matrix]]]]
+        self, stacked: Sequence[_Bags | _Run], loose: list[tuple[int, int, list[list[Matrix]]]]
     ) -> None:
         self._stacked, self._loose = stacked, loose
 
@@ -215,8 +251,9 @@ class CpuLoraStep:
         projections  one of the four sites: (q, k, v), (o,), (gate, up), (down,)
         out_offsets  projection i writes y[:, out_offsets[i]:out_offsets[i + 1]]
         """
-        for run in self._stacked:
-            _add_run(run, x, y, layer, projections, out_offsets)
+        site = SITES.index(projections)  # type: ignore[arg-type]
+        for part in self._stacked:
+            part.add(x, y, layer, site)
         for start, end, matrices in self._loose:
             for i, projection in enumerate(projections):
                 target = y[start:end, out_offsets[i] : out_offsets[i + 1]]
@@ -224,39 +261,8 @@ class CpuLoraStep:
                     target.addmm_(x[start:end] @ a.T, b, alpha=scale)
 
 
-def _add_run(
-    run: _Run,
-    x: torch.Tensor,
-    y: torch.Tensor,
-    layer: int,
-    projections: tuple[int, ...],
-    out_offsets: tuple[int, ...],
-) -> None:
-    stack, first, count = run.stack, run.whole_from, run.gather.shape[0]
-    low, high = run.slots
-    a_t = stack.a_t[layer * len(_SITES) + _SITES.index(projections)][low:high]
-    if not a_t.shape[2]:  # [A, in, sum of R]
-        return
-    own = x[first : first + count] if first >= 0 else x.index_select(0, run.gather)
-    h = torch.bmm(own.view(-1, run.per_slot, x.shape[1]), a_t)  # [A, C, sum of R]
-    column = 0
-    for i, projection in enumerate(projections):
-        rank = stack.shape[projection]
-        if not rank:
-            continue
-        b = stack.b[layer * NUM_PROJECTIONS + projection][low:high]
-        part = torch.bmm(h[:, :, column : column + rank], b).flatten(0, 1)  # [A * C, out]
-        column += rank
-        target = y[:, out_offsets[i] : out_offsets[i + 1]]
-        if first >= 0:
-            target[first : first + count].add_(part)
-        else:
-            part = part if run.valid is None else part.index_select(0, run.valid)
-            target.index_add_(0, run.rows, part)
-
-
 class CpuLora:
-    """Keeps the stacks of the adapters that are decoding.
+    """Keeps the stacks of the adapters that run.
 
     arena      [P, page_elems] fp32
     widths     (in, out) of the seven projections
@@ -272,22 +278,17 @@ class CpuLora:
         max_bytes: int,
     ) -> None:
         self._arena, self._widths, self._num_layers = arena, widths, num_layers
-        self._max_bytes = max_bytes
-        self._stacks: dict[Shape, _Stack] = {}
-        self._stack_of: dict[Hashable, _Stack] = {}
+        self._stacks = Stacks(widths=widths, num_layers=num_layers, max_bytes=max_bytes)
         self._view: _TableView | None = None
 
     def arrange(self, keys: Iterable[Hashable]) -> dict[Hashable, int]:
-        """Forget adapters not in `keys`; a rank for those that have a slot, in slot order.
+        """A rank for those of `keys` that have a slot, in slot order.
 
         Rows sorted so need no gathering; keys without a rank best come after them.
         """
         wanted = set(keys)
-        for key in [key for key in self._stack_of if key not in wanted]:
-            self._stack_of.pop(key).discard(key)
-        self._stacks = {shape: stack for shape, stack in self._stacks.items() if stack.keys}
-        order = (key for stack in self._stacks.values() for key in stack.keys)
-        return {key: rank for rank, key in enumerate(order)}
+        stacked = (key for key in self._stacks.keys() if key in wanted)
+        return {key: rank for rank, key in enumerate(stacked)}
 
     def prepare(self, lora: LoraBatch, keys: Sequence[Hashable]) -> CpuLoraStep:
         """The step's products.
@@ -296,83 +297,31 @@ class CpuLora:
         """
         if self._view is None or self._view.table is not lora.table:
             self._view = _TableView(lora.table, self._arena, self._widths)
+        self._stack(self._view, keys)
         bounds, adapters = lora.seg_indptr.tolist(), lora.seg_adapter.tolist()
         loose = []
-        segments: dict[Shape, list[tuple[int, int, int]]] = {}  # (slot, first row, end row)
+        stacked: dict[Stack, list[Segment]] = {}
         for g, adapter in enumerate(adapters):
-            if adapter < 0 or bounds[g] == bounds[g + 1]:
+            start, end = bounds[g], bounds[g + 1]
+            if adapter < 0 or start == end:
                 continue
-            if self._has_slot(adapter, keys[adapter]):
-                stack = self._stack_of[keys[adapter]]
-                slot = stack.keys.index(keys[adapter])
-                segments.setdefault(stack.shape, []).append((slot, bounds[g], bounds[g + 1]))
+            stack = self._stacks.find(keys[adapter])
+            if stack is None:
+                loose.append((start, end, self._view.matrices(adapter, self._num_layers)))
             else:
-                matrices = self._view.matrices(adapter, self._num_layers)
-                loose.append((bounds[g], bounds[g + 1], matrices))
-        runs = [
-            _make_run(self._stacks[shape], own)
-            for shape, members in segments.items()
-            for own in _split_into_runs(sorted(members))
-        ]
-        return CpuLoraStep(runs, loose)
+                stacked.setdefault(stack, []).append((stack.slot(keys[adapter]), start, end))
+        parts: list[_Bags | _Run] = []
+        for stack, segments in stacked.items():
+            few = [(s, start, end) for s, start, end in segments if end - start <= _FEW_ROWS]
+            many = [(s, start, end) for s, start, end in segments if end - start > _FEW_ROWS]
+            parts += [_Bags.of(stack, few)] if few else []
+            parts += [_Run.of(stack, run) for run in _split_into_runs(sorted(many))]
+        return CpuLoraStep(parts, loose)
 
-    def _has_slot(self, adapter: int, key: Hashable) -> bool:
-        """Whether the adapter is in a stack now; puts it there when there is room."""
-        if key in self._stack_of:
-            return True
-        assert self._view is not None
-        shape = self._view.rank_rows(adapter, self._num_layers)
-        stack = self._stacks.get(shape) or _Stack(shape, self._widths, self._num_layers)
-        used = sum(len(s.keys) * s.num_bytes_each for s in self._stacks.values())
-        if used + stack.num_bytes_each > self._max_bytes:
-            return False
-        stack.add(key, self._view.matrices(adapter, self._num_layers))
-        self._stacks[shape] = stack
-        self._stack_of[key] = stack
-        return True
-
-
-def _split_into_runs(segments: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
-    """Cut (slot, first row, end row), sorted by slot, into runs without gaps.
-
-    A run's segments are padded to its longest; padding may double the work, not more.
-    """
-    runs: list[list[tuple[int, int, int]]] = []
-    total = longest = 0
-    for segment in segments:
-        slot, start, end = segment
-        total, longest = total + end - start, max(longest, end - start)
-        padded = longest * (len(runs[-1]) + 1) if runs else 0
-        if (
-            runs
-            and slot == runs[-1][-1][0] + 1
-            and (longest <= _MAX_FREE_ROWS or padded <= 2 * total)
-        ):
-            runs[-1].append(segment)
-        else:
-            runs.append([segment])
-            total = longest = end - start
-    return runs
-
-
-def _make_run(stack: _Stack, segments: list[tuple[int, int, int]]) -> _Run:
-    per_slot = max(end - start for _, start, end in segments)
-    gather: list[int] = []
-    valid: list[int] = []
-    rows: list[int] = []
-    for i, (_, start, end) in enumerate(segments):
-        length = end - start
-        gather += [*range(start, end), *[start] * (per_slot - length)]
-        valid += range(i * per_slot, i * per_slot + length)
-        rows += range(start, end)
-    is_whole = gather == list(range(gather[0], gather[0] + len(gather)))
-    is_full = len(valid) == len(gather)
-    return _Run(
-        stack=stack,
-        slots=(segments[0][0], segments[-1][0] + 1),
-        per_slot=per_slot,
-        gather=torch.tensor(gather),
-        valid=None if is_full else torch.tensor(valid),
-        rows=torch.tensor(rows),
-        whole_from=gather[0] if is_whole else -1,
-    )
+    def _stack(self, view: _TableView, keys: Sequence[Hashable]) -> None:
+        """Copy adapters that are in no stack yet, as far as there is room."""
+        keep = set(keys)
+        for adapter, key in enumerate(keys):
+            if self._stacks.find(key) is None:
+                shape = view.rank_rows(adapter, self._num_layers)
+                self._stacks.add(key, shape, view.matrices(adapter, self._num_layers), keep)

@@ -1,0 +1,246 @@
+"""Adapters copied side by side, as a CPU reads them fastest (docs/memory.md, "A CPU's copies")."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kernels.lora_table import NUM_PROJECTIONS, Projection
+
+# Projections that read the same input, in the table's order.
+SITES = (
+    (Projection.Q, Projection.K, Projection.V),
+    (Projection.O,),
+    (Projection.GATE, Projection.UP),
+    (Projection.DOWN,),
+)
+
+_FEWEST_SLOTS = 4
+
+Matrix = tuple[torch.Tensor, torch.Tensor, float]  # A [R, in], B [R, out], scale
+Shape = tuple[int, ...]  # rank rows of each projection
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """A projection's place in its site: columns of A, rows and blocks of B."""
+
+    projection: int
+    rank: int
+    first_column: int
+    first_row: int
+    num_blocks: int
+
+
+class Site:
+    """How adapters of one shape lie at one site.
+
+    in_width   of the input that the projections share
+    rank       rank rows of all projections together
+    width      of a block: the widest that cuts every projection's output into whole blocks
+    num_rows   rows of B: for each block the rank rows of its projection
+    blocks     (first column of A, rank, first row of B) of each, in the order of the output
+    """
+
+    def __init__(self, index: int, shape: Shape, widths: Sequence[tuple[int, int]]) -> None:
+        projections = SITES[index]
+        self.in_width = widths[projections[0]][0]
+        self.width = math.gcd(*(widths[p][1] for p in projections))
+        self.rank = self.num_rows = 0
+        self.members: list[_Member] = []
+        self.blocks: list[tuple[int, int, int]] = []
+        for p in projections:
+            rank, num_blocks = shape[p], widths[p][1] // self.width
+            self.members.append(_Member(p, rank, self.rank, self.num_rows, num_blocks))
+            for _ in range(num_blocks):
+                self.blocks.append((self.rank, rank, self.num_rows))
+                self.num_rows += rank
+            self.rank += rank
+
+
+class BagIndex:
+    """Which rows of a stack `torch.embedding_bag` sums up, one of its adapters per row of x.
+
+    For each site, int32: A is summed over the input for each row, `a_index` [T * in], weighted by
+    x; B over the rank for each row and block, `b_index`, weighted by the rows `h_index` of that
+    result (None: as it is). The bags begin at `a_start` and `b_start`.
+    """
+
+    def __init__(self, sites: Sequence[Site], slots: Sequence[int]) -> None:
+        slot = torch.tensor(slots, dtype=torch.int32)[:, None]
+        row = torch.arange(len(slots), dtype=torch.int32)[:, None]
+        self.a_index, self.a_start = [], []
+        self.b_index, self.b_start = [], []
+        self.h_index: list[torch.Tensor | None] = []
+        for site in sites:
+            self.a_index.append((slot * site.in_width + _range(site.in_width)).flatten())
+            self.a_start.append(row.flatten() * site.in_width)
+            self.b_index.append((slot * site.num_rows + _range(site.num_rows)).flatten())
+            first_rows = torch.tensor([first for _, _, first in site.blocks], dtype=torch.int32)
+            self.b_start.append((row * site.num_rows + first_rows).flatten())
+            columns = torch.tensor(
+                [first + r for first, rank, _ in site.blocks for r in range(rank)],
+                dtype=torch.int32,
+            )
+            is_identity = site.num_rows == site.rank
+            self.h_index.append(None if is_identity else (row * site.rank + columns).flatten())
+
+
+def _range(length: int) -> torch.Tensor:
+    return torch.arange(length, dtype=torch.int32)
+
+
+class Stack:
+    """Adapters of one shape. Slots 0 to len(keys) - 1 are in use.
+
+    sites          how each of the four lies
+    num_bytes_each of one adapter
+    a              [layer * 4 + site]  [capacity, in, rank], the scale multiplied in
+    b              [layer * 4 + site]  [capacity, num_rows, width]
+    a_rows, b_rows the same, seen as the rows that BagIndex counts
+    """
+
+    def __init__(self, shape: Shape, widths: Sequence[tuple[int, int]], num_layers: int) -> None:
+        self.sites = [Site(index, shape, widths) for index in range(len(SITES))]
+        self.keys: list[Hashable] = []
+        self.capacity = 0
+        elements = [s.in_width * s.rank + s.num_rows * s.width for s in self.sites]
+        self.num_bytes_each = max(1, 4 * num_layers * sum(elements))
+        self._num_layers = num_layers
+        self._slots: dict[Hashable, int] = {}
+        self._index: tuple[tuple[int, ...], BagIndex] | None = None
+        layers = range(num_layers)
+        self.a = [torch.empty(0, s.in_width, s.rank) for _ in layers for s in self.sites]
+        self.b = [torch.empty(0, s.num_rows, s.width) for _ in layers for s in self.sites]
+        self.a_rows: list[torch.Tensor] = []
+        self.b_rows: list[torch.Tensor] = []
+
+    def slot(self, key: Hashable) -> int:
+        return self._slots[key]
+
+    def index(self, slots: tuple[int, ...]) -> BagIndex:
+        """Of these slots' rows; a decode asks for the same ones step after step."""
+        if self._index is None or self._index[0] != slots:
+            self._index = slots, BagIndex(self.sites, slots)
+        return self._index[1]
+
+    def resize(self, capacity: int) -> None:
+        for tensors in (self.a, self.b):
+            # One by one, so that there is a second copy of one of them at most.
+            for i, old in enumerate(tensors):
+                tensors[i] = torch.empty(capacity, *old.shape[1:])
+                tensors[i][: len(self.keys)] = old[: len(self.keys)]
+        self.capacity = capacity
+        self.a_rows = [a.flatten(0, 1) for a in self.a]
+        self.b_rows = [b.flatten(0, 1) for b in self.b]
+
+    def add(self, key: Hashable, matrices: list[list[Matrix]]) -> None:
+        """Copy [layer * 7 + projection] -> its matrices to a slot; there is one."""
+        slot = self._slots[key] = len(self.keys)
+        self.keys.append(key)
+        for layer in range(self._num_layers):
+            for i, site in enumerate(self.sites):
+                a, b = self.a[layer * len(SITES) + i], self.b[layer * len(SITES) + i]
+                for member in site.members:
+                    own = matrices[layer * NUM_PROJECTIONS + member.projection]
+                    _fill(member, a[slot], b[slot], own)
+
+    def discard(self, key: Hashable) -> None:
+        """Free the key's slot; the last one moves into it."""
+        slot, last = self._slots.pop(key), len(self.keys) - 1
+        moved = self.keys.pop()
+        if slot != last:
+            self.keys[slot], self._slots[moved] = moved, slot
+            for tensor in (*self.a, *self.b):
+                tensor[slot].copy_(tensor[last])
+
+
+def _fill(member: _Member, a: torch.Tensor, b: torch.Tensor, matrices: list[Matrix]) -> None:
+    """Write matrices beside one another into their part of a [in, rank] and b [num_rows, width]."""
+    column, row, count = member.first_column, member.first_row, member.num_blocks
+    a = a[:, column : column + member.rank]
+    b = b[row : row + count * member.rank].view(count, member.rank, b.shape[1])
+    first = 0
+    for matrix_a, matrix_b, scale in matrices:
+        end = first + matrix_a.shape[0]
+        torch.mul(matrix_a.T, scale, out=a[:, first:end])
+        b[:, first:end] = matrix_b.view(end - first, count, b.shape[2]).transpose(0, 1)
+        first = end
+    a[:, first:].zero_()
+    b[:, first:].zero_()
+
+
+class Stacks:
+    """All stacks. An adapter stays until its room is wanted, the least recently used one first.
+
+    max_bytes  of all stacks together, what they keep free included
+    """
+
+    def __init__(
+        self, *, widths: Sequence[tuple[int, int]], num_layers: int, max_bytes: int
+    ) -> None:
+        self._widths, self._num_layers, self._max_bytes = widths, num_layers, max_bytes
+        self._stacks: dict[Shape, Stack] = {}
+        self._shapes: OrderedDict[Hashable, Shape] = OrderedDict()  # least recently used first
+
+    def keys(self) -> list[Hashable]:
+        """All adapters, those of a stack in the order of their slots."""
+        return [key for stack in self._stacks.values() for key in stack.keys]
+
+    def find(self, key: Hashable) -> Stack | None:
+        """The stack that the adapter is in; it is used now."""
+        shape = self._shapes.get(key)
+        if shape is None:
+            return None
+        self._shapes.move_to_end(key)
+        return self._stacks[shape]
+
+    def num_bytes(self) -> int:
+        return sum(stack.capacity * stack.num_bytes_each for stack in self._stacks.values())
+
+    def add(
+        self,
+        key: Hashable,
+        shape: Shape,
+        matrices: list[list[Matrix]],
+        keep: Collection[Hashable],
+    ) -> None:
+        """Copy the adapter to a stack if there is room, or can be without one of `keep`.
+
+        Slots of other adapters may change.
+        """
+        stack = self._stacks.get(shape) or Stack(shape, self._widths, self._num_layers)
+        if not self._make_room(stack, keep):
+            return
+        self._stacks[shape] = stack
+        self._shapes[key] = shape
+        stack.add(key, matrices)
+
+    def _make_room(self, stack: Stack, keep: Collection[Hashable]) -> bool:
+        if stack.num_bytes_each > self._max_bytes:
+            return False
+        unused = (key for key in list(self._shapes) if key not in keep)
+        while len(stack.keys) == stack.capacity:
+            if self._max_bytes - self.num_bytes() < stack.num_bytes_each:
+                self._trim(stack)
+            spare = (self._max_bytes - self.num_bytes()) // stack.num_bytes_each
+            if spare > 0:
+                wanted = max(_FEWEST_SLOTS, 2 * stack.capacity)
+                stack.resize(min(wanted, stack.capacity + spare))
+                break
+            victim = next(unused, None)
+            if victim is None:
+                return False
+            self._stacks[self._shapes.pop(victim)].discard(victim)
+        return True
+
+    def _trim(self, wanting: Stack) -> None:
+        """Give back what other stacks keep free."""
+        for stack in self._stacks.values():
+            if stack is not wanting and len(stack.keys) < stack.capacity:
+                stack.resize(len(stack.keys))
+        self._stacks = {shape: s for shape, s in self._stacks.items() if s.keys or s is wanting}
