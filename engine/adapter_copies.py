@@ -145,6 +145,7 @@ def _runs(sources: list[int], targets: list[int], first: int, end: int) -> list[
     return [run for run in runs if run[0] < run[1]]
 
 
+@torch.inference_mode()
 def _copy(source: HostPages, arena: torch.Tensor, pages: list[int]) -> None:
     for row, page in zip(source.rows(), pages, strict=True):
         arena[page].copy_(row)
