@@ -42,6 +42,7 @@ from engine.prefix_cache import PrefixCache
 from engine.request import AdapterPart, Request, SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence, Step
+from engine.waiting import SchedulerLimits
 from kernels import PageLayout
 
 RESULTS = Path(__file__).parent / "results" / "scheduler.json"
@@ -114,10 +115,9 @@ class Rig:
             adapters=self.store,
             prefixes=prefixes,
             page_size=LAYOUT.page_size,
-            max_running=num_running,
-            max_adapters=None,
-            max_step_tokens=num_running + 2 * PROMPT_TOKENS,
-            max_skips=64,
+            limits=SchedulerLimits(
+                max_running=num_running, max_step_tokens=num_running + 2 * PROMPT_TOKENS
+            ),
         )
         self._builder = BatchBuilder(
             store=self.store,
@@ -138,7 +138,7 @@ class Rig:
         start = time.thread_time()
         self.store.poll(self._scheduler.wanted_adapters())
         polled = time.thread_time()
-        step = self._scheduler.schedule()
+        step = self._scheduler.schedule(start)
         scheduled = time.thread_time()
         if step.rows:
             self._builder.build(step)
@@ -183,7 +183,7 @@ class Rig:
         )
         sequence = Sequence(request, arrival)
         self.store.add_user(sequence.digests)
-        self._scheduler.add(sequence)
+        self._scheduler.add(sequence, time.thread_time())
 
 
 def measure_steps(adapter: Path, sizes: tuple[int, ...], num_steps: int) -> list[dict[str, Any]]:

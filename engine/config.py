@@ -41,8 +41,12 @@ class EngineConfig:
     load_timeout_s        reading an adapter for longer counts as failed
     use_triton            None: on a GPU; True on a CPU needs Triton's interpreter, for tests
     capture_graphs        record the GPU's decode graphs at the start, not when first needed
-    max_skips             steps a waiting request may be overtaken because there is no room for
-                          its adapter; then nobody is admitted before it
+    max_skips             how often a waiting request may be overtaken by requests of its priority
+                          that came later, because its adapter lacks room or theirs is in use
+                          already; then none of them is admitted before it
+    max_wait_s            seconds that an interactive request waits at most, in all, for requests
+                          that came later, whatever their adapter or priority; then they give way
+    max_batch_wait_s      the same for a batch request
     """
 
     model_dir: Path
@@ -66,6 +70,8 @@ class EngineConfig:
     use_triton: bool | None = None
     capture_graphs: bool = True
     max_skips: int = 64
+    max_wait_s: float = 5.0
+    max_batch_wait_s: float = 120.0
 
     def __post_init__(self) -> None:
         if self.dtype not in (None, "float32", "bfloat16"):

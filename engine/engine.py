@@ -15,10 +15,10 @@ from engine.adapter_files import AdapterReader, DigestOf
 from engine.adapters import AdapterStore, LoadLimits
 from engine.batch import BatchBuilder
 from engine.config import EngineConfig, ModelConfig
+from engine.deadlines import Deadlines
 from engine.errors import (
     BadGrammar,
     ContextTooLong,
-    DeadlineExceeded,
     EngineError,
     OutOfPages,
     RequestError,
@@ -34,6 +34,7 @@ from engine.sampler import Sampled, Sampler
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence, Step
 from engine.stats import EngineStats
+from engine.waiting import SchedulerLimits
 from engine.weights import Weights
 
 log = logging.getLogger(__name__)
@@ -107,10 +108,18 @@ class Engine:
             adapters=self._store,
             prefixes=self._prefixes,
             page_size=config.page_size,
-            max_running=config.max_running,
-            max_adapters=config.max_adapters,
+            limits=SchedulerLimits(
+                max_running=config.max_running,
+                max_step_tokens=config.max_step_tokens,
+                max_adapters=config.max_adapters,
+                max_skips=config.max_skips,
+                max_wait_s=config.max_wait_s,
+                max_batch_wait_s=config.max_batch_wait_s,
+            ),
+        )
+        self._deadlines = Deadlines(
             max_step_tokens=config.max_step_tokens,
-            max_skips=config.max_skips,
+            count_uncomputed=self._scheduler.count_uncomputed,
         )
         self._builder = BatchBuilder(
             store=self._store,
@@ -162,11 +171,13 @@ class Engine:
         self._check_room(request)
         sequences = Sequence.of(request, self._num_arrivals, self._stop_ids(request))
         self._num_arrivals += len(sequences)
-        self._requests[request.request_id] = list(sequences)
+        self._requests[request.request_id] = live = list(sequences)
+        self._deadlines.add(live)
+        now = self._clock()
         for sequence in sequences:
             self._store.add_user(sequence.digests)
             self._sampler.add(sequence)
-            self._scheduler.add(sequence)
+            self._scheduler.add(sequence, now)
             self._grammars.add(sequence)
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
@@ -189,11 +200,13 @@ class Engine:
         then the tokens of a step come from the next call, while the GPU is busy.
         """
         self._poll()
-        self._note_deadlines()
+        now = self._clock()
+        self._note_deadlines(now)
         if self._flight is not None:
+            self._deadlines.pace.start(now, len(self._flight.step.rows))
             return self._fly(self._flight)
         outputs = self._end_early()
-        step = self._scheduler.schedule()
+        step = self._scheduler.schedule(now)
         for sequence, error in step.failed:
             outputs.append(self._end(sequence, FinishReason.ERROR, error))
         if not step.rows:
@@ -205,6 +218,7 @@ class Engine:
         if runner is not None and all(self._is_plain(sequence) for sequence in sequences):
             self._flight = _Flight(step=step, tokens=runner.start(batch), runner=runner)
             return outputs
+        self._deadlines.pace.start(now, sum(row.num_tokens for row in step.rows))
         logits = self._runner.run(batch)
         sampled = self._sample(logits, sequences)
         self._num_steps += 1
@@ -264,13 +278,10 @@ class Engine:
             error = EngineError(f"internal error: {type(error).__name__}")
         self._ending.setdefault(request_id, (FinishReason.ERROR, error))
 
-    def _note_deadlines(self) -> None:
-        now = self._clock()
-        for request_id, sequences in self._requests.items():
-            deadline = sequences[0].request.deadline
-            if deadline is not None and deadline <= now:
-                error = DeadlineExceeded("the request's deadline has passed", param="deadline")
-                self._ending.setdefault(request_id, (FinishReason.ERROR, error))
+    def _note_deadlines(self, now: float) -> None:
+        self._deadlines.pace.stop(now)
+        for request_id, error in self._deadlines.too_late(now):
+            self._ending.setdefault(request_id, (FinishReason.ERROR, error))
 
     def _end_early(self) -> list[RequestOutput]:
         """End what was cancelled, has failed or is past its deadline."""
@@ -305,7 +316,7 @@ class Engine:
         rows = flight.step.rows
         if (
             self._ending
-            or self._scheduler.can_admit()
+            or self._scheduler.can_admit(self._clock())
             or any(self._must_end(row.sequence) for row in rows)
         ):
             return None
@@ -404,6 +415,7 @@ class Engine:
         siblings.remove(sequence)
         if not siblings:
             del self._requests[sequence.request.request_id]
+            self._deadlines.remove(sequence.request.request_id)
         return output
 
     def _stop_ids(self, request: Request) -> frozenset[int]:

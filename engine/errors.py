@@ -6,6 +6,7 @@
     │   ├── ContextTooLong           context_length_exceeded
     │   ├── BadGrammar               invalid_response_format
     │   └── DeadlineExceeded         deadline_exceeded
+    │       └── DeadlineUnreachable  deadline_exceeded
     ├── AdapterError                 adapter_unavailable
     │   ├── AdapterMismatch          adapter_incompatible
     │   ├── AdapterUnavailable       adapter_unavailable
@@ -65,6 +66,10 @@ class DeadlineExceeded(RequestError):
     """The request's deadline passed before it finished."""
 
     code = "deadline_exceeded"
+
+
+class DeadlineUnreachable(DeadlineExceeded):
+    """The request's deadline is still to come, but what is left to do would end after it."""
 
 
 class AdapterError(EngineError):

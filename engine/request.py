@@ -24,6 +24,13 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+class Priority(enum.StrEnum):
+    """Whose turn it is: batch work gets what interactive requests leave (`engine.scheduler`)."""
+
+    INTERACTIVE = "interactive"
+    BATCH = "batch"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to choose tokens; names and ranges are OpenAI's where it has them.
@@ -93,7 +100,8 @@ class Request:
     adapters     () for the base model; several are applied as the exact weighted sum
     json_schema  the generated text obeys it
     deadline     on the clock given to the engine (time.time by default); past it the request ends
-                 with DeadlineExceeded
+                 with DeadlineExceeded, and as soon as it can no longer be met with
+                 DeadlineUnreachable
     """
 
     request_id: str
@@ -104,6 +112,7 @@ class Request:
     tenant_id: str = ""
     json_schema: str | None = None
     deadline: float | None = None
+    priority: Priority = Priority.INTERACTIVE
 
     def check(self, vocab_size: int) -> None:
         """Raise InvalidPrompt or RequestError naming the first field that is at fault."""

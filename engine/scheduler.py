@@ -1,11 +1,25 @@
 """Who runs in the next step. No torch here.
 
-Iteration-level: each step carries one token of every decoding request and, with what is left of
-the token budget, chunks of prompts. Requests run in order of arrival; a request whose adapter or
-grammar is not ready is passed over and blocks nobody. When pages run out, idle prefixes and
-adapters go first, then the youngest running request is preempted: its pages are released and its
-tokens recomputed later, unless the prefix cache still has them. Source: Orca (OSDI'22) for
-iterations, Sarathi-Serve (arXiv:2403.02310) for chunks.
+Iteration-level: each step carries one token of every decoding sequence and, with what is left of
+the token budget, chunks of prompts. Sequences are ranked: overdue, interactive, batch
+(`engine.waiting`), within each by arrival. Batch work gets what the others leave: of the slots,
+the pages and the budget for prompts. A waiting sequence whose adapter or grammar is not ready is
+passed over and blocks nobody.
+
+Who may be overtaken, and how often:
+
+- where not all fit, a sequence that brings no adapter to the batch may overtake those of its class
+  that bring one, and anybody may overtake one whose adapter lacks room: each is overtaken by
+  `max_skips` others at most, then nobody of its class or of a lower one is admitted before it
+- an interactive sequence that finds no room takes it from running batch work that is not overdue,
+  and an overdue one from whatever arrived after it. So a sequence waits, in all its waits together,
+  `max_wait_s` (`max_batch_wait_s`) at most for others that arrived after it; from then on it waits
+  for its adapter and for what arrived before it, and for nothing else. Of all overdue sequences the
+  first is never preempted, so there is always one that gets on.
+
+When pages run out, what is idle goes first, then the running sequence of the lowest rank is
+preempted: its pages are released and its tokens recomputed later, unless the prefix cache still
+has them. Source: Orca (OSDI'22) for iterations, Sarathi-Serve (arXiv:2403.02310) for chunks.
 """
 
 from __future__ import annotations
@@ -18,7 +32,12 @@ from typing import Protocol
 from engine.errors import OutOfPages
 from engine.memory import PagePool, PageUse
 from engine.prefix_cache import AdapterKey, PageKeys, PrefixCache
+from engine.request import Priority
 from engine.sequence import Row, Sequence, Step
+from engine.waiting import SchedulerLimits, Urgency, WaitingLine, insert_by_rank
+
+# Of the waiting that could run, so many of a class are looked at in one step.
+_WINDOW = 64
 
 
 class Adapters(Protocol):
@@ -27,6 +46,8 @@ class Adapters(Protocol):
     def is_resident(self, digest: str) -> bool: ...
 
     def lacks_room(self, digest: str) -> bool: ...
+
+    def num_pages(self, digest: str) -> int: ...
 
     @property
     def is_loading(self) -> bool: ...
@@ -39,7 +60,7 @@ class Adapters(Protocol):
 
 
 class Scheduler:
-    """Owns the waiting and the running requests and their page tables."""
+    """Owns the waiting and the running sequences and their page tables."""
 
     def __init__(
         self,
@@ -48,53 +69,74 @@ class Scheduler:
         adapters: Adapters,
         prefixes: PrefixCache,
         page_size: int,
-        max_running: int,
-        max_adapters: int | None,
-        max_step_tokens: int,
-        max_skips: int,
+        limits: SchedulerLimits,
     ) -> None:
         self._pool, self._adapters, self._page_size = pool, adapters, page_size
         self._prefixes = prefixes
-        # Every running request must find room for its decode token in the step.
-        self.max_running = min(max_running, max_step_tokens)
-        self._max_adapters = max_adapters
-        self._max_step_tokens, self._max_skips = max_step_tokens, max_skips
-        self._in_use: Counter[str] = Counter()  # digest -> running requests
-        self.waiting: list[Sequence] = []  # in order of arrival
-        self.running: list[Sequence] = []  # likewise
+        self._limits = limits
+        # Every running sequence must find room for its decode token in the step.
+        self.max_running = min(limits.max_running, limits.max_step_tokens)
+        self._in_use: Counter[str] = Counter()  # digest -> running sequences
+        self._line = WaitingLine(limits)
+        self.running: list[Sequence] = []  # the highest rank first
         self.num_preemptions = 0
+        self._now = float("-inf")  # of the newest call that told it
 
-    def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+    @property
+    def waiting(self) -> list[Sequence]:
+        """The most urgent first."""
+        return self._line.sequences
+
+    def add(self, sequence: Sequence, now: float) -> None:
+        self._line.enter(sequence, now)
 
     def remove(self, sequence: Sequence) -> None:
-        """The request has ended: forget it and release what it holds."""
+        """The sequence has ended: forget it and release what it holds."""
         if sequence.is_running:
             self._stop(sequence)
         else:
-            self.waiting.remove(sequence)
+            self._line.leave(sequence, self._now)
 
     def wanted_adapters(self) -> Iterable[str]:
-        """Digests that waiting requests need, the most urgent first."""
+        """Digests that waiting sequences need, the most urgent first."""
         return (digest for sequence in self.waiting for digest in sequence.digests)
 
-    def schedule(self) -> Step:
-        """Decide the next step: take its pages, preempt and admit as needed."""
-        step = Step(budget=self._max_step_tokens)
+    def schedule(self, now: float) -> Step:
+        """Decide the next step: take its pages, preempt and admit as needed.
+
+        now  seconds on any clock that never goes back
+        """
+        self._now = now
+        self._line.promote(now)
+        step = Step(budget=self._limits.max_step_tokens)
         # Decodes first: a prompt's chunk must not delay those who are already answering.
-        for is_decode in (True, False):
-            for sequence in list(self.running):
-                if not sequence.is_running:
-                    continue  # preempted a moment ago
-                if (sequence.num_uncomputed == 1) == is_decode and step.budget:
-                    self._continue(step, sequence)
-        self._admit(step)
+        prefills = []
+        for sequence in list(self.running):
+            if sequence.num_uncomputed != 1:
+                prefills.append(sequence)
+            elif sequence.is_running and step.budget:  # not preempted a moment ago
+                self._continue(step, sequence)
+        is_open = True
+        for urgency in Urgency:
+            own = [sequence for sequence in prefills if sequence.rank[0] == urgency]
+            waiting = self._line.of(urgency) if urgency is Urgency.OVERDUE else []
+            num_before = sum(s.rank < waiting[0].rank for s in own) if waiting else len(own)
+            self._continue_prompts(step, own[:num_before])
+            is_open = is_open and self._admit(step, urgency)
+            self._continue_prompts(step, own[num_before:])
         _group_by_adapter(step)
         return step
 
-    def can_admit(self) -> bool:
-        """Whether a waiting request might get into the next step."""
-        return bool(self.waiting) and len(self.running) < self.max_running
+    def can_admit(self, now: float) -> bool:
+        """Whether a waiting sequence might get into the next step."""
+        self._now = now
+        self._line.promote(now)
+        if not self.waiting:
+            return False
+        if len(self.running) < self.max_running or self._victim(self.waiting[0]):
+            return True
+        is_batch_running = self.running[-1].rank[0] is Urgency.BATCH
+        return is_batch_running and any(_is_interactive(s) for s in self.waiting)
 
     def look_ahead(self, rows: list[Row]) -> list[tuple[int, int, int]] | None:
         """Take the pages that decoding rows need for the step after the one that runs now.
@@ -129,52 +171,230 @@ class Scheduler:
             for index in range(first, end):
                 self._prefixes.add(keys[index], sequence.page_table[index])
 
+    def count_uncomputed(self, sequence: Sequence) -> int:
+        """Tokens that it would have to compute if it ran now, at the least."""
+        if sequence.is_running:
+            return sequence.num_uncomputed
+        pages = self._find_pages(sequence)
+        self._prefixes.release(pages)
+        return sequence.num_tokens - len(pages) * self._page_size
+
     def check_integrity(self) -> None:
         """Raise AssertionError unless page tables, pins and orders agree."""
-        for sequences in (self.waiting, self.running):
-            arrivals = [sequence.arrival for sequence in sequences]
-            assert arrivals == sorted(set(arrivals)), "requests out of order"
-        for sequence in self.waiting:
-            assert not sequence.page_table and sequence.num_computed == 0
+        self._line.check_integrity(self._now)
+        ranks = [sequence.rank for sequence in self.running]
+        assert ranks == sorted(set(ranks)), "sequences out of order"
         for sequence in self.running:
+            assert sequence.is_running
             capacity = len(sequence.page_table) * self._page_size
             assert sequence.num_computed <= capacity, "KV without a page"
             assert capacity - self._page_size < sequence.num_tokens, "a page too many"
             assert all(self._adapters.is_resident(digest) for digest in sequence.digests)
         assert self._in_use == Counter(d for s in self.running for d in s.digests)
+        if self._limits.max_adapters is not None:
+            assert len(self._in_use) <= self._limits.max_adapters
+
+    # Those who run
+
+    def _continue_prompts(self, step: Step, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            if sequence.is_running and step.budget:
+                self._continue(step, sequence)
 
     def _continue(self, step: Step, sequence: Sequence) -> None:
         num_tokens = min(sequence.num_uncomputed, step.budget)
         if self._make_room(step, sequence, num_tokens):
             self._run(step, sequence, num_tokens)
 
-    def _admit(self, step: Step) -> None:
-        for sequence in list(self.waiting):
-            if not step.budget or len(self.running) >= self.max_running:
-                return
-            if sequence.is_waiting_for_grammar or _is_prompt_under_way(sequence):
+    def _run(self, step: Step, sequence: Sequence, num_tokens: int) -> None:
+        """Put the row into the step; its pages can be taken."""
+        num_new = self._pages_for(sequence.num_computed + num_tokens) - len(sequence.page_table)
+        if num_new > 0:
+            sequence.page_table.extend(self._pool.take(num_new, PageUse.KV))
+        step.rows.append(Row(sequence, num_tokens))
+        step.budget -= num_tokens
+
+    def _make_room(self, step: Step, sequence: Sequence, num_tokens: int) -> bool:
+        """Free the pages that `num_tokens` more need; False when `sequence` must sit out."""
+        num_new = self._pages_for(sequence.num_computed + num_tokens) - len(sequence.page_table)
+        while not self._pool.can_take(num_new):
+            if self._is_free(num_new, sequence):
+                break
+            victim = self.running[-1]
+            if victim is sequence and len(self.running) == 1:
+                if self._is_free_at_last(num_new, sequence):
+                    break
+                if not self._adapters.is_loading:
+                    step.failed.append((sequence, _too_small(self._pool, num_new)))
+                return False
+            self._preempt(step, victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, step: Step, victim: Sequence) -> None:
+        for row in step.rows:
+            if row.sequence is victim:
+                step.rows.remove(row)
+                step.budget += row.num_tokens
+                break
+        self._stop(victim)
+        self._line.enter(victim, self._now)
+        self.num_preemptions += 1
+
+    def _stop(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        sequence.is_running = False
+        self._prefixes.release(sequence.page_table)
+        sequence.page_table = array("i")
+        sequence.num_computed = 0
+        for digest in sequence.digests:
+            self._adapters.unpin(digest)
+            self._in_use[digest] -= 1
+            if not self._in_use[digest]:
+                del self._in_use[digest]
+
+    # Those who wait
+
+    def _admit(self, step: Step, urgency: Urgency) -> bool:
+        """Admit waiting sequences of one urgency; False when nobody may be admitted after them."""
+        window = self._candidates(urgency)
+        passed: list[Sequence] = []  # for lack of room for their adapters
+        while window:
+            if urgency is not Urgency.OVERDUE and any(map(self._is_spent, passed)):
+                return False
+            chosen = self._choose(window)
+            sequence = window[chosen]
+            if not self._claim_slot(step, sequence) or not step.budget:
+                return False
+            if not self._claim_adapters(step, sequence):
+                if urgency is Urgency.OVERDUE:
+                    return False
+                passed.append(window.pop(chosen))
                 continue
-            missing = [d for d in sequence.digests if not self._adapters.is_resident(d)]
-            lacks_room = any(self._adapters.lacks_room(d) for d in missing)
-            if lacks_room or self._has_too_many_adapters(sequence):
-                sequence.num_skips += 1
-                if sequence.num_skips > self._max_skips:
-                    return  # nobody overtakes it any more, so room will come free
-                continue
-            if missing:
-                continue
-            cached = self._find_pages(sequence)
-            # Room for the whole prompt, not just the chunk: else it would soon be preempted.
-            num_pages = self._pages_for(sequence.num_tokens) - len(cached)
-            self._adapters.evict_idle(num_pages, keep=sequence.digests)
-            if not self._pool.can_take(num_pages):
-                self._prefixes.release(cached)
-                if self.running or self._adapters.is_loading:
-                    return
-                step.failed.append((sequence, _too_small(self._pool, num_pages)))
-                continue
-            self._start(sequence, cached)
-            self._run(step, sequence, min(sequence.num_uncomputed, step.budget))
+            if not self._claim_pages(step, sequence):
+                if step.failed and step.failed[-1][0] is sequence:
+                    del window[chosen]
+                    continue
+                return False
+            for overtaken in (*passed, *window[:chosen]):
+                overtaken.num_skips += 1
+            del window[chosen]
+            if len(sequence.siblings) > 1:
+                window = [s for s in window if not _is_prompt_under_way(s)]
+        return not passed  # else lower classes would take what it waits for
+
+    def _candidates(self, urgency: Urgency) -> list[Sequence]:
+        """The waiting of this urgency who lack nothing but room, the first of them."""
+        waiting = self._line.of(urgency)
+        if not waiting:
+            return []
+        if len(self.running) >= self.max_running and self._victim(waiting[0]) is None:
+            return []
+        window: list[Sequence] = []
+        for sequence in waiting:
+            if self._lacks_room_alone(sequence):
+                window.append(sequence)
+                if len(window) == _WINDOW:
+                    break
+        return window
+
+    def _lacks_room_alone(self, sequence: Sequence) -> bool:
+        if sequence.is_waiting_for_grammar or _is_prompt_under_way(sequence):
+            return False
+        adapters = self._adapters
+        return all(adapters.is_resident(d) or adapters.lacks_room(d) for d in sequence.digests)
+
+    def _choose(self, window: list[Sequence]) -> int:
+        """Who is next: the first, unless one that brings no adapter may overtake it."""
+        if window[0].rank[0] is Urgency.OVERDUE:
+            return 0
+        if len(window) <= self.max_running - len(self.running):
+            return 0
+        for i, sequence in enumerate(window):
+            if all(digest in self._in_use for digest in sequence.digests):
+                return i
+            if self._is_spent(sequence):
+                break
+        return 0
+
+    def _is_spent(self, sequence: Sequence) -> bool:
+        return sequence.num_skips >= self._limits.max_skips
+
+    def _victim(self, sequence: Sequence) -> Sequence | None:
+        """Who has to make room for a waiting sequence that finds none."""
+        if not self.running:
+            return None
+        if self.running[-1].rank[0] is Urgency.BATCH and _is_interactive(sequence):
+            return self.running[-1]
+        if sequence.rank[0] is Urgency.OVERDUE:
+            return next((s for s in reversed(self.running) if s.arrival > sequence.arrival), None)
+        return None
+
+    def _preempt_for(self, step: Step, sequence: Sequence) -> bool:
+        """Preempt one that has to make room for `sequence`; False when there is none."""
+        victim = self._victim(sequence)
+        if victim is not None:
+            self._preempt(step, victim)
+        return victim is not None
+
+    def _claim_slot(self, step: Step, sequence: Sequence) -> bool:
+        return len(self.running) < self.max_running or self._preempt_for(step, sequence)
+
+    def _claim_adapters(self, step: Step, sequence: Sequence) -> bool:
+        """Whether the sequence's adapters are there and may be used beside those in use.
+
+        Where pages for them are missing, makes room for `AdapterStore.poll` to take.
+        """
+        missing = [d for d in sequence.digests if not self._adapters.is_resident(d)]
+        num_pages = sum(self._adapters.num_pages(digest) for digest in missing)
+        while self._has_too_many_adapters(sequence) or missing:
+            if self._victim(sequence) is None:
+                return False
+            if not self._has_too_many_adapters(sequence) and self._is_free(num_pages, sequence):
+                return False  # until they have been copied
+            self._preempt_for(step, sequence)
+        return True
+
+    def _claim_pages(self, step: Step, sequence: Sequence) -> bool:
+        """Start the sequence if there are pages for it, and put its first chunk into the step."""
+        pages = self._find_pages(sequence)
+        # Room for the whole prompt, not just the chunk: else it would soon be preempted.
+        num_new = self._pages_for(sequence.num_tokens) - len(pages)
+        while not self._is_free(num_new, sequence):
+            if not self._preempt_for(step, sequence):
+                if not self.running and self._is_free_at_last(num_new, sequence):
+                    break
+                self._prefixes.release(pages)
+                if not self.running and not self._adapters.is_loading:
+                    step.failed.append((sequence, _too_small(self._pool, num_new)))
+                return False
+        self._start(sequence, pages)
+        self._run(step, sequence, min(sequence.num_uncomputed, step.budget))
+        return True
+
+    def _is_free(self, num_pages: int, sequence: Sequence) -> bool:
+        """Whether so many pages can be taken, after evicting what is idle.
+
+        Its own adapters stay, and those that an overdue sequence before it has waited for.
+        """
+        if not self._pool.can_take(num_pages):
+            keep = set(sequence.digests)
+            if self.waiting and self.waiting[0].rank < sequence.rank:
+                keep.update(self.waiting[0].digests)
+            self._adapters.evict_idle(num_pages, keep=keep)
+        return self._pool.can_take(num_pages)
+
+    def _is_free_at_last(self, num_pages: int, sequence: Sequence) -> bool:
+        """The same for the only one that can run: nobody else's adapters stay."""
+        self._adapters.evict_idle(num_pages, keep=sequence.digests)
+        return self._pool.can_take(num_pages)
+
+    def _has_too_many_adapters(self, sequence: Sequence) -> bool:
+        if self._limits.max_adapters is None:
+            return False
+        new = sum(digest not in self._in_use for digest in sequence.digests)
+        return new > 0 and len(self._in_use) + new > self._limits.max_adapters
 
     def _find_pages(self, sequence: Sequence) -> list[int]:
         """The sequence's first pages, as far as somebody has computed them; now shared with it.
@@ -194,20 +414,6 @@ class Scheduler:
                 self._pool.share(pages)
         return pages
 
-    def _run(self, step: Step, sequence: Sequence, num_tokens: int) -> None:
-        """Put the row into the step; its pages can be taken."""
-        num_new = self._pages_for(sequence.num_computed + num_tokens) - len(sequence.page_table)
-        if num_new > 0:
-            sequence.page_table.extend(self._pool.take(num_new, PageUse.KV))
-        step.rows.append(Row(sequence, num_tokens))
-        step.budget -= num_tokens
-
-    def _has_too_many_adapters(self, sequence: Sequence) -> bool:
-        if self._max_adapters is None:
-            return False
-        new = sum(digest not in self._in_use for digest in sequence.digests)
-        return new > 0 and len(self._in_use) + new > self._max_adapters
-
     def _keys(self, sequence: Sequence, num_pages: int) -> list[bytes]:
         """What the sequence's first pages, which are full, are known by."""
         if sequence.page_keys is None:
@@ -215,12 +421,12 @@ class Scheduler:
             sequence.page_keys = PageKeys(tenant_id, sequence.adapter_key, self._page_size)
         return sequence.page_keys.first(num_pages, sequence.token_ids)
 
-    def _start(self, sequence: Sequence, cached: list[int]) -> None:
-        self.waiting.remove(sequence)
-        _insert_by_arrival(self.running, sequence)
+    def _start(self, sequence: Sequence, pages: list[int]) -> None:
+        self._line.leave(sequence, self._now)
+        insert_by_rank(self.running, sequence)
         sequence.is_running = True
-        sequence.page_table = array("i", cached)
-        sequence.num_computed = len(cached) * self._page_size
+        sequence.page_table = array("i", pages)
+        sequence.num_computed = len(pages) * self._page_size
         if sequence.num_cached is None:  # else it returns, and finds pages of its own
             for sibling in sequence.siblings:
                 sibling.num_cached = sequence.num_computed
@@ -228,60 +434,18 @@ class Scheduler:
             self._adapters.pin(digest)
             self._in_use[digest] += 1
 
-    def _stop(self, sequence: Sequence) -> None:
-        self.running.remove(sequence)
-        sequence.is_running = False
-        self._prefixes.release(sequence.page_table)
-        sequence.page_table = array("i")
-        sequence.num_computed = 0
-        for digest in sequence.digests:
-            self._adapters.unpin(digest)
-            self._in_use[digest] -= 1
-            if not self._in_use[digest]:
-                del self._in_use[digest]
-
-    def _make_room(self, step: Step, sequence: Sequence, num_tokens: int) -> bool:
-        """Free the pages that `num_tokens` more need; False when `sequence` must sit out."""
-        num_new = self._pages_for(sequence.num_computed + num_tokens) - len(sequence.page_table)
-        while not self._pool.can_take(num_new):
-            self._adapters.evict_idle(num_new, keep=())
-            if self._pool.can_take(num_new):
-                break
-            victim = self.running[-1]
-            if victim is sequence and len(self.running) == 1:
-                if not self._adapters.is_loading:
-                    step.failed.append((sequence, _too_small(self._pool, num_new)))
-                return False
-            self._preempt(step, victim)
-            if victim is sequence:
-                return False
-        return True
-
-    def _preempt(self, step: Step, victim: Sequence) -> None:
-        for row in step.rows:
-            if row.sequence is victim:
-                step.rows.remove(row)
-                step.budget += row.num_tokens
-                break
-        self._stop(victim)
-        _insert_by_arrival(self.waiting, victim)
-        self.num_preemptions += 1
-
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._page_size)
+
+
+def _is_interactive(sequence: Sequence) -> bool:
+    return sequence.request.priority is Priority.INTERACTIVE
 
 
 def _is_prompt_under_way(sequence: Sequence) -> bool:
     """Whether a sibling is computing the prompt, which it will then share."""
     running = [s for s in sequence.siblings if s.is_running]
     return bool(running) and not any(s.has_prompt for s in running)
-
-
-def _insert_by_arrival(sequences: list[Sequence], sequence: Sequence) -> None:
-    position = len(sequences)
-    while position and sequences[position - 1].arrival > sequence.arrival:
-        position -= 1
-    sequences.insert(position, sequence)
 
 
 def _group_by_adapter(step: Step) -> None:

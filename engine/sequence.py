@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from dataclasses import dataclass, field
 
@@ -23,6 +24,7 @@ class Sequence:
     num_cached    tokens of the prompt that were found in the prefix cache by the first of the
                   siblings to start; None: none has
     stop_ids      tokens that end it
+    num_skips     how often it was overtaken by a sequence of its class
     """
 
     __slots__ = (
@@ -37,8 +39,11 @@ class Sequence:
         "num_computed",
         "num_prompt",
         "num_skips",
+        "overdue_at",
         "page_keys",
         "page_table",
+        "patience",
+        "rank",
         "request",
         "siblings",
         "stop_ids",
@@ -69,6 +74,10 @@ class Sequence:
         self.has_ended = False
         self.is_waiting_for_grammar = False
         self.num_skips = 0
+        # The waiting line's: who goes first, and how long it may wait for those that came later.
+        self.rank: tuple[int, int] = (0, arrival)
+        self.patience: float | None = None
+        self.overdue_at = math.inf
 
     @classmethod
     def of(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
-from engine import AdapterPart, OutOfPages, Request, SamplingParams
+from engine import AdapterPart, OutOfPages, Priority, Request, SamplingParams
 from engine.memory import PagePool, PageUse
 from engine.prefix_cache import PrefixCache
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence, Step
+from engine.waiting import SchedulerLimits
 
 
 class Residents:
@@ -27,6 +28,9 @@ class Residents:
     def lacks_room(self, digest: str) -> bool:
         return digest in self.without_room
 
+    def num_pages(self, digest: str) -> int:
+        return 1
+
     def pin(self, digest: str) -> None:
         self.pins[digest] += 1
 
@@ -38,6 +42,19 @@ class Residents:
             if not self.pool.can_take(num_pages) and not self.pins[digest] and digest not in keep:
                 self.pool.release(self.pages.pop(digest))
 
+    def poll(self, wanted: Iterable[str]) -> None:
+        """Load what is wanted and missing, in no time, where there is room."""
+        earlier: set[str] = set()
+        for digest in wanted:
+            earlier.add(digest)
+            if digest not in self.pages:
+                self.evict_idle(1, keep=earlier)
+                self.without_room.add(digest)
+                if self.pool.can_take(1):
+                    self.without_room.discard(digest)
+                    self.pages[digest] = self.pool.take(1, PageUse.ADAPTER)
+                    self.pins[digest] = 0
+
 
 def scheduler(
     num_pages: int = 100,
@@ -45,6 +62,7 @@ def scheduler(
     max_step_tokens: int = 64,
     max_running: int = 8,
     max_adapters: int | None = None,
+    **limits: float,
 ) -> Scheduler:
     pool = PagePool(num_pages)
     # The requests here have the same tokens and are to be computed all the same.
@@ -53,28 +71,40 @@ def scheduler(
         prefixes=PrefixCache(pool, is_enabled=False),
         adapters=Residents(pool, *digests),
         page_size=16,
-        max_running=max_running,
-        max_adapters=max_adapters,
-        max_step_tokens=max_step_tokens,
-        max_skips=3,
+        limits=SchedulerLimits(
+            max_running=max_running,
+            max_adapters=max_adapters,
+            max_step_tokens=max_step_tokens,
+            max_skips=3,
+            **limits,
+        ),
     )
 
 
-def add(machine: Scheduler, arrival: int, length: int, adapter: str | None = None) -> Sequence:
+def add(
+    machine: Scheduler,
+    arrival: int,
+    length: int,
+    adapter: str | None = None,
+    *,
+    priority: Priority = Priority.INTERACTIVE,
+    now: float = 0.0,
+) -> Sequence:
     request = Request(
         request_id=str(arrival),
         token_ids=[1] * length,
         sampling=SamplingParams(),
         adapters=(AdapterPart(digest=adapter),) if adapter else (),
+        priority=priority,
     )
     sequence = Sequence(request, arrival)
-    machine.add(sequence)
+    machine.add(sequence, now)
     return sequence
 
 
-def play(machine: Scheduler) -> Step:
+def play(machine: Scheduler, now: float = 0.0) -> Step:
     """Schedule, and commit as if the model had run."""
-    step = machine.schedule()
+    step = machine.schedule(now)
     machine.check_integrity()
     for row in step.rows:
         samples = row.samples
@@ -166,7 +196,7 @@ def test_a_request_too_large_for_the_pool_fails_alone() -> None:
     machine = scheduler(2)
     add(machine, 0, 33)
     add(machine, 1, 5)
-    step = machine.schedule()
+    step = machine.schedule(0.0)
     assert [(s.arrival, type(error)) for s, error in step.failed] == [(0, OutOfPages)]
     assert rows(step) == [(1, 5)]
 
@@ -176,7 +206,7 @@ def test_it_waits_while_an_adapter_is_being_copied() -> None:
     assert isinstance(machine._adapters, Residents)
     machine._adapters.is_loading = True
     add(machine, 0, 33)
-    step = machine.schedule()
+    step = machine.schedule(0.0)
     assert not step.rows and not step.failed
 
 
