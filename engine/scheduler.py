@@ -24,14 +24,14 @@ has them. Source: Orca (OSDI'22) for iterations, Sarathi-Serve (arXiv:2403.02310
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import Protocol
 
 from engine.errors import OutOfPages
 from engine.memory import PagePool, PageUse
-from engine.prefix_cache import AdapterKey, PageKeys, PrefixCache
+from engine.page_tables import PageTables
+from engine.prefix_cache import AdapterKey, PrefixCache
 from engine.request import Priority
 from engine.sequence import Row, Sequence, Step
 from engine.waiting import SchedulerLimits, Urgency, WaitingLine, insert_by_rank
@@ -56,7 +56,9 @@ class Adapters(Protocol):
 
     def unpin(self, digest: str) -> None: ...
 
-    def evict_idle(self, num_pages: int, keep: Collection[str]) -> None: ...
+    def evict_idle(
+        self, num_pages: int, keep: Collection[str], use: PageUse = PageUse.KV
+    ) -> None: ...
 
 
 class Scheduler:
@@ -72,7 +74,7 @@ class Scheduler:
         limits: SchedulerLimits,
     ) -> None:
         self._pool, self._adapters, self._page_size = pool, adapters, page_size
-        self._prefixes = prefixes
+        self._tables = PageTables(pool, prefixes, page_size)
         self._limits = limits
         # Every running sequence must find room for its decode token in the step.
         self.max_running = min(limits.max_running, limits.max_step_tokens)
@@ -139,44 +141,19 @@ class Scheduler:
         return is_batch_running and any(_is_interactive(s) for s in self.waiting)
 
     def look_ahead(self, rows: list[Row]) -> list[tuple[int, int, int]] | None:
-        """Take the pages that decoding rows need for the step after the one that runs now.
-
-        Returns (row, index in its page table, page) of each new page; None, with nothing taken,
-        when they are neither free nor idle in the prefix cache.
-        """
-        short = [
-            (i, row.sequence)
-            for i, row in enumerate(rows)
-            if self._pages_for(row.sequence.num_computed + 2) > len(row.sequence.page_table)
-        ]
-        self._prefixes.evict(len(short))
-        if not self._pool.can_take(len(short)):
-            return None
-        pages = self._pool.take(len(short), PageUse.KV)
-        for (_, sequence), page in zip(short, pages, strict=True):
-            sequence.page_table.append(page)
-        return [
-            (i, len(sequence.page_table) - 1, page)
-            for (i, sequence), page in zip(short, pages, strict=True)
-        ]
+        """See `PageTables.look_ahead`."""
+        return self._tables.look_ahead(rows)
 
     def commit(self, row: Row) -> None:
         """The step has run: the row's tokens are in the pages, and full pages can be shared."""
-        sequence = row.sequence
-        first = sequence.num_computed // self._page_size
-        sequence.num_computed += row.num_tokens
-        end = sequence.num_computed // self._page_size
-        if end > first:
-            keys = self._keys(sequence, end)
-            for index in range(first, end):
-                self._prefixes.add(keys[index], sequence.page_table[index])
+        self._tables.commit(row)
 
     def count_uncomputed(self, sequence: Sequence) -> int:
         """Tokens that it would have to compute if it ran now, at the least."""
         if sequence.is_running:
             return sequence.num_uncomputed
-        pages = self._find_pages(sequence)
-        self._prefixes.release(pages)
+        pages = self._tables.find(sequence)
+        self._tables.give_back(pages)
         return sequence.num_tokens - len(pages) * self._page_size
 
     def check_integrity(self) -> None:
@@ -186,9 +163,7 @@ class Scheduler:
         assert ranks == sorted(set(ranks)), "sequences out of order"
         for sequence in self.running:
             assert sequence.is_running
-            capacity = len(sequence.page_table) * self._page_size
-            assert sequence.num_computed <= capacity, "KV without a page"
-            assert capacity - self._page_size < sequence.num_tokens, "a page too many"
+            self._tables.check_integrity(sequence)
             assert all(self._adapters.is_resident(digest) for digest in sequence.digests)
         assert self._in_use == Counter(d for s in self.running for d in s.digests)
         if self._limits.max_adapters is not None:
@@ -208,15 +183,15 @@ class Scheduler:
 
     def _run(self, step: Step, sequence: Sequence, num_tokens: int) -> None:
         """Put the row into the step; its pages can be taken."""
-        num_new = self._pages_for(sequence.num_computed + num_tokens) - len(sequence.page_table)
-        if num_new > 0:
-            sequence.page_table.extend(self._pool.take(num_new, PageUse.KV))
+        self._tables.extend(sequence, num_tokens)
         step.rows.append(Row(sequence, num_tokens))
         step.budget -= num_tokens
 
     def _make_room(self, step: Step, sequence: Sequence, num_tokens: int) -> bool:
         """Free the pages that `num_tokens` more need; False when `sequence` must sit out."""
-        num_new = self._pages_for(sequence.num_computed + num_tokens) - len(sequence.page_table)
+        num_new = self._tables.count_for(sequence.num_computed + num_tokens) - len(
+            sequence.page_table
+        )
         while not self._pool.can_take(num_new):
             if self._is_free(num_new, sequence):
                 break
@@ -245,9 +220,7 @@ class Scheduler:
     def _stop(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         sequence.is_running = False
-        self._prefixes.release(sequence.page_table)
-        sequence.page_table = array("i")
-        sequence.num_computed = 0
+        self._tables.clear(sequence)
         for digest in sequence.digests:
             self._adapters.unpin(digest)
             self._in_use[digest] -= 1
@@ -351,21 +324,23 @@ class Scheduler:
         while self._has_too_many_adapters(sequence) or missing:
             if self._victim(sequence) is None:
                 return False
-            if not self._has_too_many_adapters(sequence) and self._is_free(num_pages, sequence):
+            if not self._has_too_many_adapters(sequence) and self._is_free(
+                num_pages, sequence, PageUse.ADAPTER
+            ):
                 return False  # until they have been copied
             self._preempt_for(step, sequence)
         return True
 
     def _claim_pages(self, step: Step, sequence: Sequence) -> bool:
         """Start the sequence if there are pages for it, and put its first chunk into the step."""
-        pages = self._find_pages(sequence)
+        pages = self._tables.find(sequence)
         # Room for the whole prompt, not just the chunk: else it would soon be preempted.
-        num_new = self._pages_for(sequence.num_tokens) - len(pages)
+        num_new = self._tables.count_for(sequence.num_tokens) - len(pages)
         while not self._is_free(num_new, sequence):
             if not self._preempt_for(step, sequence):
                 if not self.running and self._is_free_at_last(num_new, sequence):
                     break
-                self._prefixes.release(pages)
+                self._tables.give_back(pages)
                 if not self.running and not self._adapters.is_loading:
                     step.failed.append((sequence, _too_small(self._pool, num_new)))
                 return False
@@ -373,17 +348,17 @@ class Scheduler:
         self._run(step, sequence, min(sequence.num_uncomputed, step.budget))
         return True
 
-    def _is_free(self, num_pages: int, sequence: Sequence) -> bool:
+    def _is_free(self, num_pages: int, sequence: Sequence, use: PageUse = PageUse.KV) -> bool:
         """Whether so many pages can be taken, after evicting what is idle.
 
         Its own adapters stay, and those that an overdue sequence before it has waited for.
         """
-        if not self._pool.can_take(num_pages):
+        if not self._pool.can_take(num_pages, use):
             keep = set(sequence.digests)
             if self.waiting and self.waiting[0].rank < sequence.rank:
                 keep.update(self.waiting[0].digests)
-            self._adapters.evict_idle(num_pages, keep=keep)
-        return self._pool.can_take(num_pages)
+            self._adapters.evict_idle(num_pages, keep=keep, use=use)
+        return self._pool.can_take(num_pages, use)
 
     def _is_free_at_last(self, num_pages: int, sequence: Sequence) -> bool:
         """The same for the only one that can run: nobody else's adapters stay."""
@@ -396,46 +371,14 @@ class Scheduler:
         new = sum(digest not in self._in_use for digest in sequence.digests)
         return new > 0 and len(self._in_use) + new > self._limits.max_adapters
 
-    def _find_pages(self, sequence: Sequence) -> list[int]:
-        """The sequence's first pages, as far as somebody has computed them; now shared with it.
-
-        A sibling has the prompt's full pages even where nothing is kept for strangers; what is in
-        the prompt's last page besides is computed again, a page at most.
-        """
-        # One token at least is computed: what follows is sampled from it.
-        num_full = (sequence.num_tokens - 1) // self._page_size
-        pages = self._prefixes.take(self._keys(sequence, num_full))
-        num_common = min(num_full, sequence.num_prompt // self._page_size)
-        if len(pages) < num_common:
-            owner = next((s for s in sequence.siblings if s.has_prompt), None)
-            if owner is not None:
-                self._prefixes.release(pages)
-                pages = owner.page_table[:num_common].tolist()
-                self._pool.share(pages)
-        return pages
-
-    def _keys(self, sequence: Sequence, num_pages: int) -> list[bytes]:
-        """What the sequence's first pages, which are full, are known by."""
-        if sequence.page_keys is None:
-            tenant_id = sequence.request.tenant_id
-            sequence.page_keys = PageKeys(tenant_id, sequence.adapter_key, self._page_size)
-        return sequence.page_keys.first(num_pages, sequence.token_ids)
-
     def _start(self, sequence: Sequence, pages: list[int]) -> None:
         self._line.leave(sequence, self._now)
         insert_by_rank(self.running, sequence)
         sequence.is_running = True
-        sequence.page_table = array("i", pages)
-        sequence.num_computed = len(pages) * self._page_size
-        if sequence.num_cached is None:  # else it returns, and finds pages of its own
-            for sibling in sequence.siblings:
-                sibling.num_cached = sequence.num_computed
+        self._tables.start(sequence, pages)
         for digest in sequence.digests:
             self._adapters.pin(digest)
             self._in_use[digest] += 1
-
-    def _pages_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._page_size)
 
 
 def _is_interactive(sequence: Sequence) -> bool:

@@ -37,7 +37,7 @@ class Residents:
     def unpin(self, digest: str) -> None:
         self.pins[digest] -= 1
 
-    def evict_idle(self, num_pages: int, keep: Collection[str]) -> None:
+    def evict_idle(self, num_pages: int, keep: Collection[str], use: PageUse = PageUse.KV) -> None:
         for digest in list(self.pages):
             if not self.pool.can_take(num_pages) and not self.pins[digest] and digest not in keep:
                 self.pool.release(self.pages.pop(digest))

@@ -1,0 +1,111 @@
+"""PageTables: which pages hold a sequence's KV. No torch here."""
+
+from __future__ import annotations
+
+from array import array
+
+from engine.memory import PagePool, PageUse
+from engine.prefix_cache import PageKeys, PrefixCache
+from engine.sequence import Row, Sequence
+
+
+class PageTables:
+    """Fills and empties the page tables of sequences; what is full goes to the prefix cache.
+
+    page_size  tokens per page
+    """
+
+    def __init__(self, pool: PagePool, prefixes: PrefixCache, page_size: int) -> None:
+        self._pool, self._prefixes, self._page_size = pool, prefixes, page_size
+
+    def count_for(self, num_tokens: int) -> int:
+        """Pages of so many tokens."""
+        return -(-num_tokens // self._page_size)
+
+    def find(self, sequence: Sequence) -> list[int]:
+        """The sequence's first pages, as far as somebody has computed them; now shared with it.
+
+        A sibling has the prompt's full pages even where nothing is kept for strangers; what is in
+        the prompt's last page besides is computed again, a page at most.
+        """
+        # One token at least is computed: what follows is sampled from it.
+        num_full = (sequence.num_tokens - 1) // self._page_size
+        pages = self._prefixes.take(self._keys(sequence, num_full))
+        num_common = min(num_full, sequence.num_prompt // self._page_size)
+        if len(pages) < num_common:
+            owner = next((s for s in sequence.siblings if s.has_prompt), None)
+            if owner is not None:
+                self._prefixes.release(pages)
+                pages = owner.page_table[:num_common].tolist()
+                self._pool.share(pages)
+        return pages
+
+    def give_back(self, pages: list[int]) -> None:
+        """Undo `find`."""
+        self._prefixes.release(pages)
+
+    def start(self, sequence: Sequence, pages: list[int]) -> None:
+        """The sequence begins behind the pages that were found for it."""
+        sequence.page_table = array("i", pages)
+        sequence.num_computed = len(pages) * self._page_size
+        if sequence.num_cached is None:  # else it returns, and finds pages of its own
+            for sibling in sequence.siblings:
+                sibling.num_cached = sequence.num_computed
+
+    def extend(self, sequence: Sequence, num_tokens: int) -> None:
+        """Take the pages that its next `num_tokens` tokens need."""
+        num_new = self.count_for(sequence.num_computed + num_tokens) - len(sequence.page_table)
+        if num_new > 0:
+            sequence.page_table.extend(self._pool.take(num_new, PageUse.KV))
+
+    def clear(self, sequence: Sequence) -> None:
+        """The sequence runs no longer."""
+        self._prefixes.release(sequence.page_table)
+        sequence.page_table = array("i")
+        sequence.num_computed = 0
+
+    def commit(self, row: Row) -> None:
+        """The row's tokens are in the pages, and full pages can be shared."""
+        sequence = row.sequence
+        first = sequence.num_computed // self._page_size
+        sequence.num_computed += row.num_tokens
+        end = sequence.num_computed // self._page_size
+        if end > first:
+            keys = self._keys(sequence, end)
+            for index in range(first, end):
+                self._prefixes.add(keys[index], sequence.page_table[index])
+
+    def look_ahead(self, rows: list[Row]) -> list[tuple[int, int, int]] | None:
+        """Take the pages that decoding rows need for the step after the one that runs now.
+
+        Returns (row, index in its page table, page) of each new page; None, with nothing taken,
+        when they are neither free nor idle in the prefix cache.
+        """
+        short = [
+            (i, row.sequence)
+            for i, row in enumerate(rows)
+            if self.count_for(row.sequence.num_computed + 2) > len(row.sequence.page_table)
+        ]
+        self._prefixes.evict(len(short))
+        if not self._pool.can_take(len(short)):
+            return None
+        pages = self._pool.take(len(short), PageUse.KV)
+        for (_, sequence), page in zip(short, pages, strict=True):
+            sequence.page_table.append(page)
+        return [
+            (i, len(sequence.page_table) - 1, page)
+            for (i, sequence), page in zip(short, pages, strict=True)
+        ]
+
+    def check_integrity(self, sequence: Sequence) -> None:
+        """Raise AssertionError unless a running sequence's table fits its tokens."""
+        capacity = len(sequence.page_table) * self._page_size
+        assert sequence.num_computed <= capacity, "KV without a page"
+        assert capacity - self._page_size < sequence.num_tokens, "a page too many"
+
+    def _keys(self, sequence: Sequence, num_pages: int) -> list[bytes]:
+        """What the sequence's first pages, which are full, are known by."""
+        if sequence.page_keys is None:
+            tenant_id = sequence.request.tenant_id
+            sequence.page_keys = PageKeys(tenant_id, sequence.adapter_key, self._page_size)
+        return sequence.page_keys.first(num_pages, sequence.token_ids)
