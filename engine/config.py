@@ -9,6 +9,7 @@ from pathlib import Path
 from engine.errors import UnsupportedModel
 from engine.eviction import ReloadCosts
 from engine.model_config import ModelConfig
+from engine.waiting import SchedulerLimits
 from kernels import PageLayout
 
 __all__ = ["EngineConfig", "ModelConfig"]
@@ -84,6 +85,17 @@ class EngineConfig:
         for name in ("host_cache_bytes", "min_kv_bytes", "min_adapter_bytes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
+
+    @property
+    def scheduler_limits(self) -> SchedulerLimits:
+        return SchedulerLimits(
+            max_running=self.max_running,
+            max_step_tokens=self.max_step_tokens,
+            max_adapters=self.max_adapters,
+            max_skips=self.max_skips,
+            max_wait_s=self.max_wait_s,
+            max_batch_wait_s=self.max_batch_wait_s,
+        )
 
     @property
     def is_cpu(self) -> bool:

@@ -34,7 +34,6 @@ from engine.sampler import Sampled, Sampler
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence, Step
 from engine.stats import EngineStats
-from engine.waiting import SchedulerLimits
 from engine.weights import Weights
 
 log = logging.getLogger(__name__)
@@ -108,14 +107,7 @@ class Engine:
             adapters=self._store,
             prefixes=self._prefixes,
             page_size=config.page_size,
-            limits=SchedulerLimits(
-                max_running=config.max_running,
-                max_step_tokens=config.max_step_tokens,
-                max_adapters=config.max_adapters,
-                max_skips=config.max_skips,
-                max_wait_s=config.max_wait_s,
-                max_batch_wait_s=config.max_batch_wait_s,
-            ),
+            limits=config.scheduler_limits,
         )
         self._deadlines = Deadlines(
             max_step_tokens=config.max_step_tokens,

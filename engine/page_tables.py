@@ -22,6 +22,10 @@ class PageTables:
         """Pages of so many tokens."""
         return -(-num_tokens // self._page_size)
 
+    def count_missing(self, sequence: Sequence, num_tokens: int) -> int:
+        """Pages that its next `num_tokens` tokens need and it has not."""
+        return self.count_for(sequence.num_computed + num_tokens) - len(sequence.page_table)
+
     def find(self, sequence: Sequence) -> list[int]:
         """The sequence's first pages, as far as somebody has computed them; now shared with it.
 
@@ -54,7 +58,7 @@ class PageTables:
 
     def extend(self, sequence: Sequence, num_tokens: int) -> None:
         """Take the pages that its next `num_tokens` tokens need."""
-        num_new = self.count_for(sequence.num_computed + num_tokens) - len(sequence.page_table)
+        num_new = self.count_missing(sequence, num_tokens)
         if num_new > 0:
             sequence.page_table.extend(self._pool.take(num_new, PageUse.KV))
 

@@ -189,9 +189,7 @@ class Scheduler:
 
     def _make_room(self, step: Step, sequence: Sequence, num_tokens: int) -> bool:
         """Free the pages that `num_tokens` more need; False when `sequence` must sit out."""
-        num_new = self._tables.count_for(sequence.num_computed + num_tokens) - len(
-            sequence.page_table
-        )
+        num_new = self._tables.count_missing(sequence, num_tokens)
         while not self._pool.can_take(num_new):
             if self._is_free(num_new, sequence):
                 break
