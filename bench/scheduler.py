@@ -33,6 +33,7 @@ import torch
 from bench.workload import save_random_adapter
 from engine.adapter_files import AdapterReader
 from engine.adapters import AdapterStore, LoadLimits
+from engine.base_weights import BaseWeights, PlainWeights
 from engine.batch import BatchBuilder
 from engine.config import ModelConfig
 from engine.eviction import ReloadCosts
@@ -43,6 +44,7 @@ from engine.request import AdapterPart, Request, SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence, Step
 from engine.waiting import SchedulerLimits
+from engine.weights import Weights
 from kernels import PageLayout
 
 RESULTS = Path(__file__).parent / "results" / "scheduler.json"
@@ -93,6 +95,12 @@ class Times:
         return {f"{name}_ms": round(value, 4) for name, value in (total | stages).items()}
 
 
+# Plain LoRA does not depend on the base's.
+NO_WEIGHTS = Weights(
+    embedding=torch.empty(0), layers=(), norm=torch.empty(0), lm_head=torch.empty(0)
+)
+
+
 class Rig:
     """The engine's host side, with `num_running` decoding requests of as many adapters."""
 
@@ -102,7 +110,7 @@ class Rig:
         self._pool = PagePool(arena.shape[0])
         prefixes = PrefixCache(self._pool)
         self.store = AdapterStore(
-            reader=AdapterReader(MODEL, LAYOUT),
+            reader=AdapterReader(MODEL, LAYOUT, BaseWeights(MODEL, PlainWeights(NO_WEIGHTS))),
             pool=self._pool,
             prefixes=prefixes,
             arena=arena,

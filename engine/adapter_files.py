@@ -20,19 +20,14 @@ from typing import BinaryIO
 
 import torch
 
-from engine.adapter_format import (
-    MAX_CONFIG_BYTES,
-    MAX_HEADER_BYTES,
-    AdapterPlan,
-    parse_config,
-    parse_header,
-    plan_adapter,
-)
+from engine.adapter_config import MAX_CONFIG_BYTES, parse_config
+from engine.adapter_format import MAX_HEADER_BYTES, AdapterPlan, parse_header, plan_adapter
 from engine.adapter_tiles import TileMap, fill_tiles, place_tiles
+from engine.base_weights import BaseWeights
 from engine.config import ModelConfig
 from engine.errors import AdapterDamaged, AdapterMismatch, AdapterUnavailable
 from engine.host_memory import HostPages
-from engine.host_values import are_finite, clear
+from engine.host_values import clear
 from engine.loader_threads import start_thread
 from kernels import PageLayout
 
@@ -61,13 +56,19 @@ class _Start:
 class AdapterReader:
     """Reads adapters for one model; all methods may be called on any thread.
 
+    base       the model's weights, on which some adapters depend
     digest_of  given, `load` refuses files whose digest is another than they are known by
     """
 
     def __init__(
-        self, model: ModelConfig, layout: PageLayout, digest_of: DigestOf | None = None
+        self,
+        model: ModelConfig,
+        layout: PageLayout,
+        base: BaseWeights,
+        digest_of: DigestOf | None = None,
     ) -> None:
-        self._model, self._layout, self._digest_of = model, layout, digest_of
+        self._model, self._layout, self._base = model, layout, base
+        self._digest_of = digest_of
         self._buffers: deque[bytearray] = deque(maxlen=4)
 
     def read_plan(self, path: Path) -> AdapterPlan:
@@ -121,8 +122,8 @@ class AdapterReader:
             for page in room.rows():
                 clear(page)
             placed = tiles.at(room.numbers, self._layout.page_elems)
-            fill_tiles(room.open(), start.plan, placed, _tensors(start.header, body))
-            _check_finite(room)
+            tensors = _tensors(start.header, body)
+            fill_tiles(room.open(), start.plan, placed, tensors, self._base)
         finally:  # the buffer is the hash's until then, and damage explains all other errors
             pieces.put(b"")
             if hashing is not None:
@@ -192,8 +193,3 @@ def _tensors(header: bytes, body: memoryview) -> Callable[[str], torch.Tensor]:
         return values.view(entry["shape"])
 
     return tensor
-
-
-def _check_finite(room: HostPages) -> None:
-    if not all(are_finite(page) for page in room.rows()):
-        raise AdapterMismatch("the adapter has values that are not finite")

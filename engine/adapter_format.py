@@ -1,9 +1,8 @@
 """Does this PEFT adapter fit this base model? Pure functions over its config and tensor header.
 
-Fails closed, by name: every field of adapter_config.json is one that is honoured, one that is
-known to change nothing at inference, or it is refused; every tensor of the file is consumed
-exactly once; every shape must fit. An adapter that passes is applied exactly as PEFT applies it.
-The fields are those of peft 0.21's LoraConfig.
+Fails closed: every tensor of the file is consumed exactly once, and every shape must fit. An
+adapter that passes is applied exactly as PEFT applies it. What the config may say is in
+engine/adapter_config.py.
 """
 
 from __future__ import annotations
@@ -13,76 +12,135 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from engine.adapter_config import MAX_RANK, check_config, is_target, pattern_value
 from engine.config import ModelConfig
 from engine.errors import AdapterMismatch
 
-MAX_RANK = 256
-MAX_CONFIG_BYTES = 1 << 20
 MAX_HEADER_BYTES = 16 << 20
 
 PROJECTION_NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# Beside the seven projections of a layer, an adapter may change these. They come before the first
+# layer and after the last.
+EMBEDDING, HEAD = 7, 8
 _DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
-# Honoured below.
-_HONOURED = frozenset({
-    "peft_type", "task_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern",
-    "bias", "init_lora_weights", "target_modules",
-})  # fmt: skip
-# What they choose is already written in the tensors, or matters to training alone.
-_NEUTRAL = frozenset({
-    "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
-    "exclude_modules", "lora_dropout", "layers_to_transform", "layers_pattern",
-    "megatron_core", "loftq_config", "eva_config", "qalora_group_size", "runtime_config",
-    "ensure_weight_tying",
-})  # fmt: skip
-# Initialisations after which the saved A and B are all of the adapter. The others (PiSSA, OLoRA,
-# CorDA, LoftQ, LoRA-GA) change the base weights too, so that A and B alone give a wrong answer.
-_PLAIN_INITS = frozenset({True, False, None, "gaussian", "eva", "orthogonal", "default"})
-
 _TENSOR_NAME = re.compile(
-    r"(?:base_model\.model\.)?model\.layers\.(?P<layer>\d{1,4})\."
-    r"(?P<block>self_attn|mlp)\.(?P<name>[a-z]+_proj)\."
-    r"lora_(?P<side>[AB])(?:\.default)?\.weight"
+    r"(?:base_model\.model\.)?"
+    r"(?P<module>model\.layers\.(?P<layer>0|[1-9][0-9]{0,3})\."
+    r"(?P<block>self_attn|mlp)\.(?P<name>[a-z]+_proj)|model\.embed_tokens|lm_head)\."
+    r"(?:(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
+    r"(?:\.default)?(?P<leaf>\.weight|\.bias|)|(?:base_layer\.)?weight)",
+    re.ASCII,
 )
+# (tensor, is of the embedding) -> part; a magnitude's ".weight" comes and goes with PEFT's version.
+_PARTS = {
+    ("lora_A.weight", False): "A",
+    ("lora_B.weight", False): "B",
+    ("lora_B.bias", False): "bias",
+    ("lora_embedding_A", True): "A",
+    ("lora_embedding_B", True): "B",
+    ("lora_magnitude_vector", False): "magnitude",
+    ("lora_magnitude_vector", True): "magnitude",
+    ("lora_magnitude_vector.weight", False): "magnitude",
+    ("lora_magnitude_vector.weight", True): "magnitude",
+}
+
+
+class Site(NamedTuple):
+    """Which matrix of the base: a projection of a layer, or EMBEDDING or HEAD."""
+
+    layer: int
+    projection: int
+
+    @property
+    def module(self) -> str:
+        """Its dotted path in Hugging Face's model."""
+        if self.projection >= EMBEDDING:
+            return "lm_head" if self.projection == HEAD else "model.embed_tokens"
+        block = "self_attn" if self.projection < 4 else "mlp"
+        return f"model.layers.{self.layer}.{block}.{PROJECTION_NAMES[self.projection]}"
+
+    def widths(self, model: ModelConfig) -> tuple[int, int]:
+        """(in, out) of the matrix; the embedding's `in` is the vocabulary."""
+        if self.projection == EMBEDDING:
+            return model.vocab_size, model.hidden_size
+        if self.projection == HEAD:
+            return model.hidden_size, model.vocab_size
+        return model.projection_widths[self.projection]
+
+    def has_bias(self, model: ModelConfig) -> bool:
+        """Whether the base adds a bias to the product."""
+        if self.projection >= EMBEDDING:
+            return False
+        return (*[model.qkv_bias] * 3, model.o_bias, *[model.mlp_bias] * 3)[self.projection]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """One adapted linear: the tensors A [rank, in] and B [out, rank] of a (layer, projection)."""
+    """One adapted matrix, and its tensors in the file.
 
-    layer: int
-    projection: int
+    a_name     A [rank, in]
+    b_name     B [out, rank]
+    magnitude  [out], of DoRA; None: plain LoRA
+    bias       [out], added to B A x before it is scaled; None: there is none
+    """
+
+    site: Site
     rank: int
     scaling: float
     a_name: str
     b_name: str
+    magnitude: str | None = None
+    bias: str | None = None
+
+    @property
+    def layer(self) -> int:
+        return self.site.layer
+
+    @property
+    def projection(self) -> int:
+        return self.site.projection
+
+    def has_shift(self, model: ModelConfig) -> bool:
+        """Whether a vector is added to the product, see `engine.adapter_values.AppliedValues`."""
+        return self.bias is not None or (self.magnitude is not None and self.site.has_bias(model))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        names = (self.a_name, self.b_name, self.magnitude, self.bias)
+        return tuple(name for name in names if name is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterPlan:
-    """What an adapter changes, in layer order; all that is needed to place it in memory."""
+    """What an adapter changes; all that is needed to place it in memory.
+
+    targets     projections of layers, in layer order
+    embedding   of the token embedding, if it is changed
+    head        of the last matrix, if it is changed
+    copies      tensors that repeat a matrix of the base, as PEFT writes them beside an adapted
+                embedding or head: name -> its place; they must equal it
+    is_tied     PEFT made the head's A and B from the embedding's; they must agree
+    """
 
     targets: tuple[Target, ...]
+    embedding: Target | None = None
+    head: Target | None = None
+    copies: Mapping[str, Site]
+    is_tied: bool = False
     file_bytes: int
 
     @property
+    def all_targets(self) -> tuple[Target, ...]:
+        """Every one, in the order in which a forward pass needs them."""
+        ends = (self.embedding,), self.targets, (self.head,)
+        return tuple(target for part in ends for target in part if target is not None)
+
+    @property
     def max_rank(self) -> int:
-        return max(target.rank for target in self.targets)
-
-
-def parse_config(text: bytes) -> dict[str, Any]:
-    """adapter_config.json as a dict; raise AdapterMismatch when it is not one."""
-    if len(text) > MAX_CONFIG_BYTES:
-        raise AdapterMismatch(f"adapter_config.json has {len(text)} bytes; 1 MiB is the limit")
-    try:
-        config = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise AdapterMismatch(f"adapter_config.json is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise AdapterMismatch("adapter_config.json is not a JSON object")
-    return config
+        return max(target.rank for target in self.all_targets)
 
 
 def parse_header(start: bytes, file_bytes: int) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -145,155 +203,169 @@ def plan_adapter(
 ) -> AdapterPlan:
     """What the adapter changes in `model`; raise AdapterMismatch naming what does not fit."""
     check_config(config)
-    sides: dict[tuple[int, int], dict[str, str]] = {}
-    for name in tensors:
-        layer, projection, side = _locate(name, model)
-        pair = sides.setdefault((layer, projection), {})
-        if side in pair:
-            raise AdapterMismatch(f"tensor {name} repeats {pair[side]}", param=name)
-        pair[side] = name
-    if not sides:
+    sites: dict[Site, dict[str, str]] = {}
+    copies: dict[str, Site] = {}
+    for name, (_, shape) in tensors.items():
+        site, part = _locate(name, model)
+        if part == "copy":
+            _check_shape(name, shape, (model.vocab_size, model.hidden_size))
+            copies[name] = site
+            continue
+        parts = sites.setdefault(site, {})
+        if part in parts:
+            raise AdapterMismatch(f"tensor {name} repeats {parts[part]}", param=name)
+        parts[part] = name
+    if not sites:
         raise AdapterMismatch("adapter_model.safetensors has no tensors")
-    targets = []
-    for (layer, projection), pair in sorted(sides.items()):
-        if len(pair) != 2:
-            (name,) = pair.values()
-            raise AdapterMismatch(f"tensor {name} has no counterpart", param=name)
-        targets.append(_target(config, tensors, model, (layer, projection), pair))
-    return AdapterPlan(targets=tuple(targets), file_bytes=file_bytes)
+    is_tied = _is_tied(config, sites, model)
+    targets = [
+        _target(config, tensors, model, site, sites[site], is_tied) for site in sorted(sites)
+    ]
+    _check_complete(config, sites, model)
+    ends = {target.projection: target for target in targets if target.projection >= EMBEDDING}
+    return AdapterPlan(
+        targets=tuple(target for target in targets if target.projection < EMBEDDING),
+        embedding=ends.get(EMBEDDING),
+        head=ends.get(HEAD),
+        copies=copies,
+        is_tied=is_tied,
+        file_bytes=file_bytes,
+    )
 
 
-def _locate(name: str, model: ModelConfig) -> tuple[int, int, str]:
+def _locate(name: str, model: ModelConfig) -> tuple[Site, str]:
+    """The matrix that a tensor belongs to, and which part it is: A, B, magnitude, bias or copy."""
     match = _TENSOR_NAME.fullmatch(name)
-    if match is None or match["name"] not in PROJECTION_NAMES:
+    if match is None:
         raise AdapterMismatch(f"tensor {name} is not one of a supported kind", param=name)
-    projection = PROJECTION_NAMES.index(match["name"])
-    if (match["block"] == "self_attn") != (projection < 4):
+    if match["layer"] is None:
+        is_embedding = match["module"] != "lm_head"
+        site = Site(-1, EMBEDDING) if is_embedding else Site(model.num_layers, HEAD)
+    else:
+        is_embedding = False
+        projection = (*PROJECTION_NAMES, match["name"]).index(match["name"])
+        site = Site(int(match["layer"]), projection)
+        if projection == len(PROJECTION_NAMES) or site.module != match["module"]:
+            raise AdapterMismatch(f"tensor {name} is not one of a supported kind", param=name)
+        if site.layer >= model.num_layers:
+            raise AdapterMismatch(
+                f"tensor {name} is of layer {site.layer}; the base has {model.num_layers}",
+                param=name,
+            )
+    if match["part"] is None:
+        part = None if match["layer"] else "copy"
+    else:
+        part = _PARTS.get((match["part"] + match["leaf"], is_embedding))
+    if part is None:
         raise AdapterMismatch(f"tensor {name} is not one of a supported kind", param=name)
-    layer = int(match["layer"])
-    if layer >= model.num_layers:
+    return site, part
+
+
+def _is_tied(
+    config: Mapping[str, Any], sites: Mapping[Site, Mapping[str, str]], model: ModelConfig
+) -> bool:
+    """Whether PEFT makes the head's A and B from the embedding's. Then the file has both."""
+    embedding, head = Site(-1, EMBEDDING), Site(model.num_layers, HEAD)
+    if not (config.get("ensure_weight_tying") and model.tie_embeddings):
+        return False
+    if (embedding in sites) != (head in sites):
         raise AdapterMismatch(
-            f"tensor {name} is of layer {layer}; the base has {model.num_layers}", param=name
+            "ensure_weight_tying: the file has tensors of only one of embed_tokens and lm_head",
+            param="ensure_weight_tying",
         )
-    return layer, projection, match["side"]
+    return embedding in sites
 
 
 def _target(
     config: Mapping[str, Any],
     tensors: Mapping[str, tuple[str, tuple[int, ...]]],
     model: ModelConfig,
-    place: tuple[int, int],
-    pair: Mapping[str, str],
+    site: Site,
+    parts: Mapping[str, str],
+    is_tied: bool,
 ) -> Target:
-    layer, projection = place
-    block = "self_attn" if projection < 4 else "mlp"
-    module = f"model.layers.{layer}.{block}.{PROJECTION_NAMES[projection]}"
-    if not _is_target(module, config.get("target_modules")):
+    module = site.module
+    layer = site.layer if site.projection < EMBEDDING else None
+    # PEFT takes a tied head out of target_modules: it goes where the embedding goes.
+    named = "model.embed_tokens" if is_tied and site.projection == HEAD else module
+    if not is_target(config, named, layer):
         raise AdapterMismatch(
-            f"tensor {pair['A']} is of a module that target_modules does not name",
+            f"tensor {next(iter(parts.values()))} is of a module that target_modules does not name",
             param="target_modules",
         )
-    rank = _pattern_value(config, "rank_pattern", module, config["r"])
-    alpha = _pattern_value(config, "alpha_pattern", module, config["lora_alpha"])
+    _check_parts(config, site, parts)
+    rank = pattern_value(config, "rank_pattern", module, config["r"])
+    alpha = pattern_value(config, "alpha_pattern", module, config["lora_alpha"])
     if type(rank) is not int or not 1 <= rank <= MAX_RANK:
         raise AdapterMismatch(f"{module}: rank {rank} is not from 1 to {MAX_RANK}", param="r")
-    in_width, out_width = model.projection_widths[projection]
-    for side, wanted in (("A", (rank, in_width)), ("B", (out_width, rank))):
-        shape = tensors[pair[side]][1]
-        if shape != wanted:
-            raise AdapterMismatch(
-                f"tensor {pair[side]} has shape {list(shape)}; the base and rank {rank} need "
-                f"{list(wanted)}",
-                param=pair[side],
-            )
+    in_width, out_width = site.widths(model)
+    shapes = {
+        "A": (rank, in_width),
+        "B": (out_width, rank),
+        "magnitude": (out_width,),
+        "bias": (out_width,),
+    }
+    for part, name in parts.items():
+        _check_shape(name, tensors[name][1], shapes[part], rank)
     divisor = math.sqrt(rank) if config.get("use_rslora") else rank
     return Target(
-        layer=layer,
-        projection=projection,
+        site=site,
         rank=rank,
         scaling=alpha / divisor,
-        a_name=pair["A"],
-        b_name=pair["B"],
+        a_name=parts["A"],
+        b_name=parts["B"],
+        magnitude=parts.get("magnitude"),
+        bias=parts.get("bias"),
     )
 
 
-def _is_target(module: str, target_modules: Any) -> bool:
-    """Whether PEFT would adapt `module`. A regular expression is not run: the tensors decide."""
-    if not isinstance(target_modules, list):
-        return True
-    return any(module == name or module.endswith(f".{name}") for name in target_modules)
-
-
-def _pattern_value(config: Mapping[str, Any], field: str, module: str, default: Any) -> Any:
-    """The value for `module` of rank_pattern or alpha_pattern, matched as PEFT matches it."""
-    patterns = config.get(field) or {}
-    for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return value
-    return default
-
-
-def check_config(config: Mapping[str, Any]) -> None:
-    """Raise AdapterMismatch naming the first field that cannot be honoured."""
-    for name, value in config.items():
-        if name not in _HONOURED | _NEUTRAL and value:
-            raise AdapterMismatch(f"adapter_config.json: {name} is not supported", param=name)
-    if config.get("peft_type") != "LORA":
-        raise AdapterMismatch(
-            f"adapter_config.json: peft_type is {config.get('peft_type')!r}, not LORA",
-            param="peft_type",
-        )
-    if config.get("task_type") not in ("CAUSAL_LM", None):
-        raise AdapterMismatch(
-            f"adapter_config.json: task_type is {config['task_type']!r}, not CAUSAL_LM",
-            param="task_type",
-        )
-    if config.get("bias", "none") != "none":
-        raise AdapterMismatch("adapter_config.json: bias must be 'none'", param="bias")
-    init = config.get("init_lora_weights", True)
-    if not isinstance(init, bool | str | None) or init not in _PLAIN_INITS:
-        raise AdapterMismatch(
-            f"adapter_config.json: init_lora_weights {init!r} changes the base weights; convert "
-            "the adapter to a plain LoRA first",
-            param="init_lora_weights",
-        )
-    if type(config.get("r")) is not int or not 1 <= config["r"] <= MAX_RANK:
-        raise AdapterMismatch(
-            f"adapter_config.json: r is {config.get('r')!r}, not from 1 to {MAX_RANK}", param="r"
-        )
-    _check_alpha("lora_alpha", config.get("lora_alpha"))
-    if not isinstance(config.get("use_rslora", False), bool):
-        raise AdapterMismatch("adapter_config.json: use_rslora is not a bool", param="use_rslora")
-    for field in ("rank_pattern", "alpha_pattern"):
-        _check_patterns(field, config.get(field))
-
-
-def _check_alpha(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise AdapterMismatch(
-            f"adapter_config.json: {name} has {value!r}, not a number", param=name
-        )
-
-
-def _check_patterns(field: str, patterns: Any) -> None:
-    """Patterns are regular expressions written by a stranger: only harmless ones pass."""
-    if not patterns:
+def _check_complete(
+    config: Mapping[str, Any], sites: Mapping[Site, Mapping[str, str]], model: ModelConfig
+) -> None:
+    """Raise AdapterMismatch when a module that target_modules lists has no tensors."""
+    if not isinstance(config.get("target_modules"), list):
         return
-    if not isinstance(patterns, dict) or len(patterns) > 10_000:
-        raise AdapterMismatch(f"adapter_config.json: {field} is not a small object", param=field)
-    for pattern, value in patterns.items():
-        # Without quantifiers and alternatives a match takes linear time.
-        if len(pattern) > 256 or not re.fullmatch(r"[\w.^$\\-]*", pattern):
+    inner = [
+        Site(layer, projection)
+        for layer in range(model.num_layers)
+        for projection in range(len(PROJECTION_NAMES))
+    ]
+    for site in (Site(-1, EMBEDDING), *inner, Site(model.num_layers, HEAD)):
+        layer = site.layer if site.projection < EMBEDDING else None
+        if site not in sites and is_target(config, site.module, layer):
             raise AdapterMismatch(
-                f"adapter_config.json: {field} has the pattern {pattern[:80]!r}; only names, "
-                "dots, escapes and anchors are supported",
-                param=field,
+                f"adapter_model.safetensors has no tensors of {site.module}, which target_modules "
+                "names",
+                param="target_modules",
             )
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise AdapterMismatch(
-                f"adapter_config.json: {field}: {pattern!r}: {error}", param=field
-            ) from error
-        if field == "alpha_pattern":
-            _check_alpha(field, value)
+
+
+def _check_parts(config: Mapping[str, Any], site: Site, parts: Mapping[str, str]) -> None:
+    """Raise AdapterMismatch unless exactly the parts are there that the config asks for."""
+    if config.get("lora_bias") and site.projection == EMBEDDING:
+        raise AdapterMismatch("lora_bias is not supported for embed_tokens", param="lora_bias")
+    wanted = {"A", "B"}
+    if config.get("use_dora"):
+        wanted.add("magnitude")
+    if config.get("lora_bias"):
+        wanted.add("bias")
+    for part in sorted(parts.keys() - wanted):
+        field = "use_dora" if part == "magnitude" else "lora_bias"
+        raise AdapterMismatch(
+            f"tensor {parts[part]} is there although {field} is off", param=parts[part]
+        )
+    for part in sorted(wanted - parts.keys()):
+        name = next(iter(parts.values()))
+        raise AdapterMismatch(
+            f"tensor {name} has no counterpart: the {part} of {site.module} is missing", param=name
+        )
+
+
+def _check_shape(
+    name: str, shape: tuple[int, ...], wanted: tuple[int, ...], rank: int | None = None
+) -> None:
+    if shape != wanted:
+        needs = "the base needs" if rank is None else f"the base and rank {rank} need"
+        raise AdapterMismatch(
+            f"tensor {name} has shape {list(shape)}; {needs} {list(wanted)}", param=name
+        )

@@ -1,4 +1,4 @@
-"""An adapter's place in pages: which tile of which projection lies where (docs/memory.md).
+"""An adapter's place in pages: which part of it lies where (docs/memory.md).
 
 `place_tiles` decides from shapes alone; `fill_tiles` writes the tensors into an image of the pages
 in host memory, which is then copied page by page into the arena. Offsets are relative to that
@@ -8,21 +8,58 @@ image until `TileMap.at` turns them into offsets of the arena.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.adapter_format import AdapterPlan
+from engine.adapter_format import EMBEDDING, AdapterPlan, Target
+from engine.adapter_values import AppliedValues, applied_values, check_copies
+from engine.base_weights import BaseWeights
 from engine.config import ModelConfig
 from engine.host_values import write_rows
-from kernels import NUM_PROJECTIONS, TILE_ROWS, PageLayout
+from kernels import NUM_PROJECTIONS, TILE_ROWS, Blocks, PageLayout
 
 Int64s = npt.NDArray[np.int64]
 
-# Pages left behind with room for a smaller tile; more find little and cost time.
-_MAX_OPEN_PAGES = 16
+# Pieces that found no room at a page's end and wait for the next one, at most: more would find
+# little and cost time.
+_MAX_WAITING = 64
+# Every piece begins at a multiple of 8 elements, as the kernels for a GPU want it.
+_ALIGNMENT = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VocabMap:
+    """Where an adapter's share of the embedding or of the last matrix is, see `kernels.VocabPart`.
+
+    Offsets are those of the image or of the arena, as in the TileMap that this is part of.
+    """
+
+    scale: float
+    a: Blocks
+    b: Blocks
+    gain: Blocks | None
+    shift: Blocks | None
+
+    @property
+    def blocks(self) -> tuple[Blocks, ...]:
+        """All of them."""
+        found = (self.a, self.b, self.gain, self.shift)
+        return tuple(blocks for blocks in found if blocks is not None)
+
+    def moved(self, move: Callable[[Int64s], Int64s]) -> VocabMap:
+        def moved(blocks: Blocks | None) -> Blocks | None:
+            return None if blocks is None else replace(blocks, offsets=move(blocks.offsets))
+
+        return VocabMap(
+            scale=self.scale,
+            a=replace(self.a, offsets=move(self.a.offsets)),
+            b=replace(self.b, offsets=move(self.b.offsets)),
+            gain=moved(self.gain),
+            shift=moved(self.shift),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +67,10 @@ class TileMap:
     """Entries `[L * 7, num_tiles]` as in `kernels.LoraTable`, of one adapter.
 
     Offsets count elements; -1: no tile.
+
+    gain_offset   [L * 7] of DoRA's row factors, less one; None: no projection has one
+    shift_offset  [L * 7] likewise of the biases
+    embedding, head   None: the adapter does not change them
     """
 
     num_pages: int
@@ -38,15 +79,35 @@ class TileMap:
     b_offset: Int64s
     rows: npt.NDArray[np.int32]
     scale: npt.NDArray[np.float32]
+    gain_offset: Int64s | None = None
+    shift_offset: Int64s | None = None
+    embedding: VocabMap | None = None
+    head: VocabMap | None = None
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether a projection has a gain or a shift."""
+        return self.gain_offset is not None or self.shift_offset is not None
+
+    @property
+    def has_extras(self) -> bool:
+        """Whether there is more than tiles."""
+        return self.adjusts or self.embedding is not None or self.head is not None
 
     def layer_ends(self, page_elems: int) -> list[int]:
         """Of each layer, how many of the first pages hold all that is read up to its end.
 
-        The last layer's are all the pages. Of an image, not of the arena.
+        The embedding's share counts to the first layer; the last layer's are all the pages. Of an
+        image, not of the arena.
         """
-        offsets = (self.a_offset, self.b_offset)
-        last = [each.reshape(-1, NUM_PROJECTIONS * self.num_tiles).max(1) for each in offsets]
-        pages = np.maximum.accumulate(np.maximum(*last) // page_elems + 1)
+        vectors = (self.gain_offset, self.shift_offset)
+        offsets = (self.a_offset, self.b_offset, *(each for each in vectors if each is not None))
+        num_layers = len(self.rows) // NUM_PROJECTIONS
+        last = np.stack([each.reshape(num_layers, -1).max(1) for each in offsets]).max(0)
+        if self.embedding is not None:
+            ends_at = (blocks.offsets.max() for blocks in self.embedding.blocks)
+            last[0] = max(last[0], *ends_at)
+        pages = np.maximum.accumulate(last // page_elems + 1)
         pages[-1] = self.num_pages
         ends: list[int] = pages.tolist()
         return ends
@@ -59,39 +120,69 @@ class TileMap:
             moved = base[offset // page_elems] + offset % page_elems
             return np.where(offset < 0, offset, moved)
 
-        return TileMap(
-            num_pages=self.num_pages,
-            num_tiles=self.num_tiles,
+        return replace(
+            self,
             a_offset=move(self.a_offset),
             b_offset=move(self.b_offset),
-            rows=self.rows,
-            scale=self.scale,
+            gain_offset=None if self.gain_offset is None else move(self.gain_offset),
+            shift_offset=None if self.shift_offset is None else move(self.shift_offset),
+            embedding=None if self.embedding is None else self.embedding.moved(move),
+            head=None if self.head is None else self.head.moved(move),
         )
 
 
 class _Packer:
-    """First fit into the current page and a few left behind; nothing straddles pages."""
+    """Lays pieces into pages in their order; nothing straddles pages.
+
+    A piece that the current page has no room for waits for the next page; pieces after it that
+    still fit fill the page up. So a piece lies in its own page or an earlier one, never a later.
+    """
 
     def __init__(self, page_elems: int) -> None:
         self._page_elems = page_elems
-        self._open: list[list[int]] = []  # [page, used elements], the current page last
-        self.num_pages = 0
+        self._pieces: list[tuple[int, Int64s, int]] = []  # (size, array, index in it)
 
-    def place(self, num_elems: int) -> int:
-        for entry in reversed(self._open):
-            if entry[1] + num_elems <= self._page_elems:
-                offset = entry[0] * self._page_elems + entry[1]
-                entry[1] += num_elems
-                return offset
-        self._open.append([self.num_pages, num_elems])
-        if len(self._open) > _MAX_OPEN_PAGES:
-            self._open.remove(max(self._open[:-1], key=lambda entry: entry[1]))
-        self.num_pages += 1
-        return (self.num_pages - 1) * self._page_elems
+    def add(self, num_elems: int, offsets: Int64s, index: int) -> None:
+        """A piece whose place is to be written to `offsets[index]`."""
+        size = -(-num_elems // _ALIGNMENT) * _ALIGNMENT
+        assert size <= self._page_elems
+        self._pieces.append((size, offsets, index))
+
+    def pack(self) -> int:
+        """Decide and write every offset; the number of pages."""
+        waiting, num_pages = self._pieces, 0
+        while waiting:
+            waiting = self._fill_page(waiting, num_pages * self._page_elems)
+            num_pages += 1
+        return num_pages
+
+    def _fill_page(
+        self, pieces: list[tuple[int, Int64s, int]], start: int
+    ) -> list[tuple[int, Int64s, int]]:
+        used = 0
+        waiting: list[tuple[int, Int64s, int]] = []
+        for i, piece in enumerate(pieces):
+            size, offsets, index = piece
+            if used + size <= self._page_elems:
+                offsets[index] = start + used
+                used += size
+            else:
+                waiting.append(piece)
+            if used == self._page_elems or len(waiting) > _MAX_WAITING:
+                return waiting + pieces[i + 1 :]
+        return waiting
+
+    def blocks(self, rows: int, width: int) -> Blocks:
+        """A matrix cut into blocks as large as a page takes them."""
+        block_rows = min(rows, self._page_elems // width)
+        offsets = np.zeros(-(-rows // block_rows), np.int64)
+        for i in range(len(offsets)):
+            self.add(min(block_rows, rows - i * block_rows) * width, offsets, i)
+        return Blocks(rows=rows, width=width, block_rows=block_rows, offsets=offsets)
 
 
 def place_tiles(plan: AdapterPlan, model: ModelConfig, layout: PageLayout) -> TileMap:
-    """Where every tile goes, in layer order.
+    """Where everything goes: the embedding's share first, the layers in order, the head's last.
 
     A projection's tiles are neighbours, to be read as one matrix, except where a page ends. Where
     a page holds fewer than 8 of the widest rows, tiles have fewer rows.
@@ -99,27 +190,54 @@ def place_tiles(plan: AdapterPlan, model: ModelConfig, layout: PageLayout) -> Ti
     page_elems = layout.page_elems
     widest = max(max(widths) for widths in model.projection_widths)
     tile_rows = min(TILE_ROWS, page_elems // widest)
-    num_tiles = max(-(-target.rank // tile_rows) for target in plan.targets)
-    shape = (model.num_layers * NUM_PROJECTIONS, num_tiles)
+    num_tiles = max((-(-target.rank // tile_rows) for target in plan.targets), default=1)
+    num_entries = model.num_layers * NUM_PROJECTIONS
+    shape = (num_entries, num_tiles)
     a_offset, b_offset = np.full(shape, -1, np.int64), np.full(shape, -1, np.int64)
     rows, scale = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
+    gain, shift = np.full(num_entries, -1, np.int64), np.full(num_entries, -1, np.int64)
     packer = _Packer(page_elems)
+    embedding = _place_vocab(packer, plan.embedding, model)
     for target in plan.targets:
         entry = target.layer * NUM_PROJECTIONS + target.projection
         counts = [min(tile_rows, target.rank - first) for first in range(0, target.rank, tile_rows)]
         rows[entry, : len(counts)] = counts
         scale[entry, : len(counts)] = target.scaling
-        in_width, out_width = model.projection_widths[target.projection]
+        in_width, out_width = target.site.widths(model)
         for offsets, width in ((a_offset, in_width), (b_offset, out_width)):
-            sizes = [count * width for count in counts]
-            offsets[entry, : len(counts)] = [packer.place(size) for size in sizes]
+            for i, count in enumerate(counts):
+                packer.add(count * width, offsets[entry], i)
+        if target.magnitude is not None:
+            packer.add(out_width, gain, entry)
+        if target.has_shift(model):
+            packer.add(out_width, shift, entry)
+    head = _place_vocab(packer, plan.head, model)
     return TileMap(
-        num_pages=packer.num_pages,
+        num_pages=packer.pack(),
         num_tiles=num_tiles,
         a_offset=a_offset,
         b_offset=b_offset,
         rows=rows,
         scale=scale,
+        gain_offset=gain if any(t.magnitude for t in plan.targets) else None,
+        shift_offset=shift if any(t.has_shift(model) for t in plan.targets) else None,
+        embedding=embedding,
+        head=head,
+    )
+
+
+def _place_vocab(packer: _Packer, target: Target | None, model: ModelConfig) -> VocabMap | None:
+    if target is None:
+        return None
+    _, out_width = target.site.widths(model)
+    vocab, hidden, rank = model.vocab_size, model.hidden_size, target.rank
+    is_embedding = target.projection == EMBEDDING
+    return VocabMap(
+        scale=target.scaling,
+        a=packer.blocks(vocab, rank) if is_embedding else packer.blocks(rank, hidden),
+        b=packer.blocks(rank, hidden) if is_embedding else packer.blocks(vocab, rank),
+        gain=None if target.magnitude is None else packer.blocks(out_width, 1),
+        shift=packer.blocks(out_width, 1) if target.has_shift(model) else None,
     )
 
 
@@ -128,17 +246,45 @@ def fill_tiles(
     plan: AdapterPlan,
     tiles: TileMap,
     tensor: Callable[[str], torch.Tensor],
+    base: BaseWeights,
 ) -> None:
     """Write the adapter's tensors into `image` [num_pages, page_elems] as `tiles` says.
 
     tensor  gives a tensor of the file by name
+    base    DoRA's factors depend on it
+    Raises AdapterMismatch naming a tensor whose values do not fit.
     """
+    check_copies(plan, tensor, base)
     flat = image.view(-1)
     for target in plan.targets:
+        values = applied_values(target, tensor, base)
         entry = target.layer * NUM_PROJECTIONS + target.projection
-        matrices = (
-            (tiles.a_offset[entry], tensor(target.a_name)),  # [R, in]
-            (tiles.b_offset[entry], tensor(target.b_name).T),  # [R, out]
-        )
-        for offsets, matrix in matrices:
-            write_rows(flat, offsets.tolist(), tiles.rows[entry].tolist(), matrix)
+        rows = tiles.rows[entry].tolist()
+        write_rows(flat, tiles.a_offset[entry].tolist(), rows, values.a)
+        write_rows(flat, tiles.b_offset[entry].tolist(), rows, values.b.T)
+        for vector, vectors in (
+            (values.gain, tiles.gain_offset),
+            (values.shift, tiles.shift_offset),
+        ):
+            if vector is not None and vectors is not None:
+                write_rows(flat, [int(vectors[entry])], [1], vector[None])
+    for end, places in ((plan.embedding, tiles.embedding), (plan.head, tiles.head)):
+        if end is not None and places is not None:
+            _fill_vocab(flat, end, places, applied_values(end, tensor, base))
+
+
+def _fill_vocab(
+    flat: torch.Tensor, target: Target, places: VocabMap, values: AppliedValues
+) -> None:
+    is_embedding = target.projection == EMBEDDING
+    _write_blocks(flat, places.a, values.a.T if is_embedding else values.a)
+    _write_blocks(flat, places.b, values.b.T if is_embedding else values.b)
+    for vector, blocks in ((values.gain, places.gain), (values.shift, places.shift)):
+        if vector is not None and blocks is not None:
+            _write_blocks(flat, blocks, vector[:, None])
+
+
+def _write_blocks(flat: torch.Tensor, blocks: Blocks, matrix: torch.Tensor) -> None:
+    starts = range(0, blocks.rows, blocks.block_rows)
+    counts = [min(blocks.block_rows, blocks.rows - start) for start in starts]
+    write_rows(flat, blocks.offsets.tolist(), counts, matrix)

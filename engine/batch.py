@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from engine.adapter_copies import Arrival
+from engine.adapter_extras import ExtrasTable
 from engine.adapter_tiles import TileMap
 from engine.adapters import AdapterStore
 from engine.prefix_cache import AdapterKey
@@ -91,6 +92,7 @@ class BatchBuilder:
         self._table_tiles: list[TileMap] = []
         self._entries: dict[AdapterKey, _Entries] = {}
         self._max_tiles = 0
+        self._extras: ExtrasTable | None = None
 
     def build(self, step: Step) -> Batch:
         """The tensors of `step`; brings the step's rows into the order that runs fastest."""
@@ -108,7 +110,8 @@ class BatchBuilder:
         positions = np.arange(query_start[-1]) - (query_start[:-1] - starts)[token_row]
         pages = page_tables[token_row, positions // self._page_size].astype(np.int64)
         samples = np.fromiter((row.samples for row in rows), np.bool_, len(rows))
-        lora, keys = self._lora(rows, query_start)
+        sample_rows = (query_start[1:][samples] - 1).astype(np.int64)
+        lora, keys = self._lora(rows, query_start, sample_rows)
         return Batch(
             token_ids=self._tensor(_token_ids(rows)),
             positions=self._tensor(positions),
@@ -117,7 +120,7 @@ class BatchBuilder:
             context_lens=self._tensor(starts + lengths),
             max_new=int(lengths.max()),
             page_tables=self._tensor(page_tables),
-            sample_rows=self._tensor((query_start[1:][samples] - 1).astype(np.int64)),
+            sample_rows=self._tensor(sample_rows),
             lora=lora,
             adapter_keys=keys,
             arrivals=self._store.arrivals(digest for key in keys for digest, _ in key),
@@ -138,7 +141,10 @@ class BatchBuilder:
         return torch.from_numpy(values).to(self._device, non_blocking=True)
 
     def _lora(
-        self, rows: list[Row], query_start: npt.NDArray[np.int32]
+        self,
+        rows: list[Row],
+        query_start: npt.NDArray[np.int32],
+        sample_rows: npt.NDArray[np.int64],
     ) -> tuple[LoraBatch | None, tuple[AdapterKey, ...]]:
         keys: list[AdapterKey] = []
         seg_indptr, seg_adapter = [0], []
@@ -156,11 +162,15 @@ class BatchBuilder:
         if not keys:
             return None, ()
         table = self._table_of(tuple(keys))
+        extras = None
+        if self._extras is not None:
+            extras = self._extras.of_step(seg_indptr, seg_adapter, sample_rows)
         batch = LoraBatch(
             table=table,
             seg_indptr=self._tensor(np.array(seg_indptr, np.int32)),
             seg_adapter=self._tensor(np.array(seg_adapter, np.int32)),
             max_tiles=self._max_tiles,
+            extras=extras,
         )
         return batch, tuple(keys)
 
@@ -186,6 +196,10 @@ class BatchBuilder:
             self._entries[key] = own
         entries = [self._entries[key] for key in keys]
         self._max_tiles = max(own.num_tiles for own in entries)
+        has_extras = any(tiles.has_extras for own in entries for tiles in own.tiles)
+        self._extras = (
+            ExtrasTable(keys, [own.tiles for own in entries], self._tensor) if has_extras else None
+        )
         return self._join(entries)
 
     def _join(self, entries: list[_Entries]) -> LoraTable:

@@ -16,8 +16,8 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from engine.adapter_config import MAX_CONFIG_BYTES
 from engine.adapter_files import CONFIG_FILE, TENSORS_FILE
-from engine.adapter_format import MAX_CONFIG_BYTES
 from engine.dash_loop import EngineLoop
 from engine.engine import Engine
 from engine.errors import AdapterUnavailable, EngineError, UnknownAdapter

@@ -89,7 +89,7 @@ class Engine:
         self._pool = PagePool(num_pages, max_kv=max_kv, max_adapter=max_adapter)
         self._prefixes = PrefixCache(self._pool, is_enabled=config.prefix_cache)
         self._store = AdapterStore(
-            reader=AdapterReader(model, config.page_layout(model), digest_of),
+            reader=AdapterReader(model, config.page_layout(model), self._runner.base, digest_of),
             pool=self._pool,
             prefixes=self._prefixes,
             arena=self._runner.arena,

@@ -21,13 +21,15 @@ from engine.adapter_copies import Arrival
 from engine.config import ModelConfig
 from engine.rope import rope_tables
 from engine.weights import LayerWeights, Weights
-from kernels import LoraTable, PageLayout, Projection
+from kernels import LoraExtras, LoraTable, PageLayout, Projection
 from kernels.attention_decode import DecodeWorkspace, attention_decode_triton
 from kernels.attention_prefill import attention_prefill_triton
 from kernels.linear import linear
+from kernels.lora_adjust import lora_adjust_triton
 from kernels.lora_expand import lora_expand_triton
 from kernels.lora_plan import LoraPlan
 from kernels.lora_shrink import lora_shrink_triton
+from kernels.lora_vocab import lora_embed, lora_head, sampled
 from kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
 from kernels.rope import rope_kv_write_triton
 from kernels.silu_mul import lora_silu_mul_triton, silu_mul_triton
@@ -48,6 +50,7 @@ class GpuBatch:
     table, plan  both None for a pass without adapters
     sample_plan  the work list of the sample rows alone
     arrivals  copies of adapters that the pass overtakes: each layer waits for its part
+    extras     None when no adapter has more than tiles; never in a graph
     """
 
     token_ids: torch.Tensor
@@ -63,6 +66,7 @@ class GpuBatch:
     plan: LoraPlan | None = None
     sample_plan: LoraPlan | None = None
     arrivals: tuple[Arrival, ...] = ()
+    extras: LoraExtras | None = None
 
 
 class GpuModel:
@@ -93,6 +97,10 @@ class GpuModel:
         """Logits [N, V] of the rows to sample; writes the new tokens' KV to the arena."""
         weights, eps = self.weights, self.config.rms_norm_eps
         residual = functional.embedding(batch.token_ids, weights.embedding)
+        if batch.extras is not None:
+            for arrival in batch.arrivals:
+                arrival.await_layer(0)
+            lora_embed(residual, batch.token_ids, self.arena, batch.extras)
         normed = rms_norm_triton(residual, weights.layers[0].input_norm, eps)
         following = [layer.input_norm for layer in weights.layers[1:]] + [weights.norm]
         for index, (layer, next_norm) in enumerate(zip(weights.layers, following, strict=True)):
@@ -102,14 +110,18 @@ class GpuModel:
             if index == len(weights.layers) - 1 and batch.sample_rows is not None:
                 # From here on nobody reads the other rows: 2.6% of a prefill of 32 layers.
                 attended, residual = attended[batch.sample_rows], residual[batch.sample_rows]
-                batch = replace(batch, plan=batch.sample_plan)
+                extras = batch.extras and sampled(batch.extras, batch.sample_rows)
+                batch = replace(batch, plan=batch.sample_plan, extras=extras)
             out, delta = self._beside(
                 batch, index, (Projection.O,), attended, layer.o, layer.o_bias
             )
             normed, residual = add_rms_norm_triton(out, residual, layer.post_norm, eps, delta)
             out, delta = self._mlp(batch, index, layer, normed)
             normed, residual = add_rms_norm_triton(out, residual, next_norm, eps, delta)
-        return self._linear(normed, weights.lm_head)
+        logits = self._linear(normed, weights.lm_head)
+        if batch.extras is not None:
+            lora_head(logits, normed, self.arena, batch.extras)
+        return logits
 
     def _attention(
         self, batch: GpuBatch, index: int, layer: LayerWeights, x: torch.Tensor
@@ -159,6 +171,7 @@ class GpuModel:
                 h = self._shrink(batch, index, GATE_UP, x)
             gate_up = self._product(x, layer.gate_up, layer.gate_up_bias)
             self._join()
+            self._adjust(batch, index, GATE_UP, gate_up)
             inner = lora_silu_mul_triton(gate_up, h, self.arena, batch.table, batch.plan, index)
         else:
             inner = silu_mul_triton(
@@ -198,6 +211,7 @@ class GpuModel:
         # The library's products leave the side stream more room than those for few rows do.
         out = functional.linear(x, weight, bias)
         self._join()
+        self._adjust(batch, index, projections, out)
         return out, delta
 
     def _product(
@@ -207,6 +221,14 @@ class GpuModel:
         if bias is None:
             return self._linear(x, weight)
         return functional.linear(x, weight, bias)
+
+    def _adjust(
+        self, batch: GpuBatch, index: int, projections: tuple[Projection, ...], y: torch.Tensor
+    ) -> None:
+        """Apply the adapters' gains and shifts to the base's product y, in place."""
+        if batch.extras is not None:
+            offsets = self._offsets(projections)
+            lora_adjust_triton(y, self.arena, batch.extras, index, projections, offsets)
 
     def _shrink(
         self, batch: GpuBatch, index: int, projections: tuple[Projection, ...], x: torch.Tensor

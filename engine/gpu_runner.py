@@ -158,6 +158,7 @@ class GpuRunner:
             plan=plan,
             sample_plan=sample_plan,
             arrivals=batch.arrivals,
+            extras=None if lora is None else lora.extras,
         )
 
 

@@ -101,7 +101,8 @@ class DecodeGraphs:
         if lora is None:
             return True
         return (
-            lora.max_tiles <= 2 * self._max_blocks
+            lora.extras is None
+            and lora.max_tiles <= 2 * self._max_blocks
             and lora.table.a_offset.shape[0] <= self._max_entries
             and lora.table.entry_start.shape[0] <= self.max_batch
         )

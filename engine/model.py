@@ -18,9 +18,11 @@ from engine.config import ModelConfig
 from engine.weights import LayerWeights, Weights
 from kernels import (
     LoraBatch,
+    LoraExtras,
     PageLayout,
     Projection,
     add_rms_norm,
+    lora_adjust,
     lora_expand,
     lora_shrink,
     paged_attention,
@@ -28,6 +30,7 @@ from kernels import (
     rope_kv_write,
     silu_mul,
 )
+from kernels.lora_vocab import lora_embed, lora_head
 from kernels.rms_norm import rms_norm_ref
 
 QKV = (Projection.Q, Projection.K, Projection.V)
@@ -121,6 +124,35 @@ class TiledAdapters:
         lora_expand(h, self._arena, self._lora, layer, projections, y, out_offsets)
 
 
+class ExtendedAdapters:
+    """`Adapters` of a step in which some have more than tiles (docs/memory.md).
+
+    A projection's product is adjusted before anything is added to it.
+    """
+
+    def __init__(self, tiled: Adapters, extras: LoraExtras, arena: torch.Tensor) -> None:
+        self._tiled, self._extras, self._arena = tiled, extras, arena
+
+    def add(
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        layer: int,
+        projections: tuple[int, ...],
+        out_offsets: tuple[int, ...],
+    ) -> None:
+        lora_adjust(y, self._arena, self._extras, layer, projections, out_offsets)
+        self._tiled.add(x, y, layer, projections, out_offsets)
+
+    def embed(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> None:
+        """Change the embeddings [T, E] of the rows whose adapters do, in place."""
+        lora_embed(hidden, token_ids, self._arena, self._extras)
+
+    def head(self, x: torch.Tensor, logits: torch.Tensor) -> None:
+        """Add to the logits [N, V] of the sampling rows what adapters make of x [N, E]."""
+        lora_head(logits, x, self._arena, self._extras)
+
+
 class Linear:
     """x [T, in] -> x W^T + b [T, out].
 
@@ -133,7 +165,7 @@ class Linear:
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, may_pack: bool = True
     ) -> None:
-        self._bias = bias
+        self.bias = bias
         self._is_packed = (
             may_pack
             and weight.device.type == "cpu"
@@ -149,10 +181,14 @@ class Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._is_packed:
             out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
-                x, self._weight, self._bias, "none", [], ""
+                x, self._weight, self.bias, "none", [], ""
             )
             return out
-        return functional.linear(x, self._weight, self._bias)
+        return functional.linear(x, self._weight, self.bias)
+
+    def weight(self) -> torch.Tensor:
+        """W [out, in] as it was given; a copy, if it is kept otherwise."""
+        return self._weight.to_dense() if self._is_packed else self._weight
 
 
 class DecoderLayer:
@@ -213,6 +249,10 @@ class DecoderLayer:
             adapters.add(inner, out, index, DOWN, self._down_offsets)
         return out, residual
 
+    @property
+    def linears(self) -> dict[str, Linear]:
+        return {"qkv": self._qkv, "o": self._o, "gate_up": self._gate_up, "down": self._down}
+
 
 class Decoder:
     """The whole model: token ids in, logits of the rows that sample out."""
@@ -231,10 +271,32 @@ class Decoder:
     ) -> torch.Tensor:
         """Write the step's KV and return the logits [N, V] of `batch.sample_rows`."""
         hidden = functional.embedding(batch.token_ids, self._embedding)  # [T, E]
+        extended = adapters if isinstance(adapters, ExtendedAdapters) else None
+        if extended is not None:
+            extended.embed(batch.token_ids, hidden)
         residual: torch.Tensor | None = None
         for layer in self._layers:
             hidden, residual = layer(hidden, residual, attention, adapters)
         assert residual is not None
         hidden, residual = hidden[batch.sample_rows], residual[batch.sample_rows]
         normed, _ = add_rms_norm(hidden, residual, self._norm, self._eps)
-        return self._lm_head(normed)
+        logits = self._lm_head(normed)
+        if extended is not None:
+            extended.head(normed, logits)
+        return logits
+
+    def fused(self, layer: int, name: str) -> torch.Tensor:
+        """A matrix of a layer as `engine.base_weights.FusedWeights` has it."""
+        return self._layers[layer].linears[name].weight()
+
+    def fused_bias(self, layer: int, name: str) -> torch.Tensor | None:
+        """Its bias."""
+        return self._layers[layer].linears[name].bias
+
+    def embedding(self) -> torch.Tensor:
+        """[V, E]"""
+        return self._embedding
+
+    def lm_head(self) -> torch.Tensor:
+        """[V, E]"""
+        return self._lm_head.weight()

@@ -8,6 +8,7 @@ from collections.abc import Hashable, Iterable, Mapping
 import torch
 
 from engine.arena import arena_pages
+from engine.base_weights import BaseWeights, PlainWeights
 from engine.batch import Batch
 from engine.config import EngineConfig, ModelConfig
 from engine.errors import OutOfMemory
@@ -16,6 +17,7 @@ from engine.model import (
     Adapters,
     Attention,
     Decoder,
+    ExtendedAdapters,
     PagedAttention,
     TiledAdapters,
 )
@@ -33,6 +35,7 @@ class ModelRunner:
     """Owns what the forward pass reads and writes.
 
     arena    [P, page_elems]; pages are handed out by `PagePool`
+    base     the weights one by one, for adapters that depend on them
     weights  given, nothing is read from the model folder
     """
 
@@ -71,12 +74,14 @@ class ModelRunner:
         num_pages = arena_pages(config, model, rehearse)
         self.arena = torch.zeros(num_pages, layout.page_elems, dtype=dtype, device=config.device)
         if config.runs_triton:
+            self.base = BaseWeights(model, PlainWeights(weights))
             self._gpu = make_gpu(arena=self.arena)
             if config.capture_graphs:
                 self._gpu.warm_up()
             return
         self._layout, self._model = layout, model
         self._decoder = Decoder(model, weights)
+        self.base = BaseWeights(model, self._decoder)
         self._rope = rope_tables(
             model.head_dim,
             model.rope_theta,
@@ -129,6 +134,10 @@ class ModelRunner:
     def _adapters(self, batch: Batch) -> Adapters | None:
         if batch.lora is None:
             return None
-        if self._cpu_lora is None:
-            return TiledAdapters(batch.lora, self.arena)
-        return self._cpu_lora.prepare(batch.lora, batch.adapter_keys)
+        tiled: Adapters = (
+            TiledAdapters(batch.lora, self.arena)
+            if self._cpu_lora is None
+            else self._cpu_lora.prepare(batch.lora, batch.adapter_keys)
+        )
+        extras = batch.lora.extras
+        return tiled if extras is None else ExtendedAdapters(tiled, extras, self.arena)

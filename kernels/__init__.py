@@ -16,7 +16,19 @@ Letters used in shapes everywhere in Lorikeet:
 from kernels.attention import paged_attention
 from kernels.kv_pages import PageLayout
 from kernels.lora import lora_expand, lora_shrink
-from kernels.lora_table import NUM_PROJECTIONS, TILE_ROWS, LoraBatch, LoraTable, Projection
+from kernels.lora_adjust import lora_adjust
+from kernels.lora_table import (
+    NUM_PROJECTIONS,
+    TILE_ROWS,
+    AdjustTable,
+    Blocks,
+    ExtraSegment,
+    LoraBatch,
+    LoraExtras,
+    LoraTable,
+    Projection,
+    VocabPart,
+)
 from kernels.mask_logits import apply_bitmask
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rope import rope_kv_write
@@ -26,14 +38,20 @@ from kernels.silu_mul import silu_mul
 __all__ = [
     "NUM_PROJECTIONS",
     "TILE_ROWS",
+    "AdjustTable",
+    "Blocks",
+    "ExtraSegment",
     "LoraBatch",
+    "LoraExtras",
     "LoraTable",
     "PageLayout",
     "Projection",
+    "VocabPart",
     "add_rms_norm",
     "advance",
     "apply_bitmask",
     "greedy",
+    "lora_adjust",
     "lora_expand",
     "lora_shrink",
     "paged_attention",

@@ -13,6 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 TILE_ROWS = 8
@@ -57,15 +59,103 @@ class LoraTable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdjustTable:
+    """Where the vectors are that an adapter applies to a product of the base itself.
+
+    A part of virtual adapter v adds weight * (gain * (W x + b) + shift) to W x + b: gain is DoRA's
+    factor less one, shift a bias. The entry of (v, layer l, projection p, part i) is
+    `part_start[v] + (l * 7 + p) * num_parts[v] + i`. All tensors are on the arena's device.
+
+    part_start    [A] int64
+    num_parts     [A] int32  0: the adapter has no such vectors
+    gain_offset   [N] int64  element offset of the gain [out] in the flat arena; -1: none
+    shift_offset  [N] int64  likewise of the shift; on a GPU both are multiples of 8
+    weight        [N] fp32
+    """
+
+    part_start: torch.Tensor
+    num_parts: torch.Tensor
+    gain_offset: torch.Tensor
+    shift_offset: torch.Tensor
+    weight: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocks:
+    """A matrix `[rows, width]` in the arena, cut into blocks of `block_rows` rows.
+
+    offsets  [ceil(rows / block_rows)] int64: where each begins in the flat arena
+    """
+
+    rows: int
+    width: int
+    block_rows: int
+    offsets: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VocabPart:
+    """What one part of a virtual adapter changes in the embedding or in the last matrix.
+
+    It adds weight * (gain * y + shift + scale * B A x) to y.
+
+    a, b    rows by token where the side is as wide as the vocabulary, else by rank:
+            embedding a [V, R], b [R, E]; last matrix a [R, E], b [V, R]
+    gain    [out, 1], as in AdjustTable; None: none
+    shift   likewise
+    """
+
+    weight: float
+    scale: float
+    a: Blocks
+    b: Blocks
+    gain: Blocks | None
+    shift: Blocks | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtraSegment:
+    """A segment of the step whose virtual adapter has more than tiles.
+
+    start, end    its rows of the step's tokens
+    first, last   those of them that sample, as rows of the logits; `last` is excluded
+    adapter       index into the table
+    """
+
+    start: int
+    end: int
+    first: int
+    last: int
+    adapter: int
+    embedding: tuple[VocabPart, ...]
+    head: tuple[VocabPart, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraExtras:
+    """What a step's adapters have beside tiles.
+
+    row_adapter  [T] int32  the adapter whose vectors adjust this row; -1: nobody's
+    adjust       None when no adapter of the step has such vectors
+    """
+
+    segments: tuple[ExtraSegment, ...]
+    row_adapter: torch.Tensor
+    adjust: AdjustTable | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoraBatch:
     """Which virtual adapter each segment of the step's tokens uses.
 
     seg_indptr   [G + 1] int32  segment g is rows seg_indptr[g]:seg_indptr[g + 1]
     seg_adapter  [G] int32      index into the table; -1: base only
     max_tiles                   most tiles of any adapter in the step; 0: no row has an adapter
+    extras                      None when no adapter of the step has more than tiles
     """
 
     table: LoraTable
     seg_indptr: torch.Tensor
     seg_adapter: torch.Tensor
     max_tiles: int
+    extras: LoraExtras | None = None

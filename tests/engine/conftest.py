@@ -46,6 +46,25 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "all-64": {"r": 64, "lora_alpha": 32, "target_modules": LINEARS},
     "ko-1": {"r": 1, "lora_alpha": 2, "target_modules": ["k_proj", "o_proj"]},
     "layer-1": {"r": 5, "target_modules": ["up_proj"], "layers_to_transform": [1]},
+    "dora": {"r": 6, "lora_alpha": 9, "use_dora": True, "target_modules": LINEARS},
+    "dora-some": {
+        "r": 12,
+        "use_dora": True,
+        "use_rslora": True,
+        "target_modules": ["k_proj", "up_proj", "lm_head"],
+        "rank_pattern": {"up_proj": 3},
+        "alpha_pattern": {"lm_head": 2},
+    },
+    "bias": {"r": 3, "lora_alpha": 5, "lora_bias": True, "target_modules": LINEARS},
+    "bias-head": {"r": 2, "lora_bias": True, "target_modules": ["v_proj", "lm_head"]},
+    "ends": {
+        "r": 5,
+        "lora_alpha": 10,
+        "target_modules": ["embed_tokens", "lm_head", "q_proj", "v_proj"],
+        "rank_pattern": {"embed_tokens": 9},
+    },
+    "embedding": {"r": 40, "lora_alpha": 20, "target_modules": ["embed_tokens"]},
+    "dora-embedding": {"r": 4, "use_dora": True, "target_modules": ["embed_tokens", "o_proj"]},
 }
 
 
@@ -91,7 +110,9 @@ def save_adapter(base: Path, folder: Path, seed: int = 0, **config: Any) -> Path
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **config))
     for name, parameter in adapted.named_parameters():
-        if "lora_" in name:
+        if "magnitude" in name:
+            parameter.data *= 1 + 0.3 * torch.randn_like(parameter)
+        elif "lora_" in name:
             torch.nn.init.normal_(parameter, std=0.2)
     adapted.save_pretrained(folder)
     return folder

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save, save_file
 
 from engine import AdapterMismatch, AdapterUnavailable
-from engine.adapter_format import check_config, parse_config, parse_header, plan_adapter
+from engine.adapter_config import check_config, parse_config
+from engine.adapter_format import parse_header, plan_adapter
 from engine.adapter_tiles import fill_tiles, place_tiles
 from engine.config import ModelConfig
 from kernels import PageLayout
@@ -33,6 +34,7 @@ MODEL = ModelConfig(
     tie_embeddings=False,
     eos_token_ids=(),
 )
+NO_BASE: Any = None  # plain LoRA does not ask for the base's weights
 LAYOUT = PageLayout(num_layers=2, num_kv_heads=2, head_dim=16)
 PLAIN: dict[str, Any] = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 8}
 PREFIX = "base_model.model.model.layers"
@@ -58,8 +60,13 @@ def test_the_default_config_of_peft_is_accepted() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("use_dora", True),
-        ("lora_bias", True),
+        ("use_dora", "yes"),
+        ("lora_bias", 1),
+        ("ensure_weight_tying", "yes"),
+        ("target_modules", {"q_proj": 1}),
+        ("exclude_modules", "q_.*"),
+        ("layers_to_transform", ["0"]),
+        ("layers_pattern", "blocks"),
         ("bias", "all"),
         ("modules_to_save", ["lm_head"]),
         ("fan_in_fan_out", True),
@@ -105,6 +112,15 @@ def test_a_field_that_cannot_be_honoured_is_named(field: str, value: Any) -> Non
     assert field in raised.value.message
 
 
+@pytest.mark.parametrize("fields", [{"use_dora": True}, {"init_lora_weights": "gaussian"}], ids=str)
+def test_what_peft_refuses_beside_biases_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="lora_bias"):
+        peft.LoraConfig(lora_bias=True, **fields)
+    with pytest.raises(AdapterMismatch) as raised:
+        check_config({**PLAIN, "lora_bias": True, **fields})
+    assert raised.value.param == "lora_bias"
+
+
 def test_every_field_of_peft_is_decided() -> None:
     """A PEFT that adds a field that is on by default must not slip through unread."""
     config = peft.LoraConfig(task_type="CAUSAL_LM").to_dict()
@@ -122,7 +138,14 @@ def test_every_field_of_peft_is_decided() -> None:
         ({f"{PREFIX}.2.self_attn.q_proj.lora_A.weight": ("F32", (4, 64))}, "layer 2"),
         ({f"{PREFIX}.1.self_attn.k_proj.lora_A.weight": ("F32", (4, 64))}, "counterpart"),
         ({f"{PREFIX}.0.self_attn.q_proj.lora_magnitude_vector": ("F32", (64,))}, "magnitude"),
-        ({"base_model.model.lm_head.weight": ("F32", (100, 64))}, "lm_head"),
+        ({"base_model.model.lm_head.weight": ("F32", (101, 64))}, "lm_head"),
+        ({"base_model.model.lm_head.lora_A.weight": ("F32", (4, 64))}, "counterpart"),
+        ({"base_model.model.model.embed_tokens.lora_A.weight": ("F32", (4, 64))}, "embed_tokens"),
+        ({"base_model.model.lm_head.lora_embedding_A": ("F32", (4, 64))}, "lm_head"),
+        ({f"{PREFIX}.0.self_attn.q_proj.lora_B.bias": ("F32", (64,))}, "bias"),
+        ({f"{PREFIX}.0.self_attn.q_proj.lora_A.bias": ("F32", (64,))}, "lora_A.bias"),
+        ({f"{PREFIX}.0.self_attn.q_proj.base_layer.weight": ("F32", (64, 64))}, "base_layer"),
+        ({f"{PREFIX}.0.self_attn.q_proj.weight": ("F32", (64, 64))}, "q_proj"),
         ({"model.layers.0.self_attn.q_proj.lora_A.weight": ("F32", (4, 64))}, "repeats"),
     ],
     ids=str,
@@ -215,7 +238,7 @@ def test_tiles_hold_exactly_the_tensors(rank: int) -> None:
     tiles = place_tiles(plan, MODEL, LAYOUT)
     content = {name: torch.randn(shape) for name, (_, shape) in tensors(rank, ALL).items()}
     image = torch.full((tiles.num_pages, LAYOUT.page_elems), float("nan"))
-    fill_tiles(image, plan, tiles, content.__getitem__)
+    fill_tiles(image, plan, tiles, content.__getitem__, NO_BASE)
     num_values = sum(tensor.numel() for tensor in content.values())
     assert int(image.isfinite().sum()) == num_values
     assert image.numel() <= 1.05 * num_values + 2 * LAYOUT.page_elems

@@ -23,9 +23,16 @@ from tests.engine.families import FAMILIES, ORIGINAL, save_family
 ADAPTERS: dict[str, dict[str, Any]] = {
     "all": {"r": 8, "lora_alpha": 8, "target_modules": LINEARS},
     "kv": {"r": 3, "lora_alpha": 9, "target_modules": ["k_proj", "v_proj"]},
+    "dora": {
+        "r": 4,
+        "use_dora": True,
+        "target_modules": [*LINEARS, "embed_tokens", "lm_head"],
+        "rank_pattern": {"lm_head": 2},
+    },
+    "biases": {"r": 2, "lora_bias": True, "target_modules": [*LINEARS, "lm_head"]},
 }
 # (adapter, prompt length): prompts within and far beyond every window and the original context
-CASES = [(None, 100), ("all", 70), (None, 5), ("kv", ORIGINAL + 1), ("all", 1)]
+CASES = [(None, 100), ("all", 70), (None, 5), ("kv", ORIGINAL + 1), ("all", 1), ("dora", 40), ("biases", 9)]
 NUM_TOKENS = 10
 
 

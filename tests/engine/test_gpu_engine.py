@@ -40,6 +40,25 @@ def test_mixed_batch_is_the_oracles(make_engine: MakeEngine, oracle: Oracle) -> 
         assert results[str(i)].finish_reason == FinishReason.LENGTH
 
 
+EXTENDED = ["dora", "dora-some", "bias", "bias-head", "ends", "embedding", "dora-embedding"]
+
+
+def test_adapters_that_are_more_than_tiles(make_engine: MakeEngine, oracle: Oracle) -> None:
+    """Beside others in one batch, in prefill and decode; their steps take no graph."""
+    engine = make_gpu_engine(make_engine, max_running=10, max_step_tokens=40)
+    chosen = [None, *EXTENDED, "all-4", "dora"]
+    prompts = [prompt(40 + i, 6 + i) for i in range(len(chosen))]
+    results = run(
+        engine,
+        *(
+            request(str(i), tokens, adapter=adapter, max_tokens=3)
+            for i, (tokens, adapter) in enumerate(zip(prompts, chosen, strict=True))
+        ),
+    )
+    for i, (tokens, adapter) in enumerate(zip(prompts, chosen, strict=True)):
+        assert results[str(i)].token_ids == oracle.generate(tokens, 3, adapter), adapter
+
+
 def test_a_chunk_that_samples_nothing(make_engine: MakeEngine, oracle: Oracle) -> None:
     engine = make_gpu_engine(make_engine, max_step_tokens=12)
     tokens = prompt(7, 20)
