@@ -24,21 +24,19 @@ _MAX_LAYERS = 1000
 _HONOURED = frozenset({
     "peft_type", "task_type", "bias", "init_lora_weights", "r", "lora_alpha", "use_rslora",
     "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern",
-    "alpha_pattern",
+    "alpha_pattern", "use_dora", "lora_bias", "ensure_weight_tying",
 })  # fmt: skip
 # They say how the adapter was trained, or where its base came from: `base_model_name_or_path` is
 # a claim, never something to fetch.
 _NEUTRAL = frozenset({
     "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
     "lora_dropout", "megatron_core", "loftq_config", "eva_config", "qalora_group_size",
-    "runtime_config", "ensure_weight_tying",
+    "runtime_config",
 })  # fmt: skip
 # After any other (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) the base model is changed too, so the
 # adapter's tensors are not all of it.
 _PLAIN_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
 _ADVICE = {
-    "use_dora": "train without DoRA",
-    "lora_bias": "train without biases",
     "modules_to_save": "adapt these modules with LoRA, or leave them",
     "trainable_token_indices": "use the base model's tokens",
     "target_parameters": "name linear layers in target_modules",
@@ -57,17 +55,25 @@ class LoraConfig:
     rank: int
     alpha: float
     use_rslora: bool
+    use_dora: bool
+    lora_bias: bool
+    ensure_weight_tying: bool
     target_modules: tuple[str, ...]
     exclude_modules: tuple[str, ...]
     layers: frozenset[int] | None  # None: all
     rank_pattern: Sequence[tuple[re.Pattern[str], int]]
 
-    def is_target(self, module: str, layer: int) -> bool:
-        """Whether PEFT adapts the module, a dotted path such as model.layers.0.mlp.up_proj."""
-        return (
-            any(_names(name, module) for name in self.target_modules)
-            and not any(_names(name, module) for name in self.exclude_modules)
-            and (self.layers is None or layer in self.layers)
+    def is_target(self, module: str, layer: int | None) -> bool:
+        """Whether PEFT adapts the module, a dotted path such as model.layers.0.mlp.up_proj.
+
+        layer  None: it is of no layer
+        """
+        if any(_names(name, module) for name in self.exclude_modules):
+            return False
+        if module in self.target_modules:  # a full path counts in whatever layer it is
+            return True
+        return any(_names(name, module) for name in self.target_modules) and (
+            self.layers is None or layer in self.layers
         )
 
     def rank_of(self, module: str) -> int:
@@ -87,6 +93,9 @@ def parse_config(text: bytes, *, max_rank: int) -> LoraConfig:
         rank=reader.rank("r", raw.get("r"), max_rank),
         alpha=reader.alpha("lora_alpha", raw.get("lora_alpha")),
         use_rslora=reader.flag("use_rslora"),
+        use_dora=reader.flag("use_dora"),
+        lora_bias=reader.flag("lora_bias"),
+        ensure_weight_tying=reader.flag("ensure_weight_tying"),
         target_modules=reader.names("target_modules", required=True),
         exclude_modules=reader.names("exclude_modules", required=False),
         layers=reader.layers(),
@@ -158,6 +167,11 @@ def _unsupported(raw: dict[str, Any]) -> list[Reason]:
     if raw.get("bias", "none") != "none":
         reasons.append(Reason("bias", "biases are not supported: train with bias none"))
     init = raw.get("init_lora_weights", True)
+    # As PEFT's LoraConfig has it.
+    if raw.get("lora_bias") and raw.get("use_dora"):
+        reasons.append(Reason("lora_bias", "it does not go together with use_dora"))
+    if raw.get("lora_bias") and not isinstance(init, bool):
+        reasons.append(Reason("lora_bias", "it needs init_lora_weights to be true or false"))
     if not isinstance(init, bool | str | None) or init not in _PLAIN_INITS:
         reasons.append(
             Reason(
@@ -192,8 +206,8 @@ class _Reader:
         return 1.0
 
     def flag(self, field: str) -> bool:
-        value = self._raw.get(field, False)
-        if not isinstance(value, bool):
+        value = self._raw.get(field)
+        if not isinstance(value, bool | None):
             self._complain(field, f"it is {shown(value)}, neither true nor false")
         return value is True
 

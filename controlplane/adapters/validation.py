@@ -7,8 +7,9 @@ upload, the answer reaches the person who can change something.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from controlplane.adapters import peft_config, tensor_file
@@ -16,22 +17,43 @@ from controlplane.adapters.peft_config import LoraConfig
 from controlplane.adapters.rejection import Reason, Rejected, shown
 from controlplane.adapters.tensor_file import Tensor
 
+EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 _TENSOR_NAME = re.compile(
-    r"base_model\.model\.(?P<module>model\.layers\.(?P<layer>0|[1-9][0-9]{0,3})\."
-    r"(?P<linear>(?:self_attn|mlp)\.[a-z_]+))\.lora_(?P<side>[AB])\.weight",
+    r"(?:base_model\.model\.)?(?P<module>model\.layers\.(?P<layer>0|[1-9][0-9]{0,3})\."
+    r"(?P<linear>(?:self_attn|mlp)\.[a-z_]+)|model\.embed_tokens|lm_head)\."
+    r"(?:(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
+    r"(?:\.default)?(?P<leaf>\.weight|\.bias|)|(?:base_layer\.)?weight)",
     re.ASCII,
 )
+# PEFT repeats the base's matrix beside an adapted embedding or head. Whether it is the base's is
+# seen where the base is.
+_COPY = "copy"
+Shape = tuple[int, ...]
+Key = tuple[str, str]  # (a module's dotted path, which of its tensors)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BaseShape:
-    """The linears of a Llama-shaped base model that an adapter may change.
+    """The matrices of a Llama-shaped base model that an adapter may change.
 
-    linears   self_attn.q_proj … mlp.down_proj -> (in, out)
+    linears          self_attn.q_proj … mlp.down_proj -> (in, out)
+    hidden, vocab    sizes of the embedding and of the last matrix
+    is_tied          those two are one
     """
 
     num_layers: int
     linears: Mapping[str, tuple[int, int]]
+    hidden: int
+    vocab: int
+    is_tied: bool
+
+    def modules(self) -> Iterator[tuple[str, int | None, tuple[int, int]]]:
+        """Each one's dotted path, its layer if it is of one, and (in, out)."""
+        yield EMBEDDING, None, (self.vocab, self.hidden)
+        for layer in range(self.num_layers):
+            for linear, widths in self.linears.items():
+                yield f"model.layers.{layer}.{linear}", layer, widths
+        yield HEAD, None, (self.hidden, self.vocab)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> BaseShape:
@@ -44,6 +66,9 @@ class BaseShape:
         keys = _size(config, "num_key_value_heads", num_heads) * head_dim
         return cls(
             num_layers=_size(config, "num_hidden_layers"),
+            hidden=hidden,
+            vocab=_size(config, "vocab_size"),
+            is_tied=bool(config.get("tie_word_embeddings")),
             linears={
                 "self_attn.q_proj": (hidden, queries),
                 "self_attn.k_proj": (hidden, keys),
@@ -65,20 +90,32 @@ class CheckedAdapter:
 
     @property
     def ranks(self) -> set[int]:
-        return {tensor.shape[0] for tensor in self.tensors if ".lora_A." in tensor.name}
+        """Of every matrix A."""
+        found = set()
+        for tensor in self.tensors:
+            key = _key(tensor.name)
+            if key is not None and key[1] in ("lora_A.weight", "lora_embedding_A"):
+                found.add(tensor.shape[0])
+        return found
 
     def report(self) -> dict[str, Any]:
         """Facts for the version's page."""
-        linears = {_located(tensor.name)["linear"].split(".")[1] for tensor in self.tensors}
+        own, modules = [], set()
+        for tensor in self.tensors:
+            key = _key(tensor.name)
+            if key is not None and key[1] != _COPY:
+                own.append(tensor)
+                modules.add(key[0].split(".")[-1])
         raw = self.config.raw
         return {
-            "target_modules": sorted(linears),
+            "target_modules": sorted(modules),
             "ranks": sorted(self.ranks),
             "alpha": self.config.alpha,
             "use_rslora": self.config.use_rslora,
-            "dtypes": sorted({tensor.dtype for tensor in self.tensors}),
-            "num_tensors": len(self.tensors),
-            "num_parameters": sum(tensor.shape[0] * tensor.shape[1] for tensor in self.tensors),
+            "use_dora": self.config.use_dora,
+            "dtypes": sorted({tensor.dtype for tensor in own}),
+            "num_tensors": len(own),
+            "num_parameters": sum(math.prod(tensor.shape) for tensor in own),
             "peft_version": shown(raw.get("peft_version") or ""),
             "claimed_base": shown(raw.get("base_model_name_or_path") or ""),
         }
@@ -114,57 +151,97 @@ def check_adapter(
 
 def _misfits(lora: LoraConfig, tensors: tuple[Tensor, ...], base: BaseShape) -> list[Reason]:
     """What does not fit: each tensor of each module the config names must be there, no other."""
-    expected: dict[str, tuple[int, int]] = {}
-    for layer in range(base.num_layers):
-        for linear, (width_in, width_out) in base.linears.items():
-            module = f"model.layers.{layer}.{linear}"
-            if lora.is_target(module, layer):
-                rank = lora.rank_of(module)
-                expected[f"base_model.model.{module}.lora_A.weight"] = (rank, width_in)
-                expected[f"base_model.model.{module}.lora_B.weight"] = (width_out, rank)
+    expected: dict[Key, Shape] = {}
+    is_tied = lora.ensure_weight_tying and base.is_tied
+    for module, layer, widths in base.modules():
+        # PEFT takes a tied head out of target_modules: it goes where the embedding goes.
+        named = EMBEDDING if is_tied and module == HEAD else module
+        if lora.is_target(named, layer):
+            expected.update(_expected(lora, module, widths))
     reasons = _unknown_targets(lora, base)
+    if lora.lora_bias and lora.is_target(EMBEDDING, None):
+        reasons.append(Reason("lora_bias", "it is not supported for embed_tokens"))
+    copies = {(module, _COPY): (base.vocab, base.hidden) for module in (EMBEDDING, HEAD)}
+    found: set[Key] = set()
     for tensor in tensors:
-        shape = expected.pop(tensor.name, None)
-        if shape is None:
-            reasons.append(Reason(shown(tensor.name), _why_unexpected(tensor.name, base)))
+        key = _key(tensor.name)
+        shape = None if key is None else expected.pop(key, copies.get(key))
+        if key is None or shape is None:
+            reasons.append(Reason(shown(tensor.name), _why_unexpected(tensor.name, base, found)))
         elif tensor.shape != shape:
             message = f"its shape is {list(tensor.shape)}; the base model and the rank need"
             reasons.append(Reason(tensor.name, f"{message} {list(shape)}"))
+        if key is not None:
+            found.add(key)
     reasons += [
-        Reason(name, "it is missing: target_modules and layers_to_transform ask for it")
-        for name in expected
+        Reason(
+            f"base_model.model.{module}.{part}",
+            "it is missing: target_modules and layers_to_transform ask for it",
+        )
+        for module, part in expected
     ]
     return reasons
 
 
+def _expected(lora: LoraConfig, module: str, widths: tuple[int, int]) -> dict[Key, Shape]:
+    """The tensors of an adapted module, and their shapes."""
+    rank, (width_in, width_out) = lora.rank_of(module), widths
+    a, b = "lora_A.weight", "lora_B.weight"
+    if module == EMBEDDING:
+        a, b = "lora_embedding_A", "lora_embedding_B"
+    found: dict[Key, Shape] = {(module, a): (rank, width_in), (module, b): (width_out, rank)}
+    if lora.use_dora:
+        found[module, "lora_magnitude_vector"] = (width_out,)
+    if lora.lora_bias:
+        found[module, "lora_B.bias"] = (width_out,)
+    return found
+
+
 def _unknown_targets(lora: LoraConfig, base: BaseShape) -> list[Reason]:
-    modules = [
-        f"model.layers.{n}.{linear}" for n in range(base.num_layers) for linear in base.linears
-    ]
-    known = ", ".join(linear.split(".")[1] for linear in base.linears)
+    modules = [module for module, _, _ in base.modules()]
+    known = ", ".join(dict.fromkeys(module.split(".")[-1] for module in modules))
     reasons = []
     for name in lora.target_modules:
         if not any(module == name or module.endswith(f".{name}") for module in modules):
-            message = f"{shown(name)} is no linear layer that can be adapted; these can: {known}"
+            message = f"{shown(name)} is no module that can be adapted; these can: {known}"
             reasons.append(Reason("target_modules", message))
     return reasons
 
 
-def _why_unexpected(name: str, base: BaseShape) -> str:
+def _why_unexpected(name: str, base: BaseShape, found: set[Key]) -> str:
     match = _TENSOR_NAME.fullmatch(name)
-    if match is None:
-        return "it is not a LoRA matrix of a layer's linear"
-    if int(match["layer"]) >= base.num_layers:
+    key = _key(name)
+    if match is None or key is None:
+        return "it is not a tensor of LoRA or DoRA of a module that can be adapted"
+    if key in found:
+        return "it is there twice, under two names"
+    if match["layer"] is not None and int(match["layer"]) >= base.num_layers:
         return f"the base model has {base.num_layers} layers, 0 to {base.num_layers - 1}"
-    if match["linear"] not in base.linears:
+    if match["linear"] is not None and match["linear"] not in base.linears:
         return f"the base model has no linear {shown(match['linear'])}"
+    if key[1] == "lora_magnitude_vector":
+        return "adapter_config.json does not name its module, or use_dora is off"
+    if key[1] == "lora_B.bias":
+        return "adapter_config.json does not name its module, or lora_bias is off"
     return "adapter_config.json does not name its module"
 
 
-def _located(name: str) -> re.Match[str]:
+def _key(name: str) -> Key | None:
+    """The module and the tensor of it that is meant; None: it cannot be an adapter's."""
     match = _TENSOR_NAME.fullmatch(name)
-    assert match is not None  # check_adapter took the name
-    return match
+    if match is None:
+        return None
+    module, part = match["module"], match["part"]
+    if part is None:
+        return None if match["layer"] else (module, _COPY)
+    if part == "lora_magnitude_vector":  # ".weight" comes and goes with PEFT's version
+        return None if match["leaf"] == ".bias" else (module, part)
+    part += match["leaf"]
+    if module == EMBEDDING:
+        is_known = part in ("lora_embedding_A", "lora_embedding_B")
+    else:
+        is_known = part in ("lora_A.weight", "lora_B.weight", "lora_B.bias")
+    return (module, part) if is_known else None
 
 
 def _size(config: Mapping[str, Any], field: str, default: int | None = None) -> int:

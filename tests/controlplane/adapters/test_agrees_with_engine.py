@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from controlplane.adapters.rejection import Rejected
 from controlplane.adapters.validation import CheckedAdapter, check_adapter
-from engine import adapter_format
+from engine import adapter_config, adapter_format
 from engine.config import ModelConfig
 from tests.controlplane.adapters import files
 from tests.controlplane.adapters.test_validation import GOOD_FIELDS
@@ -28,13 +28,13 @@ def check(config: bytes, tensors: bytes) -> CheckedAdapter:
         start=tensors,
         file_bytes=len(tensors),
         base=files.BASE,
-        max_rank=adapter_format.MAX_RANK,
+        max_rank=adapter_config.MAX_RANK,
     )
 
 
 def plan(config: bytes, tensors: bytes) -> adapter_format.AdapterPlan:
     header = adapter_format.parse_header(tensors, len(tensors))
-    return adapter_format.plan_adapter(adapter_format.parse_config(config), header, MODEL)
+    return adapter_format.plan_adapter(adapter_config.parse_config(config), header, MODEL)
 
 
 def assert_agree(config: bytes, tensors: bytes) -> None:
@@ -81,7 +81,7 @@ _value = st.one_of(
         max_size=2,
     ),
 )
-_fields = st.sampled_from(sorted(adapter_format._HONOURED | adapter_format._NEUTRAL | {"use_dora"}))
+_fields = st.sampled_from(sorted(adapter_config.HONOURED | adapter_config.NEUTRAL))
 
 
 @given(st.dictionaries(_fields, _value, max_size=3))

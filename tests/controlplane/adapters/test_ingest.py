@@ -72,7 +72,11 @@ class TestDecision:
 
     BAD = {
         "rank too high": (files.config_bytes(r=1000), GOOD_TENSORS, "r"),
-        "dora": (files.config_bytes(use_dora=True), GOOD_TENSORS, "use_dora"),
+        "whole modules": (
+            files.config_bytes(modules_to_save=["lm_head"]),
+            GOOD_TENSORS,
+            "modules_to_save",
+        ),
         "config not json": (b"{r: 4}", GOOD_TENSORS, "adapter_config.json"),
         "pickle": (GOOD_CONFIG, b"\x80\x02}q\x00.", "adapter_model.safetensors"),
         "truncated": (GOOD_CONFIG, GOOD_TENSORS[:-1], "adapter_model.safetensors"),

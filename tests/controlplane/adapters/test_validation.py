@@ -58,6 +58,7 @@ def test_good_adapter() -> None:
         "ranks": [4],
         "alpha": 8.0,
         "use_rslora": False,
+        "use_dora": False,
         "dtypes": ["F32"],
         "num_tensors": 12,
         "num_parameters": sum(len(data) // 4 for _, _, data in TENSORS.values()),
@@ -79,6 +80,7 @@ GOOD_FIELDS: dict[str, dict[str, Any]] = {
     "anchored patterns": {"alpha_pattern": {r"^model\.layers\.0\.self_attn\.q_proj$": 3}},
     "training facts": {"lora_dropout": 0.1, "inference_mode": True, "peft_version": "0.21.2"},
     "fields that are off": {"use_dora": False, "modules_to_save": None, "brand_new": []},
+    "rslora null": {"use_rslora": None},
     "no init": {"init_lora_weights": False},
     "gaussian init": {"init_lora_weights": "gaussian"},
     "no task": {"task_type": None},
@@ -132,9 +134,15 @@ BAD_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "alpha negative": ({"lora_alpha": -1}, "lora_alpha"),
     "alpha huge": ({"lora_alpha": 10**4000}, "lora_alpha"),
     "alpha a boolean": ({"lora_alpha": True}, "lora_alpha"),
-    "dora": ({"use_dora": True}, "use_dora"),
+    "dora with biases": ({"use_dora": True, "lora_bias": True}, "lora_bias"),
+    "dora text": ({"use_dora": "yes"}, "use_dora"),
+    "biases after gaussian": ({"lora_bias": True, "init_lora_weights": "gaussian"}, "lora_bias"),
+    "biases of embeddings": (
+        {"lora_bias": True, "target_modules": ["embed_tokens"]},
+        "lora_bias",
+    ),
+    "tying a number": ({"ensure_weight_tying": 1}, "ensure_weight_tying"),
     "bias": ({"bias": "all"}, "bias"),
-    "lora bias": ({"lora_bias": True}, "lora_bias"),
     "modules to save": ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
     "auto mapping": ({"auto_mapping": {"base_model_class": "X"}}, "auto_mapping"),
     "trained tokens": ({"trainable_token_indices": [1]}, "trainable_token_indices"),
@@ -157,7 +165,7 @@ BAD_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "no targets": ({"target_modules": []}, "target_modules"),
     "targets null": ({"target_modules": None}, "target_modules"),
     "targets of numbers": ({"target_modules": [1]}, "target_modules"),
-    "unknown target": ({"target_modules": ["q_proj", "lm_head"]}, "target_modules"),
+    "unknown target": ({"target_modules": ["q_proj", "norm"]}, "target_modules"),
     "half a name": ({"target_modules": ["proj"]}, "target_modules"),
     "excluded by a pattern": ({"exclude_modules": ".*"}, "exclude_modules"),
     "rank pattern a list": ({"rank_pattern": ["q_proj"]}, "rank_pattern"),
@@ -167,7 +175,6 @@ BAD_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "layers text": ({"layers_to_transform": "all"}, "layers_to_transform"),
     "layers negative": ({"layers_to_transform": [-1]}, "layers_to_transform"),
     "other layers pattern": ({"layers_pattern": "blocks"}, "layers_pattern"),
-    "rslora null": ({"use_rslora": None}, "use_rslora"),
     "rslora text": ({"use_rslora": "yes"}, "use_rslora"),
     "nul in a name": ({"target_modules": ["\0"]}, "target_modules"),
 }
@@ -213,8 +220,8 @@ BAD_NAMES = {
     "embedding": "base_model.model.model.embed_tokens.lora_embedding_A",
     "dora": FIRST.replace("lora_A.weight", "lora_magnitude_vector"),
     "bias": FIRST.replace("weight", "bias"),
-    "no prefix": FIRST.removeprefix("base_model.model."),
-    "adapter's name": FIRST.replace("lora_A.weight", "lora_A.default.weight"),
+    "base's own": FIRST.replace("lora_A", "base_layer"),
+    "other adapter's name": FIRST.replace("lora_A.weight", "lora_A.mine.weight"),
     "newline": FIRST + "\n",
     "nul": FIRST + "\0",
     "lone surrogate": FIRST + "\ud800",
@@ -267,8 +274,8 @@ def test_rank_limit_of_the_base_counts() -> None:
 
 
 def test_both_files_are_judged_at_once() -> None:
-    found = reasons_for(files.config_bytes(use_dora=True, r=0), b"PK\x03\x04....")
-    assert set(found) == {"use_dora", "r", "adapter_model.safetensors"}
+    found = reasons_for(files.config_bytes(bias="all", r=0), b"PK\x03\x04....")
+    assert set(found) == {"bias", "r", "adapter_model.safetensors"}
 
 
 def test_reasons_are_bounded() -> None:
