@@ -32,7 +32,15 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "biases": {"r": 2, "lora_bias": True, "target_modules": [*LINEARS, "lm_head"]},
 }
 # (adapter, prompt length): prompts within and far beyond every window and the original context
-CASES = [(None, 100), ("all", 70), (None, 5), ("kv", ORIGINAL + 1), ("all", 1), ("dora", 40), ("biases", 9)]
+CASES = [
+    (None, 100),
+    ("all", 70),
+    (None, 5),
+    ("kv", ORIGINAL + 1),
+    ("all", 1),
+    ("dora", 40),
+    ("biases", 9),
+]
 NUM_TOKENS = 10
 
 
