@@ -158,11 +158,11 @@ def test_lora_silu_mul(mix: str, dtype: torch.dtype, device: str) -> None:
     assert_near(out, silu_mul_ref(full), dtype)
 
 
-@pytest.mark.parametrize("has_delta", [False, True])
+@pytest.mark.parametrize("extras", ["", "delta", "bias", "norm", "delta bias norm"])
 @pytest.mark.parametrize("shape", [(4, 2, 32), (3, 3, 24)], ids=str)
 @pytest.mark.parametrize("num_tokens", [1, 21])
 def test_rope_kv_write(
-    num_tokens: int, shape: tuple[int, int, int], has_delta: bool, dtype: torch.dtype, device: str
+    num_tokens: int, shape: tuple[int, int, int], extras: str, dtype: torch.dtype, device: str
 ) -> None:
     heads, kv_heads, dim = shape
     cache = make_cache([(1, 60)], kv_heads=kv_heads, head_dim=dim, dtype=dtype, device=device)
@@ -172,7 +172,13 @@ def test_rope_kv_write(
     angles = torch.randn(64, dim // 2, device=device)
     cos, sin = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
     qkv, delta = torch.randn(2, num_tokens, (heads + 2 * kv_heads) * dim, device=device).to(dtype)
-    full = qkv.float() + delta.float() if has_delta else qkv.float()
+    bias = torch.randn((heads + 2 * kv_heads) * dim, device=device).to(dtype)
+    norm = torch.randn(2, dim, device=device).to(dtype)
+    full = qkv.float()
+    if "delta" in extras:
+        full = full + delta.float()
+    if "bias" in extras:
+        full = full + bias.float()
     arena = cache.arena.clone()
 
     out = rope_kv_write_triton(
@@ -185,16 +191,23 @@ def test_rope_kv_write(
         1,
         slots,
         num_heads=heads,
-        delta=delta if has_delta else None,
+        delta=delta if "delta" in extras else None,
+        bias=bias if "bias" in extras else None,
+        norm=norm if "norm" in extras else None,
+        eps=1e-2,
     )
 
     live = slots >= 0
-    q, k, v = full.split((heads * dim, kv_heads * dim, kv_heads * dim), dim=1)
+    q, k, v = full.view(num_tokens, -1, dim)[live].split((heads, kv_heads, kv_heads), dim=1)
+    if "norm" in extras:
+        q, k = (
+            rms_norm_ref(x, weight.float(), 1e-2) for x, weight in zip((q, k), norm, strict=True)
+        )
     wide = cache.arena.float()
     expected_q = rope_kv_write_ref(
-        q.view(-1, heads, dim)[live],
-        k.view(-1, kv_heads, dim)[live],
-        v.view(-1, kv_heads, dim)[live],
+        q,
+        k,
+        v,
         cos,
         sin,
         positions[live],

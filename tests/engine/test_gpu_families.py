@@ -1,0 +1,40 @@
+"""Every family through the GPU's decoder: prefill, decode graphs, windows, biases and head norms.
+
+Runs on a card under `make test-gpu`; elsewhere Triton's interpreter runs the same kernels.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from tests.engine.families import FAMILIES
+from tests.engine.test_families import MakeOracle, check, make_engine, make_oracle
+
+__all__ = ["make_oracle"]
+
+if torch.cuda.is_available():
+    pytestmark = pytest.mark.gpu
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+# Prompts longer than the window and than the original context; decodes cross into a new page.
+CASES = [(None, 45), ("all", 15), ("kv", 20)]
+# The interpreter takes 15 s each: four models that have everything between them.
+CHOSEN = ["llama-biases", "mistral", "qwen2-sliding", "qwen3-yarn"]
+
+
+@pytest.mark.parametrize("name", FAMILIES if DEVICE == "cuda" else CHOSEN)
+def test_mixed_batch_equals_hugging_face(make_oracle: MakeOracle, name: str) -> None:
+    oracle = make_oracle(name)
+    engine = make_engine(
+        oracle,
+        device=DEVICE,
+        dtype="float32",
+        use_triton=True,
+        max_running=4,
+        max_step_tokens=48,
+    )
+    check(engine, oracle, CASES, num_tokens=4)
+    engine.close()
