@@ -138,7 +138,7 @@ class ModelConfig:
             num_kv_heads=num_kv_heads,
             head_dim=_head_dim(fields, family),
             max_positions=max_positions,
-            rms_norm_eps=float(fields["rms_norm_eps"]),
+            rms_norm_eps=_epsilon(fields),
             rope_theta=theta,
             rope_scaling=scaling,
             tie_embeddings=bool(fields.get("tie_word_embeddings", False)),
@@ -171,7 +171,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 def _refuse_unsupported(fields: Mapping[str, Any]) -> str:
     """The family, when every field is known."""
     family = fields.get("model_type")
-    if family not in _FAMILIES:
+    if not isinstance(family, str) or family not in _FAMILIES:
         raise UnsupportedModel(
             f"model_type is {family!r}; the decoder implements {', '.join(_FAMILIES)}",
             param="model_type",
@@ -194,7 +194,7 @@ def _refuse_unsupported(fields: Mapping[str, Any]) -> str:
         raise UnsupportedModel(
             "config.json: num_key_value_heads is missing", param="num_key_value_heads"
         )
-    return str(family)
+    return family
 
 
 def _size(fields: Mapping[str, Any], name: str, default: int | None = None) -> int:
@@ -206,6 +206,13 @@ def _size(fields: Mapping[str, Any], name: str, default: int | None = None) -> i
             f"config.json: {name} is {value!r}, not a whole number above zero", param=name
         )
     return value
+
+
+def _epsilon(fields: Mapping[str, Any]) -> float:
+    value = fields["rms_norm_eps"]
+    if not isinstance(value, int | float) or not 0 <= value < 1:
+        raise UnsupportedModel(f"config.json: rms_norm_eps is {value!r}", param="rms_norm_eps")
+    return float(value)
 
 
 def _head_dim(fields: Mapping[str, Any], family: str) -> int:
@@ -225,17 +232,20 @@ def _windows(
         window = _size(fields, "sliding_window", _MISTRAL_WINDOW)
     elif fields.get("use_sliding_window") and fields.get("sliding_window", 0) is not None:
         window = _size(fields, "sliding_window", _QWEN_WINDOW)
-    num_full = 0 if family == "mistral" else fields.get("max_window_layers", _QWEN_FULL_LAYERS)
     types = fields.get("layer_types")
     if types is None:
+        num_full = 0 if family == "mistral" else fields.get("max_window_layers", _QWEN_FULL_LAYERS)
+        if not isinstance(num_full, int) or num_full < 0:
+            raise UnsupportedModel(
+                f"config.json: max_window_layers is {num_full!r}", param="max_window_layers"
+            )
         windows = tuple(None if i < num_full else window for i in range(num_layers))
     else:
+        if not isinstance(types, list) or len(types) != num_layers:
+            raise UnsupportedModel(
+                f"config.json: layer_types is not a list of {num_layers}", param="layer_types"
+            )
         windows = tuple(_window_of(name, window) for name in types)
-    if len(windows) != num_layers:
-        raise UnsupportedModel(
-            f"config.json: layer_types has {len(windows)} entries, not {num_layers}",
-            param="layer_types",
-        )
     if window is None or window >= max_positions:
         return ()
     return windows

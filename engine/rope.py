@@ -135,8 +135,10 @@ def read_rope(
         raise UnsupportedModel(
             "config.json: rope_scaling and rope_parameters differ", param="rope_scaling"
         )
-    given = _Parameters(new or old)
-    theta = given.number("rope_theta", float(fields.get("rope_theta") or _DEFAULT_THETA))
+    given = _Parameters(new or old, rope_theta=fields.get("rope_theta"))
+    theta = given.number("rope_theta", _DEFAULT_THETA)
+    if theta <= 1:
+        raise UnsupportedModel(f"config.json: rope_theta is {theta}", param="rope_theta")
     old_type = given.take("type", "default")
     rope_type = given.take("rope_type", old_type)
     if rope_type not in ("default", "linear", "llama3", "yarn"):
@@ -147,18 +149,26 @@ def read_rope(
     if rope_type == "linear":
         scaling = LinearScaling(factor=given.number("factor"))
     elif rope_type == "llama3":
-        scaling = Llama3Scaling(
-            factor=given.number("factor"),
-            low_freq_factor=given.number("low_freq_factor"),
-            high_freq_factor=given.number("high_freq_factor"),
-            original_positions=given.whole(
-                "original_max_position_embeddings", max_position_embeddings
-            ),
-        )
+        scaling = _llama3(given, max_position_embeddings)
     elif rope_type == "yarn":
         scaling = _yarn(given, max_position_embeddings)
     given.check_all_taken()
     return theta, scaling
+
+
+def _llama3(given: _Parameters, max_position_embeddings: int) -> Llama3Scaling:
+    low, high = given.number("low_freq_factor"), given.number("high_freq_factor")
+    if high <= low:
+        raise UnsupportedModel(
+            f"config.json: high_freq_factor {high} is not above low_freq_factor {low}",
+            param="high_freq_factor",
+        )
+    return Llama3Scaling(
+        factor=given.number("factor"),
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_positions=given.whole("original_max_position_embeddings", max_position_embeddings),
+    )
 
 
 def _yarn(given: _Parameters, max_position_embeddings: int) -> YarnScaling:
@@ -183,14 +193,18 @@ def _mscale(factor: float, weight: float) -> float:
 
 
 class _Parameters:
-    """A rope dict whose entries are each taken once; a `null` counts as absent."""
+    """A rope dict whose entries are each taken once; a `null` counts as absent.
 
-    def __init__(self, given: object) -> None:
+    defaults  what holds for names that the dict does not have
+    """
+
+    def __init__(self, given: object, **defaults: object) -> None:
         if not isinstance(given, dict):
             raise UnsupportedModel(
                 "config.json: rope_parameters is not an object", param="rope_parameters"
             )
-        self._given = {name: value for name, value in given.items() if value is not None}
+        given = {name: value for name, value in given.items() if value is not None}
+        self._given = {**defaults, **given}
 
     def take(self, name: str, default: Any = None) -> Any:
         return self._given.pop(name, default)

@@ -1,0 +1,303 @@
+"""What a config.json and a checkpoint mean, and which are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from engine import Engine, EngineConfig, UnsupportedModel
+from engine.config import ModelConfig
+from engine.rope import rope_tables
+from engine.weights import load_weights
+from tests.engine.conftest import prompt, request, run
+from tests.engine.families import COMMON, FAMILIES, LLAMA3, YARN, YARN_OPTIONS, save_family
+
+MISTRAL = {**COMMON, "model_type": "mistral", "rms_norm_eps": 1e-5}
+LLAMA = {**COMMON, "model_type": "llama", "rms_norm_eps": 1e-5}
+QWEN = {**COMMON, "model_type": "qwen2", "rms_norm_eps": 1e-5}
+
+# As their authors published them, less what only names things.
+PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "llama-3.1-8b": (
+        {
+            "model_type": "llama", "attention_bias": False, "attention_dropout": 0.0,
+            "bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009],
+            "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+            "intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": False,
+            "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+            "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_theta": 500000.0,
+            "rope_scaling": {
+                "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192, "rope_type": "llama3",
+            },
+            "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True,
+            "transformers_version": "4.42.3", "vocab_size": 128256,
+        },
+        {"head_dim": 128, "max_positions": 131072, "eos_token_ids": (128001, 128008, 128009)},
+    ),
+    "mistral-7b-v0.1": (
+        {
+            "model_type": "mistral", "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+            "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+            "max_position_embeddings": 32768, "num_attention_heads": 32,
+            "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+            "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": False,
+            "vocab_size": 32000,
+        },
+        {"windows": (4096,) * 32, "rope_theta": 10000.0, "rope_scaling": None},
+    ),
+    "mistral-nemo": (
+        {
+            "model_type": "mistral", "attention_dropout": 0.0, "head_dim": 128,
+            "hidden_act": "silu", "hidden_size": 5120, "intermediate_size": 14336,
+            "max_position_embeddings": 131072, "num_attention_heads": 32,
+            "num_hidden_layers": 40, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+            "rope_theta": 1000000.0, "sliding_window": None, "vocab_size": 131072,
+        },
+        {"windows": (), "head_dim": 128, "q_size": 4096},
+    ),
+    "qwen2.5-7b-instruct with yarn": (
+        {
+            "model_type": "qwen2", "attention_dropout": 0.0, "hidden_act": "silu",
+            "hidden_size": 3584, "intermediate_size": 18944, "max_position_embeddings": 32768,
+            "max_window_layers": 28, "num_attention_heads": 28, "num_hidden_layers": 28,
+            "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+            "sliding_window": 131072, "tie_word_embeddings": False,
+            "use_sliding_window": False, "use_mrope": False, "vocab_size": 152064,
+            "rope_scaling": {
+                "factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn",
+            },
+        },
+        {"windows": (), "qkv_bias": True, "o_bias": False, "max_positions": 131072},
+    ),
+    "qwen3-0.6b": (
+        {
+            "model_type": "qwen3", "attention_bias": False, "head_dim": 128,
+            "hidden_act": "silu", "hidden_size": 1024, "intermediate_size": 3072,
+            "max_position_embeddings": 40960, "max_window_layers": 28,
+            "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000,
+            "sliding_window": None, "tie_word_embeddings": True, "use_sliding_window": False,
+            "vocab_size": 151936,
+        },
+        {"qk_norm": True, "qkv_bias": False, "q_size": 2048, "tie_embeddings": True},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs(name: str) -> None:
+    fields, expected = PUBLISHED[name]
+    config = ModelConfig.from_fields(fields, fields.get("eos_token_id"))
+    assert {key: getattr(config, key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default"},
+        {"rope_type": "linear", "factor": 3},
+        LLAMA3,
+        {**LLAMA3, "low_freq_factor": 0.5, "high_freq_factor": 9},
+        YARN,
+        YARN_OPTIONS,
+        {**YARN, "attention_factor": 0.25},
+        {**YARN, "beta_fast": 1000, "beta_slow": 900},
+        {**YARN, "mscale": 0.5},
+        {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 64},
+        {"rope_type": "yarn", "factor": 2.5},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("theta", [100.0, 500_000.0])
+@pytest.mark.parametrize("head_dim", [16, 128])
+def test_rope_tables_are_hugging_faces(rope: dict[str, Any], theta: float, head_dim: int) -> None:
+    fields = {**COMMON, "head_dim": head_dim, "rope_parameters": {**rope, "rope_theta": theta}}
+    theirs = LlamaRotaryEmbedding(AutoConfig.for_model("llama", **fields))
+    config = ModelConfig.from_fields({**LLAMA, **fields}, None)
+    cos, sin = rope_tables(
+        config.head_dim, config.rope_theta, config.rope_scaling, 300, torch.device("cpu")
+    )
+    expected = theirs(torch.zeros(1), torch.arange(300)[None])
+    assert torch.equal(cos, expected[0][0])
+    assert torch.equal(sin, expected[1][0])
+
+
+def test_the_old_names_mean_the_same() -> None:
+    new = ModelConfig.from_fields({**LLAMA, "rope_parameters": {**YARN, "rope_theta": 7.0}}, None)
+    old_scaling = {**YARN, "type": YARN["rope_type"]}
+    del old_scaling["rope_type"]
+    old = ModelConfig.from_fields({**LLAMA, "rope_theta": 7.0, "rope_scaling": old_scaling}, None)
+    assert new == old
+
+
+def test_yarn_reaches_as_far_as_its_factor() -> None:
+    config = ModelConfig.from_fields({**LLAMA, "rope_scaling": {**YARN, "factor": 40}}, None)
+    assert config.max_positions == 32 * 40
+
+
+@pytest.mark.parametrize(
+    ("fields", "windows"),
+    [
+        ({**MISTRAL}, ()),  # transformers' default of 4096 is longer than any context here
+        ({**MISTRAL, "max_position_embeddings": 5000}, (4096, 4096)),
+        ({**MISTRAL, "sliding_window": None, "max_position_embeddings": 5000}, ()),
+        ({**MISTRAL, "sliding_window": 8}, (8, 8)),
+        ({**MISTRAL, "sliding_window": 160}, ()),
+        ({**QWEN, "sliding_window": 8}, ()),
+        ({**QWEN, "sliding_window": 8, "use_sliding_window": True}, (None, None)),
+        (
+            {**QWEN, "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1},
+            (None, 8),
+        ),
+        (
+            {
+                **QWEN, "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 2,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+            (8, None),
+        ),
+        ({**QWEN, "sliding_window": None, "use_sliding_window": True, "max_window_layers": 0}, ()),
+        ({**QWEN, "layer_types": ["full_attention"] * 2}, ()),
+    ],
+)  # fmt: skip
+def test_windows(fields: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    config = ModelConfig.from_fields(fields, None)
+    assert [config.window(i) for i in range(2)] == list(windows or (None, None))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({**LLAMA, "model_type": "gemma2"}, "model_type"),
+        ({**LLAMA, "model_type": ["llama"]}, "model_type"),
+        ({**LLAMA, "sliding_window": 8}, "sliding_window"),
+        ({**LLAMA, "quantization_config": {"bits": 4}}, "quantization_config"),
+        ({**LLAMA, "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({**LLAMA, "rope_interleaved": True}, "rope_interleaved"),
+        ({**LLAMA, "head_dim": 15}, "num_key_value_heads"),
+        ({**LLAMA, "num_key_value_heads": 3}, "num_key_value_heads"),
+        ({**LLAMA, "hidden_size": "64"}, "hidden_size"),
+        ({**LLAMA, "rms_norm_eps": "tiny"}, "rms_norm_eps"),
+        ({**MISTRAL, "sliding_window": 0}, "sliding_window"),
+        ({**MISTRAL, "attention_bias": True}, "attention_bias"),
+        ({**MISTRAL, "layer_types": ["full_attention"] * 2}, "layer_types"),
+        ({k: v for k, v in MISTRAL.items() if k != "num_key_value_heads"}, "num_key_value_heads"),
+        ({**QWEN, "layer_types": ["full_attention"]}, "layer_types"),
+        ({**QWEN, "layer_types": ["sliding_attention"] * 2}, "layer_types"),
+        ({**QWEN, "layer_types": ["chunked_attention"] * 2}, "layer_types"),
+        ({**QWEN, "layer_types": 2}, "layer_types"),
+        ({**QWEN, "use_sliding_window": True, "max_window_layers": "1"}, "max_window_layers"),
+        ({**QWEN, "use_mrope": True}, "use_mrope"),
+        ({**LLAMA, "rope_scaling": {"rope_type": "dynamic", "factor": 2}}, "rope_type"),
+        ({**LLAMA, "rope_scaling": {"rope_type": "linear"}}, "factor"),
+        ({**LLAMA, "rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor"),
+        ({**LLAMA, "rope_scaling": {"rope_type": "linear", "factor": True}}, "factor"),
+        ({**LLAMA, "rope_scaling": {"rope_type": "linear", "factor": float("nan")}}, "factor"),
+        ({**LLAMA, "rope_scaling": {**LLAMA3, "high_freq_factor": None}}, "high_freq_factor"),
+        ({**LLAMA, "rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "high_freq_factor"),
+        ({**LLAMA, "rope_scaling": {**YARN, "mrope_section": [1, 2]}}, "mrope_section"),
+        ({**LLAMA, "rope_scaling": [8.0]}, "rope_parameters"),
+        ({**LLAMA, "rope_scaling": YARN, "rope_parameters": LLAMA3}, "rope_scaling"),
+        ({**LLAMA, "rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "full_attention"),
+        ({**LLAMA, "rope_theta": "1e4"}, "rope_theta"),
+        ({**LLAMA, "rope_theta": 1}, "rope_theta"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(UnsupportedModel) as raised:
+        ModelConfig.from_fields(fields, None)
+    assert raised.value.param == param
+
+
+def test_qwen3_without_a_head_dim_has_transformers_own() -> None:
+    fields = {**COMMON, "model_type": "qwen3", "rms_norm_eps": 1e-6}
+    theirs = AutoConfig.for_model("qwen3", **COMMON)
+    assert ModelConfig.from_fields(fields, None).head_dim == theirs.head_dim == 128
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["llama-biases", "qwen2", "qwen3"])
+def test_sharded_checkpoints_of_half_precision(
+    tmp_path: Path, name: str, dtype: torch.dtype
+) -> None:
+    base = save_family(tmp_path / "base", name)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+    sharded = tmp_path / "sharded"
+    model.save_pretrained(sharded, max_shard_size="40KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    (sharded / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [3, 256], "do_sample": True})
+    )
+    config = ModelConfig.from_folder(sharded)
+    assert config.eos_token_ids == (3, 256)
+    weights = load_weights(sharded, config, "cpu", torch.float32)
+    assert weights.lm_head.dtype == torch.float32
+    engine = Engine(EngineConfig(model_dir=sharded, arena_bytes=4 << 20))
+    got = run(engine, request("r", prompt(0, 40), max_tokens=6))["r"].token_ids
+    engine.close()
+    wide = model.float()
+    with torch.no_grad():
+        logits = wide(torch.tensor([prompt(0, 40) + got])).logits[0, 39:-1]
+    assert got == logits.argmax(-1).tolist()
+
+
+def test_a_tied_checkpoint_may_carry_its_head(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    base = save_family(tmp_path, "qwen2")
+    tensors = load_file(base / "model.safetensors")
+    assert "lm_head.weight" not in tensors
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, base / "model.safetensors")
+    weights = load_weights(base, ModelConfig.from_folder(base), "cpu", torch.float32)
+    assert weights.lm_head is weights.embedding
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("qwen2", "model.layers.1.self_attn.k_proj.bias"),
+        ("qwen3", "model.layers.0.self_attn.q_norm.weight"),
+        ("llama-biases", "model.layers.1.mlp.down_proj.bias"),
+    ],
+)
+def test_a_missing_or_quantised_tensor_is_named(tmp_path: Path, name: str, tensor: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    base = save_family(tmp_path, name)
+    tensors = load_file(base / "model.safetensors")
+    config = ModelConfig.from_folder(base)
+    for broken in ({**tensors, tensor: tensors[tensor].to(torch.int8)}, dict(tensors)):
+        if broken[tensor].dtype != torch.int8:
+            del broken[tensor]
+        save_file(broken, base / "model.safetensors")
+        with pytest.raises(UnsupportedModel) as raised:
+            load_weights(base, config, "cpu", torch.float32)
+        assert raised.value.param == tensor
+
+
+def test_an_unnamed_bias_is_refused(tmp_path: Path) -> None:
+    """A Llama whose file has biases that its config does not speak of."""
+    base = save_family(tmp_path, "llama-biases")
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "mlp_bias": False}))
+    with pytest.raises(UnsupportedModel) as raised:
+        load_weights(base, ModelConfig.from_folder(base), "cpu", torch.float32)
+    assert raised.value.param == "model.layers.0.mlp.down_proj.bias"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_transformers_saves_is_read(tmp_path: Path, name: str) -> None:
+    config = ModelConfig.from_folder(save_family(tmp_path, name))
+    model_type, _ = FAMILIES[name]
+    assert config.qk_norm == (model_type == "qwen3")
+    assert config.qkv_bias == (model_type == "qwen2" or name.endswith("biases"))
+    assert config.o_bias == name.endswith("biases")
