@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
+import signal
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
-from engine import AdapterUnavailable, DashConfig, DashEngine, FinishReason, UnknownAdapter
+from engine import (
+    AdapterMismatch,
+    AdapterUnavailable,
+    BadGrammar,
+    ContextTooLong,
+    DashConfig,
+    DashEngine,
+    FinishReason,
+    InvalidPrompt,
+    RequestError,
+    SamplingParams,
+    UnknownAdapter,
+)
 from engine.dash_config import parse_bytes
-from tests.engine.conftest import Oracle, prompt
+from engine.dash_run import Completion
+from tests.engine.conftest import Oracle, edit_config, prompt
 
 GREEDY_TOKENS = 12
 
@@ -114,3 +134,301 @@ def test_sizes(size: str | int, wanted: int) -> None:
 def test_bad_sizes(size: str) -> None:
     with pytest.raises(ValueError, match="size"):
         parse_bytes(size)
+
+
+def _agrees(completion: Completion, wanted: list[int]) -> bool:
+    """Whether these are the oracle's tokens, up to an end that it disregards."""
+    token_ids = completion.token_ids
+    is_whole = len(token_ids) == len(wanted) or completion.finish_reason == FinishReason.STOP
+    return is_whole and token_ids == wanted[: len(token_ids)]
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "message"),
+    [
+        ({"prompts": [[1] * 512]}, ContextTooLong, "the context is 512 tokens"),
+        ({"prompts": [[1, 999]]}, InvalidPrompt, "1 to 999"),
+        ({"active_adapters": "nobody"}, UnknownAdapter, "no adapter is named 'nobody'"),
+        ({"active_adapters": {"a": float("nan")}}, RequestError, "weight of 'a' is nan"),
+        ({"active_adapters": {"a": "much"}}, RequestError, "weight of 'a' is 'much'"),
+        ({"active_adapters": {"a": 1.0, "b": 1.0}}, UnknownAdapter, "named 'b'"),
+        ({"max_new_tokens": 0}, RequestError, "max_tokens"),
+        ({"sampling": SamplingParams(temperature=-1)}, RequestError, "temperature"),
+        ({"json_schema": "{"}, BadGrammar, "not JSON"),
+        ({"n": 65}, RequestError, "n must be from 1 to 64"),
+    ],
+)
+def test_each_mistake_has_its_own_error(
+    dash: DashEngine,
+    adapters: dict[str, Path],
+    bad: dict[str, Any],
+    error: type[Exception],
+    message: str,
+) -> None:
+    dash.register_adapter("a", adapters["all-4"])
+    (completion,) = dash.generate(**{"prompts": [[1]], "max_new_tokens": 2, **bad})
+    assert type(completion.error) is error and message in str(completion.error)
+    assert completion.finish_reason == FinishReason.ERROR
+    assert all(isinstance(other.error, error) for other in completion.alternatives)
+    assert dash.generate([1], "a", max_new_tokens=2)[0].error is None
+
+
+def test_adapters_that_do_not_fit_say_so(
+    dash: DashEngine, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    for name, changes in (("dora", {"lora_dropout": "x"}), ("rank", {"r": 3})):
+        edit_config(adapters["all-4"], tmp_path / name, **changes)
+        dash.register_adapter(name, tmp_path / name)
+    endless = shutil.copytree(adapters["all-4"], tmp_path / "endless")
+    tensors = load_file(endless / "adapter_model.safetensors")
+    tensors[min(tensors)][0, 0] = float("inf")
+    save_file(tensors, endless / "adapter_model.safetensors")
+    dash.register_adapter("endless", endless)
+    dash.register_adapter("good", adapters["all-4"])
+    *bad, good = dash.generate([[1]] * 3, ["rank", "endless", "good"], max_new_tokens=2)
+    assert [type(completion.error) for completion in bad] == [AdapterMismatch] * 2
+    assert "not finite" in str(bad[1].error)
+    assert good.error is None
+    assert dash.stats().adapters["rank"].startswith("failed: ")
+    assert "rank failed: " in str(dash.stats())
+
+
+def test_a_replaced_name_means_the_new_adapter_and_the_old_one_finishes(
+    dash: DashEngine, adapters: dict[str, Path], oracle: Oracle
+) -> None:
+    tokens = prompt(3, 8)
+    dash.register_adapter("a", adapters["all-4"])
+    under_way = dash.stream([tokens], "a", max_new_tokens=20)
+    dash.register_adapter("a", adapters["qv-16"])
+    (new,) = dash.generate([tokens], "a", max_new_tokens=GREEDY_TOKENS)
+    old = list(under_way)[-1].completion
+    assert _agrees(old, oracle.generate(tokens, 20, "all-4"))
+    assert _agrees(new, oracle.generate(tokens, GREEDY_TOKENS, "qv-16"))
+    dash.unregister_adapter("a")
+    assert dash.stats().num_adapters == 0
+    assert dash._loop.call(lambda engine: engine.stats().num_adapters).result() == 0
+
+
+def test_two_names_of_one_adapter_blend_as_one(
+    dash: DashEngine, adapters: dict[str, Path], oracle: Oracle
+) -> None:
+    for name in "ab":
+        dash.register_adapter(name, adapters["all-4"])
+    (blended,) = dash.generate([prompt(5, 8)], {"a": 0.25, "b": 0.75}, max_new_tokens=8)
+    assert _agrees(blended, oracle.generate(prompt(5, 8), 8, "all-4"))
+
+
+def test_more_adapters_than_the_pool_holds(
+    tiny_model: Path, adapters: dict[str, Path], oracle: Oracle
+) -> None:
+    config = DashConfig(adapter_vram_pool="100KB", kv_pool="60KB", host_cache="100KB")
+    with DashEngine(tiny_model, config) as engine:
+        names = ["all-4", "qv-16", "mlp-rs", "patterns", "ko-1", "layer-1"] * 3
+        for name in names[:6]:
+            engine.register_adapter(name, adapters[name])
+        prompts = [prompt(i, 6) for i in range(len(names))]
+        for tokens, name, got in zip(
+            prompts, names, engine.generate(prompts, names, max_new_tokens=6), strict=True
+        ):
+            assert _agrees(got, oracle.generate(tokens, 6, name)), (name, got)
+        assert engine.stats().adapter_bytes <= 100_000
+        assert "resident" in engine.stats().adapters.values()
+        assert "ready" in engine.stats().adapters.values()
+
+
+def test_streams_spell_what_generate_spells(dash: DashEngine) -> None:
+    prompts = ["one", "two", "three"]
+    whole = dash.generate(prompts, max_new_tokens=30)
+    texts = ["", "", ""]
+    ended = []
+    for piece in dash.stream(prompts, max_new_tokens=30):
+        texts[piece.index] += piece.text
+        if piece.finish_reason is not None:
+            ended.append(piece.index)
+    assert texts == [completion.text for completion in whole]
+    assert sorted(ended) == [0, 1, 2]
+
+
+def test_streams_end_before_stop_strings(dash: DashEngine) -> None:
+    (whole,) = dash.generate("hello there", max_new_tokens=30)
+    stop = whole.text[6:9]
+    pieces = list(dash.stream("hello there", max_new_tokens=30, stop=stop))
+    assert "".join(map(str, pieces)) == whole.text[: whole.text.index(stop)]
+    assert pieces[-1].finish_reason == FinishReason.STOP
+
+
+def test_a_closed_stream_cancels_its_request(dash: DashEngine) -> None:
+    stream = dash.stream([[1, 2], [3, 4]], max_new_tokens=400)
+    next(stream)
+    assert dash.stats().running > 0
+    stream.close()
+    stats = dash.stats()
+    assert (stats.running, stats.waiting, stats.kv_bytes) == (0, 0, 0)
+    assert stats.num_generated < 800
+
+
+def test_ctrl_c_cancels_the_requests_and_leaves_the_engine_sound(dash: DashEngine) -> None:
+    sampling = SamplingParams(temperature=0.0, ignore_eos=True)
+
+    def interrupt() -> None:
+        while not dash.stats().running:
+            time.sleep(0.01)
+        signal.raise_signal(signal.SIGINT)
+
+    with ThreadPoolExecutor(1) as threads, pytest.raises(KeyboardInterrupt):
+        threads.submit(interrupt)
+        dash.generate([[i] for i in range(40)], max_new_tokens=400, sampling=sampling)
+    stats = dash.stats()
+    assert (stats.running, stats.waiting, stats.kv_bytes) == (0, 0, 0)
+    dash._loop.call(lambda engine: engine.check_integrity()).result()
+    assert len(dash.generate([1], max_new_tokens=3, sampling=sampling)[0].token_ids) == 3
+
+
+def test_threads_share_one_batch(
+    dash: DashEngine, adapters: dict[str, Path], oracle: Oracle
+) -> None:
+    dash.register_adapter("a", adapters["all-4"])
+
+    def ask(i: int) -> Completion:
+        return dash.generate([prompt(i, 6)], "a" if i % 2 else None, max_new_tokens=10)[0]
+
+    with ThreadPoolExecutor(8) as threads:
+        completions = list(threads.map(ask, range(8)))
+    for i, completion in enumerate(completions):
+        assert _agrees(completion, oracle.generate(prompt(i, 6), 10, "all-4" if i % 2 else None))
+
+
+def test_a_slow_adapter_holds_up_nobody_else(
+    dash: DashEngine,
+    adapters: dict[str, Path],
+    oracle: Oracle,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from engine import dash_adapters
+
+    go_on, read = threading.Event(), dash_adapters._digest
+
+    def read_slowly(folder: Path) -> str:
+        assert go_on.wait(30)
+        return read(folder)
+
+    monkeypatch.setattr(dash_adapters, "_digest", read_slowly)
+    dash.register_adapter("slow", adapters["all-4"])
+    assert dash.stats().adapters == {"slow": "loading"}
+    stream = dash.stream([prompt(1, 6), [3, 4]], ["slow", None], max_new_tokens=4)
+    pieces = [next(stream)]
+    while pieces[-1].finish_reason is None:
+        pieces.append(next(stream))
+    assert {piece.index for piece in pieces} == {1}
+    go_on.set()
+    last = list(stream)[-1]
+    assert last.index == 0
+    assert _agrees(last.completion, oracle.generate(prompt(1, 6), 4, "all-4"))
+
+
+def test_closing_ends_what_is_under_way(tiny_model: Path) -> None:
+    engine = DashEngine(tiny_model, DashConfig(adapter_vram_pool="2MB", kv_pool="2MB"))
+    stream = engine.stream([1, 2], max_new_tokens=500)
+    next(stream)
+    engine.close()
+    with pytest.raises(RuntimeError, match="the engine is closed"):
+        list(stream)
+    with pytest.raises(RuntimeError, match="the engine is closed"):
+        engine.generate([1])
+    engine.close()
+
+
+def test_closing_while_adapters_load(tiny_model: Path, adapters: dict[str, Path]) -> None:
+    with DashEngine(tiny_model, DashConfig(adapter_vram_pool="2MB", kv_pool="2MB")) as engine:
+        for i in range(50):
+            engine.register_adapter(f"a{i}", adapters["all-4"])
+        threads = [engine._loop._thread, *engine._names._threads._threads]
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_an_engine_that_nobody_holds_ends(tiny_model: Path) -> None:
+    engine = DashEngine(tiny_model, DashConfig(adapter_vram_pool="2MB", kv_pool="2MB"))
+    thread = engine._loop._thread
+    del engine
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_an_engine_that_fails_says_why(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ArithmeticError("lost")
+
+    with DashEngine(tiny_model, DashConfig(adapter_vram_pool="2MB", kv_pool="2MB")) as engine:
+        monkeypatch.setattr(engine._loop._engine._runner, "run", fail)
+        with pytest.raises(RuntimeError, match="the engine failed: ArithmeticError: lost"):
+            engine.generate([1])
+        with pytest.raises(RuntimeError, match="the engine failed"):
+            engine.stats()
+
+
+def test_continuations_of_one_prompt(dash: DashEngine) -> None:
+    sampling = SamplingParams(temperature=1.0, seed=7, logprobs=0)
+    (first,) = dash.generate([1, 2], n=3, sampling=sampling, max_new_tokens=8)
+    every = [first, *first.alternatives]
+    assert len({tuple(each.token_ids) for each in every}) == 3
+    for i, each in enumerate(every):
+        alone = SamplingParams(temperature=1.0, seed=7 + i)
+        (wanted,) = dash.generate([1, 2], sampling=alone, max_new_tokens=8)
+        assert each.token_ids == wanted.token_ids
+        assert [p.token_id for p in each.logprobs or []] == each.token_ids
+    with pytest.raises(ValueError, match="n is 0"):
+        dash.generate([1], n=0)
+
+
+def test_chats_are_put_in_the_models_template(dash: DashEngine) -> None:
+    chat = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
+    one, many = dash.generate(chat, max_new_tokens=6), dash.generate([chat], max_new_tokens=6)
+    (wanted,) = dash.generate("abcd", max_new_tokens=6)
+    assert [one[0].text, many[0].text] == [wanted.text] * 2
+
+
+def test_the_progress_bar_counts(dash: DashEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    dash.generate([[1], [2], [3]], max_new_tokens=4, progress=True)
+    shown = capsys.readouterr().err
+    assert "3/3" in shown and "tokens/s" in shown
+    dash.generate([[1]], max_new_tokens=4)
+    assert capsys.readouterr().err == ""  # not a terminal
+
+
+def test_completions_and_statistics_say_what_they_are(
+    dash: DashEngine, adapters: dict[str, Path]
+) -> None:
+    dash.register_adapter("a", adapters["all-4"])
+    (completion,) = dash.generate("hello", "a", max_new_tokens=3)
+    assert repr(completion) == f"Completion({completion.text!r}, 3 tokens, length)"
+    stats = dash.stats()
+    assert stats.adapters == {"a": "resident"}
+    assert stats.num_generated == 3 and stats.adapter_bytes > 0
+    assert str(stats).startswith("1 adapters: 1 resident\nrequests: 0 running, 0 waiting")
+    assert "cpu, float32, 1 adapters" in repr(dash)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"max_concurrent_adapters": 0},
+        {"max_running": True},
+        {"max_context": -1},
+        {"num_threads": 1.5},
+        {"adapter_vram_pool": "lots"},
+        {"kv_pool": 0},
+        {"host_cache": None},
+        {"device": "tpu"},
+        {"dtype": "int4"},
+    ],
+)
+def test_config_fields_are_checked_by_name(bad: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"^{next(iter(bad))} is "):
+        DashConfig(**bad)
+
+
+@pytest.mark.parametrize("name", ["", None, 3])
+def test_names_are_strings(dash: DashEngine, name: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="name is a string"):
+        dash.register_adapter(name, tmp_path)

@@ -1,24 +1,12 @@
-"""The example and the benchmarks of the CPU run, on the tiny model or none."""
+"""The benchmarks of the CPU run, on the tiny model or none."""
 
 from __future__ import annotations
 
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-
-
-def test_the_example_answers_for_every_adapter(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["many_adapters.py", "--base", str(tiny_model)])
-    runpy.run_path(str(ROOT / "examples" / "many_adapters.py"), run_name="__main__")
-    printed = capsys.readouterr().out
-    for name in ("base: ", "tenant-a: ", "tenant-b: ", "'tenant-a': 0.5", "as JSON: {"):
-        assert name in printed
 
 
 def test_the_comparison_measures_every_case(tiny_model: Path, tmp_path: Path) -> None:
