@@ -114,7 +114,7 @@ class AdapterNames:
             self._loop.call(lambda engine: self.release(engine, [adapter]))
 
     def _read(self, adapter: NamedAdapter) -> None:
-        """Learn the digest, check that the adapter fits and have the engine load it."""
+        """Learn the digest, and have the engine check that the adapter fits."""
         if self._offload_dir is not None:
             digest, adapter.path = _adopt(adapter.path, self._offload_dir)
         else:
