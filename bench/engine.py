@@ -8,7 +8,8 @@
 Llama-3.1-8B's shape with random bf16 weights. A decode case adds `batch` requests of 32 random
 tokens and takes 256 greedy tokens of each, no end token; its ms_step is the wall time of all of it
 (prefill, sampling, scheduling) over 256. A prefill case adds 16 prompts of 1024 tokens and takes
-one token of each. Adapters are PEFT folders of random tensors on all seven projections, registered
+one token of each; a first case takes one token of prompts of --prompt tokens, and is their time in
+ms. Adapters are PEFT folders of random tensors on all seven projections, registered
 with the engine and loaded before the clock starts. The floor is what has to be read once (weights
 without the embedding, each distinct adapter, half the KV at the end) at the copy bandwidth
 measured in the same run, or the products at the measured rate when that is more.
@@ -60,12 +61,22 @@ TARGETS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """kind "decode" or "prefill"; the ranks go round the adapters."""
+    """kind "decode", "prefill" or "first"; the ranks go round the adapters."""
 
     kind: str
     batch: int
     adapters: int
     ranks: tuple[int, ...] = (16,)
+    first_prompt: int = PROMPT_TOKENS
+
+    @property
+    def prompt(self) -> int:
+        return {"decode": PROMPT_TOKENS, "prefill": 1024, "first": self.first_prompt}[self.kind]
+
+    @property
+    def figure(self) -> str:
+        """The field that is compared with the base's."""
+        return {"decode": "ms_step", "prefill": "tok_s", "first": "ms_first"}[self.kind]
 
     @property
     def total_rank(self) -> int:
@@ -164,9 +175,10 @@ class Bench:
         """The case's fields; two rounds before the clock starts load adapters and compile."""
         digests = self.adapters(case.ranks, case.adapters)
         is_decode = case.kind == "decode"
-        prompt, new = (PROMPT_TOKENS, NEW_TOKENS) if is_decode else (1024, 1)
+        prompt, new = case.prompt, NEW_TOKENS if is_decode else 1
         for _ in range(2):
             self.run(case.batch, prompt, 8 if is_decode else 1, digests)
+        rounds = max(rounds, 20) if case.kind == "first" else rounds
         if not self._is_cpu:
             torch.cuda.reset_peak_memory_stats()
         seconds = [self.run(case.batch, prompt, new, digests) for _ in range(rounds)]
@@ -183,6 +195,8 @@ class Bench:
             out["ms_step"] = round(median / new * 1e3, 3)
             out["ms_step_best"] = round(best / new * 1e3, 3)
             out["tok_s"] = round(case.batch * new / median)
+        elif case.kind == "first":
+            out |= {"prompt": prompt, "ms_first": round(median * 1e3, 2)}
         else:
             out["tok_s"] = round(case.batch * prompt / median)
             out["tok_s_best"] = round(case.batch * prompt / best)
@@ -234,10 +248,10 @@ class Bench:
         digests = self.adapters(case.ranks, case.adapters)
         is_decode = case.kind == "decode"
         new = num_steps + 1 if is_decode else 1
-        self.run(case.batch, PROMPT_TOKENS if is_decode else 1024, new, digests)
+        self.run(case.batch, case.prompt, new, digests)
         activity = torch.profiler.ProfilerActivity.CUDA
         with torch.profiler.profile(activities=[activity]) as profiler:
-            self.run(case.batch, PROMPT_TOKENS if is_decode else 1024, new, digests)
+            self.run(case.batch, case.prompt, new, digests)
         events = sorted(profiler.key_averages(), key=lambda e: -e.device_time_total)
         total = sum(event.device_time_total for event in events)
         print(f"{case}: {total / 1e3:.2f} ms on the device, a prefill and {new - 1} decodes")
@@ -302,7 +316,7 @@ def run_cases(
             # On a lent card one broken case must not cost the others.
             traceback.print_exc()
             continue
-        field = "ms_step" if case.kind == "decode" else "tok_s"
+        field = case.figure
         if case.adapters == 0:
             base.setdefault((case.kind, case.batch), row[field])
         if (case.kind, case.batch) in base:
@@ -341,7 +355,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument("--suite", choices=["targets"])
-    parser.add_argument("--kind", choices=["decode", "prefill"], default="decode")
+    parser.add_argument("--kind", choices=["decode", "prefill", "first"], default="decode")
+    parser.add_argument("--prompt", type=int, default=PROMPT_TOKENS, help="of a first case")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--adapters", type=int, default=0)
     parser.add_argument("--rank", type=int, nargs="+", default=[16])
@@ -362,6 +377,7 @@ def main() -> None:
         batch=arguments.batch,
         adapters=arguments.adapters,
         ranks=tuple(arguments.rank),
+        first_prompt=arguments.prompt,
     )
     # Its base first: every case is compared with it.
     bases = [replace(case, adapters=0)] if case.adapters else []
