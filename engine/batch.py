@@ -39,6 +39,8 @@ class Batch:
     sample_rows   [N] int64      rows whose next token is wanted, in the order of the step's rows
     lora          None when no row has an adapter
     adapter_keys  the virtual adapters of `lora.table`, in its order
+    lengths       [S] tokens of each sequence in this step, on the host
+    contexts      [S] context_lens on the host
     arrivals      copies of adapters that the pass has to wait for, on the device
     """
 
@@ -52,6 +54,8 @@ class Batch:
     sample_rows: torch.Tensor
     lora: LoraBatch | None
     adapter_keys: tuple[AdapterKey, ...]
+    lengths: npt.NDArray[np.int32]
+    contexts: npt.NDArray[np.int32]
     arrivals: tuple[Arrival, ...] = ()
 
 
@@ -123,6 +127,8 @@ class BatchBuilder:
             sample_rows=self._tensor(sample_rows),
             lora=lora,
             adapter_keys=keys,
+            lengths=lengths,
+            contexts=starts + lengths,
             arrivals=self._store.arrivals(digest for key in keys for digest, _ in key),
         )
 

@@ -41,10 +41,25 @@ Linear = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkBlocks:
+    """The prompts of a step for the prefill kernel, cut into blocks of at most `size` new tokens.
+
+    Each is a sequence: of the rows query_start[b]:query_start[b + 1], with a context that ends with
+    its own last token. A block with context 0 stands for decodes between two prompts.
+    """
+
+    query_start: torch.Tensor  # [N + 1] int32
+    context_lens: torch.Tensor  # [N] int32
+    page_tables: torch.Tensor  # [N, max_pages] int32
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GpuBatch:
     """One pass's inputs, as in `engine.batch.Batch`, and its work list.
 
     max_new    the longest chunk; 1: nothing but decodes
+    blocks     given, the prefill kernel computes these and the decode kernel all other rows
     workspace  of the decode kernel; None: a new one
     sample_rows  None: every row
     table, plan  both None for a pass without adapters
@@ -60,6 +75,7 @@ class GpuBatch:
     context_lens: torch.Tensor
     page_tables: torch.Tensor
     max_new: int
+    blocks: ChunkBlocks | None = None
     workspace: DecodeWorkspace | None = None
     sample_rows: torch.Tensor | None = None
     table: LoraTable | None = None
@@ -146,6 +162,22 @@ class GpuModel:
         return self._attend(batch, index, q).flatten(1)
 
     def _attend(self, batch: GpuBatch, index: int, q: torch.Tensor) -> torch.Tensor:
+        window = self.config.window(index)
+        out = None
+        if batch.blocks is not None:
+            blocks = batch.blocks
+            out = attention_prefill_triton(
+                q,
+                self.arena,
+                self.layout,
+                index,
+                blocks.query_start,
+                blocks.context_lens,
+                blocks.page_tables,
+                self._scale,
+                max_new=blocks.size,
+                window=window,
+            )
         args = (
             q,
             self.arena,
@@ -156,11 +188,10 @@ class GpuModel:
             batch.page_tables,
             self._scale,
         )
-        window = self.config.window(index)
         # Decodes among prefill chunks take the prefill kernel: one launch, and they are few.
-        if batch.max_new > 1:
+        if batch.max_new > 1 and batch.blocks is None:
             return attention_prefill_triton(*args, max_new=batch.max_new, window=window)
-        return attention_decode_triton(*args, workspace=batch.workspace, window=window)
+        return attention_decode_triton(*args, workspace=batch.workspace, window=window, out=out)
 
     def _mlp(
         self, batch: GpuBatch, index: int, layer: LayerWeights, x: torch.Tensor

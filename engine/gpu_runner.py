@@ -1,17 +1,20 @@
-"""Batches on a GPU: decodes replay a graph, everything else goes launch by launch."""
+"""Batches on a GPU: decodes and short prompts replay graphs, the rest goes launch by launch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from engine.batch import Batch
 from engine.config import ModelConfig
 from engine.errors import UnsupportedModel
 from engine.gpu_model import GpuBatch, GpuModel
-from engine.graphs import MAX_BLOCKS, DecodeGraphs
+from engine.graphs import DecodeGraphs
+from engine.lora_inputs import MAX_BLOCKS, MAX_ENTRIES, LoraInputs
+from engine.mixed_graphs import MixedGraphs
 from engine.weights import Weights
 from kernels import NUM_PROJECTIONS, LoraBatch, LoraTable, PageLayout
 from kernels.attention_decode import DecodeWorkspace
@@ -38,6 +41,7 @@ class GpuRunner:
     """Owns the graphs and their buffers.
 
     max_running  the most rows a decode step can have
+    max_tokens   the most tokens a step can have
     """
 
     def __init__(
@@ -49,17 +53,22 @@ class GpuRunner:
         arena: torch.Tensor,
         max_positions: int,
         max_running: int,
+        max_tokens: int,
     ) -> None:
         if any(width % 8 for widths in model.projection_widths for width in widths):
             raise UnsupportedModel("on a GPU, sizes of the model have to be multiples of 8")
         self._model = GpuModel(
             config=model, weights=weights, layout=layout, arena=arena, max_positions=max_positions
         )
-        self._num_heads, self._layout, self._max_running = model.num_heads, layout, max_running
-        self._graphs = DecodeGraphs(
-            self._model,
-            max_batch=min(max_running, 256),
-            max_pages=-(-max_positions // layout.page_size),
+        self._num_heads, self._layout = model.num_heads, layout
+        self._max_running, self._max_tokens = max_running, max_tokens
+        rows, max_pages = min(max_running, 256), -(-max_positions // layout.page_size)
+        lora = LoraInputs(
+            arena.device, max_rows=rows, max_entries=MAX_ENTRIES, max_blocks=MAX_BLOCKS
+        )
+        self._graphs = DecodeGraphs(self._model, max_batch=rows, max_pages=max_pages, lora=lora)
+        self._mixed = MixedGraphs(
+            self._model, max_tokens=max_tokens, max_rows=rows, max_pages=max_pages, lora=lora
         )
         # Two, because a step is launched before the tokens of the one before it are read.
         self._fetched = torch.empty(2, max_running, dtype=torch.int64, pin_memory=arena.is_cuda)
@@ -70,8 +79,11 @@ class GpuRunner:
         for size in self._graphs.sizes:
             for has_lora in (False, True):
                 self._graphs.capture(size, has_lora)
+        for size in self._mixed.sizes:
+            for has_lora in (False, True):
+                self._mixed.capture(size, has_lora, self._graphs.pool)
 
-    def rehearse(self, max_tokens: int) -> int:
+    def rehearse(self) -> int:
         """Run what takes the most memory: a step of `max_tokens` tokens, the largest graphs.
 
         Writes nothing to the arena, of which it needs one page. Returns the bytes that `warm_up`
@@ -80,8 +92,10 @@ class GpuRunner:
         recorded = self._graphs.sizes[-1]
         for has_lora in (False, True):
             self._graphs.capture(recorded, has_lora)
-        self._model.forward(self._gpu_batch(_widest(max_tokens, self._max_running, self._model)))
-        return self._graphs.bytes_of_others(recorded)
+            self._mixed.capture(self._mixed.sizes[-1], has_lora, self._graphs.pool)
+        widest = _widest(self._max_tokens, self._max_running, self._model)
+        self._model.forward(self._gpu_batch(widest))
+        return self._graphs.bytes_of_others(recorded) + self._mixed.bytes_of_others()
 
     def can_run_ahead(self, batch: Batch) -> bool:
         """Whether `start` takes the batch: decodes alone, and a graph holds them."""
@@ -96,6 +110,8 @@ class GpuRunner:
         if self.can_run_ahead(batch):
             self._load(batch)
             return self._graphs.step()
+        if self._mixed.fits(batch):
+            return self._mixed.run(batch)
         return self._model.forward(self._gpu_batch(batch))
 
     def start(self, batch: Batch) -> Tokens:
@@ -197,4 +213,6 @@ def _widest(num_tokens: int, max_running: int, model: GpuModel) -> Batch:
             max_tiles=num_tiles,
         ),
         adapter_keys=(),
+        lengths=np.full(num_rows, max_new, np.int32),
+        contexts=np.full(num_rows, max_new, np.int32),
     )

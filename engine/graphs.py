@@ -9,6 +9,7 @@ the host uploads nothing but a page now and then, and waits for nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,16 +17,15 @@ from typing import Any
 import torch
 
 from engine.gpu_model import GpuBatch, GpuModel
-from kernels import LoraBatch, LoraTable
+from engine.lora_inputs import LoraInputs
+from kernels import LoraBatch
 from kernels.attention_decode import DecodeWorkspace
 from kernels.lora_plan import LoraPlan, empty_plan, fill_plan
 from kernels.sampling import advance_triton, greedy_triton
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
-# Blocks of 16 rank rows that one request's adapters may have in a graph: together rank 512.
-MAX_BLOCKS = 32
 # What a recorded graph takes beside the tensors in it (600 nodes; measured on an H200).
-_GRAPH_BYTES = 4 << 20
+GRAPH_BYTES = 4 << 20
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,12 +34,29 @@ class _Graph:
     logits: torch.Tensor
 
 
+def record(run: Callable[[], torch.Tensor], pool: Any) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """Record what `run` launches; its result lies where every replay writes it.
+
+    pool  another graph's, whose memory this one may use in turn; None: a new one
+    """
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):  # compiles the kernels and sets up the libraries
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        out = run()
+    return graph, out
+
+
 class DecodeGraphs:
     """Fixed input buffers and the graphs that read them.
 
-    max_pages    columns of the page tables
-    max_entries  tile entries of all adapters in one step
-    max_blocks   blocks of 16 rank rows that one request's adapters have
+    max_pages  columns of the page tables
+    lora       the step's adapters; as many rows as `max_batch` at least
 
     A step beyond these runs without a graph.
     """
@@ -50,13 +67,12 @@ class DecodeGraphs:
         *,
         max_batch: int,
         max_pages: int,
-        max_entries: int = 1 << 21,
-        max_blocks: int = MAX_BLOCKS,
+        lora: LoraInputs,
     ) -> None:
         self._model = model
         device = model.device
         self.max_batch = max_batch
-        self._max_entries, self._max_blocks = max_entries, max_blocks
+        self._lora = lora
 
         def ints(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
@@ -67,21 +83,10 @@ class DecodeGraphs:
         self.context_lens = ints(max_batch)
         self.page_tables = ints(max_batch, max_pages)
         self._query_start = torch.arange(max_batch + 1, dtype=torch.int32, device=device)
-        self._seg_indptr = ints(max_batch + 1)
-        self._seg_adapter = torch.full((max_batch,), -1, dtype=torch.int32, device=device)
-        self._table = LoraTable(
-            entry_start=ints(max_batch, dtype=torch.int64),
-            num_tiles=ints(max_batch),
-            a_offset=ints(max_entries, dtype=torch.int64),
-            b_offset=ints(max_entries, dtype=torch.int64),
-            rows=ints(max_entries),
-            scale=torch.zeros(max_entries, dtype=torch.float32, device=device),
-        )
-        self._loaded_table: LoraTable | None = None
         self._workspaces: dict[int, DecodeWorkspace] = {}
         self._plans: dict[int, LoraPlan] = {}
         self._graphs: dict[tuple[int, bool], _Graph] = {}
-        self._pool: Any = None
+        self.pool: Any = None  # of memory, for what graphs compute on the way
         self._current: tuple[int, bool] = (0, False)
         self.num_rows = 0
 
@@ -98,14 +103,7 @@ class DecodeGraphs:
         """Whether such a decode step has a graph."""
         if num_rows > self.max_batch or max_pages > self.page_tables.shape[1]:
             return False
-        if lora is None:
-            return True
-        return (
-            lora.extras is None
-            and lora.max_tiles <= 2 * self._max_blocks
-            and lora.table.a_offset.shape[0] <= self._max_entries
-            and lora.table.entry_start.shape[0] <= self.max_batch
-        )
+        return self._lora.fits(lora)
 
     def capture(self, size: int, has_lora: bool) -> None:
         """Record the graph of a bucket, unless it is there or the device has none.
@@ -116,17 +114,8 @@ class DecodeGraphs:
             return
         batch = self._batch(size, has_lora)
         self.clear()
-        stream = torch.cuda.Stream(self._model.device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):  # compiles the kernels and sets up the libraries
-                self._run(batch, size)
-        torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            logits = self._run(batch, size)
-        self._pool = self._pool or graph.pool()
+        graph, logits = record(lambda: self._run(batch, size), self.pool)
+        self.pool = self.pool or graph.pool()
         self._graphs[size, has_lora] = _Graph(graph=graph, logits=logits)
 
     def bytes_of_others(self, recorded: int) -> int:
@@ -135,7 +124,7 @@ class DecodeGraphs:
         Memory for what a graph computes on the way is common to all; its logits are its own.
         """
         logits = self._model.config.vocab_size * self._model.arena.element_size()
-        return sum(2 * (size * logits + _GRAPH_BYTES) for size in self.sizes if size != recorded)
+        return sum(2 * (size * logits + GRAPH_BYTES) for size in self.sizes if size != recorded)
 
     def load(
         self,
@@ -156,7 +145,7 @@ class DecodeGraphs:
         self.context_lens[rows:size].fill_(-1)
         self.page_tables[:rows, : page_tables.shape[1]].copy_(page_tables)
         if lora is not None:
-            self._load_lora(lora, size)
+            self._lora.load(lora, size)
 
     def add_pages(self, pages: SequenceOf[tuple[int, int, int]]) -> None:
         """Append to the page tables: (row, column, page)."""
@@ -180,23 +169,7 @@ class DecodeGraphs:
     def clear(self) -> None:
         """Make every row padding: a step over such buffers writes nothing to the arena."""
         self.context_lens.fill_(-1)
-        self._seg_indptr.zero_()
-        self._seg_adapter.fill_(-1)
-
-    def _load_lora(self, lora: LoraBatch, size: int) -> None:
-        segments = lora.seg_adapter.shape[0]
-        self._seg_indptr[: segments + 1].copy_(lora.seg_indptr)
-        self._seg_indptr[segments + 1 : size + 1].copy_(
-            lora.seg_indptr[-1:].expand(max(size - segments, 0))
-        )
-        self._seg_adapter[:segments].copy_(lora.seg_adapter)
-        self._seg_adapter[segments:size].fill_(-1)
-        if lora.table is self._loaded_table:
-            return
-        for name in ("entry_start", "num_tiles", "a_offset", "b_offset", "rows", "scale"):
-            source = getattr(lora.table, name)
-            getattr(self._table, name)[: source.shape[0]].copy_(source)
-        self._loaded_table = lora.table
+        self._lora.clear()
 
     def _batch(self, size: int, has_lora: bool) -> GpuBatch:
         """A view of the buffers' first `size` rows."""
@@ -218,20 +191,12 @@ class DecodeGraphs:
         if not has_lora:
             return batch
         if size not in self._plans:
-            self._plans[size] = empty_plan(size, size, self._max_blocks, 16, model.device)
-        return replace(batch, table=self._table, plan=self._plans[size])
+            self._plans[size] = empty_plan(size, size, self._lora.max_blocks, 16, model.device)
+        return replace(batch, table=self._lora.table, plan=self._plans[size])
 
     def _run(self, batch: GpuBatch, size: int) -> torch.Tensor:
         if batch.plan is not None:
-            fill_plan(
-                batch.plan,
-                LoraBatch(
-                    table=self._table,
-                    seg_indptr=self._seg_indptr[: size + 1],
-                    seg_adapter=self._seg_adapter[:size],
-                    max_tiles=2 * self._max_blocks,
-                ),
-            )
+            fill_plan(batch.plan, self._lora.batch(size))
         advance_triton(
             batch.context_lens,
             batch.positions,

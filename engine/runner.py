@@ -66,10 +66,11 @@ class ModelRunner:
             layout=layout,
             max_positions=config.context_limit(model),
             max_running=config.max_running,
+            max_tokens=config.max_step_tokens,
         )
 
         def rehearse(arena: torch.Tensor) -> int:
-            return make_gpu(arena=arena).rehearse(config.max_step_tokens)
+            return make_gpu(arena=arena).rehearse()
 
         num_pages = arena_pages(config, model, rehearse)
         self.arena = torch.zeros(num_pages, layout.page_elems, dtype=dtype, device=config.device)

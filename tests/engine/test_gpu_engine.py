@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
 import pytest
 import torch
 
 from engine import Engine, FinishReason
-from tests.engine.conftest import MakeEngine, Oracle, prompt, request, run
+from engine.mixed_graphs import cut_blocks
+from tests.engine.conftest import MakeEngine, Oracle, Result, prompt, request, run
 
 if torch.cuda.is_available():
     pytestmark = pytest.mark.gpu
@@ -108,3 +110,28 @@ def test_decodes_run_ahead_over_shared_prefixes(make_engine: MakeEngine, oracle:
         last = results[str(i)].last
         assert last is not None and last.num_cached_tokens == num_cached
         assert results[str(i)].token_ids == oracle.generate(prompt(1, 33), 20, adapter)
+
+
+def test_prompts_in_chunks_beside_decodes(make_engine: MakeEngine, oracle: Oracle) -> None:
+    """Prompts longer than a block, between decodes with and without adapters."""
+    engine = make_gpu_engine(make_engine, max_step_tokens=48, max_running=5)
+    lengths, chosen = [5, 75, 3, 33, 40], [None, "all-4", "qv-16", None, "all-4"]
+    results: dict[str, Result] = {}
+    for i, (length, adapter) in enumerate(zip(lengths, chosen, strict=True)):
+        engine.add(request(str(i), prompt(i, length), adapter=adapter, max_tokens=6))
+        results[str(i)] = Result()
+        for _ in range(2):
+            for output in engine.step():
+                results[output.request_id].add(output)
+    for request_id, result in run(engine, check=True).items():
+        results[request_id].token_ids += result.token_ids
+    for i, (length, adapter) in enumerate(zip(lengths, chosen, strict=True)):
+        assert results[str(i)].token_ids == oracle.generate(prompt(i, length), 6, adapter)
+
+
+def test_blocks_of_prompts_between_decodes() -> None:
+    lengths, contexts = np.array([1, 70, 1, 1, 2, 33, 1], np.int32), np.arange(100, 107)
+    start, context, row = cut_blocks(lengths, contexts.astype(np.int32))
+    assert start.tolist() == [0, 1, 33, 65, 71, 73, 75, 107, 108]
+    assert context.tolist() == [0, 63 + 0, 95, 101, 0, 104, 104, 105]
+    assert row.tolist() == [0, 1, 1, 1, 0, 4, 5, 5]

@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from engine.config import ModelConfig
 from engine.gpu_model import GpuBatch, GpuModel
 from engine.graphs import DecodeGraphs
+from engine.lora_inputs import LoraInputs
 from engine.weights import LayerWeights, Weights
 from kernels import LoraTable, PageLayout
 from kernels.attention_decode import DecodeWorkspace
@@ -167,7 +168,8 @@ def test_prefill_then_decode_is_hugging_faces(chosen: list[int]) -> None:
     sequences = [
         [*prompt, int(rows[-1].argmax())] for prompt, rows in zip(PROMPTS, expected, strict=True)
     ]
-    graphs = DecodeGraphs(rig.model, max_batch=4, max_pages=6, max_entries=4096, max_blocks=2)
+    inputs = LoraInputs(rig.model.device, max_rows=4, max_entries=4096, max_blocks=2)
+    graphs = DecodeGraphs(rig.model, max_batch=4, max_pages=6, lora=inputs)
     lora = rig.adapters.batch([(1, v) for v in chosen])
     positions = torch.tensor([len(prompt) for prompt in PROMPTS], device=DEVICE)
     graphs.capture(4, True)

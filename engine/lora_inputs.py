@@ -1,0 +1,84 @@
+"""The adapters of a step in fixed buffers, where recorded graphs find them."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels import LoraBatch, LoraTable
+
+# Blocks of 16 rank rows that one request's adapters may have in a graph: together rank 512.
+MAX_BLOCKS = 32
+MAX_ENTRIES = 1 << 21
+
+
+class LoraInputs:
+    """The table and the segments. The graphs that share them never run at the same time.
+
+    max_rows     segments, and virtual adapters, of one step
+    max_entries  tile entries of all adapters in one step
+    max_blocks   blocks of 16 rank rows that one request's adapters have
+    """
+
+    def __init__(
+        self, device: torch.device, *, max_rows: int, max_entries: int, max_blocks: int
+    ) -> None:
+        self.max_rows, self.max_entries, self.max_blocks = max_rows, max_entries, max_blocks
+
+        def ints(size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        self.seg_indptr = ints(max_rows + 1)
+        self.seg_adapter = torch.full((max_rows,), -1, dtype=torch.int32, device=device)
+        self.table = LoraTable(
+            entry_start=ints(max_rows, torch.int64),
+            num_tiles=ints(max_rows),
+            a_offset=ints(max_entries, torch.int64),
+            b_offset=ints(max_entries, torch.int64),
+            rows=ints(max_entries),
+            scale=torch.zeros(max_entries, dtype=torch.float32, device=device),
+        )
+        self._loaded: LoraTable | None = None
+
+    def fits(self, lora: LoraBatch | None) -> bool:
+        return lora is None or (
+            lora.extras is None
+            and lora.max_tiles <= 2 * self.max_blocks
+            and lora.table.a_offset.shape[0] <= self.max_entries
+            and lora.table.entry_start.shape[0] <= self.max_rows
+            and lora.seg_adapter.shape[0] <= self.max_rows
+        )
+
+    def load(self, lora: LoraBatch, size: int) -> None:
+        """Set the adapters of a step whose graph has room for `size` segments."""
+        fill_segments(self.seg_indptr, lora.seg_indptr, size)
+        segments = lora.seg_adapter.shape[0]
+        self.seg_adapter[:segments].copy_(lora.seg_adapter)
+        self.seg_adapter[segments:size].fill_(-1)
+        if lora.table is self._loaded:
+            return
+        for name in ("entry_start", "num_tiles", "a_offset", "b_offset", "rows", "scale"):
+            source = getattr(lora.table, name)
+            getattr(self.table, name)[: source.shape[0]].copy_(source)
+        self._loaded = lora.table
+
+    def batch(self, size: int, seg_indptr: torch.Tensor | None = None) -> LoraBatch:
+        """The first `size` segments; with other bounds when given."""
+        bounds = self.seg_indptr if seg_indptr is None else seg_indptr
+        return LoraBatch(
+            table=self.table,
+            seg_indptr=bounds[: size + 1],
+            seg_adapter=self.seg_adapter[:size],
+            max_tiles=2 * self.max_blocks,
+        )
+
+    def clear(self) -> None:
+        """Leave every row without an adapter."""
+        self.seg_indptr.zero_()
+        self.seg_adapter.fill_(-1)
+
+
+def fill_segments(buffer: torch.Tensor, bounds: torch.Tensor, size: int) -> None:
+    """Copy segment bounds to the front of `buffer`; segments up to `size` become empty."""
+    known = bounds.shape[0]
+    buffer[:known].copy_(bounds)
+    buffer[known : size + 1].copy_(bounds[-1:].expand(max(size + 1 - known, 0)))
