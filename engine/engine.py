@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from engine.errors import (
     OutOfPages,
     RequestError,
 )
-from engine.gpu_runner import GpuRunner, Tokens
+from engine.flight import Flight
 from engine.grammar import Grammars, check_schema_text
 from engine.host_memory import HostMemory
 from engine.memory import PagePool, PageUse
@@ -41,15 +41,6 @@ log = logging.getLogger(__name__)
 # A step that finds nothing to run, because all wait for adapters or grammars, sleeps this long
 # at most.
 _IDLE_WAIT_S = 0.002
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Flight:
-    """A decode step on the GPU whose tokens have not been read."""
-
-    step: Step
-    tokens: Tokens
-    runner: GpuRunner
 
 
 class Engine:
@@ -83,7 +74,7 @@ class Engine:
         self._context_limit = config.context_limit(model)
         self._page_size = config.page_size
         self._runner = ModelRunner(config, model, weights)
-        self._flight: _Flight | None = None
+        self._flight: Flight | None = None
         num_pages = self._runner.arena.shape[0]
         max_kv, max_adapter = config.page_limits(model, num_pages)
         self._pool = PagePool(num_pages, max_kv=max_kv, max_adapter=max_adapter)
@@ -188,33 +179,32 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Run one iteration: at most one new token for every running request.
 
-        On a GPU the step after a greedy decode is launched before the decode's tokens are read:
-        then the tokens of a step come from the next call, while the GPU is busy.
+        On a GPU a step's tokens come from the next call, which launches another step first where
+        it can: before the tokens are read, or as soon as they are.
         """
         self._poll()
         now = self._clock()
         self._note_deadlines(now)
+        outputs: list[RequestOutput] = []
         if self._flight is not None:
-            self._deadlines.pace.start(now, len(self._flight.step.rows))
-            return self._fly(self._flight)
-        outputs = self._end_early()
+            self._deadlines.pace.start(now, _num_tokens(self._flight.step))
+            flight, self._flight = self._flight, self._follow(self._flight)
+            outputs = self._land(flight)
+            if self._flight is not None:
+                return outputs
+        outputs += self._end_early()
         step = self._scheduler.schedule(now)
         for sequence, error in step.failed:
             outputs.append(self._end(sequence, FinishReason.ERROR, error))
         if not step.rows:
-            self._wait()
+            if not outputs:
+                self._wait()
             return outputs
-        batch = self._builder.build(step)
-        sequences = [row.sequence for row in step.rows if row.samples]
-        runner = self._runner.ahead(batch)
-        if runner is not None and all(self._is_plain(sequence) for sequence in sequences):
-            self._flight = _Flight(step=step, tokens=runner.start(batch), runner=runner)
-            return outputs
-        self._deadlines.pace.start(now, sum(row.num_tokens for row in step.rows))
-        logits = self._runner.run(batch)
-        sampled = self._sample(logits, sequences)
-        self._num_steps += 1
-        return outputs + self._commit(step, sequences, sampled)
+        if self._runner.gpu is None:
+            self._deadlines.pace.start(now, _num_tokens(step))
+            return outputs + self._land(self._launch(step))
+        self._flight = self._launch(step)
+        return outputs
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -284,39 +274,58 @@ class Engine:
             for sequence in list(self._requests.get(request_id, ()))
         ]
 
-    def _is_plain(self, sequence: Sequence) -> bool:
-        is_free = self._grammars.matcher(sequence) is None
-        return is_free and self._sampler.is_plain(sequence)
+    def _launch(self, step: Step) -> Flight:
+        """Run the step, on a GPU without waiting for it.
 
-    def _fly(self, flight: _Flight) -> list[RequestOutput]:
-        """Launch the next step of the same rows if nothing speaks against it; then land this."""
-        self._flight = self._follow(flight)
-        token_ids = flight.tokens.wait()
-        self._num_steps += 1
-        outputs = []
-        for row, token_id in zip(flight.step.rows, token_ids, strict=True):
-            sequence = row.sequence
-            if sequence.has_ended:
-                self._release(sequence)  # it ended in the step before, when this was under way
-                continue
-            self._scheduler.commit(row)
-            self._num_generated += 1
-            outputs.append(self._accept(sequence, Sampled(token_id, None)))
-        return outputs
+        Where nothing but the logits decides, tokens are chosen on the device; else, when the step
+        lands: by then the caller has dealt with the outputs of the step before.
+        """
+        batch = self._builder.build(step)
+        sequences = [row.sequence for row in step.rows if row.samples]
+        gpu = self._runner.gpu
+        if gpu is not None and gpu.takes(batch) and all(map(self._is_free, sequences)):
+            draw = self._sampler.draw(sequences)
+            tokens = gpu.start(batch, draw)
+            runner = gpu if gpu.can_go_on(batch) else None
+            return Flight(step=step, finish=tokens.sampled, tokens=tokens, runner=runner, draw=draw)
+        logits = self._runner.run(batch)
+        return Flight(step=step, finish=functools.partial(self._sample, logits, sequences))
 
-    def _follow(self, flight: _Flight) -> _Flight | None:
+    def _is_free(self, sequence: Sequence) -> bool:
+        return self._grammars.matcher(sequence) is None and self._sampler.is_free(sequence)
+
+    def _follow(self, flight: Flight) -> Flight | None:
+        """Launch the next step of the same rows, unless something speaks against it."""
         rows = flight.step.rows
         if (
-            self._ending
+            flight.runner is None
+            or self._ending
             or self._scheduler.can_admit(self._clock())
             or any(self._must_end(row.sequence) for row in rows)
         ):
             return None
         new_pages = self._scheduler.look_ahead(rows)
-        if new_pages is None:
-            return None
-        tokens = flight.runner.go_on(new_pages)
-        return _Flight(step=flight.step, tokens=tokens, runner=flight.runner)
+        return None if new_pages is None else flight.go_on(new_pages)
+
+    def _land(self, flight: Flight) -> list[RequestOutput]:
+        """Wait for a step's tokens and hand them to their sequences."""
+        sampled = iter(flight.finish())
+        if self._flight is not None and flight.went_wrong:
+            self._flight.finish()  # its pages may be given away when nothing writes to them
+            self._flight = None
+        self._num_steps += 1
+        outputs = []
+        for row in flight.step.rows:
+            sequence = row.sequence
+            token = next(sampled) if row.samples else None
+            if sequence.has_ended:
+                self._release(sequence)  # it ended in the step before, when this was under way
+                continue
+            self._scheduler.commit(row)
+            if token is not None:
+                self._num_generated += 1
+                outputs.append(self._accept(sequence, token))
+        return outputs
 
     def _must_end(self, sequence: Sequence) -> bool:
         """Whether the token under way is the request's last, whatever it is, or it has ended."""
@@ -346,17 +355,6 @@ class Engine:
         self._sampler.adjust(logits, sequences)
         self._grammars.mask(logits, sequences)
         return self._sampler.choose(logits, sequences, raw)
-
-    def _commit(
-        self, step: Step, sequences: list[Sequence], sampled: list[Sampled]
-    ) -> list[RequestOutput]:
-        for row in step.rows:
-            self._scheduler.commit(row)
-        self._num_generated += len(sampled)
-        return [
-            self._accept(sequence, token)
-            for sequence, token in zip(sequences, sampled, strict=True)
-        ]
 
     def _accept(self, sequence: Sequence, sampled: Sampled) -> RequestOutput:
         """Append a token to its sequence, which it may end."""
@@ -426,6 +424,10 @@ class Engine:
                 f"{self._pool.num_pages}",
                 param="token_ids",
             )
+
+
+def _num_tokens(step: Step) -> int:
+    return sum(row.num_tokens for row in step.rows)
 
 
 def _output(sequence: Sequence) -> RequestOutput:

@@ -15,6 +15,7 @@ from engine.gpu_model import GpuBatch, GpuModel
 from engine.graphs import DecodeGraphs
 from engine.lora_inputs import MAX_BLOCKS, MAX_ENTRIES, LoraInputs
 from engine.mixed_graphs import MixedGraphs
+from engine.sampler import Draw, Drawn, Sampled
 from engine.weights import Weights
 from kernels import NUM_PROJECTIONS, LoraBatch, LoraTable, PageLayout
 from kernels.attention_decode import DecodeWorkspace
@@ -22,19 +23,32 @@ from kernels.lora import block_of
 from kernels.lora_plan import RANK_BLOCK, make_plan
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Tokens:
-    """A launched step's greedy tokens, on their way to the host."""
+    """A launched step's tokens, on their way to the host.
+
+    drawn       what rows that are not greedy were drawn from
+    were_wrong  whether the device went on with another token than `sampled` gave
+    """
 
     host: torch.Tensor
     arrived: torch.cuda.Event | None  # None: they are there
+    drawn: Drawn | None = None
+    were_wrong: bool = False
 
-    def wait(self) -> list[int]:
+    def sampled(self) -> list[Sampled]:
         """One token a row, as soon as the step has run."""
         if self.arrived is not None:
             self.arrived.synchronize()
         token_ids: list[int] = self.host.tolist()
-        return token_ids
+        if self.drawn is not None and min(token_ids) < 0:
+            guessed = list(token_ids)
+            self.drawn.draw.mend(token_ids, self.drawn)
+            self.were_wrong = any(
+                was < 0 and ~was != token_id
+                for was, token_id in zip(guessed, token_ids, strict=True)
+            )
+        return [Sampled(token_id, None) for token_id in token_ids]
 
 
 class GpuRunner:
@@ -97,8 +111,12 @@ class GpuRunner:
         self._model.forward(self._gpu_batch(widest))
         return self._graphs.bytes_of_others(recorded) + self._mixed.bytes_of_others()
 
-    def can_run_ahead(self, batch: Batch) -> bool:
-        """Whether `start` takes the batch: decodes alone, and a graph holds them."""
+    def takes(self, batch: Batch) -> bool:
+        """Whether a graph holds the batch, so that `start` takes it."""
+        return self.can_go_on(batch) or self._mixed.fits(batch)
+
+    def can_go_on(self, batch: Batch) -> bool:
+        """Whether `go_on` may follow: the batch has decodes alone."""
         return (
             batch.max_new == 1
             and batch.sample_rows.shape[0] == batch.token_ids.shape[0]
@@ -107,7 +125,7 @@ class GpuRunner:
 
     def run(self, batch: Batch) -> torch.Tensor:
         """The logits [N, V] of the batch's sampling rows, valid until the next run."""
-        if self.can_run_ahead(batch):
+        if self.can_go_on(batch):
             self._load(batch)
             return self._graphs.step()
         if self._mixed.fits(batch):
@@ -116,26 +134,35 @@ class GpuRunner:
             return self._mixed.run(batch)
         return self._model.forward(self._gpu_batch(batch))
 
-    def start(self, batch: Batch) -> Tokens:
-        """Run a batch of decodes greedily; `go_on` may follow before its tokens are read."""
-        self._load(batch)
-        return self.go_on(())
+    def start(self, batch: Batch, draw: Draw | None) -> Tokens:
+        """Launch a batch that `takes` accepts, and the choice of its tokens."""
+        logits = self.run(batch)
+        graphs = self._graphs if self.can_go_on(batch) else self._mixed
+        return self._fetch(logits, graphs.token_ids[: logits.shape[0]], draw, ahead=0)
 
-    def go_on(self, new_pages: SequenceOf[tuple[int, int, int]]) -> Tokens:
+    def go_on(self, new_pages: SequenceOf[tuple[int, int, int]], draw: Draw | None) -> Tokens:
         """Run the same rows one token further: their inputs are on the device already.
 
         new_pages  (row, column of its page table, page) that the rows need for it
         """
         self._graphs.add_pages(new_pages)
-        self._graphs.step()
+        logits = self._graphs.step()
+        token_ids = self._graphs.token_ids[: self._graphs.num_rows]
+        return self._fetch(logits, token_ids, draw, ahead=1)
+
+    def _fetch(
+        self, logits: torch.Tensor, token_ids: torch.Tensor, draw: Draw | None, ahead: int
+    ) -> Tokens:
+        """Draw what is not greedy, into `token_ids` [N], and send all to the host."""
+        drawn = None if draw is None else draw.launch(logits, token_ids, ahead)
         self._turn = 1 - self._turn
-        host = self._fetched[self._turn, : self._graphs.num_rows]
-        host.copy_(self._graphs.token_ids[: self._graphs.num_rows], non_blocking=True)
+        host = self._fetched[self._turn, : len(token_ids)]
+        host.copy_(token_ids if drawn is None else drawn.marked, non_blocking=True)
         arrived = None
-        if self._graphs.token_ids.is_cuda:
+        if token_ids.is_cuda:
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record()
-        return Tokens(host=host, arrived=arrived)
+        return Tokens(host=host, arrived=arrived, drawn=drawn)
 
     def _load(self, batch: Batch) -> None:
         for arrival in batch.arrivals:

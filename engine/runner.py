@@ -117,9 +117,10 @@ class ModelRunner:
             return self._gpu.run(batch)
         return self._decoder(batch, self._attention(batch), self._adapters(batch))
 
-    def ahead(self, batch: Batch) -> GpuRunner | None:
-        """Who can run this batch's next steps before its tokens are read, if anybody can."""
-        return self._gpu if self._gpu is not None and self._gpu.can_run_ahead(batch) else None
+    @property
+    def gpu(self) -> GpuRunner | None:
+        """None: steps run on the CPU, and `run` returns when they have."""
+        return self._gpu
 
     def _attention(self, batch: Batch) -> Attention:
         if self._cpu_attention is None:

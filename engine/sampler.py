@@ -7,8 +7,10 @@ the request's own generator: the same seed gives the same tokens whatever else i
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -32,7 +34,8 @@ class _State:
 
     def __init__(self, sequence: Sequence, vocab_size: int, device: str) -> None:
         params = sequence.request.sampling
-        self.random = random.Random(sequence.seed)
+        self._random, self._uniform = random.Random(sequence.seed), array("d")
+        self.is_flat = False  # its most likely tokens held too little: see `_NUM_CANDIDATES`
         self.counts: torch.Tensor | None = None  # [V] fp32, how often each token was generated
         self.seen: torch.Tensor | None = None  # [V] bool, in the prompt or generated
         self.bias: tuple[torch.Tensor, torch.Tensor] | None = None  # token ids, what to add
@@ -51,6 +54,12 @@ class _State:
     @property
     def adjusts(self) -> bool:
         return any(value is not None for value in (self.counts, self.seen, self.bias))
+
+    def uniform(self, index: int) -> float:
+        """The number in [0, 1) by which the sequence's token `index` is drawn."""
+        while len(self._uniform) <= index:
+            self._uniform.append(self._random.random())
+        return self._uniform[index]
 
     def note(self, token_id: int) -> None:
         if self.counts is not None:
@@ -72,15 +81,23 @@ class Sampler:
     def remove(self, sequence: Sequence) -> None:
         self._states.pop(sequence, None)
 
-    def is_plain(self, sequence: Sequence) -> bool:
-        """Whether the request's next token is simply the one with the largest logit."""
-        params = sequence.request.sampling
+    def is_free(self, sequence: Sequence) -> bool:
+        """Whether the next tokens can be chosen from the model's logits alone, on the device."""
+        params, state = sequence.request.sampling, self._states[sequence]
         return (
-            _is_greedy(params)
-            and params.logprobs is None
+            params.logprobs is None
             and sequence.num_generated >= params.min_tokens
-            and not self._states[sequence].adjusts
+            and not state.adjusts
+            and not state.is_flat
         )
+
+    def draw(self, sequences: SequenceOf[Sequence]) -> Draw | None:
+        """What the free `sequences` draw their next tokens by; None: all are greedy."""
+        rows = [i for i, s in enumerate(sequences) if not _is_greedy(s.request.sampling)]
+        if not rows:
+            return None
+        drawn = [(sequences[i], self._states[sequences[i]]) for i in rows]
+        return Draw(rows, drawn, self._vocab_size, self._device)
 
     def adjust(self, logits: torch.Tensor, sequences: SequenceOf[Sequence]) -> None:
         """Apply penalties, bias and min_tokens to `logits` [N, V] fp32, in place."""
@@ -103,10 +120,9 @@ class Sampler:
         token_ids = logits.argmax(dim=-1).tolist()
         drawn = [i for i, s in enumerate(sequences) if not _is_greedy(s.request.sampling)]
         if drawn:
-            params = [sequences[i].request.sampling for i in drawn]
-            uniform = [self._states[sequences[i]].random.random() for i in drawn]
             rows = logits if len(drawn) == len(sequences) else logits[drawn]
-            for i, token_id in zip(drawn, _draw(rows, params, uniform), strict=True):
+            chosen = self._draw_now(rows, [sequences[i] for i in drawn])
+            for i, token_id in zip(drawn, chosen, strict=True):
                 token_ids[i] = token_id
         sampled = []
         for i, (sequence, token_id) in enumerate(zip(sequences, token_ids, strict=True)):
@@ -118,6 +134,77 @@ class Sampler:
                 logprob = _logprob(raw[i], token_id, num_top)
             sampled.append(Sampled(token_id, logprob))
         return sampled
+
+    def _draw_now(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:
+        """Draw from logits [N, V] fp32 and wait for the tokens."""
+        params = _Parameters(
+            [s.request.sampling for s in sequences], self._vocab_size, logits.device
+        )
+        at = _upload([self._states[s].uniform(s.num_generated) for s in sequences], logits.device)
+        tokens, sure = _draw(logits, params, at, min(_NUM_CANDIDATES, self._vocab_size))
+        if sure is not None and not bool(sure.all()):
+            tokens, _ = _draw(logits, params, at, self._vocab_size)
+        token_ids: list[int] = tokens.tolist()
+        return token_ids
+
+
+class Draw:
+    """Draws tokens for the same rows step after step; the host waits for nothing.
+
+    rows   of the batch, the drawn ones
+    drawn  their sequences and states
+    """
+
+    def __init__(
+        self,
+        rows: list[int],
+        drawn: list[tuple[Sequence, _State]],
+        vocab_size: int,
+        device: str,
+    ) -> None:
+        self._rows, self._drawn = rows, drawn
+        self._vocab_size, self._device = vocab_size, torch.device(device)
+        own = [sequence.request.sampling for sequence, _ in drawn]
+        self._params = _Parameters(own, vocab_size, self._device)
+        self._row_ids = _upload(rows, self._device).long().squeeze(1)
+
+    def launch(self, logits: torch.Tensor, token_ids: torch.Tensor, ahead: int) -> Drawn:
+        """Write the rows' tokens into `token_ids` [N], for logits [N, V].
+
+        ahead  tokens of these rows that have been launched and not read
+        """
+        uniform = [state.uniform(s.num_generated + ahead) for s, state in self._drawn]
+        at = _upload(uniform, self._device)
+        own = logits.index_select(0, self._row_ids).float()
+        most = min(_NUM_CANDIDATES, self._vocab_size)
+        tokens, sure = _draw(own, self._params, at, most)
+        token_ids.index_copy_(0, self._row_ids, tokens)
+        marked = token_ids.clone()
+        if sure is not None and most < self._vocab_size:
+            marked.index_copy_(0, self._row_ids, torch.where(sure, tokens, ~tokens))
+        return Drawn(marked=marked, logits=own, at=at, draw=self)
+
+    def mend(self, token_ids: list[int], drawn: Drawn) -> None:
+        """Put the right token in place of each that is not sure, which is below 0."""
+        tokens, _ = _draw(drawn.logits, self._params, drawn.at, self._vocab_size)
+        right = tokens.tolist()
+        for i, (row, (_, state)) in enumerate(zip(self._rows, self._drawn, strict=True)):
+            if token_ids[row] < 0:
+                token_ids[row] = right[i]
+                state.is_flat = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """One step's tokens, and what they were drawn from.
+
+    marked  [N] int64; ~token where the token is not sure
+    """
+
+    marked: torch.Tensor
+    logits: torch.Tensor
+    at: torch.Tensor
+    draw: Draw
 
 
 def _is_greedy(params: SamplingParams) -> bool:
@@ -146,59 +233,69 @@ def _logprob(raw: torch.Tensor, token_id: int, num_top: int) -> TokenLogprob:
     return TokenLogprob(token_id, float(raw[token_id]), top)
 
 
+def _upload(values: SequenceOf[float], device: torch.device) -> torch.Tensor:
+    """values [N] -> [N, 1] fp64 on the device; does not wait for what the device is doing."""
+    return torch.tensor(values, dtype=torch.float64).unsqueeze(1).to(device, non_blocking=True)
+
+
+class _Parameters:
+    """What rows are drawn by, as columns on the device."""
+
+    def __init__(self, params: SequenceOf[SamplingParams], vocab_size: int, device: Any) -> None:
+        self.temperature = _upload([p.temperature for p in params], device).float()
+        # Rows whose distribution is cut to its most likely tokens.
+        self.cut = [i for i, p in enumerate(params) if p.top_k or p.top_p < 1.0 or p.min_p > 0.0]
+        own = [params[i] for i in self.cut]
+        self.cut_rows = _upload(self.cut, device).long().squeeze(1)
+        self.top_k = _upload([min(p.top_k or vocab_size, vocab_size) for p in own], device)
+        self.top_p = _upload([p.top_p for p in own], device)
+        self.min_p = _upload([p.min_p for p in own], device)
+
+
 def _draw(
-    logits: torch.Tensor, params: SequenceOf[SamplingParams], uniform: SequenceOf[float]
-) -> list[int]:
-    """One token id per row of `logits` [N, V], at the quantile `uniform` of its distribution."""
+    logits: torch.Tensor, params: _Parameters, at: torch.Tensor, num_candidates: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(tokens [N], which of them are sure [N]; None: all), at the quantiles `at` [N, 1].
 
-    def column(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=logits.device).unsqueeze(1)
-
-    vocab_size = logits.shape[1]
-    scaled = logits / column([p.temperature for p in params]).float()
-    at = column(list(uniform))
+    logits          [N, V] fp32
+    num_candidates  most likely tokens that are looked at where a distribution is cut; a token is
+                    not sure where they hold too little
+    """
+    scaled = logits / params.temperature
     tokens = _quantile(scaled.softmax(-1).double(), at)
-    cut = [i for i, p in enumerate(params) if p.top_k or p.top_p < 1.0 or p.min_p > 0.0]
-    if cut:
-        own = [params[i] for i in cut]
-        top_k = column([p.top_k or vocab_size for p in own])
-        top_p, min_p = column([p.top_p for p in own]), column([p.min_p for p in own])
-        tokens[cut] = _draw_cut(scaled[cut], top_k, top_p, min_p, at[cut])
-    return [int(token) for token in tokens.tolist()]
+    if not params.cut:
+        return tokens, None
+    rows = params.cut_rows
+    own, is_enough = _draw_cut(scaled[rows], params, at[rows], num_candidates)
+    sure = torch.ones(len(tokens), dtype=torch.bool, device=tokens.device)
+    return tokens.index_copy(0, rows, own), sure.index_copy(0, rows, is_enough)
 
 
 def _draw_cut(
-    scaled: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    at: torch.Tensor,
-) -> torch.Tensor:
-    """scaled [N, V], the rest [N, 1] -> token ids [N]; top-k, then top-p, then min-p."""
+    scaled: torch.Tensor, params: _Parameters, at: torch.Tensor, num_candidates: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """scaled [C, V], at [C, 1] -> token ids, whether they are sure [C].
+
+    Top-k, then top-p, then min-p.
+    """
     vocab_size = scaled.shape[1]
-    total = scaled.logsumexp(-1, keepdim=True)
-    limited = top_k.clamp_max(vocab_size)
-    num_candidates = min(_NUM_CANDIDATES, vocab_size)
-    while True:
-        values, token_ids = scaled.topk(num_candidates)  # descending
-        probs = (values - total).double().exp()
-        order = torch.arange(num_candidates, device=scaled.device)
-        probs = probs.masked_fill(order >= limited, 0.0)
-        # The mass that top_p is a share of: that of the top k, or all of it.
-        mass = torch.where(limited < vocab_size, probs.sum(-1, keepdim=True), 1.0)
-        cumulative = probs.cumsum(-1)
-        is_enough = (limited <= num_candidates) | (
-            (cumulative[:, -1:] >= top_p * mass) & (limited == vocab_size)
-        )
-        # min_p alone keeps what is at least a share of the best: the last candidate tells.
-        is_enough |= (min_p > 0) & (probs[:, -1:] < min_p * probs[:, :1])
-        if num_candidates == vocab_size or bool(is_enough.all()):
-            break
-        num_candidates = vocab_size
+    top_k, top_p, min_p = params.top_k, params.top_p, params.min_p
+    values, token_ids = scaled.topk(num_candidates)  # descending
+    probs = (values - scaled.logsumexp(-1, keepdim=True)).double().exp()
+    order = torch.arange(num_candidates, device=scaled.device)
+    probs = probs.masked_fill(order >= top_k, 0.0)
+    # The mass that top_p is a share of: that of the top k, or all of it.
+    mass = torch.where(top_k < vocab_size, probs.sum(-1, keepdim=True), 1.0)
+    cumulative = probs.cumsum(-1)
+    is_enough = (top_k <= num_candidates) | (
+        (cumulative[:, -1:] >= top_p * mass) & (top_k == vocab_size)
+    )
+    # min_p alone keeps what is at least a share of the best: the last candidate tells.
+    is_enough |= (min_p > 0) & (probs[:, -1:] < min_p * probs[:, :1])
     probs = probs.masked_fill(cumulative - probs >= top_p * mass, 0.0)
     probs = probs.masked_fill(probs < min_p * probs[:, :1], 0.0)
     chosen = _quantile(probs, at)
-    return token_ids.gather(1, chosen.unsqueeze(1)).squeeze(1)
+    return token_ids.gather(1, chosen.unsqueeze(1)).squeeze(1), is_enough.squeeze(1)
 
 
 def _quantile(probs: torch.Tensor, at: torch.Tensor) -> torch.Tensor:

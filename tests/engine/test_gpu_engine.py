@@ -6,13 +6,16 @@ Runs on a card under `make test-gpu`; elsewhere Triton's interpreter runs the sa
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from engine import Engine, FinishReason
+from engine.gpu_runner import Tokens
 from engine.mixed_graphs import cut_blocks
+from engine.sampler import Sampled
 from tests.engine.conftest import MakeEngine, Oracle, Result, prompt, request, run
 
 if torch.cuda.is_available():
@@ -135,3 +138,45 @@ def test_blocks_of_prompts_between_decodes() -> None:
     assert start.tolist() == [0, 1, 33, 65, 71, 73, 75, 107, 108]
     assert context.tolist() == [0, 63 + 0, 95, 101, 0, 104, 104, 105]
     assert row.tolist() == [0, 1, 1, 1, 0, 4, 5, 5]
+
+
+def test_drawn_tokens_are_the_cpus(make_engine: MakeEngine) -> None:
+    """Whatever the distribution is cut to, beside greedy rows, and before they are read."""
+    ways: list[dict[str, Any]] = [
+        {},
+        {"temperature": 1.0, "seed": 1},
+        {"temperature": 0.7, "seed": 2, "top_p": 0.9},
+        {"temperature": 1.3, "seed": 3, "top_k": 20, "min_p": 0.02},
+    ]
+    requests = [
+        request(str(i), prompt(i, 5 + i), adapter="all-4" if i % 2 else None, max_tokens=7, **way)
+        for i, way in enumerate(ways)
+    ]
+    wanted = run(make_engine(), *requests)
+    engine = make_gpu_engine(make_engine)
+    got = run(engine, *requests, check=True)
+    assert {i: r.token_ids for i, r in got.items()} == {i: r.token_ids for i, r in wanted.items()}
+
+
+def test_a_guess_that_was_wrong_is_taken_back(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the most likely tokens hold too little, the token is drawn again from all."""
+    requests = [
+        request("flat", prompt(1, 5), max_tokens=6, temperature=3.0, seed=4, top_p=0.95),
+        request("greedy", prompt(2, 5), max_tokens=6),
+    ]
+    wanted = run(make_engine(), *requests)
+    monkeypatch.setattr("engine.sampler._NUM_CANDIDATES", 2)
+    wrong = []
+    sampled = Tokens.sampled
+
+    def spy(tokens: Tokens) -> list[Sampled]:
+        out = sampled(tokens)
+        wrong.append(tokens.were_wrong)
+        return out
+
+    monkeypatch.setattr(Tokens, "sampled", spy)
+    got = run(make_gpu_engine(make_engine), *requests, check=True)
+    assert any(wrong)
+    assert {i: r.token_ids for i, r in got.items()} == {i: r.token_ids for i, r in wanted.items()}

@@ -34,6 +34,7 @@ def draw(count: int, vocab_size: int = 5, **sampling: Any) -> Counter[int]:
     found: Counter[int] = Counter()
     for _ in range(count):
         (sampled,) = sampler.choose(logits(vocab_size).unsqueeze(0), [sequence], None)
+        sequence.token_ids.append(sampled.token_id)  # each token has a number of its own
         found[SHUFFLE.index(sampled.token_id)] += 1
     return found
 
