@@ -119,6 +119,7 @@ class Bench:
         gc.freeze()
         self._digests: dict[int, list[str]] = {}
         self._num_requests = 0
+        self.temperature = 0.0
 
     def adapters(self, ranks: Sequence[int], count: int) -> list[str]:
         """Digests of `count` distinct adapters, made and registered as needed."""
@@ -153,7 +154,9 @@ class Bench:
                 Request(
                     request_id=str(self._num_requests),
                     token_ids=tokens,
-                    sampling=SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True),
+                    sampling=SamplingParams(
+                        max_tokens=new, temperature=self.temperature, ignore_eos=True
+                    ),
                     adapters=adapters,
                 )
             )
@@ -363,6 +366,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--arena-gb", type=float, default=34.0, help="0: as the engine chooses")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
     parser.add_argument("--compare", choices=["peft"])
     parser.add_argument("--compare-steps", type=int, default=3)
     parser.add_argument("--profile", action="store_true")
@@ -390,6 +394,7 @@ def main() -> None:
         arena_bytes=int(arguments.arena_gb * 1e9) or None,
         max_running=max(each.batch for each in cases),
     )
+    bench.temperature = arguments.temperature
     print(f"started in {bench.start_s:.1f} s, graphs captured", flush=True)
     results = run_cases(bench, cases, host, arguments.rounds)
     if arguments.compare:
