@@ -64,6 +64,17 @@ def test_adapters_that_are_more_than_tiles(make_engine: MakeEngine, oracle: Orac
         assert results[str(i)].token_ids == oracle.generate(tokens, 3, adapter), adapter
 
 
+def test_dora_in_a_long_prefill(make_engine: MakeEngine, oracle: Oracle) -> None:
+    """Beyond 512 tokens the MLP takes another path."""
+    engine = make_gpu_engine(make_engine, max_step_tokens=600)
+    chosen = {"dora": prompt(50, 270), "bias": prompt(51, 242)}
+    results = run(
+        engine, *(request(name, chosen[name], adapter=name, max_tokens=1) for name in chosen)
+    )
+    for name, tokens in chosen.items():
+        assert results[name].token_ids == oracle.generate(tokens, 1, name)
+
+
 def test_a_chunk_that_samples_nothing(make_engine: MakeEngine, oracle: Oracle) -> None:
     engine = make_gpu_engine(make_engine, max_step_tokens=12)
     tokens = prompt(7, 20)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import struct
 import urllib.error
@@ -33,19 +34,36 @@ def config_bytes(**fields: Any) -> bytes:
     return json.dumps(config(**fields)).encode()
 
 
-def tensors(rank: int = 4, targets: tuple[str, ...] = TARGETS, layers: int = 2) -> Tensors:
-    """A and B in F32 of each target in each layer of the tiny base."""
+def tensors(
+    rank: int = 4,
+    targets: tuple[str, ...] = TARGETS,
+    layers: int = 2,
+    *,
+    dora: bool = False,
+    bias: bool = False,
+) -> Tensors:
+    """The tensors in F32 of each target in each of the tiny base's first layers.
+
+    targets  names of linears; embed_tokens and lm_head beside them
+    """
     noise = random.Random(0)
     found: Tensors = {}
-    for layer in range(layers):
-        for linear, (width_in, width_out) in BASE.linears.items():
-            if linear.split(".")[1] not in targets:
-                continue
-            module = f"base_model.model.model.layers.{layer}.{linear}"
-            for side, shape in (("A", (rank, width_in)), ("B", (width_out, rank))):
-                values = [noise.uniform(-1, 1) for _ in range(shape[0] * shape[1])]
-                data = struct.pack(f"<{len(values)}f", *values)
-                found[f"{module}.lora_{side}.weight"] = ("F32", shape, data)
+    for path, layer, (width_in, width_out) in BASE.modules():
+        if path.split(".")[-1] not in targets or (layer is not None and layer >= layers):
+            continue
+        is_embedding = path.endswith("embed_tokens")
+        shapes: dict[str, tuple[int, ...]] = {
+            "lora_embedding_A" if is_embedding else "lora_A.weight": (rank, width_in),
+            "lora_embedding_B" if is_embedding else "lora_B.weight": (width_out, rank),
+        }
+        if bias:
+            shapes["lora_B.bias"] = (width_out,)
+        if dora:
+            shapes["lora_magnitude_vector"] = (width_out,)
+        for part, shape in shapes.items():
+            values = [noise.uniform(-1, 1) for _ in range(math.prod(shape))]
+            data = struct.pack(f"<{len(values)}f", *values)
+            found[f"base_model.model.{path}.{part}"] = ("F32", shape, data)
     return found
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 from typing import Any
 
 import pytest
@@ -10,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controlplane.adapters.rejection import Rejected
-from controlplane.adapters.validation import CheckedAdapter, check_adapter
+from controlplane.adapters.validation import BaseShape, CheckedAdapter, check_adapter
 from engine import adapter_config, adapter_format
 from engine.config import ModelConfig
+from engine.errors import AdapterMismatch
 from tests.controlplane.adapters import files
 from tests.controlplane.adapters.test_validation import GOOD_FIELDS
 from tests.controlplane.conftest import TINY_CONFIG
@@ -22,19 +25,35 @@ MODEL = ModelConfig.from_fields(
 )
 
 
-def check(config: bytes, tensors: bytes) -> CheckedAdapter:
+def check(config: bytes, tensors: bytes, base: BaseShape = files.BASE) -> CheckedAdapter:
     return check_adapter(
         config=config,
         start=tensors,
         file_bytes=len(tensors),
-        base=files.BASE,
+        base=base,
         max_rank=adapter_config.MAX_RANK,
     )
 
 
-def plan(config: bytes, tensors: bytes) -> adapter_format.AdapterPlan:
+def plan(config: bytes, tensors: bytes, model: ModelConfig = MODEL) -> adapter_format.AdapterPlan:
     header = adapter_format.parse_header(tensors, len(tensors))
-    return adapter_format.plan_adapter(adapter_config.parse_config(config), header, MODEL)
+    return adapter_format.plan_adapter(adapter_config.parse_config(config), header, model)
+
+
+def is_accepted_at_upload(config: bytes, tensors: bytes, base: BaseShape = files.BASE) -> bool:
+    try:
+        check(config, tensors, base)
+    except Rejected:
+        return False
+    return True
+
+
+def is_accepted_by_the_engine(config: bytes, tensors: bytes, model: ModelConfig = MODEL) -> bool:
+    try:
+        plan(config, tensors, model)
+    except AdapterMismatch:
+        return False
+    return True
 
 
 def assert_agree(config: bytes, tensors: bytes) -> None:
@@ -44,8 +63,9 @@ def assert_agree(config: bytes, tensors: bytes) -> None:
     except Rejected:
         return
     planned = plan(config, tensors)
-    assert {target.rank for target in planned.targets} == checked.ranks
-    assert len(planned.targets) * 2 == len(checked.tensors)
+    assert {target.rank for target in planned.all_targets} == checked.ranks
+    names = {name for target in planned.all_targets for name in target.names}
+    assert names | set(planned.copies) == {tensor.name for tensor in checked.tensors}
 
 
 @pytest.mark.parametrize("fields", GOOD_FIELDS.values(), ids=GOOD_FIELDS)
@@ -89,3 +109,191 @@ _fields = st.sampled_from(sorted(adapter_config.HONOURED | adapter_config.NEUTRA
 def test_no_config_passes_that_would_not_load(fields: dict[str, Any]) -> None:
     tensors = files.pack(files.tensors())
     assert_agree(json.dumps(files.config(**fields)).encode(), tensors)
+
+
+ENDS = (*files.TARGETS, "embed_tokens", "lm_head")
+P = "base_model.model."
+Q = f"{P}model.layers.0.self_attn.q_proj"
+KINDS: dict[str, tuple[dict[str, Any], files.Tensors]] = {
+    "plain": ({}, files.tensors()),
+    "ends": ({"target_modules": list(ENDS)}, files.tensors(targets=ENDS)),
+    "dora": (
+        {"use_dora": True, "target_modules": list(ENDS)},
+        files.tensors(targets=ENDS, dora=True),
+    ),
+    "bias": (
+        {"lora_bias": True, "target_modules": [*files.TARGETS, "lm_head"]},
+        files.tensors(targets=(*files.TARGETS, "lm_head"), bias=True),
+    ),
+}
+COPY = ("F32", (64, 16), bytes(4 * 64 * 16))
+
+
+def renamed(tensors: files.Tensors, old: str, new: str) -> files.Tensors:
+    return {name.replace(old, new): value for name, value in tensors.items()}
+
+
+# name -> (config fields, tensors, whether it is accepted); tied: of a base with tied embeddings
+DORA, BIAS, ALL_ENDS = KINDS["dora"], KINDS["bias"], KINDS["ends"]
+HEAD_LEFT_OUT = [*files.TARGETS, "embed_tokens"]
+CASES: dict[str, tuple[dict[str, Any], files.Tensors, bool]] = {
+    **{kind: (*case, True) for kind, case in KINDS.items()},
+    "dora, older names": (
+        DORA[0],
+        renamed(DORA[1], "magnitude_vector", "magnitude_vector.weight"),
+        True,
+    ),
+    "the adapter's name": ({}, renamed(files.tensors(), ".weight", ".default.weight"), True),
+    "no prefix": ({}, renamed(files.tensors(), P, ""), True),
+    "copies": (
+        ALL_ENDS[0],
+        {
+            **ALL_ENDS[1],
+            f"{P}model.embed_tokens.base_layer.weight": COPY,
+            f"{P}lm_head.base_layer.weight": COPY,
+        },
+        True,
+    ),
+    "a copy beside plain": ({}, {**files.tensors(), f"{P}lm_head.weight": COPY}, True),
+    "a layer, a full path beside": (
+        {
+            "target_modules": ["v_proj", "model.layers.1.self_attn.q_proj"],
+            "layers_to_transform": [0],
+        },
+        {
+            **files.tensors(targets=("v_proj",), layers=1),
+            **{
+                name: value
+                for name, value in files.tensors(targets=("q_proj",)).items()
+                if "layers.1" in name
+            },
+        },
+        True,
+    ),
+    "tied": (
+        {"ensure_weight_tying": True, "target_modules": HEAD_LEFT_OUT},
+        ALL_ENDS[1],
+        True,
+    ),
+    "tied, head not saved": (
+        {"ensure_weight_tying": True, "target_modules": HEAD_LEFT_OUT},
+        files.tensors(targets=(*files.TARGETS, "embed_tokens")),
+        False,
+    ),
+    "tied, embedding not saved": (
+        {"ensure_weight_tying": True, "target_modules": [*files.TARGETS, "lm_head"]},
+        files.tensors(targets=(*files.TARGETS, "lm_head")),
+        False,
+    ),
+    "head not named": ({"target_modules": HEAD_LEFT_OUT}, ALL_ENDS[1], False),
+    "a copy of another shape": (
+        {},
+        {**files.tensors(), f"{P}lm_head.weight": ("F32", (1, 16), bytes(64))},
+        False,
+    ),
+    "a copy of a linear": (
+        {},
+        {**files.tensors(), f"{Q}.base_layer.weight": ("F32", (16, 16), bytes(1024))},
+        False,
+    ),
+    "twice under two names": (
+        {},
+        {**files.tensors(), **renamed(files.tensors(), ".weight", ".default.weight")},
+        False,
+    ),
+    "magnitudes without dora": ({"target_modules": list(ENDS)}, DORA[1], False),
+    "dora without magnitudes": (DORA[0], ALL_ENDS[1], False),
+    "biases, switched off": ({"target_modules": BIAS[0]["target_modules"]}, BIAS[1], False),
+    "biases, none there": (
+        BIAS[0],
+        files.tensors(targets=(*files.TARGETS, "lm_head")),
+        False,
+    ),
+    "biases of the embedding": (
+        {"lora_bias": True, "target_modules": list(ENDS)},
+        files.tensors(targets=ENDS, bias=True),
+        False,
+    ),
+    "dora and biases": (
+        {**DORA[0], "lora_bias": True},
+        files.tensors(targets=ENDS, dora=True, bias=True),
+        False,
+    ),
+    "embedding as a linear": (
+        ALL_ENDS[0],
+        renamed(ALL_ENDS[1], "lora_embedding_A", "lora_A.weight"),
+        False,
+    ),
+    "a module missing": ({"target_modules": list(ENDS)}, files.tensors(), False),
+    "a layer missing": ({}, files.tensors(layers=1), False),
+    "excluded, but there": ({"exclude_modules": ["v_proj"]}, files.tensors(), False),
+}
+
+
+@pytest.mark.parametrize(("fields", "tensors", "wanted"), CASES.values(), ids=CASES)
+def test_both_decide_alike(fields: dict[str, Any], tensors: files.Tensors, wanted: bool) -> None:
+    is_tied = "ensure_weight_tying" in fields
+    base = dataclasses.replace(files.BASE, is_tied=is_tied)
+    model = dataclasses.replace(MODEL, tie_embeddings=is_tied)
+    config, content = files.config_bytes(**fields), files.pack(tensors)
+    assert is_accepted_at_upload(config, content, base) == wanted
+    assert is_accepted_by_the_engine(config, content, model) == wanted
+
+
+# What only a local engine takes: it trusts who runs it a little more than a platform its tenants.
+LOCAL_ONLY: dict[str, dict[str, Any]] = {
+    "targets by a pattern": {"target_modules": r".*\.(q|v|down)_proj"},
+    "targets not said": {"target_modules": None},
+    "a target of no such base": {"target_modules": [*files.TARGETS, "c_attn"]},
+    "alpha without effect": {"lora_alpha": 0},
+}
+
+
+@pytest.mark.parametrize("fields", LOCAL_ONLY.values(), ids=LOCAL_ONLY)
+def test_the_upload_is_stricter_in_these(fields: dict[str, Any]) -> None:
+    config, tensors = files.config_bytes(**fields), files.pack(files.tensors())
+    assert not is_accepted_at_upload(config, tensors)
+    assert is_accepted_by_the_engine(config, tensors)
+
+
+_parts = st.sampled_from([
+    "lora_A.weight", "lora_B.weight", "lora_B.bias", "lora_A.bias", "lora_embedding_A",
+    "lora_embedding_B", "lora_magnitude_vector", "lora_magnitude_vector.weight", "weight",
+    "base_layer.weight", "lora_C.weight",
+])  # fmt: skip
+_modules = st.sampled_from([
+    "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj", "model.embed_tokens",
+    "lm_head", "model.layers.2.mlp.down_proj", "model.layers.0.mlp.q_proj", "model.norm",
+])  # fmt: skip
+_shapes = st.sampled_from([(4, 16), (16, 4), (16,), (64,), (64, 16), (4, 64), (64, 4), (32, 4)])
+
+
+@st.composite
+def _spoiled(draw: st.DrawFn) -> tuple[dict[str, Any], files.Tensors]:
+    """An adapter of any kind, changed in a few places."""
+    fields, tensors = draw(st.sampled_from(list(KINDS.values())))
+    fields, tensors = dict(fields), dict(tensors)
+    for _ in range(draw(st.integers(0, 3))):
+        match draw(st.integers(0, 3)):
+            case 0 if tensors:
+                del tensors[draw(st.sampled_from(sorted(tensors)))]
+            case 1:
+                shape = draw(_shapes)
+                name = f"{draw(st.sampled_from(['', P]))}{draw(_modules)}.{draw(_parts)}"
+                tensors[name] = ("F32", shape, bytes(4 * math.prod(shape)))
+            case 2:
+                switch = st.sampled_from(["use_dora", "lora_bias", "ensure_weight_tying"])
+                fields[draw(switch)] = draw(st.sampled_from([True, False, None]))
+            case _:
+                names = st.sampled_from([*ENDS, "up_proj", "self_attn.q_proj"])
+                fields["target_modules"] = draw(st.lists(names, min_size=1, unique=True))
+    return fields, tensors
+
+
+@given(_spoiled())
+@settings(deadline=2000, max_examples=400)
+def test_both_decide_alike_of_anything(case: tuple[dict[str, Any], files.Tensors]) -> None:
+    fields, tensors = case
+    config, content = files.config_bytes(**fields), files.pack(tensors)
+    assert is_accepted_at_upload(config, content) == is_accepted_by_the_engine(config, content)
+    assert_agree(config, content)
