@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.huge_pages import empty_fp32
 from kernels.lora_table import NUM_PROJECTIONS, Projection
 
 # Projections that read the same input, in the table's order.
@@ -102,6 +103,8 @@ class Stack:
     a              [layer * 4 + site]  [capacity, in, rank], the scale multiplied in
     b              [layer * 4 + site]  [capacity, num_rows, width]
     a_rows, b_rows the same, seen as the rows that BagIndex counts
+
+    What a site's layers have lies in one piece of memory.
     """
 
     def __init__(self, shape: Shape, widths: Sequence[tuple[int, int]], num_layers: int) -> None:
@@ -113,9 +116,13 @@ class Stack:
         self._num_layers = num_layers
         self._slots: dict[Hashable, int] = {}
         self._index: tuple[tuple[int, ...], BagIndex] | None = None
-        layers = range(num_layers)
-        self.a = [torch.empty(0, s.in_width, s.rank) for _ in layers for s in self.sites]
-        self.b = [torch.empty(0, s.num_rows, s.width) for _ in layers for s in self.sites]
+        self._pieces = [
+            torch.empty(num_layers, 0, *matrix)
+            for site in self.sites
+            for matrix in ((site.in_width, site.rank), (site.num_rows, site.width))
+        ]
+        self.a: list[torch.Tensor] = []
+        self.b: list[torch.Tensor] = []
         self.a_rows: list[torch.Tensor] = []
         self.b_rows: list[torch.Tensor] = []
 
@@ -129,12 +136,16 @@ class Stack:
         return self._index[1]
 
     def resize(self, capacity: int) -> None:
-        for tensors in (self.a, self.b):
-            # One by one, so that there is a second copy of one of them at most.
-            for i, old in enumerate(tensors):
-                tensors[i] = torch.empty(capacity, *old.shape[1:])
-                tensors[i][: len(self.keys)] = old[: len(self.keys)]
+        used = len(self.keys)
+        # One by one, and no view of what was: there is a second copy of one piece at most.
+        self.a, self.b, self.a_rows, self.b_rows = [], [], [], []
+        for i, old in enumerate(self._pieces):
+            self._pieces[i] = empty_fp32(self._num_layers, capacity, *old.shape[2:])
+            self._pieces[i][:, :used] = old[:, :used]
         self.capacity = capacity
+        layers = range(self._num_layers)
+        self.a = [piece[layer] for layer in layers for piece in self._pieces[::2]]
+        self.b = [piece[layer] for layer in layers for piece in self._pieces[1::2]]
         self.a_rows = [a.flatten(0, 1) for a in self.a]
         self.b_rows = [b.flatten(0, 1) for b in self.b]
 
@@ -155,8 +166,8 @@ class Stack:
         moved = self.keys.pop()
         if slot != last:
             self.keys[slot], self._slots[moved] = moved, slot
-            for tensor in (*self.a, *self.b):
-                tensor[slot].copy_(tensor[last])
+            for piece in self._pieces:
+                piece[:, slot] = piece[:, last]
 
 
 def _fill(member: _Member, a: torch.Tensor, b: torch.Tensor, matrices: list[Matrix]) -> None:
