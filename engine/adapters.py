@@ -383,15 +383,15 @@ class AdapterStore:
     def _make_host_room(self, num_pages: int, keep: Collection[str]) -> None:
         """Drop whole images until `num_pages` can be taken: first those that are in the arena too.
 
-        An image on its way to the arena stays, and so do those of `keep`.
+        An image on its way to the arena stays, and so do those of `keep` that are yet to go there.
         """
         if self._host.can_take(num_pages):
             return
         holdings = []
         for adapter in self._in_host.values():
-            if adapter.arrival is not None or adapter.host is None or adapter.digest in keep:
-                continue
             is_copy = adapter.state is AdapterState.RESIDENT
+            if adapter.arrival is not None or (adapter.digest in keep and not is_copy):
+                continue
             reload_s = 0.0 if is_copy else self._costs.adapter(adapter.num_pages, is_in_host=False)
             holdings.append(Holding(adapter, adapter.num_pages, reload_s, adapter.last_use))
         for holding in eviction_order(holdings, self._pool.time):

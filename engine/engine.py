@@ -416,14 +416,17 @@ class Engine:
     def _check_room(self, request: Request) -> None:
         """Raise unless the arena could hold one of the request's sequences and its adapters."""
         self._store.check_known(part.digest for part in request.adapters)
-        num_pages = -(-(len(request.token_ids) + 1) // self._page_size)
-        num_pages += sum(self._store.num_pages(part.digest) for part in request.adapters)
-        if num_pages > self._pool.num_pages:
-            raise OutOfPages(
-                f"the prompt and its adapters need {num_pages} pages; the arena has "
-                f"{self._pool.num_pages}",
-                param="token_ids",
-            )
+        num_kv = -(-(len(request.token_ids) + 1) // self._page_size)
+        num_adapter = sum(self._store.num_pages(part.digest) for part in request.adapters)
+        for name, param, wanted, limit in (
+            ("prompt", "token_ids", num_kv, self._pool.max_used(PageUse.KV)),
+            ("adapters", "adapters", num_adapter, self._pool.max_used(PageUse.ADAPTER)),
+            ("prompt and adapters", "token_ids", num_kv + num_adapter, self._pool.num_pages),
+        ):
+            if wanted > limit:
+                raise OutOfPages(
+                    f"the request's {name} need {wanted} pages; there are {limit}", param=param
+                )
 
 
 def _num_tokens(step: Step) -> int:
