@@ -224,6 +224,10 @@ def test_any_interleaving_ends_every_request_once_with_the_right_tokens(
         max_step_tokens=choose.choice([8, 32, 200]),
         max_running=choose.choice([2, 5, 9]),
         host_cache_bytes=choose.choice([0, 1 << 16, 1 << 30]),
+        max_adapter_bytes=choose.choice([None, 58 * 2048 * 4]),
+        min_adapter_bytes=choose.choice([0, 58 * 2048 * 4]),
+        loader_threads=choose.choice([1, 2, 4]),
+        max_prefetch=choose.choice([1, 3, 16]),
     )
     accepted: dict[str, tuple[list[int], int, str | None]] = {}
     cancelled: set[str] = set()

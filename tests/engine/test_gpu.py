@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from bench.workload import save_random_adapter
 from engine import Engine, EngineConfig
+from engine.adapter_files import AdapterReader
 from engine.config import ModelConfig
 from tests.engine.conftest import prompt, request, run, save_model
 
@@ -60,6 +62,35 @@ def test_fp32_tokens_are_the_cpus(
     wanted = generate(base, adapters)
     got = generate(base, adapters, device="cuda", dtype="float32", max_step_tokens=max_step_tokens)
     assert got == wanted
+
+
+@pytest.mark.parametrize("host_cache_bytes", [0, 64 << 20], ids=["disk", "host"])
+def test_a_prefill_beside_its_adapters_copy_is_right(
+    base: Path, adapters: dict[str, Path], host_cache_bytes: int
+) -> None:
+    """Room for one adapter: each use copies it anew, and the prefill starts before it is there."""
+    wanted = generate(base, adapters, device="cuda", dtype="float32")
+    model = ModelConfig.from_folder(base)
+    config = EngineConfig(
+        model_dir=base, device="cuda", dtype="float32", arena_bytes=64 << 20, max_running=2
+    )
+    reader = AdapterReader(model, config.page_layout(model))
+    num_pages = max(reader.place(reader.read_plan(path)).num_pages for path in adapters.values())
+    engine = Engine(
+        replace(
+            config,
+            host_cache_bytes=host_cache_bytes,
+            max_adapter_bytes=num_pages * config.page_bytes(model),
+        )
+    )
+    for name, path in adapters.items():
+        engine.register_adapter(name, path)
+    for _ in range(3):
+        for i, name in enumerate(adapters, start=1):
+            tokens = prompt(i, 6 + 9 * i)
+            got = run(engine, request(name, tokens, adapter=name, max_tokens=24), check=True)
+            assert got[name].token_ids == wanted[str(i)]
+    engine.close()
 
 
 def test_bf16_runs(base: Path, adapters: dict[str, Path]) -> None:
