@@ -36,6 +36,7 @@ class EngineConfig:
     max_context           None: the model's max_position_embeddings
     page_size             tokens per page
     prefix_cache          keep the KV of full pages, for requests that begin with the same tokens
+    pin_share             of the arena's pages, what pinned prefixes may take at most
     num_threads           torch's CPU threads; None: leave them
     loader_threads        adapters read from disk at a time
     max_prefetch          missing adapters of waiting requests that are brought in ahead of them
@@ -64,6 +65,7 @@ class EngineConfig:
     max_context: int | None = None
     page_size: int = 16
     prefix_cache: bool = True
+    pin_share: float = 0.25
     num_threads: int | None = None
     loader_threads: int = 2
     max_prefetch: int = 16
@@ -75,6 +77,8 @@ class EngineConfig:
     max_batch_wait_s: float = 120.0
 
     def __post_init__(self) -> None:
+        if not 0.0 <= self.pin_share <= 1.0:
+            raise ValueError(f"pin_share is {self.pin_share}, not from 0 to 1")
         if self.dtype not in (None, "float32", "bfloat16"):
             raise ValueError(f"dtype is {self.dtype!r}, not float32 or bfloat16")
         for name in (

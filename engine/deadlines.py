@@ -75,9 +75,7 @@ class Deadlines:
     count_uncomputed  tokens that a sequence would have to compute if it ran now
     """
 
-    def __init__(
-        self, *, max_step_tokens: int, count_uncomputed: Callable[[Sequence], int]
-    ) -> None:
+    def __init__(self, max_step_tokens: int, count_uncomputed: Callable[[Sequence], int]) -> None:
         self.pace = Pace(max_step_tokens)
         self._count_uncomputed = count_uncomputed
         self._entries: list[_Entry] = []  # the next one first

@@ -6,6 +6,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,15 @@ from engine.adapters import AdapterStore, LoadLimits
 from engine.batch import BatchBuilder
 from engine.config import EngineConfig, ModelConfig
 from engine.deadlines import Deadlines
-from engine.errors import (
-    BadGrammar,
-    ContextTooLong,
-    EngineError,
-    OutOfPages,
-    RequestError,
-)
+from engine.errors import BadGrammar, EngineError, RequestError
 from engine.flight import Flight
-from engine.grammar import Grammars, check_schema_text
+from engine.grammar import Grammars
 from engine.host_memory import HostMemory
+from engine.intake import Intake
 from engine.memory import PagePool, PageUse
+from engine.pins import PinnedPrefixes
 from engine.prefix_cache import PrefixCache
-from engine.request import FinishReason, Request, RequestOutput
+from engine.request import AdapterPart, FinishReason, Request, RequestOutput
 from engine.runner import ModelRunner
 from engine.sampler import Sampled, Sampler
 from engine.scheduler import Scheduler
@@ -100,10 +97,11 @@ class Engine:
             page_size=config.page_size,
             limits=config.scheduler_limits,
         )
-        self._deadlines = Deadlines(
-            max_step_tokens=config.max_step_tokens,
-            count_uncomputed=self._scheduler.count_uncomputed,
+        self._deadlines = Deadlines(config.max_step_tokens, self._scheduler.count_uncomputed)
+        self._pins = PinnedPrefixes(
+            self._prefixes, config.page_size, int(config.pin_share * num_pages)
         )
+        self._intake = Intake(config, model, pool=self._pool, store=self._store, pins=self._pins)
         self._builder = BatchBuilder(
             store=self._store,
             page_size=config.page_size,
@@ -128,8 +126,10 @@ class Engine:
         self._store.register(digest, path)
 
     def unregister_adapter(self, digest: str) -> None:
-        """Forget the adapter: new requests are refused, accepted ones finish with it."""
+        """Forget the adapter and its pins; accepted requests finish with it, new ones cannot."""
         self._store.unregister(digest)
+        self._pins.forget_adapter(digest)
+        self._compute_pins()
 
     # Requests
 
@@ -142,17 +142,11 @@ class Engine:
         """
         if request.request_id in self._requests:
             raise RequestError("the request id is already in use", param="request_id")
-        request.check(self.model.vocab_size)
-        if len(request.token_ids) >= self._context_limit:
-            raise ContextTooLong(
-                f"the prompt has {len(request.token_ids)} tokens; the context is "
-                f"{self._context_limit} tokens, answer included",
-                param="token_ids",
-            )
-        if request.json_schema is not None:
-            check_schema_text(request.json_schema)
-        self._check_room(request)
-        sequences = Sequence.of(request, self._num_arrivals, self._stop_ids(request))
+        self._intake.check(request)
+        self._enter(request)
+
+    def _enter(self, request: Request) -> None:
+        sequences = Sequence.of(request, self._num_arrivals, self._intake.stop_ids(request))
         self._num_arrivals += len(sequences)
         self._requests[request.request_id] = live = list(sequences)
         self._deadlines.add(live)
@@ -162,6 +156,34 @@ class Engine:
             self._sampler.add(sequence)
             self._scheduler.add(sequence, now)
             self._grammars.add(sequence)
+
+    def pin_prefix(
+        self,
+        token_ids: SequenceOf[int],
+        *,
+        tenant_id: str = "",
+        adapters: tuple[AdapterPart, ...] = (),
+    ) -> None:
+        """Keep the KV of a prompt's full pages, for the tenant's requests with these adapters.
+
+        They are computed once there is room, and stay until `unpin_prefix` or until one of the
+        adapters is unregistered. Idempotent. Raises PinLimitExceeded, and what `add` raises.
+        """
+        request = self._pins.request_for(tenant_id, adapters, token_ids)
+        self._intake.check(request)
+        self._pins.add(request)
+        self._compute_pins()
+
+    def unpin_prefix(
+        self,
+        token_ids: SequenceOf[int],
+        *,
+        tenant_id: str = "",
+        adapters: tuple[AdapterPart, ...] = (),
+    ) -> None:
+        """Let a pinned prefix go like any other; does nothing when it is not pinned."""
+        self._pins.remove(self._pins.request_for(tenant_id, adapters, token_ids))
+        self._compute_pins()
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End a request; its last outputs, with `reason`, come from the next step.
@@ -182,12 +204,17 @@ class Engine:
         On a GPU a step's tokens come from the next call, which launches another step first where
         it can: before the tokens are read, or as soon as they are.
         """
+        return self._pins.without_own(self._iterate())
+
+    def _iterate(self) -> list[RequestOutput]:
         self._poll()
         now = self._clock()
-        self._note_deadlines(now)
+        self._deadlines.pace.stop(now)
+        for request_id, late in self._deadlines.too_late(now):
+            self._ending.setdefault(request_id, (FinishReason.ERROR, late))
         outputs: list[RequestOutput] = []
         if self._flight is not None:
-            self._deadlines.pace.start(now, _num_tokens(self._flight.step))
+            self._deadlines.pace.start(now, self._flight.step.num_tokens)
             flight, self._flight = self._flight, self._follow(self._flight)
             outputs = self._land(flight)
             if self._flight is not None:
@@ -201,21 +228,23 @@ class Engine:
                 self._wait()
             return outputs
         if self._runner.gpu is None:
-            self._deadlines.pace.start(now, _num_tokens(step))
+            self._deadlines.pace.start(now, step.num_tokens)
             return outputs + self._land(self._launch(step))
         self._flight = self._launch(step)
         return outputs
 
     def stats(self) -> EngineStats:
+        cached, pinned = self._prefixes.num_idle, self._pins.num_pages
         return EngineStats(
             step=self._num_steps,
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
             max_running=self._scheduler.max_running,
             num_pages=self._pool.num_pages,
-            free_pages=self._pool.num_free + self._prefixes.num_idle,
-            cached_pages=self._prefixes.num_idle,
-            kv_pages=self._pool.num_used(PageUse.KV) - self._prefixes.num_idle,
+            free_pages=self._pool.num_free + cached,
+            cached_pages=cached,
+            kv_pages=self._pool.num_used(PageUse.KV) - cached - pinned,
+            pinned_pages=pinned,
             adapter_pages=self._pool.num_used(PageUse.ADAPTER),
             resident_digests=self._store.resident_digests,
             num_adapters=self._store.num_registered,
@@ -228,9 +257,11 @@ class Engine:
         self._scheduler.check_integrity()
         self._store.check_integrity()
         self._prefixes.check_integrity()
+        self._pins.check_integrity()
         tables = [sequence.page_table for sequence in self._scheduler.running]
         cached = self._prefixes.owned_pages()
-        self._pool.check_integrity([*tables, *self._store.owned_pages(), cached])
+        pinned = self._pins.owned_pages()
+        self._pool.check_integrity([*tables, *self._store.owned_pages(), cached, *pinned])
         known = {s for sequences in self._requests.values() for s in sequences}
         if self._flight is None:
             assert known == {*self._scheduler.waiting, *self._scheduler.running}
@@ -244,7 +275,8 @@ class Engine:
     # The stages of a step
 
     def _poll(self) -> None:
-        """See what the loader and grammar threads have finished."""
+        """See what the loader and grammar threads have finished, and what pins lack."""
+        self._compute_pins()
         self._store.poll(self._scheduler.wanted_adapters())
         for sequence, failure in self._grammars.poll():
             self._fail(sequence.request.request_id, failure)
@@ -254,16 +286,18 @@ class Engine:
                 if error is not None:
                     self._fail(sequence.request.request_id, error)
 
+    def _compute_pins(self) -> None:
+        """Begin what pins lack, and end what has lost its pin."""
+        for request_id in self._pins.orphans():
+            self.cancel(request_id)
+        for request in self._pins.due(self._clock(), self._intake.check):
+            self._enter(request)
+
     def _fail(self, request_id: str, error: BaseException) -> None:
         if not isinstance(error, EngineError):
             log.error("request failed", exc_info=error, extra={"request_id": request_id})
             error = EngineError(f"internal error: {type(error).__name__}")
         self._ending.setdefault(request_id, (FinishReason.ERROR, error))
-
-    def _note_deadlines(self, now: float) -> None:
-        self._deadlines.pace.stop(now)
-        for request_id, error in self._deadlines.too_late(now):
-            self._ending.setdefault(request_id, (FinishReason.ERROR, error))
 
     def _end_early(self) -> list[RequestOutput]:
         """End what was cancelled, has failed or is past its deadline."""
@@ -363,7 +397,7 @@ class Engine:
             reason, is_text = self._judge(sequence, sampled.token_id)
         except BadGrammar as error:
             return self._end(sequence, FinishReason.ERROR, error)
-        output = self._end(sequence, reason) if reason else _output(sequence)
+        output = self._end(sequence, reason) if reason else sequence.output()
         if is_text:
             output.token_ids = [sampled.token_id]
         if sequence.request.sampling.logprobs is not None:
@@ -393,7 +427,7 @@ class Engine:
         self, sequence: Sequence, reason: FinishReason, error: EngineError | None = None
     ) -> RequestOutput:
         """Forget the sequence everywhere and say so."""
-        output = _output(sequence)
+        output = sequence.output()
         output.finish_reason, output.error = reason, error
         sequence.has_ended = True
         # A step under way still writes to the sequence's pages: it releases them when it lands.
@@ -401,43 +435,10 @@ class Engine:
             self._release(sequence)
         self._sampler.remove(sequence)
         self._grammars.remove(sequence)
-        siblings = self._requests[sequence.request.request_id]
-        siblings.remove(sequence)
-        if not siblings:
-            del self._requests[sequence.request.request_id]
-            self._deadlines.remove(sequence.request.request_id)
+        request_id = output.request_id
+        self._requests[request_id].remove(sequence)
+        if not self._requests[request_id]:
+            del self._requests[request_id]
+            self._deadlines.remove(request_id)
+            self._pins.note_end(request_id, self._clock())
         return output
-
-    def _stop_ids(self, request: Request) -> frozenset[int]:
-        sampling = request.sampling
-        eos = () if sampling.ignore_eos else self.model.eos_token_ids
-        return frozenset((*eos, *sampling.stop_token_ids))
-
-    def _check_room(self, request: Request) -> None:
-        """Raise unless the arena could hold one of the request's sequences and its adapters."""
-        self._store.check_known(part.digest for part in request.adapters)
-        num_kv = -(-(len(request.token_ids) + 1) // self._page_size)
-        num_adapter = sum(self._store.num_pages(part.digest) for part in request.adapters)
-        for name, param, wanted, limit in (
-            ("prompt", "token_ids", num_kv, self._pool.max_used(PageUse.KV)),
-            ("adapters", "adapters", num_adapter, self._pool.max_used(PageUse.ADAPTER)),
-            ("prompt and adapters", "token_ids", num_kv + num_adapter, self._pool.num_pages),
-        ):
-            if wanted > limit:
-                raise OutOfPages(
-                    f"the request's {name} need {wanted} pages; there are {limit}", param=param
-                )
-
-
-def _num_tokens(step: Step) -> int:
-    return sum(row.num_tokens for row in step.rows)
-
-
-def _output(sequence: Sequence) -> RequestOutput:
-    return RequestOutput(
-        request_id=sequence.request.request_id,
-        index=sequence.index,
-        num_prompt_tokens=sequence.num_prompt,
-        num_cached_tokens=sequence.num_cached or 0,
-        num_generated=sequence.num_generated,
-    )

@@ -13,6 +13,7 @@
     │   │   └── AdapterDamaged       adapter_unavailable
     │   └── UnknownAdapter           adapter_unavailable
     ├── OutOfPages                   overloaded
+    ├── PinLimitExceeded             overloaded
     ├── OutOfMemory                  internal
     └── UnsupportedModel             internal
 
@@ -98,6 +99,12 @@ class UnknownAdapter(AdapterError):
 
 class OutOfPages(EngineError):
     """The page pool is too small for this one request or adapter, even when nothing else runs."""
+
+    code = "overloaded"
+
+
+class PinLimitExceeded(EngineError):
+    """More pages would be pinned than `EngineConfig.pin_share` allows."""
 
     code = "overloaded"
 

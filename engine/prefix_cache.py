@@ -54,7 +54,7 @@ class PrefixCache:
     """
 
     def __init__(self, pool: PagePool, *, is_enabled: bool = True) -> None:
-        self._pool, self._is_enabled = pool, is_enabled
+        self._pool, self.is_enabled = pool, is_enabled
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
         # page -> when it was last used, by the pool's time; least recently used first
@@ -85,7 +85,7 @@ class PrefixCache:
 
     def add(self, key: bytes, page: int) -> None:
         """Keep the caller's full page; does nothing when a page of the same KV is known."""
-        if self._is_enabled and key not in self._page_of:
+        if self.is_enabled and key not in self._page_of:
             self._pool.share((page,))
             self._page_of[key], self._key_of[page] = page, key
 

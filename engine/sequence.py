@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from engine.errors import EngineError
 from engine.prefix_cache import AdapterKey, PageKeys
-from engine.request import Request
+from engine.request import Request, RequestOutput
 
 
 class Sequence:
@@ -107,6 +107,16 @@ class Sequence:
         seed = self.request.sampling.seed
         return None if seed is None else seed + self.index
 
+    def output(self) -> RequestOutput:
+        """Where it stands, without news."""
+        return RequestOutput(
+            request_id=self.request.request_id,
+            index=self.index,
+            num_prompt_tokens=self.num_prompt,
+            num_cached_tokens=self.num_cached or 0,
+            num_generated=self.num_generated,
+        )
+
     @property
     def has_prompt(self) -> bool:
         """Whether the KV of the whole prompt is in its pages."""
@@ -137,3 +147,7 @@ class Step:
     budget: int
     rows: list[Row] = field(default_factory=list)
     failed: list[tuple[Sequence, EngineError]] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_tokens for row in self.rows)

@@ -12,6 +12,7 @@ class EngineStats:
     step                steps so far; one that stands still while requests run is stuck
     running, waiting    requests; at most max_running run at once
     kv_pages            pages that running requests hold; adapter_pages likewise; the rest is free
+    pinned_pages        pages that pins hold, whoever reads them besides; not among kv_pages
     cached_pages        free pages that hold prefixes, which a request may find again
     resident_digests    adapters in the arena, least recently used first
     num_adapters        registered ones
@@ -27,6 +28,7 @@ class EngineStats:
     free_pages: int
     cached_pages: int
     kv_pages: int
+    pinned_pages: int
     adapter_pages: int
     resident_digests: tuple[str, ...]
     num_adapters: int

@@ -1,0 +1,74 @@
+"""Intake: what of a request can be judged before it is accepted. No torch here."""
+
+from __future__ import annotations
+
+from engine.adapters import AdapterStore
+from engine.config import EngineConfig, ModelConfig
+from engine.errors import ContextTooLong, OutOfPages, RequestError
+from engine.grammar import check_schema_text
+from engine.memory import PagePool, PageUse
+from engine.pins import PinnedPrefixes
+from engine.request import Request
+
+
+class Intake:
+    """Judges requests against the model, the adapters and the arena; changes nothing."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ModelConfig,
+        *,
+        pool: PagePool,
+        store: AdapterStore,
+        pins: PinnedPrefixes,
+    ) -> None:
+        self._config, self._model = config, model
+        self._context_limit = config.context_limit(model)
+        self._pool, self._store, self._pins = pool, store, pins
+
+    def check(self, request: Request) -> None:
+        """Raise InvalidPrompt, ContextTooLong, BadGrammar, UnknownAdapter, OutOfPages or
+        RequestError for a request that could never run."""
+        request.check(self._model.vocab_size)
+        if len(request.token_ids) >= self._context_limit:
+            raise ContextTooLong(
+                f"the prompt has {len(request.token_ids)} tokens; the context is "
+                f"{self._context_limit} tokens, answer included",
+                param="token_ids",
+            )
+        if request.json_schema is not None:
+            check_schema_text(request.json_schema)
+        self._store.check_known(part.digest for part in request.adapters)
+        max_adapters = self._config.max_adapters
+        if max_adapters is not None and len(request.adapters) > max_adapters:
+            raise RequestError(
+                f"the request names {len(request.adapters)} adapters; {max_adapters} may run at a "
+                "time",
+                param="adapters",
+            )
+        self._check_room(request)
+
+    def stop_ids(self, request: Request) -> frozenset[int]:
+        """The tokens that end the request."""
+        sampling = request.sampling
+        eos = () if sampling.ignore_eos else self._model.eos_token_ids
+        return frozenset((*eos, *sampling.stop_token_ids))
+
+    def _check_room(self, request: Request) -> None:
+        """Raise unless the arena could hold one of the request's sequences and its adapters."""
+        num_kv = -(-(len(request.token_ids) + 1) // self._config.page_size)
+        num_adapter = sum(self._store.num_pages(part.digest) for part in request.adapters)
+        num_pinned = self._pins.num_pages
+        if num_pinned:
+            num_kv += num_pinned - self._pins.num_shared(request)
+        pins = f", with the {num_pinned} that are pinned," if num_pinned else ""
+        for name, param, wanted, limit in (
+            (f"prompt{pins}", "token_ids", num_kv, self._pool.max_used(PageUse.KV)),
+            ("adapters", "adapters", num_adapter, self._pool.max_used(PageUse.ADAPTER)),
+            (f"prompt and adapters{pins}", "token_ids", num_kv + num_adapter, self._pool.num_pages),
+        ):
+            if wanted > limit:
+                raise OutOfPages(
+                    f"the request's {name} need {wanted} pages; there are {limit}", param=param
+                )
