@@ -354,3 +354,17 @@ def adapter_digest_of(config: dict[str, Any], tensors_sha256: str, base_revision
         "tensors_sha256": tensors_sha256,
     }
     return hashlib.sha256(canonical_json(identity).encode()).hexdigest()
+
+
+def context_length(config: dict[str, Any]) -> int:
+    """The tokens of one sequence, prompt and answer together, that a base model reads.
+
+    config  its config.json. YaRN stretches its original context by a factor, which configs that
+            were published with it do not multiply out.
+    """
+    length = int(config.get("max_position_embeddings") or 0)
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type")) != "yarn":
+        return length
+    original = rope.get("original_max_position_embeddings") or length
+    return max(length, int((rope.get("factor") or 1) * original))

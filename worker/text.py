@@ -18,6 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from worker.control_tokens import ControlTokens
+from worker.protocol import context_length
 
 #: What an incomplete UTF-8 sequence decodes to.
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -47,9 +48,7 @@ class TextCodec:
         settings = _read_json(model_dir / "tokenizer_config.json")
         self._special_tokens = _special_tokens(settings)
         self._template = _load_template(model_dir, settings)
-        self.context_length = int(
-            _read_json(model_dir / "config.json").get("max_position_embeddings", 2048)
-        )
+        self.context_length = context_length(_read_json(model_dir / "config.json")) or 2048
         self.vocab_size = self._tokenizer.get_vocab_size()
         self._longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)
         self._byte_level = '"ByteLevel"' in json.dumps(

@@ -29,6 +29,7 @@ from controlplane.errors import (
     from_validation,
 )
 from controlplane.tenants.models import SLUG_RULE, User, is_slug
+from worker.protocol import context_length
 
 MAX_TENSORS_BYTES = 2 * 1024**3
 #: The files of an adapter and the most bytes each may have.
@@ -54,9 +55,9 @@ def base_model_add(*, name: str, revision: str, config: dict[str, Any]) -> BaseM
     base_model = BaseModel.objects.filter(name=name).first() or BaseModel(name=name)
     base_model.revision = revision
     base_model.config = config
-    base_model.context_length = config.get("max_position_embeddings", 0)
     try:
         BaseShape.from_config(config)
+        base_model.context_length = context_length(config)
         base_model.full_clean(validate_unique=False)
     except ValidationError as error:
         raise from_validation(error) from error

@@ -17,6 +17,7 @@ from engine.rope import rope_tables
 from engine.weights import load_weights
 from tests.engine.conftest import prompt, request, run
 from tests.engine.families import COMMON, FAMILIES, LLAMA3, YARN, YARN_OPTIONS, save_family
+from worker.protocol import context_length
 
 MISTRAL = {**COMMON, "model_type": "mistral", "rms_norm_eps": 1e-5}
 LLAMA = {**COMMON, "model_type": "llama", "rms_norm_eps": 1e-5}
@@ -96,6 +97,7 @@ def test_published_configs(name: str) -> None:
     fields, expected = PUBLISHED[name]
     config = ModelConfig.from_fields(fields, fields.get("eos_token_id"))
     assert {key: getattr(config, key) for key in expected} == expected
+    assert context_length(fields) == config.max_positions  # what the worker and the gateway say
 
 
 @pytest.mark.parametrize(
@@ -138,8 +140,9 @@ def test_the_old_names_mean_the_same() -> None:
 
 
 def test_yarn_reaches_as_far_as_its_factor() -> None:
-    config = ModelConfig.from_fields({**LLAMA, "rope_scaling": {**YARN, "factor": 40}}, None)
-    assert config.max_positions == 32 * 40
+    fields = {**LLAMA, "rope_parameters": {**YARN, "factor": 40}}
+    config = ModelConfig.from_fields(fields, None)
+    assert config.max_positions == context_length(fields) == 32 * 40
 
 
 @pytest.mark.parametrize(
