@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import torch
 
 MAX_ROWS = 100_000
@@ -121,6 +122,8 @@ def load_examples(tokenizer: Any, path: Path, max_length: int) -> list[Example]:
     for number, messages in enumerate(read_chats(path), start=1):
         try:
             example = encode_chat(tokenizer, messages, max_length)
+        except jinja2.TemplateError as error:
+            raise DatasetError(f"row {number}: the chat template refuses it: {error}") from error
         except ValueError as error:
             raise DatasetError(f"row {number}: {error}") from error
         if any(label != IGNORED for label in example.labels[1:]):

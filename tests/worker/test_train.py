@@ -18,7 +18,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.tiny_base import TINY_NAME, write_tiny_base
-from worker.chat_data import IGNORED, DatasetError, collate, encode_chat, read_chats
+from worker.chat_data import (
+    IGNORED,
+    DatasetError,
+    collate,
+    encode_chat,
+    load_examples,
+    read_chats,
+)
 from worker.train_job import Hyperparameters, JobError
 
 ROOT = Path(__file__).parent.parent.parent
@@ -178,6 +185,16 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tiny_base: Path) -> N
     tokenizer.chat_template = "{{ messages | length }}" + tokenizer.chat_template
     with pytest.raises(ValueError, match=r"messages\[2\]"):
         encode_chat(tokenizer, CHAT, 512)
+
+
+def test_a_row_that_the_template_refuses_is_named(tmp_path: Path, tiny_base: Path) -> None:
+    """As Mistral's templates refuse some roles."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_base)
+    refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    tokenizer.chat_template = refusal + tokenizer.chat_template
+    dataset = write_rows(tmp_path / "rows.jsonl", [{"messages": CHAT[1:3]}, {"messages": CHAT}])
+    with pytest.raises(DatasetError, match=r"row 2: .*no system"):
+        load_examples(tokenizer, dataset, 512)
 
 
 def test_a_batch_is_padded_to_its_own_longest_row() -> None:
