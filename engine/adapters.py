@@ -28,6 +28,7 @@ from engine.adapter_tiles import TileMap
 from engine.errors import AdapterError, AdapterUnavailable, OutOfPages, UnknownAdapter
 from engine.eviction import Holding, ReloadCosts, eviction_order
 from engine.host_memory import HostMemory, HostPages
+from engine.idle_pages import IdlePages
 from engine.loader_threads import start_thread
 from engine.memory import PagePool, PageUse
 from engine.prefix_cache import PrefixCache
@@ -72,7 +73,8 @@ class AdapterStore:
         limits: LoadLimits,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._pool, self._prefixes, self._host = pool, prefixes, host
+        self._pool, self._host = pool, host
+        self._idle: IdlePages[Adapter] = IdlePages(pool, prefixes, costs)
         self._reader, self._copier = reader, PageCopier(arena)
         self._page_elems = arena.shape[1]
         self._costs, self._limits, self._clock = costs, limits, clock
@@ -81,6 +83,7 @@ class AdapterStore:
         self._in_host: dict[str, Adapter] = {}  # whose image is whole
         self._loading: set[Adapter] = set()
         self._arriving: dict[str, Adapter] = {}
+        self._failed: dict[str, Adapter] = {}  # that may not be tried again yet
         self._abandoned: list[tuple[Future[None], HostPages]] = []
 
     # Registration
@@ -145,6 +148,11 @@ class AdapterStore:
         """Whether the adapter is ready in host memory and only pages are missing."""
         return self._adapters[digest].lacks_room
 
+    @property
+    def has_failures(self) -> bool:
+        """Whether `error` tells of any adapter."""
+        return bool(self._failed)
+
     def error(self, digest: str) -> AdapterError | None:
         """Why the last attempt to load the adapter failed, until the next may be made."""
         return self._adapters[digest].error
@@ -184,45 +192,21 @@ class AdapterStore:
         """Free what nobody uses until `num_pages` pages can be taken for `use`.
 
         keep  digests that stay. Frees nothing when even all others would not be enough.
-
-        Prefixes and adapters go in the order of `engine.eviction`; where only the limit of `use`
-        stands in the way, only its own kind helps.
         """
-        own, free = self._pool.missing(num_pages, use)
-        if own == free == 0:
-            return
-        idle = [a for a in self._resident.values() if self._is_idle(a) and a.digest not in keep]
-        num_idle = {
-            PageUse.KV: self._prefixes.num_idle,
-            PageUse.ADAPTER: sum(adapter.num_pages for adapter in idle),
-        }
-        if own > num_idle[use] or free > sum(num_idle.values()):
-            return
-        adapters = eviction_order(map(self._holding, idle), self._pool.time)[::-1]
-        while (missing := self._pool.missing(num_pages, use)) != (0, 0):
-            choices = [adapters[-1]] if adapters else []
-            oldest = self._oldest_prefix()
-            if oldest is not None:
-                choices.append(oldest)
-            if missing[0]:
-                choices = [c for c in choices if (c is oldest) == (use is PageUse.KV)]
-            if eviction_order(choices, self._pool.time)[0] is oldest:
-                self._prefixes.evict_oldest()
-            else:
-                owner = adapters.pop().owner
-                assert owner is not None
-                self._evict(owner)
+
+        def idle() -> Iterable[Holding[Adapter]]:
+            for adapter in self._resident.values():
+                if self._is_idle(adapter) and adapter.digest not in keep:
+                    yield self._holding(adapter)
+
+        self._idle.free(num_pages, use, idle, self._evict)
 
     def _is_idle(self, adapter: Adapter) -> bool:
         return adapter.pins == 0 and adapter.arrival is None
 
-    def _holding(self, adapter: Adapter) -> Holding[Adapter | None]:
+    def _holding(self, adapter: Adapter) -> Holding[Adapter]:
         reload_s = self._costs.adapter(adapter.num_pages, is_in_host=adapter.host is not None)
         return Holding(adapter, adapter.num_pages, reload_s, adapter.last_use)
-
-    def _oldest_prefix(self) -> Holding[Adapter | None] | None:
-        last_use = self._prefixes.oldest_use
-        return None if last_use is None else Holding(None, 1, self._costs.prefix, last_use)
 
     def _evict(self, adapter: Adapter) -> None:
         assert self._is_idle(adapter) and adapter.pages is not None
@@ -243,6 +227,9 @@ class AdapterStore:
         self._look_at_threads()
         for adapter in list(self._arriving.values()):
             self._look_at_arrival(adapter)
+        for adapter in [a for a in self._failed.values() if a.retry_at <= self._clock()]:
+            del self._failed[adapter.digest]
+            adapter.error = None
         seen: set[str] = set()
         num_missing = 0
         for digest in wanted:
@@ -252,9 +239,8 @@ class AdapterStore:
             if digest in self._resident:
                 continue
             adapter = self._adapters[digest]
-            if adapter.error is not None and self._clock() < adapter.retry_at:
+            if adapter.error is not None:
                 continue
-            adapter.error = None
             if adapter.state is AdapterState.DISK:
                 self._start_loading(adapter, seen)
             elif adapter.state is AdapterState.HOST:
@@ -336,6 +322,7 @@ class AdapterStore:
         self._drop_host(adapter)
         adapter.state = AdapterState.DISK
         adapter.note_failure(error, self._clock())
+        self._failed[adapter.digest] = adapter
         log.warning("adapter load failed", extra={"digest": adapter.digest, "error": str(error)})
 
     # From host memory to the arena
@@ -414,6 +401,7 @@ class AdapterStore:
         if adapter.state is AdapterState.RESIDENT:
             self._evict(adapter)
         self._drop_host(adapter)
+        self._failed.pop(adapter.digest, None)
         self._adapters.pop(adapter.digest, None)
 
     # Statistics and integrity
@@ -438,6 +426,7 @@ class AdapterStore:
         """Raise AssertionError unless states, pages, pins and host memory agree."""
         for adapter in self._adapters.values():
             adapter.check_integrity()
+            assert (adapter.error is not None) == (adapter.digest in self._failed)
             is_arriving, is_usable = adapter.arrival is not None, adapter.digest in self._resident
             assert (adapter.state is AdapterState.LOADING) == (adapter in self._loading)
             assert is_arriving == (adapter.digest in self._arriving)

@@ -280,6 +280,8 @@ class Engine:
         self._store.poll(self._scheduler.wanted_adapters())
         for sequence, failure in self._grammars.poll():
             self._fail(sequence.request.request_id, failure)
+        if not self._store.has_failures:
+            return
         for sequence in self._scheduler.waiting:
             for digest in sequence.digests:
                 error = self._store.error(digest)

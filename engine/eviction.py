@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class ReloadCosts:
 
 
 @dataclass(frozen=True, slots=True)
-class Holding(Generic[T]):
+class Holding(Generic[T_co]):
     """Pages that come free together.
 
     owner       the adapter, or the page of a prefix
@@ -64,7 +65,7 @@ class Holding(Generic[T]):
     is_pinned   they stay, whatever they are worth
     """
 
-    owner: T
+    owner: T_co
     num_pages: int
     reload_s: float
     last_use: int
