@@ -13,6 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from engine import Engine, EngineConfig, UnsupportedModel
 from engine.config import ModelConfig
+from engine.hf_weights import share_model
 from engine.rope import rope_tables
 from engine.weights import load_weights
 from tests.engine.conftest import prompt, request, run
@@ -299,7 +300,10 @@ def test_an_unnamed_bias_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_transformers_saves_is_read(tmp_path: Path, name: str) -> None:
-    config = ModelConfig.from_folder(save_family(tmp_path, name))
+    base = save_family(tmp_path, name)
+    config = ModelConfig.from_folder(base)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    assert share_model(model).config == config
     model_type, _ = FAMILIES[name]
     assert config.qk_norm == (model_type == "qwen3")
     assert config.qkv_bias == (model_type == "qwen2" or name.endswith("biases"))
