@@ -128,6 +128,7 @@ class Engine:
     def unregister_adapter(self, digest: str) -> None:
         """Forget the adapter and its pins; accepted requests finish with it, new ones cannot."""
         self._store.unregister(digest)
+        self._runner.forget_adapter(digest)
         self._pins.forget_adapter(digest)
         self._compute_pins()
 

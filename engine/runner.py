@@ -111,6 +111,11 @@ class ModelRunner:
         """The order of adapters in which this step's rows run fastest; missing ones come last."""
         return {} if self._cpu_lora is None else self._cpu_lora.arrange(keys)
 
+    def forget_adapter(self, digest: str) -> None:
+        """Drop what is kept of the adapter outside the arena; it is made anew if it still runs."""
+        if self._cpu_lora is not None:
+            self._cpu_lora.forget(lambda key: any(digest == part for part, _ in key))
+
     def run(self, batch: Batch) -> torch.Tensor:
         """The logits [N, V] of the batch's sampling rows; the step's KV is in the arena after."""
         if self._gpu is not None:

@@ -16,8 +16,9 @@ followed by `lora_expand`.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -289,6 +290,12 @@ class CpuLora:
         wanted = set(keys)
         stacked = (key for key in self._stacks.keys() if key in wanted)
         return {key: rank for rank, key in enumerate(stacked)}
+
+    def forget(self, is_meant: Callable[[Any], bool]) -> None:
+        """Drop the copies of the adapters whose keys are meant."""
+        for key in self._stacks.keys():
+            if is_meant(key):
+                self._stacks.discard(key)
 
     def prepare(self, lora: LoraBatch, keys: Sequence[Hashable]) -> CpuLoraStep:
         """The step's products.

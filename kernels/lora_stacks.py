@@ -231,6 +231,10 @@ class Stacks:
         self._shapes[key] = shape
         stack.add(key, matrices)
 
+    def discard(self, key: Hashable) -> None:
+        """Free the adapter's slot; those of others may change."""
+        self._stacks[self._shapes.pop(key)].discard(key)
+
     def _make_room(self, stack: Stack, keep: Collection[Hashable]) -> bool:
         if stack.num_bytes_each > self._max_bytes:
             return False
@@ -246,7 +250,7 @@ class Stacks:
             victim = next(unused, None)
             if victim is None:
                 return False
-            self._stacks[self._shapes.pop(victim)].discard(victim)
+            self.discard(victim)
         return True
 
     def _trim(self, wanting: Stack) -> None:

@@ -145,6 +145,19 @@ def test_cancel_at_every_moment(make_engine: MakeEngine, oracle: Oracle) -> None
         assert kept == oracle.generate(prompt(1, 20), 6, "qv-16")
 
 
+def test_an_unregistered_adapter_leaves_nothing_behind(
+    make_engine: MakeEngine, adapters: dict[str, Path], oracle: Oracle
+) -> None:
+    """Not even a copy that another adapter of its name would be answered with."""
+    engine = make_engine(prefix_cache=False)
+    for path in ("all-4", "qv-16"):
+        engine.unregister_adapter("all-4")
+        engine.register_adapter("all-4", adapters[path])
+        got = run(engine, request("r", prompt(3, 12), adapter="all-4", max_tokens=8))["r"]
+        assert got.token_ids == oracle.generate(prompt(3, 12), 8, path)
+    assert oracle.generate(prompt(3, 12), 8, "all-4") != got.token_ids
+
+
 def test_a_caller_may_end_a_request_as_stopped(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.add(request("r", [1, 2, 3]))

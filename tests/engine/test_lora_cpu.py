@@ -69,6 +69,9 @@ def test_equals_the_kernels_references(seed: int, max_bytes: int) -> None:
     cpu = CpuLora(arena=arena, widths=WIDTHS, num_layers=NUM_LAYERS, max_bytes=max_bytes)
     for _ in range(6):
         present = choose.sample(range(5), choose.randrange(1, 6))
+        forgotten = choose.randrange(5)
+        cpu.forget(lambda key, forgotten=forgotten: key == forgotten)
+        assert forgotten not in cpu.arrange(range(5))
         order = cpu.arrange(present)
         present.sort(key=lambda key: order.get(key, 99))
         lengths = [choose.choice([1, 1, 2, 8, 9, 20]) for _ in present]
