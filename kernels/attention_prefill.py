@@ -13,6 +13,17 @@ from kernels.backend import ceil_div, jit, next_power_of_2, tl
 from kernels.kv_pages import PageLayout
 
 
+@jit()
+def attend_block(scores, v, top, total, out, scale_log2):
+    """One block's share of the online softmax: the new maxima, sums and weighted values."""
+    new_top = tl.maximum(top, tl.max(scores, axis=1) * scale_log2)
+    weights = tl.exp2(scores * scale_log2 - new_top[:, None])
+    shrink = tl.exp2(top - new_top)
+    total = total * shrink + tl.sum(weights, axis=1)
+    out = tl.dot(weights.to(v.dtype), v, out * shrink[:, None], input_precision="ieee")
+    return new_top, total, out
+
+
 @jit("layer", "table_stride")
 def _prefill_kernel(
     q_ptr,
@@ -57,7 +68,7 @@ def _prefill_kernel(
     heads = (start + token) * H + kv_head * GROUP + group
     q_mask = ((token < num_new) & (group < GROUP))[:, None] & (d < D)[None, :]
     q = tl.load(q_ptr + heads[:, None] * D + d[None, :], mask=q_mask, other=0.0)
-    top = tl.full((BLOCK_Q * GROUP_PAD,), float("-inf"), dtype=tl.float32)
+    top = tl.full((BLOCK_Q * GROUP_PAD,), NO_SCORE, dtype=tl.float32)
     total = tl.zeros((BLOCK_Q * GROUP_PAD,), dtype=tl.float32)
     out = tl.zeros((BLOCK_Q * GROUP_PAD, BLOCK_D), dtype=tl.float32)
     base = arena_ptr + layer.to(tl.int64) * layer_stride + kv_head * (PAGE * D)
@@ -65,35 +76,37 @@ def _prefill_kernel(
     d_mask = (d < D)[None, :]
     seen = before + tl.minimum(first + BLOCK_Q, num_new)
     begin = 0
+    plain = (before + first + 1) // BLOCK_N * BLOCK_N  # up to here every row sees every key
     if WINDOW > 0:
         position = tl.minimum(position, seen - 1)  # rows past the end see something as well
         begin = tl.maximum(before + first + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
+        plain = begin
     # The pages of a block are looked up one block ahead: a load that waits for another in the
     # same turn is not prefetched.
     n = begin + tl.arange(0, BLOCK_N)
     page = tl.load(table + n // PAGE, mask=n < seen, other=0).to(tl.int64)
-    # One loop, masked throughout: a second one for the diagonal would fill its pipeline anew.
-    for low in range(begin, seen, BLOCK_N):
+    for low in range(begin, plain, BLOCK_N):
         n = low + tl.arange(0, BLOCK_N)
-        live = n < seen
         key = (base + page * page_elems + (n % PAGE) * D)[:, None] + d[None, :]
         page = tl.load(table + (n + BLOCK_N) // PAGE, mask=n + BLOCK_N < seen, other=0)
         page = page.to(tl.int64)
-        k = tl.load(key, mask=live[:, None] & d_mask, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        k = tl.load(key, mask=d_mask, other=0.0)
+        v = tl.load(key + value_stride, mask=d_mask, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        top, total, out = attend_block(scores, v, top, total, out, scale_log2)
+    for low in range(plain, seen, BLOCK_N):
+        n = low + tl.arange(0, BLOCK_N)
+        live = (n < seen)[:, None] & d_mask
+        key = (base + page * page_elems + (n % PAGE) * D)[:, None] + d[None, :]
+        page = tl.load(table + (n + BLOCK_N) // PAGE, mask=n + BLOCK_N < seen, other=0)
+        page = page.to(tl.int64)
+        k = tl.load(key, mask=live, other=0.0)
+        v = tl.load(key + value_stride, mask=live, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         scores = tl.where(n[None, :] <= position[:, None], scores, float("-inf"))
         if WINDOW > 0:
             scores = tl.where(n[None, :] > position[:, None] - WINDOW, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, axis=1))
-        if WINDOW > 0:  # the window of a later row may begin after this block
-            new_top = tl.maximum(new_top, NO_SCORE)
-        weights = tl.exp2(scores - new_top[:, None])
-        shrink = tl.exp2(top - new_top)
-        total = total * shrink + tl.sum(weights, axis=1)
-        out = out * shrink[:, None]
-        v = tl.load(key + value_stride, mask=live[:, None] & d_mask, other=0.0)
-        out = tl.dot(weights.to(v.dtype), v, out, input_precision="ieee")
-        top = new_top
+        top, total, out = attend_block(scores, v, top, total, out, scale_log2)
     out_ptrs = out_ptr + heads[:, None] * D + d[None, :]
     tl.store(out_ptrs, (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=q_mask)
 
@@ -115,7 +128,7 @@ def attention_prefill_triton(
     block_m: int = 128,
     block_n: int = 64,
     num_warps: int = 8,
-    num_stages: int = 3,
+    num_stages: int = 2,
 ) -> torch.Tensor:
     """q [T, H, D] -> out [T, H, D] for the sequences with at least `min_new` new tokens.
 
@@ -126,6 +139,9 @@ def attention_prefill_triton(
     group_pad = next_power_of_2(q.shape[1] // layout.num_kv_heads)
     block_q = max(block_m // group_pad, 16 // min(group_pad, 16), 1)
     grid = (ceil_div(max_new, block_q), context_lens.shape[0], layout.num_kv_heads)
+    # A little is spilled, but two programs fit on a processor, and one's softmax runs beside the
+    # other's products.
+    limit = {"maxnreg": 128} if num_warps == 8 and q.element_size() < 4 else {}
     _prefill_kernel[grid](
         q_ptr=q,
         out_ptr=out,
@@ -151,5 +167,6 @@ def attention_prefill_triton(
         BLOCK_N=block_n,
         num_warps=num_warps,
         num_stages=num_stages,
+        **limit,
     )
     return out
