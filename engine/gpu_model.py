@@ -37,6 +37,9 @@ from kernels.silu_mul import lora_silu_mul_triton, silu_mul_triton
 QKV = (Projection.Q, Projection.K, Projection.V)
 GATE_UP = (Projection.GATE, Projection.UP)
 
+# Rows from which on a pass is bound by its products, not by reading the weights.
+_LONG = 512
+
 Linear = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -128,12 +131,15 @@ class GpuModel:
                 attended, residual = attended[batch.sample_rows], residual[batch.sample_rows]
                 extras = batch.extras and sampled(batch.extras, batch.sample_rows)
                 batch = replace(batch, plan=batch.sample_plan, extras=extras)
-            out, delta = self._beside(
-                batch, index, (Projection.O,), attended, layer.o, layer.o_bias
+            linear, norm = (layer.o, layer.o_bias), layer.post_norm
+            normed, residual = self._add(
+                batch, index, Projection.O, attended, linear, residual, norm
             )
-            normed, residual = add_rms_norm_triton(out, residual, layer.post_norm, eps, delta)
-            out, delta = self._mlp(batch, index, layer, normed)
-            normed, residual = add_rms_norm_triton(out, residual, next_norm, eps, delta)
+            inner = self._mlp(batch, index, layer, normed)
+            linear, norm = (layer.down, layer.down_bias), next_norm
+            normed, residual = self._add(
+                batch, index, Projection.DOWN, inner, linear, residual, norm
+            )
         logits = self._linear(normed, weights.lm_head)
         if batch.extras is not None:
             lora_head(logits, normed, self.arena, batch.extras)
@@ -193,9 +199,35 @@ class GpuModel:
             return attention_prefill_triton(*args, max_new=batch.max_new, window=window)
         return attention_decode_triton(*args, workspace=batch.workspace, window=window, out=out)
 
+    def _add(
+        self,
+        batch: GpuBatch,
+        index: int,
+        projection: Projection,
+        x: torch.Tensor,
+        linear: tuple[torch.Tensor, torch.Tensor | None],
+        residual: torch.Tensor,
+        norm: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the sum's norm, the sum) of the residual, x W^T + b and the adapters' part of it.
+
+        In a long pass the product adds itself to the residual, in place: its blocks read that
+        beside their multiplications, and the norm has two tensors less to move.
+        """
+        eps, (weight, bias) = self.config.rms_norm_eps, linear
+        is_long = x.shape[0] >= _LONG and bias is None and batch.extras is None
+        onto = residual if is_long else None
+        out, delta = self._beside(batch, index, (projection,), x, weight, bias, onto)
+        if not is_long:
+            return add_rms_norm_triton(out, residual, norm, eps, delta)
+        if delta is not None:
+            return add_rms_norm_triton(delta, out, norm, eps)
+        return rms_norm_triton(out, norm, eps), out
+
     def _mlp(
         self, batch: GpuBatch, index: int, layer: LayerWeights, x: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> torch.Tensor:
+        """What the down projection reads, [T, I]."""
         if batch.table is not None and batch.plan is not None and batch.plan.block_t > 16:
             # Many tokens: a delta of [T, 2I] would cost more to write and read than it hides.
             with self._side_stream():
@@ -203,12 +235,10 @@ class GpuModel:
             gate_up = self._product(x, layer.gate_up, layer.gate_up_bias)
             self._join()
             self._adjust(batch, index, GATE_UP, gate_up)
-            inner = lora_silu_mul_triton(gate_up, h, self.arena, batch.table, batch.plan, index)
-        else:
-            inner = silu_mul_triton(
-                *self._beside(batch, index, GATE_UP, x, layer.gate_up, layer.gate_up_bias)
-            )
-        return self._beside(batch, index, (Projection.DOWN,), inner, layer.down, layer.down_bias)
+            return lora_silu_mul_triton(gate_up, h, self.arena, batch.table, batch.plan, index)
+        return silu_mul_triton(
+            *self._beside(batch, index, GATE_UP, x, layer.gate_up, layer.gate_up_bias)
+        )
 
     def _beside(
         self,
@@ -218,13 +248,16 @@ class GpuModel:
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
+        onto: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(x W^T + b, the adapters' part of it or None), computed side by side.
 
         Whoever reads the product adds the two: adding into it would have to wait for it.
+
+        onto  given, the product is added to it in place; there is no bias then
         """
         if batch.table is None or batch.plan is None:
-            return self._product(x, weight, bias), None
+            return self._product(x, weight, bias, onto), None
         with self._side_stream():
             h = self._shrink(batch, index, projections, x)
             delta = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
@@ -240,18 +273,25 @@ class GpuModel:
                 add=False,
             )
         # The library's products leave the side stream more room than those for few rows do.
-        out = functional.linear(x, weight, bias)
+        out = self._product(x, weight, bias, onto, functional.linear)
         self._join()
         self._adjust(batch, index, projections, out)
         return out, delta
 
     def _product(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        onto: torch.Tensor | None = None,
+        linear: Linear | None = None,
     ) -> torch.Tensor:
-        """x W^T + b; with a bias by the library, which adds it on the way."""
-        if bias is None:
-            return self._linear(x, weight)
-        return functional.linear(x, weight, bias)
+        """x W^T + b; with something to add by the library, which adds it on the way."""
+        if onto is not None:
+            return onto.addmm_(x, weight.t())
+        if bias is not None:
+            return functional.linear(x, weight, bias)
+        return (linear or self._linear)(x, weight)
 
     def _adjust(
         self, batch: GpuBatch, index: int, projections: tuple[Projection, ...], y: torch.Tensor

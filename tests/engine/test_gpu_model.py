@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from engine import gpu_model
 from engine.config import ModelConfig
 from engine.gpu_model import GpuBatch, GpuModel
 from engine.graphs import DecodeGraphs
@@ -187,6 +188,15 @@ def test_prefill_then_decode_is_hugging_faces(chosen: list[int]) -> None:
             torch.testing.assert_close(logits[s], row, rtol=1e-3, atol=1e-3)
             sequences[s].append(int(row.argmax()))
         assert graphs.token_ids[:3].tolist() == [tokens[-1] for tokens in sequences]
+
+
+@pytest.mark.parametrize("chosen", [[-1, -1, -1], [0, -1, 1]], ids=str)
+def test_a_long_pass_is_hugging_faces(chosen: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_model, "_LONG", 16)
+    rig = Rig([4, 19])
+    logits, _ = prefill(rig, chosen)
+    expected = [rig.expected(p, v) for p, v in zip(PROMPTS, chosen, strict=True)]
+    torch.testing.assert_close(logits, torch.cat(expected), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter has no bf16 matrix product")
