@@ -30,6 +30,7 @@ from bench.workload import SHAPES, random_weights, save_random_adapter
 from engine import AdapterPart, Engine, EngineConfig, Request, SamplingParams
 from engine.adapter_copies import PageCopier
 from engine.adapter_files import AdapterReader
+from engine.adapter_pages import Place
 from engine.config import ModelConfig
 from engine.host_memory import HostMemory
 from engine.weights import Weights
@@ -179,8 +180,8 @@ def measure_bus(rig: Rig, rounds: int = 20) -> dict[str, Any]:
 
     figures = {
         "plain_gb_s": seconds(plain),
-        "neighbours_gb_s": seconds(lambda: copier.start(room, neighbours)),
-        "scattered_gb_s": seconds(lambda: copier.start(room, scattered)),
+        "neighbours_gb_s": seconds(lambda: copier.start(room, Place(neighbours, []))),
+        "scattered_gb_s": seconds(lambda: copier.start(room, Place(scattered, []))),
     }
     case = {name: round(num_bytes / time_s / 1e9, 1) for name, time_s in figures.items()}
     return {"case": "bus", **case, "share": round(case["scattered_gb_s"] / case["plain_gb_s"], 3)}

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from engine.adapter_pages import SLOTS, Place
 from engine.host_memory import HostPages
 from engine.loader_threads import start_thread
 
@@ -52,14 +53,14 @@ class PageCopier:
         if arena.is_cuda:
             self._stream = torch.cuda.Stream(arena.device)  # type: ignore[no-untyped-call]
 
-    def start(self, source: HostPages, pages: list[int]) -> Arrival:
-        """Copy page i of `source` to arena page `pages[i]`; never waits.
+    def start(self, source: HostPages, place: Place) -> Arrival:
+        """Copy the pages of `source` to their place in the arena; never waits.
 
         Both stay as they are until the arrival is done.
         """
         assert source.tiles is not None
         if self._stream is None:
-            return _ThreadCopy(start_thread(_copy, source, self._arena, pages))
+            return _ThreadCopy(start_thread(_copy, source, self._arena, place))
         # The pages' last readers and writers may be steps that still run.
         self._stream.wait_stream(torch.cuda.current_stream(self._arena.device))
         ends = source.tiles.layer_ends(self._arena.shape[1])
@@ -67,10 +68,13 @@ class PageCopier:
         memory, done = source.open(), 0
         with torch.cuda.stream(self._stream):
             for end in _grouped(ends):
-                for first, last in _runs(source.numbers, pages, done, end):
+                whole = min(end, len(place.pages))
+                for first, last in _runs(source.numbers, place.pages, done, whole):
                     low, high = source.numbers[first], source.numbers[last - 1] + 1
-                    rows = self._arena[pages[first] : pages[last - 1] + 1]
+                    rows = self._arena[place.pages[first] : place.pages[last - 1] + 1]
                     rows.copy_(memory[low:high], non_blocking=True)
+                if end > whole:
+                    _copy_tail(memory[source.numbers[-1]], self._arena, place.tail)
                 event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 event.record()
                 events[end] = event
@@ -146,6 +150,15 @@ def _runs(sources: list[int], targets: list[int], first: int, end: int) -> list[
 
 
 @torch.inference_mode()
-def _copy(source: HostPages, arena: torch.Tensor, pages: list[int]) -> None:
-    for row, page in zip(source.rows(), pages, strict=True):
+def _copy(source: HostPages, arena: torch.Tensor, place: Place) -> None:
+    rows = list(source.rows())
+    for page, row in zip(place.pages, rows, strict=False):
         arena[page].copy_(row)
+    _copy_tail(rows[-1], arena, place.tail)
+
+
+def _copy_tail(page: torch.Tensor, arena: torch.Tensor, tail: list[int]) -> None:
+    if tail:
+        slots, targets = page.view(SLOTS, -1), arena.view(-1, len(page) // SLOTS)
+        for i, slot in enumerate(tail):
+            targets[slot].copy_(slots[i], non_blocking=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.adapter_copies import Arrival
+from engine.adapter_pages import Place
 from engine.adapter_tiles import TileMap
 from engine.errors import AdapterError, AdapterUnavailable
 from engine.host_memory import HostPages
@@ -29,7 +30,8 @@ class Adapter:
     """One registered adapter; `engine.adapters.AdapterStore` changes it.
 
     host, loading    its room in host memory, and the thread that fills it
-    pages, arrival   its pages in the arena, and the copy that fills them
+    num_pages        of its image; of the last one only `tail_slots` are filled, if that is not 0
+    place, arrival   where it lies in the arena, and the copy that fills it
     tiles            where they lie in the arena
     pins, users      requests that run with it; accepted ones, running or waiting
     last_use         in steps of the engine
@@ -40,12 +42,13 @@ class Adapter:
     digest: str
     path: Path
     num_pages: int
+    tail_slots: int = 0
     state: AdapterState = AdapterState.DISK
     loading: Future[None] | None = None
     loading_since: float = 0.0
     host: HostPages | None = None
     arrival: Arrival | None = None
-    pages: list[int] | None = None
+    place: Place | None = None
     tiles: TileMap | None = None
     last_use: int = 0
     pins: int = 0
@@ -71,7 +74,7 @@ class Adapter:
         is_in_arena = self.state in (AdapterState.COPYING, AdapterState.RESIDENT)
         assert (self.state is AdapterState.LOADING) == (self.loading is not None)
         assert (self.state is AdapterState.COPYING) == (self.arrival is not None)
-        assert is_in_arena == (self.pages is not None) == (self.tiles is not None)
+        assert is_in_arena == (self.place is not None) == (self.tiles is not None)
         assert self.host is not None or self.state in (AdapterState.DISK, AdapterState.RESIDENT)
         assert 0 <= self.pins <= self.users
         assert self.error is None or self.state is AdapterState.DISK

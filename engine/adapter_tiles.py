@@ -7,7 +7,7 @@ image until `TileMap.at` turns them into offsets of the arena.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from engine.adapter_format import EMBEDDING, AdapterPlan, Target
+from engine.adapter_pages import SLOTS
 from engine.adapter_values import AppliedValues, applied_values, check_copies
 from engine.base_weights import BaseWeights
 from engine.config import ModelConfig
@@ -68,12 +69,14 @@ class TileMap:
 
     Offsets count elements; -1: no tile.
 
+    tail_slots    of the last page only so many slots are filled; 0: it is needed whole
     gain_offset   [L * 7] of DoRA's row factors, less one; None: no projection has one
     shift_offset  [L * 7] likewise of the biases
     embedding, head   None: the adapter does not change them
     """
 
     num_pages: int
+    tail_slots: int
     num_tiles: int
     a_offset: Int64s
     b_offset: Int64s
@@ -112,12 +115,20 @@ class TileMap:
         ends: list[int] = pages.tolist()
         return ends
 
-    def at(self, pages: list[int], page_elems: int) -> TileMap:
-        """The same map with offsets of the arena, image page i lying at `pages[i]`."""
-        base = np.asarray(pages, dtype=np.int64) * page_elems
+    def at(self, pages: list[int], page_elems: int, tail: Sequence[int] = ()) -> TileMap:
+        """The same map with offsets of the arena, image page i lying at `pages[i]`.
+
+        tail  where the slots of the page after those lie, see `engine.adapter_pages.Place`
+        """
+        unit, places = page_elems, np.asarray(pages, dtype=np.int64)
+        if tail:
+            unit = page_elems // SLOTS
+            whole = (places[:, None] * SLOTS + np.arange(SLOTS)).ravel()
+            places = np.concatenate((whole, np.asarray(tail, dtype=np.int64)))
+        base = places * unit
 
         def move(offset: Int64s) -> Int64s:
-            moved = base[offset // page_elems] + offset % page_elems
+            moved = base[offset // unit] + offset % unit
             return np.where(offset < 0, offset, moved)
 
         return replace(
@@ -131,6 +142,27 @@ class TileMap:
         )
 
 
+_Piece = tuple[int, Int64s, int]  # (size, array of offsets, the piece's index in it)
+
+
+def _fill(pieces: list[_Piece], start: int, num_elems: int) -> tuple[list[_Piece], list[_Piece]]:
+    """Lay pieces side by side from `start`, in order; (those that found room, the others)."""
+    used = 0
+    placed: list[_Piece] = []
+    waiting: list[_Piece] = []
+    for i, piece in enumerate(pieces):
+        size, offsets, index = piece
+        if used + size <= num_elems:
+            offsets[index] = start + used
+            used += size
+            placed.append(piece)
+        else:
+            waiting.append(piece)
+        if used == num_elems or len(waiting) > _MAX_WAITING:
+            return placed, waiting + pieces[i + 1 :]
+    return placed, waiting
+
+
 class _Packer:
     """Lays pieces into pages in their order; nothing straddles pages.
 
@@ -140,7 +172,7 @@ class _Packer:
 
     def __init__(self, page_elems: int) -> None:
         self._page_elems = page_elems
-        self._pieces: list[tuple[int, Int64s, int]] = []  # (size, array, index in it)
+        self._pieces: list[_Piece] = []
 
     def add(self, num_elems: int, offsets: Int64s, index: int) -> None:
         """A piece whose place is to be written to `offsets[index]`."""
@@ -148,29 +180,33 @@ class _Packer:
         assert size <= self._page_elems
         self._pieces.append((size, offsets, index))
 
-    def pack(self) -> int:
-        """Decide and write every offset; the number of pages."""
-        waiting, num_pages = self._pieces, 0
-        while waiting:
-            waiting = self._fill_page(waiting, num_pages * self._page_elems)
-            num_pages += 1
-        return num_pages
+    def pack(self) -> tuple[int, int]:
+        """Decide and write every offset; (the number of pages, slots that the last one fills).
 
-    def _fill_page(
-        self, pieces: list[tuple[int, Int64s, int]], start: int
-    ) -> list[tuple[int, Int64s, int]]:
-        used = 0
-        waiting: list[tuple[int, Int64s, int]] = []
-        for i, piece in enumerate(pieces):
-            size, offsets, index = piece
-            if used + size <= self._page_elems:
-                offsets[index] = start + used
-                used += size
-            else:
-                waiting.append(piece)
-            if used == self._page_elems or len(waiting) > _MAX_WAITING:
-                return waiting + pieces[i + 1 :]
-        return waiting
+        No slots: the last page is filled better than slots would be.
+        """
+        waiting, num_pages = self._pieces, 0
+        last: list[_Piece] = []
+        while waiting:
+            start = num_pages * self._page_elems
+            last, waiting = _fill(waiting, start, self._page_elems)
+            num_pages += 1
+        return num_pages, self._pack_slots(last, (num_pages - 1) * self._page_elems)
+
+    def _pack_slots(self, pieces: list[_Piece], start: int) -> int:
+        """Lay the last page's pieces into slots, none across two, unless that takes all of them."""
+        slot_elems, rest = divmod(self._page_elems, SLOTS)
+        if rest or slot_elems % _ALIGNMENT or any(size > slot_elems for size, _, _ in pieces):
+            return 0
+        before = [int(offsets[index]) for _, offsets, index in pieces]
+        waiting = pieces
+        for slot in range(SLOTS - 1):
+            _, waiting = _fill(waiting, start + slot * slot_elems, slot_elems)
+            if not waiting:
+                return slot + 1
+        for (_, offsets, index), offset in zip(pieces, before, strict=True):
+            offsets[index] = offset
+        return 0
 
     def blocks(self, rows: int, width: int) -> Blocks:
         """A matrix cut into blocks as large as a page takes them."""
@@ -212,8 +248,10 @@ def place_tiles(plan: AdapterPlan, model: ModelConfig, layout: PageLayout) -> Ti
         if target.has_shift(model):
             packer.add(out_width, shift, entry)
     head = _place_vocab(packer, plan.head, model)
+    num_pages, tail_slots = packer.pack()
     return TileMap(
-        num_pages=packer.pack(),
+        num_pages=num_pages,
+        tail_slots=tail_slots,
         num_tiles=num_tiles,
         a_offset=a_offset,
         b_offset=b_offset,

@@ -23,6 +23,7 @@ import torch
 
 from engine.adapter_copies import Arrival, PageCopier
 from engine.adapter_files import AdapterReader
+from engine.adapter_pages import AdapterPages
 from engine.adapter_record import Adapter, AdapterState
 from engine.adapter_tiles import TileMap
 from engine.errors import AdapterError, AdapterUnavailable, OutOfPages, UnknownAdapter
@@ -76,7 +77,7 @@ class AdapterStore:
         self._pool, self._host = pool, host
         self._idle: IdlePages[Adapter] = IdlePages(pool, prefixes, costs)
         self._reader, self._copier = reader, PageCopier(arena)
-        self._page_elems = arena.shape[1]
+        self._pages, self._page_elems = AdapterPages(pool), arena.shape[1]
         self._costs, self._limits, self._clock = costs, limits, clock
         self._adapters: dict[str, Adapter] = {}
         self._resident: OrderedDict[str, Adapter] = OrderedDict()  # least recently used first
@@ -102,11 +103,14 @@ class AdapterStore:
             if known.error is not None:
                 known.path, known.retry_at = path, self._clock()
             return
-        num_pages = self._reader.place(self._reader.read_plan(path)).num_pages
+        tiles = self._reader.place(self._reader.read_plan(path))
+        num_pages, tail = tiles.num_pages, tiles.tail_slots
         limit = min(self._pool.max_used(PageUse.ADAPTER), self._pool.num_pages - 1)
         if num_pages > limit:
             raise OutOfPages(f"the adapter needs {num_pages} pages; adapters may have {limit}")
-        self._adapters[digest] = Adapter(digest=digest, path=path, num_pages=num_pages)
+        self._adapters[digest] = Adapter(
+            digest=digest, path=path, num_pages=num_pages, tail_slots=tail
+        )
 
     def unregister(self, digest: str) -> None:
         """Forget `digest`: at once for new requests, for accepted ones when they have ended."""
@@ -199,7 +203,10 @@ class AdapterStore:
                 if self._is_idle(adapter) and adapter.digest not in keep:
                     yield self._holding(adapter)
 
-        self._idle.free(num_pages, use, idle, self._evict)
+        def num_freed(adapters: Iterable[Adapter]) -> int:
+            return self._pages.num_freed(adapter.place for adapter in adapters)
+
+        self._idle.free(num_pages, use, idle, num_freed, self._evict)
 
     def _is_idle(self, adapter: Adapter) -> bool:
         return adapter.pins == 0 and adapter.arrival is None
@@ -209,10 +216,10 @@ class AdapterStore:
         return Holding(adapter, adapter.num_pages, reload_s, adapter.last_use)
 
     def _evict(self, adapter: Adapter) -> None:
-        assert self._is_idle(adapter) and adapter.pages is not None
+        assert self._is_idle(adapter) and adapter.place is not None
         del self._resident[adapter.digest]
-        self._pool.release(adapter.pages)
-        adapter.pages = adapter.tiles = None
+        self._pages.release(adapter.place)
+        adapter.place = adapter.tiles = None
         adapter.state = AdapterState.DISK if adapter.host is None else AdapterState.HOST
 
     # Loading
@@ -316,9 +323,9 @@ class AdapterStore:
         self._forget_if_unused(adapter)
 
     def _fail(self, adapter: Adapter, error: BaseException) -> None:
-        if adapter.pages is not None:
-            self._pool.release(adapter.pages)
-            adapter.pages = None
+        if adapter.place is not None:
+            self._pages.release(adapter.place)
+            adapter.place = None
         self._drop_host(adapter)
         adapter.state = AdapterState.DISK
         adapter.note_failure(error, self._clock())
@@ -328,15 +335,18 @@ class AdapterStore:
     # From host memory to the arena
 
     def _start_copying(self, adapter: Adapter, keep: Collection[str]) -> None:
-        self.evict_idle(adapter.num_pages, keep, PageUse.ADAPTER)
-        adapter.lacks_room = not self._pool.can_take(adapter.num_pages, PageUse.ADAPTER)
+        num_needed = self._pages.num_needed(adapter.num_pages, adapter.tail_slots)
+        self.evict_idle(num_needed, keep, PageUse.ADAPTER)
+        # Less, if somebody's tail has gone.
+        num_needed = self._pages.num_needed(adapter.num_pages, adapter.tail_slots)
+        adapter.lacks_room = not self._pool.can_take(num_needed, PageUse.ADAPTER)
         if adapter.lacks_room:
             return
         assert adapter.host is not None and adapter.host.tiles is not None
-        adapter.pages = self._pool.take(adapter.num_pages, PageUse.ADAPTER)
-        adapter.tiles = adapter.host.tiles.at(adapter.pages, self._page_elems)
+        place = adapter.place = self._pages.take(adapter.num_pages, adapter.tail_slots)
+        adapter.tiles = adapter.host.tiles.at(place.pages, self._page_elems, place.tail)
         adapter.state = AdapterState.COPYING
-        adapter.arrival = self._copier.start(adapter.host, adapter.pages)
+        adapter.arrival = self._copier.start(adapter.host, place)
         self._arriving[adapter.digest] = adapter
         self._look_at_arrival(adapter)
 
@@ -420,7 +430,7 @@ class AdapterStore:
 
     def owned_pages(self) -> list[list[int]]:
         """The pages of every adapter, for `PagePool.check_integrity`."""
-        return [a.pages for a in self._adapters.values() if a.pages is not None]
+        return self._pages.owned(adapter.place for adapter in self._adapters.values())
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless states, pages, pins and host memory agree."""
@@ -434,5 +444,6 @@ class AdapterStore:
             assert is_usable or adapter.pins == 0
             is_whole = adapter.host is not None and adapter.state is not AdapterState.LOADING
             assert is_whole == (adapter.digest in self._in_host)
+        self._pages.check_integrity(adapter.place for adapter in self._adapters.values())
         rooms = [a.host for a in self._adapters.values() if a.host is not None]
         self._host.check_integrity([*rooms, *(room for _, room in self._abandoned)])

@@ -23,12 +23,14 @@ class IdlePages(Generic[T]):
         num_pages: int,
         use: PageUse,
         adapters: Callable[[], Iterable[Holding[T]]],
+        num_freed: Callable[[Iterable[T]], int],
         evict: Callable[[T], None],
     ) -> None:
         """Free pages until `num_pages` can be taken for `use`; none when all are not enough.
 
-        adapters  the idle ones; called only when something has to go
-        evict     frees an adapter's pages
+        adapters   the idle ones; called only when something has to go
+        num_freed  pages that come free when all of such adapters go; they may share some
+        evict      frees an adapter's pages
 
         Where only the limit of `use` is in the way, its own kind alone helps.
         """
@@ -38,7 +40,7 @@ class IdlePages(Generic[T]):
         ranked = eviction_order(adapters(), self._pool.time)[::-1]
         num_idle = {
             PageUse.KV: self._prefixes.num_idle,
-            PageUse.ADAPTER: sum(holding.num_pages for holding in ranked),
+            PageUse.ADAPTER: num_freed(holding.owner for holding in ranked),
         }
         if own > num_idle[use] or free > sum(num_idle.values()):
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from engine.errors import AdapterMismatch
 from engine.host_memory import HostMemory
 from engine.host_values import are_finite, clear, write_rows
 
+NO_BASE: Any = None  # a plan and its place do not depend on the base's weights
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -85,7 +87,7 @@ def test_a_file_that_ends_early_is_told() -> None:
 def test_layers_are_whole_when_their_pages_are(tiny_model: Path, adapters: dict[str, Path]) -> None:
     model = ModelConfig.from_folder(tiny_model)
     layout = EngineConfig(model_dir=tiny_model).page_layout(model)
-    reader = AdapterReader(model, layout)
+    reader = AdapterReader(model, layout, NO_BASE)
     for path in adapters.values():
         tiles = reader.place(reader.read_plan(path))
         ends = tiles.layer_ends(layout.page_elems)
