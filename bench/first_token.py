@@ -31,6 +31,7 @@ from engine import AdapterPart, Engine, EngineConfig, Request, SamplingParams
 from engine.adapter_copies import PageCopier
 from engine.adapter_files import AdapterReader
 from engine.adapter_pages import Place
+from engine.base_weights import BaseWeights, PlainWeights
 from engine.config import ModelConfig
 from engine.host_memory import HostMemory
 from engine.weights import Weights
@@ -85,7 +86,8 @@ class Rig:
             text = (path / "adapter_config.json").read_bytes()
             self.paths[digest_of(text, tensors)] = path
         layout = self.config.page_layout(self.model)
-        self.reader = AdapterReader(self.model, layout, digest_of)
+        base = BaseWeights(self.model, PlainWeights(self.weights))
+        self.reader = AdapterReader(self.model, layout, base, digest_of)
         plan = self.reader.read_plan(next(iter(self.paths.values())))
         self.num_pages = self.reader.place(plan).num_pages
         self.page_bytes = self.config.page_bytes(self.model)

@@ -11,12 +11,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 
@@ -29,6 +30,7 @@ from engine.errors import AdapterDamaged, AdapterMismatch, AdapterUnavailable
 from engine.host_memory import HostPages
 from engine.host_values import clear
 from engine.loader_threads import start_thread
+from engine.plain_tiles import write_plain
 from kernels import PageLayout
 
 CONFIG_FILE = "adapter_config.json"
@@ -70,6 +72,8 @@ class AdapterReader:
         self._model, self._layout, self._base = model, layout, base
         self._digest_of = digest_of
         self._buffers: deque[bytearray] = deque(maxlen=4)
+        # One at a time: each takes Python's lock from the step loop again and again.
+        self._laying_out = threading.Lock()
 
     def read_plan(self, path: Path) -> AdapterPlan:
         """The plan of the PEFT folder `path`; raises AdapterMismatch or AdapterUnavailable."""
@@ -119,15 +123,21 @@ class AdapterReader:
         hashing = start_thread(_sha256, pieces) if self._digest_of else None
         try:
             _read_all(file, body, pieces)
-            for page in room.rows():
-                clear(page)
-            placed = tiles.at(room.numbers, self._layout.page_elems)
-            tensors = _tensors(start.header, body)
-            fill_tiles(room.open(), start.plan, placed, tensors, self._base)
+            with self._laying_out:
+                self._lay_out(start, body, tiles, room)
         finally:  # the buffer is the hash's until then, and damage explains all other errors
             pieces.put(b"")
             if hashing is not None:
                 self._check_digest(digest, start.config_text, hashing.result())
+
+    def _lay_out(self, start: _Start, body: memoryview, tiles: TileMap, room: HostPages) -> None:
+        entries = json.loads(start.header[8:])
+        entries.pop("__metadata__", None)
+        for page in room.rows():
+            clear(page)
+        placed = tiles.at(room.numbers, self._layout.page_elems)
+        left = write_plain(room.open(), start.plan, placed, entries, body)
+        fill_tiles(room.open(), left, placed, _tensors(entries, body), self._base)
 
     def _check_digest(self, digest: str, config_text: bytes, tensors_sha256: str) -> None:
         assert self._digest_of is not None
@@ -182,9 +192,8 @@ def _sha256(pieces: SimpleQueue[memoryview | bytes]) -> str:
     return hashed.hexdigest()
 
 
-def _tensors(header: bytes, body: memoryview) -> Callable[[str], torch.Tensor]:
-    """A tensor of the file by name, in place; `parse_header` has found the header to be right."""
-    entries = json.loads(header[8:])
+def _tensors(entries: Mapping[str, Any], body: memoryview) -> Callable[[str], torch.Tensor]:
+    """A tensor of the file by name, in place; `parse_header` has found the entries to be right."""
 
     def tensor(name: str) -> torch.Tensor:
         entry = entries[name]

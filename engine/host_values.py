@@ -13,13 +13,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+# Values as unsigned integers of the same width.
+Bits = npt.NDArray[Any]
+
 _INTS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 # Bits of infinity, sign left out: what is not finite has these or more.
 _INFINITY = {torch.float32: 0x7F80_0000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 _PIECE = 1 << 18
 
 
-def bits(values: torch.Tensor) -> npt.NDArray[Any]:
+def bits(values: torch.Tensor) -> Bits:
     """A CPU tensor's values as unsigned integers of the same width, in place."""
     signed = {2: torch.int16, 4: torch.int32}.get(values.element_size(), torch.uint8)
     return values.view(signed).numpy().view(_INTS[values.element_size()])
@@ -31,13 +34,17 @@ def clear(values: torch.Tensor) -> None:
 
 def are_finite(values: torch.Tensor) -> bool:
     """Whether no value is infinite or NaN, in one pass; `values` are contiguous."""
-    flat = bits(values.view(-1))
+    return bits_are_finite(bits(values.view(-1)), values.dtype)
+
+
+def bits_are_finite(flat: Bits, dtype: torch.dtype) -> bool:
+    """The same of the `bits` of values of `dtype`."""
     scratch = np.empty(min(_PIECE, flat.size), flat.dtype)
     magnitude = flat.dtype.type((1 << (8 * flat.itemsize - 1)) - 1)
     for first in range(0, flat.size, _PIECE):
         piece = flat[first : first + _PIECE]
         found = np.bitwise_and(piece, magnitude, out=scratch[: piece.size])
-        if int(found.max()) >= _INFINITY[values.dtype]:
+        if int(found.max()) >= _INFINITY[dtype]:
             return False
     return True
 
@@ -49,15 +56,22 @@ def write_rows(
 
     Rows that end up side by side are written at once. A count of 0 ends the list.
     """
+    if matrix.dtype == flat.dtype and matrix.device == flat.device:
+        write_bits(bits(flat), offsets, counts, bits(matrix))
+        return
     width, first = matrix.shape[1], 0
-    is_plain = matrix.dtype == flat.dtype and matrix.device == flat.device
     for offset, count in _joined(offsets, counts, width):
         place = flat[offset : offset + count * width].view(count, width)
-        rows = matrix[first : first + count]
-        if is_plain:
-            np.copyto(bits(place), bits(rows))
-        else:
-            place.copy_(rows)
+        place.copy_(matrix[first : first + count])
+        first += count
+
+
+def write_bits(flat: Bits, offsets: Sequence[int], counts: Sequence[int], matrix: Bits) -> None:
+    """`write_rows` between the `bits` of two tensors of one dtype."""
+    width, first = matrix.shape[1], 0
+    for offset, count in _joined(offsets, counts, width):
+        place = flat[offset : offset + count * width].reshape(count, width)
+        np.copyto(place, matrix[first : first + count])
         first += count
 
 

@@ -11,7 +11,9 @@ import torch
 from bench.workload import save_random_adapter
 from engine import Engine, EngineConfig
 from engine.adapter_files import AdapterReader
+from engine.base_weights import BaseWeights, PlainWeights
 from engine.config import ModelConfig
+from engine.weights import load_weights
 from tests.engine.conftest import prompt, request, run, save_model
 
 pytestmark = [
@@ -74,7 +76,8 @@ def test_a_prefill_beside_its_adapters_copy_is_right(
     config = EngineConfig(
         model_dir=base, device="cuda", dtype="float32", arena_bytes=64 << 20, max_running=2
     )
-    reader = AdapterReader(model, config.page_layout(model))
+    base_weights = BaseWeights(model, PlainWeights(load_weights(base, model, "cpu", torch.float32)))
+    reader = AdapterReader(model, config.page_layout(model), base_weights)
     num_pages = max(reader.place(reader.read_plan(path)).num_pages for path in adapters.values())
     engine = Engine(
         replace(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -10,12 +11,15 @@ from typing import Any
 import pytest
 import torch
 
+from engine import Engine
 from engine.adapter_copies import _grouped, _runs
 from engine.adapter_files import AdapterReader, _read_all
+from engine.adapter_format import AdapterPlan
 from engine.config import EngineConfig, ModelConfig
 from engine.errors import AdapterMismatch
 from engine.host_memory import HostMemory
 from engine.host_values import are_finite, clear, write_rows
+from engine.plain_tiles import write_plain
 
 NO_BASE: Any = None  # a plan and its place do not depend on the base's weights
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -82,6 +86,35 @@ def test_a_file_that_ends_early_is_told() -> None:
     assert bytes(buffer) == b"0123456789" == bytes(pieces.get())
     with pytest.raises(AdapterMismatch, match="cut short"):
         _read_all(io.BytesIO(b"012345678"), memoryview(buffer), pieces)
+
+
+def test_the_quick_way_and_the_general_one_agree(
+    tiny_model: Path, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every kind of adapter, bit by bit; the plain ones leave nothing for the general way."""
+    engine = Engine(EngineConfig(model_dir=tiny_model, arena_bytes=4 << 20))
+    reader = engine._store._reader
+    arena = torch.zeros(1, engine._runner.arena.shape[1])
+    left: list[int] = []
+
+    def images(way: Callable[..., AdapterPlan]) -> dict[str, torch.Tensor]:
+        monkeypatch.setattr("engine.adapter_files.write_plain", way)
+        found = {}
+        for name, path in adapters.items():
+            room = HostMemory(arena, 0).take(reader.place(reader.read_plan(path)).num_pages)
+            reader.load(name, path, room)
+            found[name] = room.open()
+        return found
+
+    def counted(*given: Any) -> AdapterPlan:
+        plan = write_plain(*given)
+        left.append(len(plan.targets))
+        return plan
+
+    quick, general = images(counted), images(lambda image, plan, *rest: plan)
+    assert all(torch.equal(quick[name], general[name]) for name in adapters)
+    assert dict(zip(adapters, left, strict=True))["all-4"] == 0
+    engine.close()
 
 
 def test_layers_are_whole_when_their_pages_are(tiny_model: Path, adapters: dict[str, Path]) -> None:
