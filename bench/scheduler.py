@@ -4,7 +4,8 @@
 
 Every running request decodes with an adapter of its own. *Steady*: the same requests go on.
 *Turnover*: in every step the oldest ends and another begins, so that the adapters' table is made
-anew. The arena has no storage; everything else is what the engine uses. Times are medians of the
+anew. *Crowded*: the same, while as many more wait, every second of them batch work, and grow
+overdue. The arena has no storage; everything else is what the engine uses. Times are medians of the
 thread's own time in the quietest of five rounds, so that neighbours on the machine count little.
 Prints a table and one JSON line per case, writes bench/results/scheduler.json, and exits with 1
 when a bar is missed.
@@ -40,7 +41,7 @@ from engine.eviction import ReloadCosts
 from engine.host_memory import HostMemory
 from engine.memory import PagePool
 from engine.prefix_cache import PrefixCache
-from engine.request import AdapterPart, Request, SamplingParams
+from engine.request import AdapterPart, Priority, Request, SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence, Step
 from engine.waiting import SchedulerLimits
@@ -48,6 +49,7 @@ from engine.weights import Weights
 from kernels import PageLayout
 
 RESULTS = Path(__file__).parent / "results" / "scheduler.json"
+KINDS = ("steady", "turnover", "crowded")
 SIZES = (32, 64, 128, 256, 512)
 PROMPT_TOKENS = 64
 RANK = 16
@@ -124,7 +126,10 @@ class Rig:
             prefixes=prefixes,
             page_size=LAYOUT.page_size,
             limits=SchedulerLimits(
-                max_running=num_running, max_step_tokens=num_running + 2 * PROMPT_TOKENS
+                max_running=num_running,
+                max_step_tokens=num_running + 2 * PROMPT_TOKENS,
+                max_wait_s=0.05,
+                max_batch_wait_s=0.2,
             ),
         )
         self._builder = BatchBuilder(
@@ -158,6 +163,11 @@ class Rig:
         times.build.append(1e3 * (built - scheduled))
         times.commit.append(1e3 * (end - built))
 
+    def crowd(self) -> None:
+        """As many again arrive, and wait."""
+        for i, running in enumerate(list(self._scheduler.running)):
+            self._add(running.digests[0], Priority.BATCH if i % 2 else Priority.INTERACTIVE)
+
     def turn_over(self) -> None:
         """The oldest request ends; one that needs the same adapter arrives."""
         oldest = self._scheduler.running[0]
@@ -180,7 +190,7 @@ class Rig:
     def _is_prefilling(self) -> bool:
         return any(sequence.num_uncomputed > 1 for sequence in self._scheduler.running)
 
-    def _add(self, digest: str) -> None:
+    def _add(self, digest: str, priority: Priority = Priority.INTERACTIVE) -> None:
         arrival, self._num_arrivals = self._num_arrivals, self._num_arrivals + 1
         request = Request(
             request_id=str(arrival),
@@ -188,6 +198,7 @@ class Rig:
             token_ids=[1] * (PROMPT_TOKENS - arrival % LAYOUT.page_size),
             sampling=SamplingParams(),
             adapters=(AdapterPart(digest=digest),),
+            priority=priority,
         )
         sequence = Sequence(request, arrival)
         self.store.add_user(sequence.digests)
@@ -195,11 +206,13 @@ class Rig:
 
 
 def measure_steps(adapter: Path, sizes: tuple[int, ...], num_steps: int) -> list[dict[str, Any]]:
-    """The cases: steady and turnover at every size."""
+    """The cases: each kind at every size."""
     cases = []
     for size in sizes:
         rig = Rig(adapter, size)
-        for kind in ("steady", "turnover"):
+        for kind in KINDS:
+            if kind == "crowded":
+                rig.crowd()
             rounds = [_round(rig, kind, num_steps // ROUNDS) for _ in range(ROUNDS)]
             quietest = min(rounds, key=lambda medians: medians["step_ms"])
             cases.append({"case": kind, "running": size, **quietest})
@@ -210,7 +223,7 @@ def measure_steps(adapter: Path, sizes: tuple[int, ...], num_steps: int) -> list
 def _round(rig: Rig, kind: str, num_steps: int) -> dict[str, float]:
     times = Times()
     for _ in range(num_steps):
-        if kind == "turnover":
+        if kind != "steady":
             rig.turn_over()
         rig.step(times)
     return times.medians()
@@ -254,7 +267,7 @@ def _steady_ms(rig: Rig) -> float:
 def judge(cases: list[dict[str, Any]], registry: dict[str, Any]) -> list[dict[str, Any]]:
     """Each bar: its name, the figure, the most it may be, and whether it holds."""
     bars: list[tuple[str, float, float]] = []
-    for kind in ("steady", "turnover"):
+    for kind in KINDS:
         own = [case for case in cases if case["case"] == kind]
         bars += [
             (f"{kind}: ms per step, {case['running']} running", case["step_ms"], MAX_STEP_MS)

@@ -191,3 +191,14 @@ def test_a_guess_that_was_wrong_is_taken_back(
     got = run(make_gpu_engine(make_engine), *requests, check=True)
     assert any(wrong)
     assert {i: r.token_ids for i, r in got.items()} == {i: r.token_ids for i, r in wanted.items()}
+
+
+@pytest.mark.long
+def test_continuations_share_a_prompt_and_run_ahead(make_engine: MakeEngine) -> None:
+    engine = make_gpu_engine(make_engine)
+    drawn = {"temperature": 1.2, "max_tokens": 4, "adapter": "qv-16"}
+    results = run(engine, request("r", prompt(3, 20), n=3, seed=40, **drawn), check=True)
+    alone = run(engine, *(request(f"{i}", prompt(3, 20), seed=40 + i, **drawn) for i in range(3)))
+    for i, name in enumerate(["r", "r/1", "r/2"]):
+        assert results[name].token_ids == alone[str(i)].token_ids
+    assert len({tuple(result.token_ids) for result in results.values()}) == 3
