@@ -32,7 +32,7 @@ MAX_PROMPTS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Shape:
+class Shape:
     """A bucket's rooms: tokens, sequences, blocks of prompts."""
 
     tokens: int
@@ -40,8 +40,9 @@ class _Shape:
 
     @property
     def blocks(self) -> int:
-        """Between two prompts may lie decodes, which take a block that computes nothing."""
-        return self.tokens // BLOCK + 2 * min(MAX_PROMPTS, self.tokens) + 1
+        """Most that there may be: a prompt has two tokens or more, and before each may lie decodes,
+        which take a block that computes nothing."""
+        return self.tokens // BLOCK + min(2 * MAX_PROMPTS, 2 * self.tokens // 3) + 1
 
 
 class MixedGraphs:
@@ -126,10 +127,10 @@ class MixedGraphs:
         num_tokens = batch.token_ids.shape[0]
         return next(size for size in self._sizes if num_tokens <= size)
 
-    def _shape(self, size: int) -> _Shape:
-        return _Shape(tokens=size, rows=min(size, self._max_rows))
+    def _shape(self, size: int) -> Shape:
+        return Shape(tokens=size, rows=min(size, self._max_rows))
 
-    def _load(self, batch: Batch, shape: _Shape) -> None:
+    def _load(self, batch: Batch, shape: Shape) -> None:
         num_tokens, num_rows = batch.token_ids.shape[0], len(batch.lengths)
         self._token_ids[:num_tokens].copy_(batch.token_ids)
         self._positions[:num_tokens].copy_(batch.positions)
@@ -187,7 +188,7 @@ class MixedGraphs:
             sample_plan=sample_plan,
         )
 
-    def _run(self, batch: GpuBatch, shape: _Shape) -> torch.Tensor:
+    def _run(self, batch: GpuBatch, shape: Shape) -> torch.Tensor:
         if batch.plan is not None and batch.sample_plan is not None:
             fill_plan(batch.plan, self._lora.batch(shape.rows))
             fill_plan(batch.sample_plan, self._lora.batch(shape.rows, self._sample_indptr))

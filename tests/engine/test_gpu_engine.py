@@ -5,7 +5,9 @@ Runs on a card under `make test-gpu`; elsewhere Triton's interpreter runs the sa
 
 from __future__ import annotations
 
+import itertools
 import os
+import random
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ import torch
 
 from engine import Engine, FinishReason
 from engine.gpu_runner import Tokens
-from engine.mixed_graphs import cut_blocks
+from engine.mixed_graphs import MAX_PROMPTS, Shape, cut_blocks
 from engine.sampler import Sampled
 from tests.engine.conftest import MakeEngine, Oracle, Result, prompt, request, run
 
@@ -149,6 +151,19 @@ def test_blocks_of_prompts_between_decodes() -> None:
     assert start.tolist() == [0, 1, 33, 65, 71, 73, 75, 107, 108]
     assert context.tolist() == [0, 63 + 0, 95, 101, 0, 104, 104, 105]
     assert row.tolist() == [0, 1, 1, 1, 0, 4, 5, 5]
+
+
+def test_there_is_room_for_every_block() -> None:
+    choose = random.Random(0)
+    for size, kinds in itertools.product((16, 64, 512), ([1, 2], [2], [1, 2, 3], [1, 33, 34])):
+        for _ in range(100):
+            lengths = []
+            while sum(lengths) < size:
+                lengths.append(min(choose.choice(kinds), size - sum(lengths)))
+            rows = np.array(lengths, np.int32)
+            if (rows > 1).sum() <= MAX_PROMPTS:
+                _, contexts, _ = cut_blocks(rows, rows)
+                assert len(contexts) <= Shape(tokens=size, rows=size).blocks
 
 
 def test_drawn_tokens_are_the_cpus(make_engine: MakeEngine) -> None:
