@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import operator
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
@@ -17,12 +18,20 @@ from engine.adapter_tiles import TileMap
 from engine.adapters import AdapterStore
 from engine.prefix_cache import AdapterKey
 from engine.sequence import Row, Step
-from kernels import LoraBatch, LoraTable
+from kernels import NUM_PROJECTIONS, LoraBatch, LoraTable, Projection
 
 T = TypeVar("T", bound=np.generic)
 
 # `ModelRunner.adapter_order`
 AdapterOrder = Callable[[Iterable[AdapterKey]], Mapping[Hashable, int]]
+
+
+class Reach(enum.IntEnum):
+    """What of a layer a step's adapters change; what none changes need not ask for adapters."""
+
+    NONE = 0
+    ATTENTION = 1
+    ALL = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +47,7 @@ class Batch:
     page_tables   [S, max_pages] int32, zero past a sequence's pages
     sample_rows   [N] int64      rows whose next token is wanted, in the order of the step's rows
     lora          None when no row has an adapter
+    reach         of the step's adapters
     adapter_keys  the virtual adapters of `lora.table`, in its order
     lengths       [S] tokens of each sequence in this step, on the host
     contexts      [S] context_lens on the host
@@ -56,6 +66,7 @@ class Batch:
     adapter_keys: tuple[AdapterKey, ...]
     lengths: npt.NDArray[np.int32]
     contexts: npt.NDArray[np.int32]
+    reach: Reach = Reach.NONE
     arrivals: tuple[Arrival, ...] = ()
 
 
@@ -69,6 +80,7 @@ class _Entries:
     b_offset: npt.NDArray[np.int64]
     rows: npt.NDArray[np.int32]
     scale: npt.NDArray[np.float32]
+    reach: Reach
 
     @classmethod
     def of(cls, key: AdapterKey, tiles: list[TileMap]) -> _Entries:
@@ -80,6 +92,7 @@ class _Entries:
             b_offset=_side_by_side([part.b_offset for part in tiles]),
             rows=_side_by_side([part.rows for part in tiles]),
             scale=_side_by_side(scale),
+            reach=max(_reach(part) for part in tiles),
         )
 
 
@@ -96,6 +109,7 @@ class BatchBuilder:
         self._table_tiles: list[TileMap] = []
         self._entries: dict[AdapterKey, _Entries] = {}
         self._max_tiles = 0
+        self._reach = Reach.NONE
         self._extras: ExtrasTable | None = None
 
     def build(self, step: Step) -> Batch:
@@ -129,6 +143,7 @@ class BatchBuilder:
             adapter_keys=keys,
             lengths=lengths,
             contexts=starts + lengths,
+            reach=Reach.NONE if lora is None else self._reach,
             arrivals=self._store.arrivals(digest for key in keys for digest, _ in key),
         )
 
@@ -202,6 +217,7 @@ class BatchBuilder:
             self._entries[key] = own
         entries = [self._entries[key] for key in keys]
         self._max_tiles = max(own.num_tiles for own in entries)
+        self._reach = max(own.reach for own in entries)
         has_extras = any(tiles.has_extras for own in entries for tiles in own.tiles)
         self._extras = (
             ExtrasTable(keys, [own.tiles for own in entries], self._tensor) if has_extras else None
@@ -218,6 +234,13 @@ class BatchBuilder:
             rows=self._tensor(np.concatenate([own.rows for own in entries])),
             scale=self._tensor(np.concatenate([own.scale for own in entries])),
         )
+
+
+def _reach(tiles: TileMap) -> Reach:
+    """Where an adapter has tiles; its entries are [L * 7, tiles] in the projections' order."""
+    is_mlp = np.arange(len(tiles.a_offset)) % NUM_PROJECTIONS >= Projection.GATE
+    reaches_mlp = tiles.has_extras or (tiles.a_offset[is_mlp] >= 0).any()
+    return Reach.ALL if reaches_mlp else Reach.ATTENTION
 
 
 def _side_by_side(parts: list[npt.NDArray[T]]) -> npt.NDArray[T]:

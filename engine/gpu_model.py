@@ -68,6 +68,7 @@ class GpuBatch:
     table, plan  both None for a pass without adapters
     sample_plan  the work list of the sample rows alone
     arrivals  copies of adapters that the pass overtakes: each layer waits for its part
+    is_mlp_plain  whether no adapter of the pass changes gate, up or down
     extras     None when no adapter has more than tiles; never in a graph
     """
 
@@ -84,6 +85,7 @@ class GpuBatch:
     table: LoraTable | None = None
     plan: LoraPlan | None = None
     sample_plan: LoraPlan | None = None
+    is_mlp_plain: bool = False
     arrivals: tuple[Arrival, ...] = ()
     extras: LoraExtras | None = None
 
@@ -228,14 +230,15 @@ class GpuModel:
         self, batch: GpuBatch, index: int, layer: LayerWeights, x: torch.Tensor
     ) -> torch.Tensor:
         """What the down projection reads, [T, I]."""
-        if batch.table is not None and batch.plan is not None and batch.plan.block_t > 16:
+        table, plan = batch.table, None if batch.is_mlp_plain else batch.plan
+        if table is not None and plan is not None and plan.block_t > 16:
             # Many tokens: a delta of [T, 2I] would cost more to write and read than it hides.
             with self._side_stream():
                 h = self._shrink(batch, index, GATE_UP, x)
             gate_up = self._product(x, layer.gate_up, layer.gate_up_bias)
             self._join()
             self._adjust(batch, index, GATE_UP, gate_up)
-            return lora_silu_mul_triton(gate_up, h, self.arena, batch.table, batch.plan, index)
+            return lora_silu_mul_triton(gate_up, h, self.arena, table, plan, index)
         return silu_mul_triton(
             *self._beside(batch, index, GATE_UP, x, layer.gate_up, layer.gate_up_bias)
         )
@@ -256,7 +259,8 @@ class GpuModel:
 
         onto  given, the product is added to it in place; there is no bias then
         """
-        if batch.table is None or batch.plan is None:
+        is_plain = batch.is_mlp_plain and projections[0] >= Projection.GATE
+        if batch.table is None or batch.plan is None or is_plain:
             return self._product(x, weight, bias, onto), None
         with self._side_stream():
             h = self._shrink(batch, index, projections, x)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from engine.batch import Batch
+from engine.batch import Batch, Reach
 from engine.config import ModelConfig
 from engine.errors import UnsupportedModel
 from engine.gpu_model import GpuBatch, GpuModel
@@ -91,11 +91,11 @@ class GpuRunner:
     def warm_up(self) -> None:
         """Record every graph, so that no request waits for one."""
         for size in self._graphs.sizes:
-            for has_lora in (False, True):
-                self._graphs.capture(size, has_lora)
+            for reach in Reach:
+                self._graphs.capture(size, reach)
         for size in self._mixed.sizes:
-            for has_lora in (False, True):
-                self._mixed.capture(size, has_lora, self._graphs.pool)
+            for reach in Reach:
+                self._mixed.capture(size, reach, self._graphs.pool)
 
     def rehearse(self) -> int:
         """Run what takes the most memory: a step of `max_tokens` tokens, the largest graphs.
@@ -104,9 +104,9 @@ class GpuRunner:
         is going to take beyond what this took.
         """
         recorded = self._graphs.sizes[-1]
-        for has_lora in (False, True):
-            self._graphs.capture(recorded, has_lora)
-            self._mixed.capture(self._mixed.sizes[-1], has_lora, self._graphs.pool)
+        for reach in Reach:
+            self._graphs.capture(recorded, reach)
+            self._mixed.capture(self._mixed.sizes[-1], reach, self._graphs.pool)
         widest = _widest(self._max_tokens, self._max_running, self._model)
         self._model.forward(self._gpu_batch(widest))
         return self._graphs.bytes_of_others(recorded) + self._mixed.bytes_of_others()
@@ -172,6 +172,7 @@ class GpuRunner:
             context_lens=batch.context_lens,
             page_tables=batch.page_tables,
             lora=batch.lora,
+            reach=batch.reach,
         )
 
     def _gpu_batch(self, batch: Batch) -> GpuBatch:

@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: one per batch bucket, and one per bucket without adapters.
+"""Decode steps as CUDA graphs: three per batch bucket, by what of a layer the adapters change.
 
 The graph's inputs lie in fixed buffers. A step's grids depend on the bucket alone (the work list
 and its length are device data), so neither the number of adapters nor their ranks are part of a
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from engine.batch import Reach
 from engine.gpu_model import GpuBatch, GpuModel
 from engine.lora_inputs import LoraInputs
 from kernels import LoraBatch
@@ -85,9 +86,9 @@ class DecodeGraphs:
         self._query_start = torch.arange(max_batch + 1, dtype=torch.int32, device=device)
         self._workspaces: dict[int, DecodeWorkspace] = {}
         self._plans: dict[int, LoraPlan] = {}
-        self._graphs: dict[tuple[int, bool], _Graph] = {}
+        self._graphs: dict[tuple[int, Reach], _Graph] = {}
         self.pool: Any = None  # of memory, for what graphs compute on the way
-        self._current: tuple[int, bool] = (0, False)
+        self._current: tuple[int, Reach] = (0, Reach.NONE)
         self.num_rows = 0
 
     @property
@@ -105,18 +106,18 @@ class DecodeGraphs:
             return False
         return self._lora.fits(lora)
 
-    def capture(self, size: int, has_lora: bool) -> None:
+    def capture(self, size: int, reach: Reach) -> None:
         """Record the graph of a bucket, unless it is there or the device has none.
 
         Not while a step is under way: the input buffers are cleared.
         """
-        if (size, has_lora) in self._graphs or self._model.device.type != "cuda":
+        if (size, reach) in self._graphs or self._model.device.type != "cuda":
             return
-        batch = self._batch(size, has_lora)
+        batch = self._batch(size, reach)
         self.clear()
         graph, logits = record(lambda: self._run(batch, size), self.pool)
         self.pool = self.pool or graph.pool()
-        self._graphs[size, has_lora] = _Graph(graph=graph, logits=logits)
+        self._graphs[size, reach] = _Graph(graph=graph, logits=logits)
 
     def bytes_of_others(self, recorded: int) -> int:
         """Bytes that the graphs take when all are there and those of one bucket are.
@@ -124,7 +125,8 @@ class DecodeGraphs:
         Memory for what a graph computes on the way is common to all; its logits are its own.
         """
         logits = self._model.config.vocab_size * self._model.arena.element_size()
-        return sum(2 * (size * logits + GRAPH_BYTES) for size in self.sizes if size != recorded)
+        others = (size for size in self.sizes if size != recorded)
+        return sum(len(Reach) * (size * logits + GRAPH_BYTES) for size in others)
 
     def load(
         self,
@@ -133,13 +135,14 @@ class DecodeGraphs:
         context_lens: torch.Tensor,
         page_tables: torch.Tensor,
         lora: LoraBatch | None,
+        reach: Reach,
     ) -> None:
         """Set the inputs of the next step; the caller has asked `fits`."""
         rows = token_ids.shape[0]
         size = self.bucket(rows)
         assert size is not None
-        self.capture(size, lora is not None)
-        self._current, self.num_rows = (size, lora is not None), rows
+        self.capture(size, reach)
+        self._current, self.num_rows = (size, reach), rows
         self.token_ids[:rows].copy_(token_ids)
         self.context_lens[:rows].copy_(context_lens - 1)  # before the step
         self.context_lens[rows:size].fill_(-1)
@@ -160,8 +163,8 @@ class DecodeGraphs:
         `token_ids` holds the greedy tokens; a sampler may write others before the next step.
         """
         if self._model.device.type != "cuda":  # no graphs there: the same pass, launch by launch
-            size, has_lora = self._current
-            return self._run(self._batch(size, has_lora), size)[: self.num_rows]
+            size, reach = self._current
+            return self._run(self._batch(size, reach), size)[: self.num_rows]
         entry = self._graphs[self._current]
         entry.graph.replay()
         return entry.logits[: self.num_rows]
@@ -171,7 +174,7 @@ class DecodeGraphs:
         self.context_lens.fill_(-1)
         self._lora.clear()
 
-    def _batch(self, size: int, has_lora: bool) -> GpuBatch:
+    def _batch(self, size: int, reach: Reach) -> GpuBatch:
         """A view of the buffers' first `size` rows."""
         model = self._model
         if size not in self._workspaces:
@@ -188,11 +191,16 @@ class DecodeGraphs:
             max_new=1,
             workspace=self._workspaces[size],
         )
-        if not has_lora:
+        if not reach:
             return batch
         if size not in self._plans:
             self._plans[size] = empty_plan(size, size, self._lora.max_blocks, 16, model.device)
-        return replace(batch, table=self._lora.table, plan=self._plans[size])
+        return replace(
+            batch,
+            table=self._lora.table,
+            plan=self._plans[size],
+            is_mlp_plain=reach is Reach.ATTENTION,
+        )
 
     def _run(self, batch: GpuBatch, size: int) -> torch.Tensor:
         if batch.plan is not None:

@@ -1,4 +1,4 @@
-"""Steps that carry prompts as CUDA graphs: one per bucket of tokens, with and without adapters.
+"""Steps that carry prompts as CUDA graphs: three per bucket of tokens, as in engine/graphs.py.
 
 Launched one by one, the 300 to 600 kernels of such a step take 7 to 22 ms of the host, whatever is
 in it; the products of 300 tokens take 7. So prompts of up to `max_tokens` together with all that
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.batch import Batch
+from engine.batch import Batch, Reach
 from engine.gpu_model import ChunkBlocks, GpuBatch, GpuModel
 from engine.graphs import GRAPH_BYTES, record
 from engine.lora_inputs import LoraInputs, fill_segments
@@ -81,7 +81,7 @@ class MixedGraphs:
         self.token_ids = ints(max_rows, dtype=torch.int64)
         self._workspaces: dict[int, DecodeWorkspace] = {}
         self._plans: dict[int, tuple[LoraPlan, LoraPlan]] = {}
-        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, Reach], torch.cuda.CUDAGraph] = {}
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -98,29 +98,29 @@ class MixedGraphs:
             and self._lora.fits(batch.lora)
         )
 
-    def capture(self, size: int, has_lora: bool, pool: Any) -> None:
+    def capture(self, size: int, reach: Reach, pool: Any) -> None:
         """Record the graph of a bucket, unless it is there or the device has none."""
-        if (size, has_lora) in self._graphs or self._model.device.type != "cuda":
+        if (size, reach) in self._graphs or self._model.device.type != "cuda":
             return
         self._clear()
-        run_args = (self._batch(size, has_lora), self._shape(size))
+        run_args = (self._batch(size, reach), self._shape(size))
         graph, _ = record(lambda: self._run(*run_args), pool)
-        self._graphs[size, has_lora] = graph
+        self._graphs[size, reach] = graph
 
     def bytes_of_others(self) -> int:
         """Bytes that the graphs take when all are there beyond those of the largest bucket."""
-        return 2 * (len(self._sizes) - 1) * GRAPH_BYTES
+        return len(Reach) * (len(self._sizes) - 1) * GRAPH_BYTES
 
     def run(self, batch: Batch) -> torch.Tensor:
         """The logits [N, V] of the sampling rows, valid until the next run; the caller has asked
         `fits`. `token_ids` holds their greedy tokens."""
-        size, has_lora = self._size_of(batch), batch.lora is not None
-        self.capture(size, has_lora, None)
+        size, reach = self._size_of(batch), batch.reach
+        self.capture(size, reach, None)
         self._load(batch, self._shape(size))
         if self._model.device.type == "cuda":
-            self._graphs[size, has_lora].replay()
+            self._graphs[size, reach].replay()
         else:  # no graphs there: the same pass, launch by launch
-            self._run(self._batch(size, has_lora), self._shape(size))
+            self._run(self._batch(size, reach), self._shape(size))
         return self._logits[: batch.sample_rows.shape[0]]
 
     def _size_of(self, batch: Batch) -> int:
@@ -157,7 +157,7 @@ class MixedGraphs:
         on_device = joined.to(self._model.device, non_blocking=True)
         return torch.split(on_device, [len(array) for array in arrays])
 
-    def _batch(self, size: int, has_lora: bool) -> GpuBatch:
+    def _batch(self, size: int, reach: Reach) -> GpuBatch:
         """A view of the buffers' beginnings."""
         shape = self._shape(size)
         model, rows = self._model, shape.rows
@@ -165,14 +165,14 @@ class MixedGraphs:
             self._workspaces[rows] = DecodeWorkspace(
                 rows, model.config.num_heads, model.layout, model.device
             )
-        if has_lora and size not in self._plans:
+        if reach and size not in self._plans:
             # 32 tokens a chunk pay where prompts are long, not where they meet decodes.
             block_t, most = 2 * RANK_BLOCK if size > 512 else RANK_BLOCK, self._lora.max_blocks
             self._plans[size] = (
                 empty_plan(size, rows, most, block_t, model.device),
                 empty_plan(rows, rows, most, RANK_BLOCK, model.device),
             )
-        plan, sample_plan = self._plans[size] if has_lora else (None, None)
+        plan, sample_plan = self._plans[size] if reach else (None, None)
         return GpuBatch(
             token_ids=self._token_ids[:size],
             positions=self._positions[:size],
@@ -183,7 +183,8 @@ class MixedGraphs:
             max_new=size,
             workspace=self._workspaces[rows],
             sample_rows=self._sample_rows[:rows],
-            table=self._lora.table if has_lora else None,
+            table=self._lora.table if reach else None,
+            is_mlp_plain=reach is Reach.ATTENTION,
             plan=plan,
             sample_plan=sample_plan,
         )

@@ -16,6 +16,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine import gpu_model
+from engine.batch import Reach
 from engine.config import ModelConfig
 from engine.gpu_model import GpuBatch, GpuModel
 from engine.graphs import DecodeGraphs
@@ -173,13 +174,14 @@ def test_prefill_then_decode_is_hugging_faces(chosen: list[int]) -> None:
     graphs = DecodeGraphs(rig.model, max_batch=4, max_pages=6, lora=inputs)
     lora = rig.adapters.batch([(1, v) for v in chosen])
     positions = torch.tensor([len(prompt) for prompt in PROMPTS], device=DEVICE)
-    graphs.capture(4, True)
-    graphs.capture(4, False)
+    for reach in Reach:
+        graphs.capture(4, reach)
     graphs.load(
         token_ids=torch.tensor([tokens[-1] for tokens in sequences], device=DEVICE),
         context_lens=(positions + 1).to(torch.int32),
         page_tables=tables,
         lora=lora if lora.max_tiles else None,
+        reach=Reach.ALL if lora.max_tiles else Reach.NONE,
     )
     for _ in range(4):  # past a page boundary, nothing uploaded in between
         logits = graphs.step()

@@ -70,7 +70,7 @@ def test_many_adapters_are_measured() -> None:
     )
     result = run(parse(options.split()))
     cases = {case["case"]: case for case in result["results"]}
-    assert list(cases) == ["none", "few", "many", "resident", "overcommitted"]
+    assert list(cases) == ["none", "few", "many", "resident", "cold", "overcommitted"]
     assert cases["none"]["base_ratio"] == 1.0
     assert all(case["tok_s"] > 0 and case["ttft_p99_ms"] > 0 for case in cases.values())
     assert cases["many"]["resident"] > 5
