@@ -90,14 +90,14 @@ class AdapterReader:
         """Read the adapter into `room` and set its tiles.
 
         Raises AdapterUnavailable when it cannot be read, AdapterDamaged when its bytes are not
-        those of `digest`, AdapterMismatch when they do not fit `room`, the model or each other.
+        those of `digest` or do not fit `room`, AdapterMismatch when they do not fit the model.
         """
         try:
             with (path / TENSORS_FILE).open("rb", buffering=0) as file:
                 start = self._read_start(path, file)
                 tiles = self.place(start.plan)
                 if tiles.num_pages != len(room.numbers):
-                    raise AdapterMismatch("the adapter is another than the one registered")
+                    raise AdapterDamaged("the adapter is another than the one registered")
                 buffer = self._buffer(start.plan.file_bytes - len(start.header))
                 try:
                     self._load(digest, start, file, buffer, tiles, room)

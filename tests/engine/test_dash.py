@@ -16,6 +16,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from engine import (
+    AdapterDamaged,
     AdapterMismatch,
     AdapterUnavailable,
     BadGrammar,
@@ -116,6 +117,24 @@ def test_offloaded_adapters_outlive_their_source(
         again = engine.generate([prompt(0, 8)], "a", max_new_tokens=6)[0]
     wanted = oracle.generate(prompt(0, 8), 6, "all-4")
     assert first.token_ids == again.token_ids == wanted[: len(first.token_ids)]
+
+
+def test_a_source_that_changes_behind_its_name_is_refused(
+    dash: DashEngine, adapters: dict[str, Path], tmp_path: Path, oracle: Oracle
+) -> None:
+    """Registered as one adapter and another when it is read; naming it again makes it the other."""
+    source = shutil.copytree(adapters["all-4"], tmp_path / "source")
+    dash.register_adapter("a", source)
+    while dash.stats().adapters["a"] == "loading":
+        time.sleep(0.01)
+    for file in adapters["ko-1"].iterdir():
+        shutil.copyfile(file, source / file.name)
+    assert dash.stats().adapters["a"] == "ready"  # nothing has been read but the header
+    (got,) = dash.generate([prompt(0, 8)], "a", max_new_tokens=6)
+    assert isinstance(got.error, AdapterDamaged) and got.token_ids == []
+    dash.register_adapter("a", source)
+    (again,) = dash.generate([prompt(0, 8)], "a", max_new_tokens=6)
+    assert _agrees(again, oracle.generate(prompt(0, 8), 6, "ko-1"))
 
 
 def test_adapters_that_do_not_match_the_prompts_are_refused(dash: DashEngine) -> None:

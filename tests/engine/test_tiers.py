@@ -264,7 +264,7 @@ def test_an_adapter_of_another_size_is_refused_when_it_is_read(
     for name in (CONFIG, TENSORS):
         shutil.copyfile(adapters["all-64"] / name, folder / name)
     got = run(engine, request("r", [1, 2], adapter="changing"), check=True)["r"]
-    assert isinstance(got.error, AdapterMismatch)
+    assert isinstance(got.error, AdapterDamaged)
 
 
 # Room
