@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,3 +79,15 @@ def test_after_its_adapter_was_evicted(
     run(engine, request("big", prompt(2, 115), adapter="all-64", max_tokens=2))
     assert not resident & set(engine.stats().resident_digests)
     assert tokens(engine, adapter) == wanted
+
+
+def test_after_another_adapter_was_unregistered(
+    make_engine: MakeEngine, oracle: Oracle, adapters: dict[str, Path]
+) -> None:
+    """One of the same shape, whose copy lay before its own."""
+    engine = make_engine()
+    engine.register_adapter("before", adapters["qv-16"])
+    for name in ("before", "qv-16"):
+        run(engine, request("r", prompt(1, LENGTH), adapter=name, max_tokens=2))
+    engine.unregister_adapter("before")
+    assert tokens(engine, "qv-16") == oracle.generate(prompt(1, LENGTH), COUNT, "qv-16")
