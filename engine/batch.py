@@ -75,6 +75,7 @@ class _Entries:
     """A virtual adapter's entries of the table, and the tiles that they were made of."""
 
     tiles: list[TileMap]
+    has_extras: bool
     num_tiles: int
     a_offset: npt.NDArray[np.int64]
     b_offset: npt.NDArray[np.int64]
@@ -87,6 +88,7 @@ class _Entries:
         scale = [part.scale * np.float32(w) for part, (_, w) in zip(tiles, key, strict=True)]
         return cls(
             tiles=tiles,
+            has_extras=any(part.has_extras for part in tiles),
             num_tiles=sum(part.num_tiles for part in tiles),
             a_offset=_side_by_side([part.a_offset for part in tiles]),
             b_offset=_side_by_side([part.b_offset for part in tiles]),
@@ -218,7 +220,7 @@ class BatchBuilder:
         entries = [self._entries[key] for key in keys]
         self._max_tiles = max(own.num_tiles for own in entries)
         self._reach = max(own.reach for own in entries)
-        has_extras = any(tiles.has_extras for own in entries for tiles in own.tiles)
+        has_extras = any(own.has_extras for own in entries)
         self._extras = (
             ExtrasTable(keys, [own.tiles for own in entries], self._tensor) if has_extras else None
         )
