@@ -160,6 +160,7 @@ class Stack:
                     own = matrices[layer * NUM_PROJECTIONS + member.projection]
                     _fill(member, a[slot], b[slot], own)
 
+    @torch.inference_mode()  # the pieces were made in it; `unregister` comes between steps
     def discard(self, key: Hashable) -> None:
         """Free the key's slot; the last one moves into it."""
         slot, last = self._slots.pop(key), len(self.keys) - 1

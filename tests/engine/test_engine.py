@@ -158,6 +158,18 @@ def test_an_unregistered_adapter_leaves_nothing_behind(
     assert oracle.generate(prompt(3, 12), 8, "all-4") != got.token_ids
 
 
+def test_an_adapter_stays_itself_when_one_of_its_shape_goes(
+    make_engine: MakeEngine, adapters: dict[str, Path], oracle: Oracle
+) -> None:
+    engine = make_engine(prefix_cache=False)
+    engine.register_adapter("twin", adapters["all-4"])
+    requests = [request(n, prompt(3, 12), adapter=n, max_tokens=8) for n in ("all-4", "twin")]
+    run(engine, *requests)
+    engine.unregister_adapter("all-4")
+    got = run(engine, request("r", prompt(3, 12), adapter="twin", max_tokens=8))["r"]
+    assert got.token_ids == oracle.generate(prompt(3, 12), 8, "all-4")
+
+
 def test_a_caller_may_end_a_request_as_stopped(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.add(request("r", [1, 2, 3]))
