@@ -151,6 +151,12 @@ class InternalError(ApiError):
     status, code = 500, "internal"
 
 
+class GivenUp(InternalError):
+    """A request that ended its workers again and again."""
+
+    should_retry = False
+
+
 #: How each of the worker's codes is answered. A test checks that none is missing.
 WORKER_ERRORS: dict[ErrorCode, type[ApiError]] = {
     ErrorCode.CONTEXT_LENGTH_EXCEEDED: InvalidRequest,
@@ -162,6 +168,8 @@ WORKER_ERRORS: dict[ErrorCode, type[ApiError]] = {
     ErrorCode.OVERLOADED: Unavailable,
     ErrorCode.DEADLINE_EXCEEDED: Unavailable,
     ErrorCode.WORKER_LOST: Unavailable,
+    ErrorCode.GIVEN_UP: GivenUp,
+    ErrorCode.ADAPTER_QUARANTINED: Conflict,
     ErrorCode.INTERNAL: InternalError,
 }
 

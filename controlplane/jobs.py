@@ -1,8 +1,8 @@
 """The control plane's side of the worker protocol, and its only use of Redis streams.
 
-One `Dispatcher` per event loop, that is per gateway process: it chooses a worker for each job,
-reads the one stream of events that workers write for this gateway, and hands each event to the
-request it belongs to. What the keys mean is in `worker.protocol`.
+One `Dispatcher` per event loop, that is per gateway process: it has each job accepted into the fair
+queue, reads the one stream of events that workers write for this gateway, and hands each event to
+the request it belongs to. What the keys mean is in `worker.protocol`.
 """
 
 from __future__ import annotations
@@ -12,20 +12,43 @@ import contextlib
 import logging
 import uuid
 import weakref
-from collections import Counter
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import redis.asyncio
+from asgiref.sync import sync_to_async
 from django.conf import settings
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 from redis.exceptions import RedisError
 
+from controlplane.delivery.reaper import INTERVAL_S as REAP_INTERVAL_S
+from controlplane.delivery.reaper import Reaper
 from controlplane.errors import ApiError, Unavailable
+from controlplane.limits.admission import (
+    output_bound,
+    output_estimate,
+    prompt_estimate,
+    refusal_error,
+)
+from controlplane.limits.admit import (
+    ADMIT,
+    MAX_TENANT_WAITING,
+    MAX_WAITING,
+    NO_LIMITS,
+    SEED,
+    Admitted,
+    BudgetPeriod,
+    Limits,
+    Refusal,
+    admit_args,
+    budget_state_key,
+    read_verdict,
+)
+from controlplane.limits.services import tokens_spent
 from controlplane.replies import Reply
-from controlplane.workers import WorkerStatus, best_worker, read_statuses, workers
-from worker import protocol
+from controlplane.workers import Speed, WorkerStatus, is_served, read_statuses, workers
+from worker import fair_queue, protocol
 from worker.protocol import Control, ControlMessage, ErrorCode, GenerateJob
 
 __all__ = ["Dispatcher", "WorkerStatus", "close_dispatcher", "dispatcher", "workers"]
@@ -38,28 +61,18 @@ RETRY_S = 0.2
 WORKERS_REFRESH_S = 1.0
 #: A request without news for this long is looked up in Redis.
 SILENCE_S = 5.0
-#: Requests that may wait for one worker, whatever gateway they came through.
-MAX_WAITING = 1000
-#: Workers tried for one job, if each leaves in the moment it is chosen.
-MAX_CHOICES = 3
-# KEYS job, inbox, worker | ARGV job, worker, gateway, ttl. Repeating it changes nothing.
-# -> 0 when the worker has left: what is put into its inbox then, nobody takes up.
-SUBMIT = """
-if redis.call('EXISTS', KEYS[1]) == 1 then return 1 end
-if redis.call('EXISTS', KEYS[3]) == 0 then return 0 end
-redis.call('HSET', KEYS[1], 'state', 'queued')
-redis.call('HSET', KEYS[1], 'worker', ARGV[2], 'gateway', ARGV[3], 'lease', 0, 'seq', 0)
-redis.call('EXPIRE', KEYS[1], ARGV[4])
-redis.call('XADD', KEYS[2], '*', 'm', ARGV[1])
-return 1
-"""
-
-# KEYS job, control | ARGV control message, length of the control stream
+#: A batch request may wait so many times as long as one that somebody waits for.
+BATCH_PATIENCE = 10
+#: A budget's state outlives its period by this: its last requests still run.
+BUDGET_TTL_S = 2 * 24 * 3600
+# KEYS job | ARGV control message, length of a control stream, prefix of their keys
 CANCEL = """
-local state = redis.call('HGET', KEYS[1], 'state')
+local state, worker = unpack(redis.call('HMGET', KEYS[1], 'state', 'worker'))
 if not state or state == 'done' then return 0 end
 redis.call('HSET', KEYS[1], 'cancel', 1)
-redis.call('XADD', KEYS[2], 'MAXLEN', '~', ARGV[2], '*', 'm', ARGV[1])
+if worker then
+  redis.call('XADD', ARGV[3] .. worker, 'MAXLEN', '~', ARGV[2], '*', 'm', ARGV[1])
+end
 return 1
 """
 
@@ -79,6 +92,7 @@ class Dispatcher:
 
     def __init__(self, redis_url: str, pool: str) -> None:
         self.gateway_id = f"gw-{uuid.uuid4().hex[:12]}"
+        self._redis_url = redis_url
         self._pool = pool
         self._out = protocol.out_key(self.gateway_id)
         # Any: the client's own types cover every protocol version at once.
@@ -93,12 +107,13 @@ class Dispatcher:
                 retry=Retry(ExponentialBackoff(cap=0.5, base=0.05), 3),
             )
         )
-        self._submit = self._redis.register_script(SUBMIT)
+        self._admit_script = self._redis.register_script(ADMIT)
+        self._seed = self._redis.register_script(SEED)
         self._cancel = self._redis.register_script(CANCEL)
         self._beat = self._redis.register_script(BEAT)
         self._replies: dict[str, Reply] = {}
-        self._num_replies: Counter[str] = Counter()  # by worker
         self._workers: list[WorkerStatus] = []
+        self._speed = Speed()
         self._last_id: bytes = b"0-0"
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -106,7 +121,8 @@ class Dispatcher:
         """Announce this gateway; workers cancel the jobs of one that they do not know."""
         await self._say_alive()
         await self._refresh_workers()
-        for loop in (self._read_loop(), self._beat_loop(), self._refresh_loop()):
+        loops = (self._read_loop(), self._beat_loop(), self._refresh_loop(), self._reap_loop())
+        for loop in loops:
             self._spawn(loop)
 
     async def close(self) -> None:
@@ -124,55 +140,79 @@ class Dispatcher:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def submit(self, job: GenerateJob) -> Reply:
-        """Hand a job to a worker. Whoever gets the reply must `leave` it in the end.
+    async def submit(
+        self, job: GenerateJob, limits: Limits = NO_LIMITS, *, context_length: int = 0
+    ) -> tuple[Reply, Admitted]:
+        """Have a job accepted. Whoever gets the reply must `leave` it in the end.
 
-        Raises Unavailable when no worker serves the base model or the queue does not answer.
+        Raises RateLimited when the tenant's limits refuse it, Unavailable when no worker serves
+        the base model, too much is waiting, or the queue does not answer.
         """
-        for _ in range(MAX_CHOICES):
-            reply = await self._submit_to(await self._choose(job), job)
-            if reply is not None:
-                return reply
-            with contextlib.suppress(RedisError, OSError):
-                await self._refresh_workers()
-        raise Unavailable(f"No worker serves {job.base_model} now.", retry_after_s=5)
-
-    async def _submit_to(self, worker_id: str, job: GenerateJob) -> Reply | None:
-        """Hand the job to this worker; None, with nothing sent, when it has left."""
-        reply = Reply(job, worker_id)
+        await self._check_served(job.base_model)
+        reply = Reply(job)
         self._replies[job.request_id] = reply
-        self._num_replies[worker_id] += 1
         # Shielded: were it cut off half-way, a cancellation could overtake the job itself.
-        sending = self._spawn(self._send_job(job, worker_id))
+        sending = self._spawn(self._admit(job, limits, context_length))
         try:
-            if await asyncio.shield(sending):
-                return reply
+            verdict = await asyncio.shield(sending)
         except (RedisError, OSError) as error:
             self.leave(reply)  # it may have arrived all the same
             raise Unavailable("The queue does not answer.") from error
         except asyncio.CancelledError:
             sending.add_done_callback(lambda _: self.leave(reply))
             raise
-        del self._replies[job.request_id]
-        self._num_replies[worker_id] -= 1
-        return None
+        except BaseException:
+            del self._replies[job.request_id]
+            raise
+        if isinstance(verdict, Refusal):
+            del self._replies[job.request_id]
+            raise refusal_error(verdict, limits)
+        return reply, verdict
 
-    async def _send_job(self, job: GenerateJob, worker_id: str) -> bool:
-        is_sent = await self._submit(
-            keys=[
-                protocol.job_key(self._pool, job.request_id),
-                protocol.inbox_key(self._pool, worker_id),
-                protocol.worker_key(self._pool, worker_id),
-            ],
-            args=[job.encode(), worker_id, self.gateway_id, protocol.JOB_TTL_S],
+    async def _admit(
+        self, job: GenerateJob, limits: Limits, context_length: int
+    ) -> Admitted | Refusal:
+        class_ = fair_queue.BATCH if job.is_batch else fair_queue.INTERACTIVE
+        args = [
+            *(self._pool, fair_queue.queue_key(self._pool, job.base_model), job.request_id),
+            *(job.encode(), job.tenant_id, class_, ",".join(ref.digest for ref in job.adapters)),
+            *(job.deadline or job.created_at + protocol.JOB_TTL_S, protocol.JOB_TTL_S),
+            *(self.gateway_id, prompt_estimate(job), output_estimate(job)),
+            output_bound(job, context_length),
+            self._speed.tokens_per_s(job.base_model),
+            settings.MAX_WAIT_S * (BATCH_PATIENCE if job.is_batch else 1),
+            *(MAX_WAITING, MAX_TENANT_WAITING),
+            *admit_args(limits, self._pool, job.tenant_id),
+        ]
+        while True:
+            reply = await self._admit_script(
+                keys=[protocol.job_key(self._pool, job.request_id)], args=args
+            )
+            verdict = read_verdict(reply, limits)
+            if not isinstance(verdict, Refusal) or verdict.reason != "unknown":
+                return verdict
+            await self._seed_budget(job.tenant_id, limits.budgets[verdict.index - 1])
+
+    async def _seed_budget(self, tenant_id: str, budget: BudgetPeriod) -> None:
+        """Tell Redis what the database knows of a budget that it does not know."""
+        spent = await sync_to_async(tokens_spent)(tenant_id, budget)
+        await self._seed(
+            keys=[budget_state_key(self._pool, tenant_id, budget)],
+            args=[spent, int(budget.ends_at) + BUDGET_TTL_S],
         )
-        return bool(is_sent)
+
+    async def _check_served(self, base_model: str) -> None:
+        """Raises Unavailable when nobody serves the base model, or will soon again."""
+        if not is_served(self._workers, base_model):  # perhaps it has only just come
+            with contextlib.suppress(RedisError, OSError):
+                await self._refresh_workers()
+            if not is_served(self._workers, base_model):
+                raise Unavailable(f"No worker serves {base_model} now.", retry_after_s=5)
 
     def leave(self, reply: Reply) -> None:
         """Be done with a reply; if it has not ended, its generation is cancelled."""
         if self._replies.pop(reply.request_id, None) is None:
             return
-        self._num_replies[reply.worker_id] -= 1
         if not reply.is_ended:
             self._spawn(self._send_cancel(reply))
 
@@ -180,31 +220,15 @@ class Dispatcher:
         message = ControlMessage(action=Control.CANCEL, request_id=reply.request_id)
         try:
             await self._cancel(
-                keys=[
-                    protocol.job_key(self._pool, reply.request_id),
-                    protocol.control_key(self._pool, reply.worker_id),
+                keys=[protocol.job_key(self._pool, reply.request_id)],
+                args=[
+                    message.encode(),
+                    protocol.CONTROL_STREAM_MAX_LEN,
+                    protocol.control_key(self._pool, ""),
                 ],
-                args=[message.encode(), protocol.CONTROL_STREAM_MAX_LEN],
             )
         except (RedisError, OSError) as error:
             log.warning("could not cancel %s: %r", reply.request_id, error)
-
-    async def _choose(self, job: GenerateJob) -> str:
-        chosen = best_worker(self._workers, job, self._load)
-        if chosen is None:  # perhaps it has only just come
-            with contextlib.suppress(RedisError, OSError):
-                await self._refresh_workers()
-            chosen = best_worker(self._workers, job, self._load)
-        if chosen is None:
-            raise Unavailable(f"No worker serves {job.base_model} now.", retry_after_s=5)
-        if self._load(chosen) >= MAX_WAITING:
-            raise Unavailable("Too many requests are waiting.", retry_after_s=10)
-        return chosen.heartbeat.worker_id
-
-    def _load(self, worker: WorkerStatus) -> int:
-        """Its requests: as it said at its last heartbeat, or more if this gateway sent more."""
-        heartbeat = worker.heartbeat
-        return max(heartbeat.running + heartbeat.waiting, self._num_replies[heartbeat.worker_id])
 
     async def _read_loop(self) -> None:
         """Deliver events for ever. The last id read makes a reconnection lose nothing."""
@@ -246,6 +270,16 @@ class Dispatcher:
                 await self._say_alive()
                 await self._find_lost_replies()
 
+    async def _reap_loop(self) -> None:
+        """Any process may reap: there is always a gateway where somebody waits."""
+        reaper = Reaper(self._redis_url, self._pool)
+        try:
+            while True:
+                await asyncio.sleep(REAP_INTERVAL_S)
+                await asyncio.to_thread(reaper.turn_if_due)
+        finally:
+            reaper.close()
+
     async def _say_alive(self) -> None:
         await self._beat(
             keys=[protocol.GATEWAYS_KEY, self._out], args=[self.gateway_id, self._last_id, 3600]
@@ -264,6 +298,7 @@ class Dispatcher:
         for worker_id, _ in scores:
             pipe.hget(protocol.worker_key(self._pool, worker_id.decode()), "m")
         self._workers = read_statuses(time, scores, await pipe.execute() if scores else [])
+        self._speed.observe(self._workers)
 
     async def _find_lost_replies(self) -> None:
         """End the replies that nothing will come for: Redis forgot them, or their worker did."""
@@ -277,17 +312,21 @@ class Dispatcher:
             return
         pipe = self._redis.pipeline(transaction=False)
         for reply in silent:
-            pipe.hget(protocol.job_key(self._pool, reply.request_id), "state")
-        states = await pipe.execute()
-        known = {worker.heartbeat.worker_id for worker in self._workers if worker.may_return}
-        for reply, state in zip(silent, states, strict=True):
+            pipe.hmget(protocol.job_key(self._pool, reply.request_id), "state", "worker")
+        known = {
+            worker.heartbeat.worker_id.encode() for worker in self._workers if worker.may_return
+        }
+        for reply, (state, worker_id) in zip(silent, await pipe.execute(), strict=True):
             # A finished job's last event is read within moments; still silent, it is lost.
             if state is None or (state == b"done" and now - reply.heard_at > 2 * SILENCE_S):
-                error = Unavailable("The queue lost this request.", code=ErrorCode.WORKER_LOST)
-                self._give_up(reply, error)
-            elif reply.worker_id not in known:
-                error = Unavailable("The worker is gone.", code=ErrorCode.WORKER_LOST)
-                self._give_up(reply, error)
+                lost = "The queue lost this request."
+            elif state == b"queued" and not is_served(self._workers, reply.base_model):
+                lost = "No worker is left that could answer."
+            elif state == b"running" and worker_id not in known:
+                lost = "The worker is gone."
+            else:
+                continue
+            self._give_up(reply, Unavailable(lost, code=ErrorCode.WORKER_LOST))
 
 
 _dispatchers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Future[Dispatcher]] = (

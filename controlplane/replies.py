@@ -19,9 +19,9 @@ class Reply:
     any of it, the next attempt's events begin afresh.
     """
 
-    def __init__(self, job: GenerateJob, worker_id: str) -> None:
+    def __init__(self, job: GenerateJob) -> None:
         self.request_id = job.request_id
-        self.worker_id = worker_id
+        self.base_model = job.base_model
         self.is_ended = False
         self.heard_at = asyncio.get_running_loop().time()
         self._lease = 0

@@ -47,6 +47,8 @@ INSTALLED_APPS = [
     "controlplane.tenants",
     "controlplane.adapters",
     "controlplane.inference",
+    "controlplane.delivery",
+    "controlplane.limits",
     "controlplane.training",
     "controlplane.usage",
     "controlplane.console",
@@ -117,6 +119,8 @@ STATIC_ROOT = Path(env("LORIKEET_STATIC_ROOT", str(BASE_DIR / "staticfiles")))
 
 REDIS_URL = env("REDIS_URL")
 POOL = env("LORIKEET_POOL", "default")
+#: A request that would wait longer than this for a worker is refused at once.
+MAX_WAIT_S = float(env("LORIKEET_MAX_WAIT_S", "60"))
 
 CELERY_BROKER_URL = env("CELERY_BROKER_URL", REDIS_URL)
 CELERY_TASK_IGNORE_RESULT = True

@@ -1,9 +1,9 @@
-"""The workers of the pool: as they describe themselves, and which one a job should go to."""
+"""The workers of the pool, as they describe themselves."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import redis
@@ -12,10 +12,7 @@ from redis.exceptions import RedisError
 
 from controlplane.errors import Unavailable
 from worker import protocol
-from worker.protocol import GenerateJob, Heartbeat
-
-#: Fetching an adapter is worth this many places in a worker's queue.
-NOT_RESIDENT_COST = 4
+from worker.protocol import Heartbeat
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,27 +65,53 @@ def read_statuses(
     ]
 
 
-def best_worker(
-    workers: Iterable[WorkerStatus], job: GenerateJob, load: Callable[[WorkerStatus], int]
-) -> WorkerStatus | None:
-    """The least loaded worker, preferring one that has the job's adapters in its memory.
-
-    A worker that is loading or probably being restarted is chosen only when no other is there, and
-    then the one heard of last: it is the likeliest to come back.
-    """
-    fitting = [
-        worker
+def is_served(workers: Iterable[WorkerStatus], base_model: str) -> bool:
+    """Whether a worker takes requests for the base model, or is probably being restarted."""
+    return any(
+        worker.heartbeat.base_model == base_model
+        and not worker.heartbeat.draining
+        and worker.may_return
         for worker in workers
-        if worker.heartbeat.base_model == job.base_model and not worker.heartbeat.draining
-    ]
-    candidates = [worker for worker in fitting if worker.is_ready]
-    if not candidates:
-        returning = [worker for worker in fitting if worker.may_return]
-        return min(returning, key=lambda worker: worker.silent_s, default=None)
-    digests = {ref.digest for ref in job.adapters}
+    )
 
-    def cost(worker: WorkerStatus) -> int:
-        is_resident = digests <= set(worker.heartbeat.resident_digests)
-        return load(worker) + (0 if is_resident else NOT_RESIDENT_COST)
 
-    return min(candidates, key=cost, default=None)
+class Speed:
+    """Tokens a second that the workers of a base model bring together when all of them are full.
+
+    Workers that have room show less than they could, and so does the first heartbeat after: both
+    say nothing.
+    """
+
+    #: Weight of the newest heartbeats.
+    SHARE = 0.3
+
+    def __init__(self) -> None:
+        self._tokens_per_s: dict[str, float] = {}
+        self._steps: dict[str, tuple[int, ...]] = {}  # at the last heartbeats with all full
+
+    def observe(self, workers: Iterable[WorkerStatus]) -> None:
+        """Take in the workers' newest heartbeats."""
+        ready: dict[str, list[Heartbeat]] = {}
+        for worker in workers:
+            if worker.is_ready:
+                ready.setdefault(worker.heartbeat.base_model, []).append(worker.heartbeat)
+        for base_model, beats in ready.items():
+            if not all(0 < beat.max_running <= beat.running for beat in beats):
+                self._steps.pop(base_model, None)
+                continue
+            steps = tuple(beat.step for beat in beats)
+            before = self._steps.get(base_model)
+            if before is not None and all(
+                now != then for now, then in zip(steps, before, strict=False)
+            ):
+                self._learn(base_model, sum(beat.tokens_per_s for beat in beats))
+            if before is None or steps != before:
+                self._steps[base_model] = steps
+
+    def _learn(self, base_model: str, speed: float) -> None:
+        before = self._tokens_per_s.get(base_model, speed)
+        self._tokens_per_s[base_model] = before + self.SHARE * (speed - before)
+
+    def tokens_per_s(self, base_model: str) -> float:
+        """0 while nothing is known."""
+        return round(self._tokens_per_s.get(base_model, 0.0), 3)

@@ -5,6 +5,7 @@ Pure: the clock comes in as `now`, tokens as the engine's outputs, and what to s
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from typing import Any
 
@@ -44,6 +45,7 @@ class ActiveRequest:
         self.timings = Timings(taken_up=now)
         self.in_engine = False
         self.held_digests: tuple[str, ...] = ()  # acquired from the adapter cache
+        self.released = asyncio.Event()  # what it held was given back
         self.finish_reason: str | None = None
         self.prompt_tokens = 0
         self.cached_tokens = 0

@@ -35,6 +35,7 @@ class Flusher:
         self._interval_s = interval_s
         self._on_refused = on_refused
         self._waiting: dict[str, ActiveRequest] = {}
+        self._sending: set[str] = set()
         self._news = asyncio.Event()
         self._urgent = asyncio.Event()
         self._idle = asyncio.Event()
@@ -49,6 +50,10 @@ class Flusher:
         self._news.set()
         if request.is_urgent:
             self._urgent.set()
+
+    def has(self, request_id: str) -> bool:
+        """Whether something of this request has not reached Redis yet."""
+        return request_id in self._waiting or request_id in self._sending
 
     def forget(self, request_id: str) -> None:
         self._waiting.pop(request_id, None)
@@ -76,11 +81,13 @@ class Flusher:
 
     async def _flush(self) -> None:
         waiting, self._waiting = self._waiting, {}
+        self._sending = set(waiting)
         by_gateway = sorted(waiting.values(), key=lambda request: request.job.gateway_id)
         for gateway_id, requests in itertools.groupby(
             by_gateway, key=lambda request: request.job.gateway_id
         ):
             await self._publish(gateway_id, [request.take_news() for request in requests])
+        self._sending = set()
 
     async def _publish(self, gateway_id: str, news: list[News]) -> None:
         while True:

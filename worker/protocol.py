@@ -9,21 +9,24 @@ Redis keys, all of one worker pool `{p}` (the braces keep a pool on one cluster 
 
     key                     type    written by      what
     job:{p}:<request id>    hash    gateway         where a request stands, see below; expires
-    in:{p}:<worker>         stream  gateway         that worker's inbox; group "w"
+    q:{p}:<base model>…     …       gateway         what waits for a worker: `worker.fair_queue`
+    in:{p}:<worker>         stream  worker          what it pulled and has not ended; group "w"
     ctl:{p}:<worker>        stream  gateway, ops    ControlMessage: cancel, drain, poke
     out:<gateway>           stream  worker          packed TokenEvents, one entry per flush
     done:{p}                stream  worker          DoneRecord; group "acct", drained to Postgres
     wk:{p}                  zset    worker          worker id -> time of its last heartbeat
     wk:{p}:<worker>         hash    worker          Heartbeat
-    dlq:{p}                 stream  all             entries that nothing could make sense of
+    dlq:{p}                 stream  all             what nothing could make sense of, and requests
+                                                    that were given up
     gw                      zset    gateway         gateway id -> time of its last heartbeat
 
 Fields of the job hash, all changed by scripts that check the lease first:
 
     state       "queued", "running" or "done"
-    worker      in whose inbox it lies
+    worker      in whose inbox it lies; none while it is queued
     lease       fencing token: +1 at each dispatch; news under an older one is refused
     attempt     dispatches that were not handed back; bounded by MAX_ATTEMPTS
+    alone       "1" while it runs apart, because an earlier attempt of it was lost
     boot        the run of the worker process that holds the lease
     seq         TokenEvents published under the current lease
     emitted, prompt_tokens, cached_tokens   the tokens they told of
@@ -110,6 +113,8 @@ class ErrorCode(enum.StrEnum):
     OVERLOADED = "overloaded"
     DEADLINE_EXCEEDED = "deadline_exceeded"
     WORKER_LOST = "worker_lost"
+    GIVEN_UP = "request_given_up"  # it ended MAX_ATTEMPTS workers
+    ADAPTER_QUARANTINED = "adapter_quarantined"
     INTERNAL = "internal"
 
 
@@ -123,6 +128,7 @@ class FinishReason(enum.StrEnum):
 class Control(enum.StrEnum):
     CANCEL = "cancel"
     DRAIN = "drain"
+    POKE = "poke"  # there is something to pull
 
 
 _DEFAULTS: dict[type, dict[str, Any]] = {}
@@ -220,6 +226,7 @@ class GenerateJob(Message):
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     json_schema: str | None = None  # the answer must obey it; canonical JSON text
     stream: bool = False
+    is_batch: bool = False  # nobody waits at the other end: served after those that somebody does
     created_at: float = 0.0  # Unix seconds
     deadline: float | None = None  # Unix seconds; past it nobody waits for the answer
     lease: int = 0  # fencing token; the job hash holds the current one

@@ -32,9 +32,13 @@ from worker.text import TextCodec
 
 log = logging.getLogger(__name__)
 
-#: Requests taken from the inbox at one time; more wait there.
+#: Requests held at one time, whatever the engine says of itself.
 MAX_ACTIVE = 1024
+#: Held beyond what the engine runs, so that the next is prepared when one ends; few, because
+#: nobody can pull ahead of them any more.
+LOOKAHEAD = 4
 LOST = "The worker that ran this request was lost before it finished."
+GIVEN_UP = "This request ended the workers that ran it."
 STOPPED = "The worker was stopped before this request finished."
 TOO_LATE = "The request waited longer than its deadline."
 
@@ -71,19 +75,29 @@ class Requests:
         self._active: dict[str, ActiveRequest] = {}
         self._registered: set[str] = set()  # digests that the engine knows
         self._preparing: set[asyncio.Task[None]] = set()
-        self._room = asyncio.Event()
-        self._room.set()
+        self._room = asyncio.Event()  # something ended since it was cleared
+        self._alone = asyncio.Lock()  # held by what an earlier attempt may have died of
 
     def __len__(self) -> int:
         return len(self._active)
 
-    async def room(self) -> None:
+    def knows(self, request_id: str) -> bool:
+        """Whether the request runs here, or its end has yet to reach Redis."""
+        return request_id in self._active or self.flusher.has(request_id)
+
+    def num_free(self, max_running: int) -> int:
+        """How many more requests may be taken up."""
+        return min(MAX_ACTIVE, (max_running or MAX_ACTIVE) + LOOKAHEAD) - len(self._active)
+
+    async def room(self, max_running: int) -> None:
         """Wait until another request may be taken up."""
-        await self._room.wait()
+        while self.num_free(max_running) <= 0:
+            self._room.clear()
+            await self._room.wait()
 
     def take_up(self, entry_id: bytes, job: GenerateJob, dispatch: Dispatch) -> None:
         """Decide what becomes of a request whose lease was just taken."""
-        if job.request_id in self._active:
+        if self.knows(job.request_id):
             return  # the inbox was read twice
         now = time.time()
         request = ActiveRequest(
@@ -95,7 +109,6 @@ class Requests:
             now=now,
         )
         self._active[job.request_id] = request
-        self._update_room()
         if dispatch.emitted:
             # Its client has seen part of an answer that cannot be continued.
             request.prompt_tokens = dispatch.prompt_tokens
@@ -103,18 +116,20 @@ class Requests:
             request.generated = dispatch.emitted
         if dispatch.is_cancelled:
             request.cancel(now)
-        elif dispatch.emitted or dispatch.attempt > MAX_ATTEMPTS:
+        elif dispatch.emitted:
             request.fail(ErrorCode.WORKER_LOST, LOST, now=now)
+        elif dispatch.attempt > MAX_ATTEMPTS:
+            request.fail(ErrorCode.GIVEN_UP, GIVEN_UP, now=now)
         elif job.deadline is not None and job.deadline < now:
             request.fail(ErrorCode.DEADLINE_EXCEEDED, TOO_LATE, now=now)
         if request.is_finished:
             self._finish(request)
             return
-        task = asyncio.create_task(self._prepare(request))
+        task = asyncio.create_task(self._prepare(request, dispatch.attempt))
         self._preparing.add(task)
         task.add_done_callback(self._preparing.discard)
 
-    async def _prepare(self, request: ActiveRequest) -> None:
+    async def _prepare(self, request: ActiveRequest, attempt: int) -> None:
         """Bring the request into the engine, or end it with the reason why not."""
         job = request.job
         try:
@@ -123,6 +138,8 @@ class Requests:
                     ErrorCode.INTERNAL, f"This worker serves {self._config.base_model}.", "model"
                 )
             await self._load_adapters(request)
+            if attempt > 1:
+                await self._wait_to_run_alone(request)
             token_ids = await asyncio.to_thread(prompt_token_ids, job, self._codec)
             command = to_add(job, token_ids, self._codec.context_length)
         except Refused as refused:
@@ -137,6 +154,20 @@ class Requests:
         request.timings.started = time.time()
         request.in_engine = True
         self._send(command)
+
+    async def _wait_to_run_alone(self, request: ActiveRequest) -> None:
+        """Run those that were in a crash one at a time: the next crash tells whose fault it is."""
+        await self._alone.acquire()
+
+        async def release_at_end() -> None:
+            await request.released.wait()
+            self._alone.release()
+
+        task = asyncio.create_task(release_at_end())
+        self._preparing.add(task)
+        task.add_done_callback(self._preparing.discard)
+        with contextlib.suppress(RedisError, OSError):
+            await self._streams.will_run_alone(request.job.request_id, request.lease)
 
     async def _load_adapters(self, request: ActiveRequest) -> None:
         for ref in request.job.adapters:
@@ -180,13 +211,8 @@ class Requests:
         for digest in request.held_digests:
             self._cache.release(digest)
         request.held_digests = ()
-        self._update_room()
-
-    def _update_room(self) -> None:
-        if len(self._active) < MAX_ACTIVE:
-            self._room.set()
-        else:
-            self._room.clear()
+        request.released.set()
+        self._room.set()
 
     def cancel(self, request_id: str) -> None:
         """Stop a request whose answer nobody wants; the engine's last output counts its tokens."""
@@ -202,7 +228,8 @@ class Requests:
     def cancel_for_dead_gateways(self, silence_s: Mapping[str, float]) -> None:
         """`silence_s`: gateway id -> seconds since it last said that it lives."""
         for request_id, request in list(self._active.items()):
-            if silence_s.get(request.job.gateway_id, HEARTBEAT_TIMEOUT_S) >= HEARTBEAT_TIMEOUT_S:
+            gateway_id = request.job.gateway_id  # empty: nobody waits, nor ever did
+            if gateway_id and silence_s.get(gateway_id, HEARTBEAT_TIMEOUT_S) >= HEARTBEAT_TIMEOUT_S:
                 self.cancel(request_id)
 
     def cancel_overdue(self) -> None:
@@ -226,7 +253,8 @@ class Requests:
         self._active.pop(request.job.request_id, None)
         self.flusher.forget(request.job.request_id)
         with contextlib.suppress(RedisError, OSError):
-            await self._streams.hand_back(request.job.request_id, request.lease)
+            await self._streams.hand_back(request.job.request_id, request.lease, request.entry_id)
+        self._release(request)
 
     def _on_refused(self, request_ids: list[str]) -> None:
         """Another run holds the lease now: whatever this one does with the request is void."""

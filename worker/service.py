@@ -24,7 +24,7 @@ from worker.config import WorkerConfig
 from worker.engine_link import EngineLink
 from worker.protocol import HEARTBEAT_INTERVAL_S, Control, GenerateJob, Heartbeat
 from worker.requests import Requests
-from worker.streams import READ_COUNT, Streams
+from worker.streams import Streams
 
 if TYPE_CHECKING:
     from worker.engine_process import EngineFactory
@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 0.5
 DRAIN_POLL_S = 0.05
+#: A worker with room looks for work so often, should a poke get lost.
+IDLE_POLL_S = 1.0
 
 _T = TypeVar("_T")
 
@@ -77,6 +79,7 @@ class Worker:
         self._tokens_per_s = 0.0
         self._is_loaded = asyncio.Event()
         self._draining = asyncio.Event()
+        self._poked = asyncio.Event()
         self._end = asyncio.Event()  # the engine is lost, or a second signal came
 
     def drain(self) -> None:
@@ -125,36 +128,57 @@ class Worker:
             await self._beat()
             group.create_task(self._requests.flusher.run())
             group.create_task(self._control_loop(control_id))
-            group.create_task(self._inbox_loop())
+            group.create_task(self._pull_loop())
 
-    async def _inbox_loop(self) -> None:
+    async def _pull_loop(self) -> None:
+        """Take requests as there is room for them, and not before: what waits, waits in Redis,
+        where the next free worker finds it."""
         await _insist(self._recover)
         while not self._draining.is_set():
-            await self._requests.room()
-            entries = await _insist(functools.partial(self._streams.read_inbox, READ_COUNT))
-            if entries:
-                await _insist(functools.partial(self._take_up, entries))
+            await self._requests.room(self._stats.max_running)
+            self._poked.clear()
+            try:
+                pulled = await self._streams.pull(
+                    self._config.base_model, self._requests.num_free(self._stats.max_running)
+                )
+            except (RedisError, OSError) as error:
+                log.warning("waiting for Redis: %r", error)
+                await asyncio.sleep(RETRY_S)
+                await _insist(self._recover)  # some may have been taken all the same
+                continue
+            for item in pulled:
+                if job := await self._decode(item.entry_id, item.payload):
+                    self._requests.take_up(item.entry_id, job, item.dispatch)
+            if not pulled:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._poked.wait(), IDLE_POLL_S)
 
     async def _recover(self) -> None:
-        """Take up again what the run before this one left."""
+        """Take up what lies in the inbox unbeknown: an earlier run's, or a lost reply's."""
         async for entries in self._streams.read_pending():
-            log.info("recovering %d requests", len(entries))
-            await self._take_up(entries)
+            jobs = [
+                (entry_id, job)
+                for entry_id, payload in entries
+                if (job := await self._decode(entry_id, payload))
+                and not self._requests.knows(job.request_id)
+            ]
+            if jobs:
+                log.info("recovering %d requests", len(jobs))
+            dispatches = await self._streams.begin([(at, job.request_id) for at, job in jobs])
+            for (entry_id, job), dispatch in zip(jobs, dispatches, strict=True):
+                if dispatch.state in ("done", "gone"):
+                    await self._streams.acknowledge(entry_id)
+                else:
+                    self._requests.take_up(entry_id, job, dispatch)
 
-    async def _take_up(self, entries: list[tuple[bytes, bytes]]) -> None:
-        jobs = []
-        for entry_id, payload in entries:
-            try:
-                jobs.append((entry_id, GenerateJob.decode(payload)))
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
-                log.error("an inbox entry is no job: %r", error)
-                await self._streams.bury(entry_id, payload, repr(error))
-        dispatches = await self._streams.begin([job.request_id for _, job in jobs])
-        for (entry_id, job), dispatch in zip(jobs, dispatches, strict=True):
-            if dispatch.state in ("done", "gone"):
-                await self._streams.acknowledge(entry_id)
-            else:
-                self._requests.take_up(entry_id, job, dispatch)
+    async def _decode(self, entry_id: bytes, payload: bytes) -> GenerateJob | None:
+        """The job of an inbox entry; None, and the entry buried, when it is none."""
+        try:
+            return GenerateJob.decode(payload)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            log.error("an inbox entry is no job: %r", error)
+            await _insist(functools.partial(self._streams.bury, entry_id, payload, repr(error)))
+            return None
 
     async def _control_loop(self, last_id: bytes) -> None:
         while True:
@@ -165,6 +189,8 @@ class Worker:
                     self._requests.cancel(message.request_id)
                 elif message.action == Control.DRAIN:
                     self._draining.set()
+                elif message.action == Control.POKE:
+                    self._poked.set()
 
     async def _beat_loop(self) -> None:
         counted_at, counted = time.monotonic(), 0

@@ -16,20 +16,26 @@ from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 from redis.exceptions import NoScriptError, ResponseError
 
-from worker import protocol
+from worker import fair_queue, protocol
 from worker.protocol import ControlMessage, DoneRecord, Heartbeat, TokenEvent
 
 READ_COUNT = 64
 BLOCK_MS = 2000
 
-# KEYS job | ARGV worker, boot -> state as it was, lease, attempt, emitted, prompt, cached, cancel
+# KEYS job, inbox | ARGV worker, boot, inbox entry
+# -> state as it was, lease, attempt, emitted, prompt, cached, cancel
 BEGIN = """
+-- No longer here: this worker was taken for dead meanwhile, and the request is another's.
+if #redis.call('XRANGE', KEYS[2], ARGV[3], ARGV[3]) == 0 then return {'gone'} end
 local state, boot = unpack(redis.call('HMGET', KEYS[1], 'state', 'boot'))
 if not state then return {'gone'} end
 if state == 'done' then return {'done'} end
 if boot ~= ARGV[2] then
+  local attempt, alone = unpack(redis.call('HMGET', KEYS[1], 'attempt', 'alone'))
+  -- One that was only waiting for its turn to run alone did not cause the crash.
+  if tonumber(attempt or 0) < 2 or alone then redis.call('HINCRBY', KEYS[1], 'attempt', 1) end
   redis.call('HINCRBY', KEYS[1], 'lease', 1)
-  redis.call('HINCRBY', KEYS[1], 'attempt', 1)
+  redis.call('HDEL', KEYS[1], 'alone')
   redis.call('HSET', KEYS[1], 'state', 'running', 'worker', ARGV[1], 'boot', ARGV[2], 'seq', 0)
 end
 local now = redis.call('HMGET', KEYS[1],
@@ -37,46 +43,27 @@ local now = redis.call('HMGET', KEYS[1],
 return {state, now[1], now[2], now[3], now[4], now[5], now[6]}
 """
 
-# KEYS out, done, inbox, job … | ARGV group, out length, out ttl, done job's ttl, then per job
-# lease, seq, event, emitted, prompt, cached, done record or '', inbox entry
-# -> indexes of the jobs whose lease is somebody else's now
-PUBLISH = """
-local events, stale = {}, {}
-for i = 4, #KEYS do
-  local job, at = KEYS[i], 4 + (i - 4) * 8
-  local lease, seq, state = unpack(redis.call('HMGET', job, 'lease', 'seq', 'state'))
-  if lease ~= ARGV[at + 1] then
-    stale[#stale + 1] = i - 4
-  elseif state ~= 'done' and tonumber(seq) == tonumber(ARGV[at + 2]) then
-    events[#events + 1] = ARGV[at + 3]
-    redis.call('HSET', job, 'seq', seq + 1, 'emitted', ARGV[at + 4],
-      'prompt_tokens', ARGV[at + 5], 'cached_tokens', ARGV[at + 6])
-    if ARGV[at + 7] ~= '' then
-      redis.call('XADD', KEYS[2], '*', 'm', ARGV[at + 7])
-      redis.call('XACK', KEYS[3], ARGV[1], ARGV[at + 8])
-      redis.call('XDEL', KEYS[3], ARGV[at + 8])
-      redis.call('HSET', job, 'state', 'done')
-      redis.call('EXPIRE', job, ARGV[4])
-    end
-  end
-end
-if #events > 0 then
-  redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[2], '*',
-    'm', '[' .. table.concat(events, ',') .. ']')
-  redis.call('EXPIRE', KEYS[1], ARGV[3])
-end
-return stale
-"""
-
-# KEYS job | ARGV lease
-HAND_BACK = """
-if redis.call('HGET', KEYS[1], 'lease') ~= ARGV[1] then return 0 end
+# KEYS job, inbox | ARGV lease, pool, inbox entry, group
+HAND_BACK = (
+    fair_queue.PUT_BACK
+    + """
+local lease, state = unpack(redis.call('HMGET', KEYS[1], 'lease', 'state'))
+if lease ~= ARGV[1] or state ~= 'running' then return 0 end
 redis.call('HINCRBY', KEYS[1], 'attempt', -1)
-redis.call('HSET', KEYS[1], 'state', 'queued')
-return redis.call('HDEL', KEYS[1], 'boot')
+put_back(ARGV[2], KEYS[1], KEYS[2], ARGV[3], ARGV[4])
+return 1
+"""
+)
+
+# KEYS job | ARGV lease -> whether the lease is held
+ALONE = """
+if redis.call('HGET', KEYS[1], 'lease') ~= ARGV[1] then return 0 end
+redis.call('HSET', KEYS[1], 'alone', 1)
+return 1
 """
 
-# KEYS workers, worker, gateways | ARGV worker id, heartbeat, ttl -> time, gateway, its time, …
+# KEYS workers, worker, gateways, residents | ARGV worker id, heartbeat, ttl, digest …
+# -> time, gateway, its time, …
 BEAT = """
 redis.replicate_commands()
 local time = redis.call('TIME')
@@ -84,12 +71,22 @@ local now = time[1] + time[2] / 1e6
 redis.call('ZADD', KEYS[1], now, ARGV[1])
 redis.call('HSET', KEYS[2], 'm', ARGV[2])
 redis.call('EXPIRE', KEYS[2], ARGV[3])
+redis.call('DEL', KEYS[4])
+for i = 4, #ARGV do redis.call('SADD', KEYS[4], ARGV[i]) end
+redis.call('EXPIRE', KEYS[4], ARGV[3])
 local gateways = redis.call('ZRANGE', KEYS[3], 0, -1, 'WITHSCORES')
 table.insert(gateways, 1, tostring(now))
 return gateways
 """
 
-SCRIPTS = {"begin": BEGIN, "publish": PUBLISH, "hand_back": HAND_BACK, "beat": BEAT}
+SCRIPTS = {
+    "alone": ALONE,
+    "beat": BEAT,
+    "begin": BEGIN,
+    "hand_back": HAND_BACK,
+    "publish": fair_queue.PUBLISH,
+    "pull": fair_queue.PULL,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +100,15 @@ class Dispatch:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     is_cancelled: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pulled:
+    """A request that was just dispatched to this worker."""
+
+    entry_id: bytes
+    payload: bytes
+    dispatch: Dispatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,9 +170,35 @@ class Streams:
             for entry_id, fields in entries
         ]
 
-    async def read_inbox(self, count: int) -> list[tuple[bytes, bytes]]:
-        """New entries of the inbox as (id, payload); waits a while for one."""
-        return await self._read_group(">", count=count, block=BLOCK_MS)
+    async def pull(self, base_model: str, count: int) -> list[Pulled]:
+        """Take requests from the fair queue into the inbox, under a new lease each.
+
+        More than `count` only by such as nobody waits for any more. After an error some may have
+        been taken all the same: `read_pending` has them. Nothing pulled: a poke will follow as
+        soon as there is something.
+        """
+        reply = await self._run(
+            "pull",
+            [
+                fair_queue.queue_key(self._pool, base_model),
+                self._inbox,
+                fair_queue.residents_key(self._pool, self._worker_id),
+            ],
+            [
+                *(self._pool, self._worker_id, self._boot_id),
+                *(min(count, fair_queue.PULL_COUNT), protocol.INBOX_GROUP),
+            ],
+        )
+        return [
+            Pulled(
+                entry_id=entry_id,
+                payload=payload,
+                dispatch=Dispatch(
+                    state="queued", lease=lease, attempt=attempt, is_cancelled=bool(is_cancelled)
+                ),
+            )
+            for entry_id, payload, lease, attempt, is_cancelled in reply
+        ]
 
     async def read_pending(self) -> AsyncIterator[list[tuple[bytes, bytes]]]:
         """What an earlier run of this worker took and did not finish, in batches."""
@@ -175,16 +207,13 @@ class Streams:
             yield entries
             after = entries[-1][0]
 
-    async def _read_group(
-        self, after: bytes | str, *, count: int, block: int | None = None
-    ) -> list[tuple[bytes, bytes]]:
+    async def _read_group(self, after: bytes | str, *, count: int) -> list[tuple[bytes, bytes]]:
         try:
             reply = await self._redis.xreadgroup(
                 protocol.INBOX_GROUP,
                 self._worker_id,
                 {self._inbox: after},
                 count=count,
-                block=block,
             )
         except ResponseError as error:
             if "NOGROUP" not in str(error):
@@ -197,13 +226,19 @@ class Streams:
             for entry_id, fields in entries
         ]
 
-    async def begin(self, request_ids: Sequence[str]) -> list[Dispatch]:
-        """Take up requests of the inbox under a new lease each."""
+    async def begin(self, requests: Sequence[tuple[bytes, str]]) -> list[Dispatch]:
+        """Take up what an earlier run left, as (inbox entry, request id), under new leases.
+
+        What this run itself took keeps its lease.
+        """
         replies = await self._run_many(
             "begin",
             [
-                ([protocol.job_key(self._pool, request_id)], [self._worker_id, self._boot_id])
-                for request_id in request_ids
+                (
+                    [protocol.job_key(self._pool, request_id), self._inbox],
+                    [self._worker_id, self._boot_id, entry_id],
+                )
+                for entry_id, request_id in requests
             ],
         )
         return [_dispatch(reply) for reply in replies]
@@ -232,9 +267,17 @@ class Streams:
         stale = await self._run("publish", keys, args)
         return [news[index] for index in stale]
 
-    async def hand_back(self, request_id: str, lease: int) -> None:
-        """Leave a request that delivered nothing in the inbox as if it had not been taken up."""
-        await self._run("hand_back", [protocol.job_key(self._pool, request_id)], [lease])
+    async def hand_back(self, request_id: str, lease: int, entry_id: bytes) -> None:
+        """Put a request that delivered nothing back, as if it had not been taken."""
+        await self._run(
+            "hand_back",
+            [protocol.job_key(self._pool, request_id), self._inbox],
+            [lease, self._pool, entry_id, protocol.INBOX_GROUP],
+        )
+
+    async def will_run_alone(self, request_id: str, lease: int) -> bool:
+        """Note that a request runs apart from others that were in a crash. -> lease still held."""
+        return bool(await self._run("alone", [protocol.job_key(self._pool, request_id)], [lease]))
 
     async def acknowledge(self, entry_id: bytes) -> None:
         """Remove an entry from the inbox whose request has ended otherwise."""
@@ -260,8 +303,12 @@ class Streams:
                 protocol.workers_key(self._pool),
                 protocol.worker_key(self._pool, self._worker_id),
                 protocol.GATEWAYS_KEY,
+                fair_queue.residents_key(self._pool, self._worker_id),
             ],
-            [self._worker_id, heartbeat.encode(), protocol.WORKER_TTL_S],
+            [
+                *(self._worker_id, heartbeat.encode(), protocol.WORKER_TTL_S),
+                *heartbeat.resident_digests,
+            ],
         )
         now = float(reply[0])
         return {
@@ -273,6 +320,7 @@ class Streams:
         """Say that this worker goes on purpose."""
         async with self._redis.pipeline() as pipe:
             pipe.zrem(protocol.workers_key(self._pool), self._worker_id)
+            pipe.delete(fair_queue.residents_key(self._pool, self._worker_id))
             pipe.delete(protocol.worker_key(self._pool, self._worker_id))
             await pipe.execute()
 

@@ -17,6 +17,8 @@ from django.db import close_old_connections
 
 from controlplane.adapters.services import ResolvedModel, model_resolve, models_list
 from controlplane.errors import Unavailable
+from controlplane.limits.admit import Limits
+from controlplane.limits.services import limits_for
 from controlplane.scoping import tenant_scope
 from controlplane.tenants import auth
 from controlplane.tenants.auth import CACHE_S, Permission, Principal, authorize
@@ -25,6 +27,7 @@ _CACHE_MAX_MODELS = 10_000
 
 _T = TypeVar("_T")
 _models: dict[tuple[uuid.UUID, str], tuple[ResolvedModel, float]] = {}
+_limits: dict[tuple[uuid.UUID, str], tuple[Limits, float]] = {}  # by key and model
 
 
 async def authenticate(header: str | None) -> Principal:
@@ -50,6 +53,20 @@ async def admit(header: str | None, model_name: str) -> tuple[Principal, Resolve
     return await _in_thread(lambda: _admit(header, model_name))
 
 
+async def limits_of(principal: Principal, model_name: str) -> Limits:
+    """What bounds the caller's use of the model, as of at most `CACHE_S` ago."""
+    assert principal.api_key is not None
+    limits, until = _limits.get((principal.api_key.id, model_name), (None, 0.0))
+    if limits is not None and until > time.monotonic():
+        return limits
+
+    def query() -> Limits:
+        with tenant_scope(principal.tenant.id):
+            return _load_limits(principal, model_name)
+
+    return await _in_thread(query)
+
+
 async def models(header: str | None) -> list[ResolvedModel]:
     """What the caller can name as a model."""
     principal = await authenticate(header)
@@ -66,10 +83,20 @@ def _admit(header: str | None, model_name: str) -> tuple[Principal, ResolvedMode
     authorize(principal, Permission.INFER)
     with tenant_scope(principal.tenant.id):
         model = model_resolve(model_name)
+        _load_limits(principal, model_name)  # while a connection is at hand
     if len(_models) >= _CACHE_MAX_MODELS:
         _models.clear()
     _models[principal.tenant.id, model_name] = (model, time.monotonic() + CACHE_S)
     return principal, model
+
+
+def _load_limits(principal: Principal, model_name: str) -> Limits:
+    assert principal.api_key is not None
+    limits = limits_for(principal.api_key.id, model_name)
+    if len(_limits) >= _CACHE_MAX_MODELS:
+        _limits.clear()
+    _limits[principal.api_key.id, model_name] = (limits, time.monotonic() + CACHE_S)
+    return limits
 
 
 async def _in_thread(query: Callable[[], _T]) -> _T:

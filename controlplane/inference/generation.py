@@ -85,6 +85,7 @@ def _common(
         "adapters": adapters,
         "adapter_version_id": None if version is None else str(version.id),
         "stream": bool(body.stream),
+        "is_batch": getattr(body, "service_tier", None) == "flex",
         "created_at": now,
         "deadline": now + DEADLINE_S,
     }

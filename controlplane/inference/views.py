@@ -30,6 +30,7 @@ from controlplane.inference.answers import (
 from controlplane.inference.generation import chat_job, client_param, completion_job
 from controlplane.inference.parsing import parse_body
 from controlplane.inference.schemas import ChatBody, CompletionBody, GenerationBody
+from controlplane.limits.admission import rate_headers
 from controlplane.replies import Reply
 from controlplane.scoping import new_id
 from worker.protocol import ErrorCode, FinishReason, GenerateJob, TokenEvent
@@ -59,6 +60,8 @@ def gateway_view(*methods: str) -> Callable[[View], View]:
             except Exception:
                 log.exception("request %s failed", request_id)
                 response = InternalError("The server failed on this request.").response()
+            for name, value in getattr(request, "rate_headers", {}).items():
+                response.setdefault(name, value)
             response["x-request-id"] = f"req_{request_id}"
             response["openai-processing-ms"] = str(round((time.perf_counter() - started) * 1000))
             return response
@@ -131,7 +134,11 @@ async def _generate(
         fingerprint=_fingerprint(model),
         with_usage=bool(body.stream_options and body.stream_options.include_usage),
     )
-    reply = await dispatcher.submit(job)
+    limits = await access.limits_of(principal, body.model)
+    reply, admitted = await dispatcher.submit(
+        job, limits, context_length=model.base_model.context_length
+    )
+    request.rate_headers = rate_headers(admitted)  # type: ignore[attr-defined]
     is_handed_on = False
     try:
         # Until it is known how the request fares, the status can still say so.

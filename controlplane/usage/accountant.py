@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import time
 from collections.abc import Iterable
 from threading import Event
 from typing import Any
@@ -17,6 +18,8 @@ import redis
 from django.db import DataError, IntegrityError, InterfaceError, OperationalError, connection
 from redis.exceptions import RedisError, ResponseError
 
+from controlplane.delivery.reaper import Reaper
+from controlplane.delivery.services import dead_letters_collect
 from controlplane.usage.services import usage_settle
 from worker import protocol
 from worker.protocol import DoneRecord
@@ -28,6 +31,7 @@ BLOCK_MS = 1000
 #: Another accountant that has held records for this long without settling them is dead.
 CLAIM_IDLE_MS = 60_000
 MAX_BACKOFF_S = 10.0
+LETTERS_INTERVAL_S = 2.0
 
 #: PostgreSQL is away, or restarting: the same records will do later.
 AWAY = (OperationalError, InterfaceError)
@@ -48,6 +52,9 @@ class Accountant:
         self._redis: Any = redis.Redis.from_url(
             redis_url, protocol=2, socket_connect_timeout=5, socket_timeout=5 + BLOCK_MS / 1000
         )
+        self._pool = pool
+        self._reaper = Reaper(redis_url, pool)
+        self._next_letters = 0.0
         self._key = protocol.done_key(pool)
         self._dead_letters = protocol.dead_letter_key(pool)
         self._name = name or socket.gethostname()
@@ -64,11 +71,19 @@ class Accountant:
                     is_ready = True
                 self._settle(self._read(">"))
                 self._settle(self._claim())
+                self._look_after_the_pool()
                 self._backoff_s = 0.0
             except (RedisError, *AWAY) as error:
                 is_ready = False  # what was read and not settled is pending now
                 connection.close()
                 self._wait(error)
+
+    def _look_after_the_pool(self) -> None:
+        """What some process must do now and then, whoever does it."""
+        self._reaper.turn_if_due()
+        if time.monotonic() >= self._next_letters:
+            self._next_letters = time.monotonic() + LETTERS_INTERVAL_S
+            dead_letters_collect(self._redis, self._pool)
 
     def _wait(self, error: Exception) -> None:
         self._backoff_s = min(MAX_BACKOFF_S, self._backoff_s * 2 or 0.25)

@@ -197,7 +197,7 @@ def test_a_request_that_kills_its_worker_is_given_up(
     second = scene.live.start_worker(worker_id(request), step_s=STEP_S, wait=False)
     assert wait_for(lambda: second.exit_code, what="the second crash") == 1
     with restarted(scene.live, worker_id(request)):
-        assert getattr(deadly.wait().error, "code", None) == "worker_lost"
+        assert getattr(deadly.wait().error, "code", None) == "request_given_up"
         harmless = Call(stream=True).start(scene.url, key).wait()
         assert scene.usage(harmless)["completion_tokens"] == TOKENS
     assert scene.pending(worker_id(request)) == 0

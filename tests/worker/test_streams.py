@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import redis
 
+from controlplane.limits.admit import ADMIT
 from demo.stack import EmbeddedStack
-from worker import protocol
+from worker import fair_queue, protocol
 from worker.protocol import DoneRecord, GenerateJob, Heartbeat, TokenEvent
-from worker.streams import News, Streams
+from worker.streams import Dispatch, News, Streams
 
 WORKER = "w1"
 
@@ -39,9 +40,12 @@ class Pool:
             base_model="b",
             text="x",
         )
-        key = protocol.job_key(self.name, request_id)
-        self.client.hset(key, mapping={"state": "queued", "lease": 0, "seq": 0, "worker": WORKER})
-        self.client.xadd(protocol.inbox_key(self.name, WORKER), {"m": job.encode()})
+        args = [
+            *(self.name, fair_queue.queue_key(self.name, "b"), request_id, job.encode(), "t"),
+            *(fair_queue.INTERACTIVE, "", 4e9, 3600, job.gateway_id, 1, 1, 1, 0, 60, 99, 99, 0),
+        ]
+        verdict = self.client.eval(ADMIT, 1, protocol.job_key(self.name, request_id), *args)
+        assert verdict[0] == b"ok"
         return job
 
     def job_hash(self, request_id: str = "r1") -> dict[bytes, bytes]:
@@ -122,9 +126,17 @@ def make_news(
 
 async def take(streams: Streams) -> tuple[bytes, int]:
     """Read the one entry and begin it. -> its id and lease."""
-    ((entry_id, payload),) = await streams.read_inbox(10)
-    (dispatch,) = await streams.begin([GenerateJob.decode(payload).request_id])
-    return entry_id, dispatch.lease
+    (pulled,) = await streams.pull("b", 10)
+    return pulled.entry_id, pulled.dispatch.lease
+
+
+async def begin(streams: Streams, request_id: str = "r1") -> Dispatch:
+    """Take up what lies in the inbox."""
+    async for batch in streams.read_pending():
+        for entry_id, payload in batch:
+            if GenerateJob.decode(payload).request_id == request_id:
+                return (await streams.begin([(entry_id, request_id)]))[0]
+    raise AssertionError(f"{request_id} is not in the inbox")
 
 
 async def test_a_request_from_inbox_to_record(pool: Pool, streams: Streams) -> None:
@@ -152,14 +164,14 @@ async def test_repeating_a_flush_changes_nothing(pool: Pool, streams: Streams) -
 async def test_an_old_lease_can_tell_nothing_and_bill_nothing(pool: Pool, streams: Streams) -> None:
     job = pool.submit()
     other = pool.submit("r2")
-    entries = await streams.read_inbox(10)
-    await streams.begin([job.request_id, other.request_id])
+    entries = [pulled.entry_id for pulled in await streams.pull("b", 10)]
     successor = pool.streams("boot-2")
-    (dispatch,) = await successor.begin([job.request_id])
+    dispatch = await begin(successor, job.request_id)
+    assert other.request_id == "r2"
     assert (dispatch.state, dispatch.lease, dispatch.attempt) == ("running", 2, 2)
 
-    late = make_news(entries[0][0], lease=1, ends=True)
-    fine = make_news(entries[1][0], lease=1, request_id="r2")
+    late = make_news(entries[0], lease=1, ends=True)
+    fine = make_news(entries[1], lease=1, request_id="r2")
     assert await streams.publish(job.gateway_id, [late, fine]) == [late]
     assert [event.request_id for event in pool.events()] == ["r2"]
     assert pool.done() == []
@@ -169,9 +181,9 @@ async def test_an_old_lease_can_tell_nothing_and_bill_nothing(pool: Pool, stream
 
 async def test_the_same_run_beginning_twice_keeps_its_lease(pool: Pool, streams: Streams) -> None:
     pool.submit()
-    first = await streams.begin(["r1"])
-    second = await streams.begin(["r1"])
-    assert [first[0].lease, second[0].lease, second[0].attempt] == [1, 1, 1]
+    _, lease = await take(streams)
+    again = await begin(streams)
+    assert [lease, again.lease, again.attempt] == [1, 1, 1]
 
 
 async def test_a_new_run_finds_what_was_left_and_what_was_told(
@@ -184,7 +196,7 @@ async def test_a_new_run_finds_what_was_left_and_what_was_told(
     successor = pool.streams("boot-2")
     batches = [batch async for batch in successor.read_pending()]
     assert [[entry[0] for entry in batch] for batch in batches] == [[entry_id]]
-    (dispatch,) = await successor.begin(["r1"])
+    dispatch = await begin(successor)
     assert (dispatch.emitted, dispatch.prompt_tokens, dispatch.lease) == (1, 3, 2)
     await successor.close()
 
@@ -193,43 +205,49 @@ async def test_a_request_handed_back_is_not_counted_as_a_crash(
     pool: Pool, streams: Streams
 ) -> None:
     pool.submit()
-    _, lease = await take(streams)
-    await streams.hand_back("r1", lease)
+    entry_id, lease = await take(streams)
+    for _ in range(2):  # repeated after a lost reply
+        await streams.hand_back("r1", lease, entry_id)
+    assert pool.inbox_length() == 0
     successor = pool.streams("boot-2")
-    (dispatch,) = await successor.begin(["r1"])
-    assert (dispatch.attempt, dispatch.lease) == (1, 2)
+    (pulled,) = await successor.pull("b", 10)
+    assert (pulled.dispatch.attempt, pulled.dispatch.lease) == (1, 2)
+    assert await successor.pull("b", 10) == []
     await successor.close()
 
 
 @pytest.mark.parametrize("state", ["gone", "done"])
 async def test_what_is_over_is_said_to_be(pool: Pool, streams: Streams, state: str) -> None:
+    pool.submit()
+    await take(streams)
+    key = protocol.job_key(pool.name, "r1")
     if state == "done":
-        pool.submit()
-        pool.client.hset(protocol.job_key(pool.name, "r1"), "state", "done")
-    (dispatch,) = await streams.begin(["r1"])
-    assert dispatch.state == state
-    assert pool.job_hash() == {} or pool.job_hash()[b"lease"] == b"0"
+        pool.client.hset(key, "state", "done")
+    else:
+        pool.client.delete(key)
+    assert (await begin(pool.streams("boot-2"))).state == state
+    assert pool.job_hash() == {} or pool.job_hash()[b"lease"] == b"1"
 
 
 async def test_a_cancelled_job_says_so(pool: Pool, streams: Streams) -> None:
     pool.submit()
     pool.client.hset(protocol.job_key(pool.name, "r1"), "cancel", 1)
-    (dispatch,) = await streams.begin(["r1"])
-    assert dispatch.is_cancelled
+    (pulled,) = await streams.pull("b", 10)
+    assert pulled.dispatch.is_cancelled
 
 
 async def test_scripts_survive_a_flushed_script_cache(pool: Pool, streams: Streams) -> None:
+    assert await streams.pull("b", 10) == []
     pool.submit()
-    await streams.begin(["r1"])
     pool.client.script_flush()
-    (dispatch,) = await streams.begin(["r1"])
-    assert dispatch.lease == 1
+    assert (await take(streams))[1] == 1
 
 
 async def test_an_entry_that_is_no_job_becomes_a_dead_letter(pool: Pool, streams: Streams) -> None:
-    pool.client.xadd(protocol.inbox_key(pool.name, WORKER), {"m": b"\xff"})
-    ((entry_id, payload),) = await streams.read_inbox(10)
-    await streams.bury(entry_id, payload, "no JSON")
+    pool.submit()
+    pool.client.hset(protocol.job_key(pool.name, "r1"), "m", b"\xff")
+    (pulled,) = await streams.pull("b", 10)
+    await streams.bury(pulled.entry_id, pulled.payload, "no JSON")
     assert pool.inbox_length() == 0
     ((_, letter),) = pool.client.xrange(protocol.dead_letter_key(pool.name))
     assert (letter[b"m"], letter[b"reason"]) == (b"\xff", b"no JSON")
@@ -257,6 +275,6 @@ async def test_the_heartbeat_brings_the_gateways_silence(pool: Pool, streams: St
 
 async def test_a_new_inbox_takes_the_place_of_a_lost_one(pool: Pool, streams: Streams) -> None:
     pool.client.delete(protocol.inbox_key(pool.name, WORKER))
-    assert await streams.read_inbox(10) == []
+    assert await streams.pull("b", 10) == []
     pool.submit()
-    assert len(await streams.read_inbox(10)) == 1
+    assert len(await streams.pull("b", 10)) == 1

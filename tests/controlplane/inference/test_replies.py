@@ -16,7 +16,7 @@ def make_reply() -> Reply:
     job = GenerateJob(
         request_id="r", tenant_id="t", api_key_id="k", gateway_id="g", model="m", base_model="b"
     )
-    return Reply(job, "w1")
+    return Reply(job)
 
 
 def event(seq: int, text: str = "", *, lease: int = 1, **fields: Any) -> TokenEvent:

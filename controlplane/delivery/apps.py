@@ -1,0 +1,5 @@
+from django.apps import AppConfig
+
+
+class DeliveryConfig(AppConfig):
+    name = "controlplane.delivery"

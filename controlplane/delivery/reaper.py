@@ -1,0 +1,268 @@
+"""Takes over what dead workers left, wherever it runs: gateways and accountants all do.
+
+A request of which nothing was delivered goes back to the front of its queue; one that was half
+delivered, cancelled or given up ends here. Each step is one script that checks first that the
+worker is still dead and fences it with a new lease, so that two reapers, or a reaper and a worker
+that wakes up, do no harm to each other: the short lock only spares them the work.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+import uuid
+from typing import Any
+
+import redis
+from redis.exceptions import RedisError
+
+from worker import fair_queue, protocol
+from worker.protocol import (
+    DoneRecord,
+    ErrorCode,
+    FinishReason,
+    GenerateJob,
+    Heartbeat,
+    TokenEvent,
+    Usage,
+)
+
+log = logging.getLogger(__name__)
+
+INTERVAL_S = 2.0
+BATCH = 64
+#: Not a worker's name: it takes what no worker will ever pull.
+REAPER = "~reaper"
+
+# KEYS job, inbox, workers | ARGV pool, worker, seconds of silence, inbox entry, group, attempts
+# -> alive | over | requeued | end, lease, attempt, emitted, prompt, cached, cancel
+SEIZE = (
+    "redis.replicate_commands()\n"
+    + fair_queue.PUT_BACK
+    + """
+local job, inbox, group, entry = KEYS[1], KEYS[2], ARGV[5], ARGV[4]
+local time = redis.call('TIME')
+local heard = redis.call('ZSCORE', KEYS[3], ARGV[2])
+if heard and time[1] + time[2] / 1e6 - heard < tonumber(ARGV[3]) then return {'alive'} end
+local state, worker, boot, attempt, alone, emitted, cancel = unpack(redis.call('HMGET', job,
+  'state', 'worker', 'boot', 'attempt', 'alone', 'emitted', 'cancel'))
+if state ~= 'running' or worker ~= ARGV[2] then
+  redis.call('XACK', inbox, group, entry)
+  redis.call('XDEL', inbox, entry)
+  return {'over'}
+end
+if boot ~= 'reaper' then
+  redis.call('HINCRBY', job, 'lease', 1)
+  attempt = tonumber(attempt)
+  local is_guilty = alone and attempt >= tonumber(ARGV[6])
+  if is_guilty then
+    redis.call('HINCRBY', job, 'attempt', 1)
+  elseif attempt > 1 and not alone then
+    -- It was only waiting for its turn to run alone.
+    redis.call('HINCRBY', job, 'attempt', -1)
+  end
+  if not is_guilty and not cancel and tonumber(emitted or 0) == 0 then
+    put_back(ARGV[1], job, inbox, entry, group)
+    return {'requeued'}
+  end
+  redis.call('HSET', job, 'boot', 'reaper', 'seq', 0)
+end
+local now = redis.call('HMGET', job, 'lease', 'attempt', 'emitted', 'prompt_tokens',
+  'cached_tokens', 'cancel')
+return {'end', now[1], now[2], now[3] or '0', now[4] or '0', now[5] or '0', now[6] or '0'}
+"""
+)
+
+# KEYS inbox, inboxes, workers | ARGV worker
+FORGET = """
+if redis.call('XLEN', KEYS[1]) > 0 or redis.call('ZSCORE', KEYS[3], ARGV[1]) then return 0 end
+redis.call('DEL', KEYS[1])
+return redis.call('SREM', KEYS[2], ARGV[1])
+"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Seized:
+    lease: int
+    attempt: int
+    emitted: int
+    prompt_tokens: int
+    cached_tokens: int
+    is_cancelled: bool
+
+
+class Reaper:
+    """One pool's. `turn` may raise redis.exceptions.RedisError; the next goes on where it ended."""
+
+    def __init__(self, redis_url: str, pool: str) -> None:
+        self._redis: Any = redis.Redis.from_url(
+            redis_url, protocol=2, socket_connect_timeout=5, socket_timeout=5
+        )
+        self._pool = pool
+        self._id = uuid.uuid4().hex
+        self._workers = protocol.workers_key(pool)
+        self._inboxes = fair_queue.inboxes_key(pool)
+        self._seize = self._redis.register_script(SEIZE)
+        self._publish = self._redis.register_script(fair_queue.PUBLISH)
+        self._pull = self._redis.register_script(fair_queue.PULL)
+        self._forget = self._redis.register_script(FORGET)
+        self._next_turn = 0.0
+
+    def close(self) -> None:
+        self._redis.close()
+
+    def turn_if_due(self) -> None:
+        """A turn, if the last is long enough ago; while Redis is away, none."""
+        if time.monotonic() < self._next_turn:
+            return
+        self._next_turn = time.monotonic() + INTERVAL_S
+        try:
+            self.turn()
+        except (RedisError, OSError) as error:
+            log.warning("nothing is reaped while Redis is away: %r", error)
+
+    def turn(self) -> None:
+        """Take over what workers that are dead by now left."""
+        lock = f"reap:{{{self._pool}}}"
+        if not self._redis.set(lock, self._id, nx=True, px=int(INTERVAL_S * 900)):
+            return
+        seconds, micros = self._redis.time()
+        now = seconds + micros / 1e6
+        scores = dict(self._redis.zrange(self._workers, 0, -1, withscores=True))
+        for name in self._redis.smembers(self._inboxes):
+            if now - scores.get(name, 0.0) >= protocol.HEARTBEAT_TIMEOUT_S:
+                self._reap(name.decode())
+        self._end_unserved(now, scores)
+
+    def _reap(self, worker_id: str) -> None:
+        inbox = protocol.inbox_key(self._pool, worker_id)
+        after = "-"
+        while entries := self._redis.xrange(inbox, after, count=BATCH):
+            for entry_id, fields in entries:
+                if not self._take_over(worker_id, inbox, entry_id, fields):
+                    return
+            after = f"({entries[-1][0].decode()}"
+        self._forget(keys=[inbox, self._inboxes, self._workers], args=[worker_id])
+
+    def _take_over(
+        self, worker_id: str, inbox: str, entry_id: bytes, fields: dict[bytes, bytes]
+    ) -> bool:
+        """Requeue or end one request. -> False when its worker lives after all."""
+        try:
+            job = GenerateJob.decode(fields.get(protocol.PAYLOAD_FIELD, b""))
+        except (ValueError, TypeError, KeyError, AttributeError):
+            self._redis.xdel(inbox, entry_id)
+            return True
+        verdict, *counts = self._seize(
+            keys=[protocol.job_key(self._pool, job.request_id), inbox, self._workers],
+            args=[
+                *(self._pool, worker_id, protocol.HEARTBEAT_TIMEOUT_S, entry_id),
+                *(protocol.INBOX_GROUP, protocol.MAX_ATTEMPTS),
+            ],
+        )
+        if verdict == b"alive":
+            return False
+        log.warning("%s of the dead %s: %s", job.request_id, worker_id, verdict.decode())
+        if verdict == b"end":
+            lease, attempt, emitted, prompt, cached, cancel = map(int, counts)
+            seized = _Seized(lease, attempt, emitted, prompt, cached, bool(cancel))
+            self._end(job, worker_id, entry_id, seized)
+        return True
+
+    def _end(self, job: GenerateJob, worker_id: str, entry_id: bytes, seized: _Seized) -> None:
+        event, done = _last_words(job, worker_id, seized, time.time())
+        self._publish(
+            keys=[
+                protocol.out_key(job.gateway_id),
+                protocol.done_key(self._pool),
+                protocol.inbox_key(self._pool, worker_id),
+                protocol.job_key(self._pool, job.request_id),
+            ],
+            args=[
+                *(protocol.INBOX_GROUP, protocol.OUT_STREAM_MAX_LEN, protocol.OUT_STREAM_TTL_S),
+                *(protocol.DONE_JOB_TTL_S, seized.lease, 0, event.encode(), seized.emitted),
+                *(seized.prompt_tokens, seized.cached_tokens, done.encode(), entry_id),
+            ],
+        )
+
+    def _end_unserved(self, now: float, scores: dict[bytes, float]) -> None:
+        """End what waits for a base model that no worker has served for a while."""
+        waiting = self._redis.smembers(fair_queue.queues_key(self._pool))
+        if not waiting:
+            return
+        served = set()
+        for name, heard in scores.items():
+            payload = self._redis.hget(protocol.worker_key(self._pool, name.decode()), "m")
+            if payload and now - heard < protocol.WORKER_GRACE_S:
+                base_model = Heartbeat.decode(payload).base_model
+                served.add(fair_queue.queue_key(self._pool, base_model).encode())
+        for queue in waiting - served:
+            self._end_queue(queue.decode())
+
+    def _end_queue(self, queue: str) -> None:
+        keys = [queue, protocol.inbox_key(self._pool, REAPER), "-"]
+        args: list[str | int] = [
+            self._pool,
+            REAPER,
+            "reaper",
+            fair_queue.PULL_COUNT,
+            protocol.INBOX_GROUP,
+        ]
+        while pulled := self._pull(keys=keys, args=args):
+            for entry_id, payload, lease, attempt, cancel in pulled:
+                job = GenerateJob.decode(payload)
+                self._end(job, REAPER, entry_id, _Seized(lease, attempt, 0, 0, 0, bool(cancel)))
+        self._redis.zrem(f"{queue}:idle", REAPER)
+
+
+def _last_words(
+    job: GenerateJob, worker_id: str, seized: _Seized, now: float
+) -> tuple[TokenEvent, DoneRecord]:
+    """The last event of a request that nobody runs any more, and its record."""
+    code: str | None = None
+    message = None
+    reason = FinishReason.CANCELLED
+    if not seized.is_cancelled:
+        reason = FinishReason.ERROR
+        code, message = ErrorCode.WORKER_LOST, "The worker that ran this request was lost."
+        if seized.attempt > protocol.MAX_ATTEMPTS:
+            code, message = ErrorCode.GIVEN_UP, "This request ended the workers that ran it."
+    usage = Usage(
+        prompt_tokens=seized.prompt_tokens,
+        cached_tokens=seized.cached_tokens,
+        completion_tokens=seized.emitted,
+    )
+    event = TokenEvent(
+        request_id=job.request_id,
+        lease=seized.lease,
+        seq=0,
+        finish_reason=reason,
+        error_code=code,
+        error_message=message,
+        usage=usage,
+    )
+    total_ms = max(0.0, (now - job.created_at) * 1000)
+    done = DoneRecord(
+        request_id=job.request_id,
+        tenant_id=job.tenant_id,
+        api_key_id=job.api_key_id,
+        worker_id=worker_id,
+        lease=seized.lease,
+        model=job.model,
+        base_model=job.base_model,
+        adapter_version_id=job.adapter_version_id,
+        digests=tuple(ref.digest for ref in job.adapters),
+        finish_reason=reason,
+        error_code=code,
+        prompt_tokens=seized.prompt_tokens,
+        cached_tokens=seized.cached_tokens,
+        completion_tokens=seized.emitted,
+        created_at=job.created_at,
+        queue_ms=total_ms,
+        load_ms=0.0,
+        first_token_ms=None,
+        total_ms=total_ms,
+        stream=job.stream,
+    )
+    return event, done

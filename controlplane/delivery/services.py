@@ -1,0 +1,138 @@
+"""Dead letters and quarantine: what operators see of requests that ended workers, and undo."""
+
+from __future__ import annotations
+
+import datetime as dt
+import logging
+import time
+import uuid
+from typing import Any
+
+import redis
+from django.conf import settings
+from django.utils import timezone
+from redis.exceptions import RedisError, ResponseError
+
+from controlplane.delivery.models import DeadLetter
+from controlplane.errors import Conflict, Unavailable
+from controlplane.limits.admission import output_estimate, prompt_estimate
+from controlplane.limits.admit import ADMIT, MAX_TENANT_WAITING, MAX_WAITING
+from controlplane.scoping import all_tenants, new_id
+from worker import fair_queue, protocol
+from worker.protocol import GenerateJob
+
+log = logging.getLogger(__name__)
+
+#: How long a request that was put back may wait.
+REQUEUE_DEADLINE_S = 3600.0
+GIVEN_UP = b"given up"
+
+
+def dead_letters_collect(client: Any, pool: str) -> int:
+    """Write the pool's given-up requests as rows. -> how many were read.
+
+    Repeating it after a crash writes none twice. Raises RedisError or django.db.Error.
+    """
+    key = protocol.dead_letter_key(pool)
+    try:
+        client.xgroup_create(key, protocol.ACCOUNTANT_GROUP, id="0", mkstream=True)
+    except ResponseError as error:
+        if "BUSYGROUP" not in str(error):
+            raise
+    entries = []
+    for after in ("0", ">"):
+        reply = client.xreadgroup(protocol.ACCOUNTANT_GROUP, "rows", {key: after}, count=100)
+        entries += [entry for _, found in reply for entry in found]
+    rows = [row for _, fields in entries if (row := _row(fields or {})) is not None]
+    with all_tenants(reason="letters are of many tenants"):
+        DeadLetter.objects.bulk_create(rows, ignore_conflicts=True)
+    if entries:
+        client.xack(key, protocol.ACCOUNTANT_GROUP, *(entry_id for entry_id, _ in entries))
+    return len(entries)
+
+
+def _row(fields: dict[bytes, bytes]) -> DeadLetter | None:
+    """None for an entry that is no request; it stays in the stream."""
+    if fields.get(b"reason") != GIVEN_UP:
+        return None
+    try:
+        job = GenerateJob.decode(fields[protocol.PAYLOAD_FIELD])
+        version_id = job.adapter_version_id
+        return DeadLetter(
+            tenant_id=uuid.UUID(job.tenant_id),
+            request_id=job.request_id,
+            model=job.model,
+            adapter_version_id=uuid.UUID(version_id) if version_id else None,
+            worker_id=fields.get(b"source", b"").decode(),
+            reason=fields[b"reason"].decode(),
+            job=job.to_dict(),
+        )
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        log.error("a dead letter cannot be read: %r", error)
+        return None
+
+
+def dead_letter_requeue(letter: DeadLetter) -> str:
+    """Run a given-up request again, as a batch request of a new id. -> the id.
+
+    Its usage is recorded; its answer goes to nobody. Raises Conflict when it was requeued before
+    or does not fit the queue, Unavailable when Redis does not answer.
+    """
+    request_id = f"req_{new_id().hex}"
+    claimed = DeadLetter.objects.filter(pk=letter.pk, requeued_at=None)
+    if not claimed.update(requeued_at=timezone.now(), requeued_as=request_id):
+        raise Conflict("This request was put back already.")
+    now = time.time()
+    fields = {
+        **letter.job,
+        "request_id": request_id,
+        "gateway_id": "",
+        "stream": False,
+        "is_batch": True,
+        "created_at": now,
+        "deadline": now + REQUEUE_DEADLINE_S,
+    }
+    job = GenerateJob.from_dict(fields)
+    pool = settings.POOL
+    args = [
+        *(pool, fair_queue.queue_key(pool, job.base_model), request_id, job.encode()),
+        *(job.tenant_id, fair_queue.BATCH, ",".join(ref.digest for ref in job.adapters)),
+        *(job.deadline, protocol.JOB_TTL_S, "", prompt_estimate(job), output_estimate(job)),
+        *(output_estimate(job), 0, 60, MAX_WAITING, MAX_TENANT_WAITING, 0),
+    ]
+    try:
+        with _client() as client:
+            verdict = client.eval(ADMIT, 1, protocol.job_key(pool, request_id), *args)
+    except RedisError as error:
+        DeadLetter.objects.filter(pk=letter.pk).update(requeued_at=None, requeued_as="")
+        raise Unavailable("The queue does not answer.") from error
+    if verdict[0] != b"ok":
+        DeadLetter.objects.filter(pk=letter.pk).update(requeued_at=None, requeued_as="")
+        raise Conflict(f"The queue refuses it: {verdict[0].decode()}.")
+    return request_id
+
+
+def quarantined() -> dict[str, dt.datetime]:
+    """Adapter digest -> since when it is not served. Raises Unavailable."""
+    try:
+        with _client() as client:
+            found = client.hgetall(fair_queue.quarantine_key(settings.POOL))
+    except RedisError as error:
+        raise Unavailable("The queue does not answer.") from error
+    return {
+        digest.decode(): dt.datetime.fromtimestamp(int(since), tz=dt.UTC)
+        for digest, since in found.items()
+    }
+
+
+def quarantine_release(digest: str) -> bool:
+    """Serve an adapter again. -> whether it was quarantined. Raises Unavailable."""
+    try:
+        with _client() as client:
+            return bool(client.hdel(fair_queue.quarantine_key(settings.POOL), digest))
+    except RedisError as error:
+        raise Unavailable("The queue does not answer.") from error
+
+
+def _client() -> Any:
+    return redis.Redis.from_url(settings.REDIS_URL, protocol=2, socket_timeout=5)

@@ -1,0 +1,133 @@
+"""From a job to the arguments of the admit script, and from its verdict to an answer."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from controlplane.errors import ApiError, Conflict, RateLimited, Unavailable
+from controlplane.limits.admit import Admitted, Limits, Rate, Refusal
+from worker.protocol import ErrorCode, GenerateJob
+
+#: What an answer without max_tokens is taken for by the queue and by rates; its end corrects it.
+USUAL_OUTPUT_TOKENS = 512
+#: Of a message's frame: its role and the template's marks.
+MESSAGE_TOKENS = 8
+MAX_RETRY_AFTER_S = 60.0
+
+
+def prompt_estimate(job: GenerateJob) -> int:
+    """No fewer tokens than the prompt has: no token of text is shorter than a byte."""
+    if job.token_ids is not None:
+        return len(job.token_ids)
+    if job.text is not None:
+        return len(job.text.encode()) + 1
+    messages = job.messages or ()
+    texts = (json.dumps(message, ensure_ascii=False) for message in messages)
+    return sum(len(text.encode()) + MESSAGE_TOKENS for text in texts)
+
+
+def output_estimate(job: GenerateJob) -> int:
+    """What the answer is taken for until its end is known."""
+    return min(job.sampling.max_tokens or USUAL_OUTPUT_TOKENS, USUAL_OUTPUT_TOKENS * 8)
+
+
+def output_bound(job: GenerateJob, context_length: int) -> int:
+    """What the answer can take at most."""
+    return min(job.sampling.max_tokens or context_length, context_length)
+
+
+def rate_headers(admitted: Admitted) -> dict[str, str]:
+    """OpenAI's x-ratelimit headers, and a word about a soft budget that is passed."""
+    headers: dict[str, str] = {}
+    for name, rate in (("requests", admitted.requests), ("tokens", admitted.tokens)):
+        if rate is not None:
+            headers |= _headers_of(name, rate)
+    if admitted.soft_budget is not None:
+        headers["x-lorikeet-budget"] = f"soft limit of the {admitted.soft_budget.period} passed"
+    return headers
+
+
+def _headers_of(name: str, rate: Rate) -> dict[str, str]:
+    return {
+        f"x-ratelimit-limit-{name}": str(rate.limit),
+        f"x-ratelimit-remaining-{name}": str(rate.remaining),
+        f"x-ratelimit-reset-{name}": _duration(rate.reset_s),
+    }
+
+
+def _duration(seconds: float) -> str:
+    """As OpenAI writes it: 120ms, 1.5s."""
+    return f"{round(seconds * 1000)}ms" if seconds < 1 else f"{seconds:.3g}s"
+
+
+class TooManyRequests(RateLimited):
+    """A limit of the tenant, with the headers that say which and until when."""
+
+    def __init__(self, message: str, *, more_headers: dict[str, str], **fields: Any) -> None:
+        super().__init__(message, **fields)
+        self._more_headers = more_headers
+
+    def headers(self) -> dict[str, str]:
+        return {**super().headers(), **self._more_headers}
+
+
+class BudgetSpent(RateLimited):
+    """The tenant's budget of this period is spent: trying again soon is of no use."""
+
+    type, code, should_retry = "insufficient_quota", "insufficient_quota", False
+
+
+_WHOSE = {"tenant": "your organization", "key": "this API key", "model": "this model"}
+
+
+def refusal_error(refusal: Refusal, limits: Limits) -> ApiError:
+    """The answer to a request that was not accepted."""
+    # Rounded up: who comes back exactly then is let in.
+    seconds = float(math.ceil(max(refusal.retry_after_s, 1.0)))
+    if refusal.reason == "budget":
+        budget = limits.budgets[refusal.index - 1]
+        return BudgetSpent(
+            f"The token budget of this {budget.period} ({refusal.limit}) does not cover this "
+            "request.",
+            retry_after_s=None,
+        )
+    if refusal.reason == "quarantined":
+        return Conflict(
+            "This adapter is quarantined: requests for it ended the workers that ran them.",
+            param="model",
+            code=ErrorCode.ADAPTER_QUARANTINED,
+        )
+    if refusal.reason in ("pool", "pool_wait"):
+        return Unavailable(
+            "The platform is overloaded: this request would wait too long.",
+            code="server_is_overloaded",
+            retry_after_s=min(seconds, MAX_RETRY_AFTER_S),
+        )
+    if refusal.reason == "tenant_wait":
+        return RateLimited(
+            "Your organization has so many requests waiting that this one would wait too long.",
+            code="slow_down",
+            retry_after_s=min(seconds, MAX_RETRY_AFTER_S),
+        )
+    scope = limits.policies[refusal.index - 1].scope if refusal.index else "tenant"
+    return TooManyRequests(
+        _MESSAGES[refusal.reason].format(whose=_WHOSE[scope], limit=refusal.limit),
+        retry_after_s=seconds,
+        more_headers=_refusal_headers(refusal, seconds),
+    )
+
+
+_MESSAGES = {
+    "requests": "Rate limit reached for {whose}: {limit} requests a minute.",
+    "tokens": "Rate limit reached for {whose}: {limit} tokens a minute.",
+    "concurrent": "Too many requests of {whose} at a time: {limit} may run.",
+    "waiting": "Too many requests of {whose} are waiting: {limit} may.",
+}
+
+
+def _refusal_headers(refusal: Refusal, seconds: float) -> dict[str, str]:
+    if refusal.reason not in ("requests", "tokens"):
+        return {}
+    return _headers_of(refusal.reason, Rate(refusal.limit, 0, seconds))

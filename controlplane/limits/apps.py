@@ -1,0 +1,5 @@
+from django.apps import AppConfig
+
+
+class LimitsConfig(AppConfig):
+    name = "controlplane.limits"

@@ -1,0 +1,89 @@
+"""What bounds a tenant's use of the platform. How it is enforced: `controlplane.limits.admit`."""
+
+from __future__ import annotations
+
+from django.core.exceptions import ValidationError
+from django.core.validators import MinValueValidator
+from django.db import models
+from django.db.models import Q
+
+from controlplane.scoping import TenantModel
+
+_AT_LEAST_ONE = [MinValueValidator(1)]
+
+
+class RateLimit(TenantModel):
+    """Limits that hold together: of the tenant, of one key (`api_key`), or of one `model` name.
+
+    A field that is null does not limit. All that fit a request hold: the tenant's, the key's and
+    the model's.
+    """
+
+    api_key = models.ForeignKey(
+        "tenants.ApiKey", null=True, blank=True, on_delete=models.CASCADE, related_name="+"
+    )
+    #: As clients name it; empty: all.
+    model = models.CharField(max_length=200, blank=True, default="")
+    requests_per_minute = models.PositiveIntegerField(
+        null=True, blank=True, validators=_AT_LEAST_ONE
+    )
+    tokens_per_minute = models.PositiveIntegerField(null=True, blank=True, validators=_AT_LEAST_ONE)
+    max_concurrent = models.PositiveIntegerField(null=True, blank=True, validators=_AT_LEAST_ONE)
+    #: Requests that may wait for a worker.
+    max_waiting = models.PositiveIntegerField(null=True, blank=True, validators=_AT_LEAST_ONE)
+    updated_at = models.DateTimeField(auto_now=True)
+
+    class Meta:
+        constraints = [
+            models.UniqueConstraint(
+                fields=["tenant", "api_key", "model"],
+                nulls_distinct=False,
+                name="rate_limit_once",
+            ),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.scope} {self.model}".strip()
+
+    @property
+    def scope(self) -> str:
+        if self.api_key_id is not None:
+            return "key"
+        return "model" if self.model else "tenant"
+
+
+class Budget(TenantModel):
+    """Tokens that the tenant, or one of its keys, may use in a period (UTC).
+
+    Past `hard_limit` requests are refused; past `soft_limit` answers say so in a header.
+    """
+
+    class Period(models.TextChoices):
+        DAY = "day"
+        MONTH = "month"
+
+    api_key = models.ForeignKey(
+        "tenants.ApiKey", null=True, blank=True, on_delete=models.CASCADE, related_name="+"
+    )
+    period = models.CharField(max_length=8, choices=Period, default=Period.MONTH)
+    hard_limit = models.PositiveBigIntegerField(null=True, blank=True)
+    soft_limit = models.PositiveBigIntegerField(null=True, blank=True)
+    updated_at = models.DateTimeField(auto_now=True)
+
+    class Meta:
+        constraints = [
+            models.UniqueConstraint(
+                fields=["tenant", "api_key", "period"], nulls_distinct=False, name="budget_once"
+            ),
+            models.CheckConstraint(
+                condition=Q(hard_limit__isnull=False) | Q(soft_limit__isnull=False),
+                name="budget_limits_something",
+            ),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.hard_limit or self.soft_limit} tokens a {self.period}"
+
+    def clean(self) -> None:
+        if self.hard_limit and self.soft_limit and self.soft_limit > self.hard_limit:
+            raise ValidationError({"soft_limit": "The soft limit is above the hard one."})

@@ -1,0 +1,124 @@
+"""The limits of a caller, read and written. Redis learns of a change with the next request."""
+
+from __future__ import annotations
+
+import datetime as dt
+import uuid
+from typing import TypeVar
+
+from django.core.exceptions import ValidationError
+from django.db.models import Q, Sum
+from django.utils import timezone
+
+from controlplane.errors import from_validation
+from controlplane.limits.admit import BudgetPeriod, Limits, Policy
+from controlplane.limits.models import Budget, RateLimit
+from controlplane.scoping import tenant_scope
+from controlplane.usage.models import UsageRecord
+
+_Row = TypeVar("_Row", RateLimit, Budget)
+
+
+def limits_for(api_key_id: uuid.UUID | None, model: str) -> Limits:
+    """All that bounds this key's use of this model, for the tenant in scope."""
+    is_own = Q(api_key=None) | Q(api_key=api_key_id)
+    rates = RateLimit.objects.filter(is_own, model__in=["", model]).order_by("id")
+    budgets = Budget.objects.filter(is_own).order_by("id")
+    now = timezone.now()
+    return Limits(
+        policies=tuple(_policy(row) for row in rates),
+        budgets=tuple(budget_period(row, now) for row in budgets),
+    )
+
+
+def _policy(row: RateLimit) -> Policy:
+    return Policy(
+        id=row.id.hex,
+        scope=row.scope,
+        requests_per_minute=row.requests_per_minute,
+        tokens_per_minute=row.tokens_per_minute,
+        max_concurrent=row.max_concurrent,
+        max_waiting=row.max_waiting,
+    )
+
+
+def budget_period(row: Budget, now: dt.datetime) -> BudgetPeriod:
+    """The budget's period that `now` lies in."""
+    start = now.astimezone(dt.UTC).replace(hour=0, minute=0, second=0, microsecond=0)
+    if row.period == Budget.Period.MONTH:
+        start = start.replace(day=1)
+        end = (start + dt.timedelta(days=32)).replace(day=1)
+    else:
+        end = start + dt.timedelta(days=1)
+    return BudgetPeriod(
+        id=row.id.hex,
+        api_key_id=str(row.api_key_id) if row.api_key_id else None,
+        period=row.period,
+        starts_at=start.timestamp(),
+        ends_at=end.timestamp(),
+        hard_limit=row.hard_limit,
+        soft_limit=row.soft_limit,
+    )
+
+
+def tokens_spent(tenant_id: str, budget: BudgetPeriod) -> int:
+    """What the usage records say of the budget's period."""
+    start = dt.datetime.fromtimestamp(budget.starts_at, tz=dt.UTC)
+    end = dt.datetime.fromtimestamp(budget.ends_at, tz=dt.UTC)
+    with tenant_scope(uuid.UUID(tenant_id)):
+        rows = UsageRecord.objects.filter(occurred_at__gte=start, occurred_at__lt=end)
+        if budget.api_key_id is not None:
+            rows = rows.filter(api_key_id=uuid.UUID(budget.api_key_id))
+        sums = rows.aggregate(read=Sum("prompt_tokens"), written=Sum("completion_tokens"))
+    return (sums["read"] or 0) + (sums["written"] or 0)
+
+
+def rate_limit_set(
+    *, api_key_id: uuid.UUID | None = None, model: str = "", **limits: int | None
+) -> RateLimit:
+    """Make or replace the limits of the tenant in scope, of one of its keys, or of a model.
+
+    limits  requests_per_minute, tokens_per_minute, max_concurrent, max_waiting; what is not named
+            does not limit. Raises InvalidRequest for a value that cannot be one.
+    """
+    row = RateLimit.objects.filter(api_key_id=api_key_id, model=model).first()
+    row = row or RateLimit(api_key_id=api_key_id, model=model)
+    for name in ("requests_per_minute", "tokens_per_minute", "max_concurrent", "max_waiting"):
+        setattr(row, name, limits.pop(name, None))
+    if limits:
+        raise TypeError(f"no such limit: {', '.join(limits)}")
+    return _checked_save(row)
+
+
+def rate_limit_remove(*, api_key_id: uuid.UUID | None = None, model: str = "") -> None:
+    RateLimit.objects.filter(api_key_id=api_key_id, model=model).delete()
+
+
+def budget_set(
+    *,
+    api_key_id: uuid.UUID | None = None,
+    period: str = Budget.Period.MONTH,
+    hard_limit: int | None = None,
+    soft_limit: int | None = None,
+) -> Budget:
+    """Make or replace a token budget of the tenant in scope, or of one of its keys.
+
+    Raises InvalidRequest when neither limit is given, or the soft one is above the hard one.
+    """
+    row = Budget.objects.filter(api_key_id=api_key_id, period=period).first()
+    row = row or Budget(api_key_id=api_key_id, period=period)
+    row.hard_limit, row.soft_limit = hard_limit, soft_limit
+    return _checked_save(row)
+
+
+def budget_remove(*, api_key_id: uuid.UUID | None = None, period: str) -> None:
+    Budget.objects.filter(api_key_id=api_key_id, period=period).delete()
+
+
+def _checked_save(row: _Row) -> _Row:
+    try:
+        row.full_clean(exclude=["tenant"], validate_unique=False)
+    except ValidationError as error:
+        raise from_validation(error) from error
+    row.save()
+    return row
