@@ -141,7 +141,8 @@ def attention_prefill_triton(
     grid = (ceil_div(max_new, block_q), context_lens.shape[0], layout.num_kv_heads)
     # A little is spilled, but two programs fit on a processor, and one's softmax runs beside the
     # other's products.
-    limit = {"maxnreg": 128} if num_warps == 8 and q.element_size() < 4 else {}
+    is_narrow = num_warps == 8 and q.element_size() < 4 and layout.head_dim <= 128
+    limit = {"maxnreg": 128} if is_narrow else {}
     _prefill_kernel[grid](
         q_ptr=q,
         out_ptr=out,
