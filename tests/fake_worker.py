@@ -1,4 +1,4 @@
-"""`python -m tests.fake_worker STEP_SECONDS`: a real worker around an engine that echoes."""
+"""A real worker around an engine that echoes: `python -m tests.fake_worker STEP_S LOAD_S`."""
 
 from __future__ import annotations
 
@@ -11,4 +11,6 @@ from worker.service import run
 
 if __name__ == "__main__":
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s", level="INFO")
-    sys.exit(run(WorkerConfig.from_environment(), engine_factory=fake_engine(float(sys.argv[1]))))
+    sys.exit(
+        run(WorkerConfig.from_environment(), engine_factory=fake_engine(*map(float, sys.argv[1:])))
+    )

@@ -173,10 +173,11 @@ class FakeEngine:
         )
 
 
-def _create(config: WorkerConfig, *, step_s: float) -> FakeEngine:
+def _create(config: WorkerConfig, *, step_s: float, load_s: float) -> FakeEngine:
+    time.sleep(load_s)
     return FakeEngine(step_s=step_s)
 
 
-def fake_engine(step_s: float) -> functools.partial[FakeEngine]:
-    """An engine factory for `worker.service.run`."""
-    return functools.partial(_create, step_s=step_s)
+def fake_engine(step_s: float, load_s: float = 0.0) -> functools.partial[FakeEngine]:
+    """An engine factory for `worker.service.run`; the engine takes `load_s` to load."""
+    return functools.partial(_create, step_s=step_s, load_s=load_s)

@@ -180,6 +180,7 @@ class LiveStack:
         worker_id: str,
         *,
         step_s: float | None = 0.0,
+        load_s: float = 0.0,
         base: Path | None = None,
         wait: bool = True,
         **env: str,
@@ -187,9 +188,14 @@ class LiveStack:
         """A worker; returns when it is registered.
 
         step_s  of the echoing engine; None: the real engine, for a `base` with weights
+        load_s  that the echoing engine takes to load
         """
         before = self.heartbeat(worker_id)
-        argv = ["-m", "worker"] if step_s is None else ["-m", "tests.fake_worker", str(step_s)]
+        argv = (
+            ["-m", "worker"]
+            if step_s is None
+            else ["-m", "tests.fake_worker", str(step_s), str(load_s)]
+        )
         process = self.start(
             worker_id,
             *argv,
