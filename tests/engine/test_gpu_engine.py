@@ -113,8 +113,8 @@ def test_requests_end_while_the_next_step_runs(make_engine: MakeEngine, oracle: 
 def test_decodes_run_ahead_over_shared_prefixes(make_engine: MakeEngine, oracle: Oracle) -> None:
     """Also when every page that is not read is kept by the prefix cache."""
     engine = make_gpu_engine(make_engine, arena_bytes=60 * 2048 * 4)
-    for i in range(24):
-        run(engine, request("fill", prompt(10 + i, 40), max_tokens=1))
+    for i in range(3):
+        run(engine, request("fill", prompt(10 + i, 240), max_tokens=1))
     assert engine.stats().cached_pages > 40
     run(engine, request("0", prompt(1, 33), adapter="ko-1", max_tokens=2), check=True)
     second, other = (
