@@ -100,7 +100,7 @@ def save_random_adapter(
 
     def draw(height: int, width: int, scale: float) -> torch.Tensor:
         drawn = torch.randn(height, width, generator=generator, device=device) * scale
-        return drawn.to("cpu", dtype)
+        return drawn.to(dtype).cpu()
 
     tensors = {}
     for layer, projection in itertools.product(range(model.num_layers), projections):
