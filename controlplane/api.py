@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import IO, Any, ClassVar, TypeVar, cast
 
 from django.conf import settings
+from django.db import transaction
 from django.db.models import Model, QuerySet
 from django.http import HttpRequest, HttpResponseBase
 from drf_spectacular.extensions import OpenApiAuthenticationExtension
@@ -20,6 +21,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
+from controlplane import idempotency
 from controlplane.errors import InvalidRequest, PayloadTooLarge, PermissionDenied
 from controlplane.scoping import tenant_scope
 from controlplane.tenants.auth import Permission, Principal, authorize
@@ -75,13 +77,21 @@ class TenantAPIView(APIView):
     permissions: ClassVar[Mapping[str, Permission]] = {}
 
     _scope: contextlib.ExitStack
+    _attempt: idempotency.Attempt | None = None
 
     def dispatch(self, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
         with contextlib.ExitStack() as self._scope:
             response = super().dispatch(request, *args, **kwargs)
             if isinstance(response, Response):
                 response.render()  # now, since it may still read rows
+            if self._attempt is not None:
+                self._attempt.end(response)
         return response
+
+    def handle_exception(self, exc: Exception) -> Response:
+        if isinstance(exc, idempotency.Replay):
+            return exc.response
+        return super().handle_exception(exc)
 
     def check_permissions(self, request: Request) -> None:
         super().check_permissions(request)
@@ -94,6 +104,10 @@ class TenantAPIView(APIView):
         if permission is None:
             raise PermissionDenied(f"Nobody may {method} here.")
         authorize(self.principal, permission)
+        key = request.headers.get(idempotency.HEADER)
+        if key is not None and method == "POST":
+            self._scope.enter_context(transaction.atomic())
+            self._attempt = idempotency.begin(request, self.principal, key)
 
     @property
     def principal(self) -> Principal:

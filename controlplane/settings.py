@@ -144,6 +144,10 @@ CELERY_BEAT_SCHEDULE = {
         "task": "controlplane.adapters.tasks.adapter_versions_sweep",
         "schedule": 300.0,
     },
+    "forget idempotency keys": {
+        "task": "controlplane.tenants.tasks.idempotency_records_expire",
+        "schedule": 3600.0,
+    },
 }
 
 S3_ENDPOINT_URL = env("S3_ENDPOINT_URL")
@@ -181,6 +185,9 @@ SPECTACULAR_SETTINGS = {
     "ENUM_NAME_OVERRIDES": {
         "AdapterVersionStatus": "controlplane.adapters.models.AdapterVersion.Status",
         "TrainingRunStatus": "controlplane.training.models.TrainingRun.Status",
+        "TenantStatus": "controlplane.tenants.models.Tenant.Status",
+        "InviteStatus": "controlplane.tenants.models.Invite.Status",
+        "KeyEnvironment": "controlplane.tenants.models.ApiKey.Environment",
     },
 }
 

@@ -29,7 +29,7 @@ from controlplane.tenants.auth import (
     authorize,
     session_principal,
 )
-from controlplane.tenants.models import Role, Tenant, User
+from controlplane.tenants.models import Membership, Role, Tenant, User
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +39,7 @@ class Member:
     user: User
     tenant: Tenant
     role: Role
+    membership: Membership | None
     #: Every tenant the person may switch to, this one included.
     tenants: tuple[Tenant, ...]
 
@@ -98,6 +99,7 @@ def member_page(view: Page | None = None, *, permission: Permission = Permission
             user=request.user,
             tenant=principal.tenant,
             role=principal.role,
+            membership=principal.membership,
             tenants=tenants_of(request.user),
         )
         with tenant_scope(principal.tenant.id):

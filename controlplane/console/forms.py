@@ -35,6 +35,15 @@ class SignInForm(forms.Form):
     )
 
 
+class PasswordForm(forms.Form):
+    password = forms.CharField(
+        label="Choose a password",
+        max_length=1024,
+        strip=False,
+        widget=forms.PasswordInput(attrs={"autocomplete": "new-password"}),
+    )
+
+
 class UploadForm(forms.Form):
     """An adapter's upload; `config` and `tensors` are the lengths of its two files in bytes."""
 

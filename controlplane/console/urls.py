@@ -2,7 +2,7 @@
 
 from django.urls import path, re_path
 
-from controlplane.console.views import adapters, keys, overview, session, training, uploads
+from controlplane.console.views import adapters, invites, keys, overview, session, training, uploads
 
 app_name = "console"
 
@@ -14,6 +14,7 @@ urlpatterns = [
     path("sign-in", session.sign_in, name="sign_in"),
     path("sign-out", session.sign_out, name="sign_out"),
     path("tenant", session.switch_tenant, name="switch_tenant"),
+    path("invites/<str:token>", invites.invite, name="invite"),
     path("keys", keys.keys, name="keys"),
     path("keys/new", keys.create_key, name="create_key"),
     path("keys/<str:public_id>/revoke", keys.revoke_key, name="revoke_key"),

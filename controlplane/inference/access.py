@@ -14,14 +14,16 @@ from typing import TypeVar
 from asgiref.sync import sync_to_async
 from django.db import Error as DatabaseError
 from django.db import close_old_connections
+from django.http import HttpRequest
 
 from controlplane.adapters.services import ResolvedModel, model_resolve, models_list
-from controlplane.errors import Unavailable
+from controlplane.errors import PermissionDenied, Unavailable
 from controlplane.limits.admit import Limits
 from controlplane.limits.services import limits_for
 from controlplane.scoping import tenant_scope
 from controlplane.tenants import auth
 from controlplane.tenants.auth import CACHE_S, Permission, Principal, authorize
+from controlplane.tenants.key_rules import allows_model
 
 _CACHE_MAX_MODELS = 10_000
 
@@ -30,27 +32,29 @@ _models: dict[tuple[uuid.UUID, str], tuple[ResolvedModel, float]] = {}
 _limits: dict[tuple[uuid.UUID, str], tuple[Limits, float]] = {}  # by key and model
 
 
-async def authenticate(header: str | None) -> Principal:
+async def authenticate(request: HttpRequest) -> Principal:
     """The caller, who may generate. Raises ApiError when there is none or they may not."""
-    principal = auth.cached_principal(header)
+    credentials = _credentials(request)
+    principal = auth.cached_principal(*credentials)
     if principal is None:
-        principal = await _in_thread(lambda: auth.authenticate(header))
+        principal = await _in_thread(lambda: auth.authenticate(*credentials))
     authorize(principal, Permission.INFER)
     return principal
 
 
-async def admit(header: str | None, model_name: str) -> tuple[Principal, ResolvedModel]:
+async def admit(request: HttpRequest, model_name: str) -> tuple[Principal, ResolvedModel]:
     """The caller and the model they named.
 
     Raises ApiError; NotFound for a model that does not exist as for one of another tenant.
     """
-    principal = auth.cached_principal(header)
+    credentials = _credentials(request)
+    principal = auth.cached_principal(*credentials)
     if principal is not None:
-        authorize(principal, Permission.INFER)
+        _check(principal, model_name)
         model, until = _models.get((principal.tenant.id, model_name), (None, 0.0))
         if model is not None and until > time.monotonic():
             return principal, model
-    return await _in_thread(lambda: _admit(header, model_name))
+    return await _in_thread(lambda: _admit(credentials, model_name))
 
 
 async def limits_of(principal: Principal, model_name: str) -> Limits:
@@ -67,20 +71,40 @@ async def limits_of(principal: Principal, model_name: str) -> Limits:
     return await _in_thread(query)
 
 
-async def models(header: str | None) -> list[ResolvedModel]:
+async def models(request: HttpRequest) -> list[ResolvedModel]:
     """What the caller can name as a model."""
-    principal = await authenticate(header)
+    principal = await authenticate(request)
 
     def query() -> list[ResolvedModel]:
         with tenant_scope(principal.tenant.id):
-            return models_list()
+            return [model for model in models_list() if _may_name(principal, model.name)]
 
     return await _in_thread(query)
 
 
-def _admit(header: str | None, model_name: str) -> tuple[Principal, ResolvedModel]:
-    principal = auth.authenticate(header)
+def _credentials(request: HttpRequest) -> tuple[str | None, str]:
+    """The Authorization header and the address it came from."""
+    return request.headers.get("Authorization"), request.META.get("REMOTE_ADDR") or ""
+
+
+def _may_name(principal: Principal, model_name: str) -> bool:
+    return principal.api_key is None or allows_model(principal.api_key.allowed_models, model_name)
+
+
+def _check(principal: Principal, model_name: str) -> None:
+    """Before the model is looked up, so that the answer says nothing of what there is."""
     authorize(principal, Permission.INFER)
+    if not _may_name(principal, model_name):
+        raise PermissionDenied(
+            f"This API key may not use the model `{model_name[:200]}`.",
+            param="model",
+            code="model_not_allowed",
+        )
+
+
+def _admit(credentials: tuple[str | None, str], model_name: str) -> tuple[Principal, ResolvedModel]:
+    principal = auth.authenticate(*credentials)
+    _check(principal, model_name)
     with tenant_scope(principal.tenant.id):
         model = model_resolve(model_name)
         _load_limits(principal, model_name)  # while a connection is at hand

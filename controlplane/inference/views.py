@@ -83,13 +83,13 @@ async def completions(request: HttpRequest) -> HttpResponseBase:
 
 @gateway_view("GET")
 async def model_list(request: HttpRequest) -> HttpResponseBase:
-    models = await access.models(request.headers.get("Authorization"))
+    models = await access.models(request)
     return JsonResponse({"object": "list", "data": [_model_body(model) for model in models]})
 
 
 @gateway_view("GET")
 async def model_detail(request: HttpRequest, name: str) -> HttpResponseBase:
-    _, model = await access.admit(request.headers.get("Authorization"), name)
+    _, model = await access.admit(request, name)
     return JsonResponse(_model_body(model))
 
 
@@ -157,13 +157,12 @@ async def _checked(
     request: HttpRequest, kind: type[GenerationBody]
 ) -> tuple[Any, ResolvedModel, Any]:
     """The body, what its model means to the caller, and the caller. A wrong key comes first."""
-    header = request.headers.get("Authorization")
     try:
         body = parse_body(kind, request.read())  # `request.body` has a smaller bound of its own
     except ApiError:
-        await access.authenticate(header)
+        await access.authenticate(request)
         raise
-    principal, model = await access.admit(header, body.model)
+    principal, model = await access.admit(request, body.model)
     return body, model, principal
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from drf_spectacular.utils import extend_schema
 from rest_framework import serializers
@@ -10,25 +10,87 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from controlplane.api import PAGE_PARAMETERS, StrictSerializer, TenantAPIView, page, page_of
-from controlplane.tenants import services
-from controlplane.tenants.auth import Permission
-from controlplane.tenants.models import ApiKey
+from controlplane.errors import NotFound
+from controlplane.tenants import key_services, people
+from controlplane.tenants.auth import Permission, Principal, authorize_grant, key_permissions
+from controlplane.tenants.key_rules import KeyRules
+from controlplane.tenants.models import ApiKey, Membership, ServiceAccount
+from controlplane.tenants.permissions import DEFAULT_SCOPES
+
+_SCOPES_HELP = "What the key may do, as far as its owner's role allows."
+_MODELS_HELP = "Names it may put in `model`; `invoices` covers `invoices@3`. Empty: all."
+_IPS_HELP = "Addresses and networks it may come from. Empty: all."
+_GRACE_HELP = "How long the secret before this one goes on working."
 
 
 class ApiKeySerializer(serializers.ModelSerializer[ApiKey]):
     object = serializers.CharField(default="api_key", read_only=True)
+    scopes = serializers.ListField(
+        child=serializers.ChoiceField([p.value for p in Permission]), help_text=_SCOPES_HELP
+    )
+    allowed_models = serializers.ListField(child=serializers.CharField(), help_text=_MODELS_HELP)
+    allowed_ips = serializers.ListField(child=serializers.CharField(), help_text=_IPS_HELP)
+    owner = serializers.UUIDField(
+        source="owner_id", allow_null=True, help_text="The member whose it is, if one's."
+    )
+    service_account = serializers.UUIDField(
+        source="service_account_id", allow_null=True, help_text="The service account, if one's."
+    )
+    old_secret_until = serializers.DateTimeField(
+        allow_null=True, help_text="Until when the secret before the last rotation works."
+    )
 
     class Meta:
         model = ApiKey
         fields = (
-            *("id", "object", "public_id", "name", "last4", "created_at"),
-            *("expires_at", "revoked_at", "last_used_at"),
+            *("id", "object", "public_id", "name", "environment", "last4", "scopes"),
+            *("allowed_models", "allowed_ips", "owner", "service_account", "created_at"),
+            *("expires_at", "old_secret_until", "revoked_at", "last_used_at"),
         )
 
 
-class ApiKeyCreateSerializer(StrictSerializer):
+class _RulesSerializer(StrictSerializer):
+    scopes = serializers.ListField(
+        child=serializers.ChoiceField([p.value for p in Permission]),
+        required=False,
+        allow_empty=False,
+        help_text=_SCOPES_HELP,
+    )
+    allowed_models = serializers.ListField(
+        child=serializers.CharField(max_length=80), required=False, help_text=_MODELS_HELP
+    )
+    allowed_ips = serializers.ListField(
+        child=serializers.CharField(max_length=50), required=False, help_text=_IPS_HELP
+    )
+
+
+class ApiKeyCreateSerializer(_RulesSerializer):
     name = serializers.CharField(max_length=100)
     expires_at = serializers.DateTimeField(required=False, allow_null=True, default=None)
+    environment = serializers.ChoiceField(
+        ApiKey.Environment.choices,
+        required=False,
+        default="live",
+        help_text="Part of the key's text.",
+    )
+    service_account = serializers.UUIDField(
+        required=False, allow_null=True, default=None, help_text="Left out, the key is yours."
+    )
+
+
+class ApiKeyUpdateSerializer(_RulesSerializer):
+    name = serializers.CharField(max_length=100, required=False)
+    expires_at = serializers.DateTimeField(required=False, allow_null=True)
+
+
+class ApiKeyRotateSerializer(StrictSerializer):
+    grace_seconds = serializers.IntegerField(
+        required=False,
+        default=key_services.DEFAULT_GRACE_S,
+        min_value=0,
+        max_value=key_services.MAX_GRACE_S,
+        help_text=_GRACE_HELP,
+    )
 
 
 class ApiKeyCreatedSerializer(ApiKeySerializer):
@@ -48,12 +110,61 @@ class ApiKeysView(TenantAPIView):
 
     @extend_schema(request=ApiKeyCreateSerializer, responses={201: ApiKeyCreatedSerializer})
     def post(self, request: Request) -> Response:
-        """Make a key. The answer has its text, which cannot be had again."""
+        """Make a key. The answer has its text, which cannot be had again.
+
+        Nobody gives a key more than they have. Left out, its scopes are a developer's.
+        """
         body = ApiKeyCreateSerializer.parsed(request)
-        api_key, text = services.api_key_create(
-            name=body["name"], expires_at=body["expires_at"], created_by=self.principal.user
+        rules = _rules(body, _default_rules(self.principal))
+        authorize_grant(self.principal, rules.scopes)
+        api_key, text = key_services.api_key_create(
+            name=body["name"],
+            expires_at=body["expires_at"],
+            created_by=self.principal.user,
+            environment=body["environment"],
+            rules=rules,
+            owner=_owner(self.principal, body["service_account"]),
         )
         return Response({**ApiKeySerializer(api_key).data, "key": text}, status=201)
+
+
+class ApiKeyView(TenantAPIView):
+    permissions: ClassVar = {"PATCH": Permission.KEYS_MANAGE}
+
+    @extend_schema(responses=ApiKeySerializer)
+    def get(self, request: Request, public_id: str) -> Response:
+        return Response(ApiKeySerializer(key_services.api_key_get(public_id=public_id)).data)
+
+    @extend_schema(request=ApiKeyUpdateSerializer, responses=ApiKeySerializer)
+    def patch(self, request: Request, public_id: str) -> Response:
+        """Change what a key is good for; it holds within a second. Its secret stays."""
+        api_key = key_services.api_key_get(public_id=public_id)
+        body = ApiKeyUpdateSerializer.parsed(request)
+        rules = _rules(body, _rules_of(api_key))
+        authorize_grant(self.principal, key_permissions(api_key) | set(rules.scopes))
+        api_key = key_services.api_key_update(
+            public_id=public_id,
+            name=body.get("name", api_key.name),
+            expires_at=body.get("expires_at", api_key.expires_at),
+            rules=rules,
+        )
+        return Response(ApiKeySerializer(api_key).data)
+
+
+class ApiKeyRotateView(TenantAPIView):
+    permissions: ClassVar = {"POST": Permission.KEYS_MANAGE}
+
+    @extend_schema(request=ApiKeyRotateSerializer, responses=ApiKeyCreatedSerializer)
+    def post(self, request: Request, public_id: str) -> Response:
+        """Give a key a new secret. The old one works on for a while, so nothing has to stop."""
+        api_key = key_services.api_key_get(public_id=public_id)
+        # Whoever reads the new secret has all that it opens.
+        authorize_grant(self.principal, key_permissions(api_key))
+        body = ApiKeyRotateSerializer.parsed(request)
+        api_key, text = key_services.api_key_rotate(
+            public_id=public_id, grace_s=body["grace_seconds"]
+        )
+        return Response({**ApiKeySerializer(api_key).data, "key": text})
 
 
 class ApiKeyRevokeView(TenantAPIView):
@@ -62,4 +173,38 @@ class ApiKeyRevokeView(TenantAPIView):
     @extend_schema(request=None, responses=ApiKeySerializer)
     def post(self, request: Request, public_id: str) -> Response:
         """End a key for good; it stops working within a second."""
-        return Response(ApiKeySerializer(services.api_key_revoke(public_id=public_id)).data)
+        return Response(ApiKeySerializer(key_services.api_key_revoke(public_id=public_id)).data)
+
+
+def _default_rules(principal: Principal) -> KeyRules:
+    return KeyRules(scopes=tuple(s for s in DEFAULT_SCOPES if s in principal.permissions))
+
+
+def _rules_of(api_key: ApiKey) -> KeyRules:
+    return KeyRules(
+        scopes=tuple(api_key.scopes),
+        allowed_models=tuple(api_key.allowed_models),
+        allowed_ips=tuple(api_key.allowed_ips),
+    )
+
+
+def _rules(body: dict[str, Any], before: KeyRules) -> KeyRules:
+    """The rules of a body, with those it leaves out as they were before."""
+    return KeyRules(
+        scopes=tuple(body.get("scopes", before.scopes)),
+        allowed_models=tuple(body.get("allowed_models", before.allowed_models)),
+        allowed_ips=tuple(body.get("allowed_ips", before.allowed_ips)),
+    )
+
+
+def _owner(principal: Principal, account_id: Any) -> Membership | ServiceAccount | None:
+    """Whose a new key is: the named service account's, else the caller's own."""
+    if account_id is not None:
+        try:
+            return people.service_account_get(account_id=account_id)
+        except NotFound as error:
+            error.param = "service_account"
+            raise
+    if principal.api_key is not None:
+        return principal.api_key.owner or principal.api_key.service_account
+    return principal.membership

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
-import enum
 import hmac
 import time
+from collections.abc import Iterable
 from typing import ClassVar
 
 from django.conf import settings
@@ -25,7 +25,10 @@ from rest_framework.request import Request
 from controlplane.errors import AuthenticationFailed, PermissionDenied
 from controlplane.scoping import all_tenants
 from controlplane.tenants import keys
+from controlplane.tenants.key_rules import allows_address
 from controlplane.tenants.models import ApiKey, Membership, Role, Tenant, User
+from controlplane.tenants.permissions import PERMISSIONS as PERMISSIONS
+from controlplane.tenants.permissions import Permission as Permission
 
 #: Where a session keeps the tenant its person works for.
 SESSION_TENANT_KEY = "tenant_id"
@@ -34,33 +37,14 @@ CACHE_S = 0.5
 _CACHE_MAX_KEYS = 10_000
 #: `last_used_at` is written at most this often for each key.
 _TOUCH_INTERVAL = dt.timedelta(minutes=1)
-#: Compared with when there is no such key, so that a miss takes as long as a hit.
+#: Compared with when a key has no second secret.
 _NO_HMAC = bytes(32)
 
 _WRONG_KEY = "Incorrect API key provided."
 
 
-class Permission(enum.StrEnum):
-    READ = "read"
-    INFER = "infer"
-    ADAPTERS_WRITE = "adapters:write"
-    TRAINING_WRITE = "training:write"
-    KEYS_MANAGE = "keys:manage"
-    MEMBERS_MANAGE = "members:manage"
-
-
-_DEVELOPER = frozenset(
-    {Permission.READ, Permission.INFER, Permission.ADAPTERS_WRITE, Permission.TRAINING_WRITE}
-)
-PERMISSIONS: dict[Role, frozenset[Permission]] = {
-    Role.OWNER: frozenset(Permission),
-    Role.ADMIN: frozenset(Permission),
-    Role.DEVELOPER: _DEVELOPER,
-    Role.VIEWER: frozenset({Permission.READ}),
-    Role.BILLING: frozenset({Permission.READ}),
-}
-#: A key does what a developer does: it can neither make keys nor touch members.
-API_KEY_ROLE = Role.DEVELOPER
+#: A key that belongs to nobody in particular does at most what a developer does.
+OWNERLESS_KEY_ROLE = Role.DEVELOPER
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,45 +55,75 @@ class Principal:
     role: Role
     api_key: ApiKey | None = None
     user: User | None = None
+    #: The person's place in the tenant; None for a key.
+    membership: Membership | None = None
     #: Django REST framework asks its `request.user` for this.
     is_authenticated: ClassVar[bool] = True
 
+    @property
+    def permissions(self) -> frozenset[Permission]:
+        """What the role allows and, of a key, its scopes too."""
+        return PERMISSIONS[self.role] if self.api_key is None else key_permissions(self.api_key)
+
+    @property
+    def label(self) -> str:
+        """Who it is, in records: `key:<public id>` or `user:<id>`."""
+        if self.api_key is not None:
+            return f"key:{self.api_key.public_id}"
+        return f"user:{self.user.pk if self.user else ''}"
+
 
 def authorize(principal: Principal, permission: Permission) -> None:
-    """Return if the principal's role has the permission. Raises PermissionDenied if not."""
-    if permission not in PERMISSIONS[principal.role]:
-        whose = "An API key" if principal.api_key else f"The role {principal.role.value}"
+    """Return if the principal has the permission. Raises PermissionDenied if not."""
+    if permission not in principal.permissions:
+        whose = "This API key" if principal.api_key else f"The role {principal.role.value}"
         raise PermissionDenied(f"{whose} does not have the permission {permission.value}.")
 
 
-def authenticate(header: str | None) -> Principal:
-    """The principal behind an Authorization header.
+def authorize_grant(principal: Principal, permissions: Iterable[str]) -> None:
+    """Return if the principal may hand these on: nobody gives, or takes, more than they have.
+
+    Raises PermissionDenied if not.
+    """
+    if missing := sorted(set(permissions) - principal.permissions):
+        raise PermissionDenied(f"Only who has the permission {missing[0]} may do this.")
+
+
+def authenticate(header: str | None, address: str = "") -> Principal:
+    """The principal behind an Authorization header that came from an address.
 
     Raises AuthenticationFailed for a key that is missing, malformed, unknown, expired or revoked,
-    PermissionDenied for one of a suspended tenant.
+    PermissionDenied for one of a suspended tenant or from an address that is not on its list.
     """
     parts = _parse_header(header)
     secret_hmac = parts.secret_hmac(settings.API_KEY_PEPPER)
+    asked_at = time.monotonic()
     with all_tenants(reason="a key says which tenant it is of"):
         api_key = _key_rows(parts).first()
-        principal = _check_key(api_key, secret_hmac)
+        if api_key is None or not _matches(api_key, secret_hmac):
+            raise AuthenticationFailed(_WRONG_KEY)
+        principal = _check_key(api_key, address)
         if _touch_is_due(principal):
             _touch_rows(principal).update(last_used_at=timezone.now())
-    _remember(principal)
+    _remember(principal, asked_at)
     return principal
 
 
-def cached_principal(header: str | None) -> Principal | None:
+def cached_principal(header: str | None, address: str = "") -> Principal | None:
     """`authenticate` without a query: None when the key was not seen in the last `CACHE_S`.
 
-    Raises AuthenticationFailed for what no query is needed to refuse.
+    A secret that is not the cached one is None too: another process may have rotated the key.
+    Raises as `authenticate` for what no query is needed to refuse.
     """
     parts = _parse_header(header)
     secret_hmac = parts.secret_hmac(settings.API_KEY_PEPPER)
     cached = _cache.get(parts.public_id)
     if cached is None or cached.until <= time.monotonic():
         return None
-    return _check_key(cached.api_key, secret_hmac)
+    is_same = cached.api_key.environment == parts.environment
+    if not (is_same and _matches(cached.api_key, secret_hmac)):
+        return None
+    return _check_key(cached.api_key, address)
 
 
 def session_principal(request: HttpRequest) -> Principal | None:
@@ -130,7 +144,9 @@ def session_principal(request: HttpRequest) -> Principal | None:
     if membership is None:
         return None
     _check_tenant(membership.tenant)
-    return Principal(tenant=membership.tenant, role=Role(membership.role), user=user)
+    return Principal(
+        tenant=membership.tenant, role=Role(membership.role), user=user, membership=membership
+    )
 
 
 class ApiKeyAuthentication(BaseAuthentication):
@@ -140,7 +156,7 @@ class ApiKeyAuthentication(BaseAuthentication):
         header = request.headers.get("Authorization")
         if header is None:
             return None
-        principal = authenticate(header)
+        principal = authenticate(header, request.META.get("REMOTE_ADDR") or "")
         return principal, principal
 
     def authenticate_header(self, request: Request) -> str:
@@ -172,11 +188,12 @@ class _Cached:
 _cache: dict[str, _Cached] = {}
 
 
-def _remember(principal: Principal) -> None:
+def _remember(principal: Principal, asked_at: float) -> None:
+    """Keep it for `CACHE_S` from the moment of the question: the answer may have taken its time."""
     assert principal.api_key is not None
     if len(_cache) >= _CACHE_MAX_KEYS:
         _cache.clear()
-    entry = _Cached(principal.api_key, time.monotonic() + CACHE_S)
+    entry = _Cached(principal.api_key, asked_at + CACHE_S)
     _cache[principal.api_key.public_id] = entry
 
 
@@ -193,19 +210,39 @@ def _parse_header(header: str | None) -> keys.KeyParts:
 
 
 def _key_rows(parts: keys.KeyParts) -> QuerySet[ApiKey]:
-    return ApiKey.objects.filter(public_id=parts.public_id).select_related("tenant")
+    rows = ApiKey.objects.filter(public_id=parts.public_id, environment=parts.environment)
+    return rows.select_related("tenant", "owner", "service_account")
 
 
-def _check_key(api_key: ApiKey | None, secret_hmac: bytes) -> Principal:
-    stored = bytes(api_key.secret_hmac) if api_key else _NO_HMAC
-    if not hmac.compare_digest(stored, secret_hmac) or api_key is None:
-        raise AuthenticationFailed(_WRONG_KEY)
+def _matches(api_key: ApiKey, secret_hmac: bytes) -> bool:
+    """Whether this is the key's secret, or the one before it in its time of grace."""
+    is_current = hmac.compare_digest(bytes(api_key.secret_hmac), secret_hmac)
+    is_old = hmac.compare_digest(bytes(api_key.old_secret_hmac or _NO_HMAC), secret_hmac)
+    until = api_key.old_secret_until
+    return is_current or (is_old and until is not None and timezone.now() < until)
+
+
+def _check_key(api_key: ApiKey, address: str) -> Principal:
     if api_key.revoked_at is not None:
         raise AuthenticationFailed("This API key has been revoked.")
     if api_key.expires_at is not None and api_key.expires_at <= timezone.now():
         raise AuthenticationFailed("This API key has expired.")
     _check_tenant(api_key.tenant)
-    return Principal(tenant=api_key.tenant, role=API_KEY_ROLE, api_key=api_key)
+    if not allows_address(api_key.allowed_ips, address):
+        raise PermissionDenied(
+            "This API key may not be used from your address.", code="address_not_allowed"
+        )
+    return Principal(tenant=api_key.tenant, role=_key_role(api_key), api_key=api_key)
+
+
+def key_permissions(api_key: ApiKey) -> frozenset[Permission]:
+    """What a key can do: its scopes, as far as its owner's role allows them."""
+    return frozenset(map(Permission, api_key.scopes)) & PERMISSIONS[_key_role(api_key)]
+
+
+def _key_role(api_key: ApiKey) -> Role:
+    holder = api_key.owner or api_key.service_account
+    return OWNERLESS_KEY_ROLE if holder is None else Role(holder.role)
 
 
 def _check_tenant(tenant: Tenant) -> None:

@@ -1,6 +1,6 @@
 """The form of an API key, so that scanners and this server know one without a database.
 
-    lk_live_<22 base62: public id><43 base62: secret><6 base62: CRC32 of all before it>
+    lk_<live|test>_<22 base62: public id><43 base62: secret><6 base62: CRC32 of all before it>
 
 The secret has 256 bits from the operating system, so a plain HMAC is enough to store it: there is
 nothing to guess. The checksum lets a typing error be refused before any lookup, and a scanner of
@@ -17,12 +17,13 @@ import secrets
 import string
 import zlib
 
-PREFIX = "lk_live_"
-KEY_REGEX = r"\blk_live_[0-9A-Za-z]{71}\b"
+#: Both kinds open the same models: the name tells people and scanners where a key belongs.
+ENVIRONMENTS = ("live", "test")
+KEY_REGEX = r"\blk_(?:live|test)_[0-9A-Za-z]{71}\b"
 
 _ALPHABET = string.digits + string.ascii_uppercase + string.ascii_lowercase
 _ID_LENGTH, _SECRET_LENGTH, _CHECKSUM_LENGTH = 22, 43, 6
-_FORM = re.compile(r"lk_live_([0-9A-Za-z]{22})([0-9A-Za-z]{43})([0-9A-Za-z]{6})", re.ASCII)
+_FORM = re.compile(r"lk_(live|test)_([0-9A-Za-z]{22})([0-9A-Za-z]{43})([0-9A-Za-z]{6})", re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,10 +32,11 @@ class KeyParts:
 
     public_id: str
     secret: str = dataclasses.field(repr=False)
+    environment: str = "live"
 
     def text(self) -> str:
         """The key as its holder writes it."""
-        body = f"{PREFIX}{self.public_id}{self.secret}"
+        body = f"lk_{self.environment}_{self.public_id}{self.secret}"
         return body + _checksum(body)
 
     def secret_hmac(self, pepper: str) -> bytes:
@@ -42,8 +44,13 @@ class KeyParts:
         return hmac.digest(pepper.encode(), self.secret.encode(), hashlib.sha256)
 
 
-def generate() -> KeyParts:
-    return KeyParts(_random(_ID_LENGTH), _random(_SECRET_LENGTH))
+def generate(environment: str = "live") -> KeyParts:
+    return KeyParts(_random(_ID_LENGTH), _random(_SECRET_LENGTH), environment)
+
+
+def renewed(public_id: str, environment: str) -> KeyParts:
+    """The key of this public id with a new secret."""
+    return KeyParts(public_id, _random(_SECRET_LENGTH), environment)
 
 
 def parse(text: str) -> KeyParts | None:
@@ -51,10 +58,10 @@ def parse(text: str) -> KeyParts | None:
     match = _FORM.fullmatch(text)
     if match is None:
         return None
-    public_id, secret, checksum = match.groups()
+    environment, public_id, secret, checksum = match.groups()
     if not hmac.compare_digest(_checksum(text[:-_CHECKSUM_LENGTH]), checksum):
         return None
-    return KeyParts(public_id, secret)
+    return KeyParts(public_id, secret, environment)
 
 
 def _random(length: int) -> str:

@@ -9,6 +9,7 @@ from django.contrib.auth.base_user import BaseUserManager
 from django.contrib.auth.models import AbstractUser
 from django.core.validators import RegexValidator
 from django.db import models
+from django.utils import timezone
 
 from controlplane.scoping import TenantModel, new_id
 
@@ -24,6 +25,12 @@ slug_validator = RegexValidator(_SLUG.pattern, SLUG_RULE)
 def is_slug(text: str) -> bool:
     """Whether a stranger's text can be a name, and so whether it may be looked up at all."""
     return bool(_SLUG.match(text))
+
+
+def _default_scopes() -> list[str]:
+    from controlplane.tenants.permissions import DEFAULT_SCOPES  # which needs Role from here
+
+    return list(DEFAULT_SCOPES)
 
 
 class Tenant(models.Model):
@@ -99,13 +106,85 @@ class Membership(TenantModel):
         return f"{self.user_id} {self.role}"
 
 
+class ServiceAccount(TenantModel):
+    """A program's place in a tenant: its keys outlive the people who made them."""
+
+    name = models.CharField(max_length=63, validators=[slug_validator])
+    description = models.CharField(max_length=500, blank=True)
+    role = models.CharField(max_length=16, choices=Role, default=Role.DEVELOPER)
+
+    class Meta:
+        constraints = [
+            models.UniqueConstraint(fields=["tenant", "name"], name="service_account_name_once"),
+        ]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Invite(TenantModel):
+    """An offer of a membership to whoever holds the token, of which only a hash is kept."""
+
+    class Status(models.TextChoices):
+        PENDING = "pending"
+        ACCEPTED = "accepted"
+        REVOKED = "revoked"
+        EXPIRED = "expired"
+
+    email = models.EmailField()
+    role = models.CharField(max_length=16, choices=Role)
+    token_sha256 = models.CharField(max_length=64, unique=True)
+    invited_by = models.ForeignKey(User, null=True, on_delete=models.SET_NULL, related_name="+")
+    expires_at = models.DateTimeField()
+    accepted_at = models.DateTimeField(null=True, blank=True)
+    revoked_at = models.DateTimeField(null=True, blank=True)
+
+    class Meta:
+        indexes = [models.Index(fields=["tenant", "created_at"])]
+
+    def __str__(self) -> str:
+        return f"{self.email} {self.role}"
+
+    @property
+    def status(self) -> Status:
+        if self.accepted_at is not None:
+            return self.Status.ACCEPTED
+        if self.revoked_at is not None:
+            return self.Status.REVOKED
+        is_late = self.expires_at <= timezone.now()
+        return self.Status.EXPIRED if is_late else self.Status.PENDING
+
+
 class ApiKey(TenantModel):
-    """A credential of the API. Of its secret only an HMAC is kept."""
+    """A credential of the API. Of its secret only an HMAC is kept.
+
+    It can do what both its scopes and its owner's role allow. Its owner is a member, a service
+    account or, for keys that the operator made, the tenant itself.
+    """
+
+    class Environment(models.TextChoices):
+        LIVE = "live"
+        TEST = "test"
 
     public_id = models.CharField(max_length=32, unique=True)
     name = models.CharField(max_length=100)
+    environment = models.CharField(max_length=8, choices=Environment, default=Environment.LIVE)
     secret_hmac = models.BinaryField(max_length=32)
     last4 = models.CharField(max_length=4)
+    #: The secret before the last rotation, which works until then.
+    old_secret_hmac = models.BinaryField(max_length=32, null=True)
+    old_secret_until = models.DateTimeField(null=True, blank=True)
+    #: Permissions; `controlplane.tenants.permissions.Permission`.
+    scopes = models.JSONField(default=_default_scopes)
+    #: Names of models, and networks; empty allows all.
+    allowed_models = models.JSONField(default=list, blank=True)
+    allowed_ips = models.JSONField(default=list, blank=True)
+    owner = models.ForeignKey(
+        Membership, null=True, blank=True, on_delete=models.CASCADE, related_name="keys"
+    )
+    service_account = models.ForeignKey(
+        ServiceAccount, null=True, blank=True, on_delete=models.CASCADE, related_name="keys"
+    )
     created_by = models.ForeignKey(User, null=True, on_delete=models.SET_NULL, related_name="+")
     expires_at = models.DateTimeField(null=True, blank=True)
     revoked_at = models.DateTimeField(null=True, blank=True)
@@ -113,6 +192,38 @@ class ApiKey(TenantModel):
 
     class Meta:
         indexes = [models.Index(fields=["tenant", "created_at"])]
+        constraints = [
+            models.CheckConstraint(
+                condition=models.Q(owner=None) | models.Q(service_account=None),
+                name="api_key_has_one_owner",
+            ),
+        ]
 
     def __str__(self) -> str:
         return f"{self.name} (…{self.last4})"
+
+
+class IdempotencyRecord(TenantModel):
+    """The answer to a write that named an Idempotency-Key; whoever repeats it gets the same.
+
+    The answer may hold a secret that is shown once, so it is encrypted under the key, and of the
+    key only a hash is kept.
+    """
+
+    caller = models.CharField(max_length=64)
+    route = models.CharField(max_length=500)
+    key_sha256 = models.CharField(max_length=64)
+    body_sha256 = models.CharField(max_length=64)
+    status = models.PositiveSmallIntegerField(default=0)
+    answer = models.BinaryField(default=bytes)
+    expires_at = models.DateTimeField(db_index=True)
+
+    class Meta:
+        constraints = [
+            models.UniqueConstraint(
+                fields=["tenant", "caller", "route", "key_sha256"], name="idempotency_key_once"
+            ),
+        ]
+
+    def __str__(self) -> str:
+        return self.route

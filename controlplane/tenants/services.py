@@ -1,20 +1,20 @@
-"""Every change to tenants, people and keys. What belongs to a tenant acts in the tenant scope."""
+"""Every change to tenants and people. What belongs to a tenant acts in the tenant scope.
+
+Those to keys are in `key_services`, those of invites and service accounts in `people`.
+"""
 
 from __future__ import annotations
 
-import datetime as dt
-
-from django.conf import settings
 from django.contrib import auth as django_auth
 from django.contrib.auth.password_validation import validate_password
 from django.core.exceptions import ValidationError
 from django.db import transaction
 from django.http import HttpRequest
-from django.utils import timezone
 
-from controlplane.errors import Conflict, InvalidRequest, NotFound, from_validation
-from controlplane.tenants import auth, keys
-from controlplane.tenants.models import ApiKey, Membership, Role, Tenant, User
+from controlplane.errors import Conflict, InvalidRequest, from_validation
+from controlplane.tenants.key_services import api_key_create as api_key_create
+from controlplane.tenants.key_services import api_key_revoke as api_key_revoke
+from controlplane.tenants.models import Membership, Role, Tenant, User
 
 
 def tenant_create(*, slug: str, name: str) -> Tenant:
@@ -28,6 +28,17 @@ def tenant_create(*, slug: str, name: str) -> Tenant:
     tenant, is_new = Tenant.objects.get_or_create(slug=slug, defaults={"name": name})
     if not is_new:
         raise Conflict(f"There is a tenant {slug} already.", param="slug")
+    return tenant
+
+
+def tenant_rename(*, tenant: Tenant, name: str) -> Tenant:
+    """Raises InvalidRequest for a bad name."""
+    tenant.name = name.strip()
+    try:
+        tenant.clean_fields(exclude=["id"])
+    except ValidationError as error:
+        raise from_validation(error) from error
+    tenant.save(update_fields=["name"])
     return tenant
 
 
@@ -83,41 +94,6 @@ def member_add(*, email: str, role: Role, password: str | None = None) -> Member
         user = user_create(email=email, password=password)
     membership, _ = Membership.objects.update_or_create(user=user, defaults={"role": role})
     return membership
-
-
-def api_key_create(
-    *, name: str, created_by: User | None = None, expires_at: dt.datetime | None = None
-) -> tuple[ApiKey, str]:
-    """A new key of the tenant in scope, and its text, which cannot be had again."""
-    name = name.strip()
-    if not 1 <= len(name) <= 100:
-        raise InvalidRequest("A key's name has 1 to 100 characters.", param="name")
-    if expires_at is not None and expires_at <= timezone.now():
-        raise InvalidRequest("A key cannot expire in the past.", param="expires_at")
-    parts = keys.generate()
-    api_key = ApiKey.objects.create(
-        public_id=parts.public_id,
-        name=name,
-        secret_hmac=parts.secret_hmac(settings.API_KEY_PEPPER),
-        last4=parts.text()[-4:],
-        created_by=created_by,
-        expires_at=expires_at,
-    )
-    return api_key, parts.text()
-
-
-def api_key_revoke(*, public_id: str) -> ApiKey:
-    """End a key for good. Doing it again changes nothing. Raises NotFound."""
-    if not (public_id.isascii() and public_id.isalnum()):
-        raise NotFound("There is no such key.")
-    ApiKey.objects.filter(public_id=public_id, revoked_at=None).update(revoked_at=timezone.now())
-    api_key = ApiKey.objects.filter(public_id=public_id).first()
-    if api_key is None:
-        raise NotFound("There is no such key.")
-    # Now for a read in this process; again once the change can be read.
-    auth.forget_key(public_id)
-    transaction.on_commit(lambda: auth.forget_key(public_id))
-    return api_key
 
 
 def _check_password(password: str, user: User) -> None:

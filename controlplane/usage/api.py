@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+from typing import ClassVar
 
 from django.utils import timezone
 from drf_spectacular.utils import OpenApiParameter, extend_schema
@@ -12,6 +13,7 @@ from rest_framework.response import Response
 
 from controlplane.api import TenantAPIView
 from controlplane.errors import InvalidRequest
+from controlplane.tenants.auth import Permission
 from controlplane.usage.models import usage_by_day
 
 DEFAULT_DAYS = 30
@@ -33,6 +35,8 @@ class UsageSerializer(serializers.Serializer[dict[str, object]]):
 
 
 class UsageView(TenantAPIView):
+    permissions: ClassVar = {"GET": Permission.USAGE_READ}
+
     @extend_schema(
         "usage_list",
         [

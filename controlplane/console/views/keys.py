@@ -38,6 +38,7 @@ def create_key(request: ConsoleRequest) -> HttpResponse:
             key, text = api_key_create(
                 name=form.cleaned_data["name"],
                 created_by=request.user,
+                owner=request.member.membership,
                 expires_at=form.expires_at(),
             )
         except InvalidRequest as error:

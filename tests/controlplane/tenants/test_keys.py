@@ -18,6 +18,13 @@ def test_round_trip() -> None:
     assert keys.parse(text) == parts
 
 
+def test_environment_is_part_of_the_text() -> None:
+    test_key = keys.generate("test")
+    assert keys.parse(test_key.text()) == test_key
+    assert test_key.text().startswith("lk_test_")
+    assert keys.parse(test_key.text().replace("_test_", "_live_")) is None
+
+
 def test_scanner_finds_the_key_in_a_text() -> None:
     text = keys.generate().text()
     assert re.findall(keys.KEY_REGEX, f'api_key = "{text}"; # prod') == [text]
@@ -33,7 +40,7 @@ def test_one_wrong_character_is_refused(position: int) -> None:
 @given(st.text(max_size=200))
 def test_any_text_is_refused_without_an_exception(text: str) -> None:
     assert keys.parse(text) is None
-    assert keys.parse(keys.PREFIX + text) is None
+    assert keys.parse("lk_live_" + text) is None
 
 
 @pytest.mark.parametrize("text", ["\n", " ", "٣"], ids=["newline", "space", "arabic digit"])

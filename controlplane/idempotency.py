@@ -1,0 +1,131 @@
+"""Writes that may be sent twice: the answer to an Idempotency-Key is kept and given again.
+
+The record and what the request changes are one transaction. So a second request with the same key
+waits for the first, and there is no moment in which the change is made and the answer is not kept.
+An answer that is an error changes nothing and is not kept: the caller may simply try again.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime as dt
+import hashlib
+import hmac
+import uuid
+
+from cryptography.fernet import Fernet
+from django.conf import settings
+from django.core.exceptions import RequestDataTooBig
+from django.db import transaction
+from django.http import HttpResponse, HttpResponseBase
+from django.utils import timezone
+from rest_framework.request import Request
+from rest_framework.response import Response
+
+from controlplane.errors import InvalidRequest, PayloadTooLarge
+from controlplane.scoping import all_tenants, new_id
+from controlplane.tenants.auth import Principal
+from controlplane.tenants.models import IdempotencyRecord
+
+HEADER = "Idempotency-Key"
+REPLAYED_HEADER = "Idempotent-Replayed"
+LIFETIME = dt.timedelta(hours=24)
+MAX_KEY_LENGTH = 255
+
+
+class Replay(Exception):
+    """The request was answered before; `response` is that answer."""
+
+    def __init__(self, response: Response) -> None:
+        super().__init__()
+        self.response = response
+
+
+class Attempt:
+    """The first request with its key, inside the transaction that `end` decides on."""
+
+    def __init__(self, record_id: uuid.UUID, cipher: Fernet) -> None:
+        self._record_id = record_id
+        self._cipher = cipher
+
+    def end(self, response: HttpResponseBase) -> None:
+        """Keep an answer that is a success; undo the transaction behind any other."""
+        if not (isinstance(response, HttpResponse) and 200 <= response.status_code < 300):
+            transaction.set_rollback(True)
+            return
+        IdempotencyRecord.objects.filter(pk=self._record_id).update(
+            status=response.status_code, answer=self._cipher.encrypt(response.content)
+        )
+
+
+def begin(request: Request, principal: Principal, key: str) -> Attempt:
+    """To be called in the transaction of the change, in the tenant scope.
+
+    Raises Replay for a request that was answered, InvalidRequest for a bad key and for one that
+    was sent with another body.
+    """
+    if not (1 <= len(key) <= MAX_KEY_LENGTH and key.isascii() and key.isprintable()):
+        raise InvalidRequest(
+            f"An {HEADER} has 1 to {MAX_KEY_LENGTH} printable ASCII characters.", param=HEADER
+        )
+    body_sha256 = hashlib.sha256(_body(request)).hexdigest()
+    name = {
+        "caller": principal.label,
+        "route": f"{request.method} {request.get_full_path()}"[:500],
+        "key_sha256": hashlib.sha256(key.encode()).hexdigest(),
+    }
+    now = timezone.now()
+    IdempotencyRecord.objects.filter(**name, expires_at__lte=now).delete()
+    record = IdempotencyRecord(
+        id=new_id(), **name, body_sha256=body_sha256, expires_at=now + LIFETIME
+    )
+    # Waits for whoever is inserting the same key.
+    IdempotencyRecord.objects.bulk_create([record], ignore_conflicts=True)
+    kept = IdempotencyRecord.objects.get(**name)
+    cipher = _cipher(key)
+    if kept.pk == record.pk:
+        return Attempt(record.pk, cipher)
+    if kept.body_sha256 != body_sha256:
+        raise InvalidRequest(
+            f"This {HEADER} was used with another body.",
+            param=HEADER,
+            code="idempotency_key_reused",
+        )
+    raise Replay(_replayed(kept, cipher))
+
+
+def expire() -> None:
+    """Drop the records that nobody can ask for any more."""
+    with all_tenants(reason="records of every tenant grow old"):
+        IdempotencyRecord.objects.filter(expires_at__lte=timezone.now()).delete()
+
+
+def _body(request: Request) -> bytes:
+    try:
+        return request._request.body
+    except RequestDataTooBig as error:
+        raise PayloadTooLarge(f"With an {HEADER} a body has to be shorter.") from error
+
+
+def _cipher(key: str) -> Fernet:
+    """Needs the caller's key, which is not stored, and the pepper, which is not in the database."""
+    secret = hmac.digest(settings.API_KEY_PEPPER.encode(), b"idempotency " + key.encode(), "sha256")
+    return Fernet(base64.urlsafe_b64encode(secret))
+
+
+class _Rendered(Response):
+    """An answer whose bytes are there already."""
+
+    def __init__(self, content: bytes, status: int) -> None:
+        super().__init__(status=status, headers={REPLAYED_HEADER: "true"})
+        self._bytes = content
+
+    @property
+    def rendered_content(self) -> bytes:  # type: ignore[override]  # as Response's own
+        if self._bytes:
+            self["Content-Type"] = "application/json"
+        return self._bytes
+
+
+def _replayed(record: IdempotencyRecord, cipher: Fernet) -> Response:
+    return _Rendered(cipher.decrypt(bytes(record.answer)), record.status)

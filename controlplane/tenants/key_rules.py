@@ -1,0 +1,95 @@
+"""What a key is good for: its scopes, the models it may name, the addresses it may come from."""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+import re
+from collections.abc import Iterable
+
+from controlplane.errors import InvalidRequest
+from controlplane.tenants.permissions import DEFAULT_SCOPES, Permission
+
+#: Of allowed models, and of allowed addresses.
+MAX_ALLOWED = 100
+_MODEL = re.compile(r"\A[a-z0-9][a-z0-9._-]{0,62}(?:@[1-9][0-9]{0,8})?\Z")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class KeyRules:
+    """An empty list of models or networks allows all of them."""
+
+    scopes: tuple[str, ...] = DEFAULT_SCOPES
+    allowed_models: tuple[str, ...] = ()
+    allowed_ips: tuple[str, ...] = ()
+
+    def checked(self) -> KeyRules:
+        """The rules in their normal form: no repeats, networks as networks.
+
+        Raises InvalidRequest that names the field.
+        """
+        return KeyRules(
+            scopes=_scopes(self.scopes),
+            allowed_models=_models(self.allowed_models),
+            allowed_ips=_networks(self.allowed_ips),
+        )
+
+
+def allows_model(allowed: Iterable[str], name: str) -> bool:
+    """Whether a list of models covers `name`: `invoices` also stands for every `invoices@3`."""
+    allowed = tuple(allowed)
+    return not allowed or name in allowed or name.partition("@")[0] in allowed
+
+
+def allows_address(allowed: Iterable[str], address: str) -> bool:
+    """Whether a list of networks covers an address. What is no address is in no network."""
+    networks = tuple(allowed)
+    if not networks:
+        return True
+    try:
+        number = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    if isinstance(number, ipaddress.IPv6Address) and number.ipv4_mapped is not None:
+        number = number.ipv4_mapped
+    return any(number in ipaddress.ip_network(network) for network in networks)
+
+
+def _scopes(scopes: Iterable[str]) -> tuple[str, ...]:
+    wanted = set(scopes)
+    if unknown := sorted(wanted - set(Permission)):
+        raise InvalidRequest(f"There is no scope {unknown[0][:100]}.", param="scopes")
+    if not wanted:
+        raise InvalidRequest("A key needs a scope.", param="scopes")
+    return tuple(permission.value for permission in Permission if permission in wanted)
+
+
+def _models(names: Iterable[str]) -> tuple[str, ...]:
+    found = _bounded(names, "allowed_models")
+    for name in found:
+        if not _MODEL.match(name):
+            raise InvalidRequest(
+                f"{name[:100]} is no model's name: use invoices or invoices@3.",
+                param="allowed_models",
+            )
+    return found
+
+
+def _networks(texts: Iterable[str]) -> tuple[str, ...]:
+    found = []
+    for text in _bounded(texts, "allowed_ips"):
+        try:
+            found.append(str(ipaddress.ip_network(text)))
+        except ValueError as error:
+            raise InvalidRequest(
+                f"{text[:100]} is no address or network: use 192.0.2.7 or 192.0.2.0/24.",
+                param="allowed_ips",
+            ) from error
+    return tuple(found)
+
+
+def _bounded(items: Iterable[str], field: str) -> tuple[str, ...]:
+    found = tuple(dict.fromkeys(items))
+    if len(found) > MAX_ALLOWED:
+        raise InvalidRequest(f"{field} has {MAX_ALLOWED} entries at most.", param=field)
+    return found

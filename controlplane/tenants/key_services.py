@@ -1,0 +1,138 @@
+"""Every change to API keys. All act in the scope of the key's tenant."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+from typing import Any
+
+from django.conf import settings
+from django.db import transaction
+from django.utils import timezone
+
+from controlplane.errors import Conflict, InvalidRequest, NotFound
+from controlplane.tenants import auth, keys
+from controlplane.tenants.key_rules import KeyRules
+from controlplane.tenants.models import ApiKey, Membership, ServiceAccount, User
+
+#: How long both secrets of a rotated key work.
+DEFAULT_GRACE_S, MAX_GRACE_S = 24 * 3600, 30 * 24 * 3600
+
+
+def api_key_create(
+    *,
+    name: str,
+    created_by: User | None = None,
+    expires_at: dt.datetime | None = None,
+    environment: str = "live",
+    rules: KeyRules | None = None,
+    owner: Membership | ServiceAccount | None = None,
+) -> tuple[ApiKey, str]:
+    """A new key of the tenant in scope, and its text, which cannot be had again.
+
+    Raises InvalidRequest that names the field.
+    """
+    fields = _checked_fields(name, expires_at, rules or KeyRules())
+    if environment not in keys.ENVIRONMENTS:
+        raise InvalidRequest("An environment is live or test.", param="environment")
+    parts = keys.generate(environment)
+    api_key = ApiKey.objects.create(
+        public_id=parts.public_id,
+        environment=environment,
+        secret_hmac=parts.secret_hmac(settings.API_KEY_PEPPER),
+        last4=parts.text()[-4:],
+        created_by=created_by,
+        owner=owner if isinstance(owner, Membership) else None,
+        service_account=owner if isinstance(owner, ServiceAccount) else None,
+        **fields,
+    )
+    return api_key, parts.text()
+
+
+def api_key_get(*, public_id: str) -> ApiKey:
+    """Raises NotFound."""
+    if not (public_id.isascii() and public_id.isalnum()):
+        raise NotFound("There is no such key.")
+    rows = ApiKey.objects.select_related("owner__user", "service_account")
+    api_key = rows.filter(public_id=public_id).first()
+    if api_key is None:
+        raise NotFound("There is no such key.")
+    return api_key
+
+
+@transaction.atomic
+def api_key_update(
+    *, public_id: str, name: str, expires_at: dt.datetime | None, rules: KeyRules
+) -> ApiKey:
+    """Change what a key is good for, within a second everywhere. Its secret stays.
+
+    Raises InvalidRequest, NotFound; Conflict for a revoked key.
+    """
+    api_key = _locked(public_id)
+    is_later = expires_at is not None and expires_at != api_key.expires_at
+    fields = _checked_fields(name, expires_at if is_later else None, rules)
+    _save(api_key, **{**fields, "expires_at": expires_at})
+    return api_key_get(public_id=public_id)
+
+
+@transaction.atomic
+def api_key_rotate(*, public_id: str, grace_s: int = DEFAULT_GRACE_S) -> tuple[ApiKey, str]:
+    """Give a key a new secret, whose text cannot be had again.
+
+    The secret before it works for `grace_s` seconds more; the one before that, if it still did, no
+    longer. Raises InvalidRequest, NotFound; Conflict for a revoked or expired key.
+    """
+    if not 0 <= grace_s <= MAX_GRACE_S:
+        raise InvalidRequest(
+            f"A time of grace has 0 to {MAX_GRACE_S} seconds.", param="grace_seconds"
+        )
+    api_key = _locked(public_id)
+    now = timezone.now()
+    if api_key.expires_at is not None and api_key.expires_at <= now:
+        raise Conflict("This key has expired: make another.")
+    parts = keys.renewed(public_id, api_key.environment)
+    _save(
+        api_key,
+        old_secret_hmac=bytes(api_key.secret_hmac) if grace_s else None,
+        old_secret_until=now + dt.timedelta(seconds=grace_s) if grace_s else None,
+        secret_hmac=parts.secret_hmac(settings.API_KEY_PEPPER),
+        last4=parts.text()[-4:],
+    )
+    return api_key_get(public_id=public_id), parts.text()
+
+
+@transaction.atomic
+def api_key_revoke(*, public_id: str) -> ApiKey:
+    """End a key and both its secrets for good. Doing it again changes nothing. Raises NotFound."""
+    api_key = api_key_get(public_id=public_id)
+    if api_key.revoked_at is None:
+        _save(api_key, revoked_at=timezone.now())
+    return api_key
+
+
+def _checked_fields(name: str, expires_at: dt.datetime | None, rules: KeyRules) -> dict[str, Any]:
+    name = name.strip()
+    if not 1 <= len(name) <= 100:
+        raise InvalidRequest("A key's name has 1 to 100 characters.", param="name")
+    if expires_at is not None and expires_at <= timezone.now():
+        raise InvalidRequest("A key cannot expire in the past.", param="expires_at")
+    lists = {field: list(items) for field, items in dataclasses.asdict(rules.checked()).items()}
+    return {"name": name, "expires_at": expires_at, **lists}
+
+
+def _locked(public_id: str) -> ApiKey:
+    """The key, while nobody else changes it. Raises NotFound, Conflict for a revoked one."""
+    api_key = api_key_get(public_id=public_id)
+    api_key = ApiKey.objects.select_for_update().get(pk=api_key.pk)
+    if api_key.revoked_at is not None:
+        raise Conflict("This key has been revoked.")
+    return api_key
+
+
+def _save(api_key: ApiKey, **fields: Any) -> None:
+    for field, value in fields.items():
+        setattr(api_key, field, value)
+    api_key.save(update_fields=list(fields))
+    # Now for a read in this process; again once the change can be read.
+    auth.forget_key(api_key.public_id)
+    transaction.on_commit(lambda: auth.forget_key(api_key.public_id))

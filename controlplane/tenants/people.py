@@ -1,0 +1,228 @@
+"""Every change to members, invites and service accounts. All act in the tenant scope.
+
+Nobody hands on more than they have: whoever changes a role has every permission of it, and of the
+role that it replaces.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import hashlib
+import secrets
+import uuid
+
+from django.core.exceptions import ValidationError
+from django.core.validators import validate_email
+from django.db import transaction
+from django.utils import timezone
+
+from controlplane.errors import Conflict, InvalidRequest, NotFound, from_validation
+from controlplane.scoping import all_tenants, current_tenant_id, tenant_scope
+from controlplane.tenants.auth import Principal, authorize_grant
+from controlplane.tenants.key_services import api_key_revoke
+from controlplane.tenants.models import (
+    ApiKey,
+    Invite,
+    Membership,
+    Role,
+    ServiceAccount,
+    Tenant,
+    User,
+)
+from controlplane.tenants.permissions import PERMISSIONS
+
+INVITE_LIFETIME = dt.timedelta(days=7)
+#: Of one tenant at a time: what a stolen key could send mail to.
+MAX_PENDING_INVITES = 1000
+
+
+def member_get(*, member_id: uuid.UUID) -> Membership:
+    """Raises NotFound."""
+    found = Membership.objects.select_related("user").filter(pk=member_id).first()
+    if found is None:
+        raise NotFound("There is no such member.")
+    return found
+
+
+@transaction.atomic
+def member_role_set(*, by: Principal, member_id: uuid.UUID, role: Role) -> Membership:
+    """Raises NotFound, PermissionDenied; Conflict when it would leave no owner."""
+    member = member_get(member_id=member_id)
+    authorize_grant(by, PERMISSIONS[Role(member.role)] | PERMISSIONS[role])
+    if member.role == Role.OWNER and role != Role.OWNER:
+        _check_other_owner(member)
+    member.role = role
+    member.save(update_fields=["role"])
+    return member
+
+
+@transaction.atomic
+def member_remove(*, by: Principal, member_id: uuid.UUID) -> None:
+    """End a membership and revoke the keys it owns; the person remains a user.
+
+    Raises NotFound, PermissionDenied; Conflict for the last owner.
+    """
+    member = member_get(member_id=member_id)
+    authorize_grant(by, PERMISSIONS[Role(member.role)])
+    if member.role == Role.OWNER:
+        _check_other_owner(member)
+    _revoke_keys_of(member)
+    member.delete()
+
+
+def invite_create(*, by: Principal, email: str, role: Role) -> tuple[Invite, str]:
+    """An invite and its token, which cannot be had again.
+
+    Raises InvalidRequest, PermissionDenied; Conflict for a member or one invited already.
+    """
+    authorize_grant(by, PERMISSIONS[role])
+    email = email.strip().lower()
+    try:
+        validate_email(email)
+    except ValidationError as error:
+        raise InvalidRequest("This is no e-mail address.", param="email") from error
+    if Membership.objects.filter(user__email=email).exists():
+        raise Conflict("This person is a member already.", param="email")
+    pending = Invite.objects.filter(
+        accepted_at=None, revoked_at=None, expires_at__gt=timezone.now()
+    )
+    if pending.filter(email=email).exists():
+        raise Conflict("This person is invited already: revoke that invite first.", param="email")
+    if pending.count() >= MAX_PENDING_INVITES:
+        raise Conflict("There are too many pending invites.")
+    token = secrets.token_urlsafe(32)
+    invite = Invite.objects.create(
+        email=email,
+        role=role,
+        token_sha256=_token_hash(token),
+        invited_by=by.user,
+        expires_at=timezone.now() + INVITE_LIFETIME,
+    )
+    return invite, token
+
+
+def invite_get(*, invite_id: uuid.UUID) -> Invite:
+    """Raises NotFound."""
+    invite = Invite.objects.filter(pk=invite_id).first()
+    if invite is None:
+        raise NotFound("There is no such invite.")
+    return invite
+
+
+@transaction.atomic
+def invite_revoke(*, invite_id: uuid.UUID) -> Invite:
+    """Doing it again changes nothing. Raises NotFound; Conflict for an accepted one."""
+    Invite.objects.filter(pk=invite_id, accepted_at=None, revoked_at=None).update(
+        revoked_at=timezone.now()
+    )
+    invite = invite_get(invite_id=invite_id)
+    if invite.accepted_at is not None:
+        raise Conflict("This invite has been accepted: remove the member instead.")
+    return invite
+
+
+def invite_find(*, token: str) -> tuple[Invite, Tenant]:
+    """The pending invite behind a token and its tenant.
+
+    Raises NotFound, the same for a token that never was, is used, revoked or too old.
+    """
+    with all_tenants(reason="an invite's token says which tenant it is of"):
+        rows = Invite.objects.select_related("tenant")
+        invite = rows.filter(token_sha256=_token_hash(token[:200])).first()
+    if (
+        invite is None
+        or invite.status != Invite.Status.PENDING
+        or invite.tenant.status != Tenant.Status.ACTIVE
+    ):
+        raise NotFound("This invite does not exist, is used, or has expired.")
+    return invite, invite.tenant
+
+
+@transaction.atomic
+def invite_accept(*, token: str, user: User) -> Membership:
+    """Make the invited person a member; the invite is used up.
+
+    Raises NotFound as `invite_find`, and for a person with another address; Conflict for a member.
+    """
+    invite, tenant = invite_find(token=token)
+    if user.email != invite.email:
+        raise NotFound("This invite does not exist, is used, or has expired.")
+    with tenant_scope(tenant.id):
+        unused = Invite.objects.filter(pk=invite.pk, accepted_at=None, revoked_at=None)
+        if unused.update(accepted_at=timezone.now()) == 0:
+            raise NotFound("This invite does not exist, is used, or has expired.")
+        membership, is_new = Membership.objects.get_or_create(
+            user=user, defaults={"role": invite.role}
+        )
+        if not is_new:
+            raise Conflict("You are a member already.")
+    return membership
+
+
+def service_account_get(*, account_id: uuid.UUID) -> ServiceAccount:
+    """Raises NotFound."""
+    account = ServiceAccount.objects.filter(pk=account_id).first()
+    if account is None:
+        raise NotFound("There is no such service account.")
+    return account
+
+
+def service_account_create(
+    *, by: Principal, name: str, role: Role, description: str = ""
+) -> ServiceAccount:
+    """Raises InvalidRequest, PermissionDenied; Conflict for a taken name."""
+    authorize_grant(by, PERMISSIONS[role])
+    account = ServiceAccount(
+        tenant_id=current_tenant_id(), name=name, role=role, description=description
+    )
+    try:
+        account.full_clean(validate_unique=False, validate_constraints=False)
+    except ValidationError as error:
+        raise from_validation(error) from error
+    found, is_new = ServiceAccount.objects.get_or_create(
+        name=name, defaults={"role": role, "description": description}
+    )
+    if not is_new:
+        raise Conflict(f"There is a service account {name} already.", param="name")
+    return found
+
+
+@transaction.atomic
+def service_account_update(
+    *, by: Principal, account_id: uuid.UUID, role: Role, description: str
+) -> ServiceAccount:
+    """Raises NotFound, PermissionDenied."""
+    account = service_account_get(account_id=account_id)
+    authorize_grant(by, PERMISSIONS[Role(account.role)] | PERMISSIONS[role])
+    account.role, account.description = role, description
+    account.save(update_fields=["role", "description"])
+    return account
+
+
+@transaction.atomic
+def service_account_delete(*, by: Principal, account_id: uuid.UUID) -> None:
+    """End a service account and revoke its keys. Raises NotFound, PermissionDenied."""
+    account = service_account_get(account_id=account_id)
+    authorize_grant(by, PERMISSIONS[Role(account.role)])
+    _revoke_keys_of(account)
+    account.delete()
+
+
+def _revoke_keys_of(owner: Membership | ServiceAccount) -> None:
+    """The keys stay as rows, without their owner, so that records of their use can be read."""
+    field = "owner" if isinstance(owner, Membership) else "service_account"
+    owned = ApiKey.objects.filter(**{field: owner})
+    for public_id in list(owned.values_list("public_id", flat=True)):
+        api_key_revoke(public_id=public_id)
+    owned.update(**{field: None})
+
+
+def _check_other_owner(member: Membership) -> None:
+    # Locked in one order, so that two owners cannot remove each other at once.
+    owners = Membership.objects.select_for_update().filter(role=Role.OWNER).order_by("pk")
+    if all(owner.pk == member.pk for owner in owners):
+        raise Conflict("A tenant needs an owner: make another member one first.")
+
+
+def _token_hash(token: str) -> str:
+    return hashlib.sha256(token.encode()).hexdigest()

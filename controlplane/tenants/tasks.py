@@ -1,0 +1,10 @@
+"""Celery's entry points of this app."""
+
+from celery import shared_task
+
+from controlplane import idempotency
+
+
+@shared_task
+def idempotency_records_expire() -> None:
+    idempotency.expire()

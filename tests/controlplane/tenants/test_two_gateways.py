@@ -1,0 +1,106 @@
+"""A key's changes at one gateway, as another one obeys them: two web servers, one database."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.live import LiveStack, wait_for
+
+#: What docs/security.md promises for revocations and other changes of a key.
+PROMISED_S = 1.0
+
+_MANAGER = """
+import json, sys, django
+django.setup()
+from controlplane.scoping import tenant_scope
+from controlplane.tenants import key_services
+from controlplane.tenants.key_rules import KeyRules
+from controlplane.tenants.models import Role, ServiceAccount, Tenant
+with tenant_scope(Tenant.objects.get(slug="acme").id):
+    account, _ = ServiceAccount.objects.get_or_create(name="manager", defaults={"role": Role.OWNER})
+    rules = KeyRules(scopes=("infer", "keys:manage", "read"))
+    _, text = key_services.api_key_create(name="manager", owner=account, rules=rules)
+print(text)
+"""
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+class Gateways:
+    def __init__(self, urls: tuple[str, str], manager: str) -> None:
+        self.here, self.there = urls
+        self._manager = manager
+
+    def manage(self, path: str, body: Any) -> Any:
+        answer = httpx.post(
+            f"{self.here}/api/v1/keys{path}", json=body, headers=bearer(self._manager)
+        )
+        assert answer.status_code < 300, answer.text
+        return answer.json()
+
+    def change(self, public_id: str, body: Any) -> None:
+        url = f"{self.here}/api/v1/keys/{public_id}"
+        assert httpx.patch(url, json=body, headers=bearer(self._manager)).status_code == 200
+
+    def models(self, key: str, at: str) -> httpx.Response:
+        return httpx.get(f"{at}/v1/models", headers=bearer(key))
+
+    def statuses(self, key: str) -> tuple[int, int]:
+        here, there = (self.models(key, at).status_code for at in (self.here, self.there))
+        return here, there
+
+
+@pytest.fixture(scope="module")
+def gateways(live: LiveStack) -> Iterator[Gateways]:
+    pool = live.with_pool("two-gateways")
+    env = {"DATABASE_POOL_SIZE": "2", "DJANGO_SETTINGS_MODULE": "controlplane.settings"}
+    first, second = (pool.start_web(name, **env) for name in ("first", "second"))
+    pool.env["DJANGO_SETTINGS_MODULE"] = "controlplane.settings"
+    yield Gateways((first[1], second[1]), pool.run("-c", _MANAGER).strip())
+    for process, _ in (first, second):
+        process.stop()
+
+
+def test_revoked_key_is_refused_everywhere_within_a_second(gateways: Gateways) -> None:
+    made = gateways.manage("", {"name": "short-lived"})
+    assert gateways.statuses(made["key"]) == (200, 200)
+    gateways.manage(f"/{made['public_id']}/revoke", {})
+    revoked_at = time.monotonic()
+    while gateways.statuses(made["key"]) != (401, 401):
+        # Asking all the time must not keep a cached key alive.
+        assert time.monotonic() - revoked_at < PROMISED_S
+
+
+def test_rotation_stops_nobody(gateways: Gateways) -> None:
+    made = gateways.manage("", {"name": "rotated"})
+    assert gateways.statuses(made["key"]) == (200, 200)
+    rotated = gateways.manage(f"/{made['public_id']}/rotate", {"grace_seconds": 2})
+    until = time.monotonic() + 1.5
+    while time.monotonic() < until:
+        assert gateways.statuses(made["key"]) == (200, 200)
+        assert gateways.statuses(rotated["key"]) == (200, 200)
+    wait_for(lambda: gateways.statuses(made["key"]) == (401, 401), timeout_s=3)
+    assert gateways.statuses(rotated["key"]) == (200, 200)
+
+
+def test_key_is_held_to_its_models_and_addresses(gateways: Gateways) -> None:
+    made = gateways.manage("", {"name": "narrow", "allowed_models": ["acme-adapter"]})
+    listed = gateways.models(made["key"], gateways.there).json()["data"]
+    assert [model["id"] for model in listed] == ["acme-adapter"]
+    for model in ("acme-misfit", "globex-adapter", "nothing"):
+        body = {"model": model, "messages": [{"role": "user", "content": "x"}]}
+        answer = httpx.post(
+            f"{gateways.there}/v1/chat/completions", json=body, headers=bearer(made["key"])
+        )
+        error = json.loads(answer.text)["error"]
+        assert (answer.status_code, error["code"]) == (403, "model_not_allowed")
+    gateways.change(made["public_id"], {"allowed_ips": ["192.0.2.1"]})
+    wait_for(lambda: gateways.statuses(made["key"]) == (403, 403), timeout_s=PROMISED_S)
