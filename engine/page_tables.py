@@ -24,7 +24,8 @@ class PageTables:
 
     def count_missing(self, sequence: Sequence, num_tokens: int) -> int:
         """Pages that its next `num_tokens` tokens need and it has not."""
-        return self.count_for(sequence.num_computed + num_tokens) - len(sequence.page_table)
+        end = sequence.num_computed + num_tokens
+        return -(-end // self._page_size) - len(sequence.page_table)
 
     def find(self, sequence: Sequence) -> list[int]:
         """The sequence's first pages, as far as somebody has computed them; now shared with it.
