@@ -27,11 +27,11 @@ def test_the_comparison_measures_every_case(tiny_model: Path, tmp_path: Path) ->
 
 
 def test_the_scheduler_is_measured_at_every_size() -> None:
-    from bench.scheduler import run
+    from bench.scheduler import KINDS, run
 
     result = run(sizes=(2, 4), num_steps=20, num_adapters=50, size=4)
     cases = [(case["case"], case["running"]) for case in result["cases"]]
-    assert cases == [("steady", 2), ("turnover", 2), ("steady", 4), ("turnover", 4)]
+    assert cases == [(kind, size) for size in (2, 4) for kind in KINDS]
     assert all(0 < case["schedule_ms"] < case["step_ms"] for case in result["cases"])
     bars = {bar["bar"]: bar for bar in result["bars"]}
     assert bars["bytes per registered adapter"]["passed"]
