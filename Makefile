@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: setup demo demo-stop test test-long test-gpu check fmt bench lock
+.PHONY: setup demo demo-stop test test-long test-gpu check fmt openapi bench lock
 
 setup: $(STAMP)
 
@@ -44,6 +44,10 @@ check: setup
 fmt: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+openapi: setup
+	set -a; . ./.env.example; set +a; \
+		$(BIN)/python manage.py spectacular --format openapi-json --file docs/openapi.json
 
 bench: setup
 	$(BIN)/python -m bench.cpu

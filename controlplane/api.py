@@ -160,10 +160,14 @@ PAGE_PARAMETERS = [
 ]
 
 
-def page(request: Request, rows: QuerySet[_M], serializer: type[_Serializer]) -> Response:
+def page(
+    request: Request, rows: QuerySet[_M], serializer: type[_Serializer], *, cursor: str = "id"
+) -> Response:
     """One page of `rows`, newest first, in OpenAI's list form.
 
     The cursor is an id: they are ordered by time (UUID version 7).
+
+    cursor  the serializer's field that has it
     """
     limit = _limit(request)
     after = request.query_params.get("after")
@@ -175,8 +179,8 @@ def page(request: Request, rows: QuerySet[_M], serializer: type[_Serializer]) ->
         {
             "object": "list",
             "data": data,
-            "first_id": data[0]["id"] if data else None,
-            "last_id": data[-1]["id"] if data else None,
+            "first_id": data[0][cursor] if data else None,
+            "last_id": data[-1][cursor] if data else None,
             "has_more": len(found) > limit,
         }
     )

@@ -202,7 +202,7 @@ def drf_exception_handler(error: Exception, context: dict[str, Any]) -> Response
 
 
 _NOTHING_HERE = "There is no such thing."
-_JSON_PATHS = ("/api/", "/v1/")
+_JSON_PATHS = ("/api/", "/ops/", "/v1/")
 
 
 def page_not_found(request: HttpRequest, exception: Exception) -> HttpResponse:

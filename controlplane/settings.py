@@ -175,13 +175,18 @@ REST_FRAMEWORK = {
     "UNAUTHENTICATED_USER": None,
 }
 SPECTACULAR_SETTINGS = {
-    "TITLE": "Lorikeet management API",
+    "TITLE": "Lorikeet",
     "VERSION": "1",
     "OAS_VERSION": "3.1.0",
     "SERVE_INCLUDE_SCHEMA": False,
     "SWAGGER_UI_DIST": "SIDECAR",
     "SWAGGER_UI_FAVICON_HREF": "SIDECAR",
-    "SCHEMA_PATH_PREFIX": "/api/v1",
+    "SCHEMA_PATH_PREFIX": "/(?:api|ops)/v1",
+    "POSTPROCESSING_HOOKS": [
+        "drf_spectacular.hooks.postprocess_schema_enums",
+        "controlplane.openapi.add_gateway",
+        "controlplane.openapi.complete_operations",
+    ],
     "ENUM_NAME_OVERRIDES": {
         "AdapterVersionStatus": "controlplane.adapters.models.AdapterVersion.Status",
         "TrainingRunStatus": "controlplane.training.models.TrainingRun.Status",

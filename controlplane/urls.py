@@ -1,4 +1,4 @@
-"""/v1 gateway · /api/v1 management · /console · /admin · /healthz."""
+"""/v1 gateway · /api/v1 management · /ops/v1 operator · /console · /admin · /healthz."""
 
 from django.contrib import admin
 from django.http import HttpRequest, HttpResponse
@@ -24,6 +24,9 @@ urlpatterns = [
     path("api/v1/", include("controlplane.adapters.urls")),
     path("api/v1/", include("controlplane.usage.urls")),
     path("api/v1/", include("controlplane.training.urls")),
+    path("api/v1/", include("controlplane.limits.urls")),
+    path("api/v1/", include("controlplane.inference.management_urls")),
+    path("ops/v1/", include("controlplane.operator.urls")),
 ]
 
 handler404 = "controlplane.errors.page_not_found"

@@ -42,6 +42,13 @@ def tenant_rename(*, tenant: Tenant, name: str) -> Tenant:
     return tenant
 
 
+def tenant_status_set(*, tenant: Tenant, status: str) -> Tenant:
+    """Suspend or reactivate: a suspended tenant's keys and people are refused within a second."""
+    tenant.status = Tenant.Status(status)
+    tenant.save(update_fields=["status"])
+    return tenant
+
+
 def user_create(*, email: str, password: str | None, is_operator: bool = False) -> User:
     """Make a person, who may sign in when there is a password.
 

@@ -1,0 +1,202 @@
+"""What completes the OpenAPI document: /v1, which Django REST framework does not know, and what
+every operation shares.
+
+The document is committed as docs/openapi.json (`make openapi`); a test compares the two.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel
+
+from controlplane import idempotency
+from controlplane.inference.schemas import ChatBody, CompletionBody
+
+Json = dict[str, Any]
+
+_MANAGEMENT = "/api/v1/"
+_METHODS = ("get", "put", "post", "patch", "delete")
+_KEY_ONLY: list[Json] = [{"apiKey": []}]
+
+_ERROR: Json = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"], "description": "The field at fault."},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_STAMP: Json = {
+    "id": {"type": "string"},
+    "object": {"type": "string"},
+    "created": {"type": "integer", "description": "Seconds since 1970."},
+    "model": {"type": "string"},
+}
+_USAGE: Json = {
+    "type": "object",
+    "required": ["prompt_tokens", "completion_tokens", "total_tokens"],
+    "properties": {
+        name: {"type": "integer"} for name in ("prompt_tokens", "completion_tokens", "total_tokens")
+    },
+}
+_MODEL: Json = {
+    "type": "object",
+    "required": ["id", "object", "created", "owned_by"],
+    "properties": {
+        "id": {"type": "string"},
+        "object": {"const": "model"},
+        "created": {"type": "integer"},
+        "owned_by": {"type": "string"},
+        "parent": {"type": ["string", "null"], "description": "An adapter's base model."},
+        "shutdown_date": {"type": ["string", "null"]},
+    },
+}
+
+
+def _answer(choice: Json) -> Json:
+    """A whole answer with one kind of choices."""
+    choices = {
+        "type": "array",
+        "items": {
+            "type": "object",
+            "properties": {
+                "index": {"type": "integer"},
+                "finish_reason": {"type": ["string", "null"]},
+                "logprobs": {},
+                **choice,
+            },
+        },
+    }
+    return {
+        "type": "object",
+        "required": ["id", "object", "created", "model", "choices"],
+        "properties": {**_STAMP, "choices": choices, "usage": _USAGE},
+    }
+
+
+_MESSAGE: Json = {
+    "type": "object",
+    "properties": {"role": {"type": "string"}, "content": {"type": ["string", "null"]}},
+}
+_COMPONENTS: Json = {
+    "Error": _ERROR,
+    "ChatCompletion": _answer({"message": _MESSAGE}),
+    "Completion": _answer({"text": {"type": "string"}}),
+    "Model": _MODEL,
+    "ModelList": {
+        "type": "object",
+        "required": ["object", "data"],
+        "properties": {
+            "object": {"const": "list"},
+            "data": {"type": "array", "items": {"$ref": "#/components/schemas/Model"}},
+        },
+    },
+}
+
+
+def add_gateway(result: Json, generator: Any, request: Any, public: bool) -> Json:
+    """drf-spectacular's hook: the addresses of /v1, with bodies from their pydantic models."""
+    schemas = result["components"]["schemas"]
+    schemas.update(_COMPONENTS)
+    for body in (ChatBody, CompletionBody):
+        schemas.update(_body_schemas(body))
+    name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+    result["paths"].update(
+        {
+            "/v1/chat/completions": {
+                "post": _generation(
+                    "Answer a chat.", "chat_completions", ChatBody, "ChatCompletion"
+                )
+            },
+            "/v1/completions": {
+                "post": _generation("Continue a text.", "completions", CompletionBody, "Completion")
+            },
+            "/v1/models": {
+                "get": _operation("What the key may name as a model.", "models", "ModelList")
+            },
+            "/v1/models/{name}": {
+                "get": {**_operation("One model.", "model", "Model"), "parameters": [name]}
+            },
+        }
+    )
+    return result
+
+
+def complete_operations(result: Json, generator: Any, request: Any, public: bool) -> Json:
+    """drf-spectacular's hook: errors on every operation, the Idempotency-Key on every POST."""
+    error = {
+        "description": "In OpenAI's form.",
+        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+    }
+    for path, item in result["paths"].items():
+        for method in _METHODS:
+            if method not in item:
+                continue
+            operation = item[method]
+            operation["responses"]["4XX"] = error
+            operation["responses"]["503"] = error
+            if method == "post" and path.startswith(_MANAGEMENT):
+                operation.setdefault("parameters", []).append(_IDEMPOTENCY_KEY)
+    result["paths"] = dict(sorted(result["paths"].items()))
+    schemas = result["components"]["schemas"]
+    result["components"]["schemas"] = dict(sorted(schemas.items()))
+    return result
+
+
+_IDEMPOTENCY_KEY: Json = {
+    "in": "header",
+    "name": idempotency.HEADER,
+    "description": (
+        "Of your making, for one write: sent again within 24 hours, it gives the first answer."
+    ),
+    "schema": {
+        "type": "string",
+        "minLength": 1,
+        "maxLength": idempotency.MAX_KEY_LENGTH,
+        "pattern": "^[!-~]+$",
+    },
+}
+
+
+def _body_schemas(body: type[BaseModel]) -> Json:
+    """The schema of a pydantic model and of all that it refers to, by name."""
+    schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
+    return {**schema.pop("$defs", {}), body.__name__: schema}
+
+
+def _operation(description: str, operation_id: str, answer: str) -> Json:
+    return {
+        "operationId": f"gateway_{operation_id}",
+        "description": description,
+        "tags": ["gateway"],
+        "security": _KEY_ONLY,
+        "responses": {
+            "200": {"description": "", "content": {"application/json": {"schema": _ref(answer)}}}
+        },
+    }
+
+
+def _generation(description: str, operation_id: str, body: type[BaseModel], answer: str) -> Json:
+    operation = _operation(
+        f"{description} With `stream` the answer is server-sent events.", operation_id, answer
+    )
+    operation["requestBody"] = {
+        "required": True,
+        "content": {"application/json": {"schema": _ref(body.__name__)}},
+    }
+    content = operation["responses"]["200"]["content"]
+    content["text/event-stream"] = {"schema": {"type": "string"}}
+    return operation
+
+
+def _ref(name: str) -> Json:
+    return {"$ref": f"#/components/schemas/{name}"}

@@ -1,0 +1,281 @@
+"""/ops/v1: what operators do, by a session of the console; no tenant's key opens it."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from django.http import HttpRequest, HttpResponseBase
+from drf_spectacular.extensions import OpenApiAuthenticationExtension
+from drf_spectacular.utils import extend_schema
+from rest_framework import serializers
+from rest_framework.authentication import SessionAuthentication
+from rest_framework.permissions import IsAuthenticated
+from rest_framework.request import Request
+from rest_framework.response import Response
+from rest_framework.views import APIView
+
+from controlplane.adapters.api import BaseModelSerializer
+from controlplane.adapters.models import BaseModel
+from controlplane.api import (
+    PAGE_PARAMETERS,
+    BoundedJSONParser,
+    StrictSerializer,
+    page,
+    page_of,
+)
+from controlplane.delivery import services as delivery
+from controlplane.delivery.models import DeadLetter
+from controlplane.errors import NotFound, PermissionDenied
+from controlplane.limits.api import LimitSerializer, RatesSerializer
+from controlplane.limits.services import rate_limit_set
+from controlplane.operator import pool
+from controlplane.scoping import all_tenants, tenant_scope
+from controlplane.tenants import services
+from controlplane.tenants.models import Tenant, User, is_slug
+from controlplane.tenants.people_api import TenantSerializer
+from controlplane.workers import workers
+
+_RATES = ("requests_per_minute", "tokens_per_minute", "max_concurrent", "max_waiting")
+
+
+class OperatorSessionAuthentication(SessionAuthentication):
+    """The session of a person who runs the platform; writes need the CSRF token."""
+
+    def authenticate(self, request: Request) -> tuple[User, None] | None:  # type: ignore[override]
+        user = request._request.user
+        if not isinstance(user, User) or not user.is_active:
+            return None
+        if not (user.is_staff and user.is_superuser):
+            raise PermissionDenied("Only operators may do this.")
+        self.enforce_csrf(request)
+        return user, None
+
+    def authenticate_header(self, request: Request) -> str:
+        return "Session"
+
+
+class _OperatorScheme(OpenApiAuthenticationExtension):  # type: ignore[no-untyped-call]
+    target_class = "controlplane.operator.api.OperatorSessionAuthentication"
+    name = "operatorSession"
+
+    def get_security_definition(self, auto_schema: Any) -> dict[str, str]:
+        return {"type": "apiKey", "in": "cookie", "name": "sessionid", "description": "Staff's."}
+
+
+class OperatorAPIView(APIView):
+    """A view across tenants, for operators alone."""
+
+    authentication_classes = (OperatorSessionAuthentication,)
+    permission_classes = (IsAuthenticated,)
+    parser_classes = (BoundedJSONParser,)
+
+    def dispatch(self, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
+        with all_tenants(reason="the operator's API"):
+            response = super().dispatch(request, *args, **kwargs)
+            if isinstance(response, Response):
+                response.render()
+        return response
+
+
+class TenantCreateSerializer(StrictSerializer):
+    slug = serializers.CharField(max_length=63, help_text="Stays as it is made.")
+    name = serializers.CharField(max_length=200)
+
+
+class TenantChangeSerializer(StrictSerializer):
+    name = serializers.CharField(max_length=200, required=False)
+    status = serializers.ChoiceField(Tenant.Status.choices, required=False)
+
+
+class BaseModelChangeSerializer(StrictSerializer):
+    is_active = serializers.BooleanField(help_text="Whether requests may name it.")
+
+
+class OperatorBaseModelSerializer(BaseModelSerializer):
+    class Meta(BaseModelSerializer.Meta):
+        fields = (*BaseModelSerializer.Meta.fields, "is_active")  # type: ignore[assignment]
+
+
+class WorkerSerializer(serializers.Serializer[Any]):
+    object = serializers.CharField(default="worker", read_only=True)
+    id = serializers.CharField(source="heartbeat.worker_id")
+    boot_id = serializers.CharField(source="heartbeat.boot_id")
+    base_model = serializers.CharField(source="heartbeat.base_model")
+    device = serializers.CharField(source="heartbeat.device")
+    is_alive = serializers.BooleanField()
+    is_ready = serializers.BooleanField()
+    draining = serializers.BooleanField(source="heartbeat.draining")
+    running = serializers.IntegerField(source="heartbeat.running")
+    waiting = serializers.IntegerField(source="heartbeat.waiting")
+    tokens_per_s = serializers.FloatField(source="heartbeat.tokens_per_s")
+    silent_s = serializers.FloatField(help_text="Since it was last heard of.")
+
+
+class QueueSerializer(serializers.Serializer[Any]):
+    object = serializers.CharField(default="queue", read_only=True)
+    base_model = serializers.CharField()
+    waiting_requests = serializers.IntegerField()
+    waiting_tokens = serializers.IntegerField()
+    interactive_tenants = serializers.IntegerField()
+    batch_tenants = serializers.IntegerField()
+
+
+class DeadLetterSerializer(serializers.ModelSerializer[DeadLetter]):
+    """Without the job: an operator need not read a tenant's prompt."""
+
+    object = serializers.CharField(default="dead_letter", read_only=True)
+    tenant = serializers.CharField(source="tenant.slug")
+
+    class Meta:
+        model = DeadLetter
+        fields = (
+            *("id", "object", "tenant", "request_id", "model", "worker_id", "reason"),
+            *("created_at", "requeued_at", "requeued_as"),
+        )
+
+
+class QuarantineSerializer(serializers.Serializer[Any]):
+    object = serializers.CharField(default="quarantined_adapter", read_only=True)
+    digest = serializers.CharField()
+    since = serializers.DateTimeField()
+
+
+class TenantsView(OperatorAPIView):
+    @extend_schema("ops_tenants_list", PAGE_PARAMETERS, responses=page_of(TenantSerializer))
+    def get(self, request: Request) -> Response:
+        """Every tenant, newest first."""
+        return page(request, Tenant.objects.all(), TenantSerializer)
+
+    @extend_schema(
+        "ops_tenants_create", request=TenantCreateSerializer, responses={201: TenantSerializer}
+    )
+    def post(self, request: Request) -> Response:
+        """Make a tenant. Its first owner is added by `manage.py member_add`."""
+        body = TenantCreateSerializer.parsed(request)
+        tenant = services.tenant_create(slug=body["slug"], name=body["name"])
+        return Response(TenantSerializer(tenant).data, status=201)
+
+
+class TenantView(OperatorAPIView):
+    @extend_schema("ops_tenants_retrieve", responses=TenantSerializer)
+    def get(self, request: Request, slug: str) -> Response:
+        return Response(TenantSerializer(_tenant(slug)).data)
+
+    @extend_schema("ops_tenants_update", request=TenantChangeSerializer, responses=TenantSerializer)
+    def patch(self, request: Request, slug: str) -> Response:
+        """Rename a tenant, suspend it (its keys and people are refused) or reactivate it."""
+        tenant = _tenant(slug)
+        body = TenantChangeSerializer.parsed(request)
+        if "name" in body:
+            tenant = services.tenant_rename(tenant=tenant, name=body["name"])
+        if "status" in body:
+            tenant = services.tenant_status_set(tenant=tenant, status=body["status"])
+        return Response(TenantSerializer(tenant).data)
+
+
+class TenantLimitsView(OperatorAPIView):
+    @extend_schema("ops_tenants_limits_set", request=RatesSerializer, responses=LimitSerializer)
+    def put(self, request: Request, slug: str) -> Response:
+        """Set what bounds a tenant as a whole. It cannot change this itself."""
+        tenant = _tenant(slug)
+        body = RatesSerializer.parsed(request)
+        with tenant_scope(tenant.id):
+            row = rate_limit_set(**{name: body[name] for name in _RATES})
+        return Response(LimitSerializer(row).data)
+
+
+class BaseModelsView(OperatorAPIView):
+    @extend_schema(
+        "ops_base_models_list", PAGE_PARAMETERS, responses=page_of(OperatorBaseModelSerializer)
+    )
+    def get(self, request: Request) -> Response:
+        """Every base model, also those that are switched off."""
+        return page(request, BaseModel.objects.all(), OperatorBaseModelSerializer)
+
+
+class BaseModelView(OperatorAPIView):
+    @extend_schema(
+        "ops_base_models_update",
+        request=BaseModelChangeSerializer,
+        responses=OperatorBaseModelSerializer,
+    )
+    def patch(self, request: Request, name: str) -> Response:
+        """Switch a base model, and every adapter of it, off or on."""
+        row = BaseModel.objects.filter(name=name).first() if is_slug(name) else None
+        if row is None:
+            raise NotFound("There is no such base model.")
+        row.is_active = BaseModelChangeSerializer.parsed(request)["is_active"]
+        row.save(update_fields=["is_active"])
+        return Response(OperatorBaseModelSerializer(row).data)
+
+
+class WorkersView(OperatorAPIView):
+    @extend_schema("ops_workers_list", responses=WorkerSerializer(many=True))
+    def get(self, request: Request) -> Response:
+        """The pool's workers as they last described themselves."""
+        found = sorted(workers(), key=lambda worker: worker.heartbeat.worker_id)
+        return Response(WorkerSerializer(found, many=True).data)
+
+
+class WorkerDrainView(OperatorAPIView):
+    @extend_schema("ops_workers_drain", request=None, responses={202: WorkerSerializer})
+    def post(self, request: Request, worker_id: str) -> Response:
+        """Let a worker finish what it runs and take no more. Starting it anew ends that."""
+        pool.worker_drain(worker_id=worker_id)
+        return Response(WorkerSerializer(pool.worker_get(worker_id=worker_id)).data, status=202)
+
+
+class QueuesView(OperatorAPIView):
+    @extend_schema("ops_queues_list", responses=QueueSerializer(many=True))
+    def get(self, request: Request) -> Response:
+        """What waits for a worker, per base model."""
+        return Response(QueueSerializer(pool.queues(), many=True).data)
+
+
+class DeadLettersView(OperatorAPIView):
+    @extend_schema(
+        "ops_dead_letters_list", PAGE_PARAMETERS, responses=page_of(DeadLetterSerializer)
+    )
+    def get(self, request: Request) -> Response:
+        """Requests that ended every worker that ran them, newest first."""
+        return page(request, DeadLetter.objects.select_related("tenant"), DeadLetterSerializer)
+
+
+class DeadLetterRequeueView(OperatorAPIView):
+    @extend_schema("ops_dead_letters_requeue", request=None, responses=DeadLetterSerializer)
+    def post(self, request: Request, letter_id: uuid.UUID) -> Response:
+        """Run it again, once, in the batch class and under a new id."""
+        rows = DeadLetter.objects.select_related("tenant")
+        letter = rows.filter(pk=letter_id).first()
+        if letter is None:
+            raise NotFound("There is no such dead letter.")
+        delivery.dead_letter_requeue(letter)
+        return Response(DeadLetterSerializer(rows.get(pk=letter_id)).data)
+
+
+class QuarantineView(OperatorAPIView):
+    @extend_schema("ops_quarantine_list", responses=QuarantineSerializer(many=True))
+    def get(self, request: Request) -> Response:
+        """The adapters that are not served because workers ended with them."""
+        rows: list[Any] = [
+            {"digest": digest, "since": at} for digest, at in delivery.quarantined().items()
+        ]
+        rows.sort(key=lambda row: str(row["since"]), reverse=True)
+        return Response(QuarantineSerializer(rows, many=True).data)
+
+
+class QuarantinedAdapterView(OperatorAPIView):
+    @extend_schema("ops_quarantine_release", responses={204: None})
+    def delete(self, request: Request, digest: str) -> Response:
+        """Serve an adapter again."""
+        if not delivery.quarantine_release(digest):
+            raise NotFound("This adapter is not quarantined.")
+        return Response(status=204)
+
+
+def _tenant(slug: str) -> Tenant:
+    tenant = Tenant.objects.filter(slug=slug).first() if is_slug(slug) else None
+    if tenant is None:
+        raise NotFound("There is no such tenant.")
+    return tenant

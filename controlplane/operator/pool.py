@@ -1,0 +1,65 @@
+"""The pool as an operator sees and steers it: queues, and the order to a worker to drain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import redis
+from django.conf import settings
+from redis.exceptions import RedisError
+
+from controlplane.errors import NotFound, Unavailable
+from controlplane.workers import WorkerStatus, workers
+from worker import fair_queue, protocol
+
+#: Orders to a worker are few; what is older than this many is read.
+_MAX_ORDERS = 1000
+
+
+def worker_get(*, worker_id: str) -> WorkerStatus:
+    """Raises NotFound, Unavailable when Redis does not answer."""
+    for worker in workers():
+        if worker.heartbeat.worker_id == worker_id:
+            return worker
+    raise NotFound("There is no such worker.")
+
+
+def worker_drain(*, worker_id: str) -> None:
+    """Tell a worker to finish what it runs and take no more. Raises NotFound, Unavailable."""
+    worker_get(worker_id=worker_id)
+    order = protocol.ControlMessage(action=protocol.Control.DRAIN)
+    key = protocol.control_key(settings.POOL, worker_id)
+    try:
+        with _client() as client:
+            client.xadd(key, {protocol.PAYLOAD_FIELD: order.encode()}, maxlen=_MAX_ORDERS)
+    except RedisError as error:
+        raise Unavailable("The queue does not answer.") from error
+
+
+def queues() -> list[dict[str, Any]]:
+    """What waits, per base model: requests, their tokens, and tenants per class.
+
+    Raises Unavailable when Redis does not answer.
+    """
+    classes = {"interactive": fair_queue.INTERACTIVE, "batch": fair_queue.BATCH}
+    try:
+        with _client() as client:
+            found = []
+            for key in sorted(client.smembers(fair_queue.queues_key(settings.POOL))):
+                name = key.decode()
+                requests, tokens = client.hmget(f"{name}:sums", "n", "*")
+                row: dict[str, Any] = {
+                    "base_model": name.removeprefix(fair_queue.queue_key(settings.POOL, "")),
+                    "waiting_requests": int(requests or 0),
+                    "waiting_tokens": int(tokens or 0),
+                }
+                for label, letter in classes.items():
+                    row[f"{label}_tenants"] = client.zcard(f"{name}:{letter}")
+                found.append(row)
+            return found
+    except RedisError as error:
+        raise Unavailable("The queue does not answer.") from error
+
+
+def _client() -> Any:
+    return redis.Redis.from_url(settings.REDIS_URL, protocol=2, socket_timeout=5)

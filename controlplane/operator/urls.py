@@ -1,0 +1,20 @@
+"""What is under /ops/v1."""
+
+from django.urls import path
+
+from controlplane.operator import api
+
+urlpatterns = [
+    path("tenants", api.TenantsView.as_view()),
+    path("tenants/<str:slug>", api.TenantView.as_view()),
+    path("tenants/<str:slug>/limits", api.TenantLimitsView.as_view()),
+    path("base-models", api.BaseModelsView.as_view()),
+    path("base-models/<str:name>", api.BaseModelView.as_view()),
+    path("workers", api.WorkersView.as_view()),
+    path("workers/<str:worker_id>/drain", api.WorkerDrainView.as_view()),
+    path("queues", api.QueuesView.as_view()),
+    path("dead-letters", api.DeadLettersView.as_view()),
+    path("dead-letters/<uuid:letter_id>/requeue", api.DeadLetterRequeueView.as_view()),
+    path("quarantine", api.QuarantineView.as_view()),
+    path("quarantine/<str:digest>", api.QuarantinedAdapterView.as_view()),
+]

@@ -1,0 +1,167 @@
+"""The OpenAPI document: it is the committed one, and what it says is kept, for every tenant."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from drf_spectacular.generators import SchemaGenerator
+from rest_framework.test import APIClient
+
+from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
+from controlplane.inference.models import InferenceRequest
+from controlplane.limits.services import budget_set, rate_limit_set
+from controlplane.scoping import tenant_scope
+from controlplane.tenants import auth, people
+from controlplane.tenants.models import ApiKey, Membership, Role
+from controlplane.training.models import Dataset, TrainingRun
+from tests.controlplane.conftest import Party, as_user
+
+DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "openapi.json"
+METHODS = ("get", "put", "post", "patch", "delete")
+
+
+def generated() -> Any:
+    return json.loads(json.dumps(SchemaGenerator().get_schema(request=None, public=True)))
+
+
+COMMITTED = json.loads(DOCUMENT.read_text())
+#: (method, path) of every operation whose address names something of a tenant.
+WITH_ID = [
+    (method, path)
+    for path, item in COMMITTED["paths"].items()
+    for method in METHODS
+    if method in item and "{" in path and path.startswith("/api/v1/")
+]
+
+
+def test_committed_document_is_the_generated_one(db: None) -> None:
+    assert generated() == COMMITTED, "run `make openapi` and commit docs/openapi.json"
+
+
+def test_the_gateway_is_in_it() -> None:
+    body = COMMITTED["components"]["schemas"]["ChatBody"]
+    assert {"model", "messages", "top_k"} <= set(body["properties"])
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{name}"):
+        assert path in COMMITTED["paths"]
+
+
+def test_no_reference_leads_nowhere() -> None:
+    text = json.dumps(COMMITTED)
+    for reference in set(text.split('"$ref": "')[1:]):
+        *parents, name = reference.split('"')[0].removeprefix("#/").split("/")
+        place = COMMITTED
+        for parent in parents:
+            place = place[parent]
+        assert name in place
+
+
+#: What each parameter of a path names: makes one and gives its id.
+Maker = Callable[[Party, BaseModel], Any]
+
+
+def _owner(party: Party) -> auth.Principal:
+    return auth.Principal(tenant=party.tenant, role=Role.OWNER, user=party.owner)
+
+
+def _adapter(party: Party, base_model: BaseModel) -> Adapter:
+    adapter, _ = Adapter.objects.get_or_create(name="acmes", defaults={"base_model": base_model})
+    AdapterVersion.objects.get_or_create(adapter=adapter, number=1)
+    return adapter
+
+
+def _dataset() -> Dataset:
+    return Dataset.objects.get_or_create(
+        name="acmes", defaults={"sha256": "0" * 64, "num_bytes": 1, "num_rows": 1}
+    )[0]
+
+
+def _run(party: Party, base_model: BaseModel) -> uuid.UUID:
+    return TrainingRun.objects.create(
+        adapter=_adapter(party, base_model), dataset=_dataset(), dataset_sha256="0" * 64
+    ).pk
+
+
+def _request(party: Party, base_model: BaseModel) -> str:
+    InferenceRequest.objects.create(
+        request_id="req_of_acme",
+        model="acmes",
+        base_model="tiny",
+        worker_id="w",
+        finish_reason="stop",
+        accepted_at=party.tenant.created_at,
+    )
+    return "req_of_acme"
+
+
+def _invite(party: Party, base_model: BaseModel) -> uuid.UUID:
+    return people.invite_create(by=_owner(party), email="x@acme.example", role=Role.VIEWER)[0].pk
+
+
+def _account(party: Party, base_model: BaseModel) -> uuid.UUID:
+    made = people.service_account_create(by=_owner(party), name="ci", role=Role.DEVELOPER)
+    return made.pk
+
+
+MAKERS: dict[str, Maker] = {
+    "members/{member_id}": lambda p, b: Membership.objects.get(user=p.viewer).pk,
+    "invites/{invite_id}": _invite,
+    "service-accounts/{account_id}": _account,
+    "keys/{public_id}": lambda p, b: ApiKey.objects.get().public_id,
+    "adapters/{name}": lambda p, b: _adapter(p, b).name,
+    "datasets/{name}": lambda p, b: _dataset().name,
+    "training-runs/{run_id}": _run,
+    "limits/{limit_id}": lambda p, b: rate_limit_set(model="x", max_waiting=1).pk,
+    "budgets/{budget_id}": lambda p, b: budget_set(hard_limit=1).pk,
+    "requests/{request_id}": _request,
+}
+#: Bodies that get past the check of fields, so that only the owner of the thing decides.
+BODIES: dict[str, Any] = {
+    "patch members/{member_id}": {"role": "viewer"},
+    "patch service-accounts/{account_id}": {"role": "viewer"},
+    "patch keys/{public_id}": {"name": "taken"},
+    "put adapters/{name}/schedule": {"dataset": "acmes", "cron": "0 3 * * *"},
+}
+#: A stranger who begins a version makes an adapter of their own: nothing of acme's is named.
+MAKES_ITS_OWN = {("post", "/api/v1/adapters/{name}/versions")}
+
+
+def _is_like(made: Any) -> str:
+    """An id of the same kind that nobody has."""
+    if isinstance(made, uuid.UUID):
+        return str(uuid.uuid4())
+    return "Z" * len(made) if made.isalnum() and len(made) == 22 else "nobodys"
+
+
+@pytest.mark.parametrize(("method", "path"), WITH_ID, ids=[f"{m} {p}" for m, p in WITH_ID])
+def test_anothers_thing_and_no_thing_are_one_answer(
+    acme: Party, globex: Party, base_model: BaseModel, method: str, path: str
+) -> None:
+    if (method, path) in MAKES_ITS_OWN:
+        pytest.skip("makes what it names")
+    short = path.removeprefix("/api/v1/")
+    kind = next((kind for kind in MAKERS if f"{short}/".startswith(f"{kind}/")), None)
+    assert kind is not None, f"say in MAKERS how to make what {path} names"
+    with tenant_scope(acme.tenant.id):
+        made = MAKERS[kind](acme, base_model)
+    parameter = kind[kind.index("{") : kind.index("}") + 1]
+
+    def ask(client: APIClient, thing: str) -> Any:
+        url = path.replace(parameter, thing).replace("{number}", "1")
+        assert "{" not in url
+        return getattr(client, method)(url, BODIES.get(f"{method} {short}", {}), format="json")
+
+    stranger = as_user(globex.owner)
+    theirs, missing = ask(stranger, str(made)), ask(stranger, _is_like(made))
+    assert (theirs.status_code, missing.status_code) == (404, 404), theirs.content
+    assert theirs.content == missing.content
+    ignored = {"Date", "X-Request-Id"}
+    assert {k: v for k, v in theirs.items() if k not in ignored} == {
+        k: v for k, v in missing.items() if k not in ignored
+    }
+    # It is there, for those whose it is: else the 404s above would prove nothing.
+    assert ask(as_user(acme.owner), str(made)).status_code != 404 or short.endswith("/schedule")
