@@ -105,13 +105,15 @@ class Tenant:
 class LiveStack:
     """The environment of the live processes, and how to start each kind."""
 
-    def __init__(self, env: Mapping[str, str], folder: Path) -> None:
+    def __init__(
+        self, env: Mapping[str, str], folder: Path, *, database: str = "lorikeet_live"
+    ) -> None:
         self.folder = folder
         self.pool = POOL
         self.base = write_fake_base(folder / "base")
         parts = urlsplit(env["REDIS_URL"])
         self.redis_url = urlunsplit(parts._replace(path="/5"))
-        self.database_url = _create_database(env["DATABASE_URL"], "lorikeet_live")
+        self.database_url = _create_database(env["DATABASE_URL"], database)
         self.env = {
             **env,
             "DATABASE_URL": self.database_url,
@@ -262,8 +264,10 @@ def live(stack: EmbeddedStack, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 @contextlib.contextmanager
-def live_stack(env: Mapping[str, str], folder: Path) -> Iterator[LiveStack]:
-    stack = LiveStack(env, folder)
+def live_stack(
+    env: Mapping[str, str], folder: Path, *, database: str = "lorikeet_live"
+) -> Iterator[LiveStack]:
+    stack = LiveStack(env, folder, database=database)
     try:
         yield stack
     finally:

@@ -113,6 +113,14 @@ class ActiveRequest:
 
     def take_news(self) -> News:
         """What happened since the last call, as the next event."""
+        news = self.peek_news()
+        self._seq += 1
+        self._text = ""
+        self._logprobs = []
+        return news
+
+    def peek_news(self) -> News:
+        """What `take_news` would give now."""
         code, message, param = self._error or (None, None, None)
         event = TokenEvent(
             request_id=self.job.request_id,
@@ -126,9 +134,6 @@ class ActiveRequest:
             error_param=param,
             usage=self._usage() if self.is_finished else None,
         )
-        self._seq += 1
-        self._text = ""
-        self._logprobs = []
         return News(
             event=event,
             entry_id=self.entry_id,

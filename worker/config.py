@@ -54,6 +54,8 @@ class WorkerConfig:
     threads: int | None = None
     #: What runs at SIGTERM has so long to finish.
     drain_timeout_s: float = 30.0
+    #: An engine that has requests and does no step for so long is stuck.
+    stuck_timeout_s: float = 60.0
     #: Between two flushes of tokens; a request's first token and its end do not wait.
     flush_interval_s: float = 0.025
 
@@ -85,6 +87,7 @@ class WorkerConfig:
             min_kv_bytes=read.number("LORIKEET_MIN_KV_BYTES", None),
             host_cache_bytes=read.number("LORIKEET_HOST_CACHE_BYTES", None),
             threads=read.number("LORIKEET_THREADS", None),
+            stuck_timeout_s=read.number("LORIKEET_STUCK_TIMEOUT_S", 60) or 60,
             drain_timeout_s=read.number("LORIKEET_DRAIN_TIMEOUT_S", 30) or 30,
         )
 

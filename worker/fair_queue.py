@@ -151,7 +151,7 @@ local function finish(job, request_id, prompt, output)
     elseif kind == 'rate' and redis.call('HEXISTS', key, 't') == 1 then
       redis.call('HINCRBYFLOAT', key, 't', string.format('%.9f', (used - reserved) * rate))
     elseif kind == 'budget' and redis.call('EXISTS', key) == 1 then
-      redis.call('HINCRBY', key, 'reserved', -reserved)
+      if tonumber(reserved) > 0 then redis.call('HINCRBY', key, 'reserved', -reserved) end
       redis.call('HINCRBY', key, 'spent', used)
     end
   end
@@ -181,6 +181,10 @@ local events, stale = {}, {}
 for i = 4, #KEYS do
   local job, at = KEYS[i], 4 + (i - 4) * 8
   local lease, seq, state = unpack(redis.call('HMGET', job, 'lease', 'seq', 'state'))
+  if not lease and ARGV[at + 7] ~= '' then
+    -- Redis has lost the job. What was done is recorded; a request is billed once in any case.
+    redis.call('XADD', KEYS[2], '*', 'm', ARGV[at + 7])
+  end
   if lease ~= ARGV[at + 1] then
     stale[#stale + 1] = i - 4
   elseif state ~= 'done' and tonumber(seq) == tonumber(ARGV[at + 2]) then
@@ -312,8 +316,10 @@ local function serve(class, count)
       local cost = dispatch(item)
       redis.call('HDEL', active .. ':skip', tenant.id)
       redis.call('HINCRBY', q .. ':sums', 'n', -1)
-      redis.call('HINCRBY', q .. ':sums', '*', -tokens)
-      redis.call('HINCRBY', q .. ':sums', class .. ':' .. tenant.id, -tokens)
+      if tonumber(tokens) > 0 then  -- "-0" is no integer to Redis
+        redis.call('HINCRBY', q .. ':sums', '*', -tokens)
+        redis.call('HINCRBY', q .. ':sums', class .. ':' .. tenant.id, -tokens)
+      end
       tenant.counter = tenant.counter + cost
     end
     table.remove(tenants, at)

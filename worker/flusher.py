@@ -15,6 +15,7 @@ from collections.abc import Callable
 from redis.exceptions import RedisError
 
 from worker.active import ActiveRequest
+from worker.spool import Spool
 from worker.streams import News, Streams
 
 log = logging.getLogger(__name__)
@@ -23,19 +24,27 @@ RETRY_S = 0.2
 
 
 class Flusher:
-    """Owns the requests that have news. While Redis is away they wait here, and nothing is lost.
+    """Owns the requests that have news. While Redis is away they wait here, the ends among
+    them on the disk too, and nothing is lost.
 
     on_refused  called with the request ids whose lease belongs to another worker now
     """
 
     def __init__(
-        self, streams: Streams, *, interval_s: float, on_refused: Callable[[list[str]], None]
+        self,
+        streams: Streams,
+        *,
+        interval_s: float,
+        on_refused: Callable[[list[str]], None],
+        spool: Spool,
     ) -> None:
         self._streams = streams
+        self._spool = spool
         self._interval_s = interval_s
         self._on_refused = on_refused
         self._waiting: dict[str, ActiveRequest] = {}
         self._sending: set[str] = set()
+        self._is_spooled = False
         self._news = asyncio.Event()
         self._urgent = asyncio.Event()
         self._idle = asyncio.Event()
@@ -88,6 +97,9 @@ class Flusher:
         ):
             await self._publish(gateway_id, [request.take_news() for request in requests])
         self._sending = set()
+        if self._is_spooled and not self._waiting:
+            self._spool.clear()
+            self._is_spooled = False
 
     async def _publish(self, gateway_id: str, news: list[News]) -> None:
         while True:
@@ -95,8 +107,23 @@ class Flusher:
                 refused = await self._streams.publish(gateway_id, news)
             except (RedisError, OSError) as error:
                 log.warning("news wait for Redis: %r", error)
+                self._spool.add(gateway_id, news)
+                self._spool_waiting()
+                self._is_spooled = True
                 await asyncio.sleep(RETRY_S)
                 continue
             if refused:
                 self._on_refused([item.event.request_id for item in refused])
             return
+
+    def _spool_waiting(self) -> None:
+        """Requests that ended while Redis was away wait behind the flush that waits."""
+        for request in self._waiting.values():
+            if request.is_finished:
+                self._spool.add(request.job.gateway_id, [request.peek_news()])
+
+    async def replay(self) -> None:
+        """Publish what an earlier run could not. Raises RedisError."""
+        for gateway_id, news in self._spool.read():
+            await self._streams.publish(gateway_id, [news])
+        self._spool.clear()

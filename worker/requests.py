@@ -27,6 +27,7 @@ from worker.protocol import (
     FinishReason,
     GenerateJob,
 )
+from worker.spool import Spool
 from worker.streams import Dispatch, Streams
 from worker.text import TextCodec
 
@@ -69,8 +70,12 @@ class Requests:
             on_evict=self._on_evict,
         )
         self.flusher = Flusher(
-            streams, interval_s=config.flush_interval_s, on_refused=self._on_refused
+            streams,
+            interval_s=config.flush_interval_s,
+            on_refused=self._on_refused,
+            spool=Spool(config.adapter_dir.parent / f"spool-{config.worker_id}.jsonl"),
         )
+        self._progress_at = time.monotonic()
         self.num_tokens = 0  # generated since the start
         self._active: dict[str, ActiveRequest] = {}
         self._registered: set[str] = set()  # digests that the engine knows
@@ -187,6 +192,8 @@ class Requests:
     def on_outputs(self, outputs: list[Output]) -> None:
         """Take in what a step of the engine brought."""
         now = time.time()
+        if outputs:
+            self.note_progress()
         for output in outputs:
             self.num_tokens += len(output.token_ids)
             request = self._active.get(output.request_id)
@@ -199,6 +206,16 @@ class Requests:
                 self._finish(request)
             else:
                 self.flusher.add(request)
+
+    def note_progress(self) -> None:
+        """The engine has done something."""
+        self._progress_at = time.monotonic()
+
+    def stuck_s(self) -> float:
+        """For how long the engine has had requests and done nothing."""
+        if not any(request.in_engine for request in self._active.values()):
+            self.note_progress()
+        return time.monotonic() - self._progress_at
 
     def _finish(self, request: ActiveRequest) -> None:
         """Send the last event and the DoneRecord, and give back what the request held."""

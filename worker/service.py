@@ -114,6 +114,8 @@ class Worker:
     def _on_report(self, report: StepReport) -> None:
         self._is_loaded.set()
         if report.stats is not None:
+            if report.stats.step != self._stats.step:
+                self._requests.note_progress()
             self._stats = report.stats
         self._requests.on_outputs(report.outputs)
 
@@ -129,10 +131,22 @@ class Worker:
             group.create_task(self._requests.flusher.run())
             group.create_task(self._control_loop(control_id))
             group.create_task(self._pull_loop())
+            group.create_task(self._watch_loop())
+
+    async def _watch_loop(self) -> None:
+        """End this process, and the engine's with it, when the engine stands still: the requests
+        are in the inbox, and whoever supervises the worker starts the next."""
+        limit_s = self._config.stuck_timeout_s
+        while True:
+            await asyncio.sleep(min(1.0, limit_s / 4))
+            if (stuck_s := self._requests.stuck_s()) > limit_s:
+                log.error("the engine is stuck, %.0f s at step %d", stuck_s, self._stats.step)
+                self._end.set()
 
     async def _pull_loop(self) -> None:
         """Take requests as there is room for them, and not before: what waits, waits in Redis,
         where the next free worker finds it."""
+        await _insist(self._requests.flusher.replay)
         await _insist(self._recover)
         while not self._draining.is_set():
             await self._requests.room(self._stats.max_running)

@@ -1,0 +1,174 @@
+"""What becomes of a dead worker's requests."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+
+from controlplane.delivery.models import DeadLetter
+from controlplane.delivery.reaper import Reaper
+from controlplane.delivery.services import (
+    dead_letter_requeue,
+    dead_letters_collect,
+    quarantine_release,
+    quarantined,
+)
+from controlplane.errors import Conflict
+from controlplane.limits.admit import Refusal
+from controlplane.scoping import tenant_scope
+from demo.stack import EmbeddedStack
+from tests.controlplane.conftest import Party
+from tests.queue_rig import QueueRig
+from worker import protocol
+from worker.protocol import ErrorCode, GenerateJob, TokenEvent
+
+
+@dataclasses.dataclass
+class Ward:
+    rig: QueueRig
+    reaper: Reaper
+
+    def reap(self) -> None:
+        self.rig.client.delete(f"reap:{{{self.rig.pool}}}")
+        self.reaper.turn()
+
+    def die(self, worker: str = "w") -> None:
+        self.rig.beat(worker, silent_s=protocol.HEARTBEAT_TIMEOUT_S + 1)
+
+    def events(self) -> list[TokenEvent]:
+        entries = self.rig.client.xrange(protocol.out_key(f"g-{self.rig.pool}"))
+        return [event for _, fields in entries for event in protocol.unpack_events(fields[b"m"])]
+
+
+@pytest.fixture
+def ward(stack: EmbeddedStack) -> Iterator[Ward]:
+    rig = QueueRig(stack.env["REDIS_URL"])
+    made = Ward(rig, Reaper(rig.url, rig.pool))
+    yield made
+    made.reaper.close()
+    rig.close()
+
+
+def test_what_told_nothing_goes_back_to_the_front(ward: Ward) -> None:
+    rig = ward.rig
+    ids = [rig.accept() for _ in range(3)]
+    first, second = rig.pull("dead", 2)
+    ward.die("dead")
+    ward.reap()
+    assert [taken.job.request_id for taken in rig.pull("w", 4)] != ids[2:]
+    assert rig.state(ids[0])[b"attempt"] == b"2"
+    assert not rig.publish(first, worker="dead"), "a zombie's lease was taken for current"
+    assert rig.done() == []
+    assert rig.client.xlen(protocol.inbox_key(rig.pool, "dead")) == 0
+    assert second.lease == 1
+
+
+def test_a_living_worker_is_left_alone(ward: Ward) -> None:
+    ward.rig.beat("w")
+    ward.rig.accept()
+    (taken,) = ward.rig.pull()
+    ward.reap()
+    assert ward.rig.publish(taken)
+
+
+def test_what_was_half_told_ends_once_and_is_billed_so_far(ward: Ward) -> None:
+    rig = ward.rig
+    rig.accept()
+    (taken,) = rig.pull()
+    rig.publish(taken, output=7, ends=False)
+    ward.die()
+    for _ in range(3):
+        ward.reap()
+    (record,) = rig.done()
+    assert (record.completion_tokens, record.error_code) == (7, ErrorCode.WORKER_LOST)
+    assert [event.lease for event in ward.events()] == [1, 2]
+    assert ward.events()[-1].error_code == ErrorCode.WORKER_LOST
+    assert not rig.publish(taken, seq=1)
+    assert len(rig.done()) == 1
+
+
+def test_a_cancelled_one_is_not_run_again(ward: Ward) -> None:
+    rig = ward.rig
+    request_id = rig.accept()
+    rig.pull()
+    rig.client.hset(protocol.job_key(rig.pool, request_id), "cancel", 1)
+    ward.die()
+    ward.reap()
+    assert [record.finish_reason for record in rig.done()] == ["cancelled"]
+    assert rig.pull() == []
+
+
+def test_a_reaper_that_died_half_way_is_followed_by_the_next(ward: Ward) -> None:
+    rig = ward.rig
+    rig.accept()
+    (taken,) = rig.pull()
+    rig.publish(taken, output=7, ends=False)
+    ward.die()
+    original, ward.reaper._end = ward.reaper._end, lambda *_: None  # type: ignore[method-assign]
+    ward.reap()
+    assert rig.done() == []
+    ward.reaper._end = original  # type: ignore[method-assign]
+    ward.reap()
+    assert len(rig.done()) == 1
+
+
+def crash(ward: Ward, *, alone: str | None = None) -> None:
+    for taken in ward.rig.pull("w", 4):
+        if taken.job.request_id == alone:
+            ward.rig.client.hset(protocol.job_key(ward.rig.pool, alone), "alone", 1)
+    ward.die()
+    ward.reap()
+
+
+def test_only_the_culprit_is_given_up_and_its_adapter_not_served(ward: Ward) -> None:
+    rig = ward.rig
+    deadly = rig.accept("t", digest="bad")
+    bystander = rig.accept("u", digest="good")
+    crash(ward)
+    for _ in range(3):
+        crash(ward, alone=deadly)
+    (record,) = rig.done()
+    assert (record.request_id, record.error_code) == (deadly, ErrorCode.GIVEN_UP)
+    (entry,) = rig.client.xrange(protocol.dead_letter_key(rig.pool))
+    assert GenerateJob.decode(entry[1][b"m"]).request_id == deadly
+    verdict = rig.admit(rig.job("t", digest="bad"))
+    assert isinstance(verdict, Refusal)
+    assert verdict.reason == "quarantined"
+    rig.accept("u", digest="good")
+    assert bystander in [taken.job.request_id for taken in rig.pull("w2", 4)]
+
+
+def test_what_no_worker_will_ever_serve_ends(ward: Ward) -> None:
+    for _ in range(10):
+        ward.rig.accept()
+    ward.reap()
+    assert {record.error_code for record in ward.rig.done()} == {ErrorCode.WORKER_LOST}
+    assert len(ward.rig.done()) == 10
+
+
+@pytest.mark.django_db
+def test_a_dead_letter_is_a_row_and_can_be_put_back(
+    ward: Ward, acme: Party, settings: object
+) -> None:
+    rig = ward.rig
+    settings.POOL = rig.pool  # type: ignore[attr-defined]
+    deadly = rig.accept(str(acme.tenant.id), digest="bad")
+    for alone in (None, deadly):
+        crash(ward, alone=alone)
+    for _ in range(2):
+        dead_letters_collect(rig.client, rig.pool)
+    assert list(quarantined()) == ["bad"]
+    with tenant_scope(acme.tenant.id):
+        letter = DeadLetter.objects.get()
+        assert letter.request_id == deadly
+        with pytest.raises(Conflict):  # while its adapter is quarantined
+            dead_letter_requeue(letter)
+        assert quarantine_release("bad")
+        again = dead_letter_requeue(letter)
+        letter.refresh_from_db()
+        with pytest.raises(Conflict):
+            dead_letter_requeue(letter)
+    (taken,) = rig.pull()
+    assert (taken.job.request_id, taken.job.is_batch) == (again, True)
