@@ -56,6 +56,9 @@ __all__ = ["Dispatcher", "WorkerStatus", "close_dispatcher", "dispatcher", "work
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
+#: Redis or the line to it. uvloop says RuntimeError of a connection that was cut a moment ago.
+AWAY = (RedisError, OSError, RuntimeError)
+
 BLOCK_MS = 2000
 RETRY_S = 0.2
 WORKERS_REFRESH_S = 1.0
@@ -130,7 +133,7 @@ class Dispatcher:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        with contextlib.suppress(RedisError, OSError):
+        with contextlib.suppress(*AWAY):
             await self._redis.zrem(protocol.GATEWAYS_KEY, self.gateway_id)
         await self._redis.aclose()
 
@@ -155,7 +158,7 @@ class Dispatcher:
         sending = self._spawn(self._admit(job, limits, context_length))
         try:
             verdict = await asyncio.shield(sending)
-        except (RedisError, OSError) as error:
+        except AWAY as error:
             self.leave(reply)  # it may have arrived all the same
             raise Unavailable("The queue does not answer.") from error
         except asyncio.CancelledError:
@@ -204,7 +207,7 @@ class Dispatcher:
     async def _check_served(self, base_model: str) -> None:
         """Raises Unavailable when nobody serves the base model, or will soon again."""
         if not is_served(self._workers, base_model):  # perhaps it has only just come
-            with contextlib.suppress(RedisError, OSError):
+            with contextlib.suppress(*AWAY):
                 await self._refresh_workers()
             if not is_served(self._workers, base_model):
                 raise Unavailable(f"No worker serves {base_model} now.", retry_after_s=5)
@@ -227,7 +230,7 @@ class Dispatcher:
                     protocol.control_key(self._pool, ""),
                 ],
             )
-        except (RedisError, OSError) as error:
+        except AWAY as error:
             log.warning("could not cancel %s: %r", reply.request_id, error)
 
     async def _read_loop(self) -> None:
@@ -235,7 +238,7 @@ class Dispatcher:
         while True:
             try:
                 entries = await self._redis.xread({self._out: self._last_id}, block=BLOCK_MS)
-            except (RedisError, OSError) as error:
+            except AWAY as error:
                 log.warning("waiting for Redis: %r", error)
                 await asyncio.sleep(RETRY_S)
                 continue
@@ -266,7 +269,7 @@ class Dispatcher:
     async def _beat_loop(self) -> None:
         while True:
             await asyncio.sleep(protocol.HEARTBEAT_INTERVAL_S)
-            with contextlib.suppress(RedisError, OSError):
+            with contextlib.suppress(*AWAY):
                 await self._say_alive()
                 await self._find_lost_replies()
 
@@ -288,7 +291,7 @@ class Dispatcher:
     async def _refresh_loop(self) -> None:
         while True:
             await asyncio.sleep(WORKERS_REFRESH_S)
-            with contextlib.suppress(RedisError, OSError):
+            with contextlib.suppress(*AWAY):
                 await self._refresh_workers()
 
     async def _refresh_workers(self) -> None:
@@ -345,7 +348,7 @@ async def dispatcher() -> Dispatcher:
         future = _dispatchers[loop] = asyncio.ensure_future(_start())
     try:
         return await asyncio.shield(future)
-    except (RedisError, OSError) as error:
+    except AWAY as error:
         if _dispatchers.get(loop) is future:
             del _dispatchers[loop]  # the next request tries again
         raise Unavailable("The queue does not answer.") from error

@@ -32,13 +32,15 @@ _models: dict[tuple[uuid.UUID, str], tuple[ResolvedModel, float]] = {}
 _limits: dict[tuple[uuid.UUID, str], tuple[Limits, float]] = {}  # by key and model
 
 
-async def authenticate(request: HttpRequest) -> Principal:
-    """The caller, who may generate. Raises ApiError when there is none or they may not."""
+async def authenticate(
+    request: HttpRequest, permission: Permission = Permission.INFER
+) -> Principal:
+    """The caller, who may do this. Raises ApiError when there is none or they may not."""
     credentials = _credentials(request)
     principal = auth.cached_principal(*credentials)
     if principal is None:
-        principal = await _in_thread(lambda: auth.authenticate(*credentials))
-    authorize(principal, Permission.INFER)
+        principal = await in_thread(lambda: auth.authenticate(*credentials))
+    authorize(principal, permission)
     return principal
 
 
@@ -54,7 +56,7 @@ async def admit(request: HttpRequest, model_name: str) -> tuple[Principal, Resol
         model, until = _models.get((principal.tenant.id, model_name), (None, 0.0))
         if model is not None and until > time.monotonic():
             return principal, model
-    return await _in_thread(lambda: _admit(credentials, model_name))
+    return await in_thread(lambda: _admit(credentials, model_name))
 
 
 async def limits_of(principal: Principal, model_name: str) -> Limits:
@@ -68,7 +70,7 @@ async def limits_of(principal: Principal, model_name: str) -> Limits:
         with tenant_scope(principal.tenant.id):
             return _load_limits(principal, model_name)
 
-    return await _in_thread(query)
+    return await in_thread(query)
 
 
 async def models(request: HttpRequest) -> list[ResolvedModel]:
@@ -79,7 +81,7 @@ async def models(request: HttpRequest) -> list[ResolvedModel]:
         with tenant_scope(principal.tenant.id):
             return [model for model in models_list() if _may_name(principal, model.name)]
 
-    return await _in_thread(query)
+    return await in_thread(query)
 
 
 def _credentials(request: HttpRequest) -> tuple[str | None, str]:
@@ -123,7 +125,7 @@ def _load_limits(principal: Principal, model_name: str) -> Limits:
     return limits
 
 
-async def _in_thread(query: Callable[[], _T]) -> _T:
+async def in_thread(query: Callable[[], _T]) -> _T:
     """Run a query and give its connection back at once: what follows may take minutes."""
 
     def run() -> _T:

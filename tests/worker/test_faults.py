@@ -188,6 +188,42 @@ def test_a_dead_engine_ends_the_worker(scene: Scene, worker: Process) -> None:
     assert wait_for(lambda: worker.exit_code, what="the worker's end") == 1
 
 
+def test_a_stuck_engine_ends_the_worker(scene: Scene, request: pytest.FixtureRequest) -> None:
+    name = worker_id(request)
+    worker = scene.live.start_worker(name, step_s=STEP_S, LORIKEET_STUCK_TIMEOUT_S="2")
+    (call,) = scene.calls(streamed=0, whole=1)
+    wait_for(lambda: scene.pending(name) == 1, what="taking up")
+    (engine,) = (
+        child
+        for child in psutil.Process(worker.pid).children()
+        if "spawn_main" in " ".join(child.cmdline())
+    )
+    engine.suspend()
+    assert wait_for(lambda: worker.exit_code, what="the worker's end") == 1
+    with restarted(scene.live, name):
+        assert call.wait().error is None, call.error
+        assert scene.usage(call)["completion_tokens"] == TOKENS
+    scene.live.forget_worker(name)
+
+
+def test_another_worker_takes_over_from_a_dead_one(
+    scene: Scene, worker: Process, request: pytest.FixtureRequest
+) -> None:
+    calls = scene.calls(streamed=1, whole=3)
+    wait_for(lambda: scene.pending(worker_id(request)) == 4, what="taking up")
+    worker.end()
+    with restarted(scene.live, "successor"):
+        for call in calls:
+            call.wait()
+    assert getattr(calls[0].error, "code", None) == "worker_lost"
+    for call in calls[1:]:
+        assert call.error is None, call.error
+        assert scene.usage(call)["completion_tokens"] == TOKENS
+    for call in calls:
+        assert len(scene.live.usage_rows(call.request_id)) == 1
+    scene.live.forget_worker("successor")
+
+
 def test_a_request_that_kills_its_worker_is_given_up(
     scene: Scene, worker: Process, request: pytest.FixtureRequest
 ) -> None:
