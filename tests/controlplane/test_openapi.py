@@ -19,6 +19,7 @@ from controlplane.scoping import tenant_scope
 from controlplane.tenants import auth, people
 from controlplane.tenants.models import ApiKey, Membership, Role
 from controlplane.training.models import Dataset, TrainingRun
+from controlplane.usage.models import UsageRecord
 from tests.controlplane.conftest import Party, as_user
 
 DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "openapi.json"
@@ -94,6 +95,15 @@ def _request(party: Party, base_model: BaseModel) -> str:
         worker_id="w",
         finish_reason="stop",
         accepted_at=party.tenant.created_at,
+    )
+    UsageRecord.objects.create(
+        request_id="req_of_acme",
+        model="acmes",
+        base_model="tiny",
+        prompt_tokens=1,
+        completion_tokens=1,
+        finish_reason="stop",
+        occurred_at=party.tenant.created_at,
     )
     return "req_of_acme"
 
