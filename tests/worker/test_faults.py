@@ -396,3 +396,21 @@ def test_a_worker_that_has_just_left_gets_nothing(
     for call in calls:
         assert call.wait().error is None, call.error
     assert scene.pending("leaves-now") == 0
+
+
+def test_another_worker_takes_over_from_a_dead_one(
+    scene: Scene, worker: Process, request: pytest.FixtureRequest
+) -> None:
+    calls = scene.calls(streamed=1, whole=3)
+    wait_for(lambda: scene.pending(worker_id(request)) == 4, what="taking up")
+    worker.end()
+    with restarted(scene.live, "successor"):
+        for call in calls:
+            call.wait()
+    assert getattr(calls[0].error, "code", None) == "worker_lost"
+    for call in calls[1:]:
+        assert call.error is None, call.error
+        assert scene.usage(call)["completion_tokens"] == TOKENS
+    for call in calls:
+        assert len(scene.live.usage_rows(call.request_id)) == 1
+    scene.live.forget_worker("successor")
