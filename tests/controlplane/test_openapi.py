@@ -17,7 +17,7 @@ from controlplane.inference.models import InferenceRequest
 from controlplane.limits.services import budget_set, rate_limit_set
 from controlplane.scoping import tenant_scope
 from controlplane.tenants import auth, people
-from controlplane.tenants.models import ApiKey, Membership, Role
+from controlplane.tenants.models import Membership, Role
 from controlplane.training.models import Dataset, TrainingRun
 from controlplane.usage.models import UsageRecord
 from tests.controlplane.conftest import Party, as_user
@@ -121,7 +121,7 @@ MAKERS: dict[str, Maker] = {
     "members/{member_id}": lambda p, b: Membership.objects.get(user=p.viewer).pk,
     "invites/{invite_id}": _invite,
     "service-accounts/{account_id}": _account,
-    "keys/{public_id}": lambda p, b: ApiKey.objects.get().public_id,
+    "keys/{public_id}": lambda p, b: p.api_key.public_id,
     "adapters/{name}": lambda p, b: _adapter(p, b).name,
     "datasets/{name}": lambda p, b: _dataset().name,
     "training-runs/{run_id}": _run,
@@ -140,6 +140,16 @@ BODIES: dict[str, Any] = {
 MAKES_ITS_OWN = {("post", "/api/v1/adapters/{name}/versions")}
 
 
+def make_named(path: str, party: Party, base_model: BaseModel) -> tuple[str, Any]:
+    """Makes what an address names: the name of its parameter, and the id to put there."""
+    short = path.removeprefix("/api/v1/")
+    kind = next((kind for kind in MAKERS if f"{short}/".startswith(f"{kind}/")), None)
+    assert kind is not None, f"say in MAKERS how to make what {path} names"
+    with tenant_scope(party.tenant.id):
+        made = MAKERS[kind](party, base_model)
+    return kind[kind.index("{") + 1 : kind.index("}")], made
+
+
 def _is_like(made: Any) -> str:
     """An id of the same kind that nobody has."""
     if isinstance(made, uuid.UUID):
@@ -154,14 +164,10 @@ def test_anothers_thing_and_no_thing_are_one_answer(
     if (method, path) in MAKES_ITS_OWN:
         pytest.skip("makes what it names")
     short = path.removeprefix("/api/v1/")
-    kind = next((kind for kind in MAKERS if f"{short}/".startswith(f"{kind}/")), None)
-    assert kind is not None, f"say in MAKERS how to make what {path} names"
-    with tenant_scope(acme.tenant.id):
-        made = MAKERS[kind](acme, base_model)
-    parameter = kind[kind.index("{") : kind.index("}") + 1]
+    parameter, made = make_named(path, acme, base_model)
 
     def ask(client: APIClient, thing: str) -> Any:
-        url = path.replace(parameter, thing).replace("{number}", "1")
+        url = path.replace(f"{{{parameter}}}", thing).replace("{number}", "1")
         assert "{" not in url
         return getattr(client, method)(url, BODIES.get(f"{method} {short}", {}), format="json")
 
