@@ -28,7 +28,7 @@ class PageKeys:
     __slots__ = ("_keys", "_page_size", "_parent")
 
     def __init__(self, tenant_id: str, adapter_key: AdapterKey, page_size: int) -> None:
-        identity = [tenant_id, [[digest, weight.hex()] for digest, weight in adapter_key]]
+        identity = [tenant_id, [[digest, float(weight).hex()] for digest, weight in adapter_key]]
         self._parent = hashlib.sha256(json.dumps(identity).encode()).digest()
         self._page_size = page_size
         self._keys: list[bytes] = []
