@@ -11,7 +11,6 @@ of it at the same time runs as one continuous batch, each prompt with its own ad
 from __future__ import annotations
 
 import itertools
-import math
 import sys
 import time
 import weakref
@@ -31,7 +30,7 @@ from engine.dash_stats import DashStats, dash_stats
 from engine.engine import Engine
 from engine.errors import EngineError, RequestError
 from engine.hf_weights import share_model
-from engine.request import SamplingParams
+from engine.request import SamplingParams, is_finite
 
 # One prompt's adapters: none, one by name, or several by name with weights.
 Adapters = str | Mapping[str, float] | None
@@ -211,7 +210,7 @@ class DashEngine:
         weights = {adapters: 1.0} if isinstance(adapters, str) else adapters or {}
         found: dict[NamedAdapter, float] = {}
         for name, weight in weights.items():
-            if not isinstance(weight, int | float) or not math.isfinite(weight):
+            if not is_finite(weight):
                 problem = f"the weight of {name!r} is {weight!r}, not a finite number"
                 return {}, RequestError(problem, param="active_adapters")
             try:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import enum
 import math
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
+from typing import Any
 
 from engine.errors import EngineError, InvalidPrompt, RequestError
 
@@ -13,6 +16,7 @@ MAX_LOGPROBS = 20
 MAX_ADAPTER_PARTS = 8
 MAX_SEQUENCES = 64
 MAX_SCHEMA_CHARS = 64 * 1024
+_MAX_FP32 = (2 - 2**-23) * 2.0**127
 
 
 class FinishReason(enum.StrEnum):
@@ -65,20 +69,24 @@ class SamplingParams:
         _check_number("temperature", self.temperature, 0.0, 100.0)
         _check_number("top_p", self.top_p, 0.0, 1.0, exclude_low=True)
         _check_number("min_p", self.min_p, 0.0, 1.0)
-        _check_number("top_k", self.top_k, 0, math.inf)
+        _check_integer("top_k", self.top_k, 0)
         _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _check_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, exclude_low=True)
-        _check_number("min_tokens", self.min_tokens, 0, math.inf)
+        _check_integer("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None:
-            _check_number("max_tokens", self.max_tokens, 1, math.inf)
+            _check_integer("max_tokens", self.max_tokens, 1)
         if self.logprobs is not None:
-            _check_number("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+            _check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if self.seed is not None:
-            _check_number("seed", self.seed, -(2**63), 2**63 - 1)
+            _check_integer("seed", self.seed, -(2**63), 2**63 - 1)
+        if not isinstance(self.logit_bias, Mapping):
+            raise RequestError("logit_bias is not a mapping", param="logit_bias")
         for token_id, bias in self.logit_bias.items():
             _check_token("logit_bias", token_id, vocab_size)
             _check_number("logit_bias", bias, -100.0, 100.0)
+        if not isinstance(self.stop_token_ids, tuple | list):
+            raise RequestError("stop_token_ids is not a tuple of ids", param="stop_token_ids")
         for token_id in self.stop_token_ids:
             _check_token("stop_token_ids", token_id, vocab_size)
 
@@ -116,16 +124,42 @@ class Request:
 
     def check(self, vocab_size: int) -> None:
         """Raise InvalidPrompt or RequestError naming the first field that is at fault."""
-        if not self.token_ids:
+        self._check_prompt(vocab_size)
+        self.sampling.check(vocab_size)
+        _check_integer("n", self.n, 1, MAX_SEQUENCES)
+        if self.priority not in tuple(Priority):
+            raise RequestError(f"there is no priority {self.priority!r}", param="priority")
+        if self.deadline is not None and not isinstance(self.deadline, Real):
+            raise RequestError(f"deadline is {self.deadline!r}, not a number", param="deadline")
+        self._check_adapters()
+        if self.json_schema is None:
+            return
+        if not isinstance(self.json_schema, str):
+            raise RequestError("the schema is not JSON text", param="json_schema")
+        if len(self.json_schema) > MAX_SCHEMA_CHARS:
+            raise RequestError(
+                f"the schema has {len(self.json_schema)} characters; {MAX_SCHEMA_CHARS} is the "
+                "limit",
+                param="json_schema",
+            )
+
+    def _check_prompt(self, vocab_size: int) -> None:
+        try:
+            token_ids = array("q", self.token_ids)
+        except (TypeError, OverflowError) as error:
+            raise InvalidPrompt(
+                f"the prompt is not token ids: {error}", param="token_ids"
+            ) from error
+        if not token_ids:
             raise InvalidPrompt("the prompt has no tokens", param="token_ids")
-        if min(self.token_ids) < 0 or max(self.token_ids) >= vocab_size:
+        if min(token_ids) < 0 or max(token_ids) >= vocab_size:
             raise InvalidPrompt(
                 f"token ids must be 0 to {vocab_size - 1}: the prompt has "
-                f"{min(self.token_ids)} to {max(self.token_ids)}",
+                f"{min(token_ids)} to {max(token_ids)}",
                 param="token_ids",
             )
-        self.sampling.check(vocab_size)
-        _check_number("n", self.n, 1, MAX_SEQUENCES)
+
+    def _check_adapters(self) -> None:
         if len(self.adapters) > MAX_ADAPTER_PARTS:
             raise RequestError(
                 f"a request may name {MAX_ADAPTER_PARTS} adapters at most, not "
@@ -135,16 +169,10 @@ class Request:
         if len({part.digest for part in self.adapters}) != len(self.adapters):
             raise RequestError("an adapter is named twice", param="adapters")
         for part in self.adapters:
-            if not math.isfinite(part.weight):
+            if not is_finite(part.weight):
                 raise RequestError(
                     f"the weight of adapter {part.digest[:12]} is not finite", param="adapters"
                 )
-        if self.json_schema is not None and len(self.json_schema) > MAX_SCHEMA_CHARS:
-            raise RequestError(
-                f"the schema has {len(self.json_schema)} characters; {MAX_SCHEMA_CHARS} is the "
-                "limit",
-                param="json_schema",
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,16 +212,35 @@ class RequestOutput:
     num_generated: int = 0
 
 
+def is_finite(value: Any) -> bool:
+    """Whether `value` is a number that fp32, in which all is computed, can hold."""
+    is_number = isinstance(value, Real)
+    return is_number and bool(-_MAX_FP32 <= value <= _MAX_FP32)  # false for NaN
+
+
 def _check_number(
-    name: str, value: float, low: float, high: float, *, exclude_low: bool = False
+    name: str, value: Any, low: float, high: float, *, exclude_low: bool = False
 ) -> None:
-    if math.isfinite(value) and low <= value <= high and not (exclude_low and value == low):
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise RequestError(f"{name} is far too large a number", param=name)
+    is_number = isinstance(value, Real)
+    if is_number and low <= value <= high and not (exclude_low and value == low):
         return
-    raise RequestError(f"{name} must be from {low} to {high}, not {value}", param=name)
+    raise RequestError(f"{name} must be from {low} to {high}, not {value!r}", param=name)
 
 
-def _check_token(name: str, token_id: int, vocab_size: int) -> None:
-    if not 0 <= token_id < vocab_size:
+def _check_integer(name: str, value: Any, low: int, high: float = math.inf) -> None:
+    if not _is_integer(value):
+        raise RequestError(f"{name} must be an integer, not {value!r}", param=name)
+    _check_number(name, value, low, high)
+
+
+def _check_token(name: str, token_id: Any, vocab_size: int) -> None:
+    if not _is_integer(token_id) or not 0 <= token_id < vocab_size:
         raise RequestError(
-            f"{name} has token id {token_id}; the vocabulary has {vocab_size}", param=name
+            f"{name} has token id {token_id!r}; the vocabulary has {vocab_size}", param=name
         )
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)

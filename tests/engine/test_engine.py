@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,6 +63,51 @@ def test_bad_requests_are_refused_by_field(
     engine.check_integrity()
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"logprobs": 2.5}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"logit_bias": {1.5: 2.0}}, "logit_bias"),
+        ({"logit_bias": {True: 2.0}}, "logit_bias"),
+        ({"logit_bias": {1: "2"}}, "logit_bias"),
+        ({"logit_bias": [(1, 2.0)]}, "logit_bias"),
+        ({"max_tokens": 2.5}, "max_tokens"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"top_k": 10**400}, "top_k"),
+        ({"seed": 1.5}, "seed"),
+        ({"seed": 10**400}, "seed"),
+        ({"min_tokens": 0.5}, "min_tokens"),
+        ({"temperature": None}, "temperature"),
+        ({"temperature": 10**400}, "temperature"),
+        ({"stop_token_ids": ("1",)}, "stop_token_ids"),
+        ({"stop_token_ids": None}, "stop_token_ids"),
+        ({"n": 1.5}, "n"),
+        ({"deadline": "soon"}, "deadline"),
+        ({"priority": "urgent"}, "priority"),
+        ({"json_schema": {}}, "json_schema"),
+        ({"adapter": {"all-4": 1e39}}, "adapters"),
+        ({"adapter": {"all-4": 10**400}}, "adapters"),
+        ({"adapter": {"all-4": "1"}}, "adapters"),
+    ],
+    ids=lambda value: str(value)[:30] if not isinstance(value, str) else value,
+)
+def test_what_is_no_number_is_refused_by_name(
+    make_engine: MakeEngine, fields: dict[str, Any], param: str
+) -> None:
+    engine = make_engine()
+    with pytest.raises(RequestError) as raised:
+        engine.add(request("r", [1, 2], **fields))
+    assert raised.value.param == param
+    assert not engine.has_work()
+
+
+@pytest.mark.parametrize("token_ids", [[1, 2.5], ["1"], [None], [10**30], 5], ids=str)
+def test_a_prompt_that_is_no_token_ids_is_refused(make_engine: MakeEngine, token_ids: Any) -> None:
+    with pytest.raises(InvalidPrompt):
+        make_engine().add(request("r", token_ids))
+
+
 def test_a_request_id_in_use_is_refused(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.add(request("r", [1], max_tokens=2))
@@ -77,6 +123,15 @@ def test_a_blend_that_names_one_adapter_twice_is_refused(make_engine: MakeEngine
         make_engine().add(
             Request(request_id="r", token_ids=[1], sampling=SamplingParams(), adapters=parts)
         )
+
+
+def test_a_weight_may_be_an_integer(make_engine: MakeEngine) -> None:
+    """It once ended the engine: prompts of a page or more are hashed with their weights."""
+    engine, long = make_engine(), prompt(3, 40)
+    whole = run(engine, request("r", long, adapter={"all-4": 1}, max_tokens=3))["r"]
+    again = run(engine, request("r", long, adapter={"all-4": 1.0}, max_tokens=3))["r"]
+    assert whole.token_ids == again.token_ids
+    assert again.last is not None and again.last.num_cached_tokens == 32
 
 
 def test_a_prompt_larger_than_the_arena_is_refused(make_engine: MakeEngine) -> None:
