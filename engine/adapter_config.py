@@ -7,15 +7,17 @@ inference, or it is refused. The fields are those of peft 0.21's LoraConfig.
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine.errors import AdapterMismatch
 
 MAX_RANK = 256
 MAX_CONFIG_BYTES = 1 << 20
+MAX_PATTERNS = 2048
+# Beyond it fp32, in which adapters are scaled, has no numbers.
+_MAX_ALPHA = 1e38
 
 HONOURED = frozenset({
     "peft_type", "task_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern",
@@ -69,13 +71,33 @@ def _names(names: Any, module: str) -> bool:
     return any(".".join(parts[i:]) in names for i in range(len(parts)))
 
 
-def pattern_value(config: Mapping[str, Any], field: str, module: str, default: Any) -> Any:
-    """The value for `module` of rank_pattern or alpha_pattern, matched as PEFT matches it."""
-    patterns = config.get(field) or {}
-    for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return value
-    return default
+class ModuleValues:
+    """Rank and alpha of each module, by a config that was checked.
+
+    Each pattern is compiled once: there may be thousands, and hundreds of modules to match.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._ranks = _compiled(config.get("rank_pattern")), config["r"]
+        self._alphas = _compiled(config.get("alpha_pattern")), config["lora_alpha"]
+
+    def rank(self, module: str) -> Any:
+        """As the config has it for `module`, a dotted path; it need not be a rank."""
+        return _first_match(*self._ranks, module)
+
+    def alpha(self, module: str) -> Any:
+        return _first_match(*self._alphas, module)
+
+
+def _compiled(patterns: Mapping[str, Any] | None) -> list[tuple[re.Pattern[str], Any]]:
+    """As PEFT matches them; source: get_pattern_key in peft/utils/other.py."""
+    return [
+        (re.compile(rf"(.*\.)?({pattern})$"), value) for pattern, value in (patterns or {}).items()
+    ]
+
+
+def _first_match(patterns: Sequence[tuple[re.Pattern[str], Any]], default: Any, module: str) -> Any:
+    return next((value for pattern, value in patterns if pattern.match(module)), default)
 
 
 def check_config(config: Mapping[str, Any]) -> None:
@@ -155,9 +177,12 @@ def _check_modules(config: Mapping[str, Any]) -> None:
 
 
 def _check_alpha(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not abs(value) <= _MAX_ALPHA:
         raise AdapterMismatch(
-            f"adapter_config.json: {name} has {value!r}, not a number", param=name
+            f"adapter_config.json: {name} has {repr(value)[:80]}, not a number up to "
+            f"{_MAX_ALPHA:g}",
+            param=name,
         )
 
 
@@ -165,8 +190,11 @@ def _check_patterns(field: str, patterns: Any) -> None:
     """Patterns are regular expressions written by a stranger: only harmless ones pass."""
     if not patterns:
         return
-    if not isinstance(patterns, dict) or len(patterns) > 10_000:
-        raise AdapterMismatch(f"adapter_config.json: {field} is not a small object", param=field)
+    if not isinstance(patterns, dict) or len(patterns) > MAX_PATTERNS:
+        raise AdapterMismatch(
+            f"adapter_config.json: {field} is not an object of {MAX_PATTERNS} patterns at most",
+            param=field,
+        )
     for pattern, value in patterns.items():
         # Without quantifiers and alternatives a match takes linear time.
         if len(pattern) > 256 or not re.fullmatch(r"[\w.^$\\-]*", pattern):

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from engine.adapter_config import MAX_RANK, check_config, is_target, pattern_value
+from engine.adapter_config import MAX_RANK, ModuleValues, check_config, is_target
 from engine.config import ModelConfig
 from engine.errors import AdapterMismatch
 
@@ -218,8 +218,10 @@ def plan_adapter(
     if not sites:
         raise AdapterMismatch("adapter_model.safetensors has no tensors")
     is_tied = _is_tied(config, sites, model)
+    values = ModuleValues(config)
     targets = [
-        _target(config, tensors, model, site, sites[site], is_tied) for site in sorted(sites)
+        _target(config, values, tensors, model, site, sites[site], is_tied)
+        for site in sorted(sites)
     ]
     _check_complete(config, sites, model)
     ends = {target.projection: target for target in targets if target.projection >= EMBEDDING}
@@ -278,6 +280,7 @@ def _is_tied(
 
 def _target(
     config: Mapping[str, Any],
+    values: ModuleValues,
     tensors: Mapping[str, tuple[str, tuple[int, ...]]],
     model: ModelConfig,
     site: Site,
@@ -294,8 +297,7 @@ def _target(
             param="target_modules",
         )
     _check_parts(config, site, parts)
-    rank = pattern_value(config, "rank_pattern", module, config["r"])
-    alpha = pattern_value(config, "alpha_pattern", module, config["lora_alpha"])
+    rank, alpha = values.rank(module), values.alpha(module)
     if type(rank) is not int or not 1 <= rank <= MAX_RANK:
         raise AdapterMismatch(f"{module}: rank {rank} is not from 1 to {MAX_RANK}", param="r")
     in_width, out_width = site.widths(model)

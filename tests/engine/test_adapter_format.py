@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save, save_file
 
 from engine import AdapterMismatch, AdapterUnavailable
-from engine.adapter_config import check_config, parse_config
+from engine.adapter_config import MAX_PATTERNS, check_config, parse_config
 from engine.adapter_format import parse_header, plan_adapter
 from engine.adapter_tiles import fill_tiles, place_tiles
 from engine.config import ModelConfig
@@ -110,6 +111,36 @@ def test_a_field_that_cannot_be_honoured_is_named(field: str, value: Any) -> Non
         check_config({**PLAIN, field: value})
     assert raised.value.param == field
     assert field in raised.value.message
+
+
+@pytest.mark.parametrize("alpha", [10**400, 1e39, -1e308, float("nan"), "8", True])
+def test_an_alpha_that_fp32_cannot_hold_is_refused(alpha: Any) -> None:
+    with pytest.raises(AdapterMismatch) as raised:
+        check_config({**PLAIN, "lora_alpha": alpha})
+    assert raised.value.param == "lora_alpha"
+    with pytest.raises(AdapterMismatch) as raised:
+        check_config({**PLAIN, "alpha_pattern": {"q_proj": alpha}})
+    assert raised.value.param == "alpha_pattern"
+
+
+def test_each_pattern_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of patterns times hundreds of modules once took a step loop minutes."""
+    patterns = {f"m{i}": 1 for i in range(MAX_PATTERNS)}
+    config = {**PLAIN, "alpha_pattern": {**patterns, "m0": 2}}
+    compiled: list[Any] = []
+    compile_one = re._compiler.compile  # type: ignore[attr-defined]
+
+    def count(*given: Any) -> Any:
+        compiled.append(given)
+        return compile_one(*given)
+
+    monkeypatch.setattr(re._compiler, "compile", count)  # type: ignore[attr-defined]
+    names = tuple(f"{layer}.self_attn.{name}_proj" for layer in (0, 1) for name in "qkvo")
+    plan_adapter(config, tensors(names=names), MODEL)
+    assert len(compiled) <= 2 * MAX_PATTERNS + 16  # checked, and compiled as PEFT has them
+    with pytest.raises(AdapterMismatch) as raised:
+        check_config({**config, "alpha_pattern": {**patterns, "one more": 1}})
+    assert raised.value.param == "alpha_pattern"
 
 
 @pytest.mark.parametrize("fields", [{"use_dora": True}, {"init_lora_weights": "gaussian"}], ids=str)
