@@ -147,7 +147,7 @@ def _digest(folder: Path) -> str:
         with (folder / CONFIG_FILE).open("rb") as file:
             # What is longer is refused, and is not to fill the memory before that.
             return digest_of(file.read(MAX_CONFIG_BYTES + 1), tensors_sha256)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: no path at all, as one with a NUL
         raise _unreadable(folder, error) from error
 
 
@@ -167,12 +167,13 @@ def _adopt(source: Path, folder: Path) -> tuple[str, Path]:
         digest = _digest(staging)
         if not (folder / digest).exists():
             staging.rename(folder / digest)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise _unreadable(source, error) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return digest, folder / digest
 
 
-def _unreadable(folder: Path, error: OSError) -> EngineError:
-    return AdapterUnavailable(f"{folder} cannot be read: {error.strerror or error}")
+def _unreadable(folder: Path, error: OSError | ValueError) -> EngineError:
+    reason = getattr(error, "strerror", None) or error
+    return AdapterUnavailable(f"{str(folder)!r} cannot be read: {reason}")

@@ -102,8 +102,8 @@ class Run:
     ) -> None:
         self._loop, self._names, self._tokenizer = loop, names, tokenizer
         self._jobs, self._stop = jobs, tuple(stop)
-        # A stop string of n characters spans n tokens at most; some more for split characters.
-        self._tail = max(map(len, self._stop), default=0) + 8
+        # A stop string of n bytes spans n tokens at most; some more for what the first belongs to.
+        self._tail = max((len(stop.encode()) for stop in self._stop), default=0) + 8
         self.completions = [
             Completion(alternatives=[Completion() for _ in range(job.n - 1)]) for job in jobs
         ]

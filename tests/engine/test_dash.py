@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import shutil
 import signal
 import threading
@@ -71,6 +72,19 @@ def test_strings_and_stop_strings(dash: DashEngine) -> None:
     assert cut.finish_reason == FinishReason.STOP
     assert cut.text == whole.text[: whole.text.index(stop)]
     assert len(cut.token_ids) < len(whole.token_ids)
+
+
+def test_a_stop_string_may_have_more_tokens_than_characters(dash: DashEngine) -> None:
+    said = "é" * 20  # two tokens each
+    schema = json.dumps({"const": f"{said}, and more"}, ensure_ascii=False)
+    (cut,) = dash.generate("hello", max_new_tokens=80, stop=said, json_schema=schema)
+    assert (cut.text, cut.finish_reason, cut.error) == ('"', FinishReason.STOP, None)
+
+
+def test_a_path_that_is_none_is_unavailable(dash: DashEngine) -> None:
+    dash.register_adapter("nowhere", "a\0b")
+    (got,) = dash.generate("hello", "nowhere")
+    assert isinstance(got.error, AdapterUnavailable)
 
 
 def test_a_single_list_of_token_ids_is_one_prompt(dash: DashEngine) -> None:
