@@ -16,6 +16,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
@@ -60,19 +61,22 @@ class DashEngine:
         self.tokenizer: Any = _find_tokenizer(folder) if tokenizer is None else tokenizer
         if is_folder:
             self._engine_config = self._config.engine_config(folder)
-            engine = Engine(self._engine_config, tokenizer=self.tokenizer, digest_of=digest_of)
+            make = partial(
+                Engine, self._engine_config, tokenizer=self.tokenizer, digest_of=digest_of
+            )
         else:
             shared = share_model(base, may_pack=self._config.pack_weights)
             self._engine_config = self._config.engine_config(folder, shared.device, shared.dtype)
-            engine = Engine(
+            make = partial(
+                Engine,
                 self._engine_config,
                 model=shared.config,
                 weights=shared.weights,
                 tokenizer=self.tokenizer,
                 digest_of=digest_of,
             )
-        self.model = engine.model
-        self._loop = EngineLoop(engine)
+        self._loop = EngineLoop(make)
+        self.model = self._loop.model
         offload_dir = self._config.offload_dir
         self._names = AdapterNames(self._loop, None if offload_dir is None else Path(offload_dir))
         self._ids = itertools.count(1)

@@ -26,18 +26,26 @@ Outputs = SimpleQueue[Any]
 
 
 class EngineLoop:
-    """Owns the engine from here on; all methods may be called from any thread."""
+    """Owns an engine; all methods may be called from any thread.
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    make  builds the engine, on the thread that steps it: on a CPU a thread keeps its team of OpenMP
+          threads, and two teams of all cores get in each other's way (docs/performance.md). What it
+          raises, the constructor raises.
+    """
+
+    def __init__(self, make: Callable[[], Engine]) -> None:
         self._calls: SimpleQueue[tuple[Callable[[Engine], Any], Future[Any]]] = SimpleQueue()
         self._readers: dict[str, Outputs] = {}
         self._left: dict[str, int] = {}  # continuations of a request that have not ended
         self._lock = threading.Lock()  # of `_end`: no call is queued behind the last one
         self._end: RuntimeError | None = None
         self._is_closing = False
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        made: Future[Engine] = Future()
+        self._thread = threading.Thread(
+            target=self._run, args=(make, made), name="engine", daemon=True
+        )
         self._thread.start()
+        self.model = made.result().model
 
     def call(self, action: Callable[[Engine], T]) -> Future[T]:
         """Do `action` between two steps; the future has what it returns or raises.
@@ -84,12 +92,21 @@ class EngineLoop:
             return
         self._thread.join()
 
-    def _run(self) -> None:
+    def _run(self, make: Callable[[], Engine], made: Future[Engine]) -> None:
+        try:
+            engine = make()
+        except BaseException as error:
+            made.set_exception(error)
+            return
+        made.set_result(engine)
+        self._serve(engine)
+
+    def _serve(self, engine: Engine) -> None:
         end = RuntimeError("the engine is closed")
         try:
             while not self._is_closing:
-                self._do_calls()
-                self._deliver(self._engine.step())
+                self._do_calls(engine)
+                self._deliver(engine.step())
         except Exception as error:
             log.exception("the engine failed")
             end = RuntimeError(f"the engine failed: {type(error).__name__}: {error}")
@@ -100,11 +117,11 @@ class EngineLoop:
             self._calls.get()[1].set_exception(end)
         for reader in set(self._readers.values()):
             reader.put(end)
-        self._engine.close()
+        engine.close()
 
-    def _do_calls(self) -> None:
+    def _do_calls(self, engine: Engine) -> None:
         """Do what was asked for; sleep until something is, when the engine has nothing to do."""
-        is_idle = not self._engine.has_work()
+        is_idle = not engine.has_work()
         while True:
             try:
                 action, future = self._calls.get(block=is_idle)
@@ -112,7 +129,7 @@ class EngineLoop:
                 return
             is_idle = False
             try:
-                future.set_result(action(self._engine))
+                future.set_result(action(engine))
             except Exception as error:
                 future.set_exception(error)
 

@@ -393,7 +393,8 @@ def test_an_engine_that_fails_says_why(tiny_model: Path, monkeypatch: pytest.Mon
         raise ArithmeticError("lost")
 
     with DashEngine(tiny_model, DashConfig(adapter_vram_pool="2MB", kv_pool="2MB")) as engine:
-        monkeypatch.setattr(engine._loop._engine._runner, "run", fail)
+        runner = engine._loop.call(lambda inner: inner._runner).result()
+        monkeypatch.setattr(runner, "run", fail)
         with pytest.raises(RuntimeError, match="the engine failed: ArithmeticError: lost"):
             engine.generate([1])
         with pytest.raises(RuntimeError, match="the engine failed"):
