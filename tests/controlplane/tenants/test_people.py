@@ -1,0 +1,218 @@
+"""Members, invites and service accounts: who may do what to whom."""
+
+from __future__ import annotations
+
+import datetime as dt
+import re
+from typing import Any
+
+import pytest
+from django.test import Client
+from django.utils import timezone
+
+from controlplane.errors import AuthenticationFailed, NotFound
+from controlplane.scoping import tenant_scope
+from controlplane.tenants import auth, key_services, people, services
+from controlplane.tenants.models import Invite, Membership, Role, User
+from controlplane.tenants.permissions import PERMISSIONS
+from tests.controlplane.conftest import PASSWORD, Party, as_user, assert_error
+from tests.controlplane.test_openapi import COMMITTED
+
+INVITES, ACCOUNTS, MEMBERS = "/api/v1/invites", "/api/v1/service-accounts", "/api/v1/members"
+
+
+def invite(party: Party, **fields: Any) -> Any:
+    body = {"email": "new@acme.example", "role": "developer", **fields}
+    answer = as_user(party.owner).post(INVITES, body, format="json")
+    assert answer.status_code == 201, answer.json()
+    return answer.json()
+
+
+def path_of(invited: Any) -> str:
+    return "/console/invites/" + invited["url"].rpartition("/")[2]
+
+
+def add(party: Party, role: Role) -> Membership:
+    with tenant_scope(party.tenant.id):
+        return services.member_add(email=f"{role.value}@more.example", role=role)
+
+
+class TestInvites:
+    def test_new_person_chooses_a_password_and_is_in(self, acme: Party) -> None:
+        invited = invite(acme)
+        browser = Client()
+        assert b"Choose a password" in browser.get(path_of(invited)).content
+        answer = browser.post(path_of(invited), {"password": PASSWORD})
+        assert (answer.status_code, answer["Location"]) == (302, "/console/")
+        with tenant_scope(acme.tenant.id):
+            member = Membership.objects.get(user__email="new@acme.example")
+        assert member.role == Role.DEVELOPER
+        assert browser.get("/console/").status_code == 200
+        assert browser.login(username="new@acme.example", password=PASSWORD)
+        listed = as_user(acme.owner).get(INVITES).json()["data"]
+        assert [row["status"] for row in listed] == ["accepted"]
+
+    def test_works_once(self, acme: Party) -> None:
+        invited = invite(acme)
+        Client().post(path_of(invited), {"password": PASSWORD})
+        assert Client().get(path_of(invited)).status_code == 404
+        assert Client().post(path_of(invited), {"password": PASSWORD}).status_code == 404
+
+    def test_opening_it_changes_nothing(self, acme: Party) -> None:
+        invited = invite(acme)
+        for _ in range(2):
+            assert Client().get(path_of(invited)).status_code == 200
+        assert not User.objects.filter(email="new@acme.example").exists()
+
+    def test_weak_password_is_refused_and_the_invite_stays(self, acme: Party) -> None:
+        invited = invite(acme)
+        assert Client().post(path_of(invited), {"password": "password"}).status_code == 422
+        assert Client().get(path_of(invited)).status_code == 200
+
+    def test_known_person_has_to_sign_in(self, acme: Party, globex: Party) -> None:
+        invited = invite(acme, email=globex.owner.email)
+        stranger = Client()
+        assert b"Sign in to accept" in stranger.get(path_of(invited)).content
+        stranger.post(path_of(invited), {"password": "their new password!"})
+        globex.owner.refresh_from_db()
+        assert globex.owner.check_password(PASSWORD)
+        browser = Client()
+        browser.force_login(globex.owner)
+        assert browser.post(path_of(invited)).status_code == 302
+        with tenant_scope(acme.tenant.id):
+            assert Membership.objects.filter(user=globex.owner).exists()
+
+    def test_another_person_cannot_use_it(self, acme: Party, globex: Party) -> None:
+        invited = invite(acme)
+        browser = Client()
+        browser.force_login(globex.owner)
+        assert b"Sign out" in browser.get(path_of(invited)).content
+        browser.post(path_of(invited))
+        token = invited["url"].rpartition("/")[2]
+        with pytest.raises(NotFound):
+            people.invite_accept(token=token, user=globex.owner)
+
+    def test_revoked_and_expired_and_wrong_look_the_same(self, acme: Party) -> None:
+        revoked = invite(acme, email="a@acme.example")
+        as_user(acme.owner).post(f"{INVITES}/{revoked['id']}/revoke")
+        late = invite(acme, email="b@acme.example")
+        with tenant_scope(acme.tenant.id):
+            Invite.objects.filter(pk=late["id"]).update(expires_at=timezone.now())
+        pages = [
+            Client().get(path)
+            for path in (path_of(revoked), path_of(late), "/console/invites/nonsense")
+        ]
+        assert {page.status_code for page in pages} == {404}
+        # But for the token against forged forms, which is new with every page.
+        assert len({re.sub(rb"\w{64}", b"", page.content) for page in pages}) == 1
+
+    def test_lasts_seven_days_and_keeps_no_token(self, acme: Party) -> None:
+        invited = invite(acme)
+        with tenant_scope(acme.tenant.id):
+            row = Invite.objects.get()
+        lifetime = row.expires_at - row.created_at
+        assert abs(lifetime - dt.timedelta(days=7)) < dt.timedelta(seconds=5)
+        assert invited["url"].rpartition("/")[2] not in str(vars(row))
+
+    def test_members_and_invited_are_not_invited_again(self, acme: Party) -> None:
+        invite(acme)
+        client = as_user(acme.owner)
+        for email in ("NEW@acme.example", acme.viewer.email):
+            body = {"email": email, "role": "viewer"}
+            assert_error(client.post(INVITES, body, format="json"), 409, "email")
+
+
+class TestRanks:
+    def test_admin_makes_no_owner_and_touches_none(self, acme: Party) -> None:
+        client = as_user(add(acme, Role.ADMIN).user)
+        body = {"email": "x@acme.example", "role": "owner"}
+        assert_error(client.post(INVITES, body, format="json"), 403)
+        assert_error(client.post(ACCOUNTS, {"name": "x", "role": "owner"}, format="json"), 403)
+        with tenant_scope(acme.tenant.id):
+            owner, viewer = (Membership.objects.get(user=u) for u in (acme.owner, acme.viewer))
+        assert_error(client.delete(f"{MEMBERS}/{owner.pk}"), 403)
+        assert_error(client.patch(f"{MEMBERS}/{owner.pk}", {"role": "viewer"}, format="json"), 403)
+        assert_error(client.patch(f"{MEMBERS}/{viewer.pk}", {"role": "owner"}, format="json"), 403)
+        changed = client.patch(f"{MEMBERS}/{viewer.pk}", {"role": "billing"}, format="json")
+        assert changed.json()["role"] == "billing"
+
+    def test_a_tenant_keeps_an_owner(self, acme: Party) -> None:
+        client = as_user(acme.owner)
+        with tenant_scope(acme.tenant.id):
+            owner = Membership.objects.get(user=acme.owner)
+        assert_error(client.delete(f"{MEMBERS}/{owner.pk}"), 409)
+        assert_error(client.patch(f"{MEMBERS}/{owner.pk}", {"role": "admin"}, format="json"), 409)
+        add(acme, Role.OWNER)
+        assert client.delete(f"{MEMBERS}/{owner.pk}").status_code == 204
+
+
+class TestServiceAccounts:
+    def test_its_key_outlives_whoever_made_it_and_ends_with_it(self, acme: Party) -> None:
+        admin = add(acme, Role.ADMIN)
+        account = as_user(admin.user).post(ACCOUNTS, {"name": "ci"}, format="json").json()
+        body = {"name": "ci", "service_account": account["id"]}
+        key = as_user(admin.user).post("/api/v1/keys", body, format="json").json()["key"]
+        client = as_user(acme.owner)
+        assert client.delete(f"{MEMBERS}/{admin.pk}").status_code == 204
+        assert auth.authenticate(f"Bearer {key}").role is Role.DEVELOPER
+        url = f"{ACCOUNTS}/{account['id']}"
+        assert client.patch(url, {"role": "viewer"}, format="json").json()["role"] == "viewer"
+        assert auth.authenticate(f"Bearer {key}").role is Role.VIEWER
+        assert client.delete(url).status_code == 204
+        with pytest.raises(AuthenticationFailed):
+            auth.authenticate(f"Bearer {key}")
+
+    def test_anothers_account_owns_no_key_of_ours(self, acme: Party, globex: Party) -> None:
+        theirs = as_user(globex.owner).post(ACCOUNTS, {"name": "ci"}, format="json").json()
+        body = {"name": "x", "service_account": theirs["id"]}
+        client = as_user(acme.owner)
+        assert_error(client.post("/api/v1/keys", body, format="json"), 404, "service_account")
+
+
+#: What each role may write, of what it may not read nothing is left out: every write is here.
+WRITES = [
+    (method, path)
+    for path, item in COMMITTED["paths"].items()
+    for method in ("put", "post", "patch", "delete")
+    if method in item and path.startswith("/api/v1/")
+]
+
+
+def needed(method: str, path: str) -> auth.Permission:
+    """The permission a write needs, from its address alone: a second opinion to the views'."""
+    first = path.removeprefix("/api/v1/").split("/")[0]
+    if path.endswith("/schedule") or first in ("datasets", "training-runs"):
+        return auth.Permission.TRAINING_WRITE
+    return {
+        "adapters": auth.Permission.ADAPTERS_WRITE,
+        "keys": auth.Permission.KEYS_MANAGE,
+        "members": auth.Permission.MEMBERS_MANAGE,
+        "invites": auth.Permission.MEMBERS_MANAGE,
+        "service-accounts": auth.Permission.MEMBERS_MANAGE,
+        "tenant": auth.Permission.TENANT_MANAGE,
+        "limits": auth.Permission.LIMITS_MANAGE,
+        "budgets": auth.Permission.LIMITS_MANAGE,
+    }[first]
+
+
+@pytest.mark.parametrize("role", Role)
+def test_every_write_asks_for_its_permission(acme: Party, role: Role) -> None:
+    client = as_user(add(acme, role).user)
+    nobody = "00000000-0000-0000-0000-000000000000"
+    for method, path in WRITES:
+        url = path
+        for name in ("member_id", "invite_id", "account_id", "run_id", "limit_id", "budget_id"):
+            url = url.replace(f"{{{name}}}", nobody)
+        url = url.replace("{number}", "1").replace("{name}", "x").replace("{public_id}", "x")
+        permission = needed(method, path)
+        answer = getattr(client, method)(url, {}, format="json")
+        refused = (
+            answer.status_code == 403 and permission.value in answer.json()["error"]["message"]
+        )
+        assert refused is (permission not in PERMISSIONS[role]), (method, path)
+
+
+def test_key_made_by_a_service_has_no_owner(acme: Party) -> None:
+    with tenant_scope(acme.tenant.id):
+        key, _ = key_services.api_key_create(name="x")
+    assert (key.owner, key.service_account) == (None, None)
