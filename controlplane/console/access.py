@@ -40,6 +40,7 @@ class Member:
     tenant: Tenant
     role: Role
     membership: Membership | None
+    principal: Principal
     #: Every tenant the person may switch to, this one included.
     tenants: tuple[Tenant, ...]
 
@@ -100,6 +101,7 @@ def member_page(view: Page | None = None, *, permission: Permission = Permission
             tenant=principal.tenant,
             role=principal.role,
             membership=principal.membership,
+            principal=principal,
             tenants=tenants_of(request.user),
         )
         with tenant_scope(principal.tenant.id):

@@ -90,6 +90,16 @@ class KeyForm(forms.Form):
         return None if days == "never" else timezone.now() + dt.timedelta(days=int(days))
 
 
+class RotateForm(forms.Form):
+    GRACES = (("86400", "For a day"), ("604800", "For a week"), ("0", "Not at all"))
+
+    grace = forms.ChoiceField(label="The old key goes on working", choices=GRACES)
+
+    def grace_s(self) -> int:
+        """The seconds chosen; the form must be valid."""
+        return int(self.cleaned_data["grace"])
+
+
 class DatasetForm(forms.Form):
     name = forms.CharField(
         label="Name",

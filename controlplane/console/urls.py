@@ -17,6 +17,7 @@ urlpatterns = [
     path("invites/<str:token>", invites.invite, name="invite"),
     path("keys", keys.keys, name="keys"),
     path("keys/new", keys.create_key, name="create_key"),
+    path("keys/<str:public_id>/rotate", keys.rotate_key, name="rotate_key"),
     path("keys/<str:public_id>/revoke", keys.revoke_key, name="revoke_key"),
     path("upload", uploads.upload, name="upload"),
     path("upload/start", uploads.start_upload, name="start_upload"),

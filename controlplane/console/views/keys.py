@@ -11,11 +11,16 @@ from django.utils import timezone
 from django.views.decorators.http import require_http_methods, require_safe
 
 from controlplane.console.access import ConsoleRequest, member_page
-from controlplane.console.forms import KeyForm, add_service_error
+from controlplane.console.forms import KeyForm, RotateForm, add_service_error
 from controlplane.errors import InvalidRequest
-from controlplane.tenants.auth import Permission
+from controlplane.tenants.auth import Permission, authorize_grant, key_permissions
+from controlplane.tenants.key_services import (
+    api_key_create,
+    api_key_get,
+    api_key_revoke,
+    api_key_rotate,
+)
 from controlplane.tenants.models import ApiKey
-from controlplane.tenants.services import api_key_create, api_key_revoke
 
 
 @require_safe
@@ -64,11 +69,29 @@ def revoke_key(request: ConsoleRequest, public_id: str) -> HttpResponse:
     return render(request, "console/revoke_key.html", {"key": key})
 
 
+@require_http_methods(["GET", "HEAD", "POST"])
+@member_page(permission=Permission.KEYS_MANAGE)
+def rotate_key(request: ConsoleRequest, public_id: str) -> HttpResponse:
+    """Asks first; the answer holds the new secret, the one time that it is shown."""
+    key = api_key_get(public_id=public_id)
+    # Whoever reads the new secret has all that it opens.
+    authorize_grant(request.member.principal, key_permissions(key))
+    form = RotateForm(request.POST or None)
+    if request.method == "POST" and form.is_valid():
+        key, text = api_key_rotate(public_id=public_id, grace_s=form.grace_s())
+        context = _context(KeyForm()) | {"new_key": key, "new_key_text": text}
+        return render(request, "console/keys.html", context)
+    status = 422 if form.errors else 200
+    return render(request, "console/rotate_key.html", {"key": key, "form": form}, status=status)
+
+
 def _context(form: KeyForm) -> dict[str, object]:
     now = timezone.now()
     rows = [
         {"key": key, "state": _state(key, now)}
-        for key in ApiKey.objects.select_related("created_by").order_by("-created_at")
+        for key in ApiKey.objects.select_related("created_by", "service_account").order_by(
+            "-created_at"
+        )
     ]
     # Working keys first; the sort is stable, so each half stays newest first.
     rows.sort(key=lambda row: row["state"] != "active")

@@ -60,6 +60,20 @@ def test_revoking_asks_first(acme: Party) -> None:
     assert b"revoked" in browser.get("/console/keys").content
 
 
+def test_rotating_asks_first_and_shows_the_new_key_once(acme: Party) -> None:
+    browser = browser_of(acme.owner)
+    path = f"/console/keys/{acme.api_key.public_id}/rotate"
+    assert b"goes on working" in browser.get(path).content
+    assert authenticate(acme.header)
+    answer = browser.post(path, {"grace": "86400"}).content.decode()
+    (shown,) = re.findall(KEY_REGEX, answer)
+    for text in (shown, acme.key_text):
+        assert authenticate(f"Bearer {text}").api_key == acme.api_key
+    assert not re.search(KEY_REGEX, browser.get("/console/keys").content.decode())
+    assert browser.post(path, {"grace": "1"}).status_code == 422
+    assert browser_of(acme.viewer).post(path, {"grace": "0"}).status_code == 403
+
+
 def test_viewer_sees_keys_but_no_buttons(acme: Party) -> None:
     page = browser_of(acme.viewer).get("/console/keys").content
     assert acme.api_key.last4.encode() in page
