@@ -3,8 +3,9 @@
 A query of a tenant-owned model outside a scope raises `TenantScopeError`: forgetting the scope
 fails closed. Code that must cross tenants says so, with its reason, through `all_tenants`.
 
-The scope lives in a context variable, so it follows `await` and `sync_to_async`. `tenant_scope`
-is also the one place where the database's own wall (row-level security) will learn the tenant.
+The scope lives in a context variable, so it follows `await` and `sync_to_async`. The database
+backend (`controlplane.database`) tells PostgreSQL the same scope with every statement, and its
+row-level security is a second wall: it holds where this one is forgotten.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextvars import ContextVar
 from typing import Any, ClassVar, Self, TypeVar
 
 from asgiref.sync import iscoroutinefunction, markcoroutinefunction
@@ -20,9 +20,7 @@ from django.db import models
 from django.http import HttpRequest, HttpResponseBase
 from uuid_utils.compat import uuid7
 
-#: A tenant's id, the string "*" inside `all_tenants`, or None outside any scope.
-_scope: ContextVar[uuid.UUID | str | None] = ContextVar("tenant_scope", default=None)
-_ALL = "*"
+from controlplane.scope import ALL, current
 
 
 class TenantScopeError(RuntimeError):
@@ -36,7 +34,7 @@ def new_id() -> uuid.UUID:
 
 def current_tenant_id() -> uuid.UUID:
     """The tenant of the current scope. Raises TenantScopeError when there is none."""
-    scope = _scope.get()
+    scope = current.get()
     if not isinstance(scope, uuid.UUID):
         raise TenantScopeError("no tenant in scope")
     return scope
@@ -45,11 +43,11 @@ def current_tenant_id() -> uuid.UUID:
 @contextlib.contextmanager
 def tenant_scope(tenant_id: uuid.UUID) -> Iterator[None]:
     """Act for one tenant: queries see its rows only, and new rows belong to it."""
-    token = _scope.set(tenant_id)
+    token = current.set(tenant_id)
     try:
         yield
     finally:
-        _scope.reset(token)
+        current.reset(token)
 
 
 @contextlib.contextmanager
@@ -57,11 +55,11 @@ def all_tenants(*, reason: str) -> Iterator[None]:
     """Act across tenants. `reason` is for the reader; it must not be empty."""
     if not reason:
         raise ValueError("all_tenants needs a reason")
-    token = _scope.set(_ALL)
+    token = current.set(ALL)
     try:
         yield
     finally:
-        _scope.reset(token)
+        current.reset(token)
 
 
 _M = TypeVar("_M", bound=models.Model)
@@ -85,7 +83,7 @@ class TenantQuerySet(models.QuerySet[_M]):
 def _claim(row: models.Model) -> None:
     """Give a row without a tenant the scope's; refuse one that is, or points, outside."""
     assert isinstance(row, TenantModel)
-    scope = _scope.get()
+    scope = current.get()
     kind = type(row).__name__
     if scope is None:
         raise TenantScopeError(f"{kind} saved with no tenant in scope")
@@ -110,10 +108,10 @@ class TenantManager(models.Manager[_M]):
             using=self._db,
             hints=self._hints,  # type: ignore[attr-defined]
         )
-        scope = _scope.get()
+        scope = current.get()
         if scope is None:
             raise TenantScopeError(f"{self.model.__name__} queried with no tenant in scope")
-        if scope == _ALL:
+        if scope == ALL:
             return queryset
         return queryset.filter(tenant_id=scope)
 

@@ -44,6 +44,7 @@ INSTALLED_APPS = [
     "rest_framework",
     "drf_spectacular",
     "drf_spectacular_sidecar",
+    "controlplane.database",
     "controlplane.tenants",
     "controlplane.adapters",
     "controlplane.inference",
@@ -84,7 +85,21 @@ TEMPLATES = [
 
 # A pool and persistent connections exclude each other; under ASGI only the pool is bounded.
 DATABASE_POOL_SIZE = int(env("DATABASE_POOL_SIZE", "0"))
-DATABASES = {"default": dj_database_url.parse(env("DATABASE_URL"), conn_max_age=0)}
+DATABASES = {
+    "default": dj_database_url.parse(
+        env("DATABASE_URL"),
+        engine="controlplane.database",
+        conn_max_age=0,
+        # Such a cursor's rows are fetched by later statements, in whatever scope those have.
+        disable_server_side_cursors=True,
+    )
+}
+#: The role that everything but migrations connects as; it owns nothing.
+DATABASE_APPLICATION_ROLE = DATABASES["default"]["USER"]
+#: Who owns the tables; only `manage.py migrate` connects as this role.
+DATABASE_OWNER = dj_database_url.parse(env("DATABASE_OWNER_URL", "") or env("DATABASE_URL"))
+if DATABASE_OWNER["NAME"] != DATABASES["default"]["NAME"]:
+    raise ImproperlyConfigured("DATABASE_OWNER_URL and DATABASE_URL name two databases")
 if DATABASE_POOL_SIZE:
     # Else a connection that died with PostgreSQL's restart would fail the request that gets it.
     DATABASES["default"]["CONN_HEALTH_CHECKS"] = True
@@ -123,6 +138,8 @@ POOL = env("LORIKEET_POOL", "default")
 MAX_WAIT_S = float(env("LORIKEET_MAX_WAIT_S", "60"))
 
 CELERY_BROKER_URL = env("CELERY_BROKER_URL", REDIS_URL)
+# Its log lines have the form, and the tenant, of all others.
+CELERY_WORKER_HIJACK_ROOT_LOGGER = False
 CELERY_TASK_IGNORE_RESULT = True
 CELERY_TASK_ACKS_LATE = True
 CELERY_TASK_REJECT_ON_WORKER_LOST = True
@@ -223,8 +240,11 @@ LOGGING = {
     "version": 1,
     "disable_existing_loggers": False,
     "formatters": {
-        "line": {"format": "%(asctime)s %(levelname)s %(name)s %(message)s"},
+        "line": {"format": "%(asctime)s %(levelname)s %(name)s tenant=%(tenant)s %(message)s"},
     },
-    "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
+    "filters": {"tenant": {"()": "controlplane.scope.TenantFilter"}},
+    "handlers": {
+        "stderr": {"class": "logging.StreamHandler", "formatter": "line", "filters": ["tenant"]}
+    },
     "root": {"handlers": ["stderr"], "level": env("LORIKEET_LOG_LEVEL", "INFO")},
 }

@@ -49,7 +49,8 @@ class Platform:
     """Web, worker, accountant and Celery as child processes of one folder."""
 
     def __init__(self, env: Mapping[str, str], *, folder: Path, port: int) -> None:
-        self._env = env
+        # They are not the owner of their tables; only `manage.py migrate` is.
+        self._env = {name: value for name, value in env.items() if name != "DATABASE_OWNER_URL"}
         self._folder = folder
         self.base_url = f"http://{HOST}:{port}"
         python = sys.executable

@@ -13,7 +13,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, LiteralString
 
 import boto3
 import psutil
@@ -29,6 +29,8 @@ from demo.processes import ChildProcess, Command
 
 REINSTALL = "run `make setup`; if it persists, delete .venv and run it again"
 SUPERUSER = "postgres"
+#: The role that work across tenants takes on: `controlplane.scope.OPERATOR_ROLE`.
+OPERATOR = "lorikeet_operator"
 #: PostgreSQL refuses to run as root; this account exists on every Linux.
 UNPRIVILEGED = "nobody"
 S3_REGION = "us-east-1"
@@ -153,20 +155,39 @@ class Postgres:
             autocommit=True,
         )
 
-    def ensure_database(self, name: str) -> None:
-        """A database and its owner, no superuser, who may make more (the tests do)."""
+    def ensure_database(self, name: str, *, application: str, application_password: str) -> None:
+        """A database with its owner, who may make more (the tests do), and who may only use it.
+
+        The same roles as deploy/postgres.sh makes.
+        """
         with contextlib.closing(self._connect()) as connection:
-            role = sql.Identifier(name)
-            password = sql.Literal(self._password)
-            if not connection.execute(
-                "select 1 from pg_roles where rolname = %s", (name,)
-            ).fetchone():
-                connection.execute(sql.SQL("create role {} login createdb").format(role))
-            connection.execute(sql.SQL("alter role {} password {}").format(role, password))
+            _ensure_role(connection, name, "login createdb", self._password)
+            # No inheriting: its rights as an operator begin with SET ROLE and end with it.
+            _ensure_role(connection, application, "login noinherit", application_password)
+            _ensure_role(connection, OPERATOR, "nologin", None)
+            for role in (name, application):
+                connection.execute(
+                    sql.SQL("grant {} to {}").format(sql.Identifier(OPERATOR), sql.Identifier(role))
+                )
             if not connection.execute(
                 "select 1 from pg_database where datname = %s", (name,)
             ).fetchone():
-                connection.execute(sql.SQL("create database {} owner {}").format(role, role))
+                statement = sql.SQL("create database {} owner {}")
+                connection.execute(statement.format(sql.Identifier(name), sql.Identifier(name)))
+
+
+def _ensure_role(
+    connection: psycopg.Connection[tuple[object, ...]],
+    name: str,
+    attributes: LiteralString,
+    password: str | None,
+) -> None:
+    role = sql.Identifier(name)
+    if not connection.execute("select 1 from pg_roles where rolname = %s", (name,)).fetchone():
+        connection.execute(sql.SQL("create role {} " + attributes).format(role))
+    if password is not None:
+        statement = sql.SQL("alter role {} password {}")
+        connection.execute(statement.format(role, sql.Literal(password)))
 
 
 def _open_the_way(path: Path) -> None:

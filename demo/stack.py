@@ -22,6 +22,8 @@ from demo.processes import ChildProcess, stop_leftover
 from demo.state import write_private
 
 DATABASE = "lorikeet"
+#: The application's role in the database; DATABASE is also the name of its owner.
+APPLICATION = "lorikeet_app"
 BUCKET = "lorikeet"
 START_TIMEOUT_S = 60.0
 
@@ -39,6 +41,7 @@ class Ports:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Secrets:
     postgres_password: str
+    application_password: str
     s3_access_key_id: str
     s3_secret_access_key: str
     secret_key: str
@@ -85,14 +88,13 @@ class EmbeddedStack:
     @property
     def env(self) -> dict[str, str]:
         """The variables by which every other process finds and opens these servers."""
-        password = self.secrets.postgres_password
+        place = f"{HOST}:{self.ports.postgres}/{DATABASE}"
         redis_url = f"redis://{HOST}:{self.ports.redis}"
         return {
             "LORIKEET_SECRET_KEY": self.secrets.secret_key,
             "LORIKEET_KEY_PEPPER": self.secrets.key_pepper,
-            "DATABASE_URL": (
-                f"postgresql://{DATABASE}:{password}@{HOST}:{self.ports.postgres}/{DATABASE}"
-            ),
+            "DATABASE_URL": f"postgresql://{APPLICATION}:{self.secrets.application_password}@{place}",
+            "DATABASE_OWNER_URL": f"postgresql://{DATABASE}:{self.secrets.postgres_password}@{place}",
             "REDIS_URL": f"{redis_url}/0",
             "CELERY_BROKER_URL": f"{redis_url}/1",
             "S3_ENDPOINT_URL": self._s3.url,
@@ -117,7 +119,11 @@ class EmbeddedStack:
                 server.process.start()
             wait_s = START_TIMEOUT_S
             self._postgres.process.wait_until(self._postgres.is_ready, timeout_s=wait_s)
-            self._postgres.ensure_database(DATABASE)
+            self._postgres.ensure_database(
+                DATABASE,
+                application=APPLICATION,
+                application_password=self.secrets.application_password,
+            )
             self._redis.process.wait_until(self._redis.is_ready, timeout_s=wait_s)
             self._s3.process.wait_until(
                 lambda: self._s3.ensure_bucket(BUCKET), timeout_s=wait_s, step_s=0.2
@@ -161,7 +167,8 @@ def _load_settings(path: Path, run: Path) -> tuple[Ports, Secrets]:
     else:
         names = [field.name for field in dataclasses.fields(Ports)]
         ports = Ports(**dict(zip(names, choose_ports(len(names)), strict=True)))
-    kept = Secrets(**stored["secrets"]) if stored else _new_secrets()
+    # A folder of an earlier version lacks those that came since.
+    kept = Secrets(**dataclasses.asdict(_new_secrets()) | stored.get("secrets", {}))
     write_private(path, {"ports": dataclasses.asdict(ports), "secrets": dataclasses.asdict(kept)})
     return ports, kept
 
@@ -169,6 +176,7 @@ def _load_settings(path: Path, run: Path) -> tuple[Ports, Secrets]:
 def _new_secrets() -> Secrets:
     return Secrets(
         postgres_password=secrets.token_hex(16),
+        application_password=secrets.token_hex(16),
         s3_access_key_id=secrets.token_hex(10).upper(),
         s3_secret_access_key=secrets.token_hex(20),
         secret_key=secrets.token_hex(32),

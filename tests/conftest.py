@@ -13,7 +13,9 @@ import importlib.util
 import os
 import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -87,3 +89,19 @@ def pytest_unconfigure() -> None:
 def stack() -> EmbeddedStack:
     """The running servers; `stack.env` opens them."""
     return STACK
+
+
+@pytest.fixture(scope="session")
+def django_db_modify_db_settings(django_db_modify_db_settings_parallel_suffix: None) -> Any:
+    """The owner makes the database; the tests run as the application, behind the wall."""
+    from tests import database
+
+    return database.become_owner()
+
+
+@pytest.fixture(scope="session")
+def django_db_setup(django_db_setup: None, django_db_blocker: Any) -> Iterator[None]:
+    from tests import database
+
+    with django_db_blocker.unblock(), database.as_application():
+        yield

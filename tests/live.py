@@ -27,6 +27,7 @@ import redis
 
 from demo.ports import choose_ports
 from demo.stack import EmbeddedStack
+from tests.database import operator_url, own_database
 from tests.fakes import write_fake_base
 from worker import protocol
 
@@ -113,10 +114,12 @@ class LiveStack:
         self.base = write_fake_base(folder / "base")
         parts = urlsplit(env["REDIS_URL"])
         self.redis_url = urlunsplit(parts._replace(path="/5"))
-        self.database_url = _create_database(env["DATABASE_URL"], database)
+        database_env = own_database(env, database)
+        #: For looking at every tenant's rows.
+        self.database_url = operator_url(database_env["DATABASE_URL"])
         self.env = {
             **env,
-            "DATABASE_URL": self.database_url,
+            **database_env,
             "REDIS_URL": self.redis_url,
             "LORIKEET_POOL": POOL,
             "LORIKEET_BASE_MODEL": str(self.base),
@@ -247,13 +250,6 @@ class LiveStack:
         for process in self._processes:
             process.end()
         self.redis.close()
-
-
-def _create_database(url: str, name: str) -> str:
-    with psycopg.connect(url, autocommit=True) as connection:
-        connection.execute(f"drop database if exists {name} with (force)")
-        connection.execute(f"create database {name}")
-    return urlunsplit(urlsplit(url)._replace(path=f"/{name}"))
 
 
 @pytest.fixture(scope="session")

@@ -17,13 +17,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
-import psycopg
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from demo.ports import HOST, choose_ports
 from demo.processes import ChildProcess, Command
 from demo.stack import EmbeddedStack
+from tests.database import own_database
 from worker.base_model import PACKAGED_MODEL, convert, packaged_gguf
 
 ROOT = Path(__file__).parent.parent.parent
@@ -103,14 +103,10 @@ def site(
 
 def _own_databases(env: dict[str, str]) -> dict[str, str]:
     """The stack's addresses with a new PostgreSQL database and unused Redis ones."""
-    name = "browser"
-    with psycopg.connect(env["DATABASE_URL"], autocommit=True) as connection:
-        connection.execute(f"DROP DATABASE IF EXISTS {name} WITH (FORCE)")
-        connection.execute(f"CREATE DATABASE {name}")
     redis = urlsplit(env["REDIS_URL"])
     return {
         **env,
-        "DATABASE_URL": urlunsplit(urlsplit(env["DATABASE_URL"])._replace(path=f"/{name}")),
+        **own_database(env, "browser"),
         "REDIS_URL": urlunsplit(redis._replace(path="/8")),
         "CELERY_BROKER_URL": urlunsplit(redis._replace(path="/9")),
     }

@@ -28,16 +28,22 @@ def _s3(env: dict[str, str], secret: str | None = None) -> object:
     )
 
 
-def test_application_role_is_no_superuser(stack: EmbeddedStack) -> None:
-    with psycopg.connect(stack.env["DATABASE_URL"]) as connection:
+@pytest.mark.parametrize(
+    ("name", "can_create"), [("DATABASE_URL", False), ("DATABASE_OWNER_URL", True)]
+)
+def test_roles_have_no_power_over_the_server(
+    stack: EmbeddedStack, name: str, can_create: bool
+) -> None:
+    with psycopg.connect(stack.env[name]) as connection:
         row = connection.execute(
-            "select rolsuper, rolcreatedb from pg_roles where rolname = current_user"
+            "select rolsuper, rolbypassrls, rolcreaterole, rolcreatedb from pg_roles "
+            "where rolname = current_user"
         ).fetchone()
-    assert row == (False, True)
+    assert row == (False, False, False, can_create)
 
 
 def test_wrong_passwords_are_refused(stack: EmbeddedStack) -> None:
-    password = stack.secrets.postgres_password
+    password = stack.secrets.application_password
     with pytest.raises(psycopg.OperationalError, match="password authentication failed"):
         psycopg.connect(stack.env["DATABASE_URL"].replace(password, "wrong"))
     with pytest.raises(ClientError, match="SignatureDoesNotMatch"):
@@ -54,7 +60,7 @@ def test_data_survives_a_kill_of_everything(tmp_path: Path) -> None:
     first = EmbeddedStack(tmp_path / "stack", durable=False)
     first.start()
     try:
-        with psycopg.connect(first.env["DATABASE_URL"]) as connection:
+        with psycopg.connect(first.env["DATABASE_OWNER_URL"]) as connection:
             connection.execute("create table kept (n int)")
         with redis.Redis.from_url(first.env["REDIS_URL"]) as client:
             client.set("kept", "1")
@@ -65,7 +71,7 @@ def test_data_survives_a_kill_of_everything(tmp_path: Path) -> None:
         del first
     with EmbeddedStack(tmp_path / "stack", durable=False) as second:
         assert not any(psutil.pid_exists(pid) and _is_live(pid) for pid in pids)
-        with psycopg.connect(second.env["DATABASE_URL"]) as connection:
+        with psycopg.connect(second.env["DATABASE_OWNER_URL"]) as connection:
             assert connection.execute("select count(*) from kept").fetchone() == (0,)
         with redis.Redis.from_url(second.env["REDIS_URL"]) as client:
             assert client.get("kept") == b"1"

@@ -96,7 +96,8 @@ def test_worker_gets_a_gpu(compose: dict[str, Any]) -> None:
 
 
 def test_interpolated_variables_are_in_the_example() -> None:
-    text = (ROOT / "docker-compose.yml").read_text() + (ROOT / "deploy/seaweedfs.sh").read_text()
+    paths = ("docker-compose.yml", "deploy/seaweedfs.sh", "deploy/postgres.sh")
+    text = "".join((ROOT / path).read_text() for path in paths)
     names = set(re.findall(r"\$\{?([A-Z][A-Z0-9_]+)", text))
     assert names <= EXAMPLE
 
@@ -106,3 +107,12 @@ def test_files_mounted_from_the_repository_exist(compose: dict[str, Any]) -> Non
         for volume in service.get("volumes", []):
             if volume.startswith("./"):
                 assert (ROOT / volume.partition(":")[0]).is_file()
+
+
+def test_only_the_migrations_know_the_owner_of_the_tables(compose: dict[str, Any]) -> None:
+    knowing = {
+        name
+        for name, service in compose["services"].items()
+        if "DATABASE_OWNER_URL" in service.get("environment", {})
+    }
+    assert knowing == {"migrate"}

@@ -13,6 +13,7 @@ from demo import seed
 from demo.platform import Platform, environment
 from demo.stack import EmbeddedStack
 from demo.state import DemoState
+from tests.database import operator_url
 from tests.e2e.adapters import lora_tensors, write_adapter
 from tests.e2e.system import System, read_base_config
 from worker.base_model import PACKAGED_MODEL
@@ -45,7 +46,7 @@ def system(stack: EmbeddedStack) -> Iterator[System]:
             platform=platform,
             env=env,
             tenants={tenant.slug: tenant for tenant in state.tenants},
-            database_url=env["DATABASE_URL"],
+            database_url=operator_url(env["DATABASE_URL"]),
             base_model=PACKAGED_MODEL,
             base_config=read_base_config(base_model_dir),
         )

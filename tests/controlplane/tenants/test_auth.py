@@ -96,7 +96,7 @@ def test_suspended_tenant_is_refused(acme: Party, globex: Party) -> None:
 def test_no_secret_in_the_database(acme: Party) -> None:
     parts = keys.parse(acme.key_text)
     assert parts is not None
-    with connection.cursor() as cursor:
+    with all_tenants(reason="test"), connection.cursor() as cursor:
         cursor.execute("select row_to_json(k)::text from tenants_apikey k")
         stored = " ".join(row[0] for row in cursor.fetchall())
     assert parts.public_id in stored

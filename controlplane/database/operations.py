@@ -1,0 +1,205 @@
+"""What makes a table a tenant's: row-level security, and foreign keys that name the tenant.
+
+A migration that makes a `TenantModel` ends with one line:
+
+    operations = [..., TenantTables("Invite")]
+
+and one that adds a foreign key between tenant tables later, with
+
+    operations = [..., TenantReference("Invite", "adapter")]
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.apps.registry import Apps
+from django.db import models
+from django.db.backends.base.schema import BaseDatabaseSchemaEditor
+from django.db.migrations.operations.base import Operation
+from django.db.migrations.state import ProjectState
+
+from controlplane.scope import OPERATOR_ROLE
+
+#: True for the rows of the tenant in scope; for none when the setting is empty or was never made.
+IS_OURS = "tenant_id = nullif(current_setting('lorikeet.tenant', true), '')::uuid"
+#: By the name of each policy: what it is for, and its condition.
+POLICIES = {
+    "tenant_select": ("for select", f"using ({IS_OURS})"),
+    "tenant_insert": ("for insert", f"with check ({IS_OURS})"),
+    "tenant_update": ("for update", f"using ({IS_OURS}) with check ({IS_OURS})"),
+    "tenant_delete": ("for delete", f"using ({IS_OURS})"),
+    "operator_all": (f"for all to {OPERATOR_ROLE}", "using (true) with check (true)"),
+}
+
+_Model = type[models.Model]
+
+
+class _WallOperation(Operation):
+    """Changes the database and nothing of the models' state."""
+
+    reversible = True
+
+    def state_forwards(self, app_label: str, state: ProjectState) -> None:
+        pass
+
+
+class TenantTables(_WallOperation):
+    """Put the tables of tenant models behind the wall.
+
+    Each gets ENABLE and FORCE row-level security with a policy for every verb, a unique key
+    (tenant_id, id), and for every foreign key to another tenant table a second one that contains
+    the tenant: a row cannot point at another tenant's, although such checks see past policies.
+
+    model_names  of the migration's own app, or "app.Model"
+    """
+
+    def __init__(self, *model_names: str) -> None:
+        self.model_names = model_names
+
+    def database_forwards(
+        self,
+        app_label: str,
+        schema_editor: BaseDatabaseSchemaEditor,
+        from_state: ProjectState,
+        to_state: ProjectState,
+    ) -> None:
+        found = self._models(app_label, to_state.apps)
+        for model in found:
+            _make_key(schema_editor, model)
+            _raise_wall(schema_editor, model)
+        for model in found:
+            for field in tenant_references(model):
+                _make_key(schema_editor, field.related_model)
+                _make_reference(schema_editor, model, field)
+
+    def database_backwards(
+        self,
+        app_label: str,
+        schema_editor: BaseDatabaseSchemaEditor,
+        from_state: ProjectState,
+        to_state: ProjectState,
+    ) -> None:
+        found = self._models(app_label, from_state.apps)
+        for model in found:
+            for field in tenant_references(model):
+                _drop_reference(schema_editor, model, field)
+        for model in found:
+            table = model._meta.db_table
+            for policy in POLICIES:
+                schema_editor.execute(f'drop policy {policy} on "{table}"')
+            schema_editor.execute(f'alter table "{table}" no force row level security')
+            schema_editor.execute(f'alter table "{table}" disable row level security')
+            schema_editor.execute(f'drop index if exists "{_key_name(model)}"')
+
+    def _models(self, app_label: str, apps: Apps) -> list[_Model]:
+        return [apps.get_model(*split_name(app_label, name)) for name in self.model_names]
+
+    def describe(self) -> str:
+        return f"Put the rows of {', '.join(self.model_names)} behind the tenants' wall"
+
+
+class TenantReference(_WallOperation):
+    """Let a foreign key between two tenant tables contain the tenant."""
+
+    def __init__(self, model_name: str, field_name: str) -> None:
+        self.model_name = model_name
+        self.field_name = field_name
+
+    def database_forwards(
+        self,
+        app_label: str,
+        schema_editor: BaseDatabaseSchemaEditor,
+        from_state: ProjectState,
+        to_state: ProjectState,
+    ) -> None:
+        model = to_state.apps.get_model(app_label, self.model_name)
+        field = _foreign_key(model, self.field_name)
+        _make_key(schema_editor, field.related_model)
+        _make_reference(schema_editor, model, field)
+
+    def database_backwards(
+        self,
+        app_label: str,
+        schema_editor: BaseDatabaseSchemaEditor,
+        from_state: ProjectState,
+        to_state: ProjectState,
+    ) -> None:
+        model = from_state.apps.get_model(app_label, self.model_name)
+        _drop_reference(schema_editor, model, _foreign_key(model, self.field_name))
+
+    def describe(self) -> str:
+        return f"Keep {self.model_name}.{self.field_name} within the tenant"
+
+
+def split_name(app_label: str, name: str) -> tuple[str, str]:
+    """The app and the model of a name that may leave out its own app."""
+    other, _, bare = name.rpartition(".")
+    return other or app_label, bare
+
+
+def tenant_references(model: _Model) -> list[models.ForeignKey[Any, Any]]:
+    """A model's foreign keys to tenant tables; also of a model as migrations see it."""
+    return [
+        field
+        for field in model._meta.local_concrete_fields
+        if isinstance(field, models.ForeignKey) and _is_tenant_table(field.related_model)
+    ]
+
+
+def reference_name(model: _Model, field: models.Field[Any, Any]) -> str:
+    """The name of the foreign key with the tenant in it."""
+    return f"{model._meta.db_table}_{field.column}_tenant"
+
+
+def _is_tenant_table(model: Any) -> bool:
+    return any(field.name == "tenant" for field in model._meta.local_fields)
+
+
+def _foreign_key(model: _Model, name: str) -> models.ForeignKey[Any, Any]:
+    field = model._meta.get_field(name)
+    assert isinstance(field, models.ForeignKey)
+    return field
+
+
+def _key_name(model: _Model) -> str:
+    return f"{model._meta.db_table}_tenant_key"
+
+
+def _make_key(schema_editor: BaseDatabaseSchemaEditor, model: Any) -> None:
+    # Also made for a table that is pointed at before its own wall is raised.
+    name, table = _key_name(model), model._meta.db_table
+    schema_editor.execute(
+        f'create unique index if not exists "{name}" on "{table}" (tenant_id, id)'
+    )
+
+
+def _raise_wall(schema_editor: BaseDatabaseSchemaEditor, model: _Model) -> None:
+    table = model._meta.db_table
+    schema_editor.execute(f'alter table "{table}" enable row level security')
+    schema_editor.execute(f'alter table "{table}" force row level security')
+    for name, (purpose, condition) in POLICIES.items():
+        schema_editor.execute(f'create policy {name} on "{table}" {purpose} {condition}')
+
+
+def _make_reference(
+    schema_editor: BaseDatabaseSchemaEditor, model: _Model, field: models.ForeignKey[Any, Any]
+) -> None:
+    table, name = model._meta.db_table, reference_name(model, field)
+    # A migration may find one: which columns a table has when its wall is raised is a matter of
+    # the order in which migrations of several apps run.
+    schema_editor.execute(f'alter table "{table}" drop constraint if exists "{name}"')
+    target = field.related_model._meta.db_table  # type: ignore[union-attr]
+    schema_editor.execute(
+        f'alter table "{table}" add constraint "{name}" '
+        f'foreign key (tenant_id, "{field.column}") references "{target}" (tenant_id, id) '
+        "deferrable initially deferred"
+    )
+
+
+def _drop_reference(
+    schema_editor: BaseDatabaseSchemaEditor, model: _Model, field: models.ForeignKey[Any, Any]
+) -> None:
+    name = reference_name(model, field)
+    table = model._meta.db_table
+    schema_editor.execute(f'alter table "{table}" drop constraint if exists "{name}"')
