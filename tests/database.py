@@ -61,5 +61,7 @@ def _flush(sql_list: Any) -> None:
     from controlplane.database.ownership import as_owner
 
     with as_owner(connection), connection.cursor() as cursor:
+        cursor.execute("alter table audit_auditevent disable trigger user")
         for statement in sql_list:
             cursor.execute(statement)
+        cursor.execute("alter table audit_auditevent enable trigger user")

@@ -9,11 +9,10 @@ from django import forms
 from django.contrib import admin
 from django.http import HttpRequest
 from django.utils.html import format_html, format_html_join
-from unfold.admin import ModelAdmin
 
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
 from controlplane.adapters.validation import BaseShape
-from controlplane.operator.admin import ReadOnlyAdmin
+from controlplane.operator.admin import AuditedAdmin, ReadOnlyAdmin
 
 
 class BaseModelForm(forms.ModelForm):  # type: ignore[type-arg]
@@ -31,7 +30,7 @@ class BaseModelForm(forms.ModelForm):  # type: ignore[type-arg]
 
 
 @admin.register(BaseModel)
-class BaseModelAdmin(ModelAdmin):
+class BaseModelAdmin(AuditedAdmin):
     form = BaseModelForm
     list_display = ("name", "is_active", "context_length", "max_rank", "short_revision")
     list_filter = ("is_active",)

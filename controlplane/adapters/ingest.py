@@ -25,6 +25,7 @@ from controlplane.adapters import peft_config, tensor_file
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
 from controlplane.adapters.rejection import Reason, Rejected, shown
 from controlplane.adapters.validation import BaseShape, CheckedAdapter, check_adapter
+from controlplane.audit.services import record
 from controlplane.scoping import all_tenants
 from worker.protocol import adapter_digest
 
@@ -86,7 +87,7 @@ def versions_abandon() -> int:
         abandoned = [
             version
             for version in rows[:_SWEEP_SIZE]
-            if version.move(Status.UPLOADING, Status.REJECTED, reasons=rejected.as_json())
+            if _reject(version, rejected, expected=Status.UPLOADING)
         ]
     for version in abandoned:
         storage.delete([version.staged_config_key, version.staged_tensors_key])
@@ -170,9 +171,16 @@ def _download(version: AdapterVersion, file: BinaryIO) -> Iterator[bytes]:
         )
 
 
-def _reject(version: AdapterVersion, rejected: Rejected) -> None:
-    if version.move(Status.VALIDATING, Status.REJECTED, reasons=rejected.as_json()):
-        log.info("adapter version rejected", extra={"version_id": str(version.pk)})
+@transaction.atomic
+def _reject(
+    version: AdapterVersion, rejected: Rejected, *, expected: Status = Status.VALIDATING
+) -> bool:
+    reasons = rejected.as_json()
+    if not version.move(expected, Status.REJECTED, reasons=reasons):
+        return False
+    record("rejected", version, after={"reasons": reasons})
+    log.info("adapter version rejected", extra={"version_id": str(version.pk)})
+    return True
 
 
 @transaction.atomic
@@ -190,10 +198,13 @@ def _accept(version: AdapterVersion, checked: CheckedAdapter) -> None:
     )
     if not moved:
         return
+    record("accepted", version, after={"digest": version.digest})
     live = adapter.live_version
     if live is None or live.number < version.number:
         adapter.live_version = version
         adapter.save(update_fields=["live_version"])
+        before = {"live_version": live.number if live else None}
+        record("live_version_set", adapter, before=before, after={"live_version": version.number})
     log.info(
         "adapter version ready", extra={"version_id": str(version.pk), "digest": version.digest}
     )

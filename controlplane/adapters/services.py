@@ -20,6 +20,7 @@ from controlplane import storage
 from controlplane.adapters import ingest, peft_config, tasks, tensor_file
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
 from controlplane.adapters.validation import BaseShape
+from controlplane.audit.services import record
 from controlplane.errors import (
     Conflict,
     InvalidRequest,
@@ -46,13 +47,17 @@ MAX_NUMBER = 2**31 - 1
 Status = AdapterVersion.Status
 
 
+@transaction.atomic
 def base_model_add(*, name: str, revision: str, config: dict[str, Any]) -> BaseModel:
     """Make a base model known, or bring a known one up to date.
 
     config   its Hugging Face config.json
     Raises InvalidRequest when a name or a size is missing or wrong.
     """
-    base_model = BaseModel.objects.filter(name=name).first() or BaseModel(name=name)
+    known = BaseModel.objects.filter(name=name).first()
+    before = {"revision": known.revision, "config": known.config} if known else None
+    after = {"name": name, "revision": revision, "config": config}
+    base_model = known or BaseModel(name=name)
     base_model.revision = revision
     base_model.config = config
     try:
@@ -64,7 +69,17 @@ def base_model_add(*, name: str, revision: str, config: dict[str, Any]) -> BaseM
     except ValueError as error:
         raise InvalidRequest(f"config.json: {error}", param="config") from error
     base_model.save()
+    record("changed" if known else "created", base_model, before=before, after=after)
     return base_model
+
+
+@transaction.atomic
+def base_model_activate(*, base_model: BaseModel, is_active: bool) -> None:
+    """Switch a base model, and every adapter of it, on or off."""
+    before = {"is_active": base_model.is_active}
+    base_model.is_active = is_active
+    base_model.save(update_fields=["is_active"])
+    record("changed", base_model, before=before, after={"is_active": is_active})
 
 
 def adapter_get(*, name: str) -> Adapter:
@@ -86,6 +101,7 @@ def adapter_version_get(*, name: str, number: int) -> AdapterVersion:
     return version
 
 
+@transaction.atomic
 def adapter_create(
     *, name: str, base_model_name: str | None = None, description: str = ""
 ) -> Adapter:
@@ -96,7 +112,17 @@ def adapter_create(
     )
     if not is_new:
         raise Conflict(f"There is an adapter {name} already.", param="name")
+    _record_created(adapter)
     return adapter
+
+
+def _record_created(adapter: Adapter) -> None:
+    after = {
+        "name": adapter.name,
+        "base_model": adapter.base_model.name,
+        "description": adapter.description,
+    }
+    record("created", adapter, after=after)
 
 
 @transaction.atomic
@@ -117,11 +143,11 @@ def adapter_version_create(
     """
     _check_files(files)
     _check_unfinished()
-    adapter = _find(name)
+    adapter, is_new = _find(name), False
     if adapter is None:
         adapter = _adapter(name, base_model_name, "")
         # Another request may have made it since.
-        adapter, _ = Adapter.objects.get_or_create(
+        adapter, is_new = Adapter.objects.get_or_create(
             name=name, defaults={"base_model": adapter.base_model}
         )
     if base_model_name not in (None, adapter.base_model.name):
@@ -132,7 +158,7 @@ def adapter_version_create(
     # The lock makes the next number ours alone.
     Adapter.objects.select_for_update().get(pk=adapter.pk)
     last = AdapterVersion.objects.filter(adapter=adapter).aggregate(last=Max("number"))["last"]
-    return AdapterVersion.objects.create(
+    version = AdapterVersion.objects.create(
         adapter=adapter,
         number=(last or 0) + 1,
         source=source,
@@ -140,6 +166,11 @@ def adapter_version_create(
         config_num_bytes=files[peft_config.FILE],
         num_bytes=files[tensor_file.FILE],
     )
+    if is_new:
+        _record_created(adapter)
+    after = {"adapter": name, "number": version.number, "source": source, "files": dict(files)}
+    record("created", version, after=after)
+    return version
 
 
 def adapter_version_upload_urls(*, version: AdapterVersion) -> dict[str, str]:
@@ -164,7 +195,7 @@ def adapter_version_complete(*, version: AdapterVersion) -> AdapterVersion:
     """
     if version.status == Status.UPLOADING:
         _check_uploaded(version)
-        version.move(Status.UPLOADING, Status.UPLOADED)
+        _set_uploaded(version)
         version.refresh_from_db()
     if version.status in {Status.UPLOADED, Status.VALIDATING}:
         transaction.on_commit(lambda: _queue_validation(version))
@@ -206,10 +237,16 @@ def adapter_version_upload_files(
     """
     storage.upload(config_path, version.staged_config_key)
     storage.upload(tensors_path, version.staged_tensors_key)
-    version.move(Status.UPLOADING, Status.UPLOADED)
+    _set_uploaded(version)
     ingest.version_ingest(version.pk)
     version.refresh_from_db()
     return version
+
+
+@transaction.atomic
+def _set_uploaded(version: AdapterVersion) -> None:
+    if version.move(Status.UPLOADING, Status.UPLOADED):
+        record("uploaded", version)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

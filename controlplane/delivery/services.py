@@ -10,9 +10,11 @@ from typing import Any
 
 import redis
 from django.conf import settings
+from django.db import transaction
 from django.utils import timezone
 from redis.exceptions import RedisError, ResponseError
 
+from controlplane.audit.services import record
 from controlplane.delivery.models import DeadLetter
 from controlplane.errors import Conflict, Unavailable
 from controlplane.limits.admission import output_estimate, prompt_estimate
@@ -79,9 +81,7 @@ def dead_letter_requeue(letter: DeadLetter) -> str:
     or does not fit the queue, Unavailable when Redis does not answer.
     """
     request_id = f"req_{new_id().hex}"
-    claimed = DeadLetter.objects.filter(pk=letter.pk, requeued_at=None)
-    if not claimed.update(requeued_at=timezone.now(), requeued_as=request_id):
-        raise Conflict("This request was put back already.")
+    _claim(letter, request_id)
     now = time.time()
     fields = {
         **letter.job,
@@ -104,12 +104,26 @@ def dead_letter_requeue(letter: DeadLetter) -> str:
         with _client() as client:
             verdict = client.eval(ADMIT, 1, protocol.job_key(pool, request_id), *args)
     except RedisError as error:
-        DeadLetter.objects.filter(pk=letter.pk).update(requeued_at=None, requeued_as="")
+        _unclaim(letter)
         raise Unavailable("The queue does not answer.") from error
     if verdict[0] != b"ok":
-        DeadLetter.objects.filter(pk=letter.pk).update(requeued_at=None, requeued_as="")
+        _unclaim(letter)
         raise Conflict(f"The queue refuses it: {verdict[0].decode()}.")
     return request_id
+
+
+@transaction.atomic
+def _claim(letter: DeadLetter, request_id: str) -> None:
+    waiting = DeadLetter.objects.filter(pk=letter.pk, requeued_at=None)
+    if not waiting.update(requeued_at=timezone.now(), requeued_as=request_id):
+        raise Conflict("This request was put back already.")
+    record("requeued", letter, after={"requeued_as": request_id})
+
+
+@transaction.atomic
+def _unclaim(letter: DeadLetter) -> None:
+    DeadLetter.objects.filter(pk=letter.pk).update(requeued_at=None, requeued_as="")
+    record("requeue_refused", letter)
 
 
 def quarantined() -> dict[str, dt.datetime]:

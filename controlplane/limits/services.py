@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import datetime as dt
 import uuid
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from django.core.exceptions import ValidationError
-from django.db.models import Q, Sum
+from django.db import transaction
+from django.db.models import Q, QuerySet, Sum
 from django.utils import timezone
 
+from controlplane.audit.services import record
 from controlplane.errors import from_validation
 from controlplane.limits.admit import BudgetPeriod, Limits, Policy
 from controlplane.limits.models import Budget, RateLimit
@@ -73,6 +75,7 @@ def tokens_spent(tenant_id: str, budget: BudgetPeriod) -> int:
     return (sums["read"] or 0) + (sums["written"] or 0)
 
 
+@transaction.atomic
 def rate_limit_set(
     *, api_key_id: uuid.UUID | None = None, model: str = "", **limits: int | None
 ) -> RateLimit:
@@ -82,18 +85,21 @@ def rate_limit_set(
             does not limit. Raises InvalidRequest for a value that cannot be one.
     """
     row = RateLimit.objects.filter(api_key_id=api_key_id, model=model).first()
+    before = _told(row) if row else None
     row = row or RateLimit(api_key_id=api_key_id, model=model)
     for name in ("requests_per_minute", "tokens_per_minute", "max_concurrent", "max_waiting"):
         setattr(row, name, limits.pop(name, None))
     if limits:
         raise TypeError(f"no such limit: {', '.join(limits)}")
-    return _checked_save(row)
+    return _checked_save(row, before)
 
 
+@transaction.atomic
 def rate_limit_remove(*, api_key_id: uuid.UUID | None = None, model: str = "") -> None:
-    RateLimit.objects.filter(api_key_id=api_key_id, model=model).delete()
+    _remove(RateLimit.objects.filter(api_key_id=api_key_id, model=model))
 
 
+@transaction.atomic
 def budget_set(
     *,
     api_key_id: uuid.UUID | None = None,
@@ -106,19 +112,35 @@ def budget_set(
     Raises InvalidRequest when neither limit is given, or the soft one is above the hard one.
     """
     row = Budget.objects.filter(api_key_id=api_key_id, period=period).first()
+    before = _told(row) if row else None
     row = row or Budget(api_key_id=api_key_id, period=period)
     row.hard_limit, row.soft_limit = hard_limit, soft_limit
-    return _checked_save(row)
+    return _checked_save(row, before)
 
 
+@transaction.atomic
 def budget_remove(*, api_key_id: uuid.UUID | None = None, period: str) -> None:
-    Budget.objects.filter(api_key_id=api_key_id, period=period).delete()
+    _remove(Budget.objects.filter(api_key_id=api_key_id, period=period))
 
 
-def _checked_save(row: _Row) -> _Row:
+def _remove(rows: QuerySet[Any]) -> None:
+    for row in rows:
+        record("deleted", row, before=_told(row))
+        row.delete()
+
+
+def _told(row: RateLimit | Budget) -> dict[str, Any]:
+    """What the audit trail tells of a limit."""
+    hidden = {"id", "tenant", "created_at", "updated_at"}
+    fields = [field for field in row._meta.concrete_fields if field.name not in hidden]
+    return {field.name: getattr(row, field.attname) for field in fields}
+
+
+def _checked_save(row: _Row, before: dict[str, Any] | None) -> _Row:
     try:
         row.full_clean(exclude=["tenant"], validate_unique=False)
     except ValidationError as error:
         raise from_validation(error) from error
     row.save()
+    record("changed" if before else "created", row, before=before, after=_told(row))
     return row

@@ -2,10 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from django.db import models, transaction
 from django.http import HttpRequest
 from unfold.admin import ModelAdmin
+
+from controlplane.audit.services import record
+
+
+class AuditedAdmin(ModelAdmin):
+    """Rows that operators change: each change is in the audit trail, by the names of its fields."""
+
+    def save_model(self, request: HttpRequest, obj: Any, form: Any, change: bool) -> None:
+        super().save_model(request, obj, form, change)
+        if not change or form.changed_data:
+            after = {"fields": sorted(form.changed_data)}
+            record("changed" if change else "created", obj, after=after)
+
+    def save_formset(self, request: HttpRequest, form: Any, formset: Any, change: bool) -> None:
+        super().save_formset(request, form, formset, change)
+        for row in formset.new_objects:
+            record("created", row)
+        for row, fields in formset.changed_objects:
+            record("changed", row, after={"fields": sorted(fields)})
+        for row in formset.deleted_objects:
+            record("deleted", row)
+
+    def log_change(self, request: HttpRequest, obj: Any, message: Any) -> Any:
+        # Django's page for setting a password saves past `save_model`, and says so here alone.
+        if request.path.endswith("/password/"):
+            with transaction.atomic():
+                record("password_set", obj)
+        return super().log_change(request, obj, message)
+
+    def delete_model(self, request: HttpRequest, obj: Any) -> None:
+        with transaction.atomic():
+            record("deleted", obj)
+            super().delete_model(request, obj)
+
+    def delete_queryset(self, request: HttpRequest, queryset: Any) -> None:
+        with transaction.atomic():
+            rows: Sequence[models.Model] = list(queryset)
+            for row in rows:
+                record("deleted", row)
+            super().delete_queryset(request, queryset)
 
 
 class ReadOnlyAdmin(ModelAdmin):

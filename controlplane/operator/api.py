@@ -17,6 +17,7 @@ from rest_framework.views import APIView
 
 from controlplane.adapters.api import BaseModelSerializer
 from controlplane.adapters.models import BaseModel
+from controlplane.adapters.services import base_model_activate
 from controlplane.api import (
     PAGE_PARAMETERS,
     BoundedJSONParser,
@@ -205,8 +206,8 @@ class BaseModelView(OperatorAPIView):
         row = BaseModel.objects.filter(name=name).first() if is_slug(name) else None
         if row is None:
             raise NotFound("There is no such base model.")
-        row.is_active = BaseModelChangeSerializer.parsed(request)["is_active"]
-        row.save(update_fields=["is_active"])
+        is_active = BaseModelChangeSerializer.parsed(request)["is_active"]
+        base_model_activate(base_model=row, is_active=is_active)
         return Response(OperatorBaseModelSerializer(row).data)
 
 

@@ -9,12 +9,12 @@ from django.contrib.auth.admin import UserAdmin
 from django.contrib.auth.models import Group
 from django.db.models import QuerySet
 from django.http import HttpRequest
-from unfold.admin import ModelAdmin, TabularInline
+from unfold.admin import TabularInline
 from unfold.forms import AdminPasswordChangeForm, UserChangeForm, UserCreationForm
 
-from controlplane.operator.admin import ReadOnlyAdmin
+from controlplane.operator.admin import AuditedAdmin, ReadOnlyAdmin
 from controlplane.tenants.models import ApiKey, Membership, Tenant, User
-from controlplane.tenants.services import api_key_revoke
+from controlplane.tenants.services import api_key_revoke, tenant_status_set
 
 # Roles are a membership's matter; Django's groups would be a second, unused answer.
 admin.site.unregister(Group)
@@ -28,7 +28,7 @@ class MembershipInline(TabularInline):
 
 
 @admin.register(Tenant)
-class TenantAdmin(ModelAdmin):
+class TenantAdmin(AuditedAdmin):
     list_display = ("slug", "name", "status", "created_at")
     list_filter = ("status",)
     search_fields = ("slug", "name")
@@ -55,8 +55,12 @@ class TenantAdmin(ModelAdmin):
     def _move(
         self, request: HttpRequest, queryset: QuerySet[Tenant], status: Tenant.Status
     ) -> None:
-        num_moved = queryset.exclude(status=status).update(status=status)
-        self.message_user(request, f"{num_moved} tenants are now {status.value}.", messages.SUCCESS)
+        others = list(queryset.exclude(status=status))
+        for tenant in others:
+            tenant_status_set(tenant=tenant, status=status)
+        self.message_user(
+            request, f"{len(others)} tenants are now {status.value}.", messages.SUCCESS
+        )
 
 
 class PersonCreationForm(UserCreationForm):
@@ -72,7 +76,7 @@ class PersonCreationForm(UserCreationForm):
 
 
 @admin.register(User)
-class PersonAdmin(UserAdmin, ModelAdmin):  # type: ignore[type-arg]
+class PersonAdmin(UserAdmin, AuditedAdmin):  # type: ignore[type-arg]
     form = UserChangeForm
     add_form = PersonCreationForm
     change_password_form = AdminPasswordChangeForm
@@ -91,7 +95,7 @@ class PersonAdmin(UserAdmin, ModelAdmin):  # type: ignore[type-arg]
 
 
 @admin.register(Membership)
-class MembershipAdmin(ModelAdmin):
+class MembershipAdmin(AuditedAdmin):
     list_display = ("user", "tenant", "role", "created_at")
     list_filter = ("role", "tenant")
     search_fields = ("user__email", "tenant__slug")

@@ -10,6 +10,7 @@ from django.conf import settings
 from django.db import transaction
 from django.utils import timezone
 
+from controlplane.audit.services import record
 from controlplane.errors import Conflict, InvalidRequest, NotFound
 from controlplane.tenants import auth, keys
 from controlplane.tenants.key_rules import KeyRules
@@ -19,6 +20,7 @@ from controlplane.tenants.models import ApiKey, Membership, ServiceAccount, User
 DEFAULT_GRACE_S, MAX_GRACE_S = 24 * 3600, 30 * 24 * 3600
 
 
+@transaction.atomic
 def api_key_create(
     *,
     name: str,
@@ -46,6 +48,7 @@ def api_key_create(
         service_account=owner if isinstance(owner, ServiceAccount) else None,
         **fields,
     )
+    record("created", api_key, after=_told(api_key))
     return api_key, parts.text()
 
 
@@ -71,7 +74,9 @@ def api_key_update(
     api_key = _locked(public_id)
     is_later = expires_at is not None and expires_at != api_key.expires_at
     fields = _checked_fields(name, expires_at if is_later else None, rules)
+    before = _told(api_key)
     _save(api_key, **{**fields, "expires_at": expires_at})
+    record("changed", api_key, before=before, after=_told(api_key))
     return api_key_get(public_id=public_id)
 
 
@@ -98,6 +103,7 @@ def api_key_rotate(*, public_id: str, grace_s: int = DEFAULT_GRACE_S) -> tuple[A
         secret_hmac=parts.secret_hmac(settings.API_KEY_PEPPER),
         last4=parts.text()[-4:],
     )
+    record("rotated", api_key, after={"grace_s": grace_s})
     return api_key_get(public_id=public_id), parts.text()
 
 
@@ -107,7 +113,23 @@ def api_key_revoke(*, public_id: str) -> ApiKey:
     api_key = api_key_get(public_id=public_id)
     if api_key.revoked_at is None:
         _save(api_key, revoked_at=timezone.now())
+        record("revoked", api_key, after={"revoked_at": api_key.revoked_at})
     return api_key
+
+
+def _told(api_key: ApiKey) -> dict[str, Any]:
+    """What the audit trail tells of a key."""
+    return {
+        "public_id": api_key.public_id,
+        "name": api_key.name,
+        "environment": api_key.environment,
+        "scopes": api_key.scopes,
+        "allowed_models": api_key.allowed_models,
+        "allowed_ips": api_key.allowed_ips,
+        "expires_at": api_key.expires_at,
+        "owner": api_key.owner_id,
+        "service_account": api_key.service_account_id,
+    }
 
 
 def _checked_fields(name: str, expires_at: dt.datetime | None, rules: KeyRules) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from django.core.validators import validate_email
 from django.db import transaction
 from django.utils import timezone
 
+from controlplane.audit.services import record
 from controlplane.errors import Conflict, InvalidRequest, NotFound, from_validation
 from controlplane.scoping import all_tenants, current_tenant_id, tenant_scope
 from controlplane.tenants.auth import Principal, authorize_grant
@@ -51,8 +52,10 @@ def member_role_set(*, by: Principal, member_id: uuid.UUID, role: Role) -> Membe
     authorize_grant(by, PERMISSIONS[Role(member.role)] | PERMISSIONS[role])
     if member.role == Role.OWNER and role != Role.OWNER:
         _check_other_owner(member)
+    before = {"role": member.role}
     member.role = role
     member.save(update_fields=["role"])
+    record("changed", member, before=before, after={"user": member.user.email, "role": role})
     return member
 
 
@@ -67,9 +70,11 @@ def member_remove(*, by: Principal, member_id: uuid.UUID) -> None:
     if member.role == Role.OWNER:
         _check_other_owner(member)
     _revoke_keys_of(member)
+    record("deleted", member, before={"user": member.user.email, "role": member.role})
     member.delete()
 
 
+@transaction.atomic
 def invite_create(*, by: Principal, email: str, role: Role) -> tuple[Invite, str]:
     """An invite and its token, which cannot be had again.
 
@@ -98,6 +103,7 @@ def invite_create(*, by: Principal, email: str, role: Role) -> tuple[Invite, str
         invited_by=by.user,
         expires_at=timezone.now() + INVITE_LIFETIME,
     )
+    record("created", invite, after={"email": email, "role": role})
     return invite, token
 
 
@@ -112,10 +118,11 @@ def invite_get(*, invite_id: uuid.UUID) -> Invite:
 @transaction.atomic
 def invite_revoke(*, invite_id: uuid.UUID) -> Invite:
     """Doing it again changes nothing. Raises NotFound; Conflict for an accepted one."""
-    Invite.objects.filter(pk=invite_id, accepted_at=None, revoked_at=None).update(
-        revoked_at=timezone.now()
-    )
+    pending = Invite.objects.filter(pk=invite_id, accepted_at=None, revoked_at=None)
+    num_revoked = pending.update(revoked_at=timezone.now())
     invite = invite_get(invite_id=invite_id)
+    if num_revoked:
+        record("revoked", invite, after={"email": invite.email})
     if invite.accepted_at is not None:
         raise Conflict("This invite has been accepted: remove the member instead.")
     return invite
@@ -156,6 +163,8 @@ def invite_accept(*, token: str, user: User) -> Membership:
         )
         if not is_new:
             raise Conflict("You are a member already.")
+        record("accepted", invite, after={"user": user.email})
+        record("created", membership, after={"user": user.email, "role": membership.role})
     return membership
 
 
@@ -167,6 +176,7 @@ def service_account_get(*, account_id: uuid.UUID) -> ServiceAccount:
     return account
 
 
+@transaction.atomic
 def service_account_create(
     *, by: Principal, name: str, role: Role, description: str = ""
 ) -> ServiceAccount:
@@ -184,6 +194,7 @@ def service_account_create(
     )
     if not is_new:
         raise Conflict(f"There is a service account {name} already.", param="name")
+    record("created", found, after={"name": name, "role": role, "description": description})
     return found
 
 
@@ -194,8 +205,10 @@ def service_account_update(
     """Raises NotFound, PermissionDenied."""
     account = service_account_get(account_id=account_id)
     authorize_grant(by, PERMISSIONS[Role(account.role)] | PERMISSIONS[role])
+    before = {"role": account.role, "description": account.description}
     account.role, account.description = role, description
     account.save(update_fields=["role", "description"])
+    record("changed", account, before=before, after={"role": role, "description": description})
     return account
 
 
@@ -205,6 +218,7 @@ def service_account_delete(*, by: Principal, account_id: uuid.UUID) -> None:
     account = service_account_get(account_id=account_id)
     authorize_grant(by, PERMISSIONS[Role(account.role)])
     _revoke_keys_of(account)
+    record("deleted", account, before={"name": account.name, "role": account.role})
     account.delete()
 
 

@@ -11,12 +11,14 @@ from django.core.exceptions import ValidationError
 from django.db import transaction
 from django.http import HttpRequest
 
+from controlplane.audit.services import record
 from controlplane.errors import Conflict, InvalidRequest, from_validation
 from controlplane.tenants.key_services import api_key_create as api_key_create
 from controlplane.tenants.key_services import api_key_revoke as api_key_revoke
 from controlplane.tenants.models import Membership, Role, Tenant, User
 
 
+@transaction.atomic
 def tenant_create(*, slug: str, name: str) -> Tenant:
     """Make a tenant. Raises InvalidRequest for a bad slug or name, Conflict for a taken slug."""
     tenant = Tenant(slug=slug, name=name)
@@ -28,27 +30,36 @@ def tenant_create(*, slug: str, name: str) -> Tenant:
     tenant, is_new = Tenant.objects.get_or_create(slug=slug, defaults={"name": name})
     if not is_new:
         raise Conflict(f"There is a tenant {slug} already.", param="slug")
+    record("created", tenant, after={"slug": slug, "name": name})
     return tenant
 
 
+@transaction.atomic
 def tenant_rename(*, tenant: Tenant, name: str) -> Tenant:
     """Raises InvalidRequest for a bad name."""
+    before = {"name": tenant.name}
     tenant.name = name.strip()
     try:
         tenant.clean_fields(exclude=["id"])
     except ValidationError as error:
         raise from_validation(error) from error
     tenant.save(update_fields=["name"])
+    record("renamed", tenant, before=before, after={"name": tenant.name})
     return tenant
 
 
+@transaction.atomic
 def tenant_status_set(*, tenant: Tenant, status: str) -> Tenant:
     """Suspend or reactivate: a suspended tenant's keys and people are refused within a second."""
+    before = Tenant.objects.select_for_update().get(pk=tenant.pk).status
     tenant.status = Tenant.Status(status)
-    tenant.save(update_fields=["status"])
+    if before != tenant.status:
+        tenant.save(update_fields=["status"])
+        record("status_set", tenant, before={"status": before}, after={"status": tenant.status})
     return tenant
 
 
+@transaction.atomic
 def user_create(*, email: str, password: str | None, is_operator: bool = False) -> User:
     """Make a person, who may sign in when there is a password.
 
@@ -73,14 +84,17 @@ def user_create(*, email: str, password: str | None, is_operator: bool = False) 
     )
     if not is_new:
         raise Conflict(f"There is a user {email} already.", param="email")
+    record("created", user, after={"email": email, "is_operator": is_operator})
     return user
 
 
+@transaction.atomic
 def user_password_set(*, user: User, password: str) -> None:
     """Raises InvalidRequest for a weak password. Ends the person's sessions."""
     _check_password(password, user)
     user.set_password(password)
     user.save(update_fields=["password"])
+    record("password_set", user)
 
 
 def authenticate_user(*, request: HttpRequest, email: str, password: str) -> User | None:
@@ -99,7 +113,12 @@ def member_add(*, email: str, role: Role, password: str | None = None) -> Member
     user = User.objects.filter(email=email.strip().lower()).first()
     if user is None:
         user = user_create(email=email, password=password)
-    membership, _ = Membership.objects.update_or_create(user=user, defaults={"role": role})
+    known = Membership.objects.select_for_update().filter(user=user).first()
+    before = {"role": known.role} if known else None
+    membership, is_new = Membership.objects.update_or_create(user=user, defaults={"role": role})
+    if is_new or before != {"role": role}:
+        after = {"user": user.email, "role": role}
+        record("created" if is_new else "changed", membership, before=before, after=after)
     return membership
 
 

@@ -24,6 +24,7 @@ from django.utils import timezone
 from controlplane import storage
 from controlplane.adapters import services as adapter_services
 from controlplane.adapters.models import AdapterVersion, BaseModel
+from controlplane.audit.services import record
 from controlplane.errors import ApiError
 from controlplane.scoping import all_tenants, tenant_scope
 from controlplane.training import services
@@ -97,11 +98,13 @@ def _held(run: TrainingRun, status: Status) -> QuerySet[TrainingRun]:
     return TrainingRun.objects.filter(pk=run.pk, status=status, attempts=run.attempts)
 
 
+@transaction.atomic
 def _finish(run: TrainingRun, expected: Status, status: Status, error: str = "") -> None:
     moved = _held(run, expected).update(
         status=status, error=error[:1000], finished_at=timezone.now(), lease_until=None
     )
     if moved:
+        record("ended", run, after={"status": status, "error": error[:1000]})
         extra = {"run_id": str(run.pk), "status": status.value, "error": error[:1000]}
         log.info("training ended", extra=extra)
 

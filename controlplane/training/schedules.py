@@ -15,6 +15,7 @@ from django.db import transaction
 from django.db.models import Exists, OuterRef, QuerySet
 from django.utils import timezone
 
+from controlplane.audit.services import record
 from controlplane.scoping import all_tenants, tenant_scope
 from controlplane.tenants.models import Tenant
 from controlplane.training import cron, services
@@ -72,6 +73,7 @@ def _fire(schedule_id: uuid.UUID, now: dt.datetime) -> bool:
         log.exception("a schedule was paused", extra={"schedule_id": str(schedule_id)})
         schedule.is_paused = True
         schedule.save(update_fields=["is_paused"])
+        record("paused", schedule, after={"reason": "its cron line fits the time zone no more"})
         return False
     schedule.save(update_fields=["next_run_at"])
     run = services.training_run_enqueue(

@@ -18,6 +18,7 @@ from kombu.exceptions import OperationalError
 from controlplane import storage
 from controlplane.adapters.models import Adapter
 from controlplane.adapters.services import adapter_create
+from controlplane.audit.services import record
 from controlplane.errors import (
     ApiError,
     Conflict,
@@ -67,7 +68,12 @@ def dataset_upload(*, name: str, content: bytes) -> Dataset:
         storage.put_bytes(dataset_key(tenant_id, str(fields["sha256"])), content)
     except storage.STORAGE_ERRORS as error:
         raise Unavailable("The object store does not answer.") from error
-    dataset, _ = Dataset.objects.update_or_create(name=name, defaults=fields)
+    with transaction.atomic():
+        known = Dataset.objects.select_for_update().filter(name=name).first()
+        before = {field: getattr(known, field) for field in fields} if known else None
+        dataset, is_new = Dataset.objects.update_or_create(name=name, defaults=fields)
+        action = "created" if is_new else "changed"
+        record(action, dataset, before=before, after={"name": name, **fields})
     return dataset
 
 
@@ -102,6 +108,7 @@ def training_run_create(
         )
 
 
+@transaction.atomic
 def training_run_enqueue(
     *,
     adapter: Adapter,
@@ -118,6 +125,13 @@ def training_run_enqueue(
         created_by=created_by,
         lease_until=timezone.now() + QUEUE_LEASE,
     )
+    after = {
+        "adapter": adapter.name,
+        "dataset": dataset.name,
+        "dataset_sha256": dataset.sha256,
+        "hyperparameters": hyperparameters,
+    }
+    record("created", run, after=after)
     transaction.on_commit(lambda: training_run_send(run))
     return run
 
@@ -138,9 +152,8 @@ def training_run_cancel(*, run: TrainingRun) -> TrainingRun:
 
     Raises Conflict when the run has ended, or has begun to publish.
     """
-    rows = TrainingRun.objects.filter(pk=run.pk)
     # The flag first: it keeps a queued run from being begun, and a running one from publishing.
-    rows.filter(status__in=(Status.QUEUED, Status.RUNNING)).update(cancel_requested=True)
+    _request_cancel(run)
     training_run_drop(run=run)
     run.refresh_from_db()
     if run.cancel_requested:
@@ -148,11 +161,20 @@ def training_run_cancel(*, run: TrainingRun) -> TrainingRun:
     raise Conflict(f"The run is {run.status}: it cannot be cancelled any more.")
 
 
+@transaction.atomic
+def _request_cancel(run: TrainingRun) -> None:
+    going = TrainingRun.objects.filter(pk=run.pk, status__in=(Status.QUEUED, Status.RUNNING))
+    if going.filter(cancel_requested=False).update(cancel_requested=True):
+        record("cancel_requested", run)
+
+
+@transaction.atomic
 def training_run_drop(*, run: TrainingRun) -> None:
     """End a queued run whose cancel was asked for."""
-    TrainingRun.objects.filter(pk=run.pk, status=Status.QUEUED, cancel_requested=True).update(
-        status=Status.CANCELLED, finished_at=timezone.now(), lease_until=None
-    )
+    queued = TrainingRun.objects.filter(pk=run.pk, status=Status.QUEUED, cancel_requested=True)
+    now = timezone.now()
+    if queued.update(status=Status.CANCELLED, finished_at=now, lease_until=None):
+        record("ended", run, after={"status": Status.CANCELLED})
 
 
 def schedule_set(
@@ -171,19 +193,34 @@ def schedule_set(
     """
     checked = _checked_hyperparameters(hyperparameters)
     next_run_at = _next_run_at(cron_line, timezone_name)
+    fields = {
+        "cron": cron_line,
+        "timezone": timezone_name,
+        "hyperparameters": checked,
+        "is_paused": is_paused,
+    }
     with transaction.atomic():
-        schedule, _ = Schedule.objects.update_or_create(
+        dataset = dataset_get(name=dataset_name, param="dataset")
+        known = Schedule.objects.select_for_update().filter(adapter=adapter).first()
+        before = _told(known) if known else None
+        schedule, is_new = Schedule.objects.update_or_create(
             adapter=adapter,
-            defaults={
-                "dataset": dataset_get(name=dataset_name, param="dataset"),
-                "cron": cron_line,
-                "timezone": timezone_name,
-                "hyperparameters": checked,
-                "is_paused": is_paused,
-                "next_run_at": next_run_at,
-            },
+            defaults={**fields, "dataset": dataset, "next_run_at": next_run_at},
         )
+        record("created" if is_new else "changed", schedule, before=before, after=_told(schedule))
     return schedule
+
+
+def _told(schedule: Schedule) -> dict[str, Any]:
+    """What the audit trail tells of a schedule."""
+    return {
+        "adapter": schedule.adapter.name,
+        "dataset": schedule.dataset.name,
+        "cron": schedule.cron,
+        "timezone": schedule.timezone,
+        "hyperparameters": schedule.hyperparameters,
+        "is_paused": schedule.is_paused,
+    }
 
 
 def schedule_get(*, adapter: Adapter) -> Schedule:
@@ -194,11 +231,14 @@ def schedule_get(*, adapter: Adapter) -> Schedule:
     return schedule
 
 
+@transaction.atomic
 def schedule_delete(*, adapter: Adapter) -> None:
     """End the adapter's schedule; runs it began go on. Raises NotFound."""
-    deleted, _ = Schedule.objects.filter(adapter=adapter).delete()
-    if not deleted:
+    schedule = Schedule.objects.select_for_update().filter(adapter=adapter).first()
+    if schedule is None:
         raise NotFound("The adapter has no schedule.")
+    record("deleted", schedule, before=_told(schedule))
+    schedule.delete()
 
 
 def _next_run_at(cron_line: str, timezone_name: str) -> dt.datetime:

@@ -1,0 +1,118 @@
+"""Who is behind the change that is being made, and from where."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import ipaddress
+import re
+import sys
+import uuid
+from collections.abc import Awaitable, Callable, Iterator
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+from asgiref.sync import iscoroutinefunction, markcoroutinefunction
+from celery import current_task
+from django.contrib.auth import get_user_model
+from django.http import HttpRequest, HttpResponseBase
+
+from controlplane.audit.models import AuditEvent
+
+ActorType = AuditEvent.ActorType
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    actor_type: ActorType
+    actor_id: str
+    actor_name: str = ""
+    ip: str | None = None
+    request_id: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Request:
+    request: HttpRequest
+    request_id: str
+
+
+_current: ContextVar[_Request | None] = ContextVar("audit_request", default=None)
+
+
+def current_origin() -> Origin:
+    """The caller of the request being answered; outside any, the task or command that runs."""
+    current = _current.get()
+    if current is None:
+        return Origin(actor_type=ActorType.SYSTEM, actor_id=_program()[:200])
+    actor_type, actor_id, name = _caller(getattr(current.request, "user", None))
+    return Origin(
+        actor_type=actor_type,
+        actor_id=actor_id,
+        actor_name=name[:320],
+        ip=_address(current.request),
+        request_id=current.request_id,
+    )
+
+
+class AuditOriginMiddleware:
+    """Remembers the request for `current_origin`, and its `X-Request-Id` or a new one."""
+
+    sync_capable = True
+    async_capable = True
+
+    def __init__(self, get_response: Callable[[HttpRequest], Any]) -> None:
+        self.get_response = get_response
+        self.is_async = iscoroutinefunction(get_response)
+        if self.is_async:
+            markcoroutinefunction(self)
+
+    def __call__(self, request: HttpRequest) -> HttpResponseBase | Awaitable[HttpResponseBase]:
+        if self.is_async:
+            return self._acall(request)
+        with _remembered(request):
+            response: HttpResponseBase = self.get_response(request)
+        return response
+
+    async def _acall(self, request: HttpRequest) -> HttpResponseBase:
+        with _remembered(request):
+            response: HttpResponseBase = await self.get_response(request)
+        return response
+
+
+@contextlib.contextmanager
+def _remembered(request: HttpRequest) -> Iterator[None]:
+    sent = request.headers.get("X-Request-Id", "")
+    request_id = sent if _REQUEST_ID.fullmatch(sent) else f"req_{uuid.uuid4().hex}"
+    token = _current.set(_Request(request, request_id))
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def _caller(user: Any) -> tuple[ActorType, str, str]:
+    """Of a person, or of a principal: Django REST framework puts it in the person's place."""
+    api_key = getattr(user, "api_key", None)
+    if api_key is not None:
+        return ActorType.API_KEY, api_key.public_id, api_key.name
+    person = user if isinstance(user, get_user_model()) else getattr(user, "user", None)
+    if person is not None:
+        return ActorType.USER, str(person.pk), person.email
+    return ActorType.ANONYMOUS, "", ""
+
+
+def _address(request: HttpRequest) -> str | None:
+    try:
+        return str(ipaddress.ip_address(request.META.get("REMOTE_ADDR", "")))
+    except ValueError:  # a Unix socket has none
+        return None
+
+
+def _program() -> str:
+    if current_task:
+        return f"task {current_task.name}"
+    return " ".join([Path(sys.argv[0]).name, *sys.argv[1:2]])

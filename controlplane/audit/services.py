@@ -1,0 +1,166 @@
+"""Writing the audit trail, and proving that nobody has touched it since."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+import uuid
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from django.db import connection, models, transaction
+from django.utils import timezone
+
+from controlplane.audit.models import AuditEvent
+from controlplane.audit.origin import current_origin
+from controlplane.scope import current as current_scope
+from controlplane.scoping import TenantModel, all_tenants, new_id, tenant_scope
+
+#: Names of fields whose values nobody may read, here or elsewhere.
+_SECRET = re.compile(r"(?:.*_)?(?:secret|password|token|hmac|private_key|key_text)(?:_hash)?")
+_PAGE = 1000
+
+
+def record(
+    action: str,
+    resource: models.Model,
+    *,
+    before: Mapping[str, Any] | None = None,
+    after: Mapping[str, Any] | None = None,
+) -> AuditEvent:
+    """Add to the trail of the resource's tenant, in the caller's transaction.
+
+    So the event is there if and only if the change is. Outside a transaction it raises
+    TransactionManagementError. Until the transaction ends, other changes of the tenant wait:
+    call it last.
+
+    action   what happened to the resource, in the past tense: "revoked"
+    before   the fields that changed, and what they were; ValueError if one may hold a secret
+    """
+    if not connection.in_atomic_block:
+        raise transaction.TransactionManagementError(
+            "an audit event belongs into the transaction of its change"
+        )
+    origin = current_origin()
+    kind = _snake(type(resource).__name__)
+    event = AuditEvent(
+        id=new_id(),
+        tenant_id=_tenant_of(resource),
+        occurred_at=timezone.now(),
+        **dataclasses.asdict(origin),
+        action=f"{kind}.{action}",
+        resource_type=kind,
+        resource_id=str(resource.pk),
+        before=_plain(before),
+        after=_plain(after),
+    )
+    with _chain_scope(event.tenant_id):
+        _lock_chain(event.tenant_id)
+        last = _chain(event.tenant_id).order_by("-seq").first()
+        event.seq = last.seq + 1 if last else 1
+        event.prev_hash = last.hash if last else ""
+        event.hash = event.digest()
+        event.save(force_insert=True)
+    return event
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Head:
+    """The end of a chain. Kept elsewhere, it proves that the chain was not cut since."""
+
+    seq: int
+    hash: str
+
+
+def chain_ids() -> list[uuid.UUID | None]:
+    """The tenants that have a trail, and None for the platform's own."""
+    with all_tenants(reason="the trail of everybody is verified"):
+        rows = AuditEvent.objects.order_by("tenant_id").values_list("tenant_id", flat=True)
+        return list(rows.distinct())
+
+
+def verify(tenant_id: uuid.UUID | None, known: Head | None = None) -> tuple[Head, list[str]]:
+    """Where a chain ends, and what is wrong with it: nothing, if nobody touched it.
+
+    known  an end that it had before, which must still be in it
+    """
+    head, faults = Head(0, ""), []
+    for event in _events(tenant_id):
+        if event.seq != head.seq + 1:
+            faults.append(f"{_missing(head.seq + 1, event.seq - 1)} missing")
+        elif event.prev_hash != head.hash:
+            faults.append(f"event {event.seq} does not follow the event before it")
+        if event.hash != event.digest():
+            faults.append(f"event {event.seq} was changed")
+        head = Head(event.seq, event.hash)
+        if known and known.seq == head.seq and known.hash != head.hash:
+            faults.append(f"event {event.seq} was replaced")
+    if known and known.seq > head.seq:
+        faults.append(f"{_missing(head.seq + 1, known.seq)} missing")
+    return head, faults
+
+
+def _events(tenant_id: uuid.UUID | None) -> Iterator[AuditEvent]:
+    seq = -1
+    while True:
+        with _chain_scope(tenant_id):
+            page = list(_chain(tenant_id).filter(seq__gt=seq).order_by("seq")[:_PAGE])
+        yield from page
+        if len(page) < _PAGE:
+            return
+        seq = page[-1].seq
+
+
+def _missing(first: int, last: int) -> str:
+    return f"event {first} is" if first == last else f"events {first} to {last} are"
+
+
+def _chain(tenant_id: uuid.UUID | None) -> models.QuerySet[AuditEvent]:
+    if tenant_id is None:
+        return AuditEvent.objects.filter(tenant_id__isnull=True)
+    return AuditEvent.objects.filter(tenant_id=tenant_id)
+
+
+def _chain_scope(tenant_id: uuid.UUID | None) -> Any:
+    if tenant_id is None:
+        return all_tenants(reason="the platform's own trail")
+    return tenant_scope(tenant_id)
+
+
+def _lock_chain(tenant_id: uuid.UUID | None) -> None:
+    """Make the end of the chain ours until the transaction ends."""
+    digest = hashlib.sha256(f"audit {tenant_id}".encode()).digest()
+    number = int.from_bytes(digest[:8], "big", signed=True)
+    with connection.cursor() as cursor:
+        cursor.execute("select pg_advisory_xact_lock(%s)", (number,))
+
+
+def _tenant_of(resource: models.Model) -> uuid.UUID | None:
+    if isinstance(resource, TenantModel):
+        return resource.tenant_id
+    if resource._meta.label == "tenants.Tenant":
+        return uuid.UUID(str(resource.pk))
+    scope = current_scope.get()
+    return scope if isinstance(scope, uuid.UUID) else None
+
+
+def _plain(value: Any, name: str = "") -> Any:
+    """The value as JSON gives it back, so that its hash stays the same."""
+    if _SECRET.fullmatch(name.lower()):
+        raise ValueError(f"{name} may hold a secret: leave it out of the audit trail")
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, str(key)) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, float) and abs(value) < 1e15:
+        return value + 0.0  # the database knows no negative zero
+    if hasattr(value, "isoformat"):
+        return value.isoformat()
+    return str(value)
+
+
+def _snake(name: str) -> str:
+    return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name)[1:]
