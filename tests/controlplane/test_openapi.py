@@ -13,6 +13,7 @@ from drf_spectacular.generators import SchemaGenerator
 from rest_framework.test import APIClient
 
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
+from controlplane.audit.models import AuditEvent
 from controlplane.inference.models import InferenceRequest
 from controlplane.limits.services import budget_set, rate_limit_set
 from controlplane.scoping import tenant_scope
@@ -128,6 +129,7 @@ MAKERS: dict[str, Maker] = {
     "limits/{limit_id}": lambda p, b: rate_limit_set(model="x", max_waiting=1).pk,
     "budgets/{budget_id}": lambda p, b: budget_set(hard_limit=1).pk,
     "requests/{request_id}": _request,
+    "audit-events/{event_id}": lambda p, b: AuditEvent.objects.order_by("seq")[0].pk,
 }
 #: Bodies that get past the check of fields, so that only the owner of the thing decides.
 BODIES: dict[str, Any] = {
