@@ -11,7 +11,7 @@ from django.db.models.functions import TruncHour
 from controlplane.adapters.models import Adapter, AdapterVersion
 from controlplane.console.charts import BarChart, bar_chart
 from controlplane.inference.models import InferenceRequest
-from controlplane.usage.models import UsageRecord
+from controlplane.usage.models import UsageHour, UsageRecord
 
 HOURS = 24
 
@@ -36,7 +36,7 @@ def last_day(now: dt.datetime) -> Day:
     counts = requests.aggregate(
         all=Count("id"), errors=Count("id", filter=Q(finish_reason="error"))
     )
-    tokens = UsageRecord.objects.filter(occurred_at__gte=since).aggregate(
+    tokens = UsageHour.objects.filter(starts_at__gte=since).aggregate(
         prompt=Sum("prompt_tokens"), completion=Sum("completion_tokens")
     )
     return Day(

@@ -16,7 +16,7 @@ from controlplane.errors import from_validation
 from controlplane.limits.admit import BudgetPeriod, Limits, Policy
 from controlplane.limits.models import Budget, RateLimit
 from controlplane.scoping import tenant_scope
-from controlplane.usage.models import UsageRecord
+from controlplane.usage.models import UsageDay
 
 _Row = TypeVar("_Row", RateLimit, Budget)
 
@@ -64,11 +64,11 @@ def budget_period(row: Budget, now: dt.datetime) -> BudgetPeriod:
 
 
 def tokens_spent(tenant_id: str, budget: BudgetPeriod) -> int:
-    """What the usage records say of the budget's period."""
+    """What the daily totals of usage say of the budget's period."""
     start = dt.datetime.fromtimestamp(budget.starts_at, tz=dt.UTC)
     end = dt.datetime.fromtimestamp(budget.ends_at, tz=dt.UTC)
     with tenant_scope(uuid.UUID(tenant_id)):
-        rows = UsageRecord.objects.filter(occurred_at__gte=start, occurred_at__lt=end)
+        rows = UsageDay.objects.filter(starts_at__gte=start, starts_at__lt=end)
         if budget.api_key_id is not None:
             rows = rows.filter(api_key_id=uuid.UUID(budget.api_key_id))
         sums = rows.aggregate(read=Sum("prompt_tokens"), written=Sum("completion_tokens"))

@@ -1,4 +1,4 @@
-"""What was used: one append-only row per request, from the worker's terminal record."""
+"""What was used: one append-only row per request, and totals of them by hour and by day."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import datetime as dt
 from typing import Any
 
 from django.db import models
-from django.db.models import Count, Sum
+from django.db.models import Sum
 from django.db.models.functions import TruncDate
 
 from controlplane.scoping import TenantModel
@@ -33,20 +33,53 @@ class UsageRecord(TenantModel):
         return self.request_id
 
 
+class UsageTotal(TenantModel):
+    """Sums of usage records; written in the transaction that writes the records."""
+
+    #: UTC.
+    starts_at = models.DateTimeField()
+    model = models.CharField(max_length=200)
+    api_key_id = models.UUIDField(null=True)
+    requests = models.PositiveBigIntegerField()
+    prompt_tokens = models.PositiveBigIntegerField()
+    cached_tokens = models.PositiveBigIntegerField()
+    completion_tokens = models.PositiveBigIntegerField()
+
+    class Meta:
+        abstract = True
+        constraints = [
+            models.UniqueConstraint(
+                fields=["tenant", "starts_at", "model", "api_key_id"],
+                nulls_distinct=False,
+                name="%(class)s_once",
+            )
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.starts_at:%Y-%m-%d %H:%M} {self.model}"
+
+
+class UsageHour(UsageTotal):
+    """One hour of a tenant, by model and key."""
+
+
+class UsageDay(UsageTotal):
+    """One day of a tenant, by model and key."""
+
+
 def usage_by_day(start: dt.date, end: dt.date) -> list[dict[str, Any]]:
     """Totals of the tenant in scope for each day (UTC) and model, newest first; `end` included."""
     begin = dt.datetime.combine(start, dt.time(), dt.UTC)
     stop = dt.datetime.combine(end, dt.time(), dt.UTC) + dt.timedelta(days=1)
+    names = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
     rows: Any = (
-        UsageRecord.objects.filter(occurred_at__gte=begin, occurred_at__lt=stop)
-        .annotate(date=TruncDate("occurred_at", tzinfo=dt.UTC))
+        UsageDay.objects.filter(starts_at__gte=begin, starts_at__lt=stop)
+        .annotate(date=TruncDate("starts_at", tzinfo=dt.UTC))
         .values("date", "model")
-        .annotate(
-            requests=Count("id"),
-            prompt_tokens=Sum("prompt_tokens"),
-            cached_tokens=Sum("cached_tokens"),
-            completion_tokens=Sum("completion_tokens"),
-        )
+        .annotate(**{f"sum_{name}": Sum(name) for name in names})
         .order_by("-date", "model")
     )
-    return list(rows)
+    return [
+        {"date": row["date"], "model": row["model"], **{n: row[f"sum_{n}"] for n in names}}
+        for row in rows
+    ]

@@ -6,8 +6,8 @@ import dataclasses
 import datetime as dt
 from typing import Any
 
-from django.db.models import Count, Sum
-from django.db.models.functions import TruncDay, TruncHour, TruncMinute
+from django.db.models import Count, F, QuerySet, Sum
+from django.db.models.functions import TruncMinute
 from django.http import HttpRequest, HttpResponseBase, JsonResponse, QueryDict
 
 from controlplane.errors import InvalidRequest
@@ -15,13 +15,13 @@ from controlplane.inference import access
 from controlplane.inference.views import gateway_view
 from controlplane.scoping import tenant_scope
 from controlplane.tenants.permissions import Permission
-from controlplane.usage.models import UsageRecord
+from controlplane.usage.models import UsageDay, UsageHour, UsageRecord, UsageTotal
 
-#: Width -> seconds, how to cut, buckets of a page unless told, and at most.
-WIDTHS: dict[str, tuple[int, Any, int, int]] = {
-    "1m": (60, TruncMinute, 60, 1440),
-    "1h": (3600, TruncHour, 24, 168),
-    "1d": (86400, TruncDay, 7, 31),
+#: Width -> seconds, where its totals are, buckets of a page unless told, and at most.
+WIDTHS: dict[str, tuple[int, type[UsageTotal] | None, int, int]] = {
+    "1m": (60, None, 60, 1440),
+    "1h": (3600, UsageHour, 24, 168),
+    "1d": (86400, UsageDay, 7, 31),
 }
 GROUPS = {"model": "model", "api_key_id": "api_key_id"}
 MAX_TIME = 253_402_300_799  # the end of the year 9999
@@ -83,23 +83,10 @@ def _number(params: QueryDict, name: str, default: int) -> int:
 
 def page(query: Query) -> dict[str, Any]:
     """One page of the tenant in scope. `next_page` is the start of the next bucket."""
-    seconds, truncate, _, _ = WIDTHS[query.width]
+    seconds, _, _, _ = WIDTHS[query.width]
     stop = min(query.end, query.start + query.limit * seconds)
     names = [GROUPS[group] for group in query.groups]
-    rows: Any = (
-        UsageRecord.objects.filter(
-            occurred_at__gte=_moment(query.start), occurred_at__lt=_moment(stop)
-        )
-        .annotate(bucket=truncate("occurred_at", tzinfo=dt.UTC))
-        .values("bucket", *names)
-        .annotate(
-            requests=Count("id"),
-            read=Sum("prompt_tokens"),
-            cached=Sum("cached_tokens"),
-            written=Sum("completion_tokens"),
-        )
-        .order_by("bucket", *names)
-    )
+    rows = _rows(query, stop, names)
     found: dict[int, list[dict[str, Any]]] = {}
     for row in rows:
         found.setdefault(int(row["bucket"].timestamp()), []).append(_result(row))
@@ -121,6 +108,31 @@ def page(query: Query) -> dict[str, Any]:
     }
 
 
+def _rows(query: Query, stop: int, names: list[str]) -> list[dict[str, Any]]:
+    """Sums by bucket and group; of a minute from the records themselves."""
+    span = (_moment(query.start), _moment(stop))
+    totals = WIDTHS[query.width][1]
+    found: QuerySet[Any] = (
+        UsageRecord.objects.filter(occurred_at__gte=span[0], occurred_at__lt=span[1]).annotate(
+            bucket=TruncMinute("occurred_at", tzinfo=dt.UTC)
+        )
+        if totals is None
+        else totals.objects.filter(starts_at__gte=span[0], starts_at__lt=span[1]).annotate(
+            bucket=F("starts_at")
+        )
+    )
+    return list(
+        found.values("bucket", *names)
+        .annotate(
+            num=Count("id") if totals is None else Sum("requests"),
+            read=Sum("prompt_tokens"),
+            cached=Sum("cached_tokens"),
+            written=Sum("completion_tokens"),
+        )
+        .order_by("bucket", *names)
+    )
+
+
 def _result(row: dict[str, Any]) -> dict[str, Any]:
     key = row.get("api_key_id")
     return {
@@ -130,7 +142,7 @@ def _result(row: dict[str, Any]) -> dict[str, Any]:
         "input_cached_tokens": row["cached"],
         "input_audio_tokens": 0,
         "output_audio_tokens": 0,
-        "num_model_requests": row["requests"],
+        "num_model_requests": row["num"],
         "project_id": None,
         "user_id": None,
         "api_key_id": str(key) if key else None,

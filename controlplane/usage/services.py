@@ -11,11 +11,14 @@ from django.db import transaction
 from controlplane.inference.models import InferenceRequest
 from controlplane.scoping import all_tenants
 from controlplane.usage.models import UsageRecord
+from controlplane.usage.totals import usage_totals_add
 from worker.protocol import DoneRecord
 
 
 def usage_settle(records: Sequence[DoneRecord]) -> None:
     """Write a usage record and a log line for each request; one already there stays as it is.
+
+    The totals by hour and day count what was not there yet.
 
     All or none. Raises ValueError for a record that does not fit its row, django.db.Error for one
     that the database refuses (its tenant is gone) or when the database is away.
@@ -23,8 +26,18 @@ def usage_settle(records: Sequence[DoneRecord]) -> None:
     usage = [_usage_record(record) for record in records]
     log = [_inference_request(record) for record in records]
     with all_tenants(reason="a batch of records is of many tenants"), transaction.atomic():
-        UsageRecord.objects.bulk_create(usage, ignore_conflicts=True)
+        usage_records_create(usage)
         InferenceRequest.objects.bulk_create(log, ignore_conflicts=True)
+
+
+def usage_records_create(rows: Sequence[UsageRecord]) -> None:
+    """Write those rows whose requests have none yet, and count them in the totals."""
+    with transaction.atomic():
+        UsageRecord.objects.bulk_create(rows, ignore_conflicts=True)
+        # A row that lost to an earlier one, or to another process, is not under its own key.
+        written = UsageRecord.objects.filter(pk__in=[row.pk for row in rows])
+        keys = set(written.values_list("pk", flat=True))
+        usage_totals_add([row for row in rows if row.pk in keys])
 
 
 def _usage_record(record: DoneRecord) -> UsageRecord:

@@ -10,6 +10,7 @@ from controlplane.console import overview
 from controlplane.inference.models import InferenceRequest
 from controlplane.scoping import tenant_scope
 from controlplane.usage.models import UsageRecord
+from controlplane.usage.services import usage_records_create
 from tests.controlplane.conftest import Party
 from tests.controlplane.console.conftest import Belongings, browser_of
 
@@ -24,14 +25,18 @@ def record(request_id: str, hours_ago: float, *, reason: str = "stop") -> None:
         accepted_at=at,
         first_token_ms=None if reason == "error" else 100 * (1 + hours_ago),
     )
-    UsageRecord.objects.create(
-        request_id=request_id,
-        model="invoices",
-        base_model="tiny",
-        prompt_tokens=10,
-        completion_tokens=5,
-        finish_reason=reason,
-        occurred_at=at,
+    usage_records_create(
+        [
+            UsageRecord(
+                request_id=request_id,
+                model="invoices",
+                base_model="tiny",
+                prompt_tokens=10,
+                completion_tokens=5,
+                finish_reason=reason,
+                occurred_at=at,
+            )
+        ]
     )
 
 

@@ -13,6 +13,7 @@ from controlplane.errors import InvalidRequest
 from controlplane.scoping import tenant_scope
 from controlplane.usage.models import UsageRecord
 from controlplane.usage.organization import page, parse
+from controlplane.usage.services import usage_records_create
 from tests.controlplane.conftest import Party
 
 NOW = dt.datetime(2026, 3, 10, 12, 30, tzinfo=dt.UTC)
@@ -20,16 +21,20 @@ NOW = dt.datetime(2026, 3, 10, 12, 30, tzinfo=dt.UTC)
 
 def used(party: Party, request_id: str, at: dt.datetime, *, model: str = "m") -> None:
     with tenant_scope(party.tenant.id):
-        UsageRecord.objects.create(
-            request_id=request_id,
-            api_key_id=party.api_key.id,
-            model=model,
-            base_model="b",
-            prompt_tokens=10,
-            cached_tokens=4,
-            completion_tokens=5,
-            finish_reason="stop",
-            occurred_at=at,
+        usage_records_create(
+            [
+                UsageRecord(
+                    request_id=request_id,
+                    api_key_id=party.api_key.id,
+                    model=model,
+                    base_model="b",
+                    prompt_tokens=10,
+                    cached_tokens=4,
+                    completion_tokens=5,
+                    finish_reason="stop",
+                    occurred_at=at,
+                )
+            ]
         )
 
 

@@ -1,0 +1,143 @@
+"""Totals of usage by hour and day: added to as records are written, and checked against them.
+
+A row counts for the totals in the transaction that inserts it, so they agree at every moment.
+`usage_drift` proves it, `usage_totals_rebuild` makes it so whatever happened.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+from collections.abc import Sequence
+from typing import Any
+
+from django.db import connection, transaction
+
+from controlplane.scoping import all_tenants, new_id
+from controlplane.usage.models import UsageDay, UsageHour, UsageRecord, UsageTotal
+
+TOTALS: tuple[tuple[type[UsageTotal], str], ...] = ((UsageHour, "hour"), (UsageDay, "day"))
+_KEY = "tenant_id, starts_at, model, api_key_id"
+_SUMS = "requests, prompt_tokens, cached_tokens, completion_tokens"
+
+_ADD = """
+insert into {table} (id, created_at, {key}, {sums})
+select * from unnest(
+  %s::uuid[], %s::timestamptz[], %s::uuid[], %s::timestamptz[], %s::text[], %s::uuid[],
+  %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[])
+on conflict ({key}) do update set
+  requests = {table}.requests + excluded.requests,
+  prompt_tokens = {table}.prompt_tokens + excluded.prompt_tokens,
+  cached_tokens = {table}.cached_tokens + excluded.cached_tokens,
+  completion_tokens = {table}.completion_tokens + excluded.completion_tokens
+"""
+
+_FROM_RECORDS = """
+select tenant_id, date_trunc('{width}', occurred_at, 'UTC') as starts_at, model, api_key_id,
+  count(*) as requests, sum(prompt_tokens)::bigint as prompt_tokens,
+  sum(cached_tokens)::bigint as cached_tokens, sum(completion_tokens)::bigint as completion_tokens
+from usage_usagerecord group by 1, 2, 3, 4
+"""
+
+# Symmetric difference: a total that is wrong shows on both sides. One statement, one snapshot.
+_DRIFT = """
+with said as (select {key}, {sums} from {table}), true_ as ({from_records})
+(select 'total', * from (select * from said except select * from true_) s)
+union all
+(select 'records', * from (select * from true_ except select * from said) t)
+order by 2, 3, 4, 5, 1
+limit 1000
+"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Drift:
+    """A total that the records do not bear out, or that is missing."""
+
+    width: str
+    #: "total": this is what the table says; "records": this is what it should say.
+    source: str
+    tenant_id: str
+    starts_at: dt.datetime
+    model: str
+    api_key_id: str | None
+    #: requests, prompt, cached and completion tokens
+    sums: tuple[int, int, int, int]
+
+
+def usage_totals_add(records: Sequence[UsageRecord]) -> None:
+    """Count records that were inserted just now, in the transaction of the caller."""
+    for model, width in TOTALS:
+        sums: dict[tuple[Any, ...], list[int]] = {}
+        for row in records:
+            key = (row.tenant_id, _floor(row.occurred_at, width), row.model, row.api_key_id)
+            counts = sums.setdefault(key, [0, 0, 0, 0])
+            counts[0] += 1
+            counts[1] += row.prompt_tokens
+            counts[2] += row.cached_tokens
+            counts[3] += row.completion_tokens
+        if sums:
+            _add(model, sums)
+
+
+def _add(model: type[UsageTotal], sums: dict[tuple[Any, ...], list[int]]) -> None:
+    # In one order, so that two accountants never wait for each other in a circle.
+    keys = sorted(sums, key=lambda key: tuple(map(str, key)))
+    now = dt.datetime.now(dt.UTC)
+    columns: list[list[Any]] = [[new_id() for _ in keys], [now] * len(keys)]
+    columns += [[key[index] for key in keys] for index in range(4)]
+    columns += [[sums[key][index] for key in keys] for index in range(4)]
+    with connection.cursor() as cursor:
+        cursor.execute(_ADD.format(table=model._meta.db_table, key=_KEY, sums=_SUMS), columns)
+
+
+def _floor(moment: dt.datetime, width: str) -> dt.datetime:
+    hour = moment.astimezone(dt.UTC).replace(minute=0, second=0, microsecond=0)
+    return hour if width == "hour" else hour.replace(hour=0)
+
+
+def usage_drift() -> list[Drift]:
+    """Totals of all tenants that are not the sums of their records; at most 1,000 of a width."""
+    found = []
+    with all_tenants(reason="totals are checked for everybody"), connection.cursor() as cursor:
+        for model, width in TOTALS:
+            table = model._meta.db_table
+            cursor.execute(
+                _DRIFT.format(
+                    table=table,
+                    key=_KEY,
+                    sums=_SUMS,
+                    from_records=_FROM_RECORDS.format(width=width),
+                )
+            )
+            found += [
+                Drift(
+                    width=width,
+                    source=row[0],
+                    tenant_id=str(row[1]),
+                    starts_at=row[2],
+                    model=row[3],
+                    api_key_id=str(row[4]) if row[4] else None,
+                    sums=(row[5], row[6], row[7], row[8]),
+                )
+                for row in cursor.fetchall()
+            ]
+    return found
+
+
+def usage_totals_rebuild() -> None:
+    """Make the totals anew from the records. Accountants wait meanwhile; nothing is lost."""
+    with (
+        all_tenants(reason="totals are made for everybody"),
+        transaction.atomic(),
+        connection.cursor() as cursor,
+    ):
+        tables = ", ".join(model._meta.db_table for model, _ in TOTALS)
+        cursor.execute(f"lock table {tables} in share row exclusive mode")
+        for model, width in TOTALS:
+            table = model._meta.db_table
+            cursor.execute(f"delete from {table}")
+            cursor.execute(
+                f"insert into {table} (id, created_at, {_KEY}, {_SUMS}) "
+                f"select gen_random_uuid(), now(), * from ({_FROM_RECORDS.format(width=width)}) r"
+            )
