@@ -1,4 +1,4 @@
-"""A real worker around an engine that echoes: `python -m tests.fake_worker STEP_S LOAD_S`."""
+"""A real worker with an echoing engine: `python -m tests.fake_worker STEP_S LOAD_S MAX_RUNNING`."""
 
 from __future__ import annotations
 

@@ -173,11 +173,13 @@ class FakeEngine:
         )
 
 
-def _create(config: WorkerConfig, *, step_s: float, load_s: float) -> FakeEngine:
+def _create(config: WorkerConfig, *, step_s: float, load_s: float, max_running: int) -> FakeEngine:
     time.sleep(load_s)
-    return FakeEngine(step_s=step_s)
+    return FakeEngine(step_s=step_s, max_running=max_running)
 
 
-def fake_engine(step_s: float, load_s: float = 0.0) -> functools.partial[FakeEngine]:
+def fake_engine(
+    step_s: float, load_s: float = 0.0, max_running: float = 64
+) -> functools.partial[FakeEngine]:
     """An engine factory for `worker.service.run`; the engine takes `load_s` to load."""
-    return functools.partial(_create, step_s=step_s, load_s=load_s)
+    return functools.partial(_create, step_s=step_s, load_s=load_s, max_running=int(max_running))

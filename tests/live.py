@@ -186,6 +186,7 @@ class LiveStack:
         *,
         step_s: float | None = 0.0,
         load_s: float = 0.0,
+        max_running: int = 64,
         base: Path | None = None,
         wait: bool = True,
         **env: str,
@@ -194,12 +195,13 @@ class LiveStack:
 
         step_s  of the echoing engine; None: the real engine, for a `base` with weights
         load_s  that the echoing engine takes to load
+        max_running  requests that get a token in one of its steps
         """
         before = self.heartbeat(worker_id)
         argv = (
             ["-m", "worker"]
             if step_s is None
-            else ["-m", "tests.fake_worker", str(step_s), str(load_s)]
+            else ["-m", "tests.fake_worker", str(step_s), str(load_s), str(max_running)]
         )
         process = self.start(
             worker_id,

@@ -29,11 +29,11 @@ class Taken:
 class QueueRig:
     """Plays gateways and workers with the same scripts that they run."""
 
-    def __init__(self, redis_url: str) -> None:
+    def __init__(self, redis_url: str, *, pool: str = "", base: str = BASE) -> None:
         self.url = redis_url
-        self.pool = uuid.uuid4().hex[:8]
+        self.pool = pool or uuid.uuid4().hex[:8]
         self.client: Any = redis.Redis.from_url(redis_url, protocol=2)
-        self.queue = fair_queue.queue_key(self.pool, BASE)
+        self.queue = fair_queue.queue_key(self.pool, base)
         self._numbers = itertools.count()
         self._sha = {
             "admit": self.client.script_load(ADMIT),
