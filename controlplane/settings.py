@@ -138,6 +138,8 @@ REDIS_URL = env("REDIS_URL")
 POOL = env("LORIKEET_POOL", "default")
 #: A request that would wait longer than this for a worker is refused at once.
 MAX_WAIT_S = float(env("LORIKEET_MAX_WAIT_S", "60"))
+#: The prompt of a request that was given up is kept for so long, for an operator to put it back.
+DEAD_LETTER_DAYS = float(env("LORIKEET_DEAD_LETTER_DAYS", "7"))
 
 CELERY_BROKER_URL = env("CELERY_BROKER_URL", REDIS_URL)
 # Its log lines have the form, and the tenant, of all others.
@@ -162,6 +164,10 @@ CELERY_BEAT_SCHEDULE = {
     "take up lost uploads": {
         "task": "controlplane.adapters.tasks.adapter_versions_sweep",
         "schedule": 300.0,
+    },
+    "forget the prompts of dead letters": {
+        "task": "controlplane.delivery.tasks.dead_letter_prompts_forget",
+        "schedule": 3600.0,
     },
     "forget idempotency keys": {
         "task": "controlplane.tenants.tasks.idempotency_records_expire",

@@ -1,4 +1,4 @@
-"""Requests that were given up, for people to look at and to try again."""
+"""What ended workers: requests that were given up, adapters that are not served."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class DeadLetter(TenantModel):
     adapter_version_id = models.UUIDField(null=True)
     worker_id = models.CharField(max_length=200, blank=True)
     reason = models.CharField(max_length=500)
-    #: The job as it was sent, prompt and all.
-    job = models.JSONField()
+    #: The job as it was sent, prompt and all; null once it was put back, or is too old to be.
+    job = models.JSONField(null=True)
     requeued_at = models.DateTimeField(null=True, blank=True)
     requeued_as = models.CharField(max_length=64, blank=True)
 
@@ -25,3 +25,20 @@ class DeadLetter(TenantModel):
 
     def __str__(self) -> str:
         return self.request_id
+
+
+class Quarantine(models.Model):
+    """An adapter that is not served because workers ended with it. The operator's, of no tenant.
+
+    Gateways ask Redis; this outlives it.
+    """
+
+    pool = models.CharField(max_length=63)
+    digest = models.CharField(max_length=64)
+    since = models.DateTimeField()
+
+    class Meta:
+        constraints = [models.UniqueConstraint(fields=["pool", "digest"], name="quarantine_once")]
+
+    def __str__(self) -> str:
+        return self.digest

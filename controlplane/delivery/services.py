@@ -10,12 +10,12 @@ from typing import Any
 
 import redis
 from django.conf import settings
-from django.db import transaction
+from django.db import connection, transaction
 from django.utils import timezone
 from redis.exceptions import RedisError, ResponseError
 
 from controlplane.audit.services import record
-from controlplane.delivery.models import DeadLetter
+from controlplane.delivery.models import DeadLetter, Quarantine
 from controlplane.errors import Conflict, Unavailable
 from controlplane.limits.admission import output_estimate, prompt_estimate
 from controlplane.limits.admit import ADMIT, MAX_TENANT_WAITING, MAX_WAITING
@@ -28,12 +28,15 @@ log = logging.getLogger(__name__)
 #: How long a request that was put back may wait.
 REQUEUE_DEADLINE_S = 3600.0
 GIVEN_UP = b"given up"
+#: Held while quarantine changes in both Redis and the database. Any number, so that it is this one.
+QUARANTINE_LOCK = 7_304_551
 
 
 def dead_letters_collect(client: Any, pool: str) -> int:
-    """Write the pool's given-up requests as rows. -> how many were read.
+    """Move the pool's given-up requests into rows. -> how many were read.
 
-    Repeating it after a crash writes none twice. Raises RedisError or django.db.Error.
+    Their prompts stay nowhere else. Repeating it after a crash writes none twice.
+    Raises RedisError or django.db.Error.
     """
     key = protocol.dead_letter_key(pool)
     try:
@@ -45,11 +48,13 @@ def dead_letters_collect(client: Any, pool: str) -> int:
     for after in ("0", ">"):
         reply = client.xreadgroup(protocol.ACCOUNTANT_GROUP, "rows", {key: after}, count=100)
         entries += [entry for _, found in reply for entry in found]
-    rows = [row for _, fields in entries if (row := _row(fields or {})) is not None]
+    rows = {entry_id: row for entry_id, fields in entries if (row := _row(fields or {}))}
     with all_tenants(reason="letters are of many tenants"):
-        DeadLetter.objects.bulk_create(rows, ignore_conflicts=True)
+        DeadLetter.objects.bulk_create(rows.values(), ignore_conflicts=True)
     if entries:
         client.xack(key, protocol.ACCOUNTANT_GROUP, *(entry_id for entry_id, _ in entries))
+    if rows:
+        client.xdel(key, *rows)
     return len(entries)
 
 
@@ -74,17 +79,28 @@ def _row(fields: dict[bytes, bytes]) -> DeadLetter | None:
         return None
 
 
+def dead_letter_prompts_forget(*, now: dt.datetime) -> int:
+    """Drop the prompts of letters older than DEAD_LETTER_DAYS; the letters stay. -> how many."""
+    oldest = now - dt.timedelta(days=settings.DEAD_LETTER_DAYS)
+    with all_tenants(reason="prompts of every tenant are dropped"):
+        kept = DeadLetter.objects.filter(created_at__lt=oldest, job__isnull=False)
+        return kept.update(job=None)
+
+
 def dead_letter_requeue(letter: DeadLetter) -> str:
     """Run a given-up request again, as a batch request of a new id. -> the id.
 
-    Its usage is recorded; its answer goes to nobody. Raises Conflict when it was requeued before
-    or does not fit the queue, Unavailable when Redis does not answer.
+    Its usage is recorded; its answer goes to nobody, and its prompt is dropped from the letter.
+    Raises Conflict when it was requeued before, its prompt is not kept any more or it does not fit
+    the queue, Unavailable when Redis does not answer.
     """
+    if letter.job is None and letter.requeued_at is None:
+        raise Conflict("The prompt of this request is not kept any more.")
     request_id = f"req_{new_id().hex}"
     _claim(letter, request_id)
     now = time.time()
     fields = {
-        **letter.job,
+        **(letter.job or {}),
         "request_id": request_id,
         "gateway_id": "",
         "stream": False,
@@ -109,6 +125,7 @@ def dead_letter_requeue(letter: DeadLetter) -> str:
     if verdict[0] != b"ok":
         _unclaim(letter)
         raise Conflict(f"The queue refuses it: {verdict[0].decode()}.")
+    DeadLetter.objects.filter(pk=letter.pk).update(job=None)
     return request_id
 
 
@@ -139,13 +156,43 @@ def quarantined() -> dict[str, dt.datetime]:
     }
 
 
+def quarantine_sync(client: Any, pool: str) -> None:
+    """Let the rows follow what Redis says of quarantine, and Redis the rows when it lost them.
+
+    Raises RedisError or django.db.Error.
+    """
+    key = fair_queue.quarantine_key(pool)
+    with transaction.atomic():
+        _lock_quarantine()
+        said = {digest.decode(): int(since) for digest, since in client.hgetall(key).items()}
+        rows = dict(Quarantine.objects.filter(pool=pool).values_list("digest", "since"))
+        for digest, since in rows.items():
+            if digest not in said:
+                log.warning("Redis had lost the quarantine of %s", digest)
+                client.hset(key, digest, int(since.timestamp()))
+        Quarantine.objects.bulk_create(
+            Quarantine(pool=pool, digest=digest, since=dt.datetime.fromtimestamp(since, tz=dt.UTC))
+            for digest, since in said.items()
+            if digest not in rows
+        )
+
+
 def quarantine_release(digest: str) -> bool:
     """Serve an adapter again. -> whether it was quarantined. Raises Unavailable."""
     try:
-        with _client() as client:
-            return bool(client.hdel(fair_queue.quarantine_key(settings.POOL), digest))
+        with transaction.atomic(), _client() as client:
+            _lock_quarantine()
+            rows = Quarantine.objects.filter(pool=settings.POOL, digest=digest)
+            num_rows, _ = rows.delete()
+            return bool(client.hdel(fair_queue.quarantine_key(settings.POOL), digest) or num_rows)
     except RedisError as error:
         raise Unavailable("The queue does not answer.") from error
+
+
+def _lock_quarantine() -> None:
+    """Until the transaction ends: or a release between two steps of a sync would be undone."""
+    with connection.cursor() as cursor:
+        cursor.execute("select pg_advisory_xact_lock(%s)", [QUARANTINE_LOCK])
 
 
 def _client() -> Any:

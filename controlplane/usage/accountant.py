@@ -19,7 +19,7 @@ from django.db import DataError, IntegrityError, InterfaceError, OperationalErro
 from redis.exceptions import RedisError, ResponseError
 
 from controlplane.delivery.reaper import Reaper
-from controlplane.delivery.services import dead_letters_collect
+from controlplane.delivery.services import dead_letters_collect, quarantine_sync
 from controlplane.usage.services import usage_settle
 from worker import protocol
 from worker.protocol import DoneRecord
@@ -84,6 +84,7 @@ class Accountant:
         if time.monotonic() >= self._next_letters:
             self._next_letters = time.monotonic() + LETTERS_INTERVAL_S
             dead_letters_collect(self._redis, self._pool)
+            quarantine_sync(self._redis, self._pool)
 
     def _wait(self, error: Exception) -> None:
         self._backoff_s = min(MAX_BACKOFF_S, self._backoff_s * 2 or 0.25)

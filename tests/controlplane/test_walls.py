@@ -43,6 +43,7 @@ GLOBAL_TABLES = {
     "tenants_user_groups": "unused; Django's",
     "tenants_user_user_permissions": "unused; Django's",
     "adapters_basemodel": "the operator's, for all",
+    "delivery_quarantine": "the operator's: adapters' digests, by pool",
     "auth_group": "unused; Django's",
     "auth_group_permissions": "unused; Django's",
     "auth_permission": "Django's",

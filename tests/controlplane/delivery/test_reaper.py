@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime as dt
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from django.utils import timezone
 
 from controlplane.delivery.models import DeadLetter
 from controlplane.delivery.reaper import Reaper
 from controlplane.delivery.services import (
+    dead_letter_prompts_forget,
     dead_letter_requeue,
     dead_letters_collect,
     quarantine_release,
+    quarantine_sync,
     quarantined,
 )
 from controlplane.errors import Conflict
@@ -21,7 +26,7 @@ from controlplane.scoping import tenant_scope
 from demo.stack import EmbeddedStack
 from tests.controlplane.conftest import Party
 from tests.queue_rig import QueueRig
-from worker import protocol
+from worker import fair_queue, protocol
 from worker.protocol import ErrorCode, GenerateJob, TokenEvent
 
 
@@ -160,6 +165,7 @@ def test_a_dead_letter_is_a_row_and_can_be_put_back(
     for _ in range(2):
         dead_letters_collect(rig.client, rig.pool)
     assert list(quarantined()) == ["bad"]
+    assert rig.client.xlen(protocol.dead_letter_key(rig.pool)) == 0, "its prompt is in Redis still"
     with tenant_scope(acme.tenant.id):
         letter = DeadLetter.objects.get()
         assert letter.request_id == deadly
@@ -168,7 +174,45 @@ def test_a_dead_letter_is_a_row_and_can_be_put_back(
         assert quarantine_release("bad")
         again = dead_letter_requeue(letter)
         letter.refresh_from_db()
-        with pytest.raises(Conflict):
+        assert letter.job is None, "its prompt is of no more use"
+        with pytest.raises(Conflict, match="already"):
             dead_letter_requeue(letter)
     (taken,) = rig.pull()
     assert (taken.job.request_id, taken.job.is_batch) == (again, True)
+
+
+@pytest.mark.django_db
+def test_a_dead_letters_prompt_is_dropped_in_time(acme: Party, settings: Any) -> None:
+    settings.DEAD_LETTER_DAYS = 7
+    with tenant_scope(acme.tenant.id):
+        letter = DeadLetter.objects.create(
+            request_id="req_1", model="m", reason="given up", job={"text": "a secret"}
+        )
+    soon, late = (timezone.now() + dt.timedelta(days=days) for days in (6.9, 7.1))
+    assert dead_letter_prompts_forget(now=soon) == 0
+    assert [dead_letter_prompts_forget(now=late) for _ in range(2)] == [1, 0]
+    with tenant_scope(acme.tenant.id):
+        letter.refresh_from_db()
+        assert (letter.job, letter.requeued_at) == (None, None)
+        with pytest.raises(Conflict, match="not kept"):
+            dead_letter_requeue(letter)
+
+
+@pytest.mark.django_db
+def test_quarantine_survives_a_redis_that_forgets(ward: Ward, settings: Any) -> None:
+    rig, settings.POOL = ward.rig, ward.rig.pool
+    deadly = rig.accept(digest="bad")
+    for alone in (None, deadly):
+        crash(ward, alone=alone)
+    since = quarantined()
+    quarantine_sync(rig.client, rig.pool)
+    rig.client.delete(fair_queue.quarantine_key(rig.pool))
+    assert quarantined() == {}
+    quarantine_sync(rig.client, rig.pool)
+    assert quarantined() == since
+    assert isinstance(rig.admit(rig.job(digest="bad")), Refusal)
+    assert quarantine_release("bad")
+    quarantine_sync(rig.client, rig.pool)
+    assert quarantined() == {}
+    assert not quarantine_release("bad")
+    rig.accept(digest="bad")
