@@ -10,7 +10,7 @@ from typing import Any
 
 import redis
 from django.conf import settings
-from django.db import connection, transaction
+from django.db import DataError, IntegrityError, connection, transaction
 from django.utils import timezone
 from redis.exceptions import RedisError, ResponseError
 
@@ -35,8 +35,8 @@ QUARANTINE_LOCK = 7_304_551
 def dead_letters_collect(client: Any, pool: str) -> int:
     """Move the pool's given-up requests into rows. -> how many were read.
 
-    Their prompts stay nowhere else. Repeating it after a crash writes none twice.
-    Raises RedisError or django.db.Error.
+    Their prompts stay nowhere else. Repeating it after a crash writes none twice. One that fits no
+    row harms no other. Raises RedisError, or OperationalError while the database is away.
     """
     key = protocol.dead_letter_key(pool)
     try:
@@ -50,12 +50,26 @@ def dead_letters_collect(client: Any, pool: str) -> int:
         entries += [entry for _, found in reply for entry in found]
     rows = {entry_id: row for entry_id, fields in entries if (row := _row(fields or {}))}
     with all_tenants(reason="letters are of many tenants"):
-        DeadLetter.objects.bulk_create(rows.values(), ignore_conflicts=True)
+        _write(list(rows.values()))
     if entries:
         client.xack(key, protocol.ACCOUNTANT_GROUP, *(entry_id for entry_id, _ in entries))
     if rows:
         client.xdel(key, *rows)
     return len(entries)
+
+
+def _write(letters: list[DeadLetter]) -> None:
+    try:
+        DeadLetter.objects.bulk_create(letters, ignore_conflicts=True)
+    except (DataError, IntegrityError) as error:
+        if len(letters) > 1:
+            for letter in letters:
+                _write([letter])
+        elif letters[0].job is not None and isinstance(error, DataError):
+            letters[0].job = None  # a prompt that is no text to the database
+            _write(letters)
+        else:
+            log.error("%s is no dead letter: %r", letters[0].request_id, error)
 
 
 def _row(fields: dict[bytes, bytes]) -> DeadLetter | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
+import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,7 +23,7 @@ from controlplane.delivery.services import (
 )
 from controlplane.errors import Conflict
 from controlplane.limits.admit import Refusal
-from controlplane.scoping import tenant_scope
+from controlplane.scoping import all_tenants, tenant_scope
 from demo.stack import EmbeddedStack
 from tests.controlplane.conftest import Party
 from tests.queue_rig import QueueRig
@@ -216,3 +217,26 @@ def test_quarantine_survives_a_redis_that_forgets(ward: Ward, settings: Any) -> 
     assert quarantined() == {}
     assert not quarantine_release("bad")
     rig.accept(digest="bad")
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_letter_that_fits_no_row_harms_no_other(ward: Ward, acme: Party) -> None:
+    rig = ward.rig
+    tenant_id = str(acme.tenant.id)
+    jobs = [
+        rig.job(tenant_id),
+        dataclasses.replace(rig.job(tenant_id), text="nul \0"),
+        rig.job(str(uuid.uuid4())),  # its tenant is gone
+        rig.job(tenant_id),
+    ]
+    for job in jobs:
+        fields: Any = {"m": job.encode(), "source": "w", "reason": "given up"}
+        rig.client.xadd(protocol.dead_letter_key(rig.pool), fields)
+    assert [dead_letters_collect(rig.client, rig.pool) for _ in range(2)] == [4, 0]
+    with all_tenants(reason="to see everything"):
+        found = dict(DeadLetter.objects.values_list("request_id", "job"))
+    assert {name: job is not None for name, job in found.items()} == {
+        jobs[0].request_id: True,
+        jobs[1].request_id: False,
+        jobs[3].request_id: True,
+    }
