@@ -280,16 +280,16 @@ def test_what_a_drained_worker_cannot_finish_waits_for_the_next_run(
 def test_work_waits_for_a_worker_that_loads(scene: Scene, request: pytest.FixtureRequest) -> None:
     name = worker_id(request)
     process = scene.live.start_worker(name, step_s=STEP_S, load_s=4, wait=False)
-    heartbeat = wait_for(lambda: scene.live.heartbeat(name), what="the first heartbeat")
-    assert heartbeat.loading
-    (call,) = scene.calls(streamed=0, whole=1)
-    wait_for(lambda: scene.pending(name) == 1, what="queueing")
-    heartbeat = scene.live.heartbeat(name)
-    assert heartbeat is not None and heartbeat.loading
-    assert call.wait().error is None, call.error
-    wait_for(lambda: not scene.live.heartbeat(name).loading, what="a heartbeat after the load")
-    assert process.stop() == 0
-    scene.live.forget_worker(name)
+    try:
+        heartbeat = wait_for(lambda: scene.live.heartbeat(name), what="the first heartbeat")
+        assert heartbeat.loading
+        (call,) = scene.calls(streamed=0, whole=1)
+        assert call.wait().error is None, call.error
+        wait_for(lambda: not scene.live.heartbeat(name).loading, what="a heartbeat after the load")
+        assert process.stop() == 0
+    finally:
+        process.end()
+        scene.live.forget_worker(name)
 
 
 def test_a_job_that_redis_forgot_ends(
