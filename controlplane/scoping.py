@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, Self, TypeVar
 
-from asgiref.sync import iscoroutinefunction, markcoroutinefunction
 from django.db import models
-from django.http import HttpRequest, HttpResponseBase
+from django.http import HttpRequest
 from uuid_utils.compat import uuid7
 
+from controlplane.middleware import ContextMiddleware
 from controlplane.scope import ALL, current
 
 
@@ -133,32 +133,10 @@ class TenantModel(models.Model):
         super().save(*args, **kwargs)
 
 
-class OperatorScopeMiddleware:
+class OperatorScopeMiddleware(ContextMiddleware):
     """The operator admin works across tenants; nothing else gets a scope from its address."""
 
-    sync_capable = True
-    async_capable = True
-
-    def __init__(self, get_response: Callable[[HttpRequest], Any]) -> None:
-        self.get_response = get_response
-        self.is_async = iscoroutinefunction(get_response)
-        if self.is_async:
-            markcoroutinefunction(self)
-
-    def __call__(self, request: HttpRequest) -> HttpResponseBase | Awaitable[HttpResponseBase]:
-        if self.is_async:
-            return self._acall(request)
-        with self._scope_for(request):
-            response: HttpResponseBase = self.get_response(request)
-        return response
-
-    async def _acall(self, request: HttpRequest) -> HttpResponseBase:
-        with self._scope_for(request):
-            response: HttpResponseBase = await self.get_response(request)
-        return response
-
-    @staticmethod
-    def _scope_for(request: HttpRequest) -> contextlib.AbstractContextManager[None]:
+    def context(self, request: HttpRequest) -> contextlib.AbstractContextManager[None]:
         if request.path.startswith("/admin/"):
             return all_tenants(reason="the operator admin")
         return contextlib.nullcontext()

@@ -1,9 +1,10 @@
 """The decoder on a GPU: one forward pass over fused kernels and the page arena.
 
 Per layer nine launches without adapters: norm, qkv, RoPE + KV write, attention, o, norm, gate/up,
-SiLU * mul, down. The biases and norms that other families than Llama have ride along in these.
-Adapters add a shrink and an expand beside each of the four matrix products, on a
-second stream; whoever reads the product adds the two. Nothing here waits for the device, so a pass
+SiLU * mul, down. In a long pass o and down add themselves to the residual inside the product. The
+biases and norms that other families than Llama have ride along in these. Adapters add a shrink and
+an expand beside each of the four matrix products, on a second stream; whoever reads the product
+adds the two. Nothing here waits for the device, so a pass
 can be captured in a CUDA graph (engine/graphs.py).
 """
 

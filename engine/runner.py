@@ -111,7 +111,6 @@ class ModelRunner:
         """The order of adapters in which this step's rows run fastest; missing ones come last."""
         return {} if self._cpu_lora is None else self._cpu_lora.arrange(keys)
 
-    @torch.inference_mode()  # as the steps that made the copies
     def forget_adapter(self, digest: str) -> None:
         """Drop what is kept of the adapter outside the arena; it is made anew if it still runs."""
         if self._cpu_lora is not None:

@@ -20,10 +20,6 @@ class PageLayout:
     page_size: int = 16
 
     @property
-    def token_stride(self) -> int:
-        return self.head_dim
-
-    @property
     def head_stride(self) -> int:
         return self.page_size * self.head_dim
 

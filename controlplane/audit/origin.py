@@ -8,17 +8,17 @@ import ipaddress
 import re
 import sys
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from asgiref.sync import iscoroutinefunction, markcoroutinefunction
 from celery import current_task
 from django.contrib.auth import get_user_model
-from django.http import HttpRequest, HttpResponseBase
+from django.http import HttpRequest
 
 from controlplane.audit.models import AuditEvent
+from controlplane.middleware import ContextMiddleware
 
 ActorType = AuditEvent.ActorType
 
@@ -58,29 +58,11 @@ def current_origin() -> Origin:
     )
 
 
-class AuditOriginMiddleware:
+class AuditOriginMiddleware(ContextMiddleware):
     """Remembers the request for `current_origin`, and its `X-Request-Id` or a new one."""
 
-    sync_capable = True
-    async_capable = True
-
-    def __init__(self, get_response: Callable[[HttpRequest], Any]) -> None:
-        self.get_response = get_response
-        self.is_async = iscoroutinefunction(get_response)
-        if self.is_async:
-            markcoroutinefunction(self)
-
-    def __call__(self, request: HttpRequest) -> HttpResponseBase | Awaitable[HttpResponseBase]:
-        if self.is_async:
-            return self._acall(request)
-        with _remembered(request):
-            response: HttpResponseBase = self.get_response(request)
-        return response
-
-    async def _acall(self, request: HttpRequest) -> HttpResponseBase:
-        with _remembered(request):
-            response: HttpResponseBase = await self.get_response(request)
-        return response
+    def context(self, request: HttpRequest) -> contextlib.AbstractContextManager[None]:
+        return _remembered(request)
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from controlplane.tenants.key_services import api_key_get
 _T = TypeVar("_T")
 _MAX_INT, _MAX_BIGINT = 2**31 - 1, 2**63 - 1
 _KEY_HELP = "The public id of the key it is for; null: all the tenant's."
+_OPERATORS = "The tenant's own limits are the operator's to set."
 _RATES = ("requests_per_minute", "tokens_per_minute", "max_concurrent", "max_waiting")
 
 
@@ -114,7 +115,7 @@ class LimitsView(TenantAPIView):
         """
         body = LimitSetSerializer.parsed(request)
         if body["api_key"] is None and not body["model"]:
-            raise PermissionDenied("The tenant's own limits are the operator's to set.")
+            raise PermissionDenied(_OPERATORS)
         row = _once(
             lambda: services.rate_limit_set(
                 api_key_id=_key_id(body["api_key"]),
@@ -137,7 +138,7 @@ class LimitView(TenantAPIView):
         """Limit no more what this limited."""
         row = self._row(limit_id)
         if row.scope == "tenant":
-            raise PermissionDenied("The tenant's own limits are the operator's to set.")
+            raise PermissionDenied(_OPERATORS)
         services.rate_limit_remove(api_key_id=row.api_key_id, model=row.model)
         return Response(status=204)
 

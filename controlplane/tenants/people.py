@@ -33,6 +33,7 @@ from controlplane.tenants.models import (
 from controlplane.tenants.permissions import PERMISSIONS
 
 INVITE_LIFETIME = dt.timedelta(days=7)
+_NO_INVITE = "This invite does not exist, is used, or has expired."
 #: Of one tenant at a time: what a stolen key could send mail to.
 MAX_PENDING_INVITES = 1000
 
@@ -141,7 +142,7 @@ def invite_find(*, token: str) -> tuple[Invite, Tenant]:
         or invite.status != Invite.Status.PENDING
         or invite.tenant.status != Tenant.Status.ACTIVE
     ):
-        raise NotFound("This invite does not exist, is used, or has expired.")
+        raise NotFound(_NO_INVITE)
     return invite, invite.tenant
 
 
@@ -153,11 +154,11 @@ def invite_accept(*, token: str, user: User) -> Membership:
     """
     invite, tenant = invite_find(token=token)
     if user.email != invite.email:
-        raise NotFound("This invite does not exist, is used, or has expired.")
+        raise NotFound(_NO_INVITE)
     with tenant_scope(tenant.id):
         unused = Invite.objects.filter(pk=invite.pk, accepted_at=None, revoked_at=None)
         if unused.update(accepted_at=timezone.now()) == 0:
-            raise NotFound("This invite does not exist, is used, or has expired.")
+            raise NotFound(_NO_INVITE)
         membership, is_new = Membership.objects.get_or_create(
             user=user, defaults={"role": invite.role}
         )
