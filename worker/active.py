@@ -54,6 +54,7 @@ class ActiveRequest:
         self._codec = codec
         self._detokenizer = Detokenizer(codec)
         self._stops = StopStrings(job.sampling.stop)
+        self._stop_string: str | None = None
         self._seq = 0
         self._text = ""
         self._logprobs: list[dict[str, Any]] = []
@@ -81,11 +82,9 @@ class ActiveRequest:
         self.generated = max(self.generated, output.num_generated)
         if output.token_ids and self.timings.first_token is None:
             self.timings.first_token = now
-        text, is_stopped = self._stops.feed(self._detokenizer.feed(output.token_ids))
+        text, self._stop_string = self._stops.feed(self._read(output))
         self._text += text
-        if output.logprobs and self.job.sampling.logprobs is not None:
-            self._logprobs += [self._logprob(entry) for entry in output.logprobs]
-        if is_stopped:
+        if self._stop_string is not None:
             self._end(FinishReason.STOP, now)
         elif output.failure is not None:
             failure = output.failure
@@ -93,8 +92,21 @@ class ActiveRequest:
         elif output.finish_reason is not None:
             self._finish_text(output.finish_reason, now)
 
+    def _read(self, output: Output) -> str:
+        """The text of an output's tokens; what is to be told of each token is kept."""
+        if not output.logprobs or self.job.sampling.logprobs is None:
+            return self._detokenizer.feed(output.token_ids)
+        if not self.job.token_details:
+            self._logprobs += [self._logprob(entry) for entry in output.logprobs]
+            return self._detokenizer.feed(output.token_ids)
+        pieces = [self._detokenizer.feed([token_id]) for token_id in output.token_ids]
+        for piece, entry in zip(pieces, output.logprobs, strict=True):
+            self._logprobs.append(self._logprob(entry) | {"text": piece})
+        return "".join(pieces)
+
     def _finish_text(self, reason: str, now: float) -> None:
-        text, is_stopped = self._stops.feed(self._detokenizer.finish())
+        text, self._stop_string = self._stops.feed(self._detokenizer.finish())
+        is_stopped = self._stop_string is not None
         self._text += text if is_stopped else text + self._stops.finish()
         self._end(FinishReason.STOP if is_stopped else reason, now)
 
@@ -129,6 +141,7 @@ class ActiveRequest:
             text=self._text,
             logprobs=tuple(self._logprobs) or None,
             finish_reason=self.finish_reason,
+            stop_string=self._stop_string,
             error_code=code,
             error_message=message,
             error_param=param,
@@ -181,6 +194,8 @@ class ActiveRequest:
             first_token_ms=None if first_token is None else since_accepted(first_token),
             total_ms=since_accepted(timings.finished),
             stream=job.stream,
+            endpoint=job.endpoint,
+            is_batch=job.is_batch,
         )
 
     def _logprob(self, entry: Logprob) -> dict[str, Any]:
@@ -189,8 +204,11 @@ class ActiveRequest:
         return shown | {"top_logprobs": [self._token(*alternative) for alternative in top]}
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        return {
+        shown = {
             "token": self._codec.token_text(token_id),
             "logprob": max(logprob, -9999.0),  # -inf is no JSON
             "bytes": self._codec.token_bytes(token_id),
         }
+        if self.job.token_details:
+            shown |= {"id": token_id, "special": self._codec.is_special(token_id)}
+        return shown

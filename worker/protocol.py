@@ -226,6 +226,8 @@ class GenerateJob(Message):
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     json_schema: str | None = None  # the answer must obey it; canonical JSON text
     stream: bool = False
+    endpoint: str = ""  # the address it was sent to, for the log: "/v1/chat/completions"
+    token_details: bool = False  # with logprobs: TokenEvent.logprobs say more of each token
     is_batch: bool = False  # nobody waits at the other end: served after those that somebody does
     created_at: float = 0.0  # Unix seconds
     deadline: float | None = None  # Unix seconds; past it nobody waits for the answer
@@ -258,9 +260,12 @@ class TokenEvent(Message):
     lease: int
     seq: int
     text: str = ""
-    #: One object per token: {"token", "logprob", "bytes", "top_logprobs": [the same …]}.
+    #: One object per token: {"token", "logprob", "bytes", "top_logprobs": [the same …]}; with
+    #: `GenerateJob.token_details` also "id" and "special", and of the token itself "text", what it
+    #: adds to the answer (stop strings are in it).
     logprobs: tuple[dict[str, Any], ...] | None = None
     finish_reason: str | None = None
+    stop_string: str | None = None  # with the reason "stop": the one that was met, if one was
     error_code: str | None = None
     error_message: str | None = None
     error_param: str | None = None
@@ -297,6 +302,8 @@ class DoneRecord(Message):
     first_token_ms: float | None  # accepted -> first token
     total_ms: float  # accepted -> finished
     stream: bool = False
+    endpoint: str = ""
+    is_batch: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

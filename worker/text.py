@@ -50,6 +50,8 @@ class TextCodec:
         self._template = _load_template(model_dir, settings)
         self.context_length = context_length(_read_json(model_dir / "config.json")) or 2048
         self.vocab_size = self._tokenizer.get_vocab_size()
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special_ids = {token_id for token_id, token in added.items() if token.special}
         self._longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)
         self._byte_level = '"ByteLevel"' in json.dumps(
             _read_json(model_dir / "tokenizer.json").get("decoder")
@@ -101,6 +103,10 @@ class TextCodec:
         """One token by itself, special ones included, as logprobs show it."""
         text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
         return text
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether the token is one that `decode` leaves out."""
+        return token_id in self._special_ids
 
     def token_bytes(self, token_id: int) -> list[int]:
         """The bytes that the token stands for, also when they are only part of a character."""
@@ -172,19 +178,19 @@ class StopStrings:
         self._stops = tuple(stops)
         self._held = ""
 
-    def feed(self, text: str) -> tuple[str, bool]:
-        """The text that is safe to show, and whether a stop string was met (and cut off)."""
+    def feed(self, text: str) -> tuple[str, str | None]:
+        """The text that is safe to show, and the stop string that was met (and cut off)."""
         if not self._stops:
-            return text, False
+            return text, None
         text = self._held + text
         found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             self._held = ""
-            _, start = min(found)
-            return text[:start], True
+            end, start = min(found)
+            return text[:start], text[start:end]
         keep = max(_overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - keep :]
-        return text[: len(text) - keep], False
+        return text[: len(text) - keep], None
 
     def finish(self) -> str:
         """What was held back and is now known to be no stop string."""

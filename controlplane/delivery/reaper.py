@@ -264,5 +264,7 @@ def _last_words(
         first_token_ms=None,
         total_ms=total_ms,
         stream=job.stream,
+        endpoint=job.endpoint,
+        is_batch=job.is_batch,
     )
     return event, done

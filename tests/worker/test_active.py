@@ -18,7 +18,9 @@ def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
     return TextCodec(write_fake_base(tmp_path_factory.mktemp("base")))
 
 
-def make_request(codec: TextCodec, *, stream: bool = True, **sampling: Any) -> ActiveRequest:
+def make_request(
+    codec: TextCodec, *, stream: bool = True, token_details: bool = False, **sampling: Any
+) -> ActiveRequest:
     job = GenerateJob(
         request_id="r",
         tenant_id="t",
@@ -28,6 +30,8 @@ def make_request(codec: TextCodec, *, stream: bool = True, **sampling: Any) -> A
         base_model="b",
         text="p",
         stream=stream,
+        endpoint="/v1/completions",
+        token_details=token_details,
         created_at=100.0,
         sampling=Sampling(**sampling),
     )
@@ -59,6 +63,7 @@ def test_events_are_numbered_and_only_the_last_has_usage(codec: TextCodec) -> No
     assert first.done is None
     assert last.done is not None
     assert (last.done.prompt_tokens, last.done.completion_tokens, last.done.lease) == (7, 4, 3)
+    assert (last.done.endpoint, last.event.stop_string) == ("/v1/completions", None)
 
 
 def test_an_answer_that_is_not_streamed_is_one_event(codec: TextCodec) -> None:
@@ -77,6 +82,7 @@ def test_a_stop_string_ends_it_while_the_engine_goes_on(codec: TextCodec) -> Non
     feed(request, codec, "ND")
     news = request.take_news()
     assert (news.event.text, news.event.finish_reason) == ("", "stop")
+    assert news.event.stop_string == "END"
     assert news.done is not None
     assert news.done.completion_tokens == request.generated  # up to the token that completed it
 
@@ -145,3 +151,23 @@ def test_logprobs_name_tokens_and_their_bytes(codec: TextCodec) -> None:
             ],
         },
     )
+
+
+def test_details_say_what_each_token_adds_to_the_text(codec: TextCodec) -> None:
+    request = make_request(codec, token_details=True, logprobs=1, stop=("END",))
+    special = 2
+    for token_id in [special, *codec.encode("a🦜 END", add_special_tokens=False)]:
+        logprobs = [(token_id, -0.5, ((token_id, -0.5),))]
+        request.feed(Output(request_id="r", token_ids=[token_id], logprobs=logprobs), 101.0)
+    event = request.take_news().event
+    assert event.logprobs is not None
+    assert [entry["id"] for entry in event.logprobs][:2] == [
+        special,
+        codec.encode("a", add_special_tokens=False)[0],
+    ]
+    assert [entry["special"] for entry in event.logprobs] == [True] + [False] * (
+        len(event.logprobs) - 1
+    )
+    assert event.logprobs[1]["top_logprobs"][0]["id"] == event.logprobs[1]["id"]
+    assert "".join(entry["text"] for entry in event.logprobs) == "a🦜 END"
+    assert (event.text, event.stop_string) == ("a🦜 ", "END")

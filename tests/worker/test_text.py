@@ -171,13 +171,14 @@ def test_token_bytes_of_byte_tokens_and_special_tokens(codec: TextCodec, tmp_pat
     assert codec.token_text(2) == "<|end|>"
 
 
-def cut(text: str, stops: list[str]) -> tuple[str, bool]:
-    """The text before the stop string that is complete first, and whether there is one."""
+def cut(text: str, stops: list[str]) -> tuple[str, str | None]:
+    """The text before the stop string that is complete first, and that stop string."""
     for end in range(1, len(text) + 1):
         met = [stop for stop in stops if text[:end].endswith(stop)]
         if met:
-            return text[: end - len(max(met, key=len))], True
-    return text, False
+            longest = max(met, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
 
 
 @given(
@@ -188,24 +189,24 @@ def cut(text: str, stops: list[str]) -> tuple[str, bool]:
 def test_stop_strings_cut_as_if_the_text_came_whole(
     text: str, stops: list[str], data: st.DataObject
 ) -> None:
-    stop_strings, shown, is_stopped, rest = StopStrings(stops), "", False, text
-    while rest and not is_stopped:
+    stop_strings, shown, met, rest = StopStrings(stops), "", None, text
+    while rest and met is None:
         size = data.draw(st.integers(1, 5))
-        piece, is_stopped = stop_strings.feed(rest[:size])
+        piece, met = stop_strings.feed(rest[:size])
         shown, rest = shown + piece, rest[size:]
         assert cut(text, stops)[0].startswith(shown)  # nothing is ever shown too early
-    if not is_stopped:
+    if met is None:
         shown += stop_strings.finish()
     seen = text[: len(text) - len(rest)]
-    assert (shown, is_stopped) == cut(seen, stops)
+    assert (shown, met) == cut(seen, stops)
 
 
 def test_text_that_cannot_begin_a_stop_string_is_not_held_back() -> None:
     stop_strings = StopStrings(["END"])
-    assert stop_strings.feed("the E") == ("the ", False)
-    assert stop_strings.feed("N") == ("", False)
-    assert stop_strings.feed("TER") == ("ENTER", False)
-    assert stop_strings.feed("the END of it") == ("the ", True)
+    assert stop_strings.feed("the E") == ("the ", None)
+    assert stop_strings.feed("N") == ("", None)
+    assert stop_strings.feed("TER") == ("ENTER", None)
+    assert stop_strings.feed("the END of it") == ("the ", "END")
 
 
 def test_context_length_and_the_shortest_a_text_can_be(codec: TextCodec) -> None:
