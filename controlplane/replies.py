@@ -24,6 +24,8 @@ class Reply:
         self.base_model = job.base_model
         self.is_ended = False
         self.heard_at = asyncio.get_running_loop().time()
+        self._has_one_choice = job.num_choices == 1
+        self._max_unread = MAX_UNREAD_EVENTS * job.num_choices
         self._lease = 0
         self._next_seq = 0
         self._is_begun = False  # the client has been given some of it
@@ -37,18 +39,24 @@ class Reply:
         if event.lease < self._lease or self.is_ended:
             return
         if event.lease > self._lease:
-            if self._is_begun and event.finish_reason is None:
+            if self._is_begun and not self._is_last(event):
                 raise Unavailable("The answer was interrupted.", code=ErrorCode.WORKER_LOST)
             self._lease, self._next_seq = event.lease, 0
             self._unread.clear()
         if event.seq < self._next_seq:
             return
-        if event.seq > self._next_seq or len(self._unread) >= MAX_UNREAD_EVENTS:
+        if event.seq > self._next_seq or len(self._unread) >= self._max_unread:
             raise Unavailable("Part of the answer was lost.", code=ErrorCode.WORKER_LOST)
         self._next_seq += 1
         self._unread.append(event)
-        self.is_ended = event.finish_reason is not None
+        self.is_ended = self._is_last(event)
         self._wake.set()
+
+    def _is_last(self, event: TokenEvent) -> bool:
+        """Whether nothing follows: one choice's end is the request's only when it has but one."""
+        if event.usage is not None or event.error_code is not None:
+            return True
+        return self._has_one_choice and event.finish_reason is not None
 
     def fail(self, error: ApiError) -> None:
         """End the reply; whoever takes next gets the error."""
@@ -56,8 +64,9 @@ class Reply:
         self.is_ended = True
         self._wake.set()
 
-    async def take(self, timeout_s: float | None = None) -> TokenEvent | None:
-        """All that is unread, as one event; waits for it. None when nothing came in time.
+    async def take(self, timeout_s: float | None = None) -> list[TokenEvent]:
+        """All that is unread, as one event for each choice; waits for it. Empty when nothing came
+        in time.
 
         Raises ApiError when the request failed, in the worker or on the way.
         """
@@ -66,20 +75,30 @@ class Reply:
                 async with asyncio.timeout(timeout_s):
                     await self._wake.wait()
             except TimeoutError:
-                return None
+                return []
         self._wake.clear()
         events, self._unread = self._unread, []
         if not events:
             assert self._failure is not None
             raise self._failure
         self._is_begun = True
-        event = _merged(events)
-        if event.error_code is not None:
-            raise from_worker(event.error_code, event.error_message or "", event.error_param)
-        return event
+        for event in events:
+            if event.error_code is not None:
+                raise from_worker(event.error_code, event.error_message or "", event.error_param)
+        return _merged(events)
 
 
-def _merged(events: list[TokenEvent]) -> TokenEvent:
+def _merged(events: list[TokenEvent]) -> list[TokenEvent]:
+    """One event for each choice, in the order in which their last ones came."""
+    by_choice: dict[int, list[TokenEvent]] = {}
+    for event in events:
+        of_choice = by_choice.pop(event.index, [])
+        of_choice.append(event)
+        by_choice[event.index] = of_choice
+    return [_joined(of_choice) for of_choice in by_choice.values()]
+
+
+def _joined(events: list[TokenEvent]) -> TokenEvent:
     if len(events) == 1:
         return events[0]
     logprobs = tuple(entry for event in events for entry in event.logprobs or ())

@@ -203,6 +203,7 @@ class Sampling(Message):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    min_tokens: int = 0  # no end before so many
     logit_bias: dict[str, float] = dataclasses.field(default_factory=dict)  # token id -> bias
     logprobs: int | None = None  # None: off; k: the chosen token's and the k best
     ignore_eos: bool = False
@@ -210,7 +211,11 @@ class Sampling(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateJob(Message):
-    """One request for tokens. Exactly one of `messages`, `text` and `token_ids` is set."""
+    """One request for tokens. Exactly one of `messages`, `text`, `token_ids`, `prompts` is set.
+
+    At most one of `json_schema` and `regex` is set; with `tools` the worker makes a grammar of
+    the calls, and `json_schema` then binds an answer that calls nothing.
+    """
 
     request_id: str
     tenant_id: str
@@ -223,8 +228,15 @@ class GenerateJob(Message):
     messages: tuple[dict[str, Any], ...] | None = None  # chat: rendered by the chat template
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
+    prompts: tuple[Any, ...] = ()  # several, each as text or as a list of token ids
+    n: int = 1  # continuations of each prompt; number i of prompt p is choice p * n + i
+    echo: bool = False  # each choice's text begins with its prompt's
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     json_schema: str | None = None  # the answer must obey it; canonical JSON text
+    regex: str | None = None  # the whole answer must match it
+    tools: tuple[dict[str, Any], ...] = ()  # OpenAI's tool objects, for the chat template
+    tool_choice: str | None = None  # "auto", "required", or the one function's name after "="
+    parallel_tool_calls: bool = True
     stream: bool = False
     endpoint: str = ""  # the address it was sent to, for the log: "/v1/chat/completions"
     token_details: bool = False  # with logprobs: TokenEvent.logprobs say more of each token
@@ -240,6 +252,11 @@ class GenerateJob(Message):
         fields["sampling"] = Sampling.from_dict(fields.get("sampling") or {})
         return super(GenerateJob, cls).from_dict(fields)
 
+    @property
+    def num_choices(self) -> int:
+        """The answers that there will be."""
+        return self.n * (len(self.prompts) or 1)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Usage(Message):
@@ -250,15 +267,17 @@ class Usage(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TokenEvent(Message):
-    """News of one request. `seq` counts 0, 1, 2 … per (request, lease) without gaps.
+    """News of one choice. `seq` counts 0, 1, 2 … per (request, lease) without gaps.
 
-    The last event of a request has `finish_reason` and `usage`, and `error_code` with
-    `error_message` when the reason is "error".
+    The last event of a choice has `finish_reason`. The last of the request has `usage`, summed
+    over the choices; when the request failed it is the only one with a reason, which is "error",
+    and has `error_code` with `error_message`.
     """
 
     request_id: str
     lease: int
     seq: int
+    index: int = 0  # of the choice
     text: str = ""
     #: One object per token: {"token", "logprob", "bytes", "top_logprobs": [the same …]}; with
     #: `GenerateJob.token_details` also "id" and "special", and of the token itself "text", what it

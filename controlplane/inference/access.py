@@ -6,6 +6,7 @@ need no query and no thread.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import uuid
 from collections.abc import Callable
@@ -16,8 +17,10 @@ from django.db import Error as DatabaseError
 from django.db import close_old_connections
 from django.http import HttpRequest
 
+from controlplane.adapters.models import AdapterVersion, BaseModel
 from controlplane.adapters.services import ResolvedModel, model_resolve, models_list
-from controlplane.errors import PermissionDenied, Unavailable
+from controlplane.errors import InvalidRequest, NotFound, PermissionDenied, Unavailable
+from controlplane.inference.named import Named
 from controlplane.limits.admit import Limits
 from controlplane.limits.services import limits_for
 from controlplane.scoping import tenant_scope
@@ -28,6 +31,21 @@ from controlplane.tenants.key_rules import allows_model
 _CACHE_MAX_MODELS = 10_000
 
 _T = TypeVar("_T")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What answers: a base model with the adapters' weighted sum, or () for it alone."""
+
+    name: str
+    models: tuple[ResolvedModel, ...]
+    parts: tuple[tuple[AdapterVersion, float], ...]
+
+    @property
+    def base_model(self) -> BaseModel:
+        return self.models[0].base_model
+
+
 _models: dict[tuple[uuid.UUID, str], tuple[ResolvedModel, float]] = {}
 _limits: dict[tuple[uuid.UUID, str], tuple[Limits, float]] = {}  # by key and model
 
@@ -44,33 +62,57 @@ async def authenticate(
     return principal
 
 
-async def admit(request: HttpRequest, model_name: str) -> tuple[Principal, ResolvedModel]:
-    """The caller and the model they named.
+async def admit(request: HttpRequest, named: Named) -> tuple[Principal, Target]:
+    """The caller and what they named.
 
     Raises ApiError; NotFound for a model that does not exist as for one of another tenant.
     """
     credentials = _credentials(request)
     principal = auth.cached_principal(*credentials)
-    if principal is not None:
-        _check(principal, model_name)
-        model, until = _models.get((principal.tenant.id, model_name), (None, 0.0))
-        if model is not None and until > time.monotonic():
-            return principal, model
-    return await in_thread(lambda: _admit(credentials, model_name))
+    if principal is None:
+        return await in_thread(lambda: _admit(credentials, named))
+    return principal, await target_of(principal, named)
 
 
-async def limits_of(principal: Principal, model_name: str) -> Limits:
-    """What bounds the caller's use of the model, as of at most `CACHE_S` ago."""
+async def target_of(principal: Principal, named: Named) -> Target:
+    """What a request names as its model, for a caller that is known.
+
+    Raises PermissionDenied, NotFound, or InvalidRequest for adapters that do not go together.
+    """
+    _check(principal, named)
+    found = [_cached_model(principal, name) for name in named.names]
+    if None in found:
+        return await in_thread(lambda: _load_target(principal, named))
+    return _target(named, [model for model in found if model is not None])
+
+
+async def limits_of(principal: Principal, named: Named) -> Limits:
+    """What bounds the caller's use of all that the request names, as of at most `CACHE_S` ago."""
     assert principal.api_key is not None
-    limits, until = _limits.get((principal.api_key.id, model_name), (None, 0.0))
-    if limits is not None and until > time.monotonic():
-        return limits
+    now = time.monotonic()
+    known = [_limits.get((principal.api_key.id, name), (None, 0.0)) for name in named.names]
+    fresh = [limits for limits, until in known if limits is not None and until > now]
+    if len(fresh) < len(named.names):
 
-    def query() -> Limits:
-        with tenant_scope(principal.tenant.id):
-            return _load_limits(principal, model_name)
+        def query() -> list[Limits]:
+            with tenant_scope(principal.tenant.id):
+                return [_load_limits(principal, name) for name in named.names]
 
-    return await in_thread(query)
+        fresh = await in_thread(query)
+    return _together(fresh)
+
+
+def _together(limits: list[Limits]) -> Limits:
+    """All of them at once; what bounds several models counts once."""
+    policies = {policy.id: policy for each in limits for policy in each.policies}
+    budgets = {budget.id: budget for each in limits for budget in each.budgets}
+    return Limits(tuple(policies.values()), tuple(budgets.values()))
+
+
+async def model(request: HttpRequest, name: str) -> ResolvedModel:
+    """The one model of this name. Raises ApiError as `admit` does."""
+    _, target = await admit(request, Named.model(name))
+    return target.models[0]
 
 
 async def models(request: HttpRequest) -> list[ResolvedModel]:
@@ -93,27 +135,69 @@ def _may_name(principal: Principal, model_name: str) -> bool:
     return principal.api_key is None or allows_model(principal.api_key.allowed_models, model_name)
 
 
-def _check(principal: Principal, model_name: str) -> None:
-    """Before the model is looked up, so that the answer says nothing of what there is."""
+def _check(principal: Principal, named: Named) -> None:
+    """Before any model is looked up, so that the answer says nothing of what there is."""
     authorize(principal, Permission.INFER)
-    if not _may_name(principal, model_name):
-        raise PermissionDenied(
-            f"This API key may not use the model `{model_name[:200]}`.",
-            param="model",
-            code="model_not_allowed",
-        )
+    for name, param in zip(named.names, named.params, strict=True):
+        if not _may_name(principal, name):
+            raise PermissionDenied(
+                f"This API key may not use the model `{name[:200]}`.",
+                param=param,
+                code="model_not_allowed",
+            )
 
 
-def _admit(credentials: tuple[str | None, str], model_name: str) -> tuple[Principal, ResolvedModel]:
+def _admit(credentials: tuple[str | None, str], named: Named) -> tuple[Principal, Target]:
     principal = auth.authenticate(*credentials)
-    _check(principal, model_name)
+    _check(principal, named)
+    return principal, _load_target(principal, named)
+
+
+def _load_target(principal: Principal, named: Named) -> Target:
+    found = []
     with tenant_scope(principal.tenant.id):
-        model = model_resolve(model_name)
-        _load_limits(principal, model_name)  # while a connection is at hand
+        for name, param in zip(named.names, named.params, strict=True):
+            try:
+                found.append(model_resolve(name))
+            except NotFound as error:
+                error.param = param
+                raise
+            _load_limits(principal, name)  # while a connection is at hand
+    until = time.monotonic() + CACHE_S
     if len(_models) >= _CACHE_MAX_MODELS:
         _models.clear()
-    _models[principal.tenant.id, model_name] = (model, time.monotonic() + CACHE_S)
-    return principal, model
+    for model in found:
+        _models[principal.tenant.id, model.name] = (model, until)
+    return _target(named, found)
+
+
+def _cached_model(principal: Principal, name: str) -> ResolvedModel | None:
+    model, until = _models.get((principal.tenant.id, name), (None, 0.0))
+    return model if until > time.monotonic() else None
+
+
+def _target(named: Named, models: list[ResolvedModel]) -> Target:
+    """The models together. Raises InvalidRequest when they cannot be applied at once."""
+    base_model = models[0].base_model
+    parts: list[tuple[AdapterVersion, float]] = []
+    for model, weight, param in zip(models, named.weights, named.params, strict=True):
+        if model.base_model.pk != base_model.pk:
+            raise InvalidRequest(
+                f"`{model.name}` is of the base model {model.base_model.name}, not of "
+                f"{base_model.name}: a blend has one base.",
+                param=param,
+            )
+        if weight is not None and model.version is None:
+            raise InvalidRequest(f"`{model.name}` is a base model, not an adapter.", param=param)
+        if weight is None and model.version is not None and len(models) > 1:
+            raise InvalidRequest(
+                "With adapters, model is their base model or is left out.", param=param
+            )
+        if model.version is not None:
+            if any(model.version.digest == version.digest for version, _ in parts):
+                raise InvalidRequest(f"`{model.name}` is in the blend twice.", param=param)
+            parts.append((model.version, 1.0 if weight is None else weight))
+    return Target(name=named.label, models=tuple(models), parts=tuple(parts))
 
 
 def _load_limits(principal: Principal, model_name: str) -> Limits:

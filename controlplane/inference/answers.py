@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import codecs
 import json
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from worker.protocol import TokenEvent, Usage
+
+Json = dict[str, Any]
 
 DONE = b"data: [DONE]\n\n"
 #: A comment: clients skip it, proxies see that the connection lives.
 KEEP_ALIVE = b": keep-alive\n\n"
 
 
-def sse(data: dict[str, Any]) -> bytes:
+def sse(data: Json) -> bytes:
     """One server-sent event."""
     return (
         b"data: " + json.dumps(data, separators=(",", ":"), ensure_ascii=False).encode() + b"\n\n"
     )
 
 
-def usage_body(usage: Usage) -> dict[str, Any]:
+def usage_body(usage: Usage) -> Json:
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
@@ -35,38 +38,66 @@ def usage_body(usage: Usage) -> dict[str, Any]:
     }
 
 
-class Answer(Protocol):
-    """How one endpoint writes what the events say."""
+class Answer:
+    """How one endpoint writes what the events of a request say.
 
-    def whole(self, event: TokenEvent) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
-        ...
-
-    def opening(self) -> Iterable[bytes]:
-        """What a stream begins with."""
-        ...
-
-    def chunks(self, event: TokenEvent) -> Iterable[bytes]:
-        """What one event adds to a stream."""
-        ...
-
-
-class _Stamped:
-    """The fields that are the same in every body of one request."""
+    answer_id, created, model, fingerprint  the same in every body
+    with_usage   whether a stream ends with a chunk that has the usage
+    num_choices  of the request
+    """
 
     object: str
     chunk_object: str
 
     def __init__(
-        self, *, answer_id: str, created: int, model: str, fingerprint: str, with_usage: bool
+        self,
+        *,
+        answer_id: str,
+        created: int,
+        model: str,
+        fingerprint: str,
+        with_usage: bool,
+        num_choices: int = 1,
     ) -> None:
         self._id = answer_id
         self._created = created
         self._model = model
         self._fingerprint = fingerprint
         self._with_usage = with_usage
+        self._num_choices = num_choices
 
-    def _body(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    def whole(self, events: Iterable[TokenEvent]) -> Json:
+        """The body of an answer that is not streamed, from all its events."""
+        of_choice: dict[int, list[TokenEvent]] = {}
+        usage = Usage()
+        for event in events:
+            of_choice.setdefault(event.index, []).append(event)
+            usage = event.usage or usage
+        choices = [self._choice(index, of_choice[index]) for index in sorted(of_choice)]
+        return self._body(self.object, choices, usage=usage_body(usage))
+
+    def opening(self) -> Iterable[bytes]:
+        """What a stream begins with."""
+        return ()
+
+    def chunks(self, event: TokenEvent) -> Iterator[bytes]:
+        """What one event adds to a stream."""
+        for choice in self._deltas(event):
+            # With usage asked for, every chunk says that it is not the one that has it.
+            more = {"usage": None} if self._with_usage else {}
+            yield sse(self._body(self.chunk_object, [{"index": event.index, **choice}], **more))
+        if self._with_usage and event.usage is not None:
+            yield sse(self._body(self.chunk_object, [], usage=usage_body(event.usage)))
+
+    def _choice(self, index: int, events: Sequence[TokenEvent]) -> Json:
+        """One finished choice."""
+        raise NotImplementedError
+
+    def _deltas(self, event: TokenEvent) -> Iterator[Json]:
+        """What a streamed choice has more, without its index."""
+        raise NotImplementedError
+
+    def _body(self, kind: str, choices: list[Json], **more: Any) -> Json:
         return {
             "id": self._id,
             "object": kind,
@@ -77,102 +108,109 @@ class _Stamped:
             **more,
         }
 
-    def _chunk(self, choice: dict[str, Any]) -> bytes:
-        # With usage asked for, every chunk says that it is not the one that has it.
-        more = {"usage": None} if self._with_usage else {}
-        return sse(self._body(self.chunk_object, [choice], **more))
 
-    def _usage_chunk(self, event: TokenEvent) -> Iterable[bytes]:
-        if self._with_usage and event.usage is not None:
-            yield sse(self._body(self.chunk_object, [], usage=usage_body(event.usage)))
+def _text(events: Sequence[TokenEvent]) -> str:
+    return "".join(event.text for event in events)
 
 
-class ChatAnswer(_Stamped):
+def _entries(events: Sequence[TokenEvent]) -> list[Json] | None:
+    """The tokens' log-probabilities; None when they were not asked for."""
+    if all(event.logprobs is None for event in events):
+        return None
+    return [entry for event in events for entry in event.logprobs or ()]
+
+
+class ChatAnswer(Answer):
     """/v1/chat/completions."""
 
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def whole(self, event: TokenEvent) -> dict[str, Any]:
-        message: dict[str, Any] = {
+    def _choice(self, index: int, events: Sequence[TokenEvent]) -> Json:
+        message: Json = {
             "role": "assistant",
-            "content": event.text,
+            "content": _text(events),
             "refusal": None,
             "annotations": [],
         }
-        choice = {
-            "index": 0,
+        return {
+            "index": index,
             "message": message,
-            "logprobs": self._logprobs(event),
-            "finish_reason": event.finish_reason,
+            "logprobs": _chat_logprobs(events),
+            "finish_reason": events[-1].finish_reason,
         }
-        return self._body(self.object, [choice], usage=usage_body(event.usage or Usage()))
 
     def opening(self) -> Iterable[bytes]:
-        yield self._chunk(_delta({"role": "assistant", "content": "", "refusal": None}))
+        more = {"usage": None} if self._with_usage else {}
+        for index in range(self._num_choices):
+            delta = _delta({"role": "assistant", "content": "", "refusal": None})
+            yield sse(self._body(self.chunk_object, [{"index": index, **delta}], **more))
 
-    def chunks(self, event: TokenEvent) -> Iterable[bytes]:
+    def _deltas(self, event: TokenEvent) -> Iterator[Json]:
         if event.text or event.logprobs:
-            yield self._chunk(_delta({"content": event.text}, self._logprobs(event)))
+            yield _delta({"content": event.text}, _chat_logprobs([event]))
         if event.finish_reason:
-            yield self._chunk(_delta({}, finish_reason=event.finish_reason))
-        yield from self._usage_chunk(event)
-
-    @staticmethod
-    def _logprobs(event: TokenEvent) -> dict[str, Any] | None:
-        if event.logprobs is None:
-            return None
-        return {"content": list(event.logprobs), "refusal": None}
+            yield _delta({}, finish_reason=event.finish_reason)
 
 
-def _delta(
-    delta: dict[str, Any],
-    logprobs: dict[str, Any] | None = None,
-    finish_reason: str | None = None,
-) -> dict[str, Any]:
-    return {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+def _chat_logprobs(events: Sequence[TokenEvent]) -> Json | None:
+    entries = _entries(events)
+    return None if entries is None else {"content": entries, "refusal": None}
 
 
-class CompletionAnswer(_Stamped):
+def _delta(delta: Json, logprobs: Json | None = None, finish_reason: str | None = None) -> Json:
+    return {"delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+class CompletionAnswer(Answer):
     """/v1/completions."""
 
     object = chunk_object = "text_completion"
-    _offset = 0
 
-    def whole(self, event: TokenEvent) -> dict[str, Any]:
-        choice = self._choice(event, event.finish_reason)
-        return self._body(self.object, [choice], usage=usage_body(event.usage or Usage()))
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(**fields)
+        self._offsets = [_Offsets() for _ in range(self._num_choices)]
 
-    def opening(self) -> Iterable[bytes]:
-        return ()
-
-    def chunks(self, event: TokenEvent) -> Iterable[bytes]:
-        if event.text or event.logprobs or event.finish_reason:
-            yield self._chunk(self._choice(event, event.finish_reason))
-        yield from self._usage_chunk(event)
-
-    def _choice(self, event: TokenEvent, finish_reason: str | None) -> dict[str, Any]:
+    def _choice(self, index: int, events: Sequence[TokenEvent]) -> Json:
         return {
-            "index": 0,
-            "text": event.text,
-            "logprobs": self._logprobs(event),
-            "finish_reason": finish_reason,
+            "index": index,
+            "text": _text(events),
+            "logprobs": self._logprobs(index, events),
+            "finish_reason": events[-1].finish_reason,
         }
 
-    def _logprobs(self, event: TokenEvent) -> dict[str, Any] | None:
+    def _deltas(self, event: TokenEvent) -> Iterator[Json]:
+        if event.text or event.logprobs or event.finish_reason:
+            yield {
+                "text": event.text,
+                "logprobs": self._logprobs(event.index, [event]),
+                "finish_reason": event.finish_reason,
+            }
+
+    def _logprobs(self, index: int, events: Sequence[TokenEvent]) -> Json | None:
         """The older shape: parallel lists, the best tokens as a map."""
-        if event.logprobs is None:
+        entries = _entries(events)
+        if entries is None:
             return None
-        offsets = []
-        for entry in event.logprobs:
-            offsets.append(self._offset)
-            self._offset += len(entry["token"])
         return {
-            "tokens": [entry["token"] for entry in event.logprobs],
-            "token_logprobs": [entry["logprob"] for entry in event.logprobs],
+            "tokens": [entry["token"] for entry in entries],
+            "token_logprobs": [entry["logprob"] for entry in entries],
             "top_logprobs": [
                 {best["token"]: best["logprob"] for best in entry["top_logprobs"]}
-                for entry in event.logprobs
+                for entry in entries
             ],
-            "text_offset": offsets,
+            "text_offset": [self._offsets[index].of(entry) for entry in entries],
         }
+
+
+class _Offsets:
+    """Where in a choice's text each token begins; a character of several tokens at its first."""
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def of(self, entry: Json) -> int:
+        here = self._next
+        self._next += len(self._decoder.decode(bytes(entry["bytes"])))
+        return here

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from typing import Any
 
-from controlplane.adapters.services import ResolvedModel
+from controlplane.adapters.models import AdapterVersion
+from controlplane.inference.access import Target
 from controlplane.inference.schemas import ChatBody, CompletionBody, GenerationBody
 from controlplane.tenants.auth import Principal
 from worker.protocol import AdapterRef, ErrorCode, GenerateJob, Sampling
@@ -19,11 +21,55 @@ DEADLINE_S = 600.0
 MIN_TOP_P = 1e-6
 
 
-def chat_job(
-    body: ChatBody, model: ResolvedModel, principal: Principal, *, request_id: str, gateway_id: str
-) -> GenerateJob:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """Who asks, for what, and under which name: what every kind of job says alike.
+
+    deadline  Unix seconds; past it nobody waits for the answer
+    """
+
+    principal: Principal
+    target: Target
+    request_id: str
+    gateway_id: str
+    is_batch: bool
+    deadline: float | None
+
+    def fields(self, body: GenerationBody) -> dict[str, Any]:
+        """The job's fields that do not depend on its kind."""
+        assert self.principal.api_key is not None
+        now = time.time()
+        parts, models = self.target.parts, self.target.models
+        one_version = parts[0][0] if len(parts) == 1 else None
+        return {
+            "request_id": self.request_id,
+            "tenant_id": str(self.principal.tenant.id),
+            "api_key_id": str(self.principal.api_key.id),
+            "gateway_id": self.gateway_id,
+            "model": self.target.name,
+            "base_model": models[0].base_model.name,
+            "adapters": tuple(_adapter_ref(version, weight) for version, weight in parts),
+            "adapter_version_id": None if one_version is None else str(one_version.id),
+            "stream": bool(body.stream),
+            "is_batch": self.is_batch,
+            "created_at": now,
+            "deadline": now + DEADLINE_S if self.deadline is None else self.deadline,
+        }
+
+
+def _adapter_ref(version: AdapterVersion, weight: float) -> AdapterRef:
+    return AdapterRef(
+        digest=version.digest,
+        config_key=version.config_key,
+        tensors_key=version.tensors_key,
+        num_bytes=version.num_bytes,
+        weight=weight,
+    )
+
+
+def chat_job(body: ChatBody, call: Call) -> GenerateJob:
     return GenerateJob(
-        **_common(body, model, principal, request_id, gateway_id),
+        **call.fields(body),
         messages=tuple(message.rendered() for message in body.messages),
         sampling=_sampling(
             body,
@@ -34,61 +80,16 @@ def chat_job(
     )
 
 
-def completion_job(
-    body: CompletionBody,
-    model: ResolvedModel,
-    principal: Principal,
-    *,
-    request_id: str,
-    gateway_id: str,
-) -> GenerateJob:
+def completion_job(body: CompletionBody, call: Call) -> GenerateJob:
     text, token_ids = _prompt(body)
     return GenerateJob(
-        **_common(body, model, principal, request_id, gateway_id),
+        **call.fields(body),
         text=text,
         token_ids=token_ids,
         sampling=_sampling(
             body, max_tokens=body.max_tokens or COMPLETION_MAX_TOKENS, logprobs=body.logprobs
         ),
     )
-
-
-def _common(
-    body: GenerationBody,
-    model: ResolvedModel,
-    principal: Principal,
-    request_id: str,
-    gateway_id: str,
-) -> dict[str, Any]:
-    assert principal.api_key is not None
-    now = time.time()
-    version = model.version
-    adapters = (
-        ()
-        if version is None
-        else (
-            AdapterRef(
-                digest=version.digest,
-                config_key=version.config_key,
-                tensors_key=version.tensors_key,
-                num_bytes=version.num_bytes,
-            ),
-        )
-    )
-    return {
-        "request_id": request_id,
-        "tenant_id": str(principal.tenant.id),
-        "api_key_id": str(principal.api_key.id),
-        "gateway_id": gateway_id,
-        "model": body.model,
-        "base_model": model.base_model.name,
-        "adapters": adapters,
-        "adapter_version_id": None if version is None else str(version.id),
-        "stream": bool(body.stream),
-        "is_batch": getattr(body, "service_tier", None) == "flex",
-        "created_at": now,
-        "deadline": now + DEADLINE_S,
-    }
 
 
 def _sampling(body: GenerationBody, *, max_tokens: int | None, logprobs: int | None) -> Sampling:

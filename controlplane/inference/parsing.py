@@ -62,7 +62,7 @@ def _path(detail: ErrorDetails, given: Any) -> list[str]:
 
 def _describe(detail: ErrorDetails, path: list[str]) -> InvalidRequest:
     kind, message = detail["type"], detail["msg"]
-    if kind == "value_error" and ": " in message:
+    if kind in ("value_error", "missing") and ": " in message:
         # Of a whole object: "Value error, field: what is wrong".
         field, message = message.removeprefix("Value error, ").split(": ", 1)
         path = [*path, field]

@@ -20,11 +20,16 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from controlplane.inference.json_schema import checked_schema
+from controlplane.inference.named import Named
 
 MAX_MESSAGES = 2048
 MAX_STOPS = 4
 MAX_STOP_CHARS = 500
 MAX_LOGIT_BIASES = 1024
+MAX_MODEL_CHARS = 200
+#: Of one blend; the engine's own bound.
+MAX_ADAPTERS = 8
+MAX_WEIGHT = 100.0
 INT64 = 2**63 - 1
 
 
@@ -76,7 +81,7 @@ Share = Annotated[float | None, Field(ge=0, le=1)]
 Penalty = Annotated[float | None, Field(ge=-2, le=2)]
 MaxTokens = Annotated[int | None, Field(ge=1, le=10_000_000)]
 Seed = Annotated[int | None, Field(ge=-INT64 - 1, le=INT64)]
-ModelName = Annotated[str, Field(min_length=1, max_length=200)]
+ModelName = Annotated[str, Field(min_length=1, max_length=MAX_MODEL_CHARS)]
 Label = Annotated[str | None, Field(max_length=512)]
 MetadataKey = Annotated[str, Field(max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
@@ -88,10 +93,39 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = None
 
 
+class AdapterPart(Body):
+    """One adapter of a blend, by its name: `model` and `name` say the same."""
+
+    name: ModelName | None = None
+    model: ModelName | None = None
+    weight: Annotated[float, Field(ge=-MAX_WEIGHT, le=MAX_WEIGHT)] = 1.0
+
+    @model_validator(mode="after")
+    def _one_name(self) -> AdapterPart:
+        if (self.name is None) == (self.model is None):
+            raise ValueError("name: required, under this name or as model")
+        return self
+
+    @property
+    def field(self) -> str:
+        return "model" if self.name is None else "name"
+
+    @property
+    def called(self) -> str:
+        return self.name or self.model or ""
+
+
+Adapters = Annotated[
+    Annotated[list[AdapterPart], Field(min_length=1, max_length=MAX_ADAPTERS)] | None,
+    Field(description="A blend: the weighted sum of these adapters, exactly."),
+]
+
+
 class GenerationBody(Body):
     """What chat and plain completions have in common."""
 
-    model: ModelName
+    model: ModelName | None = None
+    adapters: Adapters = None
     temperature: Temperature = None
     top_p: Share = None
     n: One = None
@@ -109,6 +143,34 @@ class GenerationBody(Body):
     min_p: Share = None
     repetition_penalty: Annotated[float | None, Field(gt=0, le=10)] = None
     ignore_eos: bool | None = None
+
+    @model_validator(mode="after")
+    def _names_something(self) -> GenerationBody:
+        if self.model is None and not self.adapters:
+            raise PydanticCustomError("missing", "model: required")
+        return self
+
+    def named(self) -> Named:
+        """The models and adapters that the body names."""
+        if not self.adapters:
+            return Named.model(self.model or "")
+        label = self.model or "+".join(part.called for part in self.adapters)[:MAX_MODEL_CHARS]
+        names = tuple(part.called for part in self.adapters)
+        weights = tuple(part.weight for part in self.adapters)
+        params = tuple(f"adapters.{i}.{part.field}" for i, part in enumerate(self.adapters))
+        if self.model is None:
+            return Named(label=label, names=names, weights=weights, params=params)
+        return Named(
+            label=label,
+            names=(self.model, *names),
+            weights=(None, *weights),
+            params=("model", *params),
+        )
+
+    @property
+    def is_flex(self) -> bool:
+        """Whether the client would rather wait than pay for its turn."""
+        return getattr(self, "service_tier", None) == "flex"
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> GenerationBody:

@@ -11,35 +11,26 @@ import functools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from django.http import HttpRequest, HttpResponseBase, JsonResponse, StreamingHttpResponse
 
-from controlplane import jobs
 from controlplane.adapters.services import ResolvedModel
-from controlplane.errors import ApiError, InternalError, MethodNotAllowed, NotFound, Unavailable
+from controlplane.errors import ApiError, InternalError, MethodNotAllowed, NotFound
 from controlplane.inference import access
-from controlplane.inference.answers import (
-    DONE,
-    KEEP_ALIVE,
-    Answer,
-    ChatAnswer,
-    CompletionAnswer,
-    sse,
-)
-from controlplane.inference.generation import chat_job, client_param, completion_job
+from controlplane.inference.answers import DONE, KEEP_ALIVE, sse
 from controlplane.inference.parsing import parse_body
 from controlplane.inference.schemas import ChatBody, CompletionBody, GenerationBody
-from controlplane.limits.admission import rate_headers
-from controlplane.replies import Reply
-from controlplane.scoping import new_id
-from worker.protocol import ErrorCode, FinishReason, GenerateJob, TokenEvent
+from controlplane.inference.service import Generation, new_request_id, submit
+from controlplane.tenants.auth import Principal
+from worker.protocol import TokenEvent
 
 log = logging.getLogger(__name__)
 
 #: A stream that has nothing to say for this long begins, or goes on, with a comment.
 KEEP_ALIVE_S = 10.0
 
+_B = TypeVar("_B", bound=GenerationBody)
 View = Callable[..., Coroutine[Any, Any, HttpResponseBase]]
 
 
@@ -50,7 +41,7 @@ def gateway_view(*methods: str) -> Callable[[View], View]:
         @functools.wraps(view)
         async def wrapper(request: HttpRequest, **kwargs: Any) -> HttpResponseBase:
             started = time.perf_counter()
-            request_id = request.request_id = new_id().hex  # type: ignore[attr-defined]
+            request_id = request.request_id = new_request_id()  # type: ignore[attr-defined]
             try:
                 if request.method not in methods:
                     raise MethodNotAllowed(f"{request.method} is not allowed here.", methods)
@@ -62,7 +53,7 @@ def gateway_view(*methods: str) -> Callable[[View], View]:
                 response = InternalError("The server failed on this request.").response()
             for name, value in getattr(request, "rate_headers", {}).items():
                 response.setdefault(name, value)
-            response["x-request-id"] = f"req_{request_id}"
+            response["x-request-id"] = request_id
             response["openai-processing-ms"] = str(round((time.perf_counter() - started) * 1000))
             return response
 
@@ -73,12 +64,12 @@ def gateway_view(*methods: str) -> Callable[[View], View]:
 
 @gateway_view("POST")
 async def chat_completions(request: HttpRequest) -> HttpResponseBase:
-    return await _generate(request, ChatBody, chat_job, ChatAnswer, "chatcmpl")
+    return await _generate(request, ChatBody)
 
 
 @gateway_view("POST")
 async def completions(request: HttpRequest) -> HttpResponseBase:
-    return await _generate(request, CompletionBody, completion_job, CompletionAnswer, "cmpl")
+    return await _generate(request, CompletionBody)
 
 
 @gateway_view("GET")
@@ -89,8 +80,7 @@ async def model_list(request: HttpRequest) -> HttpResponseBase:
 
 @gateway_view("GET")
 async def model_detail(request: HttpRequest, name: str) -> HttpResponseBase:
-    _, model = await access.admit(request, name)
-    return JsonResponse(_model_body(model))
+    return JsonResponse(_model_body(await access.model(request, name)))
 
 
 @gateway_view("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
@@ -110,78 +100,42 @@ def _model_body(model: ResolvedModel) -> dict[str, Any]:
 
 
 async def _generate(
-    request: HttpRequest,
-    kind: type[Any],
-    to_job: Callable[..., GenerateJob],
-    answer_kind: type[ChatAnswer | CompletionAnswer],
-    prefix: str,
+    request: HttpRequest, kind: type[ChatBody] | type[CompletionBody]
 ) -> HttpResponseBase:
     """Check, submit, and answer once the first event is there."""
-    body, model, principal = await _checked(request, kind)
-    dispatcher = await jobs.dispatcher()
-    request_id: str = request.request_id  # type: ignore[attr-defined]
-    job = to_job(
-        body,
-        model,
-        principal,
-        request_id=f"req_{request_id}",
-        gateway_id=dispatcher.gateway_id,
-    )
-    answer = answer_kind(
-        answer_id=f"{prefix}-{request_id}",
-        created=int(job.created_at),
-        model=body.model,
-        fingerprint=_fingerprint(model),
-        with_usage=bool(body.stream_options and body.stream_options.include_usage),
-    )
-    limits = await access.limits_of(principal, body.model)
-    reply, admitted = await dispatcher.submit(
-        job, limits, context_length=model.base_model.context_length
-    )
-    request.rate_headers = rate_headers(admitted)  # type: ignore[attr-defined]
+    principal, body = await checked_body(request, kind)
+    generation = await submit(principal, body, request_id=request_id_of(request))
+    request.rate_headers = generation.headers  # type: ignore[attr-defined]
     is_handed_on = False
     try:
-        # Until it is known how the request fares, the status can still say so.
-        event = await _take(reply, job, KEEP_ALIVE_S if body.stream else None)
         if not body.stream:
-            assert event is not None
-            return JsonResponse(answer.whole(event))
+            return JsonResponse(await generation.whole())
+        # Until it is known how the request fares, the status can still say so.
+        events = await generation.take(KEEP_ALIVE_S)
         is_handed_on = True
     finally:
         if not is_handed_on:  # also when the client went away
-            dispatcher.leave(reply)
-    return _stream_response(_Stream(dispatcher, reply, job, answer, event))
+            generation.leave()
+    return stream_response(_Stream(generation, events))
 
 
-async def _checked(
-    request: HttpRequest, kind: type[GenerationBody]
-) -> tuple[Any, ResolvedModel, Any]:
-    """The body, what its model means to the caller, and the caller. A wrong key comes first."""
+async def checked_body(request: HttpRequest, kind: type[_B]) -> tuple[Principal, _B]:
+    """The caller and the body. A wrong key comes first, and one visit finds all that is needed.
+
+    Raises ApiError.
+    """
     try:
         body = parse_body(kind, request.read())  # `request.body` has a smaller bound of its own
     except ApiError:
         await access.authenticate(request)
         raise
-    principal, model = await access.admit(request, body.model)
-    return body, model, principal
+    principal, _ = await access.admit(request, body.named())
+    return principal, body
 
 
-async def _take(reply: Reply, job: GenerateJob, timeout_s: float | None) -> TokenEvent | None:
-    try:
-        event = await reply.take(timeout_s)
-    except ApiError as error:
-        error.param = client_param(job, error.param, error.code)
-        raise
-    if event is not None and event.finish_reason == FinishReason.CANCELLED:
-        # Not by its client, who is still here: its worker took this gateway for dead.
-        raise Unavailable("The request was cancelled.", code=ErrorCode.WORKER_LOST)
-    return event
-
-
-def _fingerprint(model: ResolvedModel) -> str:
-    """Changes when the weights that answer do."""
-    digest = model.version.digest if model.version else model.base_model.revision
-    return f"fp_{digest[:12]}"
+def request_id_of(request: HttpRequest) -> str:
+    """The id that the answer's x-request-id has."""
+    return str(request.request_id)  # type: ignore[attr-defined]
 
 
 class _Stream:
@@ -191,48 +145,38 @@ class _Stream:
     a client may leave between the first event and the first chunk.
     """
 
-    def __init__(
-        self,
-        dispatcher: jobs.Dispatcher,
-        reply: Reply,
-        job: GenerateJob,
-        answer: Answer,
-        first: TokenEvent | None,
-    ) -> None:
+    def __init__(self, generation: Generation, first: list[TokenEvent]) -> None:
         self._loop = asyncio.get_running_loop()
-        self._dispatcher = dispatcher
-        self._reply = reply
-        self._chunks = self._run(job, answer, first)
+        self._generation = generation
+        self._chunks = self._run(first)
 
     def __aiter__(self) -> AsyncIterator[bytes]:
         return self._chunks
 
     def close(self) -> None:
         """Django calls this, in a thread, when the response is done with."""
-        self._loop.call_soon_threadsafe(self._dispatcher.leave, self._reply)
+        self._loop.call_soon_threadsafe(self._generation.leave)
 
-    async def _run(
-        self, job: GenerateJob, answer: Answer, event: TokenEvent | None
-    ) -> AsyncIterator[bytes]:
+    async def _run(self, events: list[TokenEvent]) -> AsyncIterator[bytes]:
+        answer = self._generation.answer()
         try:
-            for chunk in answer.opening():
-                yield chunk
+            yield b"".join(answer.opening()) or KEEP_ALIVE
             while True:
-                if event is None:
-                    yield KEEP_ALIVE
-                elif chunks := b"".join(answer.chunks(event)):
-                    yield chunks
-                if event is not None and event.finish_reason is not None:
+                chunks = b"".join(chunk for event in events for chunk in answer.chunks(event))
+                if chunks or not events:
+                    yield chunks or KEEP_ALIVE
+                if any(event.usage is not None for event in events):
                     break
-                event = await _take(self._reply, job, KEEP_ALIVE_S)
+                events = await self._generation.take(KEEP_ALIVE_S)
             yield DONE
         except ApiError as error:  # the status is long sent
             yield sse(error.body())
         finally:
-            self._dispatcher.leave(self._reply)
+            self._generation.leave()
 
 
-def _stream_response(stream: _Stream) -> StreamingHttpResponse:
+def stream_response(stream: Any) -> StreamingHttpResponse:
+    """Server-sent events, as `stream` yields them."""
     response = StreamingHttpResponse(stream, content_type="text/event-stream")
     response["Cache-Control"] = "no-cache"
     response["X-Accel-Buffering"] = "no"  # nginx would collect chunks

@@ -71,7 +71,7 @@ def test_an_event_without_news_adds_nothing() -> None:
 
 
 def test_a_whole_chat() -> None:
-    body = make(ChatAnswer).whole(event("hi", finish_reason="stop", usage=USAGE))
+    body = make(ChatAnswer).whole([event("hi", finish_reason="stop", usage=USAGE)])
     assert body["object"] == "chat.completion"
     (choice,) = body["choices"]
     assert choice["message"]["content"] == "hi"
@@ -81,7 +81,7 @@ def test_a_whole_chat() -> None:
 
 
 def test_chat_logprobs() -> None:
-    (choice,) = make(ChatAnswer).whole(event("hi", logprobs=(LOGPROB,)))["choices"]
+    (choice,) = make(ChatAnswer).whole([event("hi", logprobs=(LOGPROB,))])["choices"]
     assert choice["logprobs"] == {"content": [LOGPROB], "refusal": None}
 
 
@@ -90,7 +90,7 @@ def test_completion_logprobs_are_parallel_lists(is_streamed: bool) -> None:
     best = {"token": "ho", "logprob": -1.0, "bytes": []}
     answer = make(CompletionAnswer)
     one = event("hi", logprobs=({**LOGPROB, "top_logprobs": [LOGPROB, best]},))
-    bodies = decoded(answer.chunks(one)) if is_streamed else [answer.whole(one)]
+    bodies = decoded(answer.chunks(one)) if is_streamed else [answer.whole([one])]
     assert bodies[0]["choices"][0]["logprobs"] == {
         "tokens": ["hi"],
         "token_logprobs": [-0.5],

@@ -24,8 +24,7 @@ def event(seq: int, text: str = "", *, lease: int = 1, **fields: Any) -> TokenEv
 
 
 async def text_of(reply: Reply) -> str:
-    taken = await reply.take(1)
-    assert taken is not None
+    (taken,) = await reply.take(1)
     return taken.text
 
 
@@ -33,14 +32,13 @@ async def test_what_piled_up_is_taken_as_one() -> None:
     reply = make_reply()
     reply.push(event(0, "a", logprobs=({"token": "a"},)))
     reply.push(event(1, "b", logprobs=({"token": "b"},), finish_reason="stop"))
-    taken = await reply.take(1)
-    assert taken is not None
+    (taken,) = await reply.take(1)
     assert (taken.text, taken.finish_reason) == ("ab", "stop")
     assert taken.logprobs == ({"token": "a"}, {"token": "b"})
 
 
-async def test_nothing_in_time_is_none() -> None:
-    assert await make_reply().take(0.01) is None
+async def test_nothing_in_time_is_empty() -> None:
+    assert await make_reply().take(0.01) == []
 
 
 async def test_taking_waits_for_the_next() -> None:

@@ -1,0 +1,168 @@
+"""The one way from a checked body to an answer: whatever generates goes through `submit`.
+
+    generation = await submit(principal, body, request_id=new_request_id())
+    try:
+        async for event in generation.events():      # TokenEvents, one choice's news each
+            ...
+        # or: body = await generation.whole()        # the finished answer, as OpenAI writes it
+    finally:
+        generation.leave()
+
+`body` is a `ChatBody` or a `CompletionBody` from `schemas` (`parse_body` makes one of JSON), also
+where no HTTP request is behind it: /v1/batches submits them with `is_batch`, LoRAX's and the
+Responses API translate their own bodies into one. Everything that holds for a request holds here:
+permission and allowed models of the key, the tenant's limits and budgets (reserved for all choices
+before anything runs, settled by the worker's record), the fair queue, exactly one DoneRecord.
+
+`submit` raises ApiError before anything was accepted. What goes wrong later is raised by whatever
+is awaited then, as an ApiError too, with `param` in the client's own words.
+
+Who gets a Generation must `leave` it in the end, also after an error: that cancels what still
+runs, and does nothing to what has ended.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import AsyncIterator, Callable
+
+from controlplane import jobs
+from controlplane.errors import ApiError, Unavailable
+from controlplane.inference import access
+from controlplane.inference.access import Target
+from controlplane.inference.answers import Answer, ChatAnswer, CompletionAnswer, Json
+from controlplane.inference.generation import Call, chat_job, client_param, completion_job
+from controlplane.inference.schemas import ChatBody, CompletionBody, GenerationBody
+from controlplane.limits.admission import rate_headers
+from controlplane.limits.admit import Admitted
+from controlplane.replies import Reply
+from controlplane.scoping import new_id
+from controlplane.tenants.auth import Principal
+from worker.protocol import ErrorCode, FinishReason, GenerateJob, TokenEvent
+
+
+def new_request_id() -> str:
+    """The id under which a request is logged and billed, and which its client is told."""
+    return f"req_{new_id().hex}"
+
+
+async def submit(
+    principal: Principal,
+    body: ChatBody | CompletionBody,
+    *,
+    request_id: str,
+    is_batch: bool = False,
+    deadline: float | None = None,
+) -> Generation:
+    """Have a request accepted into the fair queue.
+
+    principal   with an API key, which the use is billed to
+    request_id  from `new_request_id`; at most one request is accepted under it
+    is_batch    served from what interactive requests leave
+    deadline    Unix seconds past which nobody wants the answer; None: `DEADLINE_S` from now
+    Raises ApiError: PermissionDenied, NotFound, InvalidRequest, RateLimited, Unavailable.
+    """
+    named = body.named()
+    target = await access.target_of(principal, named)
+    dispatcher = await jobs.dispatcher()
+    call = Call(
+        principal=principal,
+        target=target,
+        request_id=request_id,
+        gateway_id=dispatcher.gateway_id,
+        is_batch=is_batch or body.is_flex,
+        deadline=deadline,
+    )
+    if isinstance(body, ChatBody):
+        job = chat_job(body, call)
+    else:
+        job = completion_job(body, call)
+    limits = await access.limits_of(principal, named)
+    reply, admitted = await dispatcher.submit(
+        job, limits, context_length=target.base_model.context_length
+    )
+    return Generation(
+        job=job,
+        body=body,
+        target=target,
+        admitted=admitted,
+        reply=reply,
+        leave=lambda: dispatcher.leave(reply),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Generation:
+    """An accepted request on its way to its answer.
+
+    job       as the worker gets it
+    admitted  what the rate limits' headers say; `headers` has them as text
+    leave     be done with it; what still runs is cancelled. To be called in the event loop
+    """
+
+    job: GenerateJob
+    body: GenerationBody
+    target: Target
+    admitted: Admitted
+    reply: Reply
+    leave: Callable[[], None]
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """x-ratelimit-… and the like, for whoever answers over HTTP."""
+        return rate_headers(self.admitted)
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when the weights that answer do."""
+        digests = [f"{version.digest} {weight}" for version, weight in self.target.parts]
+        if len(digests) > 1:
+            return f"fp_{hashlib.sha256(' '.join(digests).encode()).hexdigest()[:12]}"
+        digest = digests[0] if digests else self.target.base_model.revision
+        return f"fp_{digest[:12]}"
+
+    async def take(self, timeout_s: float | None = None) -> list[TokenEvent]:
+        """The next news: one event for each choice that has any, empty when none came in time.
+
+        Over when one of them has `usage`. Raises ApiError when the request failed.
+        """
+        try:
+            events = await self.reply.take(timeout_s)
+        except ApiError as error:
+            error.param = client_param(self.job, error.param, error.code)
+            raise
+        if any(event.finish_reason == FinishReason.CANCELLED for event in events):
+            # Not by its client, who is still here: its worker took this gateway for dead.
+            raise Unavailable("The request was cancelled.", code=ErrorCode.WORKER_LOST)
+        return events
+
+    async def events(self) -> AsyncIterator[TokenEvent]:
+        """All news to the end. Text comes as it is generated only with `stream` in the body."""
+        while True:
+            for event in await self.take():
+                yield event
+                if event.usage is not None:
+                    return
+
+    async def whole(self) -> Json:
+        """The finished answer, as OpenAI writes it."""
+        answer = self.answer()
+        return answer.whole([event async for event in self.events()])
+
+    def answer(self) -> Answer:
+        """Writes this request's events in OpenAI's words."""
+        kind, prefix = (
+            (ChatAnswer, "chatcmpl")
+            if isinstance(self.body, ChatBody)
+            else (CompletionAnswer, "cmpl")
+        )
+        options = self.body.stream_options
+        return kind(
+            answer_id=f"{prefix}-{self.job.request_id.removeprefix('req_')}",
+            created=int(self.job.created_at),
+            model=self.target.name,
+            fingerprint=self.fingerprint,
+            with_usage=bool(options and options.include_usage),
+            num_choices=self.job.num_choices,
+        )
