@@ -6,6 +6,8 @@ from pathlib import Path
 import dj_database_url
 from django.core.exceptions import ImproperlyConfigured
 
+from controlplane.mail import email_settings
+
 BASE_DIR = Path(__file__).resolve().parent.parent
 
 
@@ -41,6 +43,12 @@ INSTALLED_APPS = [
     "django.contrib.staticfiles",
     "django.contrib.humanize",
     "django_htmx",
+    "controlplane.signin",  # before allauth, whose templates it replaces
+    "allauth",
+    "allauth.account",
+    "allauth.mfa",
+    "allauth.socialaccount",
+    "allauth.usersessions",
     "rest_framework",
     "drf_spectacular",
     "drf_spectacular_sidecar",
@@ -64,6 +72,8 @@ MIDDLEWARE = [
     "django.middleware.csrf.CsrfViewMiddleware",
     "django.contrib.auth.middleware.AuthenticationMiddleware",
     "django.contrib.messages.middleware.MessageMiddleware",
+    "allauth.account.middleware.AccountMiddleware",
+    "controlplane.console.headers.ConsoleHeadersMiddleware",
     "django.middleware.clickjacking.XFrameOptionsMiddleware",
     "django_htmx.middleware.HtmxMiddleware",
     "controlplane.scoping.OperatorScopeMiddleware",
@@ -122,6 +132,56 @@ LOGIN_URL = "/console/sign-in"
 LOGIN_REDIRECT_URL = "/console/"
 LOGOUT_REDIRECT_URL = LOGIN_URL
 
+#: Allauth's, of which only ways to sign in are open: no form makes an account.
+ACCOUNT_ADAPTER = "controlplane.signin.adapters.AccountAdapter"
+ACCOUNT_LOGIN_METHODS = {"email"}
+ACCOUNT_SIGNUP_FIELDS = ["email*", "password1*"]
+ACCOUNT_USER_MODEL_USERNAME_FIELD = None
+ACCOUNT_EMAIL_VERIFICATION = "optional"
+ACCOUNT_MAX_EMAIL_ADDRESSES = 1
+ACCOUNT_EMAIL_SUBJECT_PREFIX = "[Lorikeet] "
+ACCOUNT_EMAIL_NOTIFICATIONS = True
+ACCOUNT_SESSION_REMEMBER = True
+ACCOUNT_CONFIRM_EMAIL_ON_GET = False
+ACCOUNT_FORMS = {
+    "login": "controlplane.signin.forms.SignInForm",
+    "reset_password": "controlplane.signin.forms.ResetPasswordForm",
+    "reset_password_from_key": "controlplane.signin.forms.ResetPasswordKeyForm",
+    "change_password": "controlplane.signin.forms.ChangePasswordForm",
+    "set_password": "controlplane.signin.forms.SetPasswordForm",
+    "reauthenticate": "controlplane.signin.forms.ReauthenticateForm",
+}
+MFA_ADAPTER = "controlplane.signin.adapters.MfaAdapter"
+MFA_SUPPORTED_TYPES = ["totp", "webauthn", "recovery_codes"]
+MFA_PASSKEY_LOGIN_ENABLED = True
+#: Accounts are made by operators and invites: nobody else's address can be taken hostage.
+MFA_ALLOW_UNVERIFIED_EMAIL = True
+MFA_FORMS = {
+    "authenticate": "controlplane.signin.forms.AuthenticateForm",
+    "add_webauthn": "controlplane.signin.forms.AddPasskeyForm",
+}
+#: An OpenID Connect issuer that people may sign in with; empty: none.
+OIDC_ISSUER = env("LORIKEET_OIDC_ISSUER", "")
+OIDC_NAME = env("LORIKEET_OIDC_NAME", "SSO")
+SOCIALACCOUNT_ADAPTER = "controlplane.signin.adapters.SocialAdapter"
+SOCIALACCOUNT_EMAIL_AUTHENTICATION_AUTO_CONNECT = True
+SOCIALACCOUNT_PROVIDERS = {"oidc": {"APPS": [], "OAUTH_PKCE_ENABLED": True}}
+if OIDC_ISSUER:
+    SOCIALACCOUNT_PROVIDERS["oidc"]["APPS"] = [
+        {
+            # People are known by this and their `sub`: another issuer's are other people.
+            "provider_id": OIDC_ISSUER,
+            "name": OIDC_NAME,
+            "client_id": env("LORIKEET_OIDC_CLIENT_ID"),
+            "secret": env("LORIKEET_OIDC_CLIENT_SECRET"),
+            "settings": {"server_url": OIDC_ISSUER.rstrip("/")},
+        }
+    ]
+
+globals().update(email_settings(env("EMAIL_URL", "console:")))
+EMAIL_TIMEOUT = 10
+DEFAULT_FROM_EMAIL = env("LORIKEET_MAIL_FROM", "lorikeet@localhost")
+
 SESSION_COOKIE_SECURE = CSRF_COOKIE_SECURE = BASE_URL.startswith("https://")
 SESSION_COOKIE_HTTPONLY = True
 SECURE_CONTENT_TYPE_NOSNIFF = True
@@ -135,6 +195,14 @@ STATIC_URL = "/static/"
 STATIC_ROOT = Path(env("LORIKEET_STATIC_ROOT", str(BASE_DIR / "staticfiles")))
 
 REDIS_URL = env("REDIS_URL")
+CACHES = {
+    "default": {
+        "BACKEND": "controlplane.cache.SharedCache",
+        "LOCATION": REDIS_URL,
+        "KEY_PREFIX": "cache",
+        "OPTIONS": {"socket_timeout": 5, "socket_connect_timeout": 5},
+    }
+}
 POOL = env("LORIKEET_POOL", "default")
 #: A request that would wait longer than this for a worker is refused at once.
 MAX_WAIT_S = float(env("LORIKEET_MAX_WAIT_S", "60"))

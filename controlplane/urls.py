@@ -16,6 +16,7 @@ urlpatterns = [
     path("", RedirectView.as_view(pattern_name="console:overview")),
     path("healthz", healthz),
     path("v1/", include("controlplane.inference.urls")),
+    path("console/", include("controlplane.signin.urls")),
     path("console/", include("controlplane.console.urls")),
     path("admin/", admin.site.urls),
     path("api/openapi.json", SpectacularJSONAPIView.as_view(), name="openapi"),

@@ -1,8 +1,8 @@
 """Who may open a page of the console, and for which tenant it acts.
 
 Every page of a signed-in person goes through `member_page`: it finds the person's tenant, enters
-its scope, asks for the permission, and turns what goes wrong into a page. `public_page` is for the
-pages before that. Both add the security headers.
+its scope, asks for the permission, and turns what goes wrong into a page. `account_page` is for a
+person's own account.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
-from urllib.parse import urlsplit
 
 from django.conf import settings
 from django.http import Http404, HttpRequest, HttpResponse, JsonResponse
 from django.shortcuts import redirect, render
+from django.urls import reverse
 from django.utils.http import urlencode
 from django_htmx.middleware import HtmxDetails
 
 from controlplane.errors import ApiError, NotFound, PermissionDenied
 from controlplane.scoping import all_tenants, tenant_scope
+from controlplane.signin.second_factor import SecondFactorRequired
 from controlplane.tenants.auth import (
-    PERMISSIONS,
     SESSION_TENANT_KEY,
     Permission,
     Principal,
@@ -44,17 +44,40 @@ class Member:
     #: Every tenant the person may switch to, this one included.
     tenants: tuple[Tenant, ...]
 
+    def may(self, permission: Permission) -> bool:
+        return permission in self.principal.permissions
+
     @property
     def can_upload(self) -> bool:
-        return Permission.ADAPTERS_WRITE in PERMISSIONS[self.role]
+        return self.may(Permission.ADAPTERS_WRITE)
 
     @property
     def can_train(self) -> bool:
-        return Permission.TRAINING_WRITE in PERMISSIONS[self.role]
+        return self.may(Permission.TRAINING_WRITE)
 
     @property
     def can_manage_keys(self) -> bool:
-        return Permission.KEYS_MANAGE in PERMISSIONS[self.role]
+        return self.may(Permission.KEYS_MANAGE)
+
+    @property
+    def can_manage_members(self) -> bool:
+        return self.may(Permission.MEMBERS_MANAGE)
+
+    @property
+    def can_manage_limits(self) -> bool:
+        return self.may(Permission.LIMITS_MANAGE)
+
+    @property
+    def can_read_audit(self) -> bool:
+        return self.may(Permission.AUDIT_READ)
+
+    @property
+    def can_read_usage(self) -> bool:
+        return self.may(Permission.USAGE_READ)
+
+    @property
+    def can_manage_tenant(self) -> bool:
+        return self.may(Permission.TENANT_MANAGE)
 
 
 class ConsoleRequest(HttpRequest):
@@ -65,17 +88,16 @@ class ConsoleRequest(HttpRequest):
     member: Member
 
 
+class AccountRequest(HttpRequest):
+    """What `account_page` hands to a view."""
+
+    user: User  # type: ignore[assignment]
+    member: Member | None
+    #: The tenant that lets the person in once they have a second factor.
+    second_factor_for: Tenant | None
+
+
 Page = Callable[..., HttpResponse]
-
-
-def public_page(view: Page) -> Page:
-    """A page that anybody may open."""
-
-    @functools.wraps(view)
-    def page(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
-        return _secured(view(request, *args, **kwargs))
-
-    return page
 
 
 def member_page(view: Page | None = None, *, permission: Permission = Permission.READ) -> Any:
@@ -89,23 +111,40 @@ def member_page(view: Page | None = None, *, permission: Permission = Permission
     @functools.wraps(view)
     def page(request: ConsoleRequest, *args: Any, **kwargs: Any) -> HttpResponse:
         if not request.user.is_authenticated:
-            return _secured(_to_sign_in(request))
+            return _to_sign_in(request)
         try:
-            principal = _find_principal(request)
+            member = _find_member(request)
+        except SecondFactorRequired:
+            return _elsewhere(request, reverse("console:security"))
         except PermissionDenied as error:
-            return _secured(_no_tenant(request, error.message))
-        if principal is None:
-            return _secured(_no_tenant(request, ""))
-        request.member = Member(
-            user=request.user,
-            tenant=principal.tenant,
-            role=principal.role,
-            membership=principal.membership,
-            principal=principal,
-            tenants=tenants_of(request.user),
-        )
-        with tenant_scope(principal.tenant.id):
-            return _secured(_run(view, request, args, kwargs, principal, permission))
+            return _no_tenant(request, error.message)
+        if member is None:
+            return _no_tenant(request, "")
+        request.member = member
+        with tenant_scope(member.tenant.id):
+            return _run(view, request, args, kwargs, permission)
+
+    return page
+
+
+def account_page(view: Page) -> Page:
+    """A page of the signed-in person's own account: of no tenant, and so open without one.
+
+    `request.member` is None when the person cannot enter a tenant now.
+    """
+
+    @functools.wraps(view)
+    def page(request: AccountRequest, *args: Any, **kwargs: Any) -> HttpResponse:
+        if not request.user.is_authenticated:
+            return _to_sign_in(request)
+        request.second_factor_for = None
+        try:
+            request.member = _find_member(request)
+        except PermissionDenied as error:
+            request.member = None
+            if isinstance(error, SecondFactorRequired):
+                request.second_factor_for = error.tenant
+        return view(request, *args, **kwargs)
 
     return page
 
@@ -129,12 +168,22 @@ def choose_tenant(request: HttpRequest, tenant_id: str) -> None:
     request.session[SESSION_TENANT_KEY] = str(chosen.id)
 
 
-def _find_principal(request: HttpRequest) -> Principal | None:
+def _find_member(request: HttpRequest) -> Member | None:
     principal = session_principal(request)
     if principal is None and request.session.pop(SESSION_TENANT_KEY, None) is not None:
         # The membership behind the choice has ended; there may be another.
         principal = session_principal(request)
-    return principal
+    if principal is None:
+        return None
+    assert isinstance(request.user, User)
+    return Member(
+        user=request.user,
+        tenant=principal.tenant,
+        role=principal.role,
+        membership=principal.membership,
+        principal=principal,
+        tenants=tenants_of(request.user),
+    )
 
 
 def _no_tenant(request: HttpRequest, reason: str) -> HttpResponse:
@@ -150,11 +199,10 @@ def _run(
     request: ConsoleRequest,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    principal: Principal,
     permission: Permission,
 ) -> HttpResponse:
     try:
-        authorize(principal, permission)
+        authorize(request.member.principal, permission)
         return view(request, *args, **kwargs)
     except Http404:
         error: ApiError = NotFound("There is no such page.")
@@ -166,35 +214,12 @@ def _run(
 
 
 def _to_sign_in(request: HttpRequest) -> HttpResponse:
-    target = f"{settings.LOGIN_URL}?{urlencode({'next': request.get_full_path()})}"
+    query = urlencode({"next": request.get_full_path()})
+    return _elsewhere(request, settings.LOGIN_URL, query)
+
+
+def _elsewhere(request: HttpRequest, path: str, query: str = "") -> HttpResponse:
     if request.headers.get("HX-Request"):
-        # A fragment must not be replaced by the sign-in page: the whole window goes there.
-        return HttpResponse(status=204, headers={"HX-Redirect": settings.LOGIN_URL})
-    return redirect(target)
-
-
-@functools.cache
-def _security_headers() -> dict[str, str]:
-    storage = urlsplit(settings.S3_PUBLIC_ENDPOINT_URL)
-    policy = {
-        "default-src": "'self'",
-        # Adapter files go from the browser straight to the object store.
-        "connect-src": f"'self' {storage.scheme}://{storage.netloc}",
-        "img-src": "'self' data:",
-        "base-uri": "'none'",
-        "form-action": "'self'",
-        "frame-ancestors": "'none'",
-        "object-src": "'none'",
-    }
-    return {
-        "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
-        "Referrer-Policy": "same-origin",
-        # Pages hold a tenant's data; a shared computer's back button must not show them.
-        "Cache-Control": "no-store",
-    }
-
-
-def _secured(response: HttpResponse) -> HttpResponse:
-    for name, value in _security_headers().items():
-        response.headers[name] = value
-    return response
+        # A fragment must not be replaced by a whole page: the whole window goes there.
+        return HttpResponse(status=204, headers={"HX-Redirect": path})
+    return redirect(f"{path}?{query}" if query else path)

@@ -23,18 +23,6 @@ def add_service_error(form: forms.Form, message: str, param: str | None) -> None
     form.add_error(field if field in form.fields else None, message)
 
 
-class SignInForm(forms.Form):
-    email = forms.EmailField(
-        label="E-mail address",
-        widget=forms.EmailInput(attrs={"autocomplete": "username", "autofocus": True}),
-    )
-    password = forms.CharField(
-        max_length=1024,
-        strip=False,
-        widget=forms.PasswordInput(attrs={"autocomplete": "current-password"}),
-    )
-
-
 class PasswordForm(forms.Form):
     password = forms.CharField(
         label="Choose a password",

@@ -2,7 +2,16 @@
 
 from django.urls import path, re_path
 
-from controlplane.console.views import adapters, invites, keys, overview, session, training, uploads
+from controlplane.console.views import (
+    adapters,
+    invites,
+    keys,
+    overview,
+    security,
+    session,
+    training,
+    uploads,
+)
 
 app_name = "console"
 
@@ -11,8 +20,8 @@ _VERSION = "adapters/<str:name>/versions/<int:number>"
 
 urlpatterns = [
     path("", overview.overview, name="overview"),
-    path("sign-in", session.sign_in, name="sign_in"),
-    path("sign-out", session.sign_out, name="sign_out"),
+    path("security", security.security, name="security"),
+    path("security/email", security.verify_email, name="verify_email"),
     path("tenant", session.switch_tenant, name="switch_tenant"),
     path("invites/<str:token>", invites.invite, name="invite"),
     path("keys", keys.keys, name="keys"),

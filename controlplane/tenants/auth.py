@@ -24,6 +24,7 @@ from rest_framework.request import Request
 
 from controlplane.errors import AuthenticationFailed, PermissionDenied
 from controlplane.scoping import all_tenants
+from controlplane.signin.second_factor import check_second_factor
 from controlplane.tenants import keys
 from controlplane.tenants.key_rules import allows_address
 from controlplane.tenants.models import ApiKey, Membership, Role, Tenant, User
@@ -130,7 +131,7 @@ def session_principal(request: HttpRequest) -> Principal | None:
     """The signed-in person and the tenant they work for; None when there is no such pair.
 
     The tenant is the session's, else the one they joined first. Raises PermissionDenied when it
-    is suspended.
+    is suspended, and as SecondFactorRequired when it asks for one that the person does not have.
     """
     user = request.user
     if not isinstance(user, User) or not user.is_active:
@@ -144,6 +145,7 @@ def session_principal(request: HttpRequest) -> Principal | None:
     if membership is None:
         return None
     _check_tenant(membership.tenant)
+    check_second_factor(membership.tenant, user)
     return Principal(
         tenant=membership.tenant, role=Role(membership.role), user=user, membership=membership
     )

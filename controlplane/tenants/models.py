@@ -44,6 +44,8 @@ class Tenant(models.Model):
     slug = models.CharField(max_length=63, unique=True, validators=[slug_validator])
     name = models.CharField(max_length=200)
     status = models.CharField(max_length=16, choices=Status, default=Status.ACTIVE)
+    #: Its members enter only with a second factor; its keys have nothing to do with it.
+    requires_second_factor = models.BooleanField(default=False)
     created_at = models.DateTimeField(auto_now_add=True)
 
     def __str__(self) -> str:

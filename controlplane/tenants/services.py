@@ -5,11 +5,9 @@ Those to keys are in `key_services`, those of invites and service accounts in `p
 
 from __future__ import annotations
 
-from django.contrib import auth as django_auth
 from django.contrib.auth.password_validation import validate_password
 from django.core.exceptions import ValidationError
 from django.db import transaction
-from django.http import HttpRequest
 
 from controlplane.audit.services import record
 from controlplane.errors import Conflict, InvalidRequest, from_validation
@@ -95,12 +93,6 @@ def user_password_set(*, user: User, password: str) -> None:
     user.set_password(password)
     user.save(update_fields=["password"])
     record("password_set", user)
-
-
-def authenticate_user(*, request: HttpRequest, email: str, password: str) -> User | None:
-    """The person with this address and password, or None; takes as long either way."""
-    user = django_auth.authenticate(request, username=email.strip().lower(), password=password)
-    return user if isinstance(user, User) else None
 
 
 @transaction.atomic

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from django.contrib.auth import login
+from allauth.account.utils import perform_login
 from django.db import transaction
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import redirect, render
 from django.views.decorators.debug import sensitive_post_parameters
 from django.views.decorators.http import require_http_methods
 
-from controlplane.console.access import public_page
 from controlplane.console.forms import PasswordForm, add_service_error
 from controlplane.errors import Conflict, InvalidRequest, NotFound
 from controlplane.tenants import people
@@ -20,7 +19,6 @@ from controlplane.tenants.services import user_create
 
 @sensitive_post_parameters("password")
 @require_http_methods(["GET", "HEAD", "POST"])
-@public_page
 def invite(request: HttpRequest, token: str) -> HttpResponse:
     """Opening it changes nothing, for mail scanners open addresses too; the button accepts."""
     try:
@@ -64,5 +62,5 @@ def _accept(
     except InvalidRequest as error:
         add_service_error(form, error.message, error.param)
         return None
-    login(request, user, backend="django.contrib.auth.backends.ModelBackend")
+    perform_login(request, user)
     return membership

@@ -65,7 +65,7 @@ def test_operator_signs_in_where_everybody_does(db: None) -> None:
     client = Client()
     sign_in = client.get(reverse("admin:workers"), follow=True)
     assert sign_in.redirect_chain[-1][0].startswith("/console/sign-in?next=")
-    form = {"email": "operator@example.com", "password": PASSWORD, "next": "/admin/workers/"}
+    form = {"login": "operator@example.com", "password": PASSWORD, "next": "/admin/workers/"}
     answer = client.post("/console/sign-in", form)
     assert (answer.status_code, answer.url) == (302, "/admin/workers/")
 

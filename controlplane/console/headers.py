@@ -1,0 +1,61 @@
+"""What every answer under /console/ tells the browser."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+from asgiref.sync import iscoroutinefunction, markcoroutinefunction
+from django.conf import settings
+from django.http import HttpRequest, HttpResponseBase
+
+
+class ConsoleHeadersMiddleware:
+    """Adds the security headers: no script or style but the console's own files, no caching."""
+
+    sync_capable = True
+    async_capable = True
+
+    def __init__(self, get_response: Callable[[HttpRequest], Any]) -> None:
+        self.get_response = get_response
+        self.is_async = iscoroutinefunction(get_response)
+        if self.is_async:
+            markcoroutinefunction(self)
+
+    def __call__(self, request: HttpRequest) -> HttpResponseBase | Awaitable[HttpResponseBase]:
+        if self.is_async:
+            return self._acall(request)
+        return _secured(request, self.get_response(request))
+
+    async def _acall(self, request: HttpRequest) -> HttpResponseBase:
+        return _secured(request, await self.get_response(request))
+
+
+def _secured(request: HttpRequest, response: HttpResponseBase) -> HttpResponseBase:
+    if request.path.startswith("/console/"):
+        for name, value in _headers().items():
+            response.headers[name] = value
+    return response
+
+
+@functools.cache
+def _headers() -> dict[str, str]:
+    storage = urlsplit(settings.S3_PUBLIC_ENDPOINT_URL)
+    policy = {
+        "default-src": "'self'",
+        # Adapter files go from the browser straight to the object store.
+        "connect-src": f"'self' {storage.scheme}://{storage.netloc}",
+        "img-src": "'self' data:",
+        "base-uri": "'none'",
+        "form-action": "'self'",
+        "frame-ancestors": "'none'",
+        "object-src": "'none'",
+    }
+    return {
+        "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
+        "Referrer-Policy": "same-origin",
+        # Pages hold a tenant's data; a shared computer's back button must not show them.
+        "Cache-Control": "no-store",
+    }

@@ -1,0 +1,43 @@
+"""Where mail goes: Django's settings from one URL.
+
+smtp://user:password@host:25       in the clear, for a relay on the same host
+smtp+tls://user:password@host:587  STARTTLS
+smtps://user:password@host:465     TLS from the first byte
+console:                           onto standard output
+file:///var/mail                   one file for each mail
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from django.core.exceptions import ImproperlyConfigured
+
+_BACKEND = "django.core.mail.backends.{}.EmailBackend"
+#: Of each way to speak SMTP: the usual port, and the settings that are on.
+_SMTP: dict[str, tuple[int, dict[str, bool]]] = {
+    "smtp": (25, {}),
+    "smtp+tls": (587, {"EMAIL_USE_TLS": True}),
+    "smtps": (465, {"EMAIL_USE_SSL": True}),
+}
+
+
+def email_settings(url: str) -> dict[str, Any]:
+    """Raises ImproperlyConfigured for a URL that is none of the above."""
+    parts = urlsplit(url)
+    if parts.scheme == "console":
+        return {"EMAIL_BACKEND": _BACKEND.format("console")}
+    if parts.scheme == "file" and parts.path:
+        return {"EMAIL_BACKEND": _BACKEND.format("filebased"), "EMAIL_FILE_PATH": parts.path}
+    if parts.scheme in _SMTP and parts.hostname:
+        port, switches = _SMTP[parts.scheme]
+        return {
+            "EMAIL_BACKEND": _BACKEND.format("smtp"),
+            "EMAIL_HOST": parts.hostname,
+            "EMAIL_PORT": parts.port or port,
+            "EMAIL_HOST_USER": unquote(parts.username or ""),
+            "EMAIL_HOST_PASSWORD": unquote(parts.password or ""),
+            **switches,
+        }
+    raise ImproperlyConfigured("EMAIL_URL is smtp://…, smtp+tls://…, smtps://…, console: or file:")

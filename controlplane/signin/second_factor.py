@@ -1,0 +1,37 @@
+"""Who has a second factor, and which tenants ask their members for one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.db.models import QuerySet
+
+from controlplane.errors import PermissionDenied
+from controlplane.tenants.models import Tenant, User
+
+
+class SecondFactorRequired(PermissionDenied):
+    """The tenant asks its members for a second factor, and this person has none."""
+
+    def __init__(self, tenant: Tenant) -> None:
+        super().__init__(
+            f"{tenant.name} asks its members for a second factor: set one up in the console, "
+            "under Security.",
+            code="second_factor_required",
+        )
+        self.tenant = tenant
+
+
+def authenticators(user: User) -> QuerySet[Any]:
+    """The person's second factors; recovery codes are none by themselves."""
+    from allauth.mfa.models import Authenticator  # its models need all apps
+
+    types = (Authenticator.Type.TOTP, Authenticator.Type.WEBAUTHN)
+    found: QuerySet[Any] = Authenticator.objects.filter(user_id=user.pk, type__in=types)
+    return found
+
+
+def check_second_factor(tenant: Tenant, user: User) -> None:
+    """Raises SecondFactorRequired for a person without one in a tenant that asks for it."""
+    if tenant.requires_second_factor and not authenticators(user).exists():
+        raise SecondFactorRequired(tenant)
