@@ -17,6 +17,7 @@ from engine.adapters import AdapterStore, LoadLimits
 from engine.batch import BatchBuilder
 from engine.config import EngineConfig, ModelConfig
 from engine.deadlines import Deadlines
+from engine.endings import Endings
 from engine.errors import BadGrammar, EngineError, RequestError
 from engine.flight import Flight
 from engine.grammar import Grammars
@@ -111,7 +112,7 @@ class Engine:
         self._sampler = Sampler(vocab_size=model.vocab_size, device=config.device)
         self._grammars = Grammars(tokenizer or config.model_dir, model.vocab_size)
         self._requests: dict[str, list[Sequence]] = {}  # those that have not ended
-        self._ending: dict[str, tuple[FinishReason, EngineError | None]] = {}
+        self._endings = Endings()
         self._num_arrivals = self._num_steps = self._num_generated = 0
 
     # Adapters
@@ -186,13 +187,17 @@ class Engine:
         self._pins.remove(self._pins.request_for(tenant_id, adapters, token_ids))
         self._compute_pins()
 
-    def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
-        """End a request; its last outputs, with `reason`, come from the next step.
+    def cancel(
+        self,
+        request_id: str,
+        reason: FinishReason = FinishReason.CANCELLED,
+        index: int | None = None,
+    ) -> None:
+        """End a request, or one of its n; the last outputs, with `reason`, come from the next step.
 
-        Idempotent; does nothing for a request that has ended or never was.
+        Idempotent; does nothing for what has ended or never was.
         """
-        if request_id in self._requests:
-            self._ending.setdefault(request_id, (reason, None))
+        self._endings.add(self._requests.get(request_id, ()), reason, index=index)
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do, now or as soon as an adapter or grammar is ready."""
@@ -212,7 +217,7 @@ class Engine:
         now = self._clock()
         self._deadlines.pace.stop(now)
         for request_id, late in self._deadlines.too_late(now):
-            self._ending.setdefault(request_id, (FinishReason.ERROR, late))
+            self._endings.add(self._requests.get(request_id, ()), FinishReason.ERROR, late)
         outputs: list[RequestOutput] = []
         if self._flight is not None:
             self._deadlines.pace.start(now, self._flight.step.num_tokens)
@@ -300,16 +305,11 @@ class Engine:
         if not isinstance(error, EngineError):
             log.error("request failed", exc_info=error, extra={"request_id": request_id})
             error = EngineError(f"internal error: {type(error).__name__}")
-        self._ending.setdefault(request_id, (FinishReason.ERROR, error))
+        self._endings.add(self._requests.get(request_id, ()), FinishReason.ERROR, error)
 
     def _end_early(self) -> list[RequestOutput]:
         """End what was cancelled, has failed or is past its deadline."""
-        ending, self._ending = self._ending, {}
-        return [
-            self._end(sequence, reason, error)
-            for request_id, (reason, error) in ending.items()
-            for sequence in list(self._requests.get(request_id, ()))
-        ]
+        return [self._end(*ending) for ending in self._endings.take()]
 
     def _launch(self, step: Step) -> Flight:
         """Run the step, on a GPU without waiting for it.
@@ -336,7 +336,7 @@ class Engine:
         rows = flight.step.rows
         if (
             flight.runner is None
-            or self._ending
+            or self._endings
             or self._scheduler.can_admit(self._clock())
             or any(self._must_end(row.sequence) for row in rows)
         ):

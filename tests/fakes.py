@@ -67,6 +67,7 @@ def write_fake_base(folder: Path) -> Path:
 @dataclasses.dataclass
 class _Running:
     request: Request
+    index: int
     echo: list[int]
     generated: int = 0
 
@@ -84,7 +85,7 @@ class FakeEngine:
     def __init__(self, *, step_s: float = 0.0, max_running: int = 64) -> None:
         self._step_s = step_s
         self._max_running = max_running
-        self._requests: dict[str, _Running] = {}
+        self._requests: dict[tuple[str, int], _Running] = {}  # by id and index
         self._ended: list[RequestOutput] = []
         self._adapters: set[str] = set()
         self._steps = 0
@@ -112,11 +113,19 @@ class FakeEngine:
             else:
                 stretches[-1].append(token_id)
         echo = next((stretch for stretch in reversed(stretches) if stretch), [5])
-        self._requests[request.request_id] = _Running(request, echo)
+        for index in range(request.n):
+            self._requests[request.request_id, index] = _Running(request, index, echo)
 
-    def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
-        if running := self._requests.pop(request_id, None):
-            self._ended.append(self._output(running, finish_reason=reason))
+    def cancel(
+        self,
+        request_id: str,
+        reason: FinishReason = FinishReason.CANCELLED,
+        index: int | None = None,
+    ) -> None:
+        for key in [key for key in self._requests if key[0] == request_id]:
+            if index in (None, key[1]):
+                ended = self._output(self._requests.pop(key), finish_reason=reason)
+                self._ended.append(ended)
 
     def has_work(self) -> bool:
         return bool(self._requests or self._ended)
@@ -134,7 +143,7 @@ class FakeEngine:
         at = running.generated
         running.generated += 1
         if at >= len(running.echo) and not sampling.ignore_eos:
-            del self._requests[running.request.request_id]
+            del self._requests[running.request.request_id, running.index]
             return self._output(running, finish_reason=FinishReason.STOP)
         token_id = running.echo[at % len(running.echo)]
         output = self._output(running, token_ids=[token_id])
@@ -142,7 +151,7 @@ class FakeEngine:
             top = tuple((token_id + rank, -0.5 - rank) for rank in range(sampling.logprobs))
             output.logprobs = [TokenLogprob(token_id, -0.5, top)]
         if sampling.max_tokens is not None and running.generated >= sampling.max_tokens:
-            del self._requests[running.request.request_id]
+            del self._requests[running.request.request_id, running.index]
             output.finish_reason = FinishReason.LENGTH
         return output
 
@@ -156,6 +165,7 @@ class FakeEngine:
     ) -> RequestOutput:
         return RequestOutput(
             request_id=running.request.request_id,
+            index=running.index,
             token_ids=token_ids or [],
             finish_reason=finish_reason,
             error=error,

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from typing import Any
 
-from worker.channel import Logprob, Output
+from worker.channel import Output
+from worker.choice import Choice
 from worker.protocol import DoneRecord, FinishReason, GenerateJob, TokenEvent, Usage
 from worker.streams import News
-from worker.text import Detokenizer, StopStrings, TextCodec
+from worker.text import TextCodec
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -47,17 +47,11 @@ class ActiveRequest:
         self.held_digests: tuple[str, ...] = ()  # acquired from the adapter cache
         self.released = asyncio.Event()  # what it held was given back
         self.finish_reason: str | None = None
-        self.prompt_tokens = 0
-        self.cached_tokens = 0
-        self.generated = 0
         self._worker_id = worker_id
-        self._codec = codec
-        self._detokenizer = Detokenizer(codec)
-        self._stops = StopStrings(job.sampling.stop)
-        self._stop_string: str | None = None
+        self._choices = [Choice(job, codec, index) for index in range(job.num_choices)]
+        self._earlier = Usage()  # of attempts that were lost
+        self._prompts: dict[int, tuple[int, int]] = {}  # number -> tokens, of them cached
         self._seq = 0
-        self._text = ""
-        self._logprobs: list[dict[str, Any]] = []
         self._error: tuple[str, str, str | None] | None = None
 
     @property
@@ -65,57 +59,73 @@ class ActiveRequest:
         return self.finish_reason is not None
 
     @property
+    def runs_on(self) -> bool:
+        """Whether the engine still works on any of it."""
+        return self.in_engine and any(choice.runs_on for choice in self._choices)
+
+    @property
+    def generated(self) -> int:
+        """Tokens that were generated for it, in all choices."""
+        return self.usage.completion_tokens
+
+    @property
+    def usage(self) -> Usage:
+        """What is billed; a prompt counts once however many choices it has."""
+        prompts, earlier = self._prompts.values(), self._earlier
+        return Usage(
+            prompt_tokens=sum(tokens for tokens, _ in prompts) or earlier.prompt_tokens,
+            cached_tokens=sum(cached for _, cached in prompts) or earlier.cached_tokens,
+            completion_tokens=earlier.completion_tokens
+            + sum(choice.generated for choice in self._choices),
+        )
+
+    def remember(self, usage: Usage) -> None:
+        """Count what an earlier attempt has generated and told of."""
+        self._earlier = usage
+
+    @property
     def has_news(self) -> bool:
         """Whether there is something to send. Only a stream is told of tokens before the end."""
-        return self.is_finished or (self.job.stream and bool(self._text or self._logprobs))
+        return self.is_finished or (
+            self.job.stream and any(choice.has_news for choice in self._choices)
+        )
 
     @property
     def is_urgent(self) -> bool:
         """Whether its news should not wait for other requests'."""
         return self.is_finished or self._seq == 0
 
-    def feed(self, output: Output, now: float) -> None:
-        """Take in what a step added. Afterwards `is_finished` may be true while the engine goes
-        on, because a stop string was met."""
-        self.prompt_tokens = output.num_prompt_tokens or self.prompt_tokens
-        self.cached_tokens = output.num_cached_tokens or self.cached_tokens
-        self.generated = max(self.generated, output.num_generated)
+    def show_prompts(self, texts: list[str]) -> None:
+        """Let each choice's text begin with its prompt's."""
+        for choice in self._choices:
+            choice.show(texts[choice.index // self.job.n])
+
+    def feed(self, output: Output, now: float, *, prompt: int = 0) -> int | None:
+        """Take in what a step added to a choice of the given prompt.
+
+        -> the engine's index of a choice that ended at a stop string, which the engine does not
+        know of; None: it knows all.
+        """
+        if output.num_prompt_tokens:
+            self._prompts[prompt] = (output.num_prompt_tokens, output.num_cached_tokens)
         if output.token_ids and self.timings.first_token is None:
             self.timings.first_token = now
-        text, self._stop_string = self._stops.feed(self._read(output))
-        self._text += text
-        if self._stop_string is not None:
-            self._end(FinishReason.STOP, now)
-        elif output.failure is not None:
+        choice = self._choices[prompt * self.job.n + output.index]
+        choice.feed(output)
+        if output.failure is not None:
             failure = output.failure
             self.fail(failure.code, failure.message, failure.param, now=now)
-        elif output.finish_reason is not None:
-            self._finish_text(output.finish_reason, now)
-
-    def _read(self, output: Output) -> str:
-        """The text of an output's tokens; what is to be told of each token is kept."""
-        if not output.logprobs or self.job.sampling.logprobs is None:
-            return self._detokenizer.feed(output.token_ids)
-        if not self.job.token_details:
-            self._logprobs += [self._logprob(entry) for entry in output.logprobs]
-            return self._detokenizer.feed(output.token_ids)
-        pieces = [self._detokenizer.feed([token_id]) for token_id in output.token_ids]
-        for piece, entry in zip(pieces, output.logprobs, strict=True):
-            self._logprobs.append(self._logprob(entry) | {"text": piece})
-        return "".join(pieces)
-
-    def _finish_text(self, reason: str, now: float) -> None:
-        text, self._stop_string = self._stops.feed(self._detokenizer.finish())
-        is_stopped = self._stop_string is not None
-        self._text += text if is_stopped else text + self._stops.finish()
-        self._end(FinishReason.STOP if is_stopped else reason, now)
+        elif all(choice.finish_reason is not None for choice in self._choices):
+            self._end(_reason_of(self._choices), now)
+        return output.index if choice.finish_reason is not None and choice.runs_on else None
 
     def cancel(self, now: float) -> None:
         """End it because nobody wants the answer."""
         self._end(FinishReason.CANCELLED, now)
 
     def fail(self, code: str, message: str, param: str | None = None, *, now: float) -> None:
-        self._error = (code, message, param)
+        if self.finish_reason is None:
+            self._error = (code, message, param)
         self._end(FinishReason.ERROR, now)
 
     def _end(self, reason: str, now: float) -> None:
@@ -123,48 +133,48 @@ class ActiveRequest:
             self.finish_reason = str(reason)
             self.timings.finished = now
 
-    def take_news(self) -> News:
-        """What happened since the last call, as the next event."""
+    def take_news(self) -> list[News]:
+        """What happened since the last call, as the next events."""
         news = self.peek_news()
-        self._seq += 1
-        self._text = ""
-        self._logprobs = []
+        self._seq += len(news)
+        for choice in self._choices:
+            choice.clear()
         return news
 
-    def peek_news(self) -> News:
-        """What `take_news` would give now."""
+    def peek_news(self) -> list[News]:
+        """What `take_news` would give now: one event for each choice that has news."""
+        blank = TokenEvent(request_id=self.job.request_id, lease=self.lease, seq=self._seq)
+        events = [choice.event(blank) for choice in self._choices if choice.has_news]
+        if self._error is not None or (self.is_finished and not events):
+            events = [self._last_words(blank)]
+        usage = self.usage
+        if self.is_finished:
+            events[-1] = dataclasses.replace(events[-1], usage=usage)
+        return [
+            News(
+                event=dataclasses.replace(event, seq=self._seq + number),
+                entry_id=self.entry_id,
+                emitted=usage.completion_tokens,
+                prompt_tokens=usage.prompt_tokens,
+                cached_tokens=usage.cached_tokens,
+                done=self._done_record() if event.usage is not None else None,
+            )
+            for number, event in enumerate(events)
+        ]
+
+    def _last_words(self, blank: TokenEvent) -> TokenEvent:
+        """The end of a request as a whole."""
         code, message, param = self._error or (None, None, None)
-        event = TokenEvent(
-            request_id=self.job.request_id,
-            lease=self.lease,
-            seq=self._seq,
-            text=self._text,
-            logprobs=tuple(self._logprobs) or None,
+        return dataclasses.replace(
+            blank,
             finish_reason=self.finish_reason,
-            stop_string=self._stop_string,
             error_code=code,
             error_message=message,
             error_param=param,
-            usage=self._usage() if self.is_finished else None,
-        )
-        return News(
-            event=event,
-            entry_id=self.entry_id,
-            emitted=self.generated,
-            prompt_tokens=self.prompt_tokens,
-            cached_tokens=self.cached_tokens,
-            done=self._done_record() if self.is_finished else None,
-        )
-
-    def _usage(self) -> Usage:
-        return Usage(
-            prompt_tokens=self.prompt_tokens,
-            cached_tokens=self.cached_tokens,
-            completion_tokens=self.generated,
         )
 
     def _done_record(self) -> DoneRecord:
-        job, timings = self.job, self.timings
+        job, timings, usage = self.job, self.timings, self.usage
         assert timings.finished is not None and self.finish_reason is not None
 
         def since_accepted(moment: float) -> float:
@@ -185,9 +195,9 @@ class ActiveRequest:
             digests=tuple(ref.digest for ref in job.adapters),
             finish_reason=self.finish_reason,
             error_code=self._error[0] if self._error else None,
-            prompt_tokens=self.prompt_tokens,
-            cached_tokens=self.cached_tokens,
-            completion_tokens=self.generated,
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            completion_tokens=usage.completion_tokens,
             created_at=job.created_at,
             queue_ms=max(0.0, since_accepted(started) - load_ms),
             load_ms=load_ms,
@@ -198,17 +208,11 @@ class ActiveRequest:
             is_batch=job.is_batch,
         )
 
-    def _logprob(self, entry: Logprob) -> dict[str, Any]:
-        token_id, logprob, top = entry
-        shown = self._token(token_id, logprob)
-        return shown | {"top_logprobs": [self._token(*alternative) for alternative in top]}
 
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        shown = {
-            "token": self._codec.token_text(token_id),
-            "logprob": max(logprob, -9999.0),  # -inf is no JSON
-            "bytes": self._codec.token_bytes(token_id),
-        }
-        if self.job.token_details:
-            shown |= {"id": token_id, "special": self._codec.is_special(token_id)}
-        return shown
+def _reason_of(choices: list[Choice]) -> str:
+    """How a request ended whose choices did: one that was cut says more than one that was not."""
+    reasons = {choice.finish_reason for choice in choices}
+    for reason in (FinishReason.CANCELLED, FinishReason.LENGTH):
+        if reason in reasons:
+            return reason
+    return FinishReason.STOP

@@ -1,9 +1,13 @@
-"""From a job to the engine's command: prompt to token ids, wire names to the engine's."""
+"""From a job to the engine's commands: prompts to token ids, wire names to the engine's.
+
+The engine takes one prompt at a time, so a job with several is as many of its requests, under
+`engine_ids`; a job with one goes by its own id.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from worker.channel import Add
 from worker.protocol import ErrorCode, GenerateJob
@@ -20,19 +24,49 @@ class Refused(Exception):
         self.param = param
 
 
-def prompt_token_ids(job: GenerateJob, codec: TextCodec) -> list[int]:
-    """The prompt's token ids; takes as long as the prompt is long. Raises Refused."""
-    if job.token_ids is not None:
-        token_ids, param = list(job.token_ids), "token_ids"
-    elif job.messages is None:
-        token_ids, param = _text_token_ids(job.text or "", codec), "text"
-    else:
-        token_ids, param = _chat_token_ids(job.messages, codec), "messages"
-    if not token_ids:
+class Prompt(NamedTuple):
+    """One prompt of a job; `text` is what an echo of it shows."""
+
+    token_ids: list[int]
+    text: str = ""
+
+
+def engine_ids(job: GenerateJob) -> list[str]:
+    """The engine's names of the job's prompts."""
+    if not job.prompts:
+        return [job.request_id]
+    return [f"{job.request_id}#{number}" for number in range(len(job.prompts))]
+
+
+def split_engine_id(engine_id: str) -> tuple[str, int]:
+    """The job's id and the number of the prompt."""
+    request_id, _, number = engine_id.partition("#")
+    return request_id, int(number or 0)
+
+
+def read_prompts(job: GenerateJob, codec: TextCodec) -> list[Prompt]:
+    """The job's prompts in tokens; takes as long as they are long. Raises Refused."""
+    if job.messages is not None:
+        return [_checked(Prompt(_chat_token_ids(job.messages, codec)), "messages", codec)]
+    given: Sequence[Any] = job.prompts or [job.text if job.token_ids is None else job.token_ids]
+    return [_raw_prompt(prompt, codec) for prompt in given]
+
+
+def _raw_prompt(given: str | Sequence[int] | None, codec: TextCodec) -> Prompt:
+    if given is None or isinstance(given, str):
+        text = given or ""
+        return _checked(Prompt(_text_token_ids(text, codec), text), "text", codec)
+    token_ids = list(given)
+    return _checked(Prompt(token_ids, codec.decode(token_ids)), "token_ids", codec)
+
+
+def _checked(prompt: Prompt, param: str, codec: TextCodec) -> Prompt:
+    num_tokens = len(prompt.token_ids)
+    if not num_tokens:
         raise Refused(ErrorCode.INVALID_PROMPT, "The prompt is empty.", param)
-    if len(token_ids) >= codec.context_length:
-        raise _too_long(str(len(token_ids)), codec.context_length, param)
-    return token_ids
+    if num_tokens >= codec.context_length:
+        raise _too_long(str(num_tokens), codec.context_length, param)
+    return prompt
 
 
 def _text_token_ids(text: str, codec: TextCodec) -> list[int]:
@@ -65,32 +99,42 @@ def _too_long(tokens: str, context_length: int, param: str) -> Refused:
     )
 
 
-def to_add(job: GenerateJob, token_ids: list[int], context_length: int) -> Add:
-    """The engine's command. An answer that would overrun the context is cut there."""
+def to_adds(job: GenerateJob, prompts: Sequence[Prompt], context_length: int) -> list[Add]:
+    """The engine's commands. An answer that would overrun the context is cut there."""
+    return [
+        Add(
+            request_id=engine_id,
+            tenant_id=job.tenant_id,
+            token_ids=prompt.token_ids,
+            sampling=_sampling(job, context_length - len(prompt.token_ids)),
+            n=job.n,
+            adapters=tuple((ref.digest, ref.weight) for ref in job.adapters),
+            json_schema=job.json_schema,
+            deadline=job.deadline,
+            is_batch=job.is_batch,
+        )
+        for engine_id, prompt in zip(engine_ids(job), prompts, strict=True)
+    ]
+
+
+def _sampling(job: GenerateJob, room: int) -> dict[str, Any]:
+    """The fields of the engine's SamplingParams; `room`: tokens that the context has left."""
     sampling = job.sampling
-    room = context_length - len(token_ids)
-    return Add(
-        request_id=job.request_id,
-        tenant_id=job.tenant_id,
-        token_ids=token_ids,
-        sampling={
-            "max_tokens": room if sampling.max_tokens is None else min(sampling.max_tokens, room),
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-            "seed": sampling.seed,
-            "presence_penalty": sampling.presence_penalty,
-            "frequency_penalty": sampling.frequency_penalty,
-            "repetition_penalty": sampling.repetition_penalty,
-            "logit_bias": _logit_bias(sampling.logit_bias),
-            "logprobs": sampling.logprobs,
-            "ignore_eos": sampling.ignore_eos,
-        },
-        adapters=tuple((ref.digest, ref.weight) for ref in job.adapters),
-        json_schema=job.json_schema,
-        deadline=job.deadline,
-    )
+    return {
+        "max_tokens": room if sampling.max_tokens is None else min(sampling.max_tokens, room),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "seed": sampling.seed,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "repetition_penalty": sampling.repetition_penalty,
+        "logit_bias": _logit_bias(sampling.logit_bias),
+        "logprobs": sampling.logprobs,
+        "ignore_eos": sampling.ignore_eos,
+        "min_tokens": sampling.min_tokens,
+    }
 
 
 def _logit_bias(biases: dict[str, float]) -> dict[int, float]:

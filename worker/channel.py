@@ -19,17 +19,20 @@ class Add:
     tenant_id: str
     token_ids: list[int]
     sampling: dict[str, object]
+    n: int = 1
     adapters: tuple[tuple[str, float], ...] = ()  # digest, weight
     json_schema: str | None = None
     deadline: float | None = None
+    is_batch: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """End a request early; its last output comes with `reason`."""
+    """End a request early, or one choice of it; its last outputs come with `reason`."""
 
     request_id: str
     reason: str
+    index: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from engine.errors import EngineError
-from engine.request import AdapterPart, FinishReason, Request, RequestOutput, SamplingParams
+from engine.request import (
+    AdapterPart,
+    FinishReason,
+    Priority,
+    Request,
+    RequestOutput,
+    SamplingParams,
+)
 from worker.channel import (
     Add,
     Cancel,
@@ -65,7 +72,9 @@ class EngineLike(Protocol):
     def register_adapter(self, digest: str, path: Path) -> None: ...
     def unregister_adapter(self, digest: str) -> None: ...
     def add(self, request: Request) -> None: ...
-    def cancel(self, request_id: str, reason: FinishReason = ...) -> None: ...
+    def cancel(
+        self, request_id: str, reason: FinishReason = ..., index: int | None = ...
+    ) -> None: ...
     def step(self) -> list[RequestOutput]: ...
     def has_work(self) -> bool: ...
     def stats(self) -> EngineStats: ...
@@ -177,7 +186,8 @@ class EngineLoop:
                     if output := self._add(command):
                         refused.append(output)
                 case Cancel():
-                    self._engine.cancel(command.request_id, FinishReason(command.reason))
+                    reason = FinishReason(command.reason)
+                    self._engine.cancel(command.request_id, reason, command.index)
                 case Register():
                     self._register(command)
                 case Unregister():
@@ -224,8 +234,10 @@ def to_request(command: Add) -> Request:
         adapters=tuple(
             AdapterPart(digest=digest, weight=weight) for digest, weight in command.adapters
         ),
+        n=command.n,
         json_schema=command.json_schema,
         deadline=command.deadline,
+        priority=Priority.BATCH if command.is_batch else Priority.INTERACTIVE,
     )
 
 

@@ -95,7 +95,8 @@ class Flusher:
         for gateway_id, requests in itertools.groupby(
             by_gateway, key=lambda request: request.job.gateway_id
         ):
-            await self._publish(gateway_id, [request.take_news() for request in requests])
+            news = [item for request in requests for item in request.take_news()]
+            await self._publish(gateway_id, news)
         self._sending = set()
         if self._is_spooled and not self._waiting:
             self._spool.clear()
@@ -113,14 +114,14 @@ class Flusher:
                 await asyncio.sleep(RETRY_S)
                 continue
             if refused:
-                self._on_refused([item.event.request_id for item in refused])
+                self._on_refused(list(dict.fromkeys(item.event.request_id for item in refused)))
             return
 
     def _spool_waiting(self) -> None:
         """Requests that ended while Redis was away wait behind the flush that waits."""
         for request in self._waiting.values():
             if request.is_finished:
-                self._spool.add(request.job.gateway_id, [request.peek_news()])
+                self._spool.add(request.job.gateway_id, request.peek_news())
 
     async def replay(self) -> None:
         """Publish what an earlier run could not. Raises RedisError."""

@@ -16,7 +16,7 @@ from redis.exceptions import RedisError
 
 from worker.active import ActiveRequest
 from worker.adapters import AdapterCache, AdapterFetchError, Fetch
-from worker.admission import Refused, prompt_token_ids, to_add
+from worker.admission import Refused, engine_ids, read_prompts, split_engine_id, to_adds
 from worker.channel import Cancel, Command, Output, Register, Unregister
 from worker.config import WorkerConfig
 from worker.flusher import Flusher
@@ -92,7 +92,8 @@ class Requests:
 
     def num_free(self, max_running: int) -> int:
         """How many more requests may be taken up."""
-        return min(MAX_ACTIVE, (max_running or MAX_ACTIVE) + LOOKAHEAD) - len(self._active)
+        held = sum(request.job.num_choices for request in self._active.values())
+        return min(MAX_ACTIVE, (max_running or MAX_ACTIVE) + LOOKAHEAD) - held
 
     async def room(self, max_running: int) -> None:
         """Wait until another request may be taken up."""
@@ -116,9 +117,7 @@ class Requests:
         self._active[job.request_id] = request
         if dispatch.emitted:
             # Its client has seen part of an answer that cannot be continued.
-            request.prompt_tokens = dispatch.prompt_tokens
-            request.cached_tokens = dispatch.cached_tokens
-            request.generated = dispatch.emitted
+            request.remember(dispatch.usage)
         if dispatch.is_cancelled:
             request.cancel(now)
         elif dispatch.emitted:
@@ -145,8 +144,8 @@ class Requests:
             await self._load_adapters(request)
             if attempt > 1:
                 await self._wait_to_run_alone(request)
-            token_ids = await asyncio.to_thread(prompt_token_ids, job, self._codec)
-            command = to_add(job, token_ids, self._codec.context_length)
+            prompts = await asyncio.to_thread(read_prompts, job, self._codec)
+            commands = to_adds(job, prompts, self._codec.context_length)
         except Refused as refused:
             request.fail(refused.code, refused.message, refused.param, now=time.time())
         except Exception:
@@ -156,9 +155,12 @@ class Requests:
             self._finish(request)
             self._release(request)  # what came after the cancellation
             return
+        if job.echo:
+            request.show_prompts([prompt.text for prompt in prompts])
         request.timings.started = time.time()
         request.in_engine = True
-        self._send(command)
+        for command in commands:
+            self._send(command)
 
     async def _wait_to_run_alone(self, request: ActiveRequest) -> None:
         """Run those that were in a crash one at a time: the next crash tells whose fault it is."""
@@ -196,16 +198,23 @@ class Requests:
             self.note_progress()
         for output in outputs:
             self.num_tokens += len(output.token_ids)
-            request = self._active.get(output.request_id)
+            request_id, prompt = split_engine_id(output.request_id)
+            request = self._active.get(request_id)
             if request is None:
                 continue  # ended here already: a stop string, or another worker's lease
-            request.feed(output, now)
+            stopped = request.feed(output, now, prompt=prompt)
             if request.is_finished:
-                if output.finish_reason is None:
-                    self._send(Cancel(output.request_id, FinishReason.STOP))
+                if request.runs_on:
+                    self._cancel_in_engine(request, FinishReason.STOP)
                 self._finish(request)
-            else:
-                self.flusher.add(request)
+                continue
+            if stopped is not None:
+                self._send(Cancel(output.request_id, FinishReason.STOP, stopped))
+            self.flusher.add(request)
+
+    def _cancel_in_engine(self, request: ActiveRequest, reason: FinishReason) -> None:
+        for engine_id in engine_ids(request.job):
+            self._send(Cancel(engine_id, reason))
 
     def note_progress(self) -> None:
         """The engine has done something."""
@@ -237,7 +246,7 @@ class Requests:
         if request is None:
             return
         if request.in_engine:
-            self._send(Cancel(request_id, FinishReason.CANCELLED))
+            self._cancel_in_engine(request, FinishReason.CANCELLED)
         else:
             request.cancel(time.time())
             self._finish(request)
@@ -281,7 +290,7 @@ class Requests:
             if request := self._active.pop(request_id, None):
                 request.cancel(time.time())
                 if request.in_engine:
-                    self._send(Cancel(request_id, FinishReason.CANCELLED))
+                    self._cancel_in_engine(request, FinishReason.CANCELLED)
                 self._release(request)
 
     def _on_evict(self, digest: str) -> None:

@@ -27,18 +27,23 @@ class Spool:
         self._spooled: set[str] = set()
 
     def add(self, gateway_id: str, news: Sequence[News]) -> None:
-        """Keep the ends among these news, each once. A full disk is logged and survived."""
+        """Keep what ends requests among these news, each once. A full disk is logged and survived.
+
+        An end of several choices is several news: the scripts take the last only after the others.
+        """
+        ended = {item.event.request_id for item in news if item.done is not None} - self._spooled
         lines = [
             json.dumps(
                 {
                     "gateway": gateway_id,
                     "event": item.event.to_dict(),
                     "entry": item.entry_id.decode(),
-                    "done": item.done.to_dict(),
+                    "counts": [item.emitted, item.prompt_tokens, item.cached_tokens],
+                    "done": None if item.done is None else item.done.to_dict(),
                 }
             )
             for item in news
-            if item.done is not None and item.event.request_id not in self._spooled
+            if item.event.request_id in ended
         ]
         if not lines:
             return
@@ -51,7 +56,7 @@ class Spool:
         except OSError as error:
             log.error("the spool cannot be written: %r", error)
             return
-        self._spooled.update(item.event.request_id for item in news if item.done is not None)
+        self._spooled.update(ended)
 
     def read(self) -> list[tuple[str, News]]:
         """What an earlier run left, as (gateway, news). A line that was cut off is left out."""
@@ -63,14 +68,15 @@ class Spool:
         for line in lines:
             try:
                 fields = json.loads(line)
-                done = DoneRecord.from_dict(fields["done"])
+                emitted, prompt_tokens, cached_tokens = fields["counts"]
+                done = fields["done"]
                 news = News(
                     event=TokenEvent.from_dict(fields["event"]),
                     entry_id=fields["entry"].encode(),
-                    emitted=done.completion_tokens,
-                    prompt_tokens=done.prompt_tokens,
-                    cached_tokens=done.cached_tokens,
-                    done=done,
+                    emitted=emitted,
+                    prompt_tokens=prompt_tokens,
+                    cached_tokens=cached_tokens,
+                    done=None if done is None else DoneRecord.from_dict(done),
                 )
                 found.append((fields["gateway"], news))
             except (ValueError, TypeError, KeyError):

@@ -17,7 +17,7 @@ from redis.backoff import ExponentialBackoff
 from redis.exceptions import NoScriptError, ResponseError
 
 from worker import fair_queue, protocol
-from worker.protocol import ControlMessage, DoneRecord, Heartbeat, TokenEvent
+from worker.protocol import ControlMessage, DoneRecord, Heartbeat, TokenEvent, Usage
 
 READ_COUNT = 64
 BLOCK_MS = 2000
@@ -100,6 +100,15 @@ class Dispatch:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     is_cancelled: bool = False
+
+    @property
+    def usage(self) -> Usage:
+        """What earlier attempts told of."""
+        return Usage(
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            completion_tokens=self.emitted,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

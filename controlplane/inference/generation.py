@@ -32,6 +32,7 @@ class Call:
     target: Target
     request_id: str
     gateway_id: str
+    endpoint: str
     is_batch: bool
     deadline: float | None
 
@@ -50,6 +51,8 @@ class Call:
             "base_model": models[0].base_model.name,
             "adapters": tuple(_adapter_ref(version, weight) for version, weight in parts),
             "adapter_version_id": None if one_version is None else str(one_version.id),
+            "n": body.n or 1,
+            "endpoint": self.endpoint,
             "stream": bool(body.stream),
             "is_batch": self.is_batch,
             "created_at": now,
@@ -81,11 +84,14 @@ def chat_job(body: ChatBody, call: Call) -> GenerateJob:
 
 
 def completion_job(body: CompletionBody, call: Call) -> GenerateJob:
-    text, token_ids = _prompt(body)
+    prompts = [prompt if isinstance(prompt, str) else tuple(prompt) for prompt in body.prompts()]
+    one = prompts[0] if len(prompts) == 1 else None
     return GenerateJob(
         **call.fields(body),
-        text=text,
-        token_ids=token_ids,
+        text=one if isinstance(one, str) else None,
+        token_ids=one if isinstance(one, tuple) else None,
+        prompts=() if one is not None else tuple(prompts),
+        echo=bool(body.echo),
         sampling=_sampling(
             body, max_tokens=body.max_tokens or COMPLETION_MAX_TOKENS, logprobs=body.logprobs
         ),
@@ -106,18 +112,9 @@ def _sampling(body: GenerationBody, *, max_tokens: int | None, logprobs: int | N
         repetition_penalty=body.repetition_penalty or 1.0,
         logit_bias=dict(body.logit_bias or {}),
         logprobs=logprobs,
+        min_tokens=body.min_tokens or 0,
         ignore_eos=bool(body.ignore_eos),
     )
-
-
-def _prompt(body: CompletionBody) -> tuple[str | None, tuple[int, ...] | None]:
-    """The one prompt, as text or as token ids."""
-    prompt: Any = body.prompt
-    if isinstance(prompt, list) and not isinstance(prompt[0], int):
-        prompt = prompt[0]
-    if isinstance(prompt, str):
-        return prompt, None
-    return None, tuple(prompt)
 
 
 def _json_schema(body: ChatBody) -> str | None:
@@ -132,7 +129,6 @@ def _json_schema(body: ChatBody) -> str | None:
 #: A worker names the job's field; the client knows it under the name it used.
 _CLIENT_PARAMS = {
     "json_schema": "response_format.json_schema.schema",
-    "adapters": "model",
     "logprobs": "top_logprobs",
     "text": "prompt",
 }
@@ -142,6 +138,8 @@ def client_param(job: GenerateJob, param: str | None, code: str | None) -> str |
     """The client's name for the field that a worker found fault with."""
     if param == "token_ids" or (param is None and code == ErrorCode.CONTEXT_LENGTH_EXCEEDED):
         return "prompt" if job.messages is None else "messages"
+    if param == "adapters":
+        return "model" if len(job.adapters) < 2 else "adapters"
     if code == ErrorCode.INVALID_RESPONSE_FORMAT:
         return _CLIENT_PARAMS["json_schema"]
     return _CLIENT_PARAMS.get(param or "", param)

@@ -7,7 +7,7 @@ yet are refused unless they are empty.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -24,6 +24,10 @@ from controlplane.inference.named import Named
 
 MAX_MESSAGES = 2048
 MAX_STOPS = 4
+#: Of `n`.
+MAX_CHOICES = 16
+#: In one request to /v1/completions, and the answers to all of them.
+MAX_PROMPTS = 64
 MAX_STOP_CHARS = 500
 MAX_LOGIT_BIASES = 1024
 MAX_MODEL_CHARS = 200
@@ -48,12 +52,6 @@ def _refuse(value: Any) -> Any:
 Unsupported = Annotated[Any, AfterValidator(_refuse)]
 
 
-def _one(value: int | None) -> int | None:
-    if value not in (None, 1):
-        raise PydanticCustomError("unsupported", "is supported only as 1")
-    return value
-
-
 def _stops(value: Any) -> Any:
     """One stop string is as good as a list of one."""
     return [value] if isinstance(value, str) else value
@@ -66,7 +64,7 @@ def _token_biases(value: dict[str, float] | None) -> dict[str, float] | None:
     return value
 
 
-One = Annotated[int | None, AfterValidator(_one)]
+Number = Annotated[int | None, Field(ge=1, le=MAX_CHOICES)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Stops = Annotated[
     Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None, BeforeValidator(_stops)
@@ -128,7 +126,7 @@ class GenerationBody(Body):
     adapters: Adapters = None
     temperature: Temperature = None
     top_p: Share = None
-    n: One = None
+    n: Number = None
     max_tokens: MaxTokens = None
     stop: Stops = None
     seed: Seed = None
@@ -142,6 +140,7 @@ class GenerationBody(Body):
     top_k: Annotated[int | None, Field(ge=0, le=1_000_000)] = None
     min_p: Share = None
     repetition_penalty: Annotated[float | None, Field(gt=0, le=10)] = None
+    min_tokens: Annotated[int | None, Field(ge=0, le=10_000_000)] = None
     ignore_eos: bool | None = None
 
     @model_validator(mode="after")
@@ -246,6 +245,8 @@ def _no_tools(value: Any) -> Any:
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
+    endpoint: ClassVar[str] = "/v1/chat/completions"
+
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: MaxTokens = None
     logprobs: bool | None = None
@@ -282,16 +283,36 @@ TokenId = Annotated[int, Field(ge=0, le=INT64)]
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
+    endpoint: ClassVar[str] = "/v1/completions"
+
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
     logprobs: Annotated[int | None, Field(ge=0, le=5)] = None
-    best_of: One = None
-    echo: Unsupported = None
+    best_of: Number = None
+    echo: bool | None = None
     suffix: Unsupported = None
+    service_tier: Label = None
+    metadata: Metadata = None
+    store: bool | None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, each as text or as token ids."""
+        prompt: Any = self.prompt
+        is_one = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
+        return [prompt] if is_one else prompt
 
     @model_validator(mode="after")
-    def _one_prompt(self) -> CompletionBody:
-        if isinstance(self.prompt, list) and isinstance(self.prompt[:1], list):
-            first = self.prompt[0] if self.prompt else None
-            if not isinstance(first, int) and len(self.prompt) != 1:
-                raise ValueError("prompt: one prompt per request is supported")
+    def _prompts_are_few(self) -> CompletionBody:
+        number = len(self.prompts())
+        if not 1 <= number <= MAX_PROMPTS:
+            raise ValueError(f"prompt: from 1 to {MAX_PROMPTS} prompts may be in one request")
+        if number * (self.n or 1) > MAX_PROMPTS:
+            raise ValueError(f"n: the prompts times n may be {MAX_PROMPTS} answers at most")
+        return self
+
+    @model_validator(mode="after")
+    def _best_of_is_n(self) -> CompletionBody:
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise ValueError("best_of: supported only as the value of n")
+        if self.echo and self.logprobs is not None:
+            raise ValueError("logprobs: not available for an echoed prompt")
         return self

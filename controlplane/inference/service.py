@@ -52,6 +52,7 @@ async def submit(
     body: ChatBody | CompletionBody,
     *,
     request_id: str,
+    endpoint: str = "",
     is_batch: bool = False,
     deadline: float | None = None,
 ) -> Generation:
@@ -59,6 +60,7 @@ async def submit(
 
     principal   with an API key, which the use is billed to
     request_id  from `new_request_id`; at most one request is accepted under it
+    endpoint    the address that the client used, for the log; "": the body's own
     is_batch    served from what interactive requests leave
     deadline    Unix seconds past which nobody wants the answer; None: `DEADLINE_S` from now
     Raises ApiError: PermissionDenied, NotFound, InvalidRequest, RateLimited, Unavailable.
@@ -71,6 +73,7 @@ async def submit(
         target=target,
         request_id=request_id,
         gateway_id=dispatcher.gateway_id,
+        endpoint=endpoint or body.endpoint,
         is_batch=is_batch or body.is_flex,
         deadline=deadline,
     )

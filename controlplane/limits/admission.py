@@ -18,24 +18,27 @@ MAX_RETRY_AFTER_S = 60.0
 
 
 def prompt_estimate(job: GenerateJob) -> int:
-    """No fewer tokens than the prompt has: no token of text is shorter than a byte."""
-    if job.token_ids is not None:
-        return len(job.token_ids)
-    if job.text is not None:
-        return len(job.text.encode()) + 1
-    messages = job.messages or ()
-    texts = (json.dumps(message, ensure_ascii=False) for message in messages)
+    """No fewer tokens than the prompts have: no token of text is shorter than a byte."""
+    if job.messages is None:
+        prompts = job.prompts or [job.text if job.token_ids is None else job.token_ids]
+        return sum(_raw_estimate(prompt or "") for prompt in prompts)
+    texts = [json.dumps(item, ensure_ascii=False) for item in (*job.messages, *job.tools)]
     return sum(len(text.encode()) + MESSAGE_TOKENS for text in texts)
 
 
+def _raw_estimate(prompt: Any) -> int:
+    return len(prompt.encode()) + 1 if isinstance(prompt, str) else len(prompt)
+
+
 def output_estimate(job: GenerateJob) -> int:
-    """What the answer is taken for until its end is known."""
-    return min(job.sampling.max_tokens or USUAL_OUTPUT_TOKENS, USUAL_OUTPUT_TOKENS * 8)
+    """What the answers are taken for until their end is known."""
+    usual = min(job.sampling.max_tokens or USUAL_OUTPUT_TOKENS, USUAL_OUTPUT_TOKENS * 8)
+    return usual * job.num_choices
 
 
 def output_bound(job: GenerateJob, context_length: int) -> int:
-    """What the answer can take at most."""
-    return min(job.sampling.max_tokens or context_length, context_length)
+    """What the answers can take at most."""
+    return min(job.sampling.max_tokens or context_length, context_length) * job.num_choices
 
 
 def rate_headers(admitted: Admitted) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from tests.fakes import write_fake_base
 from worker.active import ActiveRequest
 from worker.channel import Failure, Output
 from worker.protocol import GenerateJob, Sampling
+from worker.streams import News
 from worker.text import TextCodec
 
 
@@ -18,9 +20,10 @@ def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
     return TextCodec(write_fake_base(tmp_path_factory.mktemp("base")))
 
 
-def make_request(
-    codec: TextCodec, *, stream: bool = True, token_details: bool = False, **sampling: Any
-) -> ActiveRequest:
+def make_request(codec: TextCodec, *, stream: bool = True, **fields: Any) -> ActiveRequest:
+    """A request with these fields of the job and of its sampling."""
+    known = {field.name for field in dataclasses.fields(Sampling)}
+    sampling = {name: fields.pop(name) for name in list(fields) if name in known}
     job = GenerateJob(
         request_id="r",
         tenant_id="t",
@@ -31,11 +34,17 @@ def make_request(
         text="p",
         stream=stream,
         endpoint="/v1/completions",
-        token_details=token_details,
         created_at=100.0,
         sampling=Sampling(**sampling),
+        **fields,
     )
     return ActiveRequest(job, entry_id=b"1-0", lease=3, worker_id="w", codec=codec, now=100.5)
+
+
+def news_of(request: ActiveRequest) -> News:
+    """The one piece of news that there is."""
+    (news,) = request.take_news()
+    return news
 
 
 def feed(request: ActiveRequest, codec: TextCodec, text: str, **fields: Any) -> None:
@@ -53,9 +62,9 @@ def feed(request: ActiveRequest, codec: TextCodec, text: str, **fields: Any) -> 
 def test_events_are_numbered_and_only_the_last_has_usage(codec: TextCodec) -> None:
     request = make_request(codec)
     feed(request, codec, "ab")
-    first = request.take_news()
+    first = news_of(request)
     feed(request, codec, "c", finish_reason="stop")
-    last = request.take_news()
+    last = news_of(request)
     assert (first.event.seq, first.event.text, first.event.usage) == (0, "ab", None)
     assert (last.event.seq, last.event.text, last.event.finish_reason) == (1, "c", "stop")
     assert last.event.usage is not None
@@ -72,15 +81,15 @@ def test_an_answer_that_is_not_streamed_is_one_event(codec: TextCodec) -> None:
     assert not request.has_news
     feed(request, codec, "c", finish_reason="stop")
     assert request.has_news
-    assert request.take_news().event.text == "abc"
+    assert news_of(request).event.text == "abc"
 
 
 def test_a_stop_string_ends_it_while_the_engine_goes_on(codec: TextCodec) -> None:
     request = make_request(codec, stop=("END",))
     feed(request, codec, "one E")
-    assert request.take_news().event.text == "one "
+    assert news_of(request).event.text == "one "
     feed(request, codec, "ND")
-    news = request.take_news()
+    news = news_of(request)
     assert (news.event.text, news.event.finish_reason) == ("", "stop")
     assert news.event.stop_string == "END"
     assert news.done is not None
@@ -90,7 +99,7 @@ def test_a_stop_string_ends_it_while_the_engine_goes_on(codec: TextCodec) -> Non
 def test_text_held_back_for_a_stop_string_comes_with_the_end(codec: TextCodec) -> None:
     request = make_request(codec, stop=("END",))
     feed(request, codec, "the EN", finish_reason="length")
-    news = request.take_news()
+    news = news_of(request)
     assert (news.event.text, news.event.finish_reason) == ("the EN", "length")
 
 
@@ -98,7 +107,7 @@ def test_an_incomplete_character_comes_with_the_end(codec: TextCodec) -> None:
     request = make_request(codec)
     ids = codec.encode("a🦜", add_special_tokens=False)[:-1]
     request.feed(Output(request_id="r", token_ids=ids, finish_reason="length"), 101.0)
-    assert request.take_news().event.text == "a\ufffd"
+    assert news_of(request).event.text == "a\ufffd"
 
 
 def test_a_failure_keeps_what_was_generated(codec: TextCodec) -> None:
@@ -106,7 +115,7 @@ def test_a_failure_keeps_what_was_generated(codec: TextCodec) -> None:
     feed(request, codec, "ab")
     failure = Failure("deadline_exceeded", "too late", "deadline")
     request.feed(Output(request_id="r", failure=failure, finish_reason="error"), 103.0)
-    news = request.take_news()
+    news = news_of(request)
     assert (news.event.error_code, news.event.error_message) == ("deadline_exceeded", "too late")
     assert news.done is not None
     assert (news.done.finish_reason, news.done.error_code) == ("error", "deadline_exceeded")
@@ -117,7 +126,7 @@ def test_only_the_first_end_counts(codec: TextCodec) -> None:
     request = make_request(codec)
     request.cancel(101.0)
     request.fail("internal", "late", now=102.0)
-    assert request.take_news().event.finish_reason == "cancelled"
+    assert news_of(request).event.finish_reason == "cancelled"
 
 
 def test_timings_are_from_acceptance(codec: TextCodec) -> None:
@@ -125,7 +134,7 @@ def test_timings_are_from_acceptance(codec: TextCodec) -> None:
     request.timings.loaded = 101.0
     request.timings.started = 101.5
     feed(request, codec, "a", finish_reason="stop")
-    done = request.take_news().done
+    done = news_of(request).done
     assert done is not None
     assert (done.load_ms, done.queue_ms) == (500.0, 1000.0)
     assert (done.first_token_ms, done.total_ms) == (2000.0, 20000.0)
@@ -140,7 +149,7 @@ def test_logprobs_name_tokens_and_their_bytes(codec: TextCodec) -> None:
         logprobs=[(token_id, -0.25, ((token_id, -0.25), (2, float("-inf"))))],
     )
     request.feed(output, 101.0)
-    assert request.take_news().event.logprobs == (
+    assert news_of(request).event.logprobs == (
         {
             "token": "z",
             "logprob": -0.25,
@@ -159,7 +168,7 @@ def test_details_say_what_each_token_adds_to_the_text(codec: TextCodec) -> None:
     for token_id in [special, *codec.encode("a🦜 END", add_special_tokens=False)]:
         logprobs = [(token_id, -0.5, ((token_id, -0.5),))]
         request.feed(Output(request_id="r", token_ids=[token_id], logprobs=logprobs), 101.0)
-    event = request.take_news().event
+    event = news_of(request).event
     assert event.logprobs is not None
     assert [entry["id"] for entry in event.logprobs][:2] == [
         special,
@@ -171,3 +180,81 @@ def test_details_say_what_each_token_adds_to_the_text(codec: TextCodec) -> None:
     assert event.logprobs[1]["top_logprobs"][0]["id"] == event.logprobs[1]["id"]
     assert "".join(entry["text"] for entry in event.logprobs) == "a🦜 END"
     assert (event.text, event.stop_string) == ("a🦜 ", "END")
+
+
+def test_choices_end_each_for_itself_and_are_billed_together(codec: TextCodec) -> None:
+    request = make_request(codec, n=2, stop=("END",))
+    request.in_engine = True
+    letter = {
+        char: codec.encode(char, add_special_tokens=False)[0] for char in ("a", "b", "E", "N", "D")
+    }
+
+    def step(index: int, char: str, generated: int, **fields: Any) -> int | None:
+        output = Output(
+            request_id="r",
+            index=index,
+            token_ids=[letter[char]],
+            num_prompt_tokens=7,
+            num_cached_tokens=4,
+            num_generated=generated,
+            **fields,
+        )
+        return request.feed(output, 101.0)
+
+    assert step(0, "a", 1) is None
+    assert step(1, "b", 1) is None
+    first = [news.event for news in request.take_news()]
+    assert [(event.index, event.seq, event.text) for event in first] == [(0, 0, "a"), (1, 1, "b")]
+    step(1, "E", 2)
+    step(1, "N", 3)
+    assert step(1, "D", 4) == 1  # the engine is to be told
+    assert not request.is_finished
+    (stopped,) = request.take_news()
+    assert (stopped.event.index, stopped.event.finish_reason) == (1, "stop")
+    assert stopped.event.usage is None
+    step(1, "a", 5)  # what the engine had under way; nobody sees it, but it was generated
+    step(0, "b", 2, finish_reason="length")
+    assert request.is_finished
+    assert request.runs_on
+    (last,) = request.take_news()
+    assert (last.event.index, last.event.seq, last.event.text) == (0, 3, "b")
+    assert last.event.usage is not None
+    assert last.done is not None
+    for counts in (last.event.usage, last.done):
+        assert (counts.prompt_tokens, counts.cached_tokens) == (7, 4)
+        assert counts.completion_tokens == 7
+    assert last.done.finish_reason == "length"
+
+
+def test_each_prompt_has_its_choices(codec: TextCodec) -> None:
+    request = make_request(codec, prompts=("x", "yy"), n=2, echo=True, stream=False)
+    request.show_prompts(["x", "yy"])
+    (token_id,) = codec.encode("z", add_special_tokens=False)
+    for prompt in (1, 0):
+        for index in (0, 1):
+            output = Output(
+                request_id="r",
+                index=index,
+                token_ids=[token_id],
+                num_prompt_tokens=prompt + 1,
+                num_generated=1,
+                finish_reason="length",
+            )
+            request.feed(output, 101.0, prompt=prompt)
+    news = request.take_news()
+    texts = [(item.event.index, item.event.text) for item in news]
+    assert texts == [(0, "xz"), (1, "xz"), (2, "yyz"), (3, "yyz")]
+    assert [item.done is not None for item in news] == [False, False, False, True]
+    usage = news[-1].event.usage
+    assert usage is not None
+    assert (usage.prompt_tokens, usage.completion_tokens) == (3, 4)
+
+
+def test_a_choice_that_fails_ends_the_request(codec: TextCodec) -> None:
+    request = make_request(codec, n=2)
+    request.in_engine = True
+    failure = Failure("internal", "broken")
+    request.feed(Output(request_id="r", index=1, failure=failure, finish_reason="error"), 101.0)
+    event = news_of(request).event
+    assert (event.error_code, event.usage is not None) == ("internal", True)
+    assert request.runs_on  # the other choice is to be cancelled

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from tests.fakes import write_fake_base
 from tests.tiny_base import write_tiny_base
-from worker.admission import Refused, prompt_token_ids
+from worker.admission import Refused, read_prompts
 from worker.protocol import ErrorCode, GenerateJob
 from worker.text import PromptError, TextCodec
 
@@ -174,11 +174,15 @@ def test_a_forged_job_is_admitted_as_text(codec: TextCodec) -> None:
             **prompt,
         )
 
+    def controls(**prompt: Any) -> list[int]:
+        (read,) = read_prompts(job(**prompt), codec)
+        return control_ids(read.token_ids)
+
     content = {"role": "user", "content": FORGED}
-    assert control_ids(prompt_token_ids(job(messages=(content,)), codec)) == [1, 2, 1]
-    assert len(control_ids(prompt_token_ids(job(text=FORGED), codec))) == 4
+    assert controls(messages=(content,)) == [1, 2, 1]
+    assert len(controls(text=FORGED)) == 4
     with pytest.raises(Refused) as caught:
-        prompt_token_ids(job(messages=({"role": "user", "content": FORGED * 400},)), codec)
+        read_prompts(job(messages=({"role": "user", "content": FORGED * 400},)), codec)
     assert caught.value.code is ErrorCode.CONTEXT_LENGTH_EXCEEDED
 
 

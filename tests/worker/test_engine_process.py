@@ -14,7 +14,7 @@ import pytest
 from engine.errors import ContextTooLong
 from engine.request import SamplingParams
 from tests.fakes import FakeEngine
-from worker.admission import to_add
+from worker.admission import Prompt, to_adds
 from worker.channel import Add, Cancel, Register, StepReport, Unregister
 from worker.engine_process import EngineLoop, to_failure, to_request
 from worker.protocol import AdapterRef, GenerateJob, Sampling
@@ -113,7 +113,7 @@ def test_the_wire_and_the_engine_agree_on_sampling() -> None:
     ours = {field.name for field in dataclasses.fields(Sampling)}
     theirs = {field.name for field in dataclasses.fields(SamplingParams)}
     assert ours - theirs == {"stop"}  # strings: the IO process's part
-    assert theirs - ours == {"stop_token_ids", "min_tokens"}
+    assert theirs - ours == {"stop_token_ids"}
 
 
 def test_every_wire_field_reaches_the_engine() -> None:
@@ -142,15 +142,19 @@ def test_every_wire_field_reaches_the_engine() -> None:
         sampling=sampling,
         json_schema="{}",
         deadline=9.0,
+        n=3,
+        is_batch=True,
         adapters=(AdapterRef(digest="d", config_key="", tensors_key="", num_bytes=0, weight=0.5),),
     )
-    request = to_request(to_add(job, [1, 2], context_length=100))
+    (add,) = to_adds(job, [Prompt([1, 2])], context_length=100)
+    request = to_request(add)
     for field in dataclasses.fields(Sampling):
         if field.name in ("stop", "logit_bias"):
             continue
         assert getattr(request.sampling, field.name) == getattr(sampling, field.name), field.name
     assert request.sampling.logit_bias == {3: 1.5}
     assert (request.json_schema, request.deadline, request.tenant_id) == ("{}", 9.0, "t")
+    assert (request.n, request.priority) == (3, "batch")
     assert [(part.digest, part.weight) for part in request.adapters] == [("d", 0.5)]
 
 
@@ -165,7 +169,8 @@ def test_an_answer_is_cut_at_the_end_of_the_context(max_tokens: int | None, expe
         base_model="b",
         sampling=Sampling(max_tokens=max_tokens),
     )
-    assert to_add(job, [1, 2], context_length=100).sampling["max_tokens"] == expected
+    (add,) = to_adds(job, [Prompt([1, 2])], context_length=100)
+    assert add.sampling["max_tokens"] == expected
 
 
 def test_what_the_engine_did_not_foresee_is_internal() -> None:

@@ -145,6 +145,82 @@ def test_completions(gateway: Gateway) -> None:
     assert "".join(chunk.choices[0].text for chunk in stream) == "one two"
 
 
+def test_several_choices_share_a_prompt_and_are_billed_once(gateway: Gateway) -> None:
+    create = gateway.client().chat.completions.create
+    one = create(model=FAKE_NAME, messages=say("one of three"))
+    answer = create(model=FAKE_NAME, messages=say("one of three"), n=3, logprobs=True)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert [choice.message.content for choice in answer.choices] == ["one of three"] * 3
+    assert all(choice.logprobs and choice.logprobs.content for choice in answer.choices)
+    assert answer.usage is not None and one.usage is not None
+    assert answer.usage.prompt_tokens == one.usage.prompt_tokens
+    assert answer.usage.completion_tokens == 3 * one.usage.completion_tokens
+    row = gateway.live.usage_row(request_id(answer))
+    assert row["completion_tokens"] == answer.usage.completion_tokens
+    stream = create(
+        model=FAKE_NAME,
+        messages=say("one, two, three"),
+        n=2,
+        stop=[", three"],
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    texts, ends = {0: "", 1: ""}, []
+    for chunk in stream:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            ends += [(choice.index, choice.finish_reason)] if choice.finish_reason else []
+    assert texts == {0: "one, two", 1: "one, two"}
+    assert sorted(ends) == [(0, "stop"), (1, "stop")]
+    assert chunk.usage is not None
+    row = gateway.live.usage_row(chunk.id.replace("chatcmpl-", "req_"))
+    assert row["completion_tokens"] == chunk.usage.completion_tokens
+
+
+def test_several_prompts_in_one_request(gateway: Gateway) -> None:
+    create = gateway.client().completions.create
+    prompts = ["the first", "second", "a third one"]
+    answer = create(model=FAKE_NAME, prompt=prompts, n=2, echo=True, max_tokens=50)
+    expected = [prompt * 2 for prompt in prompts for _ in range(2)]
+    assert [choice.text for choice in answer.choices] == expected
+    assert [choice.index for choice in answer.choices] == list(range(6))
+    assert answer.usage is not None
+    alone = [create(model=FAKE_NAME, prompt=prompt, max_tokens=50).usage for prompt in prompts]
+    assert answer.usage.prompt_tokens == sum(usage.prompt_tokens for usage in alone if usage)
+    assert answer.usage.completion_tokens == 2 * sum(
+        usage.completion_tokens for usage in alone if usage
+    )
+    assert gateway.live.usage_row(request_id(answer))["prompt_tokens"] == answer.usage.prompt_tokens
+    by_ids = create(model=FAKE_NAME, prompt=[[70, 71], [72]], max_tokens=1, echo=True)
+    assert len(by_ids.choices) == 2
+    assert by_ids.usage is not None
+    assert (by_ids.usage.prompt_tokens, by_ids.usage.completion_tokens) == (3, 2)
+    with pytest.raises(openai.BadRequestError) as caught:
+        create(model=FAKE_NAME, prompt=["fine", "x" * 600])
+    assert (caught.value.param, caught.value.code) == ("prompt", "context_length_exceeded")
+
+
+def test_a_blend_of_adapters(gateway: Gateway) -> None:
+    def blend(*parts: Any, **fields: Any) -> httpx.Response:
+        return gateway.post({"messages": say("x"), "adapters": list(parts), **fields})
+
+    answer = blend({"name": "acme-adapter", "weight": 0.5}).json()
+    assert (answer["model"], answer["choices"][0]["message"]["content"]) == ("acme-adapter", "x")
+    answer = blend({"model": "acme-adapter@1"}, model=FAKE_NAME).json()
+    assert answer["model"] == FAKE_NAME
+    foreign = blend({"name": "acme-adapter"}, {"name": "globex-adapter"})
+    nothing = blend({"name": "acme-adapter"}, {"name": "not-even-one"})
+    assert (foreign.status_code, foreign.json()["error"]["param"]) == (404, "adapters.1.name")
+    assert foreign.text.replace("globex-adapter", "not-even-one") == nothing.text
+    for response, param in (
+        (blend({"name": "acme-adapter"}, {"name": "acme-adapter@1"}), "adapters.1.name"),
+        (blend({"name": FAKE_NAME}), "adapters.0.name"),
+        (blend({"name": "acme-adapter"}, model="unserved"), "adapters.0.name"),
+        (blend({"name": "acme-adapter"}, model="acme-misfit"), "model"),
+    ):
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
 def test_stop_strings_across_chunks(gateway: Gateway) -> None:
     create = gateway.client().chat.completions.create
     text = "first sentence. second sentence. third"

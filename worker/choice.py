@@ -1,0 +1,108 @@
+"""One choice of a request: its tokens on their way to text, up to where it ends.
+
+Pure: the engine's outputs come in, pieces of text and log-probabilities go out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from worker.channel import Logprob, Output
+from worker.protocol import FinishReason, GenerateJob, TokenEvent
+from worker.text import Detokenizer, StopStrings, TextCodec
+
+
+class Choice:
+    """Collects the tokens of one answer. Owned by its ActiveRequest.
+
+    generated      tokens that the model made so far: what is billed
+    runs_on        whether the engine has not said the last of it
+    finish_reason  set once it has ended, perhaps before the engine knows
+    """
+
+    def __init__(self, job: GenerateJob, codec: TextCodec, index: int) -> None:
+        self.index = index
+        self.generated = 0
+        self.runs_on = True
+        self.finish_reason: str | None = None
+        self._job = job
+        self._codec = codec
+        self._detokenizer = Detokenizer(codec)
+        self._stops = StopStrings(job.sampling.stop)
+        self._stop_string: str | None = None
+        self._text = ""
+        self._logprobs: list[dict[str, Any]] = []
+        self._is_end_told = False
+
+    @property
+    def has_news(self) -> bool:
+        is_ended = self.finish_reason is not None and not self._is_end_told
+        return is_ended or bool(self._text or self._logprobs)
+
+    def show(self, text: str) -> None:
+        """Put text before what is generated."""
+        self._text = text + self._text
+
+    def feed(self, output: Output) -> None:
+        """Take in what a step added. Raises nothing; a failure is the request's to see."""
+        self.generated = max(self.generated, output.num_generated)
+        self.runs_on = self.runs_on and output.finish_reason is None
+        if self.finish_reason is not None:
+            return
+        text, self._stop_string = self._stops.feed(self._read(output))
+        self._text += text
+        if self._stop_string is not None:
+            self.finish_reason = FinishReason.STOP
+        elif output.finish_reason is not None:
+            self._finish(output.finish_reason)
+
+    def _read(self, output: Output) -> str:
+        """The text of an output's tokens; what is to be told of each token is kept."""
+        if not output.logprobs or self._job.sampling.logprobs is None:
+            return self._detokenizer.feed(output.token_ids)
+        if not self._job.token_details:
+            self._logprobs += [self._logprob(entry) for entry in output.logprobs]
+            return self._detokenizer.feed(output.token_ids)
+        pieces = [self._detokenizer.feed([token_id]) for token_id in output.token_ids]
+        for piece, entry in zip(pieces, output.logprobs, strict=True):
+            self._logprobs.append(self._logprob(entry) | {"text": piece})
+        return "".join(pieces)
+
+    def _finish(self, reason: str) -> None:
+        text, self._stop_string = self._stops.feed(self._detokenizer.finish())
+        is_stopped = self._stop_string is not None
+        self._text += text if is_stopped else text + self._stops.finish()
+        self.finish_reason = FinishReason.STOP if is_stopped else reason
+
+    def event(self, event: TokenEvent) -> TokenEvent:
+        """`event` with the choice's news since the last `clear`."""
+        return dataclasses.replace(
+            event,
+            index=self.index,
+            text=self._text,
+            logprobs=tuple(self._logprobs) or None,
+            finish_reason=self.finish_reason,
+            stop_string=self._stop_string,
+        )
+
+    def clear(self) -> None:
+        """Its news have been told."""
+        self._text = ""
+        self._logprobs = []
+        self._is_end_told = self.finish_reason is not None
+
+    def _logprob(self, entry: Logprob) -> dict[str, Any]:
+        token_id, logprob, top = entry
+        shown = self._token(token_id, logprob)
+        return shown | {"top_logprobs": [self._token(*alternative) for alternative in top]}
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        shown = {
+            "token": self._codec.token_text(token_id),
+            "logprob": max(logprob, -9999.0),  # -inf is no JSON
+            "bytes": self._codec.token_bytes(token_id),
+        }
+        if self._job.token_details:
+            shown |= {"id": token_id, "special": self._codec.is_special(token_id)}
+        return shown
