@@ -165,3 +165,18 @@ def test_a_number_out_of_range_is_refused(make_engine: MakeEngine, n: int) -> No
     with pytest.raises(RequestError) as raised:
         make_engine().add(request("r", [1], n=n))
     assert raised.value.param == "n"
+
+
+def test_one_can_end_while_the_others_go_on(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    wanted = run(engine, request("r", prompt(3, 20), n=3, **SAMPLED))
+    engine.add(request("r", prompt(3, 20), n=3, **SAMPLED))
+    engine.step()
+    engine.cancel("r", FinishReason.STOP, 1)
+    engine.cancel("r", FinishReason.STOP, 7)  # there is none
+    results = run(engine, check=True)
+    assert results["r/1"].finish_reason is FinishReason.STOP
+    assert len(results["r/1"].token_ids) < len(wanted["r/1"].token_ids)
+    for name in ("r", "r/2"):
+        assert results[name].token_ids[-8:] == wanted[name].token_ids[-8:]
+        assert results[name].finish_reason is FinishReason.LENGTH
