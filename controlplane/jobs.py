@@ -47,6 +47,7 @@ from controlplane.limits.admit import (
 )
 from controlplane.limits.services import tokens_spent
 from controlplane.replies import Reply
+from controlplane.requestlog.recorder import Recorder
 from controlplane.workers import Speed, WorkerStatus, is_served, read_statuses, workers
 from worker import fair_queue, protocol
 from worker.protocol import Control, ControlMessage, ErrorCode, GenerateJob
@@ -119,13 +120,14 @@ class Dispatcher:
         self._speed = Speed()
         self._last_id: bytes = b"0-0"
         self._tasks: set[asyncio.Task[Any]] = set()
+        self.recorder = Recorder()
 
     async def start(self) -> None:
         """Announce this gateway; workers cancel the jobs of one that they do not know."""
         await self._say_alive()
         await self._refresh_workers()
         loops = (self._read_loop(), self._beat_loop(), self._refresh_loop(), self._reap_loop())
-        for loop in loops:
+        for loop in (*loops, self.recorder.run()):
             self._spawn(loop)
 
     async def close(self) -> None:
@@ -133,6 +135,7 @@ class Dispatcher:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.recorder.close()
         with contextlib.suppress(*AWAY):
             await self._redis.zrem(protocol.GATEWAYS_KEY, self.gateway_id)
         await self._redis.aclose()
@@ -152,7 +155,7 @@ class Dispatcher:
         the base model, too much is waiting, or the queue does not answer.
         """
         await self._check_served(job.base_model)
-        reply = Reply(job)
+        reply = Reply(job, self.recorder.open(job))
         self._replies[job.request_id] = reply
         # Shielded: were it cut off half-way, a cancellation could overtake the job itself.
         sending = self._spawn(self._admit(job, limits, context_length))
@@ -217,6 +220,7 @@ class Dispatcher:
         if self._replies.pop(reply.request_id, None) is None:
             return
         if not reply.is_ended:
+            reply.abandon()
             self._spawn(self._send_cancel(reply))
 
     async def _send_cancel(self, reply: Reply) -> None:
@@ -354,6 +358,14 @@ async def dispatcher() -> Dispatcher:
         raise Unavailable("The queue does not answer.") from error
 
 
+def running_dispatcher() -> Dispatcher | None:
+    """This event loop's dispatcher, if it runs."""
+    future = _dispatchers.get(asyncio.get_running_loop())
+    if future is None or not future.done() or future.exception() is not None:
+        return None
+    return future.result()
+
+
 async def _start() -> Dispatcher:
     started = Dispatcher(settings.REDIS_URL, settings.POOL)
     try:
@@ -366,6 +378,7 @@ async def _start() -> Dispatcher:
 
 async def close_dispatcher() -> None:
     """Stop this event loop's dispatcher, if there is one."""
-    future = _dispatchers.pop(asyncio.get_running_loop(), None)
-    if future is not None and future.done() and future.exception() is None:
-        await future.result().close()
+    running = running_dispatcher()
+    _dispatchers.pop(asyncio.get_running_loop(), None)
+    if running is not None:
+        await running.close()

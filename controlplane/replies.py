@@ -6,7 +6,8 @@ import asyncio
 import dataclasses
 
 from controlplane.errors import ApiError, Unavailable, from_worker
-from worker.protocol import ErrorCode, GenerateJob, TokenEvent
+from controlplane.requestlog.recorder import Transcript
+from worker.protocol import ErrorCode, FinishReason, GenerateJob, TokenEvent
 
 #: Events of one request that its client has not taken; more means that it reads too slowly.
 MAX_UNREAD_EVENTS = 4096
@@ -17,15 +18,18 @@ class Reply:
 
     Drops what comes under an old lease or twice. When an attempt was lost before its client saw
     any of it, the next attempt's events begin afresh.
+
+    transcript  what keeps the words for the request log, if they are to be kept
     """
 
-    def __init__(self, job: GenerateJob) -> None:
+    def __init__(self, job: GenerateJob, transcript: Transcript | None = None) -> None:
         self.request_id = job.request_id
         self.base_model = job.base_model
         self.is_ended = False
         self.heard_at = asyncio.get_running_loop().time()
         self._has_one_choice = job.num_choices == 1
         self._max_unread = MAX_UNREAD_EVENTS * job.num_choices
+        self._transcript = transcript
         self._lease = 0
         self._next_seq = 0
         self._is_begun = False  # the client has been given some of it
@@ -43,14 +47,28 @@ class Reply:
                 raise Unavailable("The answer was interrupted.", code=ErrorCode.WORKER_LOST)
             self._lease, self._next_seq = event.lease, 0
             self._unread.clear()
+            if self._transcript is not None:
+                self._transcript.restart()
         if event.seq < self._next_seq:
             return
         if event.seq > self._next_seq or len(self._unread) >= self._max_unread:
             raise Unavailable("Part of the answer was lost.", code=ErrorCode.WORKER_LOST)
         self._next_seq += 1
         self._unread.append(event)
-        self.is_ended = self._is_last(event)
+        if self._transcript is not None:
+            self._transcript.add(event)
+        if self._is_last(event):
+            self._end(event.finish_reason or FinishReason.STOP)
         self._wake.set()
+
+    def _end(self, finish_reason: str) -> None:
+        if not self.is_ended and self._transcript is not None:
+            self._transcript.end(finish_reason)
+        self.is_ended = True
+
+    def abandon(self) -> None:
+        """End the reply because nobody waits for it."""
+        self._end(FinishReason.CANCELLED)
 
     def _is_last(self, event: TokenEvent) -> bool:
         """Whether nothing follows: one choice's end is the request's only when it has but one."""
@@ -61,7 +79,7 @@ class Reply:
     def fail(self, error: ApiError) -> None:
         """End the reply; whoever takes next gets the error."""
         self._failure = error
-        self.is_ended = True
+        self._end(FinishReason.ERROR)
         self._wake.set()
 
     async def take(self, timeout_s: float | None = None) -> list[TokenEvent]:

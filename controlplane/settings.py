@@ -57,6 +57,7 @@ INSTALLED_APPS = [
     "controlplane.tenants",
     "controlplane.adapters",
     "controlplane.inference",
+    "controlplane.requestlog",
     "controlplane.delivery",
     "controlplane.limits",
     "controlplane.training",
@@ -208,6 +209,8 @@ POOL = env("LORIKEET_POOL", "default")
 MAX_WAIT_S = float(env("LORIKEET_MAX_WAIT_S", "60"))
 #: The prompt of a request that was given up is kept for so long, for an operator to put it back.
 DEAD_LETTER_DAYS = float(env("LORIKEET_DEAD_LETTER_DAYS", "7"))
+#: Of stored prompts and answers a tenant has at most so many bytes; the oldest go first.
+CONTENT_BYTES_PER_TENANT = int(env("LORIKEET_CONTENT_BYTES_PER_TENANT", str(1024**3)))
 
 CELERY_BROKER_URL = env("CELERY_BROKER_URL", REDIS_URL)
 # Its log lines have the form, and the tenant, of all others.
@@ -235,6 +238,10 @@ CELERY_BEAT_SCHEDULE = {
     },
     "forget the prompts of dead letters": {
         "task": "controlplane.delivery.tasks.dead_letter_prompts_forget",
+        "schedule": 3600.0,
+    },
+    "forget old requests": {
+        "task": "controlplane.requestlog.tasks.requests_forget",
         "schedule": 3600.0,
     },
     "forget idempotency keys": {

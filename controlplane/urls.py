@@ -26,7 +26,7 @@ urlpatterns = [
     path("api/v1/", include("controlplane.usage.urls")),
     path("api/v1/", include("controlplane.training.urls")),
     path("api/v1/", include("controlplane.limits.urls")),
-    path("api/v1/", include("controlplane.inference.management_urls")),
+    path("api/v1/", include("controlplane.requestlog.urls")),
     path("api/v1/", include("controlplane.audit.urls")),
     path("ops/v1/", include("controlplane.operator.urls")),
 ]

@@ -240,6 +240,7 @@ class GenerateJob(Message):
     stream: bool = False
     endpoint: str = ""  # the address it was sent to, for the log: "/v1/chat/completions"
     token_details: bool = False  # with logprobs: TokenEvent.logprobs say more of each token
+    store: bool | None = None  # whether its words may be kept; None: as its tenant chose
     is_batch: bool = False  # nobody waits at the other end: served after those that somebody does
     created_at: float = 0.0  # Unix seconds
     deadline: float | None = None  # Unix seconds; past it nobody waits for the answer

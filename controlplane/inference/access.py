@@ -19,7 +19,7 @@ from django.http import HttpRequest
 
 from controlplane.adapters.models import AdapterVersion, BaseModel
 from controlplane.adapters.services import ResolvedModel, model_resolve, models_list
-from controlplane.errors import InvalidRequest, NotFound, PermissionDenied, Unavailable
+from controlplane.errors import ApiError, InvalidRequest, NotFound, PermissionDenied, Unavailable
 from controlplane.inference.named import Named
 from controlplane.limits.admit import Limits
 from controlplane.limits.services import limits_for
@@ -60,6 +60,15 @@ async def authenticate(
         principal = await in_thread(lambda: auth.authenticate(*credentials))
     authorize(principal, permission)
     return principal
+
+
+def known_tenant(request: HttpRequest) -> uuid.UUID | None:
+    """The caller's tenant, as far as it can be told without asking anybody."""
+    try:
+        principal = auth.cached_principal(*_credentials(request))
+    except ApiError:
+        return None
+    return None if principal is None else principal.tenant.id
 
 
 async def admit(request: HttpRequest, named: Named) -> tuple[Principal, Target]:

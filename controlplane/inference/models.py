@@ -19,6 +19,14 @@ class InferenceRequest(TenantModel):
     stream = models.BooleanField(default=False)
     finish_reason = models.CharField(max_length=32)
     error_code = models.CharField(max_length=64, blank=True)
+    #: The address it was sent to.
+    endpoint = models.CharField(max_length=64, blank=True, default="")
+    is_batch = models.BooleanField(default=False)
+    #: Of the adapters that answered.
+    digests = models.JSONField(default=list, blank=True)
+    prompt_tokens = models.PositiveIntegerField(default=0)
+    cached_tokens = models.PositiveIntegerField(default=0)
+    completion_tokens = models.PositiveIntegerField(default=0)
     accepted_at = models.DateTimeField()
     queue_ms = models.FloatField(default=0)
     load_ms = models.FloatField(default=0)

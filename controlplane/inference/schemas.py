@@ -122,6 +122,9 @@ Adapters = Annotated[
 class GenerationBody(Body):
     """What chat and plain completions have in common."""
 
+    #: The address that takes it.
+    endpoint: ClassVar[str]
+
     model: ModelName | None = None
     adapters: Adapters = None
     temperature: Temperature = None
@@ -136,6 +139,7 @@ class GenerationBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Label = None
+    store: bool | None = None
     # Beyond OpenAI's, under the names that other servers of open models use.
     top_k: Annotated[int | None, Field(ge=0, le=1_000_000)] = None
     min_p: Share = None
@@ -254,7 +258,6 @@ class ChatBody(GenerationBody):
     response_format: ResponseFormat | None = None
     modalities: list[Literal["text"]] | None = None
     metadata: Metadata = None
-    store: bool | None = None
     service_tier: Label = None
     safety_identifier: Label = None
     prompt_cache_key: Label = None
@@ -292,7 +295,6 @@ class CompletionBody(GenerationBody):
     suffix: Unsupported = None
     service_tier: Label = None
     metadata: Metadata = None
-    store: bool | None = None
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts, each as text or as token ids."""

@@ -53,6 +53,7 @@ async def submit(
     *,
     request_id: str,
     endpoint: str = "",
+    token_details: bool = False,
     is_batch: bool = False,
     deadline: float | None = None,
 ) -> Generation:
@@ -61,6 +62,7 @@ async def submit(
     principal   with an API key, which the use is billed to
     request_id  from `new_request_id`; at most one request is accepted under it
     endpoint    the address that the client used, for the log; "": the body's own
+    token_details  with logprobs: events say more of each token
     is_batch    served from what interactive requests leave
     deadline    Unix seconds past which nobody wants the answer; None: `DEADLINE_S` from now
     Raises ApiError: PermissionDenied, NotFound, InvalidRequest, RateLimited, Unavailable.
@@ -74,6 +76,7 @@ async def submit(
         request_id=request_id,
         gateway_id=dispatcher.gateway_id,
         endpoint=endpoint or body.endpoint,
+        token_details=token_details,
         is_batch=is_batch or body.is_flex,
         deadline=deadline,
     )

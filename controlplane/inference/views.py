@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from django.http import HttpRequest, HttpResponseBase, JsonResponse, StreamingHttpResponse
 
+from controlplane import jobs
 from controlplane.adapters.services import ResolvedModel
 from controlplane.errors import ApiError, InternalError, MethodNotAllowed, NotFound
 from controlplane.inference import access
@@ -48,6 +49,7 @@ def gateway_view(*methods: str) -> Callable[[View], View]:
                 response = await view(request, **kwargs)
             except ApiError as error:
                 response = error.response()
+                _count_refusal(request, error)
             except Exception:
                 log.exception("request %s failed", request_id)
                 response = InternalError("The server failed on this request.").response()
@@ -60,6 +62,17 @@ def gateway_view(*methods: str) -> Callable[[View], View]:
         return wrapper
 
     return decorate
+
+
+def _count_refusal(request: HttpRequest, error: ApiError) -> None:
+    """In the log of the caller's tenant. What was accepted has a record instead."""
+    if hasattr(request, "rate_headers"):
+        return
+    dispatcher, tenant_id = jobs.running_dispatcher(), access.known_tenant(request)
+    if dispatcher is not None and tenant_id is not None and request.resolver_match is not None:
+        # The pattern and not the path, which a client can make as many of as it likes.
+        endpoint = f"/{request.resolver_match.route}"
+        dispatcher.recorder.refuse(tenant_id, endpoint, error.status, error.code or "")
 
 
 @gateway_view("POST")

@@ -14,6 +14,7 @@ class Permission(enum.StrEnum):
     TRAINING_WRITE = "training:write"
     USAGE_READ = "usage:read"
     REQUESTS_READ = "requests:read"
+    REQUESTS_CONTENT = "requests:content"  # what requests said, where that is kept
     AUDIT_READ = "audit:read"
     LIMITS_MANAGE = "limits:manage"
     KEYS_MANAGE = "keys:manage"

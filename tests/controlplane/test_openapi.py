@@ -16,6 +16,7 @@ from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
 from controlplane.audit.models import AuditEvent
 from controlplane.inference.models import InferenceRequest
 from controlplane.limits.services import budget_set, rate_limit_set
+from controlplane.requestlog import services as request_log
 from controlplane.scoping import tenant_scope
 from controlplane.tenants import auth, people
 from controlplane.tenants.models import Membership, Role
@@ -106,6 +107,17 @@ def _request(party: Party, base_model: BaseModel) -> str:
         finish_reason="stop",
         occurred_at=party.tenant.created_at,
     )
+    request_log.log_policy_set(content="all", content_days=30, metadata_days=90)
+    words = request_log.Words(
+        tenant_id=party.tenant.id,
+        request_id="req_of_acme",
+        store=None,
+        prompt={"text": "p"},
+        outputs=["a"],
+        finish_reason="stop",
+        is_truncated=False,
+    )
+    assert request_log.contents_keep([words]) == 1
     return "req_of_acme"
 
 

@@ -192,6 +192,8 @@ def needed(method: str, path: str) -> auth.Permission:
         "tenant": auth.Permission.TENANT_MANAGE,
         "limits": auth.Permission.LIMITS_MANAGE,
         "budgets": auth.Permission.LIMITS_MANAGE,
+        "requests": auth.Permission.REQUESTS_CONTENT,
+        "request-log": auth.Permission.TENANT_MANAGE,
     }[first]
 
 

@@ -1,0 +1,225 @@
+"""The gateway's share of the log: words that tenants want kept, and counts of what was refused.
+
+Nothing here is on a request's way. Words are collected in memory while their request runs and
+written by a thread moments after its end, so a gateway that is killed loses the words of its last
+moments; the request's log line, which comes from the worker's record, is never lost. While
+PostgreSQL is away they wait, up to `MAX_QUEUED_CHARS`; what comes then is not stored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import datetime as dt
+import functools
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from django.db import DataError, IntegrityError, close_old_connections
+from django.db import Error as DatabaseError
+
+from controlplane.requestlog.refusals import Refusal, refusals_add
+from controlplane.requestlog.services import Words, content_choices, contents_keep, wants
+from worker.protocol import GenerateJob, TokenEvent
+
+log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+#: Of one request's prompt and of its answers, each; what is longer is cut.
+MAX_CHARS = 256 * 1024
+MAX_QUEUED_CHARS = 64 * 1024 * 1024
+BATCH = 200
+WRITE_INTERVAL_S = 0.25
+#: How soon a gateway learns that a tenant wants words kept. That it no longer does is asked anew
+#: before each write.
+CHOICES_INTERVAL_S = 5.0
+REFUSALS_INTERVAL_S = 5.0
+RETRY_S = 2.0
+
+
+class Transcript:
+    """The words of one running request."""
+
+    __slots__ = ("_is_cut", "_job", "_num_chars", "_outputs", "_recorder")
+
+    def __init__(self, recorder: Recorder, job: GenerateJob) -> None:
+        self._recorder = recorder
+        self._job = job
+        self._restart()
+
+    def _restart(self) -> None:
+        self._outputs: dict[int, list[str]] = {}
+        self._num_chars = 0
+        self._is_cut = False
+
+    def restart(self) -> None:
+        """Forget what was added: the request runs again from its beginning."""
+        self._restart()
+
+    def add(self, event: TokenEvent) -> None:
+        """Take in an event."""
+        room = MAX_CHARS - self._num_chars
+        if len(event.text) > room:
+            self._is_cut = True
+        text = event.text[:room]
+        self._num_chars += len(text)
+        self._outputs.setdefault(event.index, []).append(text)
+
+    def end(self, finish_reason: str) -> None:
+        """Hand it over to be stored."""
+        prompt, is_cut = _prompt(self._job)
+        words = Words(
+            tenant_id=uuid.UUID(self._job.tenant_id),
+            request_id=self._job.request_id,
+            store=self._job.store,
+            prompt=prompt,
+            outputs=["".join(self._outputs[index]) for index in sorted(self._outputs)],
+            finish_reason=finish_reason,
+            is_truncated=is_cut or self._is_cut,
+        )
+        self._recorder.put(words)
+
+
+def _prompt(job: GenerateJob) -> tuple[dict[str, object], bool]:
+    """The prompt as it is stored, and whether something of it was left out."""
+    if job.token_ids is not None:
+        return {"token_ids": list(job.token_ids[:MAX_CHARS])}, len(job.token_ids) > MAX_CHARS
+    if job.prompts:
+        return _newest("prompts", list(job.prompts), len)
+    if job.messages is None:
+        text = job.text or ""
+        return {"text": text[:MAX_CHARS]}, len(text) > MAX_CHARS
+    return _newest("messages", list(job.messages), lambda message: len(str(message)))
+
+
+def _newest(
+    name: str, parts: list[Any], size: Callable[[Any], int]
+) -> tuple[dict[str, object], bool]:
+    """The last parts, as many as there is room for."""
+    room = MAX_CHARS
+    for index in range(len(parts) - 1, -1, -1):
+        room -= size(parts[index])
+        if room < 0:
+            return {name: parts[index + 1 :]}, True
+    return {name: parts}, False
+
+
+class Recorder:
+    """One event loop's; `run` it beside what it records."""
+
+    def __init__(self) -> None:
+        self._queue: collections.deque[Words] = collections.deque()
+        self._num_chars = 0
+        self._refusals: collections.Counter[Refusal] = collections.Counter()
+        #: None until they are known: till then every request's words are collected.
+        self._choices: dict[uuid.UUID, str] | None = None
+        self._choices_due = self._refusals_due = 0.0
+        self._news = asyncio.Event()
+
+    def open(self, job: GenerateJob) -> Transcript | None:
+        """Where to put the words of a request, or None when nobody wants them."""
+        if self._choices is not None:
+            choice = self._choices.get(uuid.UUID(job.tenant_id))
+            if choice is None or not wants(choice, job.store):
+                return None
+        return Transcript(self, job)
+
+    def put(self, words: Words) -> None:
+        size = _size(words)
+        if self._num_chars + size > MAX_QUEUED_CHARS:
+            log.warning("the words of %s are not stored: too many wait", words.request_id)
+            return
+        self._queue.append(words)
+        self._num_chars += size
+        self._news.set()
+
+    def refuse(self, tenant_id: uuid.UUID, endpoint: str, status: int, code: str) -> None:
+        """Count a request that was refused before it began."""
+        hour = dt.datetime.now(dt.UTC).replace(minute=0, second=0, microsecond=0)
+        self._refusals[Refusal(tenant_id, hour, endpoint[:64], status, code[:64])] += 1
+
+    async def run(self) -> None:
+        """Write for ever."""
+        while True:
+            try:
+                await self._write()
+                await self._wait()
+            except DatabaseError as error:
+                log.warning("the request log waits for PostgreSQL: %r", error)
+                await asyncio.sleep(RETRY_S)
+            except Exception:
+                log.exception("the request log cannot be written")
+                await asyncio.sleep(RETRY_S)
+
+    async def _wait(self) -> None:
+        """Until there is something to write; then a moment, since more comes with it."""
+        due = min(self._choices_due, self._refusals_due) - time.monotonic()
+        try:
+            async with asyncio.timeout(max(0.0, due)):
+                await self._news.wait()
+        except TimeoutError:
+            return
+        self._news.clear()
+        await asyncio.sleep(WRITE_INTERVAL_S)
+
+    async def close(self, *, timeout_s: float = 2.0) -> None:
+        """Write what is left, unless that takes too long; `run` must have ended."""
+        self._choices_due, self._refusals_due = float("inf"), 0.0
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._write()
+        except (DatabaseError, TimeoutError) as error:
+            log.warning("the words of %d requests are lost: %r", len(self._queue), error)
+
+    async def _write(self) -> None:
+        """All that is due. Raises django.db.Error, and then it still waits."""
+        now = time.monotonic()
+        if now >= self._choices_due:
+            self._choices = await _in_thread(content_choices)
+            self._choices_due = now + CHOICES_INTERVAL_S
+        if now >= self._refusals_due:
+            await self._write_refusals()
+            self._refusals_due = now + REFUSALS_INTERVAL_S
+        while self._queue:
+            batch = [self._queue[index] for index in range(min(BATCH, len(self._queue)))]
+            await _in_thread(functools.partial(_keep, batch))
+            for words in batch:
+                self._queue.popleft()
+                self._num_chars -= _size(words)
+
+    async def _write_refusals(self) -> None:
+        counts, self._refusals = self._refusals, collections.Counter()
+        try:
+            await _in_thread(lambda: refusals_add(counts))
+        except BaseException:
+            self._refusals.update(counts)
+            raise
+
+
+async def _in_thread(query: Callable[[], _T]) -> _T:
+    def run() -> _T:
+        try:
+            return query()
+        finally:
+            close_old_connections()
+
+    return await asyncio.to_thread(run)
+
+
+def _keep(batch: list[Words]) -> None:
+    """Store a batch; words that fit no row, since their tenant is gone, harm no others."""
+    try:
+        contents_keep(batch)
+    except (DataError, IntegrityError) as error:
+        if len(batch) > 1:
+            for words in batch:
+                _keep([words])
+        else:
+            log.error("the words of %s cannot be stored: %r", batch[0].request_id, error)
+
+
+def _size(words: Words) -> int:
+    return sum(map(len, words.outputs)) + sum(len(str(part)) for part in words.prompt.values())

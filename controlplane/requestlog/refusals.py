@@ -1,0 +1,45 @@
+"""How many requests were refused before they began, by hour: counts, no rows of their own."""
+
+from __future__ import annotations
+
+import datetime as dt
+import uuid
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from django.db import connection
+
+from controlplane.requestlog.models import RefusalHour
+from controlplane.scoping import all_tenants, new_id
+
+
+class Refusal(NamedTuple):
+    """What is counted together."""
+
+    tenant_id: uuid.UUID
+    hour: dt.datetime
+    endpoint: str
+    status: int
+    code: str
+
+
+_ADD = """
+insert into {table} (id, created_at, tenant_id, starts_at, endpoint, status, code, requests)
+select * from unnest(%s::uuid[], %s::timestamptz[], %s::uuid[], %s::timestamptz[], %s::text[],
+  %s::smallint[], %s::text[], %s::bigint[])
+on conflict (tenant_id, starts_at, endpoint, status, code)
+do update set requests = {table}.requests + excluded.requests
+"""
+
+
+def refusals_add(counts: Mapping[Refusal, int]) -> None:
+    """Add to what is counted already. Raises django.db.Error, and then nothing is added."""
+    if not counts:
+        return
+    keys = sorted(counts, key=lambda key: tuple(map(str, key)))
+    now = dt.datetime.now(dt.UTC)
+    columns: list[list[object]] = [[new_id() for _ in keys], [now] * len(keys)]
+    columns += [[key[index] for key in keys] for index in range(len(Refusal._fields))]
+    columns.append([counts[key] for key in keys])
+    with all_tenants(reason="refusals of many tenants"), connection.cursor() as cursor:
+        cursor.execute(_ADD.format(table=RefusalHour._meta.db_table), columns)

@@ -1,0 +1,141 @@
+"""From a client's request to its log line and its stored words, through real processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import psycopg
+import pytest
+
+from tests.live import LiveStack, wait_for
+
+CHOOSE = """
+from controlplane.requestlog.services import log_policy_set
+from controlplane.scoping import tenant_scope
+import uuid
+with tenant_scope(uuid.UUID("{tenant}")):
+    log_policy_set(content="{content}", content_days=30, metadata_days=90)
+"""
+READ = """
+from controlplane.requestlog.services import content_get
+from controlplane.scoping import tenant_scope
+import json, uuid
+with tenant_scope(uuid.UUID("{tenant}")):
+    found = content_get(request_id="{request_id}")
+print(json.dumps([found.prompt, found.outputs, found.finish_reason]))
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    live: LiveStack
+    url: str
+
+    def chat(self, text: str, tenant: str = "acme", **fields: Any) -> httpx.Response:
+        body = {
+            "model": f"{tenant}-adapter",
+            "messages": [{"role": "user", "content": text}],
+            **fields,
+        }
+        key = self.live.tenants[tenant].key
+        headers = {"Authorization": f"Bearer {key}"}
+        return httpx.post(f"{self.url}/v1/chat/completions", json=body, headers=headers, timeout=30)
+
+    def management(self, path: str, tenant: str = "acme") -> Any:
+        headers = {"Authorization": f"Bearer {self.live.tenants[tenant].key}"}
+        return httpx.get(f"{self.url}/api/v1/{path}", headers=headers, timeout=30)
+
+    def choose(self, content: str, tenant: str = "acme") -> None:
+        code = CHOOSE.format(tenant=self.live.tenants[tenant].id, content=content)
+        self.live.run("manage.py", "shell", "--verbosity=0", "-c", code)
+
+    def stored(self) -> set[str]:
+        with psycopg.connect(self.live.database_url) as connection:
+            rows = connection.execute("select request_id from requestlog_requestcontent")
+            return {request_id for (request_id,) in rows}
+
+    def words(self, request_id: str, tenant: str = "acme") -> Any:
+        tenant_id = self.live.tenants[tenant].id
+        code = READ.format(tenant=tenant_id, request_id=request_id)
+        return json.loads(self.live.run("manage.py", "shell", "--verbosity=0", "-c", code))
+
+
+@pytest.fixture(scope="module")
+def site(live: LiveStack) -> Iterator[Site]:
+    pool = live.with_pool("requestlog")
+    Site(pool, "").choose("all")  # before the gateway starts: it knows at once
+    web, url = pool.start_web()
+    worker = pool.start_worker("requestlog-worker")
+    accountant = pool.start_accountant()
+    made = Site(pool, url)
+    yield made
+    made.choose("off")
+    for process in (web, worker, accountant):
+        process.stop()
+
+
+def test_words_and_line_of_a_request(site: Site) -> None:
+    answer = site.chat("keep these words")
+    request_id = answer.headers["x-request-id"]
+    wait_for(lambda: request_id in site.stored(), what="the words")
+    prompt, outputs, reason = site.words(request_id)
+    assert prompt == {"messages": [{"role": "user", "content": "keep these words"}]}
+    assert (outputs, reason) == (["keep these words"], "stop")
+    wait_for(lambda: site.management(f"requests/{request_id}").status_code == 200, what="the line")
+    line = site.management(f"requests/{request_id}").json()
+    usage = answer.json()["usage"]
+    assert (line["endpoint"], line["status"], line["has_content"]) == (
+        *("/v1/chat/completions", 200, True),
+    )
+    assert line["prompt_tokens"] == usage["prompt_tokens"]
+    assert line["completion_tokens"] == usage["completion_tokens"]
+    assert 0 <= line["queue_ms"] <= line["total_ms"]
+    assert 0 < line["first_token_ms"] <= line["total_ms"]
+    assert len(line["digests"]) == 1
+    listed = site.management("requests?endpoint=/v1/chat/completions&stream=false").json()
+    assert request_id in {row["id"] for row in listed["data"]}
+
+
+def test_streamed_words_are_kept_whole(site: Site) -> None:
+    answer = site.chat("a streamed answer", stream=True)
+    request_id = answer.headers["x-request-id"]
+    wait_for(lambda: request_id in site.stored(), what="the words")
+    assert site.words(request_id)[1:] == [["a streamed answer"], "stop"]
+
+
+def test_a_request_that_says_no_and_a_tenant_that_said_nothing_leave_no_words(site: Site) -> None:
+    silent = site.chat("not these", store=False)
+    others = site.chat("nor these", tenant="globex", store=True)
+    last = site.chat("but these")
+    wait_for(lambda: last.headers["x-request-id"] in site.stored(), what="the words")
+    kept = site.stored()
+    assert silent.headers["x-request-id"] not in kept
+    assert others.headers["x-request-id"] not in kept
+    # Without words, but not without a line.
+    path = f"requests/{others.headers['x-request-id']}"
+    wait_for(lambda: site.management(path, "globex").status_code == 200, what="the line of globex")
+    assert site.management(path).status_code == 404
+
+
+def test_what_is_refused_is_counted_and_leaves_no_line(site: Site) -> None:
+    answers = [site.chat("x", model="nobodys") for _ in range(3)]
+    answers.append(site.chat("x", temperature=9))
+    assert [answer.status_code for answer in answers] == [404, 404, 404, 400]
+
+    def counts() -> dict[str, int]:
+        found = site.management("refusals").json()["data"]
+        return {
+            row["code"]: row["requests"]
+            for row in found
+            if row["endpoint"] == "/v1/chat/completions"
+        }
+
+    wait_for(lambda: counts().get("invalid_value"), what="the counts")
+    assert counts() == {"model_not_found": 3, "invalid_value": 1}
+    for answer in answers:
+        path = f"requests/{answer.headers['x-request-id']}"
+        assert site.management(path).status_code == 404
