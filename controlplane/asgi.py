@@ -1,7 +1,7 @@
 """The ASGI application of the web process; it streams, so there is no WSGI one.
 
 /static/   files, before anything of Django's
-/v1/       the gateway, without middleware
+/v1/       the gateway, without middleware; files that come are streamed past Django
 the rest   Django as usual
 """
 
@@ -21,12 +21,14 @@ from django.conf import settings  # noqa: E402
 from controlplane import jobs  # noqa: E402
 from controlplane.body_limit import BodyLimit, Receive, Send  # noqa: E402
 from controlplane.errors import ApiError  # noqa: E402
+from controlplane.files import receiving  # noqa: E402
 from controlplane.inference.asgi import MAX_BODY_BYTES, GatewayHandler  # noqa: E402
 from controlplane.training.services import MAX_DATASET_BYTES  # noqa: E402
 
 #: A dataset and the form around it.
 MAX_SITE_BODY_BYTES = MAX_DATASET_BYTES + 1024**2
 
+_files = receiving.FileReceiver()
 _gateway = BodyLimit(GatewayHandler(), max_bytes=MAX_BODY_BYTES)
 _static = ServeStaticASGI(_django, root=str(settings.STATIC_ROOT), prefix=settings.STATIC_URL)
 _site = BodyLimit(_static, max_bytes=MAX_SITE_BODY_BYTES)
@@ -35,6 +37,8 @@ _site = BodyLimit(_static, max_bytes=MAX_SITE_BODY_BYTES)
 async def application(scope: dict[str, Any], receive: Receive, send: Send) -> None:
     if scope["type"] == "lifespan":
         await _lifespan(receive, send)
+    elif scope["type"] == "http" and receiving.is_ours(scope):
+        await _files(scope, receive, send)
     elif scope["type"] == "http" and scope["path"].startswith("/v1/"):
         await _gateway(scope, receive, send)
     else:

@@ -11,13 +11,12 @@ from typing import Any
 from pydantic import BaseModel
 
 from controlplane import idempotency
+from controlplane.files import document as files
+from controlplane.gateway_document import Json, body_schemas, operation, reference
 from controlplane.inference.schemas import ChatBody, CompletionBody
-
-Json = dict[str, Any]
 
 _MANAGEMENT = "/api/v1/"
 _METHODS = ("get", "put", "post", "patch", "delete")
-_KEY_ONLY: list[Json] = [{"apiKey": []}]
 
 _ERROR: Json = {
     "type": "object",
@@ -108,7 +107,10 @@ def add_gateway(result: Json, generator: Any, request: Any, public: bool) -> Jso
     schemas = result["components"]["schemas"]
     schemas.update(_COMPONENTS)
     for body in (ChatBody, CompletionBody):
-        schemas.update(_body_schemas(body))
+        schemas.update(body_schemas(body))
+    for part in (files,):
+        schemas.update(part.SCHEMAS)
+        result["paths"].update(part.PATHS)
     name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
     result["paths"].update(
         {
@@ -121,10 +123,10 @@ def add_gateway(result: Json, generator: Any, request: Any, public: bool) -> Jso
                 "post": _generation("Continue a text.", "completions", CompletionBody, "Completion")
             },
             "/v1/models": {
-                "get": _operation("What the key may name as a model.", "models", "ModelList")
+                "get": operation("What the key may name as a model.", "models", "ModelList")
             },
             "/v1/models/{name}": {
-                "get": {**_operation("One model.", "model", "Model"), "parameters": [name]}
+                "get": {**operation("One model.", "model", "Model"), "parameters": [name]}
             },
         }
     )
@@ -167,36 +169,14 @@ _IDEMPOTENCY_KEY: Json = {
 }
 
 
-def _body_schemas(body: type[BaseModel]) -> Json:
-    """The schema of a pydantic model and of all that it refers to, by name."""
-    schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
-    return {**schema.pop("$defs", {}), body.__name__: schema}
-
-
-def _operation(description: str, operation_id: str, answer: str) -> Json:
-    return {
-        "operationId": f"gateway_{operation_id}",
-        "description": description,
-        "tags": ["gateway"],
-        "security": _KEY_ONLY,
-        "responses": {
-            "200": {"description": "", "content": {"application/json": {"schema": _ref(answer)}}}
-        },
-    }
-
-
 def _generation(description: str, operation_id: str, body: type[BaseModel], answer: str) -> Json:
-    operation = _operation(
+    call = operation(
         f"{description} With `stream` the answer is server-sent events.", operation_id, answer
     )
-    operation["requestBody"] = {
+    call["requestBody"] = {
         "required": True,
-        "content": {"application/json": {"schema": _ref(body.__name__)}},
+        "content": {"application/json": {"schema": reference(body.__name__)}},
     }
-    content = operation["responses"]["200"]["content"]
+    content = call["responses"]["200"]["content"]
     content["text/event-stream"] = {"schema": {"type": "string"}}
-    return operation
-
-
-def _ref(name: str) -> Json:
-    return {"$ref": f"#/components/schemas/{name}"}
+    return call

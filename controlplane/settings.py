@@ -61,6 +61,7 @@ INSTALLED_APPS = [
     "controlplane.delivery",
     "controlplane.limits",
     "controlplane.training",
+    "controlplane.files",
     "controlplane.usage",
     "controlplane.console",
 ]
@@ -212,6 +213,9 @@ DEAD_LETTER_DAYS = float(env("LORIKEET_DEAD_LETTER_DAYS", "7"))
 #: Of stored prompts and answers a tenant has at most so many bytes; the oldest go first.
 CONTENT_BYTES_PER_TENANT = int(env("LORIKEET_CONTENT_BYTES_PER_TENANT", str(1024**3)))
 
+#: What one tenant's files may take in all.
+TENANT_STORAGE_BYTES = int(env("LORIKEET_TENANT_STORAGE_BYTES", str(50 * 1024**3)))
+
 CELERY_BROKER_URL = env("CELERY_BROKER_URL", REDIS_URL)
 # Its log lines have the form, and the tenant, of all others.
 CELERY_WORKER_HIJACK_ROOT_LOGGER = False
@@ -243,6 +247,10 @@ CELERY_BEAT_SCHEDULE = {
     "forget old requests": {
         "task": "controlplane.requestlog.tasks.requests_forget",
         "schedule": 3600.0,
+    },
+    "remove old files and uploads": {
+        "task": "controlplane.files.tasks.files_sweep",
+        "schedule": float(env("LORIKEET_FILES_SWEEP_S", "300")),
     },
     "forget idempotency keys": {
         "task": "controlplane.tenants.tasks.idempotency_records_expire",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime as dt
 import functools
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ from django.conf import settings
 #: What any function here raises when the store cannot be reached or fails.
 STORAGE_ERRORS = (BotoCoreError, ClientError)
 _PIECE_BYTES = 1 << 20
+#: Of an object that is written piece by piece; S3 wants at least 5 MiB, and at most 10,000 parts.
+PART_BYTES = 8 << 20
 
 
 class ObjectMissing(Exception):
@@ -35,6 +38,7 @@ def _client(endpoint_url: str) -> Any:
             s3={"addressing_style": "path"},
             connect_timeout=5,
             read_timeout=60,
+            max_pool_connections=64,  # of threads that stream files at one time
             retries={"max_attempts": 3, "mode": "standard"},
         ),
     )
@@ -73,17 +77,17 @@ def read_bytes(key: str, *, max_bytes: int) -> bytes:
     return b"".join(read_pieces(key, max_bytes=max_bytes))
 
 
-def read_pieces(key: str, *, max_bytes: int) -> Iterator[bytes]:
-    """The object's first `max_bytes` bytes at most, in pieces. Raises ObjectMissing."""
+def read_pieces(key: str, *, max_bytes: int, start: int = 0) -> Iterator[bytes]:
+    """At most `max_bytes` bytes of the object from `start` on, in pieces. Raises ObjectMissing."""
     try:
         answer = _internal().get_object(
-            Bucket=settings.S3_BUCKET, Key=key, Range=f"bytes=0-{max_bytes - 1}"
+            Bucket=settings.S3_BUCKET, Key=key, Range=f"bytes={start}-{start + max_bytes - 1}"
         )
     except ClientError as error:
         status = error.response["ResponseMetadata"]["HTTPStatusCode"]
         if status == 404:
             raise ObjectMissing(key) from error
-        if status == 416:  # there is no first byte
+        if status == 416:  # there is no such byte
             return
         raise
     with contextlib.closing(answer["Body"]) as body:
@@ -105,3 +109,61 @@ def put_bytes(key: str, data: bytes) -> None:
 def delete(keys: list[str]) -> None:
     for key in keys:
         _internal().delete_object(Bucket=settings.S3_BUCKET, Key=key)
+
+
+class ObjectWriter:
+    """An object that is written piece by piece, in the memory of one part.
+
+    There is nothing under the key before `finish`, and never if `abort` comes instead.
+    """
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+        self._buffer = bytearray()
+        self._upload_id: str | None = None
+        self._parts: list[dict[str, Any]] = []
+
+    def write(self, data: bytes) -> None:
+        self._buffer += data
+        while len(self._buffer) >= PART_BYTES:
+            self._send(bytes(self._buffer[:PART_BYTES]))
+            del self._buffer[:PART_BYTES]
+
+    def finish(self) -> None:
+        if self._upload_id is None:
+            put_bytes(self._key, bytes(self._buffer))
+            return
+        if self._buffer:
+            self._send(bytes(self._buffer))
+        _internal().complete_multipart_upload(
+            **self._target(), MultipartUpload={"Parts": self._parts}
+        )
+
+    def abort(self) -> None:
+        """Leave nothing behind; what the store keeps in spite of it, `abort_old_parts` removes."""
+        if self._upload_id is not None:
+            with contextlib.suppress(*STORAGE_ERRORS):
+                _internal().abort_multipart_upload(**self._target())
+
+    def _send(self, part: bytes) -> None:
+        if self._upload_id is None:
+            made = _internal().create_multipart_upload(Bucket=settings.S3_BUCKET, Key=self._key)
+            self._upload_id = made["UploadId"]
+        number = len(self._parts) + 1
+        sent = _internal().upload_part(**self._target(), PartNumber=number, Body=part)
+        self._parts.append({"ETag": sent["ETag"], "PartNumber": number})
+
+    def _target(self) -> dict[str, Any]:
+        return {"Bucket": settings.S3_BUCKET, "Key": self._key, "UploadId": self._upload_id}
+
+
+def abort_old_parts(*, before: dt.datetime) -> int:
+    """End the writes that were begun before this and that nobody will finish. -> how many."""
+    answer = _internal().list_multipart_uploads(Bucket=settings.S3_BUCKET, Prefix="t/")
+    old = [upload for upload in answer.get("Uploads") or [] if upload["Initiated"] < before]
+    for upload in old:
+        with contextlib.suppress(ClientError):  # another sweep was faster
+            _internal().abort_multipart_upload(
+                Bucket=settings.S3_BUCKET, Key=upload["Key"], UploadId=upload["UploadId"]
+            )
+    return len(old)

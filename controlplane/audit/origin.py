@@ -62,13 +62,14 @@ class AuditOriginMiddleware(ContextMiddleware):
     """Remembers the request for `current_origin`, and its `X-Request-Id` or a new one."""
 
     def context(self, request: HttpRequest) -> contextlib.AbstractContextManager[None]:
-        return _remembered(request)
+        sent = request.headers.get("X-Request-Id", "")
+        request_id = sent if _REQUEST_ID.fullmatch(sent) else f"req_{uuid.uuid4().hex}"
+        return request_origin(request, request_id)
 
 
 @contextlib.contextmanager
-def _remembered(request: HttpRequest) -> Iterator[None]:
-    sent = request.headers.get("X-Request-Id", "")
-    request_id = sent if _REQUEST_ID.fullmatch(sent) else f"req_{uuid.uuid4().hex}"
+def request_origin(request: HttpRequest, request_id: str) -> Iterator[None]:
+    """What changes inside is the doing of the request's `user`: a person, or a principal."""
     token = _current.set(_Request(request, request_id))
     try:
         yield

@@ -1,5 +1,6 @@
 from django.urls import path
 
+from controlplane.files import views as files
 from controlplane.inference import views
 from controlplane.usage.organization import completions_usage
 
@@ -9,5 +10,11 @@ urlpatterns = [
     path("models", views.model_list),
     path("models/<str:name>", views.model_detail),
     path("organization/usage/completions", completions_usage),
+    path("files", files.file_list),
+    path("files/<str:file_id>", files.file_detail),
+    path("files/<str:file_id>/content", files.file_content),
+    path("uploads", files.upload_create),
+    path("uploads/<str:upload_id>/complete", files.upload_complete),
+    path("uploads/<str:upload_id>/cancel", files.upload_cancel),
     path("<path:path>", views.unknown),
 ]

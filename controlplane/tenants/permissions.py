@@ -12,6 +12,10 @@ class Permission(enum.StrEnum):
     INFER = "infer"
     ADAPTERS_WRITE = "adapters:write"
     TRAINING_WRITE = "training:write"
+    FILES_READ = "files:read"
+    FILES_WRITE = "files:write"
+    BATCHES_READ = "batches:read"
+    BATCHES_WRITE = "batches:write"
     USAGE_READ = "usage:read"
     REQUESTS_READ = "requests:read"
     REQUESTS_CONTENT = "requests:content"  # what requests said, where that is kept
@@ -27,6 +31,10 @@ _DEVELOPER = _VIEWER | {
     Permission.INFER,
     Permission.ADAPTERS_WRITE,
     Permission.TRAINING_WRITE,
+    Permission.FILES_READ,
+    Permission.FILES_WRITE,
+    Permission.BATCHES_READ,
+    Permission.BATCHES_WRITE,
 }
 PERMISSIONS: dict[Role, frozenset[Permission]] = {
     Role.OWNER: frozenset(Permission),

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from typing import Any
 
 MAX_ROWS = 100_000
 MAX_LINE_BYTES = 1 << 20
 #: How many problems are looked for before the lint gives up.
 MAX_PROBLEMS = 20
+#: How many of them a refusal tells.
+_SHOWN_PROBLEMS = 5
 ROLES = ("system", "user", "assistant")
 
 
@@ -37,12 +40,23 @@ class Lint:
     num_rows: int
     problems: list[Problem]
 
+    @property
+    def complaint(self) -> str:
+        """The first few problems, in one sentence."""
+        shown = "; ".join(str(problem) for problem in self.problems[:_SHOWN_PROBLEMS])
+        return f"{shown}{'; and more' if len(self.problems) > _SHOWN_PROBLEMS else ''}."
+
 
 def lint(content: bytes) -> Lint:
     """Check every row, up to MAX_PROBLEMS problems. Blank lines are not rows."""
+    return lint_lines(content.split(b"\n"))
+
+
+def lint_lines(lines: Iterable[bytes]) -> Lint:
+    """As `lint`, of lines that need not all be in memory."""
     problems: list[Problem] = []
     num_rows = 0
-    for number, line in enumerate(content.split(b"\n"), start=1):
+    for number, line in enumerate(lines, start=1):
         if len(problems) >= MAX_PROBLEMS:
             break
         if not line.strip():

@@ -35,8 +35,6 @@ from controlplane.training.models import Dataset, Schedule, TrainingRun, dataset
 log = logging.getLogger(__name__)
 
 MAX_DATASET_BYTES = 32 * 1024**2
-#: How many of a dataset's problems its refusal tells.
-_SHOWN_PROBLEMS = 5
 #: A queued run that nobody began within this time is queued again: its message may be lost.
 QUEUE_LEASE = dt.timedelta(minutes=10)
 
@@ -55,9 +53,7 @@ def dataset_upload(*, name: str, content: bytes) -> Dataset:
         raise PayloadTooLarge(f"A dataset has at most {MAX_DATASET_BYTES} bytes.", param="body")
     found = chat_rows.lint(content)
     if found.problems:
-        shown = "; ".join(str(problem) for problem in found.problems[:_SHOWN_PROBLEMS])
-        more = "; and more" if len(found.problems) > _SHOWN_PROBLEMS else ""
-        raise InvalidRequest(f"{shown}{more}.", param="body", code="invalid_dataset")
+        raise InvalidRequest(found.complaint, param="body", code="invalid_dataset")
     fields = {
         "sha256": hashlib.sha256(content).hexdigest(),
         "num_bytes": len(content),

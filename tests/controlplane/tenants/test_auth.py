@@ -212,6 +212,7 @@ class TestSession:
             Role.DEVELOPER,
             {
                 *("read", "infer", "adapters:write", "training:write"),
+                *("files:read", "files:write", "batches:read", "batches:write"),
                 *("usage:read", "requests:read"),
             },
         ),

@@ -1,0 +1,120 @@
+"""A tenant's files, and the uploads that files are put together from.
+
+The bytes lie in the object store under the row's id. A row is there before its bytes and goes
+after them, so nothing in the store is without a row that leads to it.
+"""
+
+from __future__ import annotations
+
+from django.db import models
+
+from controlplane.public_ids import public_id
+from controlplane.scoping import TenantModel
+
+
+class Purpose(models.TextChoices):
+    """What a file is for; the names are OpenAI's."""
+
+    FINE_TUNE = "fine-tune"
+    BATCH = "batch"
+    USER_DATA = "user_data"
+    ASSISTANTS = "assistants"
+    VISION = "vision"
+    EVALS = "evals"
+    #: Made by the platform, never by a client.
+    BATCH_OUTPUT = "batch_output"
+
+
+class File(TenantModel):
+    """One file: uploading -> ready -> deleting, each by compare-and-set. Its bytes never change."""
+
+    PREFIX = "file-"
+
+    class Status(models.TextChoices):
+        UPLOADING = "uploading"
+        READY = "ready"
+        DELETING = "deleting"
+
+    purpose = models.CharField(max_length=16, choices=Purpose, blank=True)
+    filename = models.CharField(max_length=255, blank=True)
+    status = models.CharField(max_length=16, choices=Status, default=Status.UPLOADING)
+    #: While it is uploaded, what it may become.
+    num_bytes = models.BigIntegerField()
+    sha256 = models.CharField(max_length=64, blank=True)
+    expires_at = models.DateTimeField(null=True, db_index=True)
+
+    class Meta:
+        indexes = [
+            models.Index(fields=["tenant", "status", "id"]),
+            # What the sweep looks for.
+            models.Index(
+                fields=["created_at"], condition=~models.Q(status="ready"), name="files_unready"
+            ),
+        ]
+
+    def __str__(self) -> str:
+        return self.public_id
+
+    @property
+    def public_id(self) -> str:
+        return public_id(self.PREFIX, self.pk)
+
+    @property
+    def key(self) -> str:
+        """S3 key of the bytes."""
+        return f"t/{self.tenant_id}/files/{self.pk.hex}"
+
+
+class Upload(TenantModel):
+    """A file that comes in parts: pending -> assembling -> completed, or cancelled, or expired."""
+
+    PREFIX = "upload_"
+
+    class Status(models.TextChoices):
+        PENDING = "pending"
+        ASSEMBLING = "assembling"  # clients see it as pending
+        COMPLETED = "completed"
+        CANCELLED = "cancelled"
+        EXPIRED = "expired"
+
+    purpose = models.CharField(max_length=16, choices=Purpose)
+    filename = models.CharField(max_length=255)
+    mime_type = models.CharField(max_length=255)
+    num_bytes = models.BigIntegerField()
+    status = models.CharField(max_length=16, choices=Status, default=Status.PENDING)
+    #: Of the upload; what the client wants of the file is `file_expires_s`, from its creation on.
+    expires_at = models.DateTimeField(db_index=True)
+    file_expires_s = models.PositiveIntegerField(null=True)
+    file = models.ForeignKey(File, null=True, on_delete=models.SET_NULL, related_name="+")
+
+    class Meta:
+        indexes = [models.Index(fields=["tenant", "status"])]
+
+    def __str__(self) -> str:
+        return self.public_id
+
+    @property
+    def public_id(self) -> str:
+        return public_id(self.PREFIX, self.pk)
+
+
+class UploadPart(TenantModel):
+    """Some of an upload's bytes; which part comes where is said at the end."""
+
+    PREFIX = "part_"
+
+    upload = models.ForeignKey(Upload, on_delete=models.CASCADE, related_name="parts")
+    is_ready = models.BooleanField(default=False)
+    num_bytes = models.BigIntegerField()
+
+    def __str__(self) -> str:
+        return self.public_id
+
+    @property
+    def public_id(self) -> str:
+        return public_id(self.PREFIX, self.pk)
+
+    @property
+    def key(self) -> str:
+        """S3 key of the bytes."""
+        return f"t/{self.tenant_id}/uploads/{self.upload_id.hex}/{self.pk.hex}"

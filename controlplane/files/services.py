@@ -1,0 +1,334 @@
+"""Every change to files and uploads. All act for the tenant in scope.
+
+A change whose bytes lie in the store is made in steps, with no transaction open while the store is
+asked: the row first, then the bytes, then what makes the row count.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+import hashlib
+import logging
+import uuid
+
+from django.conf import settings
+from django.db import close_old_connections, connection, transaction
+from django.db.models import Q, QuerySet, Sum
+from django.utils import timezone
+
+from controlplane import storage
+from controlplane.audit.services import record
+from controlplane.errors import Conflict, InvalidRequest, NotFound, Unavailable
+from controlplane.files import contents
+from controlplane.files.contents import MAX_FILE_BYTES, FileWriter
+from controlplane.files.models import File, Purpose, Upload, UploadPart
+from controlplane.public_ids import parse_id
+from controlplane.scoping import current_tenant_id
+
+log = logging.getLogger(__name__)
+
+#: A batch's input and output are kept for so long unless their maker says otherwise, as OpenAI's.
+BATCH_FILE_LIFETIME_S = 30 * 24 * 3600
+UPLOAD_LIFETIME = dt.timedelta(hours=1)
+MAX_PART_BYTES = 64 * 1024**2
+MAX_PARTS = 10_000
+
+#: Uploads that may still become a file.
+PENDING = (Upload.Status.PENDING, Upload.Status.ASSEMBLING)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FileForm:
+    """What its maker says of a file."""
+
+    purpose: Purpose
+    filename: str
+    #: Seconds from its creation until it is removed; None: as its purpose has it.
+    expires_s: int | None = None
+
+    def expires_at(self, created_at: dt.datetime) -> dt.datetime | None:
+        seconds = self.expires_s
+        if seconds is None and self.purpose in (Purpose.BATCH, Purpose.BATCH_OUTPUT):
+            seconds = BATCH_FILE_LIFETIME_S
+        return None if seconds is None else created_at + dt.timedelta(seconds=seconds)
+
+
+def files_list() -> QuerySet[File]:
+    """The tenant's files that are there."""
+    is_current = Q(expires_at=None) | Q(expires_at__gt=timezone.now())
+    return File.objects.filter(is_current, status=File.Status.READY)
+
+
+def file_get(public_id: str, *, param: str | None = None) -> File:
+    """The ready file of this id. Raises NotFound."""
+    pk = parse_id(File.PREFIX, public_id)
+    file = files_list().filter(pk=pk).first() if pk else None
+    if file is None:
+        raise NotFound("There is no such file.", param=param)
+    return file
+
+
+@transaction.atomic
+def file_begin(*, max_bytes: int, is_bounded: bool = True) -> File:
+    """A file whose bytes are about to come, at most so many of them.
+
+    is_bounded  False: it is the platform's own and is taken in however full the tenant's storage is
+    Raises InvalidRequest when they would not fit into the tenant's storage.
+    """
+    if is_bounded:
+        _check_room(max_bytes)
+    return File.objects.create(num_bytes=max_bytes)
+
+
+def file_finish(file: File, form: FileForm, writer: FileWriter) -> File:
+    """Make a written file ready. Raises ApiError, and removes it, when it is not fit to be."""
+    try:
+        writer.finish()
+        file.purpose, file.filename = form.purpose, form.filename[:255]
+        file.num_bytes, file.sha256 = writer.num_bytes, writer.sha256
+        file.expires_at = form.expires_at(file.created_at)
+        contents.check(file)
+        file_publish(file)
+    except storage.STORAGE_ERRORS as error:
+        file_drop(file)
+        raise Unavailable("The object store does not answer.") from error
+    except BaseException:
+        file_drop(file)
+        raise
+    return file
+
+
+@transaction.atomic
+def file_publish(file: File) -> None:
+    """From now on the file is there. Raises Conflict when it was swept away meanwhile."""
+    file.status = File.Status.READY
+    fields = ("purpose", "filename", "num_bytes", "sha256", "expires_at", "status")
+    moved = File.objects.filter(pk=file.pk, status=File.Status.UPLOADING).update(
+        **{name: getattr(file, name) for name in fields}
+    )
+    if moved != 1:
+        raise Conflict("The file took too long to come.")
+    told = ("purpose", "filename", "num_bytes", "sha256")
+    record("created", file, after={name: getattr(file, name) for name in told})
+
+
+def file_drop(file: File) -> None:
+    """Remove a file that never was ready; what fails of it the sweep does."""
+    try:
+        storage.delete([file.key])
+        File.objects.filter(pk=file.pk).exclude(status=File.Status.READY).delete()
+    except Exception:
+        log.warning("file %s is left to the sweep", file.pk, exc_info=True)
+
+
+def file_delete(file: File) -> None:
+    """Remove a file: it is gone at once, its bytes soon after. Raises NotFound."""
+    if not _remove(file, "deleted"):
+        raise NotFound("There is no such file.")
+
+
+def file_expire(file: File) -> None:
+    """Remove a file whose time is over, if it is still there."""
+    _remove(file, "expired")
+
+
+def _remove(file: File, action: str) -> bool:
+    with transaction.atomic():
+        moved = File.objects.filter(pk=file.pk, status=File.Status.READY).update(
+            status=File.Status.DELETING
+        )
+        if moved != 1:
+            return False
+        record(action, file, before={"purpose": file.purpose, "filename": file.filename})
+    file_drop(file)
+    return True
+
+
+@transaction.atomic
+def upload_create(*, form: FileForm, num_bytes: int, mime_type: str) -> Upload:
+    """Announce a file that comes in parts. Raises InvalidRequest, PayloadTooLarge."""
+    most = contents.MAX_BYTES.get(form.purpose, MAX_FILE_BYTES)
+    if num_bytes > most:
+        raise InvalidRequest(f"A file for {form.purpose} has {most} bytes at most.", param="bytes")
+    _check_room(num_bytes)
+    upload = Upload.objects.create(
+        purpose=form.purpose,
+        filename=form.filename,
+        mime_type=mime_type,
+        num_bytes=num_bytes,
+        expires_at=timezone.now() + UPLOAD_LIFETIME,
+        file_expires_s=form.expires_s,
+    )
+    record("created", upload, after={"filename": form.filename, "num_bytes": num_bytes})
+    return upload
+
+
+def upload_get(public_id: str) -> Upload:
+    """The upload of this id. Raises NotFound."""
+    pk = parse_id(Upload.PREFIX, public_id)
+    upload = Upload.objects.select_related("file").filter(pk=pk).first() if pk else None
+    if upload is None:
+        raise NotFound("There is no such upload.")
+    return upload
+
+
+@transaction.atomic
+def part_begin(upload: Upload, *, max_bytes: int) -> UploadPart:
+    """A part whose bytes are about to come. Raises Conflict, InvalidRequest."""
+    upload = Upload.objects.select_for_update().get(pk=upload.pk)
+    _check_open(upload)
+    parts = upload.parts.all()
+    sent = parts.aggregate(sum=Sum("num_bytes"))["sum"] or 0
+    # Twice: a part whose answer was lost is sent again.
+    if sent + max_bytes > 2 * (upload.num_bytes + MAX_PART_BYTES) or parts.count() >= MAX_PARTS:
+        raise InvalidRequest("The upload has more parts than it needs.", param="data")
+    return UploadPart.objects.create(upload=upload, num_bytes=max_bytes)
+
+
+def part_finish(part: UploadPart, writer: FileWriter) -> None:
+    """Keep a written part. Raises Conflict when its upload has ended meanwhile."""
+    try:
+        writer.finish()
+        part.num_bytes, part.is_ready = writer.num_bytes, True
+        with transaction.atomic():
+            upload = Upload.objects.select_for_update().get(pk=part.upload_id)
+            _check_open(upload)
+            part.save()
+    except storage.STORAGE_ERRORS as error:
+        part_drop(part)
+        raise Unavailable("The object store does not answer.") from error
+    except BaseException:
+        part_drop(part)
+        raise
+
+
+def part_drop(part: UploadPart) -> None:
+    """Remove a part that did not come whole; what fails of it the sweep does."""
+    try:
+        storage.delete([part.key])
+        UploadPart.objects.filter(pk=part.pk).delete()
+    except Exception:
+        log.warning("part %s is left to the sweep", part.pk, exc_info=True)
+
+
+def upload_complete(upload: Upload, *, part_ids: list[str], md5: str | None) -> Upload:
+    """Put a file together from parts, in the order given.
+
+    Raises Conflict for an upload that has ended, InvalidRequest for parts that are none of its
+    own or do not make up the bytes that were announced; the upload then goes on.
+    """
+    parts = _parts(upload, part_ids)
+    total = sum(part.num_bytes for part in parts)
+    if total != upload.num_bytes:
+        raise InvalidRequest(
+            f"The parts have {total} bytes, and the upload was to have {upload.num_bytes}.",
+            param="part_ids",
+        )
+    _move(upload, Upload.Status.PENDING, Upload.Status.ASSEMBLING)
+    try:
+        file = _assemble(upload, parts, md5)
+        with transaction.atomic():
+            _move(upload, Upload.Status.ASSEMBLING, Upload.Status.COMPLETED, file=file)
+            record("completed", upload, after={"file": file.public_id})
+    except BaseException:
+        Upload.objects.filter(pk=upload.pk, status=Upload.Status.ASSEMBLING).update(
+            status=Upload.Status.PENDING
+        )
+        raise
+    parts_drop(upload)
+    return upload_get(upload.public_id)
+
+
+def _parts(upload: Upload, part_ids: list[str]) -> list[UploadPart]:
+    _check_open(upload)
+    found = {part.public_id: part for part in upload.parts.filter(is_ready=True)}
+    if len(set(part_ids)) != len(part_ids):
+        raise InvalidRequest("A part is named twice.", param="part_ids")
+    for part_id in part_ids:
+        if part_id not in found:
+            raise InvalidRequest(
+                f"There is no part {part_id[:100]} of this upload.", param="part_ids"
+            )
+    return [found[part_id] for part_id in part_ids]
+
+
+def _assemble(upload: Upload, parts: list[UploadPart], md5: str | None) -> File:
+    file = File.objects.create(num_bytes=0)  # its bytes are counted with the upload
+    writer = FileWriter(file.key, max_bytes=upload.num_bytes, has_md5=True)
+    form = FileForm(
+        purpose=Purpose(upload.purpose),
+        filename=upload.filename,
+        expires_s=upload.file_expires_s,
+    )
+    close_old_connections()  # what follows takes its time
+    try:
+        for part in parts:
+            for piece in storage.read_pieces(part.key, max_bytes=max(1, part.num_bytes)):
+                writer.write(piece)
+        if md5 is not None and md5.lower() != writer.md5:
+            raise InvalidRequest(f"The parts' MD5 is {writer.md5}.", param="md5")
+    except storage.STORAGE_ERRORS as error:
+        writer.abort()
+        file_drop(file)
+        raise Unavailable("The object store does not answer.") from error
+    except BaseException:
+        writer.abort()
+        file_drop(file)
+        raise
+    return file_finish(file, form, writer)
+
+
+def upload_cancel(upload: Upload) -> Upload:
+    """End an upload without a file. Raises Conflict for one that has ended."""
+    with transaction.atomic():
+        _move(upload, Upload.Status.PENDING, Upload.Status.CANCELLED)
+        record("cancelled", upload)
+    parts_drop(upload)
+    return upload
+
+
+def parts_drop(upload: Upload) -> None:
+    """Remove the parts of an upload that has ended; what fails of it the sweep does."""
+    for part in upload.parts.all():
+        part_drop(part)
+
+
+def _move(upload: Upload, before: str, after: str, **values: object) -> None:
+    moved = Upload.objects.filter(pk=upload.pk, status=before).update(status=after, **values)
+    if moved != 1:
+        raise Conflict(f"The upload is {upload_get(upload.public_id).status}.")
+    upload.status = after
+
+
+def _check_open(upload: Upload) -> None:
+    if upload.status != Upload.Status.PENDING:
+        raise Conflict(f"The upload is {upload.status}.")
+    if upload.expires_at <= timezone.now():
+        raise Conflict("The upload is expired.")
+
+
+def _check_room(num_bytes: int) -> None:
+    """Raises InvalidRequest when the tenant's storage does not have so many bytes left."""
+    _lock_storage(current_tenant_id())
+    if storage_used() + num_bytes > settings.TENANT_STORAGE_BYTES:
+        raise InvalidRequest(
+            f"Your organization's files may have {settings.TENANT_STORAGE_BYTES} bytes in all: "
+            "delete some of them.",
+            code="storage_limit_exceeded",
+        )
+
+
+def storage_used() -> int:
+    """Bytes of the tenant's files, with those that are announced."""
+    files = File.objects.aggregate(sum=Sum("num_bytes"))["sum"] or 0
+    uploads = Upload.objects.filter(status__in=PENDING).aggregate(sum=Sum("num_bytes"))["sum"] or 0
+    return int(files) + int(uploads)
+
+
+def _lock_storage(tenant_id: uuid.UUID) -> None:
+    """Count alone until the transaction ends, so that two files do not take the same room."""
+    digest = hashlib.sha256(f"storage {tenant_id}".encode()).digest()
+    number = int.from_bytes(digest[:8], "big", signed=True)
+    with connection.cursor() as cursor:
+        cursor.execute("select pg_advisory_xact_lock(%s)", (number,))

@@ -1,0 +1,79 @@
+"""Removes what has expired and what was left half-done, of every tenant, in small steps."""
+
+from __future__ import annotations
+
+import datetime as dt
+import logging
+
+from django.db import transaction
+from django.db.models import Q
+from django.utils import timezone
+
+from controlplane import storage
+from controlplane.audit.services import record
+from controlplane.files import services
+from controlplane.files.models import File, Upload
+from controlplane.scoping import all_tenants, tenant_scope
+
+log = logging.getLogger(__name__)
+
+#: Nothing takes longer than this to come; what has not come by then will not.
+ABANDONED_AFTER = dt.timedelta(hours=3)
+#: Removed in one turn; the next one goes on.
+MAX_PER_TURN = 1000
+
+
+def files_sweep() -> None:
+    """One turn. What the store refuses now, a later turn removes."""
+    now = timezone.now()
+    _expire_files(now)
+    _drop_unready(now)
+    _expire_uploads(now)
+    storage.abort_old_parts(before=now - ABANDONED_AFTER)
+
+
+def _expire_files(now: dt.datetime) -> None:
+    """Ready files past their time; each is deleted as its owner would."""
+    with all_tenants(reason="files of every tenant grow old"):
+        due = list(
+            File.objects.filter(status=File.Status.READY, expires_at__lte=now)[:MAX_PER_TURN]
+        )
+    for file in due:
+        with tenant_scope(file.tenant_id):
+            services.file_expire(file)
+
+
+def _drop_unready(now: dt.datetime) -> None:
+    """Files that never came, and those whose deletion was cut off."""
+    abandoned = Q(status=File.Status.UPLOADING, created_at__lte=now - ABANDONED_AFTER)
+    with all_tenants(reason="files of every tenant are left half-done"):
+        rows = File.objects.filter(abandoned | Q(status=File.Status.DELETING))
+        due = list(rows.order_by("created_at")[:MAX_PER_TURN])
+    for file in due:
+        with tenant_scope(file.tenant_id):
+            # First the row's word that it will not be: its writer may still be at work.
+            File.objects.filter(pk=file.pk, status=File.Status.UPLOADING).update(
+                status=File.Status.DELETING
+            )
+            services.file_drop(file)
+
+
+def _expire_uploads(now: dt.datetime) -> None:
+    """Uploads past their hour, and the parts of those that ended."""
+    pending = Q(status=Upload.Status.PENDING, expires_at__lte=now)
+    stuck = Q(status=Upload.Status.ASSEMBLING, expires_at__lte=now - ABANDONED_AFTER)
+    ended = Q(parts__isnull=False) & ~Q(
+        status__in=[Upload.Status.PENDING, Upload.Status.ASSEMBLING]
+    )
+    with all_tenants(reason="uploads of every tenant grow old"):
+        due = list(Upload.objects.filter(pending | stuck | ended).distinct()[:MAX_PER_TURN])
+    for upload in due:
+        with tenant_scope(upload.tenant_id):
+            with transaction.atomic():
+                moved = Upload.objects.filter(pk=upload.pk, status=upload.status).filter(
+                    pending | stuck
+                )
+                if moved.update(status=Upload.Status.EXPIRED):
+                    record("expired", upload)
+            if Upload.objects.get(pk=upload.pk).status not in services.PENDING:
+                services.parts_drop(upload)

@@ -1,0 +1,194 @@
+"""/v1/uploads: files that come in parts."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+
+from tests.controlplane.files.test_files import CHATS, objects, sweep
+from tests.site import Site
+
+
+def begin(site: Site, num_bytes: int, **fields: Any) -> Any:
+    fields = {"filename": "parts.bin", "purpose": "user_data", "mime_type": "a/b", **fields}
+    return site.client().uploads.create(bytes=num_bytes, **fields)
+
+
+def add(site: Site, upload: Any, data: bytes) -> str:
+    part = site.client().uploads.parts.create(upload.id, data=data)
+    assert (part.object, part.upload_id) == ("upload.part", upload.id)
+    assert part.id.startswith("part_")
+    return part.id
+
+
+def test_parts_of_any_size_and_order_become_a_file(site: Site) -> None:
+    content = b"".join(b"%07d\n" % number for number in range(1_500_000))  # 12 MB: several writes
+    cuts = [0, 1, 5_000_000, 5_000_010, 9_000_000, len(content)]
+    pieces = [content[a:b] for a, b in itertools.pairwise(cuts)]
+    upload = begin(site, len(content), expires_after={"anchor": "created_at", "seconds": 7200})
+    assert (upload.status, upload.file, upload.bytes) == ("pending", None, len(content))
+    assert upload.expires_at == upload.created_at + 3600
+    with ThreadPoolExecutor() as threads:
+        ids = list(threads.map(lambda piece: add(site, upload, piece), pieces[::-1]))[::-1]
+    add(site, upload, b"sent twice, and named once")
+    done = site.client().uploads.complete(
+        upload.id, part_ids=ids, md5=hashlib.md5(content).hexdigest()
+    )
+    assert (done.status, done.id) == ("completed", upload.id)
+    assert done.file is not None
+    assert (done.file.bytes, done.file.filename) == (len(content), "parts.bin")
+    assert done.file.expires_at == done.file.created_at + 7200
+    assert site.client().files.content(done.file.id).content == content
+    assert not any("/uploads/" in key for key in objects(site, "acme"))
+    with pytest.raises(openai.ConflictError):
+        site.client().uploads.complete(upload.id, part_ids=ids)
+    site.client().files.delete(done.file.id)
+
+
+def test_the_clients_own_way_through_chunks(site: Site, tmp_path: Any) -> None:
+    path = tmp_path / "chats.jsonl"
+    path.write_bytes(CHATS)
+    done = site.client().uploads.upload_file_chunked(
+        file=path, mime_type="application/jsonl", purpose="fine-tune", part_size=100
+    )
+    assert done.file is not None
+    assert site.client().files.content(done.file.id).content == CHATS
+    site.client().files.delete(done.file.id)
+
+
+def test_what_does_not_add_up_leaves_the_upload_open(site: Site) -> None:
+    upload = begin(site, 6)
+    first, second = add(site, upload, b"abc"), add(site, upload, b"def")
+    complete = site.client().uploads.complete
+    for part_ids, md5, param in (
+        ([first], None, "part_ids"),
+        ([first, first], None, "part_ids"),
+        ([first, f"part_{'0' * 32}"], None, "part_ids"),
+        ([first, second], "0" * 32, "md5"),
+        ([first, second], "xyz", "md5"),
+    ):
+        with pytest.raises(openai.BadRequestError) as refused:
+            complete(upload.id, part_ids=part_ids, **({"md5": md5} if md5 else {}))
+        assert refused.value.param == param
+    done = complete(upload.id, part_ids=[second, first])
+    assert done.file is not None
+    assert site.client().files.content(done.file.id).content == b"defabc"
+    site.client().files.delete(done.file.id)
+
+
+def test_rows_for_training_are_checked_at_the_end(site: Site) -> None:
+    broken = b'{"messages": []}\n'
+    upload = begin(site, len(broken), purpose="fine-tune")
+    part = add(site, upload, broken)
+    before = objects(site, "acme")
+    with pytest.raises(openai.BadRequestError) as refused:
+        site.client().uploads.complete(upload.id, part_ids=[part])
+    assert refused.value.code == "invalid_dataset"
+    assert objects(site, "acme") == before
+    assert site.client().uploads.cancel(upload.id).status == "cancelled"
+
+
+def test_a_cancelled_upload_is_over(site: Site) -> None:
+    upload = begin(site, 3)
+    part = add(site, upload, b"abc")
+    assert site.client().uploads.cancel(upload.id).status == "cancelled"
+    assert not any("/uploads/" in key for key in objects(site, "acme"))
+    for call in (
+        lambda: add(site, upload, b"abc"),
+        lambda: site.client().uploads.complete(upload.id, part_ids=[part]),
+        lambda: site.client().uploads.cancel(upload.id),
+    ):
+        with pytest.raises(openai.ConflictError):
+            call()
+
+
+def test_an_upload_lives_for_an_hour(site: Site) -> None:
+    upload = begin(site, 3)
+    part = add(site, upload, b"abc")
+    with site.database() as database:
+        database.execute(
+            "update files_upload set expires_at = now() where id = %s",
+            (upload.id.removeprefix("upload_"),),
+        )
+    with pytest.raises(openai.ConflictError):
+        site.client().uploads.complete(upload.id, part_ids=[part])
+    sweep(site)
+    assert not any("/uploads/" in key for key in objects(site, "acme"))
+    with site.database() as database:
+        found = database.execute(
+            "select status from files_upload where id = %s", (upload.id.removeprefix("upload_"),)
+        ).fetchone()
+    assert found == ("expired",)
+
+
+def test_the_sweep_removes_what_a_killed_server_left(site: Site) -> None:
+    """A row and half of its bytes, and a multipart write that nobody will finish."""
+    code = (
+        "import datetime as dt, uuid\n"
+        "from django.utils import timezone\n"
+        "from controlplane import storage\n"
+        "from controlplane.files.models import File\n"
+        "from controlplane.files import services\n"
+        "from controlplane.files.sweep import files_sweep\n"
+        "from controlplane.scoping import tenant_scope\n"
+        f"with tenant_scope(uuid.UUID('{site.live.tenants['acme'].id}')):\n"
+        "    file = services.file_begin(max_bytes=10)\n"
+        "    writer = storage.ObjectWriter(file.key)\n"
+        "    writer.write(bytes(9 * 1024**2))\n"
+        "    storage.put_bytes(file.key, b'half')\n"
+        "    File.objects.filter(pk=file.pk).update(\n"
+        "        created_at=timezone.now() - dt.timedelta(hours=4))\n"
+        "print(file.pk, storage.object_size(file.key))\n"
+        "files_sweep()\n"
+        "print(storage.object_size(file.key))\n"
+        "for _ in range(2):\n"
+        "    soon = timezone.now() + dt.timedelta(hours=1)\n"
+        "    print(storage.abort_old_parts(before=soon))\n"
+    )
+    pk, *sizes = site.run_python(code).split()
+    assert sizes == ["4", "None", "1", "0"]
+    with site.database() as database:
+        assert database.execute("select 1 from files_file where id = %s", (pk,)).fetchone() is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"bytes": 0}, "bytes"),
+        ({"bytes": 513 * 1024**2}, "bytes"),
+        ({"bytes": 201 * 1024**2, "purpose": "batch"}, "bytes"),
+        ({"purpose": "batch_output"}, "purpose"),
+        ({"filename": ""}, "filename"),
+        ({"mime_type": None}, "mime_type"),
+        ({"expires_after": {"anchor": "created_at", "seconds": 5}}, "expires_after.seconds"),
+        ({"unknown": 1}, "unknown"),
+    ],
+)
+def test_an_upload_that_is_announced_wrongly(
+    site: Site, fields: dict[str, Any], param: str
+) -> None:
+    body = {"filename": "x", "purpose": "evals", "bytes": 1, "mime_type": "a/b", **fields}
+    answer = site.send("POST", "/v1/uploads", content=json.dumps(body))
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+def test_anothers_upload_and_no_upload_are_one_answer(site: Site) -> None:
+    upload = begin(site, 3)
+    part = add(site, upload, b"abc")
+    missing = f"upload_{'0' * 32}"
+    for path, sent in (
+        ("/v1/uploads/{}/parts", {"files": {"data": b"abc"}}),
+        ("/v1/uploads/{}/complete", {"content": json.dumps({"part_ids": [part]})}),
+        ("/v1/uploads/{}/cancel", {}),
+    ):
+        theirs = site.send("POST", path.format(upload.id), "globex", **sent)
+        none = site.send("POST", path.format(missing), "globex", **sent)
+        assert (theirs.status_code, none.status_code) == (404, 404), theirs.text
+        assert theirs.content == none.content
+    assert site.client().uploads.cancel(upload.id).status == "cancelled"
