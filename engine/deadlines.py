@@ -132,7 +132,7 @@ class Deadlines:
 def _num_required(sequence: Sequence) -> int:
     """Tokens that the sequence must generate before it may end."""
     sampling = sequence.request.sampling
-    if sequence.request.json_schema is not None:
+    if sequence.request.grammar is not None:
         return 1  # its grammar says when it is complete
     required = max(1, sampling.min_tokens)
     return required if sampling.max_tokens is None else min(required, sampling.max_tokens)

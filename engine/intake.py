@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.adapters import AdapterStore
 from engine.config import EngineConfig, ModelConfig
 from engine.errors import ContextTooLong, OutOfPages, RequestError
-from engine.grammar import check_schema_text
+from engine.grammar_text import parse_schema
 from engine.memory import PagePool, PageUse
 from engine.pins import PinnedPrefixes
 from engine.request import Request
@@ -38,7 +38,7 @@ class Intake:
                 param="token_ids",
             )
         if request.json_schema is not None:
-            check_schema_text(request.json_schema)
+            parse_schema(request.json_schema)
         self._store.check_known(part.digest for part in request.adapters)
         max_adapters = self._config.max_adapters
         if max_adapters is not None and len(request.adapters) > max_adapters:

@@ -11,11 +11,12 @@ from numbers import Integral, Real
 from typing import Any
 
 from engine.errors import EngineError, InvalidPrompt, RequestError
+from engine.grammar_text import Grammar, GrammarKind
 
 MAX_LOGPROBS = 20
 MAX_ADAPTER_PARTS = 8
 MAX_SEQUENCES = 64
-MAX_SCHEMA_CHARS = 64 * 1024
+MAX_GRAMMAR_CHARS = 512 * 1024
 _MAX_FP32 = (2 - 2**-23) * 2.0**127
 
 
@@ -106,7 +107,8 @@ class Request:
     n            how many continuations; they share the prompt's pages, each has its own outputs
                  under its index, and number i draws with the seed + i
     adapters     () for the base model; several are applied as the exact weighted sum
-    json_schema  the generated text obeys it
+    json_schema, regex, lark  the generated text obeys the schema, matches the expression whole, or
+                 is of the grammar (in llguidance's Lark); at most one of them
     deadline     on the clock given to the engine (time.time by default); past it the request ends
                  with DeadlineExceeded, and as soon as it can no longer be met with
                  DeadlineUnreachable
@@ -119,6 +121,8 @@ class Request:
     adapters: tuple[AdapterPart, ...] = ()
     tenant_id: str = ""
     json_schema: str | None = None
+    regex: str | None = None
+    lark: str | None = None
     deadline: float | None = None
     priority: Priority = Priority.INTERACTIVE
 
@@ -132,16 +136,30 @@ class Request:
         if self.deadline is not None and not isinstance(self.deadline, Real):
             raise RequestError(f"deadline is {self.deadline!r}, not a number", param="deadline")
         self._check_adapters()
-        if self.json_schema is None:
-            return
-        if not isinstance(self.json_schema, str):
-            raise RequestError("the schema is not JSON text", param="json_schema")
-        if len(self.json_schema) > MAX_SCHEMA_CHARS:
-            raise RequestError(
-                f"the schema has {len(self.json_schema)} characters; {MAX_SCHEMA_CHARS} is the "
-                "limit",
-                param="json_schema",
-            )
+        self._check_grammar()
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the generated text obeys, if anything."""
+        for kind in GrammarKind:
+            text = getattr(self, kind.value)
+            if text is not None:
+                return Grammar(kind, text)
+        return None
+
+    def _check_grammar(self) -> None:
+        given = [kind.value for kind in GrammarKind if getattr(self, kind.value) is not None]
+        if len(given) > 1:
+            raise RequestError(f"{given[1]} cannot stand beside {given[0]}", param=given[1])
+        for name in given:
+            text = getattr(self, name)
+            if not isinstance(text, str):
+                raise RequestError(f"{name} is not text", param=name)
+            if len(text) > MAX_GRAMMAR_CHARS:
+                raise RequestError(
+                    f"{name} has {len(text)} characters; {MAX_GRAMMAR_CHARS} is the limit",
+                    param=name,
+                )
 
     def _check_prompt(self, vocab_size: int) -> None:
         try:

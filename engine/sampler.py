@@ -105,7 +105,7 @@ class Sampler:
             state, params = self._states[sequence], sequence.request.sampling
             if state.adjusts:
                 _penalise(row, state, params)
-            if sequence.num_generated < params.min_tokens and sequence.request.json_schema is None:
+            if sequence.num_generated < params.min_tokens and sequence.request.grammar is None:
                 row[state.stop_ids] = float("-inf")
 
     def choose(

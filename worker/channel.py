@@ -22,6 +22,8 @@ class Add:
     n: int = 1
     adapters: tuple[tuple[str, float], ...] = ()  # digest, weight
     json_schema: str | None = None
+    regex: str | None = None
+    lark: str | None = None
     deadline: float | None = None
     is_batch: bool = False
 

@@ -236,6 +236,8 @@ def to_request(command: Add) -> Request:
         ),
         n=command.n,
         json_schema=command.json_schema,
+        regex=command.regex,
+        lark=command.lark,
         deadline=command.deadline,
         priority=Priority.BATCH if command.is_batch else Priority.INTERACTIVE,
     )

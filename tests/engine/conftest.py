@@ -183,7 +183,7 @@ def oracle(tiny_model: Path, adapters: dict[str, Path]) -> Oracle:
 
 
 MakeEngine = Callable[..., Engine]
-_REQUEST_FIELDS = {"deadline", "n", "priority", "tenant_id"}
+_REQUEST_FIELDS = {"deadline", "lark", "n", "priority", "regex", "tenant_id"}
 
 
 @pytest.fixture

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 
-from engine import BadGrammar, FinishReason
+from engine import BadGrammar, FinishReason, RequestError
 from engine.grammar import Matcher
+from engine.grammar_text import tool_calls
 from tests.engine.conftest import EOS, MakeEngine, Result, prompt, request, run
+from worker.patterns import not_beginning_with
 
 jsonschema = pytest.importorskip("jsonschema")  # GPU machines have neither
 pytest.importorskip("outlines")
@@ -203,15 +206,79 @@ class Exhausted:
 def test_a_grammar_that_gives_out_ends_its_own_request_only(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.add(request("r", prompt(0, 4), json_schema=json.dumps(INVOICE), max_tokens=50))
-    engine.add(request("free", prompt(0, 4), max_tokens=20))
     (sequence,) = engine._requests["r"]
     while engine._grammars.matcher(sequence) is None:
         engine.step()
+    engine.add(request("free", prompt(0, 4), max_tokens=20))
     engine._grammars._matchers[sequence] = Matcher(Exhausted(3), eos_token_id=256)
     results = run(engine)
     assert isinstance(results["r"].error, BadGrammar)
     assert len(results["r"].token_ids) == 2
     assert results["free"].finish_reason == FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    ("grammar", "whole"),
+    [
+        ({"regex": "(?:yes|no)"}, "yes|no"),
+        ({"regex": r"[0-9]{3}-[A-Z]{2}"}, "[0-9]{3}-[A-Z]{2}"),
+        ({"lark": 'start: "<" NAME ">"\nNAME: /[a-z]{2,5}/'}, "<[a-z]{2,5}>"),
+    ],
+    ids=["choice", "regex", "lark"],
+)
+def test_other_grammars_are_obeyed(
+    make_engine: MakeEngine, grammar: dict[str, Any], whole: str
+) -> None:
+    got = run(
+        make_engine(),
+        request("r", prompt(0, 4), temperature=1.5, seed=1, max_tokens=60, **grammar),
+    )["r"]
+    assert got.finish_reason == FinishReason.STOP
+    assert re.fullmatch(whole, text_of(got))
+
+
+def test_one_grammar_at_a_time(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    with pytest.raises(RequestError, match="cannot stand beside"):
+        engine.add(request("r", prompt(0, 4), json_schema="{}", regex="a"))
+    with pytest.raises(RequestError, match="is not text"):
+        engine.add(request("r", prompt(0, 4), regex=3))
+    engine.add(request("r", prompt(0, 4), regex="("))
+    assert isinstance(run(engine)["r"].error, BadGrammar)
+
+
+def test_a_tool_is_called_or_other_text_comes(make_engine: MakeEngine) -> None:
+    """With the marker forbidden or forced, at every temperature, the rest follows from it."""
+    tools = [
+        ("tag", json.dumps({"type": "object", "properties": {"n": {"enum": [1, 2]}},
+                            "required": ["n"], "additionalProperties": False})),
+        ("stop", json.dumps({"type": "object", "properties": {}, "additionalProperties": False})),
+    ]  # fmt: skip
+    must = tool_calls(tools, begin="<call>", end="</call>", is_required=True, is_parallel=False)
+    may = tool_calls(tools, begin="<call>", end="</call>", free_text=not_beginning_with("<call>"))
+    engine = make_engine()
+    results = run(
+        engine,
+        *(
+            request(f"{name}{seed}", prompt(seed, 4), lark=lark, temperature=1.5, seed=seed,
+                    max_tokens=150, ignore_eos=False)
+            for name, lark in (("must", must), ("may", may))
+            for seed in range(6)
+        ),
+    )  # fmt: skip
+    for name, result in results.items():
+        assert result.error is None, name
+        text = text_of(result)
+        if result.finish_reason == FinishReason.STOP and (
+            name.startswith("must") or text.startswith("<call>")
+        ):
+            call = json.loads(text.removeprefix("<call>").removesuffix("</call>"))
+            assert call in (
+                {"name": "tag", "arguments": {"n": 1}},
+                {"name": "tag", "arguments": {"n": 2}},
+                {"name": "stop", "arguments": {}},
+            )
+    assert sum(r.finish_reason == FinishReason.STOP for r in results.values()) >= 6
 
 
 def test_cancelled_while_compiling(make_engine: MakeEngine) -> None:

@@ -1,0 +1,120 @@
+"""What a request's answer must obey, as the text that llguidance compiles. No torch here.
+
+A grammar is a JSON schema, a regular expression of the whole answer, or a context-free grammar in
+llguidance's Lark dialect, which `tool_calls` writes.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import BadGrammar
+
+#: Between two parts of the JSON at most one space: with free whitespace a small model may go on
+#: writing newlines until its tokens are used up. Whatever the schema itself says here is replaced.
+_GUIDANCE = {"whitespace_pattern": " "}
+#: What one mask may cost in the lexer, a quarter of llguidance's own limit: a few milliseconds,
+#: in which no other request of the batch gets its token. A grammar that needs more gives out.
+STEP_LEXER_FUEL = 50_000
+#: Tool calls in one answer.
+MAX_CALLS = 16
+
+
+class GrammarKind(enum.StrEnum):
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    LARK = "lark"
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """One grammar as it came; equal ones are compiled once."""
+
+    kind: GrammarKind
+    text: str
+
+    @property
+    def param(self) -> str:
+        """The request's field that holds it."""
+        return self.kind.value
+
+    def source(self) -> str:
+        """The text for Outlines. Raises BadGrammar for a schema that is no JSON object."""
+        if self.kind is not GrammarKind.JSON_SCHEMA:
+            return self.text
+        return json.dumps(parse_schema(self.text) | {"x-guidance": _GUIDANCE})
+
+
+def parse_schema(schema: str) -> dict[str, Any]:
+    """The parsed text of a JSON object. Raises BadGrammar when it is none."""
+    try:
+        parsed = json.loads(schema)
+    except (ValueError, RecursionError) as error:
+        raise BadGrammar(f"the schema is not JSON: {error}", param="json_schema") from error
+    if not isinstance(parsed, dict):
+        raise BadGrammar("the schema is not a JSON object", param="json_schema")
+    return parsed
+
+
+def parser_limits(llguidance: Any) -> Any:
+    """What one grammar may cost in a step, by llguidance's own counts."""
+    return llguidance.LLParserLimits(step_lexer_fuel=STEP_LEXER_FUEL, verbose_errors=False)
+
+
+def tool_calls(
+    tools: Sequence[tuple[str, str]],
+    *,
+    begin: str,
+    end: str,
+    is_required: bool = False,
+    is_parallel: bool = True,
+    free_text: str = "",
+    answer_schema: str | None = None,
+) -> str:
+    """The Lark grammar of an answer that calls tools, or says something else.
+
+    tools          name and JSON text of the parameters' schema of those that may be called; a
+                   call is the JSON object {"name": …, "arguments": …} between `begin` and `end`
+    is_required    there must be a call; else the answer may be other text
+    is_parallel    there may be several calls
+    free_text      the regular expression of other text: one that does not start as a call does
+    answer_schema  JSON text of a schema that other text must obey, instead of `free_text`
+    """
+    names = [f"call_{i}" for i in range(len(tools))]
+    calls = f"call{{1,{MAX_CALLS}}}" if is_parallel else "call"
+    lines = [
+        f"start: {calls}" if is_required else f"start: {calls} | other",
+        f"call: {_quoted(begin)} ({' | '.join(names)}) {_quoted(end)}",
+    ]
+    for rule, (name, parameters) in zip(names, tools, strict=True):
+        lines.append(f"{rule}: %json {json.dumps(_call_schema(name, parameters))}")
+    if not is_required:
+        if answer_schema is not None:
+            other = f"%json {Grammar(GrammarKind.JSON_SCHEMA, answer_schema).source()}"
+        else:
+            other = f"/{free_text.replace('/', chr(92) + '/')}/"
+        lines.append(f"other: {other}")
+    return "\n".join(lines) + "\n"
+
+
+def _call_schema(name: str, parameters: str) -> dict[str, Any]:
+    """The schema of one tool's call. The parameters' definitions move to the root, where the
+    references to them point."""
+    schema = parse_schema(parameters)
+    definitions = schema.pop("$defs", None)
+    call: dict[str, Any] = {
+        "type": "object",
+        "properties": {"name": {"const": name}, "arguments": schema},
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+        "x-guidance": _GUIDANCE,
+    }
+    return call | ({"$defs": definitions} if definitions else {})
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text)
