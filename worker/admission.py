@@ -109,7 +109,8 @@ def to_adds(job: GenerateJob, prompts: Sequence[Prompt], context_length: int) ->
             sampling=_sampling(job, context_length - len(prompt.token_ids)),
             n=job.n,
             adapters=tuple((ref.digest, ref.weight) for ref in job.adapters),
-            json_schema=job.json_schema,
+            json_schema=job.decoding_schema or job.json_schema,
+            regex=job.regex,
             deadline=job.deadline,
             is_batch=job.is_batch,
         )

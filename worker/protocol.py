@@ -233,6 +233,8 @@ class GenerateJob(Message):
     echo: bool = False  # each choice's text begins with its prompt's
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     json_schema: str | None = None  # the answer must obey it; canonical JSON text
+    decoding_schema: str | None = None  # for the decoder in its place: as much as that can enforce
+    is_strict: bool = False  # an answer that does not obey `json_schema` is a failure
     regex: str | None = None  # the whole answer must match it
     tools: tuple[dict[str, Any], ...] = ()  # OpenAI's tool objects, for the chat template
     tool_choice: str | None = None  # "auto", "required", or the one function's name after "="

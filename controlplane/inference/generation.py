@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from typing import Any
 
 from controlplane.adapters.models import AdapterVersion
 from controlplane.inference.access import Target
+from controlplane.inference.json_schema import planned
 from controlplane.inference.schemas import ChatBody, CompletionBody, GenerationBody
 from controlplane.tenants.auth import Principal
 from worker.protocol import AdapterRef, ErrorCode, GenerateJob, Sampling
@@ -84,7 +84,7 @@ def chat_job(body: ChatBody, call: Call) -> GenerateJob:
             max_tokens=body.max_completion_tokens or body.max_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         ),
-        json_schema=_json_schema(body),
+        **_grammar(body),
     )
 
 
@@ -122,13 +122,20 @@ def _sampling(body: GenerationBody, *, max_tokens: int | None, logprobs: int | N
     )
 
 
-def _json_schema(body: ChatBody) -> str | None:
-    """JSON text of the schema; its properties keep their order, which is that of the answer."""
+def _grammar(body: ChatBody) -> dict[str, Any]:
+    """What the answer must obey. The schema's properties keep their order: the answer's."""
     form = body.response_format
     if form is None or form.type == "text":
-        return None
-    schema = form.json_schema.schema_ if form.json_schema else {"type": "object"}
-    return json.dumps(schema, separators=(",", ":"), ensure_ascii=False)
+        return {}
+    if form.json_schema is None:
+        return {"json_schema": '{"type":"object"}'}
+    is_strict = bool(form.json_schema.strict)
+    made = planned(form.json_schema.schema_, strict=is_strict)
+    return {
+        "json_schema": made.schema,
+        "decoding_schema": made.decoding,
+        "is_strict": is_strict,
+    }
 
 
 #: A worker names the job's field; the client knows it under the name it used.

@@ -163,7 +163,7 @@ def test_a_bad_schema_is_named(schema: Any) -> None:
         {"properties": {"$ref": {"type": "string"}}},
         {"properties": {"a/b": {}, "c": {"$ref": "#/properties/a~1b"}}},
         {"allOf": [{"type": "string"}, {"$ref": "#/allOf/0"}]},
-        nested(20),
+        nested(10),
     ],
     ids=lambda schema: str(schema)[:40],
 )

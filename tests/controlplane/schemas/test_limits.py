@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
-from pydantic_core import PydanticCustomError
 
-from controlplane.inference.json_schema import MAX_SCHEMA_DEPTH, checked_schema
+from controlplane.schemas import BadSchema, plan
+from controlplane.schemas.limits import MAX_DEPTH, MAX_JSON_DEPTH
 
 ROOT = {"$ref": "#"}
 NODE = {"$ref": "#/$defs/node"}
@@ -22,6 +23,13 @@ def nest(depth: int) -> dict[str, Any]:
     for _ in range(depth):
         schema = {"type": "array", "items": schema}
     return schema
+
+
+def json_nest(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
 
 
 @pytest.mark.parametrize(
@@ -39,8 +47,8 @@ def nest(depth: int) -> dict[str, Any]:
     ids=str,
 )
 def test_a_schema_that_requires_itself_without_end_is_refused(schema: dict[str, Any]) -> None:
-    with pytest.raises(PydanticCustomError, match="without end"):
-        checked_schema(schema)
+    with pytest.raises(BadSchema, match="without end"):
+        plan(schema)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +71,7 @@ def test_a_schema_that_requires_itself_without_end_is_refused(schema: dict[str, 
     ids=str,
 )
 def test_recursion_that_can_end_is_fine(schema: dict[str, Any]) -> None:
-    assert checked_schema(schema) is schema
+    assert plan(schema)
 
 
 def test_many_paths_to_one_end_take_no_time() -> None:
@@ -71,20 +79,44 @@ def test_many_paths_to_one_end_take_no_time() -> None:
     for i in range(1, 60):
         part = {"$ref": f"#/$defs/n{i - 1}"}
         defs[f"n{i}"] = {"allOf": [part, part], "anyOf": [part, part]}
-    checked_schema({"$defs": defs, "$ref": "#/$defs/n59"})
+    plan({"$defs": defs, "$ref": "#/$defs/n59"})
 
 
 @pytest.mark.parametrize(
     ("schema", "problem"),
     [
-        (nest(MAX_SCHEMA_DEPTH), "deeper"),
+        (nest(MAX_DEPTH), "deeper"),
+        ({"const": json_nest(MAX_JSON_DEPTH)}, "levels of JSON"),
+        ({"default": json_nest(500)}, "levels of JSON"),
         ({"$ref": "https://example.com/s"}, "own parts"),
         ({"$ref": "#/$defs/none"}, "not in it"),
+        ({"$ref": "#none"}, "not in it"),
+        ({"$ref": "#/enum", "enum": [1]}, "is no schema"),
         ({"type": "text"}, "no valid JSON Schema"),
         ({"enum": ["x" * 70_000]}, "longer"),
+        ({"enum": list(range(1001))}, "1000 enum values"),
+        ({"properties": {f"p{i}": {} for i in range(501)}}, "500 properties"),
+        ({"pattern": "("}, "not a 'regex'"),
+        ({"minItems": 10**9}, "more than"),
     ],
-    ids=["deep", "remote", "dangling", "type", "long"],
+    ids=range(13),
 )
 def test_what_is_refused(schema: dict[str, Any], problem: str) -> None:
-    with pytest.raises(PydanticCustomError, match=problem):
-        checked_schema(schema)
+    with pytest.raises(BadSchema, match=problem):
+        plan(schema)
+
+
+def test_the_place_of_a_fault_is_named() -> None:
+    with pytest.raises(BadSchema) as caught:
+        plan({"type": "object", "properties": {"a/b": {"pattern": "["}}})
+    assert caught.value.path == "/properties/a~1b/pattern"
+
+
+def test_a_large_schema_is_planned_soon() -> None:
+    """What a gateway does on its event loop."""
+    properties = {f"p{i}": {"type": "string", "pattern": "^[a-z]{1,8}$"} for i in range(500)}
+    branches = [{"required": [f"p{i}"], "minProperties": i} for i in range(60)]
+    schema = {"type": "object", "properties": properties, "oneOf": branches}
+    started = time.process_time()
+    plan(schema)
+    assert time.process_time() - started < 1.0

@@ -1,0 +1,49 @@
+"""What the linter says of a schema's keywords."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Status(enum.StrEnum):
+    """What becomes of one keyword."""
+
+    ENFORCED = "enforced"  # no token that would break it can be chosen
+    CHECKED = "checked"  # the finished answer is checked against it, and may fail
+    UNSUPPORTED = "unsupported"  # nothing looks at it
+    ANNOTATION = "annotation"  # it asks for nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One keyword. `path` is its JSON pointer in the schema."""
+
+    path: str
+    status: Status
+    reason: str = ""
+
+    @property
+    def keyword(self) -> str:
+        return self.path.rsplit("/", 1)[-1].replace("~1", "/").replace("~0", "~")
+
+    def to_dict(self) -> dict[str, str]:
+        return {
+            "path": self.path,
+            "keyword": self.keyword,
+            "status": self.status.value,
+            "reason": self.reason,
+        }
+
+
+class BadSchema(Exception):
+    """No answer can be asked to obey this schema; `path` is the JSON pointer of the fault."""
+
+    def __init__(self, problem: str, path: str = "") -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.path = path
+
+    def __str__(self) -> str:
+        where = f" (at {self.path[:200]})" if self.path else ""
+        return f"{self.problem}{where}"

@@ -1,0 +1,77 @@
+"""Bounds on a schema, looked at before anything is done with it that could cost much."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import SchemaError
+
+from controlplane.schemas.endless import requires_itself
+from controlplane.schemas.findings import BadSchema
+from controlplane.schemas.pointers import References, join
+from controlplane.schemas.subschemas import children
+
+MAX_BYTES = 64 * 1024
+#: Schemas inside schemas; JSON inside JSON, for what a `const` or a `default` may hold.
+MAX_DEPTH, MAX_JSON_DEPTH = 16, 64
+MAX_PROPERTIES = 500
+MAX_ENUM_VALUES = 1000
+
+
+def check(schema: dict[str, Any]) -> None:
+    """Raise BadSchema, saying what is wrong and where, unless an answer may be held to it."""
+    _check_json_depth(schema)
+    if len(json.dumps(schema, separators=(",", ":")).encode()) > MAX_BYTES:
+        raise BadSchema(f"is longer than {MAX_BYTES} bytes")
+    _check_parts(schema)
+    try:
+        Draft202012Validator.check_schema(schema)
+    except SchemaError as error:
+        raise BadSchema(
+            f"is no valid JSON Schema: {error.message[:300]}", join("", *error.absolute_path)
+        ) from error
+    if requires_itself(schema):
+        raise BadSchema("requires itself without end, so no answer can ever satisfy it")
+
+
+def _check_json_depth(schema: dict[str, Any]) -> None:
+    level: list[Any] = [schema]
+    for _ in range(MAX_JSON_DEPTH):
+        inner: list[Any] = []
+        for node in level:
+            if isinstance(node, dict):
+                inner += node.values()
+            elif isinstance(node, list):
+                inner += node
+        level = inner
+        if not level:
+            return
+    raise BadSchema(f"is nested deeper than {MAX_JSON_DEPTH} levels of JSON")
+
+
+def _check_parts(schema: dict[str, Any]) -> None:
+    references = References(schema)
+    num_properties = num_values = 0
+    level: list[tuple[str, Any]] = [("", schema)]
+    for _ in range(MAX_DEPTH):
+        inner: list[tuple[str, Any]] = []
+        for at, node in level:
+            if not isinstance(node, dict):
+                continue
+            if isinstance(reference := node.get("$ref"), str):
+                references.pointer(reference, join(at, "$ref"))
+            if isinstance(names := node.get("properties"), dict):
+                num_properties += len(names)
+            if isinstance(values := node.get("enum"), list):
+                num_values += len(values)
+            if num_properties > MAX_PROPERTIES:
+                raise BadSchema(f"has more than {MAX_PROPERTIES} properties", at)
+            if num_values > MAX_ENUM_VALUES:
+                raise BadSchema(f"has more than {MAX_ENUM_VALUES} enum values", at)
+            inner += children(node, at)
+        level = inner
+        if not level:
+            return
+    raise BadSchema(f"is nested deeper than {MAX_DEPTH} schemas", level[0][0])

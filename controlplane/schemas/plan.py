@@ -1,0 +1,63 @@
+"""From a schema to what the decoder gets, and to what is said of every keyword."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from controlplane.schemas import arrays, limits, logic, objects, values
+from controlplane.schemas.findings import Finding, Status
+from controlplane.schemas.walker import Walk
+
+HANDLERS = {**values.HANDLERS, **arrays.HANDLERS, **objects.HANDLERS, **logic.HANDLERS}
+_NUM_KEPT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is made of one schema.
+
+    schema    JSON text of the schema itself; its properties keep their order
+    decoding  JSON text of the schema that the decoder gets
+    findings  one for each keyword, in the order of the schema
+    """
+
+    schema: str
+    decoding: str
+    findings: tuple[Finding, ...]
+
+    def with_status(self, *statuses: Status) -> list[Finding]:
+        return [finding for finding in self.findings if finding.status in statuses]
+
+    @property
+    def is_enforced(self) -> bool:
+        """Whether every answer that ends obeys the schema."""
+        return not self.with_status(Status.CHECKED, Status.UNSUPPORTED)
+
+
+def plan(schema: dict[str, Any]) -> Plan:
+    """Raises BadSchema for a schema that no answer can be held to."""
+    limits.check(schema)
+    return _plan(_text(schema))
+
+
+def paths(findings: Iterable[Finding], most: int = 20) -> str:
+    """The findings' places, for a header or a message."""
+    all_paths = [finding.path for finding in findings]
+    more = f", and {len(all_paths) - most} more" if len(all_paths) > most else ""
+    return ", ".join(all_paths[:most]) + more
+
+
+@functools.lru_cache(_NUM_KEPT)
+def _plan(text: str) -> Plan:
+    schema = json.loads(text)
+    walk = Walk(schema, HANDLERS)
+    decoding = walk.run()
+    return Plan(text, _text(decoding), tuple(walk.findings.values()))
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)

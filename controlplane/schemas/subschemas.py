@@ -1,0 +1,31 @@
+"""Where in a schema its parts are schemas themselves (JSON Schema 2020-12)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from controlplane.schemas.pointers import join
+
+#: Keywords whose value is a schema, a list of schemas, or an object of schemas.
+ONE = frozenset(
+    {
+        "additionalProperties", "contains", "contentSchema", "else", "if", "items", "not",
+        "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties",
+    }
+)  # fmt: skip
+LISTS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
+OBJECTS = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})
+
+
+def children(node: dict[str, Any], at: str) -> Iterator[tuple[str, Any]]:
+    """The schemas right inside a schema, with their pointers."""
+    for key, value in node.items():
+        if key in ONE:
+            yield join(at, key), value
+        elif key in LISTS and isinstance(value, list):
+            for i, item in enumerate(value):
+                yield join(at, key, i), item
+        elif key in OBJECTS and isinstance(value, dict):
+            for name, item in value.items():
+                yield join(at, key, name), item

@@ -1,0 +1,137 @@
+"""Keywords on plain values: types, numbers, strings, and what the decoder knows as it is."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from typing import Any
+
+from controlplane.schemas import formats
+from controlplane.schemas.findings import BadSchema, Status
+from controlplane.schemas.pointers import join
+from controlplane.schemas.walker import Handler, Node, Walk
+from worker.patterns import BadPattern, Pattern, read_pattern
+
+#: The decoder's automaton has as many states as the step has units of its last digit.
+MAX_STEP = 2_000
+MIN_BOUND, MAX_BOUND = 1e-12, 1e17
+#: Longer strings and arrays are cut by the model's context first.
+MAX_COUNT = 1_000_000
+
+
+def native(keyword: str) -> Handler:
+    """A keyword that the decoder enforces as it stands."""
+
+    def handle(walk: Walk, node: Node, value: Any) -> None:
+        walk.keep(node, keyword, value)
+
+    return handle
+
+
+def annotation(keyword: str) -> Handler:
+    def handle(walk: Walk, node: Node, value: Any) -> None:
+        walk.note(node, keyword, Status.ANNOTATION)
+
+    return handle
+
+
+def at_least(keyword: str) -> Handler:
+    """A minimal length or count: more than any answer can have leaves nothing."""
+
+    def handle(walk: Walk, node: Node, value: Any) -> None:
+        if value > MAX_COUNT:
+            raise BadSchema(f"asks for more than {MAX_COUNT}", join(node.at, keyword))
+        walk.keep(node, keyword, int(value))
+
+    return handle
+
+
+def at_most(keyword: str) -> Handler:
+    """A maximal length or count: more than any answer can have is no bound."""
+
+    def handle(walk: Walk, node: Node, value: Any) -> None:
+        if value > MAX_COUNT:
+            walk.note(node, keyword, Status.ENFORCED, "no answer is as long")
+        else:
+            walk.keep(node, keyword, int(value))
+
+    return handle
+
+
+def bound(keyword: str) -> Handler:
+    """A bound of numbers: enforced digit by digit, so only where the digits are not many."""
+
+    def handle(walk: Walk, node: Node, value: Any) -> None:
+        is_short = value == 0 or MIN_BOUND <= abs(value) <= MAX_BOUND
+        if is_short or node.types == ["integer"]:
+            walk.keep(node, keyword, value)
+        else:
+            walk.check_later(node, keyword, "enforced where the bound has few digits")
+
+    return handle
+
+
+def multiple_of(walk: Walk, node: Node, value: Any) -> None:
+    digits = abs(int(Decimal(str(value)).scaleb(-_exponent(value))))
+    if digits <= MAX_STEP:
+        walk.keep(node, "multipleOf", value)
+    else:
+        walk.check_later(node, "multipleOf", f"enforced for steps of up to {MAX_STEP} units")
+
+
+def _exponent(value: float) -> int:
+    """Of the last digit that is not zero, at most 0."""
+    exponent = Decimal(str(value)).normalize().as_tuple().exponent
+    return min(int(exponent), 0)
+
+
+def pattern(walk: Walk, node: Node, value: str) -> None:
+    read = _read(walk, node, value)
+    if read is None:
+        return
+    if read.whole is None:
+        walk.check_later(node, "pattern", "anchors and word boundaries inside are only checked")
+        return
+    node.also.append({"pattern": f"^{read.whole}$"})
+    walk.note(node, "pattern", Status.ENFORCED)
+
+
+def _read(walk: Walk, node: Node, value: str) -> Pattern | None:
+    try:
+        return read_pattern(value)
+    except BadPattern as error:
+        if error.is_invalid:
+            raise BadSchema(f"has a pattern that {error}", join(node.at, "pattern")) from error
+        walk.note(node, "pattern", Status.UNSUPPORTED, f"the pattern {error}")
+        return None
+
+
+def format_(walk: Walk, node: Node, value: str) -> None:
+    if value in formats.PATTERNS:
+        node.also.append({"pattern": f"^(?:{formats.PATTERNS[value]})$"})
+        walk.note(node, "format", Status.ENFORCED)
+    elif value in formats.NATIVE:
+        walk.keep(node, "format", value)
+    elif value in formats.CHECKED:
+        walk.note(node, "format", Status.CHECKED, f"the decoder does not know {value!r}")
+    else:
+        walk.note(node, "format", Status.UNSUPPORTED, f"there is no check of {value[:50]!r}")
+
+
+_NATIVE = ("type", "enum", "const")
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_ANNOTATIONS = (
+    "$anchor", "$comment", "$schema", "contentEncoding", "contentMediaType", "contentSchema",
+    "default", "deprecated", "description", "discriminator", "example", "examples", "externalDocs",
+    "readOnly", "title", "writeOnly", "xml",
+)  # fmt: skip
+
+HANDLERS: dict[str, Handler] = {
+    **{keyword: native(keyword) for keyword in _NATIVE},
+    **{keyword: bound(keyword) for keyword in _BOUNDS},
+    **{keyword: annotation(keyword) for keyword in _ANNOTATIONS},
+    **{keyword: at_least(keyword) for keyword in ("minLength", "minItems")},
+    **{keyword: at_most(keyword) for keyword in ("maxLength", "maxItems")},
+    "multipleOf": multiple_of,
+    "pattern": pattern,
+    "format": format_,
+}
