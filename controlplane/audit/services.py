@@ -43,7 +43,8 @@ def record(
             "an audit event belongs into the transaction of its change"
         )
     origin = current_origin()
-    kind = _snake(type(resource).__name__)
+    # Not type(): a request's user is a lazy object of another name.
+    kind = _snake(resource._meta.object_name or "")
     event = AuditEvent(
         id=new_id(),
         tenant_id=_tenant_of(resource),

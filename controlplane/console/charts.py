@@ -26,6 +26,22 @@ class BarChart:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StackedBar:
+    """The parts of one bar, lowest first, each with the number of its series; one tooltip."""
+
+    label: str
+    parts: tuple[tuple[int, Bar], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StackedChart:
+    width: int
+    height: int
+    bars: tuple[StackedBar, ...]
+    top: float  # the value of a bar of full height
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LineChart:
     width: int
     height: int
@@ -58,6 +74,33 @@ def bar_chart(
             )
         )
     return BarChart(width=width, height=height, bars=tuple(bars), top=top)
+
+
+def stacked_chart(
+    values: Sequence[tuple[str, Sequence[float]]], *, width: int = 600, height: int = 160
+) -> StackedChart:
+    """Bars side by side, one for each (label, values of the series), the values on each other."""
+    top = max((sum(parts) for _, parts in values), default=0.0)
+    step = width / max(len(values), 1)
+    bars = []
+    for index, (label, parts) in enumerate(values):
+        tip = f"{label} – {sum(parts):,.0f}"
+        floor, drawn = float(height), []
+        for series, value in enumerate(parts):
+            if value <= 0:
+                continue
+            size = max(1.0, value / top * height)
+            floor = max(0.0, floor - size)
+            bar = Bar(
+                x=round(index * step + step * 0.1, 2),
+                y=round(floor, 2),
+                width=round(step * 0.8, 2),
+                height=round(size, 2),
+                label=tip,
+            )
+            drawn.append((series, bar))
+        bars.append(StackedBar(label=tip, parts=tuple(drawn)))
+    return StackedChart(width=width, height=height, bars=tuple(bars), top=top)
 
 
 def line_chart(

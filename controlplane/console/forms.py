@@ -4,14 +4,37 @@ from __future__ import annotations
 
 import datetime as dt
 import zoneinfo
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from django import forms
 from django.utils import timezone
 
 from controlplane.adapters.models import BaseModel
-from controlplane.tenants.models import slug_validator
+from controlplane.limits.models import Budget
+from controlplane.tenants.key_rules import KeyRules
+from controlplane.tenants.models import ApiKey, Role, ServiceAccount, slug_validator
+from controlplane.tenants.permissions import DEFAULT_SCOPES, Permission
 from controlplane.training.models import Dataset
+
+if TYPE_CHECKING:
+    from controlplane.console.access import Member
+
+MAX_INT, MAX_BIGINT = 2**31 - 1, 2**63 - 1
+#: Each permission in words.
+SCOPE_LABELS: dict[Permission, str] = {
+    Permission.READ: "see what there is",
+    Permission.INFER: "send requests to models",
+    Permission.ADAPTERS_WRITE: "upload adapters",
+    Permission.TRAINING_WRITE: "train adapters",
+    Permission.USAGE_READ: "read usage",
+    Permission.REQUESTS_READ: "read the list of requests",
+    Permission.AUDIT_READ: "read the audit trail",
+    Permission.LIMITS_MANAGE: "set limits and budgets",
+    Permission.KEYS_MANAGE: "manage keys",
+    Permission.MEMBERS_MANAGE: "manage members",
+    Permission.TENANT_MANAGE: "change the tenant",
+}
 
 
 def add_service_error(form: forms.Form, message: str, param: str | None) -> None:
@@ -61,8 +84,24 @@ class UploadForm(forms.Form):
         )
 
 
-class KeyForm(forms.Form):
-    LIFETIMES = (("never", "Never"), ("30", "After 30 days"), ("90", "After 90 days"))
+class Lines(forms.CharField):
+    """Several values, one a line or between commas; cleaned, a tuple without empty ones."""
+
+    def __init__(self, **options: Any) -> None:
+        attrs = {"rows": 3, "spellcheck": "false", "class": "mono", **options.pop("attrs", {})}
+        super().__init__(
+            required=False, max_length=10_000, widget=forms.Textarea(attrs=attrs), **options
+        )
+
+    def clean(self, value: Any) -> tuple[str, ...]:
+        return tuple(str(super().clean(value)).replace(",", " ").split())
+
+    def prepare_value(self, value: Any) -> Any:
+        return value if isinstance(value, str) else "\n".join(value or ())
+
+
+class KeyRulesForm(forms.Form):
+    """What a key is good for; a scope that its maker lacks cannot be chosen."""
 
     name = forms.CharField(
         label="Name",
@@ -70,12 +109,63 @@ class KeyForm(forms.Form):
         help_text="Say where it is used, so that you know what stops when you revoke it.",
         widget=forms.TextInput(attrs={"placeholder": "billing-service", "autocomplete": "off"}),
     )
+    scopes = forms.MultipleChoiceField(
+        label="It may", widget=forms.CheckboxSelectMultiple, help_text=""
+    )
+    allowed_models = Lines(
+        label="Only these models", help_text="invoices also stands for invoices@3. Empty: all."
+    )
+    allowed_ips = Lines(
+        label="Only from these addresses", help_text="192.0.2.7 or 192.0.2.0/24. Empty: all."
+    )
+
+    def __init__(self, *args: Any, member: Member, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        mine = [scope for scope in Permission if member.may(scope)]
+        field = self.fields["scopes"]
+        assert isinstance(field, forms.MultipleChoiceField)
+        field.choices = [(scope.value, SCOPE_LABELS.get(scope, scope.value)) for scope in mine]
+        field.initial = [scope for scope in DEFAULT_SCOPES if scope in mine]
+
+    def rules(self) -> KeyRules:
+        """The form must be valid."""
+        return KeyRules(
+            scopes=tuple(self.cleaned_data["scopes"]),
+            allowed_models=self.cleaned_data["allowed_models"],
+            allowed_ips=self.cleaned_data["allowed_ips"],
+        )
+
+
+class KeyForm(KeyRulesForm):
+    LIFETIMES = (("never", "Never"), ("30", "After 30 days"), ("90", "After 90 days"))
+    field_order = ("name", "owner", "lifetime", "environment", "scopes")
+
+    owner = forms.ModelChoiceField(
+        label="It belongs to",
+        queryset=BaseModel.objects.none(),
+        required=False,
+        empty_label="Me",
+        help_text="A service account’s key goes on when you leave.",
+    )
     lifetime = forms.ChoiceField(label="Expires", choices=LIFETIMES)
+    environment = forms.ChoiceField(choices=ApiKey.Environment.choices)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _choices(self, "owner").queryset = ServiceAccount.objects.order_by("name")
 
     def expires_at(self) -> dt.datetime | None:
         """The moment chosen by `lifetime`; the form must be valid."""
         days = self.cleaned_data["lifetime"]
         return None if days == "never" else timezone.now() + dt.timedelta(days=int(days))
+
+
+class KeyEditForm(KeyRulesForm):
+    expires_at = forms.DateTimeField(
+        label="Expires (UTC)",
+        required=False,
+        widget=forms.DateTimeInput(attrs={"type": "datetime-local"}, format="%Y-%m-%dT%H:%M"),
+    )
 
 
 class RotateForm(forms.Form):
@@ -174,6 +264,115 @@ class ScheduleForm(forms.Form):
     def time_zones() -> list[str]:
         """What the time zone field offers."""
         return sorted(zoneinfo.available_timezones())
+
+
+class _RoleForm(forms.Form):
+    """A form with the roles that the person may hand on."""
+
+    role = forms.ChoiceField()
+
+    def __init__(self, *args: Any, roles: Sequence[Role], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        field = self.fields["role"]
+        assert isinstance(field, forms.ChoiceField)
+        field.choices = [(role.value, role.label) for role in roles]
+        field.initial = field.initial or Role.DEVELOPER
+
+
+class RoleForm(_RoleForm):
+    pass
+
+
+class InviteForm(_RoleForm):
+    email = forms.EmailField(
+        label="E-mail address", widget=forms.EmailInput(attrs={"autocomplete": "off"})
+    )
+    field_order = ("email", "role")
+
+
+class ServiceAccountForm(_RoleForm):
+    name = forms.CharField(
+        max_length=63,
+        validators=[slug_validator],
+        widget=forms.TextInput(attrs={"placeholder": "billing-service", "autocomplete": "off"}),
+    )
+    description = forms.CharField(max_length=500, required=False)
+    field_order = ("name", "role", "description")
+
+    def __init__(self, *args: Any, is_new: bool = True, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not is_new:
+            del self.fields["name"]
+
+
+class TenantForm(forms.Form):
+    name = forms.CharField(max_length=200)
+    requires_second_factor = forms.BooleanField(
+        label="Members enter only with a second factor",
+        required=False,
+        help_text="Who has none is led to set one up before anything else. Keys work as before.",
+    )
+
+
+class _LimitedForm(forms.Form):
+    """Of a key, or of all."""
+
+    api_key = forms.ModelChoiceField(
+        label="Key", queryset=BaseModel.objects.none(), required=False, empty_label="All keys"
+    )
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        keys = ApiKey.objects.filter(revoked_at=None).order_by("name")
+        _choices(self, "api_key").queryset = keys
+
+
+def _at_least(number: int, most: int, **options: Any) -> forms.IntegerField:
+    return forms.IntegerField(required=False, min_value=number, max_value=most, **options)
+
+
+class LimitForm(_LimitedForm):
+    model = forms.CharField(
+        required=False,
+        max_length=200,
+        help_text="invoices holds for all its versions. Empty: all models.",
+        widget=forms.TextInput(attrs={"autocomplete": "off", "spellcheck": "false"}),
+    )
+    requests_per_minute = _at_least(1, MAX_INT, label="Requests a minute")
+    tokens_per_minute = _at_least(1, MAX_INT, label="Tokens a minute")
+    max_concurrent = _at_least(1, MAX_INT, label="At a time")
+    max_waiting = _at_least(1, MAX_INT, label="Waiting")
+    RATES = ("requests_per_minute", "tokens_per_minute", "max_concurrent", "max_waiting")
+
+    def clean(self) -> dict[str, Any]:
+        data = super().clean() or {}
+        if not self.errors and all(data.get(name) is None for name in self.RATES):
+            self.add_error(None, "Say at least one limit.")
+        return data
+
+
+class BudgetForm(_LimitedForm):
+    period = forms.ChoiceField(choices=Budget.Period.choices)
+    soft_limit = _at_least(
+        0, MAX_BIGINT, label="Soft", help_text="Tokens past which answers say so."
+    )
+    hard_limit = _at_least(
+        0, MAX_BIGINT, label="Hard", help_text="Tokens past which requests are refused."
+    )
+
+
+class AuditForm(forms.Form):
+    """What to look for in the trail; empty fields look for nothing."""
+
+    action = forms.CharField(required=False, max_length=64)
+    actor = forms.CharField(label="Who", required=False, max_length=320)
+    resource_id = forms.CharField(label="What", required=False, max_length=64)
+    since = forms.DateField(
+        label="From", required=False, widget=forms.DateInput(attrs={"type": "date"})
+    )
+    until = forms.DateField(
+        label="To", required=False, widget=forms.DateInput(attrs={"type": "date"})
+    )
 
 
 def _choices(form: forms.Form, name: str) -> forms.ModelChoiceField[Any]:

@@ -3,19 +3,26 @@
 from django.urls import path, re_path
 
 from controlplane.console.views import (
+    accounts,
     adapters,
+    audit,
     invites,
     keys,
+    limits,
+    members,
     overview,
     security,
     session,
+    settings,
     training,
     uploads,
+    usage,
 )
 
 app_name = "console"
 
 _ADAPTER = "adapters/<str:name>"
+_ACCOUNT = "service-accounts/<uuid:account_id>"
 _VERSION = "adapters/<str:name>/versions/<int:number>"
 
 urlpatterns = [
@@ -26,8 +33,30 @@ urlpatterns = [
     path("invites/<str:token>", invites.invite, name="invite"),
     path("keys", keys.keys, name="keys"),
     path("keys/new", keys.create_key, name="create_key"),
+    path("keys/<str:public_id>/edit", keys.edit_key, name="edit_key"),
     path("keys/<str:public_id>/rotate", keys.rotate_key, name="rotate_key"),
     path("keys/<str:public_id>/revoke", keys.revoke_key, name="revoke_key"),
+    path("members", members.members, name="members"),
+    path("members/<uuid:member_id>/role", members.set_role, name="set_role"),
+    path("members/<uuid:member_id>/remove", members.remove, name="remove_member"),
+    path("members/invites", members.create_invite, name="create_invite"),
+    path("members/invites/<uuid:invite_id>/revoke", members.revoke_invite, name="revoke_invite"),
+    path("service-accounts", accounts.accounts, name="accounts"),
+    path("service-accounts/new", accounts.create_account, name="create_account"),
+    path("service-accounts/<uuid:account_id>", accounts.account, name="account"),
+    path(
+        "service-accounts/<uuid:account_id>/delete", accounts.delete_account, name="delete_account"
+    ),
+    path("limits", limits.limits, name="limits"),
+    path("limits/now", limits.limits_now, name="limits_now"),
+    path("limits/set", limits.set_limit, name="set_limit"),
+    path("limits/<uuid:limit_id>/remove", limits.remove_limit, name="remove_limit"),
+    path("budgets/set", limits.set_budget, name="set_budget"),
+    path("budgets/<uuid:budget_id>/remove", limits.remove_budget, name="remove_budget"),
+    path("usage", usage.usage, name="usage"),
+    path("audit", audit.audit, name="audit"),
+    path("audit/verify", audit.verify_trail, name="verify_trail"),
+    path("settings", settings.settings, name="settings"),
     path("upload", uploads.upload, name="upload"),
     path("upload/start", uploads.start_upload, name="start_upload"),
     path("adapters", adapters.adapters, name="adapters"),

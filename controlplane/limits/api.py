@@ -22,6 +22,7 @@ from controlplane.tenants.key_services import api_key_get
 _T = TypeVar("_T")
 _MAX_INT, _MAX_BIGINT = 2**31 - 1, 2**63 - 1
 _KEY_HELP = "The public id of the key it is for; null: all the tenant's."
+_MODEL_HELP = "`invoices` holds for every version, `invoices@3` for that one. Empty: all models."
 _OPERATORS = "The tenant's own limits are the operator's to set."
 _RATES = ("requests_per_minute", "tokens_per_minute", "max_concurrent", "max_waiting")
 
@@ -31,7 +32,7 @@ class LimitSerializer(serializers.ModelSerializer[RateLimit]):
     api_key = serializers.CharField(
         source="api_key.public_id", default=None, allow_null=True, help_text=_KEY_HELP
     )
-    model = serializers.CharField(help_text="As requests name it; empty: all.")
+    model = serializers.CharField(help_text=_MODEL_HELP)
 
     class Meta:
         model = RateLimit
@@ -60,7 +61,9 @@ class LimitSetSerializer(RatesSerializer):
     api_key = serializers.CharField(
         required=False, allow_null=True, default=None, max_length=64, help_text=_KEY_HELP
     )
-    model = serializers.CharField(required=False, default="", max_length=200, allow_blank=True)
+    model = serializers.CharField(
+        required=False, default="", max_length=200, allow_blank=True, help_text=_MODEL_HELP
+    )
 
 
 class BudgetSerializer(serializers.ModelSerializer[Budget]):

@@ -22,7 +22,7 @@ class RateLimit(TenantModel):
     api_key = models.ForeignKey(
         "tenants.ApiKey", null=True, blank=True, on_delete=models.CASCADE, related_name="+"
     )
-    #: As clients name it; empty: all.
+    #: An adapter with all its versions, one version (`invoices@3`), or a base model; empty: all.
     model = models.CharField(max_length=200, blank=True, default="")
     requests_per_minute = models.PositiveIntegerField(
         null=True, blank=True, validators=_AT_LEAST_ONE

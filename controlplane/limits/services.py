@@ -11,6 +11,7 @@ from django.db import transaction
 from django.db.models import Q, QuerySet, Sum
 from django.utils import timezone
 
+from controlplane.adapters.models import Adapter
 from controlplane.audit.services import record
 from controlplane.errors import from_validation
 from controlplane.limits.admit import BudgetPeriod, Limits, Policy
@@ -24,13 +25,28 @@ _Row = TypeVar("_Row", RateLimit, Budget)
 def limits_for(api_key_id: uuid.UUID | None, model: str) -> Limits:
     """All that bounds this key's use of this model, for the tenant in scope."""
     is_own = Q(api_key=None) | Q(api_key=api_key_id)
-    rates = RateLimit.objects.filter(is_own, model__in=["", model]).order_by("id")
+    rates = RateLimit.objects.filter(is_own, model__in=["", *_names_of(model)]).order_by("id")
     budgets = Budget.objects.filter(is_own).order_by("id")
     now = timezone.now()
     return Limits(
         policies=tuple(_policy(row) for row in rates),
         budgets=tuple(budget_period(row, now) for row in budgets),
     )
+
+
+def _names_of(model: str) -> set[str]:
+    """What a limit may be written for, to bind this model: by what answers, not by how it is named.
+
+    A limit of `invoices` holds for every version of it, one of `invoices@3` for that version, also
+    while `invoices` means it.
+    """
+    adapter, at, _ = model.partition("@")
+    names = {model, adapter}
+    if not at:
+        live = Adapter.objects.filter(name=adapter, live_version__isnull=False)
+        numbers = live.values_list("live_version__number", flat=True)
+        names |= {f"{adapter}@{number}" for number in numbers}
+    return names
 
 
 def _policy(row: RateLimit) -> Policy:

@@ -169,7 +169,7 @@ class TenantView(OperatorAPIView):
         tenant = _tenant(slug)
         body = TenantChangeSerializer.parsed(request)
         if "name" in body:
-            tenant = services.tenant_rename(tenant=tenant, name=body["name"])
+            tenant = services.tenant_update(tenant=tenant, name=body["name"])
         if "status" in body:
             tenant = services.tenant_status_set(tenant=tenant, status=body["status"])
         return Response(TenantSerializer(tenant).data)

@@ -7,7 +7,7 @@ from typing import Any
 from django.db.models import QuerySet
 
 from controlplane.errors import PermissionDenied
-from controlplane.tenants.models import Tenant, User
+from controlplane.tenants.models import Membership, Tenant, User
 
 
 class SecondFactorRequired(PermissionDenied):
@@ -35,3 +35,13 @@ def check_second_factor(tenant: Tenant, user: User) -> None:
     """Raises SecondFactorRequired for a person without one in a tenant that asks for it."""
     if tenant.requires_second_factor and not authenticators(user).exists():
         raise SecondFactorRequired(tenant)
+
+
+def members_without() -> list[str]:
+    """The addresses of members of the tenant in scope who have no second factor."""
+    from allauth.mfa.models import Authenticator
+
+    types = (Authenticator.Type.TOTP, Authenticator.Type.WEBAUTHN)
+    having = Authenticator.objects.filter(type__in=types).values("user_id")
+    rows = Membership.objects.exclude(user_id__in=having).order_by("user__email")
+    return list(rows.values_list("user__email", flat=True))

@@ -7,7 +7,7 @@ from typing import Any
 from allauth.account import signals as account
 from allauth.mfa import signals as mfa
 from allauth.socialaccount import signals as social
-from allauth.usersessions.internal.flows.sessions import end_other_sessions
+from allauth.usersessions.models import UserSession
 from django.db import transaction
 from django.http import HttpRequest
 
@@ -56,7 +56,9 @@ def _factor_added(request: HttpRequest, user: User, authenticator: Any, **_: Any
     tell("second_factor_added", user, type=authenticator.type)
     if authenticator.type != authenticator.Type.RECOVERY_CODES:
         # Those were opened without it.
-        end_other_sessions(request, user)
+        others = UserSession.objects.filter(user=user)
+        for session in others.exclude(session_key=request.session.session_key):
+            session.end()
 
 
 def _factor_removed(user: User, authenticator: Any, **_: Any) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import uuid
 from typing import Any, ClassVar
 
-from django.conf import settings
-from django.urls import reverse
+from django.db import transaction
 from drf_spectacular.utils import extend_schema
 from rest_framework import serializers
 from rest_framework.request import Request
@@ -15,6 +14,7 @@ from rest_framework.response import Response
 from controlplane.api import PAGE_PARAMETERS, StrictSerializer, TenantAPIView, page, page_of
 from controlplane.tenants import people, services
 from controlplane.tenants.auth import Permission
+from controlplane.tenants.invite_mail import invite_send, invite_url
 from controlplane.tenants.models import Invite, Membership, Role, ServiceAccount, Tenant
 
 
@@ -23,11 +23,16 @@ class TenantSerializer(serializers.ModelSerializer[Tenant]):
 
     class Meta:
         model = Tenant
-        fields = ("id", "object", "slug", "name", "status", "created_at")
+        fields = (
+            *("id", "object", "slug", "name", "status", "requires_second_factor", "created_at"),
+        )
 
 
 class TenantUpdateSerializer(StrictSerializer):
-    name = serializers.CharField(max_length=200)
+    name = serializers.CharField(max_length=200, required=False)
+    requires_second_factor = serializers.BooleanField(
+        required=False, help_text="Members enter only with a second factor; keys are as before."
+    )
 
 
 class MemberSerializer(serializers.ModelSerializer[Membership]):
@@ -59,6 +64,9 @@ class InviteSerializer(serializers.ModelSerializer[Invite]):
 class InviteCreateSerializer(StrictSerializer):
     email = serializers.EmailField(max_length=254)
     role = serializers.ChoiceField(Role.choices)
+    send_mail = serializers.BooleanField(
+        required=False, default=False, help_text="Whether to send the person a mail with the url."
+    )
 
 
 class InviteCreatedSerializer(InviteSerializer):
@@ -101,9 +109,9 @@ class TenantView(TenantAPIView):
 
     @extend_schema(request=TenantUpdateSerializer, responses=TenantSerializer)
     def patch(self, request: Request) -> Response:
-        """Give the tenant another name. Its slug stays."""
+        """Give the tenant another name, or ask its members for a second factor. Its slug stays."""
         body = TenantUpdateSerializer.parsed(request)
-        tenant = services.tenant_rename(tenant=self.principal.tenant, name=body["name"])
+        tenant = services.tenant_update(tenant=self.principal.tenant, **body)
         return Response(TenantSerializer(tenant).data)
 
 
@@ -151,13 +159,16 @@ class InvitesView(TenantAPIView):
 
     @extend_schema(request=InviteCreateSerializer, responses={201: InviteCreatedSerializer})
     def post(self, request: Request) -> Response:
-        """Invite a person. Send them the answer's `url`: it works once, for seven days."""
+        """Invite a person. They need the answer's `url`: it works once, for seven days."""
         body = InviteCreateSerializer.parsed(request)
         invite, token = people.invite_create(
             by=self.principal, email=body["email"], role=Role(body["role"])
         )
-        url = settings.BASE_URL + reverse("console:invite", args=[token])
-        return Response({**InviteSerializer(invite).data, "url": url}, status=201)
+        if body["send_mail"]:
+            tenant = self.principal.tenant
+            # Only when the invite is there: with an Idempotency-Key it may be undone.
+            transaction.on_commit(lambda: invite_send(invite=invite, tenant=tenant, token=token))
+        return Response({**InviteSerializer(invite).data, "url": invite_url(token)}, status=201)
 
 
 class InviteView(TenantAPIView):

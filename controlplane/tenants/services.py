@@ -33,16 +33,27 @@ def tenant_create(*, slug: str, name: str) -> Tenant:
 
 
 @transaction.atomic
-def tenant_rename(*, tenant: Tenant, name: str) -> Tenant:
-    """Raises InvalidRequest for a bad name."""
-    before = {"name": tenant.name}
-    tenant.name = name.strip()
+def tenant_update(
+    *, tenant: Tenant, name: str | None = None, requires_second_factor: bool | None = None
+) -> Tenant:
+    """Change what is given. Raises InvalidRequest for a bad name."""
+    wanted: dict[str, object] = {}
+    if name is not None:
+        wanted["name"] = name.strip()
+    if requires_second_factor is not None:
+        wanted["requires_second_factor"] = requires_second_factor
+    tenant = Tenant.objects.select_for_update().get(pk=tenant.pk)
+    changed = {field: new for field, new in wanted.items() if getattr(tenant, field) != new}
+    before = {field: getattr(tenant, field) for field in changed}
+    for field, new in changed.items():
+        setattr(tenant, field, new)
     try:
         tenant.clean_fields(exclude=["id"])
     except ValidationError as error:
         raise from_validation(error) from error
-    tenant.save(update_fields=["name"])
-    record("renamed", tenant, before=before, after={"name": tenant.name})
+    if changed:
+        tenant.save(update_fields=list(changed))
+        record("changed", tenant, before=before, after=changed)
     return tenant
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from django import template
+
+from controlplane.limits.models import Budget
 
 register = template.Library()
 
@@ -65,6 +68,25 @@ def milliseconds(value: float | None) -> str:
 def get(mapping: dict[Any, Any], key: Any) -> Any:
     """mapping[key], or None."""
     return mapping.get(key)
+
+
+@register.filter
+def json_text(value: Any) -> str:
+    """A JSON value over several lines."""
+    return json.dumps(value, indent=2, ensure_ascii=False)
+
+
+@register.filter
+def unlocalized(value: float) -> str:
+    """A number as attributes of HTML take it."""
+    return f"{value:.4f}"
+
+
+@register.filter
+def ceilings(budget: Budget) -> list[tuple[int, str]]:
+    """A budget's limits and what happens past each."""
+    found = [(budget.soft_limit, "then answers say so"), (budget.hard_limit, "then it refuses")]
+    return [(limit, label) for limit, label in found if limit is not None]
 
 
 @register.simple_tag(takes_context=True)

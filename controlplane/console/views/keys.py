@@ -1,4 +1,4 @@
-"""API keys: who has which, a new one shown once, and its end."""
+"""API keys: who has which, a new one shown once, what each may do, and its end."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from django.shortcuts import redirect, render
 from django.utils import timezone
 from django.views.decorators.http import require_http_methods, require_safe
 
-from controlplane.console.access import ConsoleRequest, member_page
-from controlplane.console.forms import KeyForm, RotateForm, add_service_error
-from controlplane.errors import InvalidRequest
+from controlplane.console.access import ConsoleRequest, Member, member_page
+from controlplane.console.forms import KeyEditForm, KeyForm, RotateForm, add_service_error
+from controlplane.errors import ApiError
 from controlplane.tenants.auth import Permission, authorize_grant, key_permissions
 from controlplane.tenants.key_services import (
     api_key_create,
     api_key_get,
     api_key_revoke,
     api_key_rotate,
+    api_key_update,
 )
 from controlplane.tenants.models import ApiKey
 
@@ -26,7 +27,7 @@ from controlplane.tenants.models import ApiKey
 @require_safe
 @member_page
 def keys(request: ConsoleRequest) -> HttpResponse:
-    return render(request, "console/keys.html", _context(KeyForm()))
+    return render(request, "console/keys.html", _context(request.member))
 
 
 @require_http_methods(["POST"])
@@ -36,23 +37,62 @@ def create_key(request: ConsoleRequest) -> HttpResponse:
 
     The page asks by htmx, so this answer is no page of its own and reloading makes no second key.
     """
-    form = KeyForm(request.POST)
+    form = KeyForm(request.POST, member=request.member)
     key, text = None, ""
     if form.is_valid():
+        rules = form.rules()
+        authorize_grant(request.member.principal, rules.scopes)
         try:
             key, text = api_key_create(
                 name=form.cleaned_data["name"],
                 created_by=request.user,
-                owner=request.member.membership,
+                owner=form.cleaned_data["owner"] or request.member.membership,
                 expires_at=form.expires_at(),
+                environment=form.cleaned_data["environment"],
+                rules=rules,
             )
-        except InvalidRequest as error:
+        except ApiError as error:
             add_service_error(form, error.message, error.param)
-    context = _context(KeyForm() if key else form) | {"new_key": key, "new_key_text": text}
+    context = _context(request.member, None if key else form)
+    context |= {"new_key": key, "new_key_text": text}
     template = "console/_keys.html" if request.htmx else "console/keys.html"
     # htmx shows only answers of 2xx.
     status = 422 if form.errors and not request.htmx else 200
     return render(request, template, context, status=status)
+
+
+@require_http_methods(["GET", "HEAD", "POST"])
+@member_page(permission=Permission.KEYS_MANAGE)
+def edit_key(request: ConsoleRequest, public_id: str) -> HttpResponse:
+    """What the key is good for; its secret stays. Nobody changes a key that has more than they."""
+    key = api_key_get(public_id=public_id)
+    principal = request.member.principal
+    authorize_grant(principal, key_permissions(key))
+    initial = {
+        "name": key.name,
+        "scopes": key.scopes,
+        "allowed_models": key.allowed_models,
+        "allowed_ips": key.allowed_ips,
+        "expires_at": key.expires_at,
+    }
+    form = KeyEditForm(request.POST or None, initial=initial, member=request.member)
+    if request.method == "POST" and form.is_valid():
+        rules = form.rules()
+        authorize_grant(principal, rules.scopes)
+        try:
+            api_key_update(
+                public_id=public_id,
+                name=form.cleaned_data["name"],
+                expires_at=_same_minute(form.cleaned_data["expires_at"], key.expires_at),
+                rules=rules,
+            )
+        except ApiError as error:
+            add_service_error(form, error.message, error.param)
+        else:
+            messages.success(request, f"The key “{key.name}” is changed.")
+            return redirect("console:keys")
+    status = 422 if form.errors else 200
+    return render(request, "console/edit_key.html", {"key": key, "form": form}, status=status)
 
 
 @require_http_methods(["GET", "HEAD", "POST"])
@@ -79,23 +119,35 @@ def rotate_key(request: ConsoleRequest, public_id: str) -> HttpResponse:
     form = RotateForm(request.POST or None)
     if request.method == "POST" and form.is_valid():
         key, text = api_key_rotate(public_id=public_id, grace_s=form.grace_s())
-        context = _context(KeyForm()) | {"new_key": key, "new_key_text": text}
+        context = _context(request.member) | {"new_key": key, "new_key_text": text}
         return render(request, "console/keys.html", context)
     status = 422 if form.errors else 200
     return render(request, "console/rotate_key.html", {"key": key, "form": form}, status=status)
 
 
-def _context(form: KeyForm) -> dict[str, object]:
+def _same_minute(wanted: dt.datetime | None, present: dt.datetime | None) -> dt.datetime | None:
+    """The field shows minutes: what nobody touched must not lose its seconds."""
+    if wanted and present and wanted == present.replace(second=0, microsecond=0):
+        return present
+    return wanted
+
+
+def _context(member: Member, form: KeyForm | None = None) -> dict[str, object]:
     now = timezone.now()
+    found = ApiKey.objects.select_related("created_by", "service_account", "owner__user")
     rows = [
-        {"key": key, "state": _state(key, now)}
-        for key in ApiKey.objects.select_related("created_by", "service_account").order_by(
-            "-created_at"
-        )
+        {
+            "key": key,
+            "state": _state(key, now),
+            "grace": key.old_secret_until if (key.old_secret_until or now) > now else None,
+            "may_change": member.can_manage_keys
+            and key_permissions(key) <= member.principal.permissions,
+        }
+        for key in found.order_by("-created_at")
     ]
     # Working keys first; the sort is stable, so each half stays newest first.
     rows.sort(key=lambda row: row["state"] != "active")
-    return {"form": form, "rows": rows}
+    return {"form": form or KeyForm(member=member), "rows": rows}
 
 
 def _state(key: ApiKey, now: dt.datetime) -> str:

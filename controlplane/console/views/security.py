@@ -13,7 +13,7 @@ from django.http import HttpResponse
 from django.shortcuts import redirect, render
 from django.views.decorators.http import require_POST, require_safe
 
-from controlplane.console.access import AccountRequest, account_page
+from controlplane.console.access import AccountRequest, account_page, tenants_of
 
 
 @require_safe
@@ -32,6 +32,7 @@ def security(request: AccountRequest) -> HttpResponse:
         "sessions": sorted(sessions, key=lambda session: session.created_at, reverse=True),
         "is_linked": SocialAccount.objects.filter(user=request.user).exists(),
         "issuer": settings.OIDC_NAME,
+        "tenants": tenants_of(request.user) if request.second_factor_for else (),
     }
     return render(request, "console/security.html", context)
 

@@ -1,0 +1,123 @@
+"""What bounds the tenant's use, how much of it is taken, and changing it."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from django.contrib import messages
+from django.db import IntegrityError
+from django.http import HttpResponse
+from django.shortcuts import redirect, render
+from django.views.decorators.http import require_POST, require_safe
+
+from controlplane.console.access import ConsoleRequest, member_page
+from controlplane.console.forms import BudgetForm, LimitForm, add_service_error
+from controlplane.errors import ApiError, NotFound, PermissionDenied
+from controlplane.limits import present, services
+from controlplane.limits.models import Budget, RateLimit
+from controlplane.tenants.auth import Permission
+
+_OPERATORS = "The tenant's own limits are the operator's to set: name a key or a model."
+
+
+@require_safe
+@member_page
+def limits(request: ConsoleRequest) -> HttpResponse:
+    return render(request, "console/limits.html", _context())
+
+
+@require_safe
+@member_page
+def limits_now(request: ConsoleRequest) -> HttpResponse:
+    """The bars alone: the page asks for them again every few seconds."""
+    return render(request, "console/_limits.html", _context())
+
+
+@require_POST
+@member_page(permission=Permission.LIMITS_MANAGE)
+def set_limit(request: ConsoleRequest) -> HttpResponse:
+    form = LimitForm(request.POST)
+    if form.is_valid():
+        data = form.cleaned_data
+        key = data["api_key"]
+        try:
+            if key is None and not data["model"]:
+                raise PermissionDenied(_OPERATORS)
+            services.rate_limit_set(
+                api_key_id=key.pk if key else None,
+                model=data["model"],
+                **{name: data[name] for name in LimitForm.RATES},
+            )
+        except (ApiError, IntegrityError) as error:
+            _explain(form, error)
+        else:
+            messages.success(request, "The limit holds within a second.")
+            return redirect("console:limits")
+    context = _context() | {"limit_form": form}
+    return render(request, "console/limits.html", context, status=422)
+
+
+@require_POST
+@member_page(permission=Permission.LIMITS_MANAGE)
+def remove_limit(request: ConsoleRequest, limit_id: uuid.UUID) -> HttpResponse:
+    row = RateLimit.objects.filter(pk=limit_id).first()
+    if row is None:
+        raise NotFound("There is no such limit.")
+    if row.scope == "tenant":
+        raise PermissionDenied(_OPERATORS)
+    services.rate_limit_remove(api_key_id=row.api_key_id, model=row.model)
+    messages.success(request, "The limit is removed.")
+    return redirect("console:limits")
+
+
+@require_POST
+@member_page(permission=Permission.LIMITS_MANAGE)
+def set_budget(request: ConsoleRequest) -> HttpResponse:
+    form = BudgetForm(request.POST)
+    if form.is_valid():
+        data = form.cleaned_data
+        try:
+            services.budget_set(
+                api_key_id=data["api_key"].pk if data["api_key"] else None,
+                period=data["period"],
+                hard_limit=data["hard_limit"],
+                soft_limit=data["soft_limit"],
+            )
+        except (ApiError, IntegrityError) as error:
+            _explain(form, error)
+        else:
+            messages.success(request, "The budget holds within a second.")
+            return redirect("console:limits")
+    context = _context() | {"budget_form": form}
+    return render(request, "console/limits.html", context, status=422)
+
+
+@require_POST
+@member_page(permission=Permission.LIMITS_MANAGE)
+def remove_budget(request: ConsoleRequest, budget_id: uuid.UUID) -> HttpResponse:
+    row = Budget.objects.filter(pk=budget_id).first()
+    if row is None:
+        raise NotFound("There is no such budget.")
+    services.budget_remove(api_key_id=row.api_key_id, period=row.period)
+    messages.success(request, "The budget is removed.")
+    return redirect("console:limits")
+
+
+def _explain(form: LimitForm | BudgetForm, error: Exception) -> None:
+    if isinstance(error, ApiError):
+        add_service_error(form, error.message, error.param)
+    else:
+        form.add_error(None, "Somebody else is setting this just now: try again.")
+
+
+def _context() -> dict[str, Any]:
+    rates = list(RateLimit.objects.select_related("api_key").order_by("api_key__name", "model"))
+    budgets = list(Budget.objects.select_related("api_key").order_by("api_key__name", "period"))
+    meters, states = present.meters(rates), present.budget_states(budgets)
+    return {
+        "rates": [{"row": row, "meters": meters[row.pk]} for row in rates],
+        "budgets": [{"row": row, "state": states[row.pk]} for row in budgets],
+        "limit_form": LimitForm(),
+        "budget_form": BudgetForm(),
+    }

@@ -1,0 +1,133 @@
+"""The people of the tenant, and those invited."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from django.contrib import messages
+from django.http import HttpResponse
+from django.shortcuts import redirect, render
+from django.views.decorators.http import require_http_methods, require_POST, require_safe
+
+from controlplane.console.access import ConsoleRequest, Member, member_page
+from controlplane.console.forms import InviteForm, RoleForm, add_service_error
+from controlplane.errors import ApiError
+from controlplane.tenants import people
+from controlplane.tenants.auth import Permission
+from controlplane.tenants.invite_mail import invite_send, invite_url
+from controlplane.tenants.models import Invite, Membership, Role
+from controlplane.tenants.permissions import PERMISSIONS
+
+#: Of invites that are over, the last so many are shown.
+NUM_OLD_INVITES = 20
+
+
+@require_safe
+@member_page
+def members(request: ConsoleRequest) -> HttpResponse:
+    return render(request, "console/members.html", _context(request.member))
+
+
+@require_POST
+@member_page(permission=Permission.MEMBERS_MANAGE)
+def set_role(request: ConsoleRequest, member_id: uuid.UUID) -> HttpResponse:
+    form = RoleForm(request.POST, roles=list(Role))
+    if form.is_valid():
+        try:
+            found = people.member_role_set(
+                by=request.member.principal,
+                member_id=member_id,
+                role=Role(form.cleaned_data["role"]),
+            )
+        except ApiError as error:
+            if error.status == 404:
+                raise
+            messages.error(request, error.message)
+        else:
+            messages.success(request, f"{found.user.email} is {found.role} now.")
+    return redirect("console:members")
+
+
+@require_http_methods(["GET", "HEAD", "POST"])
+@member_page(permission=Permission.MEMBERS_MANAGE)
+def remove(request: ConsoleRequest, member_id: uuid.UUID) -> HttpResponse:
+    """Asks first; the person's keys end with the membership."""
+    found = people.member_get(member_id=member_id)
+    if request.method == "POST":
+        try:
+            people.member_remove(by=request.member.principal, member_id=member_id)
+        except ApiError as error:
+            messages.error(request, error.message)
+        else:
+            messages.success(request, f"{found.user.email} is no member any more.")
+        return redirect("console:members")
+    context = {"found": found, "num_keys": found.keys.filter(revoked_at=None).count()}
+    return render(request, "console/remove_member.html", context)
+
+
+@require_POST
+@member_page(permission=Permission.MEMBERS_MANAGE)
+def create_invite(request: ConsoleRequest) -> HttpResponse:
+    """The one answer that holds the invite's address; a mail takes it to the person too."""
+    form = InviteForm(request.POST, roles=_grantable(request.member))
+    context = _context(request.member) | {"form": form}
+    if form.is_valid():
+        try:
+            made, token = people.invite_create(
+                by=request.member.principal,
+                email=form.cleaned_data["email"],
+                role=Role(form.cleaned_data["role"]),
+            )
+        except ApiError as error:
+            add_service_error(form, error.message, error.param)
+        else:
+            was_sent = invite_send(invite=made, tenant=request.member.tenant, token=token)
+            context = _context(request.member) | {
+                "new_invite": made,
+                "new_url": invite_url(token),
+                "was_sent": was_sent,
+            }
+    template = "console/_invites.html" if request.htmx else "console/members.html"
+    status = 422 if form.errors and not request.htmx else 200
+    return render(request, template, context, status=status)
+
+
+@require_POST
+@member_page(permission=Permission.MEMBERS_MANAGE)
+def revoke_invite(request: ConsoleRequest, invite_id: uuid.UUID) -> HttpResponse:
+    try:
+        found = people.invite_revoke(invite_id=invite_id)
+    except ApiError as error:
+        if error.status == 404:
+            raise
+        messages.error(request, error.message)
+    else:
+        messages.success(request, f"The invite of {found.email} leads nowhere now.")
+    return redirect("console:members")
+
+
+def _grantable(member: Member) -> list[Role]:
+    """Nobody hands on more than they have."""
+    return [role for role in Role if PERMISSIONS[role] <= member.principal.permissions]
+
+
+def _context(member: Member) -> dict[str, Any]:
+    invites = list(Invite.objects.select_related("invited_by").order_by("-created_at")[:1000])
+    pending = [invite for invite in invites if invite.status == Invite.Status.PENDING]
+    old = [invite for invite in invites if invite.status != Invite.Status.PENDING]
+    grantable = _grantable(member)
+    rows = [
+        {
+            "found": found,
+            "is_me": found.user_id == member.user.pk,
+            "may_change": member.can_manage_members and Role(found.role) in grantable,
+        }
+        for found in Membership.objects.select_related("user").order_by("created_at")
+    ]
+    return {
+        "rows": rows,
+        "roles": grantable,
+        "invites": pending + old[:NUM_OLD_INVITES],
+        "form": InviteForm(roles=grantable),
+    }

@@ -1,0 +1,119 @@
+"""How much of each limit is taken just now, as Redis knows it, for people to see."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import redis
+from django.conf import settings
+from django.utils import timezone
+from redis.exceptions import RedisError
+
+from controlplane.limits.admit import BudgetPeriod, budget_state_key
+from controlplane.limits.models import Budget, RateLimit
+from controlplane.limits.services import budget_period, tokens_spent
+from worker import fair_queue
+
+#: A bucket of N a minute is full for so long after it was emptied.
+_MINUTE_S = 60.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Meter:
+    """One limit and what is taken of it; `used` is None when Redis does not say."""
+
+    label: str
+    used: int | None
+    limit: int
+
+    @property
+    def share(self) -> float:
+        """From 0 to 1."""
+        return min(1.0, (self.used or 0) / self.limit) if self.limit else 1.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BudgetState:
+    """A budget's period so far; `reserved` is what requests under way may still take."""
+
+    period: BudgetPeriod
+    spent: int
+    reserved: int
+
+
+def meters(rows: Sequence[RateLimit]) -> dict[Any, list[Meter]]:
+    """By the row's id, its limits and what is taken of each."""
+    states = _ask([_rate_commands(row) for row in rows])
+    return {
+        row.pk: _meters_of(row, states[number] if states else None)
+        for number, row in enumerate(rows)
+    }
+
+
+def budget_states(rows: Sequence[Budget]) -> dict[Any, BudgetState]:
+    """By the row's id. What Redis does not know, the totals of usage do."""
+    now = timezone.now()
+    periods = {row.pk: budget_period(row, now) for row in rows}
+    keys = {
+        row.pk: budget_state_key(settings.POOL, str(row.tenant_id), periods[row.pk]) for row in rows
+    }
+    states = _ask([[("hmget", keys[row.pk], "spent", "reserved")] for row in rows])
+    found = {}
+    for number, row in enumerate(rows):
+        spent, reserved = states[number][0] if states else (None, None)
+        if spent is None:
+            spent = tokens_spent(str(row.tenant_id), periods[row.pk])
+        found[row.pk] = BudgetState(periods[row.pk], int(spent), int(reserved or 0))
+    return found
+
+
+def _rate_commands(row: RateLimit) -> list[tuple[Any, ...]]:
+    key = fair_queue.limit_key(settings.POOL, str(row.tenant_id), row.id.hex)
+    now = time.time()
+    return [
+        ("hmget", key, "r", "t"),
+        ("zcount", f"{key}:run", now, "+inf"),
+        ("zcount", f"{key}:wait", now, "+inf"),
+    ]
+
+
+def _ask(groups: list[list[tuple[Any, ...]]]) -> list[list[Any]] | None:
+    """The answers in one visit, in the groups of the questions; None without Redis."""
+    if not groups:
+        return []
+    try:
+        with redis.Redis.from_url(settings.REDIS_URL, protocol=2, socket_timeout=5) as client:
+            pipe = client.pipeline(transaction=False)
+            for group in groups:
+                for name, *args in group:
+                    getattr(pipe, name)(*args)
+            answers = iter(pipe.execute())
+    except RedisError:
+        return None
+    return [[next(answers) for _ in group] for group in groups]
+
+
+def _meters_of(row: RateLimit, state: list[Any] | None) -> list[Meter]:
+    (requests, tokens), running, waiting = state or ((None, None), None, None)
+    is_known = state is not None
+    found = [
+        (row.requests_per_minute, "requests a minute", _taken(requests, row.requests_per_minute)),
+        (row.tokens_per_minute, "tokens a minute", _taken(tokens, row.tokens_per_minute)),
+        (row.max_concurrent, "at a time", running),
+        (row.max_waiting, "waiting", waiting),
+    ]
+    return [
+        Meter(label, used if is_known else None, limit)
+        for limit, label, used in found
+        if limit is not None
+    ]
+
+
+def _taken(full_at: bytes | None, limit: int | None) -> int:
+    """Of a bucket that is full again then."""
+    if full_at is None or limit is None:
+        return 0
+    return round(max(0.0, float(full_at) - time.time()) / _MINUTE_S * limit)

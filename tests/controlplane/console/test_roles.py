@@ -1,0 +1,114 @@
+"""Every address of the console, as every role: whoever lacks its permission gets 403."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import pytest
+from django.test import Client
+from django.urls import URLPattern, reverse
+
+from controlplane.console.urls import urlpatterns
+from controlplane.scoping import tenant_scope
+from controlplane.tenants.models import Role, User
+from controlplane.tenants.permissions import PERMISSIONS, Permission
+from controlplane.tenants.services import member_add
+from tests.controlplane.conftest import PASSWORD, Party
+from tests.controlplane.console.conftest import browser_of
+
+#: Each page's permission; None: a person's own, or for people who are not in yet.
+PAGES: dict[str, Permission | None] = {
+    "security": None,
+    "verify_email": None,
+    "switch_tenant": None,
+    "invite": None,
+    "overview": Permission.READ,
+    "adapters": Permission.READ,
+    "adapter": Permission.READ,
+    "version": Permission.READ,
+    "version_status": Permission.READ,
+    "training": Permission.READ,
+    "run": Permission.READ,
+    "run_status": Permission.READ,
+    "keys": Permission.READ,
+    "members": Permission.READ,
+    "accounts": Permission.READ,
+    "limits": Permission.READ,
+    "limits_now": Permission.READ,
+    "settings": Permission.READ,
+    "upload": Permission.ADAPTERS_WRITE,
+    "start_upload": Permission.ADAPTERS_WRITE,
+    "complete_upload": Permission.ADAPTERS_WRITE,
+    "schedule": Permission.TRAINING_WRITE,
+    "delete_schedule": Permission.TRAINING_WRITE,
+    "upload_dataset": Permission.TRAINING_WRITE,
+    "start_run": Permission.TRAINING_WRITE,
+    "cancel_run": Permission.TRAINING_WRITE,
+    "create_key": Permission.KEYS_MANAGE,
+    "edit_key": Permission.KEYS_MANAGE,
+    "rotate_key": Permission.KEYS_MANAGE,
+    "revoke_key": Permission.KEYS_MANAGE,
+    "set_role": Permission.MEMBERS_MANAGE,
+    "remove_member": Permission.MEMBERS_MANAGE,
+    "create_invite": Permission.MEMBERS_MANAGE,
+    "revoke_invite": Permission.MEMBERS_MANAGE,
+    "create_account": Permission.MEMBERS_MANAGE,
+    "account": Permission.MEMBERS_MANAGE,
+    "delete_account": Permission.MEMBERS_MANAGE,
+    "set_limit": Permission.LIMITS_MANAGE,
+    "remove_limit": Permission.LIMITS_MANAGE,
+    "set_budget": Permission.LIMITS_MANAGE,
+    "remove_budget": Permission.LIMITS_MANAGE,
+    "usage": Permission.USAGE_READ,
+    "audit": Permission.AUDIT_READ,
+    "verify_trail": Permission.AUDIT_READ,
+}
+_OWN = {name for name, permission in PAGES.items() if permission is None}
+
+
+def address(name: str) -> str:
+    """A page's address; what it names does not exist."""
+    pattern = next(p for p in urlpatterns if isinstance(p, URLPattern) and p.name == name)
+    samples = {"IntConverter": 1, "UUIDConverter": uuid.uuid4(), "StringConverter": "nosuch"}
+    converters: dict[str, Any] = pattern.pattern.converters
+    values = {field: samples[type(kind).__name__] for field, kind in converters.items()}
+    return reverse(f"console:{name}", kwargs=values)
+
+
+def answer(browser: Client, name: str) -> int:
+    path = address(name)
+    status = browser.get(path).status_code
+    return browser.post(path).status_code if status == 405 else status
+
+
+@pytest.fixture
+def people(acme: Party) -> dict[Role, User]:
+    with tenant_scope(acme.tenant.id):
+        return {
+            role: member_add(email=f"{role}@acme.example", role=role, password=PASSWORD).user
+            for role in Role
+        }
+
+
+def test_every_page_is_listed() -> None:
+    assert {p.name for p in urlpatterns if p.name} == set(PAGES)
+
+
+@pytest.mark.parametrize("role", Role)
+def test_pages_obey_the_role(role: Role, people: dict[Role, User]) -> None:
+    browser = browser_of(people[role])
+    for name, permission in PAGES.items():
+        if permission is not None:
+            is_refused = answer(browser, name) == 403
+            assert is_refused == (permission not in PERMISSIONS[role]), name
+    is_refused = browser.post(address("settings"), {"name": "Mine"}).status_code == 403
+    assert is_refused == (Permission.TENANT_MANAGE not in PERMISSIONS[role])
+
+
+@pytest.mark.parametrize("name", sorted(set(PAGES) - _OWN))
+def test_nobody_gets_in_without_a_session(name: str, db: None) -> None:
+    path = address(name)
+    for browse in (Client().get, Client().post):
+        got = browse(path)
+        assert got.status_code == 405 or got.headers["Location"].startswith("/console/sign-in")
