@@ -10,9 +10,13 @@ tokens and takes 256 greedy tokens of each, no end token; its ms_step is the wal
 (prefill, sampling, scheduling) over 256. A prefill case adds 16 prompts of 1024 tokens and takes
 one token of each; a first case takes one token of prompts of --prompt tokens, and is their time in
 ms. Adapters are PEFT folders of random tensors on all seven projections, registered
-with the engine and loaded before the clock starts. The floor is what has to be read once (weights
-without the embedding, each distinct adapter, half the KV at the end) at the copy bandwidth
-measured in the same run, or the products at the measured rate when that is more.
+with the engine and loaded before the clock starts; those of one rank share two folders under many
+digests, each of which has pages of its own. Every finished case is printed and written to --out at
+once, so that a run that is cut off keeps what it had.
+
+The floor is what has to be read once (weights without the embedding, each distinct adapter, half
+the KV at the end) at the copy bandwidth measured in the same run, or the products at the measured
+rate when that is more.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +45,7 @@ from engine.config import ModelConfig
 
 PROMPT_TOKENS, NEW_TOKENS = 32, 256
 HOST_KEYS = ("gpu", "copy_tb_s", "torch", "triton", "commit")
+FILES = 2  # folders of a rank
 MIXED = (4, 8, 16, 32, 64, 128)
 
 # (batch, distinct adapters, target in ms a step, vLLM 0.26's) of ../shared/design/targets.md.
@@ -131,18 +136,25 @@ class Bench:
             used[rank] = used.get(rank, 0) + 1
             if used[rank] > len(known):
                 digest = f"r{rank}-{len(known)}"
-                folder = save_random_adapter(
-                    self._folder / digest,
-                    self.model,
-                    rank=rank,
-                    seed=len(known),
-                    dtype=self._dtype,
-                    device=self._device,
-                )
-                self.engine.register_adapter(digest, folder)
+                self.engine.register_adapter(digest, self._adapter_folder(rank, len(known)))
                 known.append(digest)
             chosen.append(known[used[rank] - 1])
         return chosen
+
+    def _adapter_folder(self, rank: int, index: int) -> Path:
+        """The PEFT folder of a rank's adapter `index`."""
+        seed = index % FILES
+        folder = self._folder / f"r{rank}-file{seed}"
+        if not folder.exists():
+            save_random_adapter(
+                folder,
+                self.model,
+                rank=rank,
+                seed=seed,
+                dtype=self._dtype,
+                device=self._device,
+            )
+        return folder
 
     def run(self, batch: int, prompt: int, new: int, digests: list[str]) -> float:
         """Seconds from the first `step` to the last token."""
@@ -181,7 +193,7 @@ class Bench:
         prompt, new = case.prompt, NEW_TOKENS if is_decode else 1
         for _ in range(2):
             self.run(case.batch, prompt, 8 if is_decode else 1, digests)
-        rounds = max(rounds, 20) if case.kind == "first" else rounds
+        rounds = {"decode": rounds, "prefill": max(rounds, 5), "first": max(rounds, 20)}[case.kind]
         if not self._is_cpu:
             torch.cuda.reset_peak_memory_stats()
         seconds = [self.run(case.batch, prompt, new, digests) for _ in range(rounds)]
@@ -212,7 +224,9 @@ class Bench:
         """
         from bench.compare import PeftBatch
 
-        folders = [self._folder / digest for digest in self.adapters(case.ranks, case.adapters)]
+        self.adapters(case.ranks, case.adapters)
+        ranks = itertools.islice(itertools.cycle(case.ranks), case.adapters)
+        folders = [self._adapter_folder(rank, i) for i, rank in enumerate(ranks)]
         started = time.perf_counter()
         theirs = PeftBatch(SHAPES[self._shape], folders, self._device, self._dtype)
         loaded_s = time.perf_counter() - started
@@ -270,12 +284,14 @@ class Bench:
 
 def suite() -> Iterator[Case]:
     """Every row of targets.md, the base of each batch before its adapters."""
+    yield Case(kind="prefill", batch=16, adapters=0)
+    yield Case(kind="prefill", batch=16, adapters=16)
     for batch, adapters, _, _ in TARGETS:
         yield Case(kind="decode", batch=batch, adapters=adapters)
     yield Case(kind="decode", batch=64, adapters=64, ranks=MIXED)
     yield Case(kind="decode", batch=64, adapters=0)  # once more, all adapters resident
-    yield Case(kind="prefill", batch=16, adapters=0)
-    yield Case(kind="prefill", batch=16, adapters=16)
+    yield Case(kind="first", batch=1, adapters=0)
+    yield Case(kind="first", batch=1, adapters=1)
 
 
 def markdown(host: dict[str, Any], results: list[dict[str, Any]]) -> str:
@@ -307,12 +323,20 @@ def markdown(host: dict[str, Any], results: list[dict[str, Any]]) -> str:
 
 
 def run_cases(
-    bench: Bench, cases: Sequence[Case], host: dict[str, Any], rounds: int
+    bench: Bench,
+    cases: Sequence[Case],
+    host: dict[str, Any],
+    rounds: int,
+    save: Callable[[list[dict[str, Any]]], None] = lambda results: None,
 ) -> list[dict[str, Any]]:
-    """Measure each; one that fails is printed and left out."""
+    """Measure each; one that fails is printed and left out.
+
+    save  called with all results so far when a case has run
+    """
     results: list[dict[str, Any]] = []
     base: dict[tuple[str, int], float] = {}
     for case in cases:
+        started = time.perf_counter()
         try:
             row = bench.measure(case, rounds)
         except Exception:
@@ -328,8 +352,10 @@ def run_cases(
             row["floor_ms"] = bench.floor_ms(case, host)
             row["floor_ratio"] = round(row["ms_step"] / row["floor_ms"], 3)
         row |= {name: host[name] for name in HOST_KEYS if name in host}
+        row["case_s"] = round(time.perf_counter() - started, 1)
         results.append(row)
         print(json.dumps(row), flush=True)
+        save(results)
     return results
 
 
@@ -352,6 +378,17 @@ def compare(
         row |= {name: host[name] for name in HOST_KEYS if name in host}
         results.append(row)
         print(json.dumps(row), flush=True)
+
+
+def write_report(
+    path: Path, host: dict[str, Any], start_s: float, results: list[dict[str, Any]]
+) -> None:
+    """Write all there is so far; the file is always whole."""
+    report = {"host": host, "start_s": round(start_s, 1), "results": results}
+    report["command"] = "python -m bench.engine " + " ".join(sys.argv[1:])
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(report, indent=1) + "\n")
+    part.replace(path)
 
 
 def parse() -> argparse.Namespace:
@@ -396,7 +433,12 @@ def main() -> None:
     )
     bench.temperature = arguments.temperature
     print(f"started in {bench.start_s:.1f} s, graphs captured", flush=True)
-    results = run_cases(bench, cases, host, arguments.rounds)
+
+    def save(results: list[dict[str, Any]]) -> None:
+        if arguments.out:
+            write_report(arguments.out, host, bench.start_s, results)
+
+    results = run_cases(bench, cases, host, arguments.rounds, save)
     if arguments.compare:
         compare(bench, cases, host, results, arguments.compare_steps)
     if arguments.suite:
@@ -405,10 +447,7 @@ def main() -> None:
         for each in cases:
             bench.profile(each)
     bench.close()
-    if arguments.out:
-        report = {"host": host, "start_s": round(bench.start_s, 1), "results": results}
-        report["command"] = "python -m bench.engine " + " ".join(sys.argv[1:])
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    save(results)
     sys.exit(sum("system" not in row for row in results) != len(cases))
 
 

@@ -96,3 +96,13 @@ def test_the_gpu_table_runs_at_a_tiny_size() -> None:
     assert all(set(keys.split()) <= row.keys() for row in results[:2])
     assert [row["adapters"] for row in results] == [0, 2, 2]
     assert results[2]["system"] == "peft" and results[2]["times_ours"] > 0
+
+
+def test_the_documents_figures_are_those_of_the_result_files() -> None:
+    from bench.tables import DOCUMENTS, ROOT, fill, load
+
+    figures = load()
+    for name in DOCUMENTS:
+        text = (ROOT / name).read_text()
+        assert "<!-- bench.tables: " in text
+        assert fill(text, figures) == text, f"{name}: run python -m bench.tables"

@@ -1,0 +1,210 @@
+"""Writes the figures of a GPU run into README.md and docs/performance.md.
+
+    python -m bench.tables [--check]
+
+The parts between `<!-- bench.tables: NAME -->` and `<!-- end -->` are made of
+bench/results/targets-h200.json and many-h200.json alone, so that no figure is copied by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench.engine import TARGETS
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "bench" / "results"
+DOCUMENTS = ("README.md", "docs/performance.md")
+# Of the README's table.
+CHOSEN = ((1, 0), (64, 0), (256, 0), (1, 1), (16, 16), (64, 64), (128, 64), (256, 64))
+
+Row = dict[str, Any]
+
+
+class Figures:
+    """The two result files, by case."""
+
+    def __init__(self, targets: dict[str, Any], many: dict[str, Any]) -> None:
+        self.host: Row = targets["host"]
+        rows = [row for row in targets["results"] if "system" not in row]
+        self.decode: dict[tuple[int, int], Row] = {}
+        self.mixed: Row | None = None
+        self.again: Row | None = None  # batch 64 without adapters, beside resident ones
+        self.prefill: dict[int, Row] = {}
+        self.first: dict[int, Row] = {}
+        for row in rows:
+            key = (row["batch"], row["adapters"])
+            if row["kind"] == "prefill":
+                self.prefill[row["adapters"]] = row
+            elif row["kind"] == "first":
+                self.first[row["adapters"]] = row
+            elif not isinstance(row["rank"], int):
+                self.mixed = row
+            elif key in self.decode:
+                self.again = row
+            else:
+                self.decode[key] = row
+        self.many: dict[str, Row] = {row["case"]: row for row in many["results"]}
+
+    @property
+    def mixed_share(self) -> float | None:
+        """Of the copy bandwidth, for the bytes that adapters of mixed ranks add."""
+        base = self.decode.get((64, 0))
+        if self.mixed is None or base is None:
+            return None
+        least: float = self.mixed["floor_ms"] - base["floor_ms"]
+        return least / float(self.mixed["ms_step"] - base["ms_step"])
+
+
+def machine(figures: Figures) -> str:
+    host = figures.host
+    return (
+        f"one {host['gpu'].removeprefix('NVIDIA ')} (copy bandwidth {host['copy_tb_s']:.2f} TB/s, "
+        f"torch {host['torch'].split('+')[0]}, triton {host['triton']}, commit {host['commit']})"
+    )
+
+
+def decode_table(figures: Figures, chosen: tuple[tuple[int, int], ...] | None = None) -> list[str]:
+    lines = [
+        "| batch / distinct adapters | floor | vLLM 0.26 | target | **ms a step** | × own base |",
+        "|---|---|---|---|---|---|",
+    ]
+    for batch, adapters, target, vllm in TARGETS:
+        row = figures.decode.get((batch, adapters))
+        if row is not None and (chosen is None or (batch, adapters) in chosen):
+            lines.append(
+                f"| {batch} / {adapters} | {row['floor_ms']:.2f} | {vllm} | {target} "
+                f"| **{row['ms_step']:.2f}** | {row.get('base_ratio', 1.0):.2f} |"
+            )
+    mixed = figures.mixed
+    if mixed is not None:
+        lines.append(
+            f"| 64 / 64 of ranks 4 to 128 | {mixed['floor_ms']:.2f} | | "
+            f"| **{mixed['ms_step']:.2f}** | {mixed.get('base_ratio', 0):.2f} |"
+        )
+    return lines
+
+
+def sentences(figures: Figures) -> list[str]:
+    """What is no row of the decode table, one figure with its target a sentence."""
+    lines = []
+    prefill, first, many = figures.prefill, figures.first, figures.many
+    if 0 in prefill:
+        text = f"Prefill of 16 × 1024 tokens: {prefill[0]['tok_s']:,} tokens/s (target 45,000)"
+        if 16 in prefill:
+            share = prefill[16]["tok_s"] / prefill[0]["tok_s"]
+            text += (
+                f", {prefill[16]['tok_s']:,} with 16 distinct adapters ({share:.1%}; target 92%)"
+            )
+        lines.append(text + ".")
+    if 0 in first and 1 in first:
+        lines.append(
+            f"First token of a prompt of 32: {first[0]['ms_first']:.1f} ms, with a resident "
+            f"adapter {first[1]['ms_first']:.1f} ms."
+        )
+    if figures.mixed_share is not None:
+        lines.append(
+            f"Mixed ranks move their bytes at {figures.mixed_share:.0%} of the copy bandwidth "
+            "(target 75%)."
+        )
+    if figures.again is not None and (64, 0) in figures.decode:
+        lines.append(
+            "A step of 64 without adapters beside resident ones: "
+            f"{figures.again['ms_step']:.3f} ms, without any "
+            f"{figures.decode[64, 0]['ms_step']:.3f} ms."
+        )
+    if {"none", "few", "many"} <= many.keys():
+        none, few, all_ = (many[name]["tok_s"] for name in ("none", "few", "many"))
+        lines.append(
+            f"S-LoRA's workload with {many['many']['adapters']} registered adapters: {all_:,} "
+            f"tokens/s, {all_ / few:.1%} of that with 5 (target 95%) and {all_ / none:.1%} of that "
+            "with none (target 90%)."
+        )
+    if {"resident", "overcommitted"} <= many.keys():
+        here, over = (many[name]["ttft_p99_ms"] for name in ("resident", "overcommitted"))
+        lines.append(
+            f"TTFT p99 with 16 times more adapters than fit: {over:.0f} ms, {over / here:.2f} × "
+            "that with all resident (target 2)."
+        )
+    return lines
+
+
+def many_table(figures: Figures) -> list[str]:
+    lines = [
+        "| case | registered | tok/s | ms a step | running | TTFT p50 | p99 |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    return lines + [
+        f"| {name} | {row['adapters']} | {row['tok_s']:,} | {row['ms_step']} "
+        f"| {row['mean_running']} | {row['ttft_p50_ms']:.0f} | {row['ttft_p99_ms']:.0f} |"
+        for name, row in figures.many.items()
+    ]
+
+
+def readme(figures: Figures) -> str:
+    head = (
+        f"Llama-3.1-8B's shape in random bf16 weights on {machine(figures)}: prompts of 32 tokens, "
+        "256 greedy ones, adapters of rank 16 on all seven projections; wall time / 256 of the "
+        "whole engine, in ms. vLLM's figures are of the same work on another card of this kind."
+    )
+    bullets = [f"- {line}" for line in sentences(figures)]
+    return "\n".join([head, "", *decode_table(figures, CHOSEN), "", *bullets])
+
+
+def stands(figures: Figures) -> str:
+    bullets = [f"- {line}" for line in sentences(figures)]
+    head = f"On {machine(figures)}:"
+    return "\n".join([head, "", *decode_table(figures), "", *bullets])
+
+
+def many_adapters(figures: Figures) -> str:
+    commits = sorted({row["commit"] for row in figures.many.values()})
+    return "\n".join([f"Commit {', '.join(commits)}:", "", *many_table(figures)])
+
+
+PARTS: dict[str, Callable[[Figures], str]] = {
+    "readme": readme,
+    "stands": stands,
+    "many": many_adapters,
+}
+
+
+def fill(text: str, figures: Figures) -> str:
+    """The document with its generated parts made anew."""
+
+    def part(match: re.Match[str]) -> str:
+        return f"{match[1]}\n{PARTS[match[2]](figures)}\n<!-- end -->"
+
+    return re.sub(r"(<!-- bench\.tables: (\w+) -->)\n.*?<!-- end -->", part, text, flags=re.S)
+
+
+def load() -> Figures:
+    names = ("targets-h200.json", "many-h200.json")
+    return Figures(*(json.loads((RESULTS / name).read_text()) for name in names))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="only say whether all is up to date")
+    check = parser.parse_args().check
+    figures, stale = load(), []
+    for name in DOCUMENTS:
+        path = ROOT / name
+        text = path.read_text()
+        filled = fill(text, figures)
+        if filled != text:
+            stale.append(name)
+            if not check:
+                path.write_text(filled)
+    print("\n".join(f"{'stale' if check else 'written'}: {name}" for name in stale) or "up to date")
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
