@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from engine.batch import Reach
 from engine.gpu_model import GpuBatch, GpuModel
 from engine.lora_inputs import LoraInputs
+from engine.tile_entries import Reach
 from kernels import LoraBatch
 from kernels.attention_decode import DecodeWorkspace
 from kernels.lora_plan import LoraPlan, empty_plan, fill_plan
@@ -38,6 +38,9 @@ class _Graph:
 def record(run: Callable[[], torch.Tensor], pool: Any) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
     """Record what `run` launches; its result lies where every replay writes it.
 
+    Other threads go on using the device meanwhile: a recording that they could spoil (torch's own
+    setting) would end with an error whenever an adapter is loaded beside it.
+
     pool  another graph's, whose memory this one may use in turn; None: a new one
     """
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -48,7 +51,7 @@ def record(run: Callable[[], torch.Tensor], pool: Any) -> tuple[torch.cuda.CUDAG
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         out = run()
     return graph, out
 

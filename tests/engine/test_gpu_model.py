@@ -10,17 +10,19 @@ import copy
 import itertools
 import json
 import os
+import threading
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine import gpu_model
-from engine.batch import Reach
 from engine.config import ModelConfig
 from engine.gpu_model import GpuBatch, GpuModel
-from engine.graphs import DecodeGraphs
+from engine.graphs import DecodeGraphs, record
+from engine.loader_threads import start_thread
 from engine.lora_inputs import LoraInputs
+from engine.tile_entries import Reach
 from engine.weights import LayerWeights, Weights
 from kernels import LoraTable, PageLayout
 from kernels.attention_decode import DecodeWorkspace
@@ -217,3 +219,28 @@ def test_bf16_is_as_near_as_hugging_faces_own(chosen: list[int]) -> None:
         return float((out - wide).norm() / wide.norm())
 
     assert error(logits.float()) <= 1.5 * error(torch.cat(narrow))
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="only a card records graphs")
+def test_graphs_are_recorded_beside_threads_that_use_the_device() -> None:
+    """As loader threads do, which allocate on the device and pin memory."""
+    done = threading.Event()
+
+    def load() -> None:
+        sizes = itertools.cycle(range(1 << 20, 1 << 24, 1 << 18))
+        while not done.is_set():
+            size = next(sizes)
+            host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            host.to(DEVICE, non_blocking=True).sum().item()
+
+    thread = start_thread(load)
+    x = torch.ones(64, 64, device=DEVICE)
+    try:
+        for size in range(1, 9):
+            graph, out = record(lambda size=size: (x * size) @ x, None)
+            graph.replay()
+            torch.cuda.synchronize()
+            assert out.eq(64 * size).all()
+    finally:
+        done.set()
+        thread.result(timeout=10)
