@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import enum
 import operator
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,24 +12,15 @@ import torch
 
 from engine.adapter_copies import Arrival
 from engine.adapter_extras import ExtrasTable
-from engine.adapter_tiles import TileMap
 from engine.adapters import AdapterStore
 from engine.prefix_cache import AdapterKey
 from engine.sequence import Row, Step
-from kernels import NUM_PROJECTIONS, LoraBatch, LoraTable, Projection
-
-T = TypeVar("T", bound=np.generic)
+from engine.tile_entries import Entries, EntryBuffers, EntryCache, Reach, join
+from engine.uploads import upload
+from kernels import LoraBatch, LoraTable
 
 # `ModelRunner.adapter_order`
 AdapterOrder = Callable[[Iterable[AdapterKey]], Mapping[Hashable, int]]
-
-
-class Reach(enum.IntEnum):
-    """What of a layer a step's adapters change; what none changes need not ask for adapters."""
-
-    NONE = 0
-    ATTENTION = 1
-    ALL = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +41,7 @@ class Batch:
     lengths       [S] tokens of each sequence in this step, on the host
     contexts      [S] context_lens on the host
     arrivals      copies of adapters that the pass has to wait for, on the device
+    has_unread    whether `token_ids` names tokens of the step before, ~i for its token i
     """
 
     token_ids: torch.Tensor
@@ -68,48 +58,30 @@ class Batch:
     contexts: npt.NDArray[np.int32]
     reach: Reach = Reach.NONE
     arrivals: tuple[Arrival, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Entries:
-    """A virtual adapter's entries of the table, and the tiles that they were made of."""
-
-    tiles: list[TileMap]
-    has_extras: bool
-    num_tiles: int
-    a_offset: npt.NDArray[np.int64]
-    b_offset: npt.NDArray[np.int64]
-    rows: npt.NDArray[np.int32]
-    scale: npt.NDArray[np.float32]
-    reach: Reach
-
-    @classmethod
-    def of(cls, key: AdapterKey, tiles: list[TileMap]) -> _Entries:
-        scale = [part.scale * np.float32(w) for part, (_, w) in zip(tiles, key, strict=True)]
-        return cls(
-            tiles=tiles,
-            has_extras=any(part.has_extras for part in tiles),
-            num_tiles=sum(part.num_tiles for part in tiles),
-            a_offset=_side_by_side([part.a_offset for part in tiles]),
-            b_offset=_side_by_side([part.b_offset for part in tiles]),
-            rows=_side_by_side([part.rows for part in tiles]),
-            scale=_side_by_side(scale),
-            reach=max(_reach(part) for part in tiles),
-        )
+    has_unread: bool = False
 
 
 class BatchBuilder:
-    """Builds batches; keeps the adapters' table from one step to the next while it stays true."""
+    """Builds batches; keeps the adapters' table from one step to the next while it stays true.
+
+    buffers  where entries of the table stay on the device; None: the table is joined anew
+    """
 
     def __init__(
-        self, *, store: AdapterStore, page_size: int, device: str, adapter_order: AdapterOrder
+        self,
+        *,
+        store: AdapterStore,
+        page_size: int,
+        device: str,
+        adapter_order: AdapterOrder,
+        buffers: EntryBuffers | None = None,
     ) -> None:
         self._store, self._page_size, self._device = store, page_size, device
-        self._adapter_order = adapter_order
+        self._adapter_order, self._buffers = adapter_order, buffers
+        self._cache = EntryCache(store.tiles)
         self._table: LoraTable | None = None
         self._table_keys: tuple[AdapterKey, ...] = ()
-        self._table_tiles: list[TileMap] = []
-        self._entries: dict[AdapterKey, _Entries] = {}
+        self._table_entries: list[Entries] = []
         self._max_tiles = 0
         self._reach = Reach.NONE
         self._extras: ExtrasTable | None = None
@@ -122,31 +94,57 @@ class BatchBuilder:
         starts = np.fromiter((row.sequence.num_computed for row in rows), np.int32, len(rows))
         query_start = np.zeros(len(rows) + 1, np.int32)
         np.cumsum(lengths, out=query_start[1:])
-        num_pages = [len(row.sequence.page_table) for row in rows]
-        page_tables = np.zeros((len(rows), max(num_pages)), np.int32)
-        for i, row in enumerate(rows):
-            page_tables[i, : num_pages[i]] = row.sequence.page_table
+        page_tables = _page_tables(rows)
         token_row = np.repeat(np.arange(len(rows)), lengths)
         positions = np.arange(query_start[-1]) - (query_start[:-1] - starts)[token_row]
         pages = page_tables[token_row, positions // self._page_size].astype(np.int64)
         samples = np.fromiter((row.samples for row in rows), np.bool_, len(rows))
         sample_rows = (query_start[1:][samples] - 1).astype(np.int64)
-        lora, keys = self._lora(rows, query_start, sample_rows)
+        token_ids = _token_ids(rows)
+        keys, seg_indptr, seg_adapter = _segments(rows, query_start)
+        on_device = upload(
+            [
+                token_ids,
+                positions,
+                pages * self._page_size + positions % self._page_size,
+                query_start,
+                starts + lengths,
+                page_tables,
+                sample_rows,
+                seg_indptr,
+                seg_adapter,
+            ],
+            self._device,
+        )
+        lora = None
+        if keys:
+            table, extras = self._table_of(keys), None
+            if self._extras is not None:
+                bounds, adapters = seg_indptr.tolist(), seg_adapter.tolist()
+                extras = self._extras.of_step(bounds, adapters, sample_rows)
+            lora = LoraBatch(
+                table=table,
+                seg_indptr=on_device[7],
+                seg_adapter=on_device[8],
+                max_tiles=self._max_tiles,
+                extras=extras,
+            )
         return Batch(
-            token_ids=self._tensor(_token_ids(rows)),
-            positions=self._tensor(positions),
-            slots=self._tensor(pages * self._page_size + positions % self._page_size),
-            query_start=self._tensor(query_start),
-            context_lens=self._tensor(starts + lengths),
+            token_ids=on_device[0],
+            positions=on_device[1],
+            slots=on_device[2],
+            query_start=on_device[3],
+            context_lens=on_device[4],
             max_new=int(lengths.max()),
-            page_tables=self._tensor(page_tables),
-            sample_rows=self._tensor(sample_rows),
+            page_tables=on_device[5],
+            sample_rows=on_device[6],
             lora=lora,
             adapter_keys=keys,
             lengths=lengths,
             contexts=starts + lengths,
             reach=Reach.NONE if lora is None else self._reach,
             arrivals=self._store.arrivals(digest for key in keys for digest, _ in key),
+            has_unread=bool((token_ids < 0).any()),
         )
 
     def _arrange(self, step: Step) -> None:
@@ -161,93 +159,60 @@ class BatchBuilder:
         )
 
     def _tensor(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(values).to(self._device, non_blocking=True)
-
-    def _lora(
-        self,
-        rows: list[Row],
-        query_start: npt.NDArray[np.int32],
-        sample_rows: npt.NDArray[np.int64],
-    ) -> tuple[LoraBatch | None, tuple[AdapterKey, ...]]:
-        keys: list[AdapterKey] = []
-        seg_indptr, seg_adapter = [0], []
-        previous: AdapterKey | None = None
-        for row, end in zip(rows, query_start[1:].tolist(), strict=True):
-            key = row.sequence.adapter_key
-            if key == previous:
-                seg_indptr[-1] = end
-                continue
-            previous = key
-            seg_indptr.append(end)
-            seg_adapter.append(len(keys) if key else -1)
-            if key:
-                keys.append(key)
-        if not keys:
-            return None, ()
-        table = self._table_of(tuple(keys))
-        extras = None
-        if self._extras is not None:
-            extras = self._extras.of_step(seg_indptr, seg_adapter, sample_rows)
-        batch = LoraBatch(
-            table=table,
-            seg_indptr=self._tensor(np.array(seg_indptr, np.int32)),
-            seg_adapter=self._tensor(np.array(seg_adapter, np.int32)),
-            max_tiles=self._max_tiles,
-            extras=extras,
-        )
-        return batch, tuple(keys)
+        return upload([values], self._device)[0]
 
     def _table_of(self, keys: tuple[AdapterKey, ...]) -> LoraTable:
-        """The table of these virtual adapters, joined anew only when one of them is another."""
-        tiles = [self._store.tiles(digest) for key in keys for digest, _ in key]
+        """The table of these virtual adapters, another only when one of them is another."""
+        entries = self._cache.get(keys)
         if (
             self._table is None
             or keys != self._table_keys
-            or not all(map(operator.is_, tiles, self._table_tiles))
+            or not all(map(operator.is_, entries, self._table_entries))
         ):
-            self._table = self._build_table(keys)
-            self._table_keys, self._table_tiles = keys, tiles
+            self._table = self._build_table(keys, entries)
+            self._table_keys, self._table_entries = keys, entries
         return self._table
 
-    def _build_table(self, keys: tuple[AdapterKey, ...]) -> LoraTable:
-        known, self._entries = self._entries, {}
-        for key in keys:
-            tiles = [self._store.tiles(digest) for digest, _ in key]
-            own = known.get(key)
-            if own is None or not all(map(operator.is_, tiles, own.tiles)):
-                own = _Entries.of(key, tiles)
-            self._entries[key] = own
-        entries = [self._entries[key] for key in keys]
+    def _build_table(self, keys: tuple[AdapterKey, ...], entries: list[Entries]) -> LoraTable:
         self._max_tiles = max(own.num_tiles for own in entries)
         self._reach = max(own.reach for own in entries)
         has_extras = any(own.has_extras for own in entries)
         self._extras = (
             ExtrasTable(keys, [own.tiles for own in entries], self._tensor) if has_extras else None
         )
-        return self._join(entries)
-
-    def _join(self, entries: list[_Entries]) -> LoraTable:
-        ends = np.cumsum([0, *(own.rows.size for own in entries[:-1])])
-        return LoraTable(
-            entry_start=self._tensor(ends.astype(np.int64)),
-            num_tiles=self._tensor(np.array([own.num_tiles for own in entries], np.int32)),
-            a_offset=self._tensor(np.concatenate([own.a_offset for own in entries])),
-            b_offset=self._tensor(np.concatenate([own.b_offset for own in entries])),
-            rows=self._tensor(np.concatenate([own.rows for own in entries])),
-            scale=self._tensor(np.concatenate([own.scale for own in entries])),
-        )
+        starts = None if self._buffers is None else self._buffers.starts(keys, entries)
+        if self._buffers is None or starts is None:
+            return join(entries, self._device)
+        num_tiles = np.array([own.num_tiles for own in entries], np.int32)
+        return self._buffers.table(*upload([starts, num_tiles], self._device))
 
 
-def _reach(tiles: TileMap) -> Reach:
-    """Where an adapter has tiles; its entries are [L * 7, tiles] in the projections' order."""
-    is_mlp = np.arange(len(tiles.a_offset)) % NUM_PROJECTIONS >= Projection.GATE
-    reaches_mlp = tiles.has_extras or (tiles.a_offset[is_mlp] >= 0).any()
-    return Reach.ALL if reaches_mlp else Reach.ATTENTION
+def _segments(
+    rows: list[Row], query_start: npt.NDArray[np.int32]
+) -> tuple[tuple[AdapterKey, ...], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """The virtual adapters of a step, and `seg_indptr` and `seg_adapter` as in LoraBatch."""
+    keys: list[AdapterKey] = []
+    seg_indptr, seg_adapter = [0], []
+    previous: AdapterKey | None = None
+    for row, end in zip(rows, query_start[1:].tolist(), strict=True):
+        key = row.sequence.adapter_key
+        if key == previous:
+            seg_indptr[-1] = end
+            continue
+        previous = key
+        seg_indptr.append(end)
+        seg_adapter.append(len(keys) if key else -1)
+        if key:
+            keys.append(key)
+    return tuple(keys), np.array(seg_indptr, np.int32), np.array(seg_adapter, np.int32)
 
 
-def _side_by_side(parts: list[npt.NDArray[T]]) -> npt.NDArray[T]:
-    """The entries of a blend's parts `[L * 7, tiles]`, one after another within each row."""
-    return (parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)).ravel()
+def _page_tables(rows: list[Row]) -> npt.NDArray[np.int32]:
+    num_pages = [len(row.sequence.page_table) for row in rows]
+    page_tables = np.zeros((len(rows), max(num_pages)), np.int32)
+    for i, row in enumerate(rows):
+        page_tables[i, : num_pages[i]] = row.sequence.page_table
+    return page_tables
 
 
 def _token_ids(rows: list[Row]) -> npt.NDArray[np.int64]:

@@ -32,6 +32,7 @@ from engine.sampler import Sampled, Sampler
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence, Step
 from engine.stats import EngineStats
+from engine.verdict import is_full, judge
 from engine.weights import Weights
 
 log = logging.getLogger(__name__)
@@ -108,6 +109,7 @@ class Engine:
             page_size=config.page_size,
             device=config.device,
             adapter_order=self._runner.adapter_order,
+            buffers=self._runner.entry_buffers,
         )
         self._sampler = Sampler(vocab_size=model.vocab_size, device=config.device)
         self._grammars = Grammars(tokenizer or config.model_dir, model.vocab_size)
@@ -207,8 +209,8 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Run one iteration: at most one new token for every running request.
 
-        On a GPU a step's tokens come from the next call, which launches another step first where
-        it can: before the tokens are read, or as soon as they are.
+        On a GPU a step's tokens come from the next call, which first plans and launches the step
+        after it, wherever nothing but the logits decides what the tokens are.
         """
         return self._pins.without_own(self._iterate())
 
@@ -221,14 +223,12 @@ class Engine:
         outputs: list[RequestOutput] = []
         if self._flight is not None:
             self._deadlines.pace.start(now, self._flight.step.num_tokens)
-            flight, self._flight = self._flight, self._follow(self._flight)
-            outputs = self._land(flight)
+            outputs = self._move_on(self._flight, now)
             if self._flight is not None:
                 return outputs
         outputs += self._end_early()
         step = self._scheduler.schedule(now)
-        for sequence, error in step.failed:
-            outputs.append(self._end(sequence, FinishReason.ERROR, error))
+        outputs += self._end_failed(step)
         if not step.rows:
             if not outputs:
                 self._wait()
@@ -269,8 +269,7 @@ class Engine:
         pinned = self._pins.owned_pages()
         self._pool.check_integrity([*tables, *self._store.owned_pages(), cached, *pinned])
         known = {s for sequences in self._requests.values() for s in sequences}
-        if self._flight is None:
-            assert known == {*self._scheduler.waiting, *self._scheduler.running}
+        assert known == {*self._scheduler.waiting, *self._scheduler.running}
         self._grammars.check_integrity(known)
 
     def close(self) -> None:
@@ -318,65 +317,77 @@ class Engine:
         lands: by then the caller has dealt with the outputs of the step before.
         """
         batch = self._builder.build(step)
-        sequences = [row.sequence for row in step.rows if row.samples]
+        sampling = [row.sequence for row in step.rows if row.samples]
         gpu = self._runner.gpu
-        if gpu is not None and gpu.takes(batch) and all(map(self._is_free, sequences)):
-            draw = self._sampler.draw(sequences)
+        if gpu is not None and gpu.takes(batch) and all(map(self._is_free, sampling)):
+            draw = self._sampler.draw(sampling)
             tokens = gpu.start(batch, draw)
-            runner = gpu if gpu.can_go_on(batch) else None
-            return Flight(step=step, finish=tokens.sampled, tokens=tokens, runner=runner, draw=draw)
-        logits = self._runner.run(batch)
-        return Flight(step=step, finish=functools.partial(self._sample, logits, sequences))
+            return Flight(
+                step=step,
+                sampling=sampling,
+                finish=tokens.sampled,
+                tokens=tokens,
+                runner=gpu if gpu.can_go_on(batch) else None,
+                draw=draw,
+            )
+        finish = functools.partial(self._sample, self._runner.run(batch), sampling)
+        return Flight(step=step, sampling=sampling, finish=finish)
 
     def _is_free(self, sequence: Sequence) -> bool:
         return self._grammars.matcher(sequence) is None and self._sampler.is_free(sequence)
 
-    def _follow(self, flight: Flight) -> Flight | None:
-        """Launch the next step of the same rows, unless something speaks against it."""
-        rows = flight.step.rows
-        if (
-            flight.runner is None
-            or self._endings
-            or self._scheduler.can_admit(self._clock())
-            or any(self._must_end(row.sequence) for row in rows)
-        ):
-            return None
-        new_pages = self._scheduler.look_ahead(rows)
-        return None if new_pages is None else flight.go_on(new_pages)
+    def _move_on(self, flight: Flight, now: float) -> list[RequestOutput]:
+        """Land the step under way, after launching the next one if that is possible before."""
+        self._flight, failed = None, None
+        if flight.tokens is not None and not self._endings:
+            flight.assume(self._scheduler.commit)
+            failed = self._launch_ahead(flight, now)
+        outputs = self._land(flight)
+        return outputs if failed is None else outputs + self._end_failed(failed)
+
+    def _launch_ahead(self, flight: Flight, now: float) -> Step | None:
+        """Launch the step after `flight`, before its tokens are read; their number is enough.
+
+        Returns the step if one was planned, launched or not.
+        """
+        for sequence in flight.sampling:
+            if is_full(sequence, self._context_limit):
+                self._release(sequence)  # its last token is on its way
+        if flight.can_go_on and not self._scheduler.can_admit(now):
+            new_pages = self._scheduler.look_ahead(flight.step.rows)
+            if new_pages is not None:
+                self._flight = flight.go_on(new_pages)
+                return None
+        step = self._scheduler.schedule(now)
+        if step.rows:
+            self._flight = self._launch(step)
+        return step
 
     def _land(self, flight: Flight) -> list[RequestOutput]:
         """Wait for a step's tokens and hand them to their sequences."""
-        sampled = iter(flight.finish())
+        sampled = flight.finish()
         if self._flight is not None and flight.went_wrong:
-            self._flight.finish()  # its pages may be given away when nothing writes to them
+            self._flight.finish()  # it went on from another token, and is computed again
             self._flight = None
         self._num_steps += 1
+        flight.commit(self._scheduler.commit)
         outputs = []
-        for row in flight.step.rows:
-            sequence = row.sequence
-            token = next(sampled) if row.samples else None
-            if sequence.has_ended:
-                self._release(sequence)  # it ended in the step before, when this was under way
-                continue
-            self._scheduler.commit(row)
-            if token is not None:
+        for sequence, token in zip(flight.sampling, sampled, strict=True):
+            if not sequence.has_ended:  # in the step before, when this one was under way
+                flight.tell(sequence, token.token_id)
                 self._num_generated += 1
                 outputs.append(self._accept(sequence, token))
         return outputs
 
-    def _must_end(self, sequence: Sequence) -> bool:
-        """Whether the token under way is the request's last, whatever it is, or it has ended."""
-        limit = sequence.request.sampling.max_tokens
-        return (
-            sequence.has_ended
-            or (limit is not None and sequence.num_generated + 1 >= limit)
-            or sequence.num_tokens + 1 >= self._context_limit
-        )
-
     def _release(self, sequence: Sequence) -> None:
-        """Give back what a sequence that has ended held."""
-        self._scheduler.remove(sequence)
-        self._store.remove_user(sequence.digests)
+        """Give back what a sequence held; a step under way may still write to its pages.
+
+        Whatever else is put there is launched, or copied, after that step.
+        """
+        if not sequence.has_left:
+            sequence.has_left = True
+            self._scheduler.remove(sequence)
+            self._store.remove_user(sequence.digests)
 
     def _wait(self) -> None:
         """Nothing can run: sleep until a thread has news, briefly."""
@@ -385,19 +396,22 @@ class Engine:
         elif self._requests:
             time.sleep(_IDLE_WAIT_S)
 
-    def _sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[Sampled]:
-        logits = logits.float()
+    def _sample(self, logits: torch.Tensor, sampling: list[Sequence]) -> list[Sampled]:
+        """A token for each sequence; those that have ended meanwhile get any."""
+        live = [i for i, sequence in enumerate(sampling) if not sequence.has_ended]
+        sequences = [sampling[i] for i in live]
+        logits = (logits if len(live) == len(sampling) else logits[live]).float()
         wants_logprobs = any(s.request.sampling.logprobs is not None for s in sequences)
         raw = logits.log_softmax(dim=-1) if wants_logprobs else None
         self._sampler.adjust(logits, sequences)
         self._grammars.mask(logits, sequences)
-        return self._sampler.choose(logits, sequences, raw)
+        sampled = dict(zip(live, self._sampler.choose(logits, sequences, raw), strict=True))
+        return [sampled.get(i, Sampled(0, None)) for i in range(len(sampling))]
 
     def _accept(self, sequence: Sequence, sampled: Sampled) -> RequestOutput:
-        """Append a token to its sequence, which it may end."""
-        sequence.token_ids.append(sampled.token_id)
+        """What a sequence's newest token comes to, which it may end."""
         try:
-            reason, is_text = self._judge(sequence, sampled.token_id)
+            reason, is_text = judge(sequence, self._grammars.matcher(sequence), self._context_limit)
         except BadGrammar as error:
             return self._end(sequence, FinishReason.ERROR, error)
         output = self._end(sequence, reason) if reason else sequence.output()
@@ -407,24 +421,13 @@ class Engine:
             output.logprobs = [sampled.logprob] if is_text and sampled.logprob else []
         return output
 
-    def _judge(self, sequence: Sequence, token_id: int) -> tuple[FinishReason | None, bool]:
-        """Why the newest token ends its request, if it does, and whether it is part of the text.
-
-        Raises BadGrammar when the request's grammar cannot be followed any further.
-        """
-        sampling = sequence.request.sampling
-        matcher = self._grammars.matcher(sequence)
-        is_text = token_id not in sequence.stop_ids
-        is_complete = not is_text
-        if matcher is not None:
-            is_complete = matcher.accept(token_id) or is_complete
-            is_text = is_text and token_id != matcher.eos_token_id
-        if is_complete:
-            return FinishReason.STOP, is_text
-        is_full = sequence.num_tokens >= self._context_limit
-        if is_full or sequence.num_generated == sampling.max_tokens:
-            return FinishReason.LENGTH, True
-        return None, True
+    def _end_failed(self, step: Step) -> list[RequestOutput]:
+        """End those that can never run."""
+        return [
+            self._end(sequence, FinishReason.ERROR, error)
+            for sequence, error in step.failed
+            if not sequence.has_ended
+        ]
 
     def _end(
         self, sequence: Sequence, reason: FinishReason, error: EngineError | None = None
@@ -433,9 +436,7 @@ class Engine:
         output = sequence.output()
         output.finish_reason, output.error = reason, error
         sequence.has_ended = True
-        # A step under way still writes to the sequence's pages: it releases them when it lands.
-        if self._flight is None:
-            self._release(sequence)
+        self._release(sequence)
         self._sampler.remove(sequence)
         self._grammars.remove(sequence)
         request_id = output.request_id

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from engine.batch import Batch, Reach
+from engine.batch import Batch
 from engine.config import ModelConfig
 from engine.errors import UnsupportedModel
 from engine.gpu_model import GpuBatch, GpuModel
@@ -16,11 +16,13 @@ from engine.graphs import DecodeGraphs
 from engine.lora_inputs import MAX_BLOCKS, MAX_ENTRIES, LoraInputs
 from engine.mixed_graphs import MixedGraphs
 from engine.sampler import Draw, Drawn, Sampled
+from engine.tile_entries import Reach
 from engine.weights import Weights
 from kernels import NUM_PROJECTIONS, LoraBatch, LoraTable, PageLayout
 from kernels.attention_decode import DecodeWorkspace
 from kernels.lora import block_of
 from kernels.lora_plan import RANK_BLOCK, make_plan
+from kernels.sampling import fill_unread_triton
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,6 +56,7 @@ class Tokens:
 class GpuRunner:
     """Owns the graphs and their buffers.
 
+    entry_buffers  where entries of the adapters' table stay on the device
     max_running  the most rows a decode step can have
     max_tokens   the most tokens a step can have
     """
@@ -80,6 +83,7 @@ class GpuRunner:
         lora = LoraInputs(
             arena.device, max_rows=rows, max_entries=MAX_ENTRIES, max_blocks=MAX_BLOCKS
         )
+        self.entry_buffers = lora.buffers
         self._graphs = DecodeGraphs(self._model, max_batch=rows, max_pages=max_pages, lora=lora)
         self._mixed = MixedGraphs(
             self._model, max_tokens=max_tokens, max_rows=rows, max_pages=max_pages, lora=lora
@@ -87,6 +91,7 @@ class GpuRunner:
         # Two, because a step is launched before the tokens of the one before it are read.
         self._fetched = torch.empty(2, max_running, dtype=torch.int64, pin_memory=arena.is_cuda)
         self._turn = 0
+        self._chosen: torch.Tensor | None = None  # the newest step's tokens, on the device
 
     def warm_up(self) -> None:
         """Record every graph, so that no request waits for one."""
@@ -124,7 +129,13 @@ class GpuRunner:
         )
 
     def run(self, batch: Batch) -> torch.Tensor:
-        """The logits [N, V] of the batch's sampling rows, valid until the next run."""
+        """The logits [N, V] of the batch's sampling rows, valid until the next run.
+
+        Tokens of the batch that have not been read are those of the step started last.
+        """
+        if batch.has_unread:
+            assert self._chosen is not None
+            fill_unread_triton(batch.token_ids, self._chosen)
         if self.can_go_on(batch):
             self._load(batch)
             return self._graphs.step()
@@ -138,7 +149,7 @@ class GpuRunner:
         """Launch a batch that `takes` accepts, and the choice of its tokens."""
         logits = self.run(batch)
         graphs = self._graphs if self.can_go_on(batch) else self._mixed
-        return self._fetch(logits, graphs.token_ids[: logits.shape[0]], draw, ahead=0)
+        return self._fetch(logits, graphs.token_ids[: logits.shape[0]], draw)
 
     def go_on(self, new_pages: SequenceOf[tuple[int, int, int]], draw: Draw | None) -> Tokens:
         """Run the same rows one token further: their inputs are on the device already.
@@ -148,14 +159,13 @@ class GpuRunner:
         self._graphs.add_pages(new_pages)
         logits = self._graphs.step()
         token_ids = self._graphs.token_ids[: self._graphs.num_rows]
-        return self._fetch(logits, token_ids, draw, ahead=1)
+        return self._fetch(logits, token_ids, draw)
 
-    def _fetch(
-        self, logits: torch.Tensor, token_ids: torch.Tensor, draw: Draw | None, ahead: int
-    ) -> Tokens:
+    def _fetch(self, logits: torch.Tensor, token_ids: torch.Tensor, draw: Draw | None) -> Tokens:
         """Draw what is not greedy, into `token_ids` [N], and send all to the host."""
-        drawn = None if draw is None else draw.launch(logits, token_ids, ahead)
+        drawn = None if draw is None else draw.launch(logits, token_ids)
         self._turn = 1 - self._turn
+        self._chosen = token_ids
         host = self._fetched[self._turn, : len(token_ids)]
         host.copy_(token_ids if drawn is None else drawn.marked, non_blocking=True)
         arrived = None

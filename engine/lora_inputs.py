@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from engine.tile_entries import EntryBuffers
 from kernels import LoraBatch, LoraTable
 
 # Blocks of 16 rank rows that one request's adapters may have in a graph: together rank 512.
@@ -14,6 +15,7 @@ MAX_ENTRIES = 1 << 21
 class LoraInputs:
     """The table and the segments. The graphs that share them never run at the same time.
 
+    buffers      of the table's entries, which stay there from one step to the next
     max_rows     segments, and virtual adapters, of one step
     max_entries  tile entries of all adapters in one step
     max_blocks   blocks of 16 rank rows that one request's adapters have
@@ -29,14 +31,8 @@ class LoraInputs:
 
         self.seg_indptr = ints(max_rows + 1)
         self.seg_adapter = torch.full((max_rows,), -1, dtype=torch.int32, device=device)
-        self.table = LoraTable(
-            entry_start=ints(max_rows, torch.int64),
-            num_tiles=ints(max_rows),
-            a_offset=ints(max_entries, torch.int64),
-            b_offset=ints(max_entries, torch.int64),
-            rows=ints(max_entries),
-            scale=torch.zeros(max_entries, dtype=torch.float32, device=device),
-        )
+        self.buffers = EntryBuffers(max_entries, device)
+        self.table = self.buffers.table(ints(max_rows, torch.int64), ints(max_rows))
         self._loaded: LoraTable | None = None
 
     def fits(self, lora: LoraBatch | None) -> bool:
@@ -56,7 +52,11 @@ class LoraInputs:
         self.seg_adapter[segments:size].fill_(-1)
         if lora.table is self._loaded:
             return
-        for name in ("entry_start", "num_tiles", "a_offset", "b_offset", "rows", "scale"):
+        names = ["entry_start", "num_tiles"]
+        if lora.table.rows is not self.table.rows:  # not a table of the buffers
+            self.buffers.clear()
+            names += ["a_offset", "b_offset", "rows", "scale"]
+        for name in names:
             source = getattr(lora.table, name)
             getattr(self.table, name)[: source.shape[0]].copy_(source)
         self._loaded = lora.table

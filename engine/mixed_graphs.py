@@ -18,10 +18,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.batch import Batch, Reach
+from engine.batch import Batch
 from engine.gpu_model import ChunkBlocks, GpuBatch, GpuModel
 from engine.graphs import GRAPH_BYTES, record
 from engine.lora_inputs import LoraInputs, fill_segments
+from engine.tile_entries import Reach
+from engine.uploads import upload
 from kernels.attention_decode import DecodeWorkspace
 from kernels.lora_plan import RANK_BLOCK, LoraPlan, empty_plan, fill_plan
 from kernels.sampling import greedy_triton
@@ -139,7 +141,8 @@ class MixedGraphs:
         fill_segments(self._query_start, batch.query_start, shape.rows)
         self._context_lens[:num_rows].copy_(batch.context_lens)
         self._page_tables[:num_rows, : batch.page_tables.shape[1]].copy_(batch.page_tables)
-        start, context, row = self._to_device(*cut_blocks(batch.lengths, batch.contexts))
+        blocks = cut_blocks(batch.lengths, batch.contexts)
+        start, context, row = upload(blocks, self._model.device)
         fill_segments(self._block_start, start, shape.blocks)
         self._block_context[: len(context)].copy_(context)
         self._block_row[: len(row)].copy_(row)
@@ -151,11 +154,6 @@ class MixedGraphs:
             bounds = batch.lora.seg_indptr.long()
             before = torch.searchsorted(batch.sample_rows, bounds, out_int32=True)
             fill_segments(self._sample_indptr, before, shape.rows)
-
-    def _to_device(self, *arrays: npt.NDArray[np.int32]) -> tuple[torch.Tensor, ...]:
-        joined = torch.from_numpy(np.concatenate(arrays))
-        on_device = joined.to(self._model.device, non_blocking=True)
-        return torch.split(on_device, [len(array) for array in arrays])
 
     def _batch(self, size: int, reach: Reach) -> GpuBatch:
         """A view of the buffers' beginnings."""

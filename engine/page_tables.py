@@ -81,7 +81,7 @@ class PageTables:
                 self._prefixes.add(keys[index], sequence.page_table[index])
 
     def look_ahead(self, rows: list[Row]) -> list[tuple[int, int, int]] | None:
-        """Take the pages that decoding rows need for the step after the one that runs now.
+        """Take the pages that decoding rows need for their next step.
 
         Returns (row, index in its page table, page) of each new page; None, with nothing taken,
         when they are neither free nor idle in the prefix cache.
@@ -89,7 +89,7 @@ class PageTables:
         short = [
             (i, row.sequence)
             for i, row in enumerate(rows)
-            if self.count_for(row.sequence.num_computed + 2) > len(row.sequence.page_table)
+            if self.count_for(row.sequence.num_computed + 1) > len(row.sequence.page_table)
         ]
         self._prefixes.evict(len(short))
         if not self._pool.can_take(len(short)):

@@ -23,6 +23,7 @@ from engine.model import (
 )
 from engine.prefix_cache import AdapterKey
 from engine.rope import rope_tables
+from engine.tile_entries import EntryBuffers
 from engine.weights import Weights, load_weights
 from kernels.attention_cpu import CpuAttention
 from kernels.lora_cpu import CpuLora
@@ -126,6 +127,11 @@ class ModelRunner:
     def gpu(self) -> GpuRunner | None:
         """None: steps run on the CPU, and `run` returns when they have."""
         return self._gpu
+
+    @property
+    def entry_buffers(self) -> EntryBuffers | None:
+        """Where the adapters' table stays on a GPU; None on a CPU."""
+        return None if self._gpu is None else self._gpu.entry_buffers
 
     def _attention(self, batch: Batch) -> Attention:
         if self._cpu_attention is None:

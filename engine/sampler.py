@@ -168,12 +168,9 @@ class Draw:
         self._params = _Parameters(own, vocab_size, self._device)
         self._row_ids = _upload(rows, self._device).long().squeeze(1)
 
-    def launch(self, logits: torch.Tensor, token_ids: torch.Tensor, ahead: int) -> Drawn:
-        """Write the rows' tokens into `token_ids` [N], for logits [N, V].
-
-        ahead  tokens of these rows that have been launched and not read
-        """
-        uniform = [state.uniform(s.num_generated + ahead) for s, state in self._drawn]
+    def launch(self, logits: torch.Tensor, token_ids: torch.Tensor) -> Drawn:
+        """Write the rows' tokens into `token_ids` [N], for logits [N, V]."""
+        uniform = [state.uniform(s.num_generated) for s, state in self._drawn]
         at = _upload(uniform, self._device)
         own = logits.index_select(0, self._row_ids).float()
         most = min(_NUM_CANDIDATES, self._vocab_size)

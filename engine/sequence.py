@@ -18,12 +18,13 @@ class Sequence:
 
     index         which of the request's n
     siblings      all n, itself included
-    token_ids     the prompt, then what was generated
+    token_ids     the prompt, then what was generated; ~i for token i of a step that is under way
     num_computed  tokens whose KV is in the pages; the rest is still to be run
     page_table    page i holds tokens 16 i to 16 i + 15
     num_cached    tokens of the prompt that were found in the prefix cache by the first of the
                   siblings to start; None: none has
     stop_ids      tokens that end it
+    has_left      whether it has given back what it held; its last token may be on its way
     num_skips     how often it was overtaken by a sequence of its class
     """
 
@@ -32,6 +33,7 @@ class Sequence:
         "arrival",
         "digests",
         "has_ended",
+        "has_left",
         "index",
         "is_running",
         "is_waiting_for_grammar",
@@ -72,6 +74,7 @@ class Sequence:
         self.digests = tuple(part.digest for part in request.adapters)
         self.is_running = False
         self.has_ended = False
+        self.has_left = False
         self.is_waiting_for_grammar = False
         self.num_skips = 0
         # The waiting line's: who goes first, and how long it may wait for those that came later.

@@ -154,3 +154,34 @@ def advance(
     """Move each decoding sequence one token on, in place; shapes as in `advance_ref`."""
     run = advance_triton if use_triton(positions) else advance_ref
     run(context_lens, positions, slots, page_tables, page_size)
+
+
+def fill_unread_ref(token_ids: torch.Tensor, chosen: torch.Tensor) -> None:
+    """Put token i of `chosen` in place of each ~i.
+
+    token_ids  [T] int64, changed in place
+    chosen     [N] int64
+    """
+    unread = token_ids < 0
+    token_ids.copy_(torch.where(unread, chosen[torch.where(unread, ~token_ids, 0)], token_ids))
+
+
+@jit("num_tokens")
+def _fill_unread_kernel(token_ids_ptr, chosen_ptr, num_tokens, BLOCK: tl.constexpr):
+    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.load(token_ids_ptr + t, mask=t < num_tokens, other=0)
+    unread = token < 0
+    chosen = tl.load(chosen_ptr + (-1 - token), mask=unread, other=0)
+    tl.store(token_ids_ptr + t, chosen, mask=unread)
+
+
+def fill_unread_triton(token_ids: torch.Tensor, chosen: torch.Tensor) -> None:
+    """As `fill_unread_ref`."""
+    num_tokens = token_ids.shape[0]
+    _fill_unread_kernel[(ceil_div(num_tokens, 256),)](
+        token_ids_ptr=token_ids,
+        chosen_ptr=chosen,
+        num_tokens=num_tokens,
+        BLOCK=256,
+        num_warps=4,
+    )

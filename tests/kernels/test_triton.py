@@ -23,7 +23,13 @@ from kernels.rms_norm import (
     rms_norm_triton,
 )
 from kernels.rope import rope_kv_write_ref, rope_kv_write_triton
-from kernels.sampling import advance_ref, advance_triton, greedy_triton
+from kernels.sampling import (
+    advance_ref,
+    advance_triton,
+    fill_unread_ref,
+    fill_unread_triton,
+    greedy_triton,
+)
 from kernels.silu_mul import lora_silu_mul_triton, silu_mul_ref, silu_mul_triton
 from tests.kernels.cases import Adapters, Cache, make_adapters, make_cache
 
@@ -385,6 +391,17 @@ def test_greedy(width: int, dtype: torch.dtype, device: str) -> None:
     logits[1, width // 2 :] = logits[1].max() + 1  # a tie: the first wins
     expected = [row.index(max(row)) for row in logits.tolist()]
     assert greedy_triton(logits).tolist() == expected
+
+
+def test_unread_tokens_are_filled_in(device: str) -> None:
+    chosen = torch.tensor([70, 80, 90], device=device)
+    token_ids = torch.arange(300, device=device)
+    token_ids[[0, 255, 256, 299]] = torch.tensor([~2, ~0, ~1, ~0], device=device)
+    expected = token_ids.clone()
+    fill_unread_ref(expected, chosen)
+    assert expected[[0, 1, 255, 256, 299]].tolist() == [90, 1, 70, 80, 70]
+    fill_unread_triton(token_ids, chosen)
+    assert token_ids.tolist() == expected.tolist()
 
 
 def test_advance(device: str) -> None:
