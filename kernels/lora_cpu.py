@@ -16,12 +16,14 @@ followed by `lora_expand`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from kernels.huge_pages import empty_fp32
 from kernels.lora_stacks import SITES, BagIndex, Matrix, Shape, Stack, Stacks
 from kernels.lora_table import NUM_PROJECTIONS, LoraBatch, LoraTable
 
@@ -168,6 +170,7 @@ class _Run:
     """
 
     stack: Stack
+    scratch: _Scratch
     slots: tuple[int, int]
     per_slot: int
     inputs: _Rows
@@ -175,7 +178,7 @@ class _Run:
     rows: _Rows
 
     @classmethod
-    def of(cls, stack: Stack, segments: list[Segment]) -> _Run:
+    def of(cls, stack: Stack, segments: list[Segment], scratch: _Scratch) -> _Run:
         per_slot = max(end - start for _, start, end in segments)
         inputs: list[int] = []
         valid: list[int] = []
@@ -185,6 +188,7 @@ class _Run:
             valid += range(i * per_slot, i * per_slot + length)
         return cls(
             stack=stack,
+            scratch=scratch,
             slots=(segments[0][0], segments[-1][0] + 1),
             per_slot=per_slot,
             inputs=_Rows.of(inputs),
@@ -204,11 +208,47 @@ class _Run:
         target = part.view(high - low, self.per_slot, -1)
         for i, (column, rank, row) in enumerate(layout.blocks):
             if rank:
-                # Adding in place takes half as long as adding a product of its own.
                 block = target[:, :, i * layout.width : (i + 1) * layout.width]
-                block.baddbmm_(h[:, :, column : column + rank], b[:, row : row + rank])
+                _add_products(
+                    block, h[:, :, column : column + rank], b[:, row : row + rank], self.scratch
+                )
         if not in_place:
             self.rows.add(y, part if self.valid is None else part.index_select(0, self.valid))
+
+
+class _Scratch:
+    """Room for products that live for a moment.
+
+    New memory of some megabytes comes from the system, page by page, every time, and goes back
+    to it: that takes as long as the product.
+    """
+
+    _MAX_ELEMENTS = 4 << 20
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0)
+
+    def empty(self, *shape: int) -> torch.Tensor:
+        """An uninitialised fp32 tensor; the next call may return the same memory."""
+        wanted = math.prod(shape)
+        if wanted > self._MAX_ELEMENTS:
+            return torch.empty(shape)
+        if wanted > self._memory.numel():
+            self._memory = empty_fp32(wanted)
+        return self._memory[:wanted].view(shape)
+
+
+def _add_products(y: torch.Tensor, h: torch.Tensor, b: torch.Tensor, scratch: _Scratch) -> None:
+    """y [S, N, width] += h [S, N, rank] @ b [S, rank, width], in place.
+
+    Adding within the product saves a pass over y. But where y is no piece of memory of its own,
+    torch multiplies one matrix after another, each with all threads: with matrices this small,
+    two threads take three times as long as for a batched product.
+    """
+    if y.is_contiguous() or torch.get_num_threads() == 1:
+        y.baddbmm_(h, b)
+    else:
+        y.add_(torch.bmm(h, b, out=scratch.empty(*y.shape)))
 
 
 def _split_into_runs(segments: list[Segment]) -> list[list[Segment]]:
@@ -281,6 +321,7 @@ class CpuLora:
         self._arena, self._widths, self._num_layers = arena, widths, num_layers
         self._stacks = Stacks(widths=widths, num_layers=num_layers, max_bytes=max_bytes)
         self._view: _TableView | None = None
+        self._scratch = _Scratch()
 
     def arrange(self, keys: Iterable[Hashable]) -> dict[Hashable, int]:
         """A rank for those of `keys` that have a slot, in slot order.
@@ -322,7 +363,7 @@ class CpuLora:
             few = [(s, start, end) for s, start, end in segments if end - start <= _FEW_ROWS]
             many = [(s, start, end) for s, start, end in segments if end - start > _FEW_ROWS]
             parts += [_Bags.of(stack, few)] if few else []
-            parts += [_Run.of(stack, run) for run in _split_into_runs(sorted(many))]
+            parts += [_Run.of(stack, run, self._scratch) for run in _split_into_runs(sorted(many))]
         return CpuLoraStep(parts, loose)
 
     def _stack(self, view: _TableView, keys: Sequence[Hashable]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -56,6 +57,16 @@ def make_table(adapters: list[list[list[tuple[int, int, int, float]]]]) -> LoraT
     )
 
 
+@pytest.fixture(params=[1, 2])
+def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """torch's; what is multiplied and how depends on it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("num_threads")
 @pytest.mark.parametrize("max_bytes", [1 << 30, 40_000, 0], ids=["stacks", "some", "tiles-only"])
 @pytest.mark.parametrize("seed", range(5))
 def test_equals_the_kernels_references(seed: int, max_bytes: int) -> None:
