@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import subprocess
@@ -89,3 +90,10 @@ def commit() -> str:
         return run.stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+def write_whole(path: Path, report: dict[str, Any]) -> None:
+    """Write the report as JSON in place of what is there, which is whole at every moment."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(report, indent=1) + "\n")
+    part.replace(path)

@@ -38,7 +38,7 @@ from typing import Any
 
 import torch
 
-from bench.device import provenance
+from bench.device import provenance, write_whole
 from bench.workload import SHAPES, random_weights, save_random_adapter
 from engine import AdapterPart, Engine, EngineConfig, Request, SamplingParams
 from engine.config import ModelConfig
@@ -383,12 +383,10 @@ def compare(
 def write_report(
     path: Path, host: dict[str, Any], start_s: float, results: list[dict[str, Any]]
 ) -> None:
-    """Write all there is so far; the file is always whole."""
+    """Write all there is so far."""
     report = {"host": host, "start_s": round(start_s, 1), "results": results}
     report["command"] = "python -m bench.engine " + " ".join(sys.argv[1:])
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(report, indent=1) + "\n")
-    part.replace(path)
+    write_whole(path, report)
 
 
 def parse() -> argparse.Namespace:

@@ -31,14 +31,14 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.device import provenance
+from bench.device import provenance, write_whole
 from bench.workload import SHAPES, Arrival, random_weights, save_random_adapter, slora_trace
 from engine import (
     AdapterPart,
@@ -219,16 +219,16 @@ def _request(name: str, arrival: Arrival, vocab_size: int, use_adapters: bool) -
     )
 
 
-def throughput(bench: Bench) -> dict[str, dict[str, Any]]:
+def throughput(bench: Bench) -> Iterator[dict[str, Any]]:
     """The saturated cases, with no adapters, 5, and as many as are registered."""
     arguments = bench.arguments
-    cases: dict[str, dict[str, Any]] = {}
     arena = None if arguments.arena_gb is None else int(arguments.arena_gb * 1e9)
     started = time.perf_counter()
     engine = bench.engine(arguments.registered, arena)
     start_s = round(time.perf_counter() - started, 1)
     bench.warm_up(engine, [])
     bench.warm_up(engine, list(range(5)))
+    base = 0
     for name, count in (("none", 0), ("few", 5), ("many", arguments.registered)):
         trace = slora_trace(
             int(arguments.rate * arguments.seconds * 1.5) + 10,
@@ -244,21 +244,20 @@ def throughput(bench: Bench) -> dict[str, dict[str, Any]]:
             use_adapters=count > 0,
             warm=WARM_SHARE * arguments.seconds,
         )
-        cases[name] = {"case": name, "adapters": count, "rate": arguments.rate, **load.figures()}
-        cases[name]["resident"] = len(engine.stats().resident_digests)
-        cases[name]["base_ratio"] = round(cases[name]["tok_s"] / cases["none"]["tok_s"], 3)
-        cases[name] |= {"start_s": start_s, "load_s": load_s}
+        case = {"case": name, "adapters": count, "rate": arguments.rate, **load.figures()}
+        base = base or case["tok_s"]
+        case["resident"] = len(engine.stats().resident_digests)
+        case["base_ratio"] = round(case["tok_s"] / base, 3)
+        yield case | {"start_s": start_s, "load_s": load_s}
     engine.close()
-    return cases
 
 
-def latency(bench: Bench) -> dict[str, dict[str, Any]]:
+def latency(bench: Bench) -> Iterator[dict[str, Any]]:
     """Time to first token with all adapters resident, and with 16 times more than ever fit."""
     arguments = bench.arguments
     arena = int(arguments.kv_gb * 1e9) + arguments.fitting * bench.adapter_bytes
     fit = arena // bench.adapter_bytes
     engine = bench.engine(16 * fit, arena)
-    cases = {}
     for name in ("resident", "cold", "overcommitted"):
         count = arguments.fitting if name == "resident" else 16 * fit
         bench.warm_up(engine, list(range(arguments.fitting)))
@@ -276,11 +275,10 @@ def latency(bench: Bench) -> dict[str, dict[str, Any]]:
             others = (a for a in range(count) if a not in used)
             bench.warm_up(engine, list(itertools.islice(others, fit)))
         load = drive(engine, trace, arguments.latency_seconds, use_adapters=True)
-        cases[name] = {"case": name, "adapters": count, "rate": rate, **load.figures()}
-        cases[name]["resident"] = len(engine.stats().resident_digests)
-        cases[name]["arena_gb"] = round(arena / 1e9, 2)
+        case = {"case": name, "adapters": count, "rate": rate, **load.figures()}
+        case["resident"] = len(engine.stats().resident_digests)
+        yield case | {"arena_gb": round(arena / 1e9, 2)}
     engine.close()
-    return cases
 
 
 def judge(cases: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -300,8 +298,13 @@ def judge(cases: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     return bars
 
 
-def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """All cases and what they are judged by; each case is printed when it has run."""
+def run(
+    arguments: argparse.Namespace, save: Callable[[dict[str, Any]], None] = lambda report: None
+) -> dict[str, Any]:
+    """All cases and what they are judged by; each case is printed when it has run.
+
+    save  called with everything so far when a case has run
+    """
     host = provenance(arguments.device)
     bench = Bench(arguments)
     constant = {
@@ -312,20 +315,19 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "files": arguments.files,
         "seconds": arguments.seconds,
     }
-    cases: dict[str, dict[str, Any]] = {}
-    parts: dict[str, Callable[[Bench], dict[str, dict[str, Any]]]] = {
-        "throughput": throughput,
-        "latency": latency,
-    }
+    constant |= {key: host[key] for key in host if key != "matmul_tflop_s"}
+    report: dict[str, Any] = {"host": host, "results": [], "bars": []}
+    parts = {"throughput": throughput, "latency": latency}
     try:
         for name in arguments.only:
-            done = parts[name](bench)
-            for case in done.values():
-                case |= constant | {key: host[key] for key in host if key != "matmul_tflop_s"}
+            for case in parts[name](bench):
+                case |= constant
                 if arguments.device != "cpu":
                     case["peak_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 1)
                 print(json.dumps(case), flush=True)
-            cases |= done
+                report["results"].append(case)
+                report["bars"] = judge({each["case"]: each for each in report["results"]})
+                save(report)
             gc.unfreeze()
             gc.collect()
             if arguments.device != "cpu":
@@ -335,7 +337,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         raise
     finally:
         bench.close()
-    return {"host": host, "results": list(cases.values()), "bars": judge(cases)}
+    return report
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -365,12 +367,15 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse()
-    result = run(arguments)
+
+    def save(report: dict[str, Any]) -> None:
+        if arguments.out:
+            report["command"] = "python -m bench.many " + " ".join(sys.argv[1:])
+            write_whole(arguments.out, report)
+
+    result = run(arguments, save)
     for bar in result["bars"]:
         print(json.dumps(bar))
-    if arguments.out:
-        result["command"] = "python -m bench.many " + " ".join(sys.argv[1:])
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     return 0 if all(bar["passed"] for bar in result["bars"]) else 1
 
 
