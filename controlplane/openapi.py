@@ -56,6 +56,7 @@ _MODEL: Json = {
         "created": {"type": "integer"},
         "owned_by": {"type": "string"},
         "parent": {"type": ["string", "null"], "description": "An adapter's base model."},
+        "version": {"type": ["integer", "null"], "description": "Of the adapter."},
         "shutdown_date": {"type": ["string", "null"]},
     },
 }
@@ -91,6 +92,15 @@ _COMPONENTS: Json = {
     "ChatCompletion": _answer({"message": _MESSAGE}),
     "Completion": _answer({"text": {"type": "string"}}),
     "Model": _MODEL,
+    "ModelDeleted": {
+        "type": "object",
+        "required": ["id", "object", "deleted"],
+        "properties": {
+            "id": {"type": "string"},
+            "object": {"const": "model"},
+            "deleted": {"type": "boolean"},
+        },
+    },
     "ModelList": {
         "type": "object",
         "required": ["object", "data"],
@@ -126,7 +136,15 @@ def add_gateway(result: Json, generator: Any, request: Any, public: bool) -> Jso
                 "get": operation("What the key may name as a model.", "models", "ModelList")
             },
             "/v1/models/{name}": {
-                "get": {**operation("One model.", "model", "Model"), "parameters": [name]}
+                "get": {**operation("One model.", "model", "Model"), "parameters": [name]},
+                "delete": {
+                    **operation(
+                        "Take an adapter, or one version, out of service.",
+                        "model_delete",
+                        "ModelDeleted",
+                    ),
+                    "parameters": [name],
+                },
             },
         }
     )

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from worker.channel import Add
 from worker.protocol import ErrorCode, GenerateJob
 from worker.text import PromptError, TextCodec
+from worker.tools import plain_messages
 
 
 class Refused(Exception):
@@ -47,7 +48,7 @@ def split_engine_id(engine_id: str) -> tuple[str, int]:
 def read_prompts(job: GenerateJob, codec: TextCodec) -> list[Prompt]:
     """The job's prompts in tokens; takes as long as they are long. Raises Refused."""
     if job.messages is not None:
-        return [_checked(Prompt(_chat_token_ids(job.messages, codec)), "messages", codec)]
+        return [_checked(Prompt(_chat_token_ids(job, codec)), "messages", codec)]
     given: Sequence[Any] = job.prompts or [job.text if job.token_ids is None else job.token_ids]
     return [_raw_prompt(prompt, codec) for prompt in given]
 
@@ -74,9 +75,13 @@ def _text_token_ids(text: str, codec: TextCodec) -> list[int]:
     return codec.encode(text, add_special_tokens=True)
 
 
-def _chat_token_ids(messages: Sequence[dict[str, Any]], codec: TextCodec) -> list[int]:
+def _chat_token_ids(job: GenerateJob, codec: TextCodec) -> list[int]:
+    messages = job.messages or ()
     try:
-        chat = codec.render(messages)
+        if codec.takes_tools:
+            chat = codec.render(messages, job.tools)
+        else:
+            chat = codec.render(plain_messages(messages, job.tools))
         _refuse_hopeless(chat.text, codec, "messages")
         return codec.encode_chat(chat)
     except PromptError as error:

@@ -56,7 +56,11 @@ class ControlTokens:
         if isinstance(value, str):
             return self._guard_text(value)
         if isinstance(value, dict):
-            return {key: self.guard(item) for key, item in value.items()}
+            # A name that a template may ask for is no special token; others may be a stranger's.
+            return {
+                key if key.isidentifier() else self._guard_text(key): self.guard(item)
+                for key, item in value.items()
+            }
         if isinstance(value, list | tuple):
             return [self.guard(item) for item in value]
         return value

@@ -68,6 +68,9 @@ OUT_STREAM_TTL_S = 600
 CONTROL_STREAM_MAX_LEN = 1_000
 DEAD_LETTER_MAX_LEN = 10_000
 
+#: Around each call of a tool in a model's text: {"name": …, "arguments": …} stands between them.
+CALL_BEGIN, CALL_END = "<tool_call>\n", "\n</tool_call>"
+
 
 def job_key(pool: str, request_id: str) -> str:
     return f"job:{{{pool}}}:{request_id}"

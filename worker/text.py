@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
@@ -47,7 +48,13 @@ class TextCodec:
         self._control = ControlTokens(self._tokenizer)
         settings = _read_json(model_dir / "tokenizer_config.json")
         self._special_tokens = _special_tokens(settings)
-        self._template = _load_template(model_dir, settings)
+        source = _template_source(model_dir, settings)
+        environment = _template_environment()
+        self._template = environment.from_string(source) if source else None
+        #: Whether the chat template shows tools itself.
+        self.takes_tools = bool(source) and "tools" in jinja2.meta.find_undeclared_variables(
+            environment.parse(source or "")
+        )
         self.context_length = context_length(_read_json(model_dir / "config.json")) or 2048
         self.vocab_size = self._tokenizer.get_vocab_size()
         added = self._tokenizer.get_added_tokens_decoder()
@@ -57,8 +64,12 @@ class TextCodec:
             _read_json(model_dir / "tokenizer.json").get("decoder")
         )
 
-    def render(self, messages: Sequence[dict[str, Any]]) -> Chat:
+    def render(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()
+    ) -> Chat:
         """The prompt of a chat, up to where the assistant speaks. Raises PromptError.
+
+        tools  OpenAI's tool objects, for a template that `takes_tools`
 
         Source: transformers.utils.chat_template_utils.render_jinja_template.
         """
@@ -67,7 +78,7 @@ class TextCodec:
         try:
             rendered = self._template.render(
                 messages=[self._control.guard(dict(message)) for message in messages],
-                tools=None,
+                tools=[self._control.guard(dict(tool)) for tool in tools] or None,
                 documents=None,
                 add_generation_prompt=True,
                 **self._special_tokens,
@@ -222,12 +233,12 @@ def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
     return tokens
 
 
-def _load_template(model_dir: Path, settings: dict[str, Any]) -> jinja2.Template | None:
+def _template_source(model_dir: Path, settings: dict[str, Any]) -> str | None:
     file = model_dir / "chat_template.jinja"
     source = file.read_text() if file.exists() else settings.get("chat_template")
     if isinstance(source, list):  # several named templates
         source = next((item["template"] for item in source if item["name"] == "default"), None)
-    return _template_environment().from_string(source) if source else None
+    return source or None
 
 
 class _Generation(jinja2.ext.Extension):

@@ -52,7 +52,8 @@ class Adapter(TenantModel):
 class AdapterVersion(TenantModel):
     """One immutable set of weights of an adapter.
 
-    uploading -> uploaded -> validating -> ready | rejected. Every move is a compare-and-set.
+    uploading -> uploaded -> validating -> ready | rejected, and ready -> retired. Every move is a
+    compare-and-set.
     """
 
     class Status(models.TextChoices):
@@ -61,6 +62,7 @@ class AdapterVersion(TenantModel):
         VALIDATING = "validating"
         READY = "ready"
         REJECTED = "rejected"
+        RETIRED = "retired"
 
     class Source(models.TextChoices):
         UPLOAD = "upload"

@@ -6,7 +6,6 @@ All but `base_model_add` act for the tenant in scope.
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,14 @@ from kombu.exceptions import OperationalError
 from controlplane import storage
 from controlplane.adapters import ingest, peft_config, tasks, tensor_file
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
+from controlplane.adapters.names import ModelName, parse_model_name
 from controlplane.adapters.validation import BaseShape
 from controlplane.audit.services import record
 from controlplane.errors import (
     Conflict,
     InvalidRequest,
     NotFound,
+    PermissionDenied,
     RateLimited,
     Unavailable,
     from_validation,
@@ -259,24 +260,26 @@ class ResolvedModel:
     created: int  # Unix seconds
 
 
-_MODEL_NAME = re.compile(r"([a-z0-9][a-z0-9._-]{0,62})(?:@([1-9][0-9]{0,8}))?", re.ASCII)
-
-
 def model_resolve(name: str) -> ResolvedModel:
-    """The meaning of an adapter's name, `name@number` or a base model's name, in that order.
+    """The meaning of a name as `parse_model_name` reads it, or of a base model's name, in that
+    order.
 
     Raises NotFound, in the same words whatever the reason.
     """
-    match = _MODEL_NAME.fullmatch(name)
-    if match is not None:
-        bare, number = match.groups()
-        version = _ready_version(bare, int(number) if number else None)
+    parsed = parse_model_name(name)
+    if parsed is not None:
+        version = _ready_version(parsed)
         if version is not None:
             return _resolved(name, version)
         base_model = BaseModel.objects.filter(name=name, is_active=True).first()
         if base_model is not None:
             return _resolved_base(base_model)
-    raise NotFound(
+    raise no_such_model(name)
+
+
+def no_such_model(name: str) -> NotFound:
+    """For a model that does not exist as for one that is somebody else's."""
+    return NotFound(
         f"The model `{name[:200]}` does not exist or you do not have access to it.",
         param="model",
         code="model_not_found",
@@ -292,12 +295,47 @@ def models_list() -> list[ResolvedModel]:
     return found + [_resolved_base(base_model) for base_model in bases]
 
 
-def _ready_version(name: str, number: int | None) -> AdapterVersion | None:
+@transaction.atomic
+def model_delete(name: str) -> None:
+    """Take an adapter, or one version of it, out of service; what runs with it goes on.
+
+    Versions keep their numbers and files. Without its live version an adapter answers with the
+    newest that is left; a new upload is live again. Raises NotFound as `model_resolve` does,
+    PermissionDenied for a base model.
+    """
+    model = model_resolve(name)
+    if model.version is None:
+        raise PermissionDenied(
+            f"`{name[:200]}` is a base model: the operator's to remove.", param="model"
+        )
+    adapter = Adapter.objects.select_for_update().get(pk=model.version.adapter_id)
+    live = adapter.live_version
+    ready = AdapterVersion.objects.filter(adapter=adapter, status=Status.READY)
+    if name == adapter.name:
+        retired = list(ready.order_by("number"))
+    else:
+        retired = [model.version]
+    for version in retired:
+        if version.move(Status.READY, Status.RETIRED):
+            record("retired", version, after={"adapter": adapter.name, "number": version.number})
+    adapter.live_version = live if live not in retired else ready.order_by("-number").first()
+    if adapter.live_version != live:
+        adapter.save(update_fields=["live_version"])
+        after = {"live_version": adapter.live_version.number if adapter.live_version else None}
+        before = {"live_version": live.number if live else None}
+        record("live_version_set", adapter, before=before, after=after)
+
+
+def _ready_version(wanted: ModelName) -> AdapterVersion | None:
     versions = AdapterVersion.objects.filter(
-        adapter__name=name, adapter__base_model__is_active=True, status=Status.READY
+        adapter__name=wanted.name, adapter__base_model__is_active=True, status=Status.READY
     ).select_related("adapter__base_model")
-    if number is not None:
-        return versions.filter(number=number).first()
+    if wanted.base_model is not None:
+        versions = versions.filter(
+            adapter__base_model__name=wanted.base_model, tenant__slug=wanted.tenant
+        )
+    if wanted.number is not None:
+        return versions.filter(number=wanted.number).first()
     return versions.filter(adapter__live_version=F("pk")).first()
 
 

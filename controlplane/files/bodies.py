@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field
 from controlplane.errors import InvalidRequest
 from controlplane.files.models import File, Purpose, Upload, UploadPart
 from controlplane.files.services import FileForm
-from controlplane.inference.schemas import Body
+from controlplane.inference.bodies import Body
 
 MIN_EXPIRES_S, MAX_EXPIRES_S = 3600, 30 * 24 * 3600
 _FORM_FIELDS = {"purpose", "expires_after[anchor]", "expires_after[seconds]"}

@@ -18,6 +18,7 @@ from django.db import close_old_connections
 from django.http import HttpRequest
 
 from controlplane.adapters.models import AdapterVersion, BaseModel
+from controlplane.adapters.names import plain_name
 from controlplane.adapters.services import ResolvedModel, model_resolve, models_list
 from controlplane.errors import ApiError, InvalidRequest, NotFound, PermissionDenied, Unavailable
 from controlplane.inference.named import Named
@@ -58,6 +59,7 @@ async def authenticate(
     principal = auth.cached_principal(*credentials)
     if principal is None:
         principal = await in_thread(lambda: auth.authenticate(*credentials))
+    request.principal = principal  # type: ignore[attr-defined]
     authorize(principal, permission)
     return principal
 
@@ -79,7 +81,8 @@ async def admit(request: HttpRequest, named: Named) -> tuple[Principal, Target]:
     credentials = _credentials(request)
     principal = auth.cached_principal(*credentials)
     if principal is None:
-        return await in_thread(lambda: _admit(credentials, named))
+        return await in_thread(lambda: _admit(request, credentials, named))
+    request.principal = principal  # type: ignore[attr-defined]
     return principal, await target_of(principal, named)
 
 
@@ -141,23 +144,33 @@ def _credentials(request: HttpRequest) -> tuple[str | None, str]:
 
 
 def _may_name(principal: Principal, model_name: str) -> bool:
-    return principal.api_key is None or allows_model(principal.api_key.allowed_models, model_name)
+    if principal.api_key is None:
+        return True
+    return allows_model(principal.api_key.allowed_models, plain_name(model_name))
+
+
+def check_named(principal: Principal, name: str, param: str = "model") -> None:
+    """Raise PermissionDenied for a model that the key may not name. To be asked before the model
+    is looked up, so that the answer says nothing of what there is."""
+    if not _may_name(principal, name):
+        raise PermissionDenied(
+            f"This API key may not use the model `{name[:200]}`.",
+            param=param,
+            code="model_not_allowed",
+        )
 
 
 def _check(principal: Principal, named: Named) -> None:
-    """Before any model is looked up, so that the answer says nothing of what there is."""
     authorize(principal, Permission.INFER)
     for name, param in zip(named.names, named.params, strict=True):
-        if not _may_name(principal, name):
-            raise PermissionDenied(
-                f"This API key may not use the model `{name[:200]}`.",
-                param=param,
-                code="model_not_allowed",
-            )
+        check_named(principal, name, param)
 
 
-def _admit(credentials: tuple[str | None, str], named: Named) -> tuple[Principal, Target]:
+def _admit(
+    request: HttpRequest, credentials: tuple[str | None, str], named: Named
+) -> tuple[Principal, Target]:
     principal = auth.authenticate(*credentials)
+    request.principal = principal  # type: ignore[attr-defined]
     _check(principal, named)
     return principal, _load_target(principal, named)
 
@@ -211,7 +224,7 @@ def _target(named: Named, models: list[ResolvedModel]) -> Target:
 
 def _load_limits(principal: Principal, model_name: str) -> Limits:
     assert principal.api_key is not None
-    limits = limits_for(principal.api_key.id, model_name)
+    limits = limits_for(principal.api_key.id, plain_name(model_name))
     if len(_limits) >= _CACHE_MAX_MODELS:
         _limits.clear()
     _limits[principal.api_key.id, model_name] = (limits, time.monotonic() + CACHE_S)

@@ -7,7 +7,8 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from worker.protocol import TokenEvent, Usage
+from controlplane.inference.tool_calls import CallReader, Piece
+from worker.protocol import FinishReason, TokenEvent, Usage
 
 Json = dict[str, Any]
 
@@ -44,6 +45,7 @@ class Answer:
     answer_id, created, model, fingerprint  the same in every body
     with_usage   whether a stream ends with a chunk that has the usage
     num_choices  of the request
+    has_tools    whether the text may be calls of tools
     """
 
     object: str
@@ -58,6 +60,7 @@ class Answer:
         fingerprint: str,
         with_usage: bool,
         num_choices: int = 1,
+        has_tools: bool = False,
     ) -> None:
         self._id = answer_id
         self._created = created
@@ -65,6 +68,7 @@ class Answer:
         self._fingerprint = fingerprint
         self._with_usage = with_usage
         self._num_choices = num_choices
+        self._readers = [CallReader() for _ in range(num_choices)] if has_tools else None
 
     def whole(self, events: Iterable[TokenEvent]) -> Json:
         """The body of an answer that is not streamed, from all its events."""
@@ -133,12 +137,26 @@ class ChatAnswer(Answer):
             "refusal": None,
             "annotations": [],
         }
+        if self._readers is not None:
+            message |= _with_calls(self._pieces(index, message["content"], is_end=True))
         return {
             "index": index,
             "message": message,
             "logprobs": _chat_logprobs(events),
-            "finish_reason": events[-1].finish_reason,
+            "finish_reason": self._reason(index, events[-1].finish_reason),
         }
+
+    def _pieces(self, index: int, text: str, *, is_end: bool) -> list[Piece]:
+        """What more text of a choice adds to its content and its calls."""
+        if self._readers is None:
+            return [Piece(text)] if text else []
+        reader = self._readers[index]
+        pieces = reader.feed(text)
+        return pieces + reader.finish() if is_end else pieces
+
+    def _reason(self, index: int, reason: str | None) -> str | None:
+        has_calls = self._readers is not None and self._readers[index].num_calls > 0
+        return "tool_calls" if has_calls and reason == FinishReason.STOP else reason
 
     def opening(self) -> Iterable[bytes]:
         more = {"usage": None} if self._with_usage else {}
@@ -147,10 +165,42 @@ class ChatAnswer(Answer):
             yield sse(self._body(self.chunk_object, [{"index": index, **delta}], **more))
 
     def _deltas(self, event: TokenEvent) -> Iterator[Json]:
-        if event.text or event.logprobs:
-            yield _delta({"content": event.text}, _chat_logprobs([event]))
-        if event.finish_reason:
-            yield _delta({}, finish_reason=event.finish_reason)
+        is_end = event.finish_reason is not None
+        deltas = [_piece_delta(p) for p in self._pieces(event.index, event.text, is_end=is_end)]
+        if not deltas and event.logprobs:
+            deltas = [{"content": ""}]
+        for number, delta in enumerate(deltas):
+            yield _delta(delta, _chat_logprobs([event]) if number == 0 else None)
+        if is_end:
+            yield _delta({}, finish_reason=self._reason(event.index, event.finish_reason))
+
+
+def _piece_delta(piece: Piece) -> Json:
+    """A piece of a message as a chunk has it."""
+    if piece.call is None:
+        return {"content": piece.text}
+    call: Json = {"index": piece.call}
+    if piece.name is not None:
+        call |= {"id": piece.call_id, "type": "function"}
+        call["function"] = {"name": piece.name, "arguments": ""}
+    else:
+        call["function"] = {"arguments": piece.text}
+    return {"tool_calls": [call]}
+
+
+def _with_calls(pieces: Iterable[Piece]) -> Json:
+    """A message's content and calls from all its pieces."""
+    content = ""
+    calls: list[Json] = []
+    for piece in pieces:
+        if piece.call is None:
+            content += piece.text
+        elif piece.name is not None:
+            function = {"name": piece.name, "arguments": ""}
+            calls.append({"id": piece.call_id, "type": "function", "function": function})
+        else:
+            calls[piece.call]["function"]["arguments"] += piece.text
+    return {"content": content or None, "tool_calls": calls} if calls else {"content": content}
 
 
 def _chat_logprobs(events: Sequence[TokenEvent]) -> Json | None:

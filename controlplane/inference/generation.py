@@ -76,9 +76,13 @@ def _adapter_ref(version: AdapterVersion, weight: float) -> AdapterRef:
 
 
 def chat_job(body: ChatBody, call: Call) -> GenerateJob:
+    tools, tool_choice = body.callable_tools()
     return GenerateJob(
         **call.fields(body),
-        messages=tuple(message.rendered() for message in body.messages),
+        messages=body.rendered_messages(),
+        tools=tuple(tool.rendered() for tool in tools),
+        tool_choice=tool_choice,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
         sampling=_sampling(
             body,
             max_tokens=body.max_completion_tokens or body.max_tokens,
@@ -150,6 +154,8 @@ def client_param(job: GenerateJob, param: str | None, code: str | None) -> str |
     """The client's name for the field that a worker found fault with."""
     if param == "token_ids" or (param is None and code == ErrorCode.CONTEXT_LENGTH_EXCEEDED):
         return "prompt" if job.messages is None else "messages"
+    if param == "tools" or (job.tools and param == "lark"):
+        return "tools"
     if param == "adapters":
         return "model" if len(job.adapters) < 2 else "adapters"
     if code == ErrorCode.INVALID_RESPONSE_FORMAT:

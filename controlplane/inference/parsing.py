@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from controlplane.errors import InvalidRequest
-from controlplane.inference.schemas import Body
+from controlplane.inference.bodies import Body
 
 _B = TypeVar("_B", bound=Body)
 
@@ -68,6 +68,8 @@ def _describe(detail: ErrorDetails, path: list[str]) -> InvalidRequest:
         path = [*path, field]
     param = ".".join(path)[:200] or None
     code = CODES.get(kind, "invalid_type" if kind.endswith("_type") else "invalid_value")
+    if kind == "invalid_schema" and path[:1] == ["tools"]:
+        code = "invalid_function_parameters"
     if kind == "missing":
         message = f"Missing required parameter: '{param}'."
     elif kind == "extra_forbidden":

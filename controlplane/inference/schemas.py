@@ -11,16 +11,24 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
+from controlplane.inference.bodies import Body
 from controlplane.inference.json_schema import checked_schema
 from controlplane.inference.named import Named
+from controlplane.inference.tools import (
+    MAX_TOOLS,
+    FunctionTool,
+    Tool,
+    ToolCalls,
+    ToolChoice,
+    check_tools,
+    chosen,
+)
 
 MAX_MESSAGES = 2048
 MAX_STOPS = 4
@@ -35,12 +43,6 @@ MAX_MODEL_CHARS = 200
 MAX_ADAPTERS = 8
 MAX_WEIGHT = 100.0
 INT64 = 2**63 - 1
-
-
-class Body(BaseModel):
-    """Strict: a number in quotes is not a number."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 def _refuse(value: Any) -> Any:
@@ -197,30 +199,48 @@ ContentPart = Annotated[TextPart, BeforeValidator(_text_part)]
 
 
 def _role(value: Any) -> Any:
-    if value in ("tool", "function"):
-        raise PydanticCustomError("unsupported", "does not support tool messages")
+    if value == "function":
+        raise PydanticCustomError("unsupported", "does not support function messages")
     return value
 
 
 class Message(Body):
-    role: Annotated[Literal["developer", "system", "user", "assistant"], BeforeValidator(_role)]
-    content: str | list[ContentPart]
+    role: Annotated[
+        Literal["developer", "system", "user", "assistant", "tool"], BeforeValidator(_role)
+    ]
+    content: str | list[ContentPart] | None = None
     name: Label = None
     refusal: Label = None
     annotations: Any = None  # the client's own objects carry them back
+    parsed: Any = None
     audio: Unsupported = None
-    tool_calls: Unsupported = None
-    tool_call_id: Unsupported = None
+    tool_calls: ToolCalls | None = None
+    tool_call_id: Annotated[str | None, Field(min_length=1, max_length=200)] = None
     function_call: Unsupported = None
 
-    def rendered(self) -> dict[str, str]:
+    @model_validator(mode="after")
+    def _fits_its_role(self) -> Message:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise PydanticCustomError("missing", "content: required")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls: only an assistant's message has them")
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise ValueError("tool_call_id: required in a tool's message, and only there")
+        return self
+
+    def rendered(self) -> dict[str, Any]:
         """As the chat template takes it."""
-        content = self.content
+        content = self.content or ""
         if not isinstance(content, str):
             content = "\n".join(part.text for part in content)
         # Open models' templates know no developer; OpenAI's own models take the two as one.
         role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": content}
+        message: dict[str, Any] = {"role": role, "content": content}
+        if self.tool_calls:
+            message["tool_calls"] = [call.rendered() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        return message
 
 
 class JsonSchemaFormat(Body):
@@ -242,7 +262,7 @@ class ResponseFormat(Body):
         return self
 
 
-def _no_tools(value: Any) -> Any:
+def _no_functions(value: Any) -> Any:
     return None if value in ("none", "auto") else _refuse(value)
 
 
@@ -265,13 +285,43 @@ class ChatBody(GenerationBody):
     parallel_tool_calls: bool | None = None
     reasoning_effort: Label = None
     verbosity: Label = None
-    tools: Unsupported = None
-    tool_choice: Annotated[Any, AfterValidator(_no_tools)] = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
     functions: Unsupported = None
-    function_call: Annotated[Any, AfterValidator(_no_tools)] = None
+    function_call: Annotated[Any, AfterValidator(_no_functions)] = None
     audio: Unsupported = None
     prediction: Unsupported = None
     web_search_options: Unsupported = None
+
+    @model_validator(mode="after")
+    def _tools_fit_together(self) -> ChatBody:
+        check_tools(self.tools or [])
+        self.callable_tools()
+        called: set[str] = set()
+        for number, message in enumerate(self.messages):
+            called |= {call.id for call in message.tool_calls or ()}
+            if message.tool_call_id is not None and message.tool_call_id not in called:
+                raise ValueError(
+                    f"messages.{number}.tool_call_id: no message before has such a tool call"
+                )
+        return self
+
+    def callable_tools(self) -> tuple[list[FunctionTool], str | None]:
+        """The tools that the answer may call, and how: the job's `tool_choice`."""
+        return chosen(self.tools or [], self.tool_choice)
+
+    def rendered_messages(self) -> tuple[dict[str, Any], ...]:
+        """As the chat template takes them; a tool's message says which function it is from."""
+        messages = tuple(message.rendered() for message in self.messages)
+        functions = {
+            call.id: call.function.name
+            for message in self.messages
+            for call in message.tool_calls or ()
+        }
+        for message in messages:
+            if "tool_call_id" in message:
+                message["name"] = functions[message["tool_call_id"]]
+        return messages
 
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> ChatBody:

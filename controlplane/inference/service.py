@@ -171,4 +171,5 @@ class Generation:
             fingerprint=self.fingerprint,
             with_usage=bool(options and options.include_usage),
             num_choices=self.job.num_choices,
+            has_tools=bool(self.job.tools),
         )

@@ -1,14 +1,14 @@
 from django.urls import path
 
 from controlplane.files import views as files
-from controlplane.inference import views
+from controlplane.inference import model_views, views
 from controlplane.usage.organization import completions_usage
 
 urlpatterns = [
     path("chat/completions", views.chat_completions),
     path("completions", views.completions),
-    path("models", views.model_list),
-    path("models/<str:name>", views.model_detail),
+    path("models", model_views.model_list),
+    path("models/<str:name>", model_views.model_detail),
     path("organization/usage/completions", completions_usage),
     path("files", files.file_list),
     path("files/<str:file_id>", files.file_detail),

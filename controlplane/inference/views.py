@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 from django.http import HttpRequest, HttpResponseBase, JsonResponse, StreamingHttpResponse
 
 from controlplane import jobs
-from controlplane.adapters.services import ResolvedModel
 from controlplane.errors import ApiError, InternalError, MethodNotAllowed, NotFound
 from controlplane.inference import access
 from controlplane.inference.answers import DONE, KEEP_ALIVE, sse
@@ -28,6 +27,8 @@ from worker.protocol import TokenEvent
 
 log = logging.getLogger(__name__)
 
+#: Of the API that answers follow, as OpenAI counts.
+OPENAI_VERSION = "2020-10-01"
 #: A stream that has nothing to say for this long begins, or goes on, with a comment.
 KEEP_ALIVE_S = 10.0
 
@@ -55,6 +56,10 @@ def gateway_view(*methods: str) -> Callable[[View], View]:
                 response = InternalError("The server failed on this request.").response()
             for name, value in getattr(request, "rate_headers", {}).items():
                 response.setdefault(name, value)
+            principal: Principal | None = getattr(request, "principal", None)
+            if principal is not None:
+                response["openai-organization"] = principal.tenant.slug
+            response["openai-version"] = OPENAI_VERSION
             response["x-request-id"] = request_id
             response["openai-processing-ms"] = str(round((time.perf_counter() - started) * 1000))
             return response
@@ -85,31 +90,9 @@ async def completions(request: HttpRequest) -> HttpResponseBase:
     return await _generate(request, CompletionBody)
 
 
-@gateway_view("GET")
-async def model_list(request: HttpRequest) -> HttpResponseBase:
-    models = await access.models(request)
-    return JsonResponse({"object": "list", "data": [_model_body(model) for model in models]})
-
-
-@gateway_view("GET")
-async def model_detail(request: HttpRequest, name: str) -> HttpResponseBase:
-    return JsonResponse(_model_body(await access.model(request, name)))
-
-
 @gateway_view("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 async def unknown(request: HttpRequest, path: str) -> HttpResponseBase:
     raise NotFound(f"There is no {request.method} /v1/{path[:200]}.", code="unknown_url")
-
-
-def _model_body(model: ResolvedModel) -> dict[str, Any]:
-    return {
-        "id": model.name,
-        "object": "model",
-        "created": model.created,
-        "owned_by": "lorikeet" if model.version is None else "tenant",
-        "parent": None if model.version is None else model.base_model.name,
-        "shutdown_date": None,
-    }
 
 
 async def _generate(

@@ -14,6 +14,8 @@ from worker.protocol import ErrorCode, GenerateJob
 USUAL_OUTPUT_TOKENS = 512
 #: Of a message's frame: its role and the template's marks.
 MESSAGE_TOKENS = 8
+#: Of what a prompt says about tools beside their definitions.
+TOOL_TEXT_TOKENS = 1024
 MAX_RETRY_AFTER_S = 60.0
 
 
@@ -23,7 +25,8 @@ def prompt_estimate(job: GenerateJob) -> int:
         prompts = job.prompts or [job.text if job.token_ids is None else job.token_ids]
         return sum(_raw_estimate(prompt or "") for prompt in prompts)
     texts = [json.dumps(item, ensure_ascii=False) for item in (*job.messages, *job.tools)]
-    return sum(len(text.encode()) + MESSAGE_TOKENS for text in texts)
+    around_tools = TOOL_TEXT_TOKENS if job.tools else 0
+    return sum(len(text.encode()) + MESSAGE_TOKENS for text in texts) + around_tools
 
 
 def _raw_estimate(prompt: Any) -> int:

@@ -18,6 +18,7 @@ _TONES = {
     "validating": "busy",
     "ready": "good",
     "rejected": "bad",
+    "retired": "warn",
     "queued": "busy",
     "running": "busy",
     "publishing": "busy",

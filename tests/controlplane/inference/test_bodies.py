@@ -23,6 +23,17 @@ def completion(**fields: Any) -> CompletionBody:
     return parse_body(CompletionBody, json.dumps({"model": "m", "prompt": "p", **fields}).encode())
 
 
+CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def tool(name: str, parameters: Any = None) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
 def schema_format(schema: Any, **fields: Any) -> dict[str, Any]:
     return {
         "type": "json_schema",
@@ -52,7 +63,21 @@ def nested(depth: int) -> dict[str, Any]:
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
         ({"messages": [*MESSAGES, {"role": "user", "content": None}]}, "messages.1.content"),
         ({"messages": [{**MESSAGES[0], "contents": "x"}]}, "messages.0.contents"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "function", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id"),
+        (
+            {"messages": [{"role": "tool", "content": "x", "tool_call_id": "call_1"}]},
+            "messages.0.tool_call_id",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]},
+            "messages.0.tool_calls",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{**CALL, "type": "custom"}]}]},
+            "messages.0.tool_calls.0",
+        ),
+        ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages.0.tool_calls"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
             "messages.0.content.0",
@@ -65,7 +90,10 @@ def nested(depth: int) -> dict[str, Any]:
             {"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]},
             "messages.0.content.0.text",
         ),
-        ({"messages": [{**MESSAGES[0], "tool_calls": [{"id": "x"}]}]}, "messages.0.tool_calls"),
+        (
+            {"messages": [{**MESSAGES[0], "tool_calls": [{"id": "x"}]}]},
+            "messages.0.tool_calls.0.type",
+        ),
         ({"temperature": "1"}, "temperature"),
         ({"temperature": 2.1}, "temperature"),
         ({"temperature": -0.1}, "temperature"),
@@ -104,7 +132,15 @@ def nested(depth: int) -> dict[str, Any]:
         ({"metadata": {"a": 1}}, "metadata.a"),
         ({"metadata": {str(i): "x" for i in range(17)}}, "metadata"),
         ({"user": "x" * 513}, "user"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools.0.function"),
+        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools.0"),
+        ({"tools": [tool("a b")]}, "tools.0.function.name"),
+        ({"tools": [tool("f"), tool("f")]}, "tools.1.function.name"),
+        ({"tools": [tool("f", {"type": "string"})]}, "tools.0.function.parameters"),
+        ({"tools": [tool("f", {"$ref": "#/$defs/no"})]}, "tools.0.function.parameters"),
+        ({"tools": [tool("f")] * 129}, "tools"),
+        ({"tools": [tool("f")], "tool_choice": "must"}, "tool_choice"),
+        ({"tools": [tool("f")], "tool_choice": named("g")}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"functions": [{}]}, "functions"),
         ({"audio": {"voice": "x"}}, "audio"),
@@ -255,3 +291,41 @@ def test_parts_of_a_message_are_joined_and_a_developer_is_the_system() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     body = chat(messages=[{"role": "developer", "content": parts}, *MESSAGES])
     assert body.messages[0].rendered() == {"role": "system", "content": "a\nb"}
+
+
+@pytest.mark.parametrize(
+    "choice,names,mode",
+    [
+        (None, ["f", "g"], "auto"),
+        ("auto", ["f", "g"], "auto"),
+        ("required", ["f", "g"], "required"),
+        ("none", [], None),
+        (named("g"), ["f", "g"], "=g"),
+        (
+            {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named("g")]}},
+            ["g"],
+            "required",
+        ),
+    ],
+    ids=str,
+)
+def test_the_choice_among_tools(choice: Any, names: list[str], mode: str | None) -> None:
+    tools, told = chat(tools=[tool("f"), tool("g")], tool_choice=choice).callable_tools()
+    assert ([each.function.name for each in tools], told) == (names, mode)
+
+
+def test_a_chat_with_calls_is_rendered_with_arguments_as_objects() -> None:
+    messages = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": [{"type": "text", "text": "42"}], "tool_call_id": "call_1"},
+    ]
+    rendered = chat(messages=messages).rendered_messages()
+    assert rendered[0] == {"role": "system", "content": "be brief"}
+    assert rendered[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {}}
+    assert rendered[2] == {
+        "role": "tool",
+        "content": "42",
+        "tool_call_id": "call_1",
+        "name": "f",
+    }

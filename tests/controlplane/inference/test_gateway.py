@@ -464,3 +464,75 @@ def test_no_connection_is_held_while_an_answer_is_generated(gateway: Gateway) ->
 def test_the_rest_of_the_site_is_still_there(gateway: Gateway) -> None:
     assert httpx.get(f"{gateway.url}/healthz").text == "ok"
     assert httpx.get(f"{gateway.url}/admin/").status_code == 302
+
+
+def test_every_name_of_a_version_means_the_same(gateway: Gateway) -> None:
+    client = gateway.client()
+    full = f"ft:{FAKE_NAME}:acme:acme-adapter:1"
+    for name in (full, "acme-adapter@1", "acme-adapter"):
+        model: Any = client.models.retrieve(name)
+        assert (model.id, model.parent, model.version) == (name, FAKE_NAME, 1)
+        assert model.shutdown_date is None
+    answer = client.chat.completions.create(model=full, messages=say("x"))
+    assert answer.model == full
+    for wrong in (
+        f"ft:{FAKE_NAME}:globex:acme-adapter:1",
+        "ft:unserved:acme:acme-adapter:1",
+        f"ft:{FAKE_NAME}:globex:globex-adapter:1",
+        f"{full}:ckpt-step-1",
+    ):
+        with pytest.raises(openai.NotFoundError) as caught:
+            client.models.retrieve(wrong)
+        assert caught.value.code == "model_not_found"
+
+
+def test_a_deleted_model_is_gone_and_a_base_model_stays(gateway: Gateway) -> None:
+    client = gateway.client("globex")
+    with pytest.raises(openai.PermissionDeniedError):
+        client.models.delete(FAKE_NAME)
+    with pytest.raises(openai.NotFoundError):
+        client.models.delete("acme-adapter")
+    assert client.models.delete("globex-lost").deleted
+    time.sleep(0.6)  # until no answer about it is fresh
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("globex-lost")
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("globex-lost@1")
+    assert "globex-lost" not in [model.id for model in client.models.list()]
+    with psycopg.connect(gateway.live.database_url) as connection:
+        rows = connection.execute(
+            "select action, actor_type, request_id from audit_auditevent"
+            " where action in ('adapter_version.retired', 'adapter.live_version_set')"
+            " order by seq"
+        ).fetchall()
+    assert [row[0] for row in rows] == ["adapter_version.retired", "adapter.live_version_set"]
+    assert {row[1] for row in rows} == {"api_key"}
+    assert all(row[2].startswith("req_") for row in rows)
+
+
+def test_headers_name_the_organization_and_the_version_of_the_api(gateway: Gateway) -> None:
+    headers = {"OpenAI-Organization": "org-of-somebody", "OpenAI-Project": "proj_1"}
+    good = gateway.post({"model": FAKE_NAME, "messages": say("x")}, **headers)
+    assert good.status_code == 200
+    assert good.headers["openai-organization"] == "acme"
+    bad = gateway.post({"model": FAKE_NAME}, Authorization="Bearer no")
+    assert "openai-organization" not in bad.headers
+    for response in (good, bad):
+        assert response.headers["openai-version"] == "2020-10-01"
+
+
+def test_a_call_of_a_tool(gateway: Gateway) -> None:
+    """The engine echoes, so the message is the model's text; grammars are real engines' matter."""
+    text = '<tool_call>\n{"name": "f", "arguments": {"a": "b"}}\n</tool_call>'
+    tools: Any = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    create = gateway.client().chat.completions.create
+    answer = create(model=FAKE_NAME, messages=say(text), tools=tools)
+    (call,) = answer.choices[0].message.tool_calls or []
+    assert answer.choices[0].finish_reason == "tool_calls"
+    assert (call.type, call.function.arguments) == ("function", '{"a": "b"}')  # type: ignore[union-attr]
+    plain = create(model=FAKE_NAME, messages=say(text), tools=tools, tool_choice="none")
+    assert plain.choices[0].message.content == text
+    chunks = list(create(model=FAKE_NAME, messages=say(text), tools=tools, stream=True))
+    deltas = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
+    assert "".join(d.function.arguments or "" for d in deltas if d.function) == '{"a": "b"}'
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"

@@ -1,0 +1,41 @@
+"""/v1/models: what the caller may put in `model`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.http import HttpRequest, HttpResponseBase, JsonResponse
+
+from controlplane.adapters.services import ResolvedModel, model_delete
+from controlplane.inference import access
+from controlplane.inference.calls import acting
+from controlplane.inference.views import gateway_view
+from controlplane.tenants.auth import Permission
+
+
+@gateway_view("GET")
+async def model_list(request: HttpRequest) -> HttpResponseBase:
+    models = await access.models(request)
+    return JsonResponse({"object": "list", "data": [_model_body(model) for model in models]})
+
+
+@gateway_view("GET", "DELETE")
+async def model_detail(request: HttpRequest, name: str) -> HttpResponseBase:
+    if request.method == "DELETE":
+        principal = await access.authenticate(request, Permission.ADAPTERS_WRITE)
+        access.check_named(principal, name)
+        await access.in_thread(acting(request, principal, lambda: model_delete(name)))
+        return JsonResponse({"id": name, "object": "model", "deleted": True})
+    return JsonResponse(_model_body(await access.model(request, name)))
+
+
+def _model_body(model: ResolvedModel) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "lorikeet" if model.version is None else "tenant",
+        "parent": None if model.version is None else model.base_model.name,
+        "version": None if model.version is None else model.version.number,
+        "shutdown_date": None,
+    }

@@ -1,0 +1,120 @@
+"""From a model's text to the calls in it, while it is being written. Pure.
+
+What the text looks like is the worker's doing (`worker/tools.py`), which holds the model to it by a
+grammar: calls stand between `CALL_BEGIN` and `CALL_END`, each a JSON object of the function's name
+and then its arguments, and an answer that begins otherwise has none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import secrets
+from collections.abc import Iterator
+
+from worker.protocol import CALL_BEGIN, CALL_END
+
+_BEGIN, _END = CALL_BEGIN.strip(), CALL_END.strip()
+_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([a-zA-Z0-9_-]{1,64})"\s*,\s*"arguments"\s*:\s*')
+_TAIL = re.compile(r"\s*\}\s*" + re.escape(_END))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """What a stretch of text adds: to the message's content, or to call number `call`.
+
+    name  of the function, in a call's first piece
+    """
+
+    text: str
+    call: int | None = None
+    name: str | None = None
+    call_id: str | None = None
+
+
+class CallReader:
+    """Reads one choice's text. `num_calls`: those whose names are known."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+        self._unread = ""
+        self._state = self._at_start
+        self._depth = 0
+        self._is_in_string = self._is_escaped = False
+
+    def feed(self, text: str) -> list[Piece]:
+        """What more text adds. What may still become a mark waits."""
+        self._unread += text
+        pieces: list[Piece] = []
+        while True:
+            state = self._state
+            pieces += state()
+            if self._state == state:
+                return pieces
+
+    def finish(self) -> list[Piece]:
+        """What waited and becomes nothing else."""
+        is_text = self._state in (self._at_start, self._in_text)
+        text, self._unread = self._unread, ""
+        return [Piece(text)] if text and is_text else []
+
+    # The states: each reads what it can, and says in `_state` when another goes on
+
+    def _at_start(self) -> Iterator[Piece]:
+        text = self._unread.lstrip()
+        if text.startswith(_BEGIN):
+            self._unread = text[len(_BEGIN) :]
+            self._state = self._before_arguments
+        elif text and not _BEGIN.startswith(text):
+            self._state = self._in_text
+        yield from ()
+
+    def _in_text(self) -> Iterator[Piece]:
+        text, self._unread = self._unread, ""
+        if text:
+            yield Piece(text)
+
+    def _before_arguments(self) -> Iterator[Piece]:
+        head = _HEAD.match(self._unread)
+        if head is None or head.end() == len(self._unread):
+            return  # the arguments' first character decides where the blanks end
+        self._unread = self._unread[head.end() :]
+        self.num_calls += 1
+        self._depth, self._is_in_string, self._is_escaped = 0, False, False
+        self._state = self._in_arguments
+        call_id = f"call_{secrets.token_hex(12)}"
+        yield Piece("", call=self.num_calls - 1, name=head[1], call_id=call_id)
+
+    def _in_arguments(self) -> Iterator[Piece]:
+        text = self._unread
+        end = self._end_of_arguments(text)
+        piece, self._unread = text[:end], text[end:]
+        if piece:
+            yield Piece(piece, call=self.num_calls - 1)
+        if end < len(text) or (piece and self._depth == 0):
+            self._state = self._after_arguments
+
+    def _end_of_arguments(self, text: str) -> int:
+        """Where in `text` the object ends that the arguments are."""
+        for at, character in enumerate(text):
+            if self._is_in_string:
+                self._is_in_string = self._is_escaped or character != '"'
+                self._is_escaped = character == "\\" and not self._is_escaped
+            elif character == '"':
+                self._is_in_string = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    return at + 1
+        return len(text)
+
+    def _after_arguments(self) -> Iterator[Piece]:
+        tail = _TAIL.match(self._unread)
+        if tail is not None:
+            rest = self._unread[tail.end() :].lstrip()
+            if rest.startswith(_BEGIN):
+                self._unread = rest[len(_BEGIN) :]
+                self._state = self._before_arguments
+        yield from ()

@@ -1,0 +1,149 @@
+"""Tools in chat bodies: their definitions, the choice among them, the calls in messages."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+
+from controlplane.inference.bodies import Body
+from controlplane.inference.json_schema import checked_schema
+
+MAX_TOOLS = 128
+#: Of all tools of a request together, as JSON.
+MAX_TOOLS_BYTES = 256 * 1024
+MAX_CALLS = 128
+NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+
+
+def _only_functions(value: Any) -> Any:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(kind, str) and kind != "function":
+        raise PydanticCustomError("unsupported", "is of a type that is not supported")
+    return value
+
+
+def _object_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """Arguments are a JSON object; a schema that says nothing of its type means that too."""
+    if schema.get("type", "object") != "object":
+        raise PydanticCustomError("invalid_schema", "describes no object, which arguments are")
+    return checked_schema({"type": "object", **schema})
+
+
+class FunctionDefinition(Body):
+    name: FunctionName
+    description: Annotated[str | None, Field(max_length=16_384)] = None
+    parameters: Annotated[dict[str, Any], AfterValidator(_object_schema)] | None = None
+    strict: bool | None = None
+
+
+class FunctionTool(Body):
+    """One function that the model may call."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+    def rendered(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        function: dict[str, Any] = {"name": self.function.name}
+        if self.function.description:
+            function["description"] = self.function.description
+        function["parameters"] = self.function.parameters or NO_PARAMETERS
+        return {"type": "function", "function": function}
+
+
+Tool = Annotated[FunctionTool, BeforeValidator(_only_functions)]
+
+
+class FunctionNamed(Body):
+    name: FunctionName
+
+
+class NamedTool(Body):
+    """The one function to be called."""
+
+    type: Literal["function"]
+    function: FunctionNamed
+
+
+class AllowedToolNames(Body):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedTools(Body):
+    """Some of the tools, for this answer."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedToolNames
+
+
+ToolMode = Literal["none", "auto", "required"]
+ToolChoice = ToolMode | NamedTool | AllowedTools
+
+
+class CalledFunction(Body):
+    name: FunctionName
+    arguments: str
+
+
+class ToolCall(Body):
+    """A call in an assistant's message, as an earlier answer had it."""
+
+    id: Annotated[str, Field(min_length=1, max_length=200)]
+    type: Literal["function"]
+    function: CalledFunction
+
+    def rendered(self) -> dict[str, Any]:
+        """As chat templates take it: the arguments as an object where they are one."""
+        try:
+            arguments = json.loads(self.function.arguments)
+        except (ValueError, RecursionError):
+            arguments = self.function.arguments
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+ToolCalls = Annotated[
+    list[Annotated[ToolCall, BeforeValidator(_only_functions)]],
+    Field(min_length=1, max_length=MAX_CALLS),
+]
+
+
+def check_tools(tools: list[FunctionTool]) -> None:
+    """Raise ValueError unless the tools can stand beside each other."""
+    names = [tool.function.name for tool in tools]
+    for number, name in enumerate(names):
+        if name in names[:number]:
+            raise ValueError(f"tools.{number}.function.name: there are two functions {name}")
+    length = sum(len(json.dumps(tool.rendered()).encode()) for tool in tools)
+    if length > MAX_TOOLS_BYTES:
+        raise ValueError(f"tools: longer than {MAX_TOOLS_BYTES} bytes together")
+
+
+def chosen(
+    tools: list[FunctionTool], choice: ToolChoice | None
+) -> tuple[list[FunctionTool], str | None]:
+    """The tools that may be called, and the job's `tool_choice`.
+
+    Raises ValueError for a choice that is not among the tools.
+    """
+    if choice is not None and choice != "none" and not tools:
+        raise ValueError("tool_choice: allowed only with tools")
+    if choice == "none" or not tools:
+        return [], None
+    if choice is None or isinstance(choice, str):
+        return tools, choice or "auto"
+    named = [choice] if isinstance(choice, NamedTool) else choice.allowed_tools.tools
+    by_name = {tool.function.name: tool for tool in tools}
+    for each in named:
+        if each.function.name not in by_name:
+            raise ValueError(f"tool_choice: there is no tool {each.function.name}")
+    if isinstance(choice, NamedTool):
+        return tools, f"={choice.function.name}"
+    allowed = dict.fromkeys(each.function.name for each in named)
+    return [by_name[name] for name in allowed], choice.allowed_tools.mode

@@ -1,0 +1,52 @@
+"""How a base model is told of tools, and what its calls look like.
+
+Where the chat template takes `tools` they are shown as its authors meant them to; where it does
+not, a system message shows them, and earlier calls and their results become plain messages. A call
+is the same for all models, because a grammar holds them to it: `CALL_BEGIN`, a JSON object of name
+and arguments, which obey the function's schema, and `CALL_END`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from worker.protocol import CALL_BEGIN, CALL_END
+
+_INTRODUCTION = (
+    "You can call functions. Each is described by a line of JSON:\n<tools>\n{tools}\n</tools>\n\n"
+    "To call one, answer with nothing but its name and arguments as JSON, in this form:\n"
+    + CALL_BEGIN
+    + '{{"name": "function", "arguments": {{"argument": "value"}}}}'
+    + CALL_END
+)
+
+
+def plain_messages(
+    messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """A chat without tools that says the same, for a template that knows of none."""
+    plain = [_plain(message) for message in messages]
+    if tools:
+        text = _INTRODUCTION.format(tools="\n".join(_line(tool["function"]) for tool in tools))
+        if plain and plain[0]["role"] == "system":
+            plain[0] = {**plain[0], "content": f"{plain[0]['content']}\n\n{text}"}
+        else:
+            plain.insert(0, {"role": "system", "content": text})
+    return plain
+
+
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    content = message["content"]
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
+    calls = [
+        f"{CALL_BEGIN}{_line(call['function'])}{CALL_END}" for call in message.get("tool_calls", ())
+    ]
+    text = "\n".join([content, *calls] if content else calls) if calls else content
+    return {"role": message["role"], "content": text}
+
+
+def _line(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
