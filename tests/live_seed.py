@@ -18,7 +18,7 @@ from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel  # n
 from controlplane.scoping import tenant_scope  # noqa: E402
 from controlplane.tenants import services  # noqa: E402
 from tests.fakes import FAKE_CONTEXT, FAKE_NAME, FAKE_REVISION  # noqa: E402
-from tests.tiny_base import TINY_NAME, TINY_REVISION  # noqa: E402
+from tests.tiny_base import ROOMY_CONTEXT, ROOMY_NAME, TINY_NAME, TINY_REVISION  # noqa: E402
 from worker.protocol import adapter_digest  # noqa: E402
 
 
@@ -46,7 +46,10 @@ def seed() -> dict[str, dict[str, str]]:
     base = BaseModel.objects.create(
         name=FAKE_NAME, revision=FAKE_REVISION, config={}, context_length=FAKE_CONTEXT
     )
-    BaseModel.objects.create(name=TINY_NAME, revision=TINY_REVISION, config={}, context_length=512)
+    for name, context in ((TINY_NAME, 512), (ROOMY_NAME, ROOMY_CONTEXT)):
+        BaseModel.objects.create(
+            name=name, revision=TINY_REVISION, config={}, context_length=context
+        )
     BaseModel.objects.create(name="unserved", revision="0" * 64, config={}, context_length=64)
     tenants = {}
     for slug in ("acme", "globex"):

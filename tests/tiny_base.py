@@ -15,7 +15,12 @@ CHAT_TEMPLATE = (
 )
 
 
-def write_tiny_base(folder: Path) -> Path:
+#: The same with room for prompts that describe tools.
+ROOMY_NAME = "roomy-llama"
+ROOMY_CONTEXT = 4096
+
+
+def write_tiny_base(folder: Path, *, name: str = TINY_NAME, context: int = 512) -> Path:
     """Write the model folder: 2 layers of width 32, a vocabulary of 400 byte pairs."""
     # Imported here: tests of the control plane import this module without torch.
     import torch
@@ -49,7 +54,7 @@ def write_tiny_base(folder: Path) -> Path:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=512,
+        max_position_embeddings=context,
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=2,
@@ -57,6 +62,6 @@ def write_tiny_base(folder: Path) -> Path:
         initializer_range=0.5,  # with the usual 0.02 its logits are too flat to learn anything
     )
     LlamaForCausalLM(config).save_pretrained(folder)
-    manifest = {"name": TINY_NAME, "revision": TINY_REVISION}
+    manifest = {"name": name, "revision": TINY_REVISION}
     (folder / "lorikeet.json").write_text(json.dumps(manifest))
     return folder

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from worker.channel import Add
 from worker.protocol import ErrorCode, GenerateJob
 from worker.text import PromptError, TextCodec
-from worker.tools import plain_messages
+from worker.tools import calls_grammar, plain_messages
 
 
 class Refused(Exception):
@@ -106,6 +106,7 @@ def _too_long(tokens: str, context_length: int, param: str) -> Refused:
 
 def to_adds(job: GenerateJob, prompts: Sequence[Prompt], context_length: int) -> list[Add]:
     """The engine's commands. An answer that would overrun the context is cut there."""
+    calls = calls_grammar(job)
     return [
         Add(
             request_id=engine_id,
@@ -114,8 +115,9 @@ def to_adds(job: GenerateJob, prompts: Sequence[Prompt], context_length: int) ->
             sampling=_sampling(job, context_length - len(prompt.token_ids)),
             n=job.n,
             adapters=tuple((ref.digest, ref.weight) for ref in job.adapters),
-            json_schema=job.decoding_schema or job.json_schema,
+            json_schema=None if calls else job.decoding_schema or job.json_schema,
             regex=job.regex,
+            lark=calls,
             deadline=job.deadline,
             is_batch=job.is_batch,
         )

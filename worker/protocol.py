@@ -240,6 +240,7 @@ class GenerateJob(Message):
     is_strict: bool = False  # an answer that does not obey `json_schema` is a failure
     regex: str | None = None  # the whole answer must match it
     tools: tuple[dict[str, Any], ...] = ()  # OpenAI's tool objects, for the chat template
+    tool_schemas: tuple[str, ...] = ()  # of each tool: what the decoder holds its arguments to
     tool_choice: str | None = None  # "auto", "required", or the one function's name after "="
     parallel_tool_calls: bool = True
     stream: bool = False

@@ -12,7 +12,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from worker.protocol import CALL_BEGIN, CALL_END
+from engine.grammar_text import tool_calls
+from worker.patterns import not_beginning_with
+from worker.protocol import CALL_BEGIN, CALL_END, GenerateJob
 
 _INTRODUCTION = (
     "You can call functions. Each is described by a line of JSON:\n<tools>\n{tools}\n</tools>\n\n"
@@ -50,3 +52,24 @@ def _plain(message: dict[str, Any]) -> dict[str, Any]:
 
 def _line(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
+
+
+def calls_grammar(job: GenerateJob) -> str | None:
+    """The grammar of an answer that may call the job's tools, in Lark; None when it has none."""
+    if not job.tools:
+        return None
+    choice = job.tool_choice or "auto"
+    names = [tool["function"]["name"] for tool in job.tools]
+    functions = list(zip(names, job.tool_schemas, strict=True))
+    if choice.startswith("="):
+        functions = [function for function in functions if function[0] == choice[1:]]
+    is_required = choice != "auto"
+    return tool_calls(
+        functions,
+        begin=CALL_BEGIN,
+        end=CALL_END,
+        is_required=is_required,
+        is_parallel=job.parallel_tool_calls and not choice.startswith("="),
+        free_text=not_beginning_with(CALL_BEGIN.strip()),
+        answer_schema=job.decoding_schema or job.json_schema,
+    )

@@ -160,8 +160,10 @@ class ChatAnswer(Answer):
 
     def opening(self) -> Iterable[bytes]:
         more = {"usage": None} if self._with_usage else {}
+        # Where it may be calls alone, nothing is said of content until there is some.
+        content = "" if self._readers is None else None
         for index in range(self._num_choices):
-            delta = _delta({"role": "assistant", "content": "", "refusal": None})
+            delta = _delta({"role": "assistant", "content": content, "refusal": None})
             yield sse(self._body(self.chunk_object, [{"index": index, **delta}], **more))
 
     def _deltas(self, event: TokenEvent) -> Iterator[Json]:

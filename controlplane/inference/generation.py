@@ -10,6 +10,7 @@ from controlplane.adapters.models import AdapterVersion
 from controlplane.inference.access import Target
 from controlplane.inference.json_schema import planned
 from controlplane.inference.schemas import ChatBody, CompletionBody, GenerationBody
+from controlplane.inference.tools import NO_PARAMETERS, FunctionTool
 from controlplane.tenants.auth import Principal
 from worker.protocol import AdapterRef, ErrorCode, GenerateJob, Sampling
 
@@ -81,6 +82,7 @@ def chat_job(body: ChatBody, call: Call) -> GenerateJob:
         **call.fields(body),
         messages=body.rendered_messages(),
         tools=tuple(tool.rendered() for tool in tools),
+        tool_schemas=_tool_schemas(body, tools),
         tool_choice=tool_choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
         sampling=_sampling(
@@ -140,6 +142,21 @@ def _grammar(body: ChatBody) -> dict[str, Any]:
         "decoding_schema": made.decoding,
         "is_strict": is_strict,
     }
+
+
+def _tool_schemas(body: ChatBody, tools: list[FunctionTool]) -> tuple[str, ...]:
+    """What the arguments of each tool that may be called must obey, for the decoder."""
+    schemas = []
+    for number, tool in enumerate(body.tools or []):
+        if tool in tools:
+            made = planned(
+                tool.function.parameters or NO_PARAMETERS,
+                strict=bool(tool.function.strict),
+                param=f"tools.{number}.function.parameters",
+                code="invalid_function_parameters",
+            )
+            schemas.append(made.decoding)
+    return tuple(schemas)
 
 
 #: A worker names the job's field; the client knows it under the name it used.

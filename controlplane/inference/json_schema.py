@@ -23,15 +23,19 @@ def checked_schema(schema: dict[str, Any]) -> dict[str, Any]:
     return schema
 
 
-def planned(schema: dict[str, Any], *, strict: bool, param: str = SCHEMA_PARAM) -> Plan:
+def planned(
+    schema: dict[str, Any],
+    *,
+    strict: bool,
+    param: str = SCHEMA_PARAM,
+    code: str = ErrorCode.INVALID_RESPONSE_FORMAT,
+) -> Plan:
     """What is made of a schema. Raises InvalidRequest, naming the keywords at fault, for a strict
     one that cannot be enforced whole."""
     try:
         made = plan(schema)
     except BadSchema as error:
-        raise InvalidRequest(
-            f"'{param}' {error}.", param=param, code=ErrorCode.INVALID_RESPONSE_FORMAT
-        ) from error
+        raise InvalidRequest(f"'{param}' {error}.", param=param, code=code) from error
     if strict and not made.is_enforced:
         faults = made.with_status(Status.CHECKED, Status.UNSUPPORTED)
         first = faults[0]
@@ -39,7 +43,7 @@ def planned(schema: dict[str, Any], *, strict: bool, param: str = SCHEMA_PARAM) 
             f"'{param}' cannot be strict: {first.path} is {first.status}, not enforced while "
             f"decoding ({first.reason}). All such keywords: {paths(faults)}.",
             param=param,
-            code=ErrorCode.INVALID_RESPONSE_FORMAT,
+            code=code,
         )
     return made
 

@@ -145,5 +145,6 @@ def chosen(
             raise ValueError(f"tool_choice: there is no tool {each.function.name}")
     if isinstance(choice, NamedTool):
         return tools, f"={choice.function.name}"
-    allowed = dict.fromkeys(each.function.name for each in named)
-    return [by_name[name] for name in allowed], choice.allowed_tools.mode
+    allowed = {each.function.name for each in named}
+    kept = [tool for tool in tools if tool.function.name in allowed]
+    return kept, choice.allowed_tools.mode
