@@ -33,7 +33,7 @@ from worker import protocol
 
 ROOT = Path(__file__).parent.parent
 POOL = "live"
-START_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 120.0
 
 
 def wait_for(condition: Callable[[], Any], *, timeout_s: float = 15.0, what: str = "it") -> Any:
