@@ -140,6 +140,11 @@ class Dispatcher:
             await self._redis.zrem(protocol.GATEWAYS_KEY, self.gateway_id)
         await self._redis.aclose()
 
+    @property
+    def known_workers(self) -> list[WorkerStatus]:
+        """The pool's workers, as of about a second ago."""
+        return self._workers
+
     def _spawn(self, coroutine: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from controlplane import idempotency
+from controlplane.batches import document as batches
 from controlplane.files import document as files
 from controlplane.gateway_document import Json, body_schemas, operation, reference
 from controlplane.inference.schemas import ChatBody, CompletionBody
@@ -118,7 +119,7 @@ def add_gateway(result: Json, generator: Any, request: Any, public: bool) -> Jso
     schemas.update(_COMPONENTS)
     for body in (ChatBody, CompletionBody):
         schemas.update(body_schemas(body))
-    for part in (files,):
+    for part in (files, batches):
         schemas.update(part.SCHEMAS)
         result["paths"].update(part.PATHS)
     name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}

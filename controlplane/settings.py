@@ -62,6 +62,7 @@ INSTALLED_APPS = [
     "controlplane.limits",
     "controlplane.training",
     "controlplane.files",
+    "controlplane.batches",
     "controlplane.usage",
     "controlplane.console",
 ]
@@ -213,6 +214,8 @@ DEAD_LETTER_DAYS = float(env("LORIKEET_DEAD_LETTER_DAYS", "7"))
 #: Of stored prompts and answers a tenant has at most so many bytes; the oldest go first.
 CONTENT_BYTES_PER_TENANT = int(env("LORIKEET_CONTENT_BYTES_PER_TENANT", str(1024**3)))
 
+#: Requests that one batch runner has under way at a time, however large the pool is.
+BATCH_MAX_IN_FLIGHT = int(env("LORIKEET_BATCH_MAX_IN_FLIGHT", "512"))
 #: What one tenant's files may take in all.
 TENANT_STORAGE_BYTES = int(env("LORIKEET_TENANT_STORAGE_BYTES", str(50 * 1024**3)))
 

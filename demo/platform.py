@@ -46,7 +46,7 @@ def environment(
 
 
 class Platform:
-    """Web, worker, accountant and Celery as child processes of one folder."""
+    """Web, worker, accountant, batch runner and Celery as child processes of one folder."""
 
     def __init__(self, env: Mapping[str, str], *, folder: Path, port: int) -> None:
         # They are not the owner of their tables; only `manage.py migrate` is.
@@ -67,6 +67,7 @@ class Platform:
         )
         self.worker = self._process("worker", python, "-m", "worker")
         self.accountant = self._process("accountant", python, "manage.py", "accountant")
+        self.batch_runner = self._process("batch-runner", python, "manage.py", "batch_runner")
         self.celery = self._process(
             "celery", *celery, "worker", "-Q", "ingest,ops", "-c", "1", "-n", "ops@%h", *quiet
         )
@@ -84,6 +85,7 @@ class Platform:
             self.worker,
             self.web,
             self.accountant,
+            self.batch_runner,
             self.celery,
             self.trainer,
             self.beat,

@@ -156,7 +156,7 @@ class Demo:
     def _start_platform(self, env: dict[str, str], state: DemoState, stack: EmbeddedStack) -> None:
         platform = Platform(env, folder=self.folder, port=state.web_port)
         self._stopping.callback(self._supervisor.stop)
-        with self.screen.step("Web, worker, accountant and Celery run"):
+        with self.screen.step("Web, worker, accountant, batch runner and Celery run"):
             for process in platform.processes:
                 self._supervisor.start(process)
             platform.wait_until_ready()

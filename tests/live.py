@@ -226,6 +226,9 @@ class LiveStack:
     def start_accountant(self, name: str = "accountant") -> Process:
         return self.start(name, "manage.py", "accountant")
 
+    def start_batch_runner(self, name: str = "batch-runner", **env: str) -> Process:
+        return self.start(name, "manage.py", "batch_runner", **env)
+
     def heartbeat(self, worker_id: str) -> protocol.Heartbeat | None:
         payload = self.redis.hget(protocol.worker_key(self.pool, worker_id), "m")
         return protocol.Heartbeat.decode(payload) if payload else None

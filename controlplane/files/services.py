@@ -81,13 +81,18 @@ def file_begin(*, max_bytes: int, is_bounded: bool = True) -> File:
     return File.objects.create(num_bytes=max_bytes)
 
 
+def file_written(file: File, form: FileForm, writer: FileWriter) -> None:
+    """Take in what was written: its bytes are in the store now, and `file` says what they are."""
+    writer.finish()
+    file.purpose, file.filename = form.purpose, form.filename[:255]
+    file.num_bytes, file.sha256 = writer.num_bytes, writer.sha256
+    file.expires_at = form.expires_at(file.created_at)
+
+
 def file_finish(file: File, form: FileForm, writer: FileWriter) -> File:
     """Make a written file ready. Raises ApiError, and removes it, when it is not fit to be."""
     try:
-        writer.finish()
-        file.purpose, file.filename = form.purpose, form.filename[:255]
-        file.num_bytes, file.sha256 = writer.num_bytes, writer.sha256
-        file.expires_at = form.expires_at(file.created_at)
+        file_written(file, form, writer)
         contents.check(file)
         file_publish(file)
     except storage.STORAGE_ERRORS as error:

@@ -98,6 +98,12 @@ async def target_of(principal: Principal, named: Named) -> Target:
     return _target(named, [model for model in found if model is not None])
 
 
+def target_now(principal: Principal, named: Named) -> Target:
+    """`target_of`, for code that is in a thread already and may query."""
+    _check(principal, named)
+    return _load_target(principal, named)
+
+
 async def limits_of(principal: Principal, named: Named) -> Limits:
     """What bounds the caller's use of all that the request names, as of at most `CACHE_S` ago."""
     assert principal.api_key is not None

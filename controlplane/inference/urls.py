@@ -1,5 +1,6 @@
 from django.urls import path
 
+from controlplane.batches import views as batches
 from controlplane.files import views as files
 from controlplane.inference import model_views, views
 from controlplane.usage.organization import completions_usage
@@ -16,5 +17,8 @@ urlpatterns = [
     path("uploads", files.upload_create),
     path("uploads/<str:upload_id>/complete", files.upload_complete),
     path("uploads/<str:upload_id>/cancel", files.upload_cancel),
+    path("batches", batches.batches),
+    path("batches/<str:batch_id>", batches.batch_detail),
+    path("batches/<str:batch_id>/cancel", batches.batch_cancel),
     path("<path:path>", views.unknown),
 ]

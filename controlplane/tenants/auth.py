@@ -110,6 +110,21 @@ def authenticate(header: str | None, address: str = "") -> Principal:
     return principal
 
 
+def standing_principal(api_key: ApiKey) -> Principal:
+    """Whom a key stands for, wherever it is used: also for what it asked for some time ago.
+
+    api_key  with its tenant, owner and service account
+    Raises AuthenticationFailed for a key that has ended, PermissionDenied for one of a suspended
+    tenant.
+    """
+    if api_key.revoked_at is not None:
+        raise AuthenticationFailed("This API key has been revoked.")
+    if api_key.expires_at is not None and api_key.expires_at <= timezone.now():
+        raise AuthenticationFailed("This API key has expired.")
+    _check_tenant(api_key.tenant)
+    return Principal(tenant=api_key.tenant, role=_key_role(api_key), api_key=api_key)
+
+
 def cached_principal(header: str | None, address: str = "") -> Principal | None:
     """`authenticate` without a query: None when the key was not seen in the last `CACHE_S`.
 
@@ -225,16 +240,12 @@ def _matches(api_key: ApiKey, secret_hmac: bytes) -> bool:
 
 
 def _check_key(api_key: ApiKey, address: str) -> Principal:
-    if api_key.revoked_at is not None:
-        raise AuthenticationFailed("This API key has been revoked.")
-    if api_key.expires_at is not None and api_key.expires_at <= timezone.now():
-        raise AuthenticationFailed("This API key has expired.")
-    _check_tenant(api_key.tenant)
+    principal = standing_principal(api_key)
     if not allows_address(api_key.allowed_ips, address):
         raise PermissionDenied(
             "This API key may not be used from your address.", code="address_not_allowed"
         )
-    return Principal(tenant=api_key.tenant, role=_key_role(api_key), api_key=api_key)
+    return principal
 
 
 def key_permissions(api_key: ApiKey) -> frozenset[Permission]:

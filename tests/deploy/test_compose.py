@@ -52,6 +52,7 @@ def test_every_process_of_the_platform_is_a_service(compose: dict[str, Any]) -> 
         "migrate",
         "web",
         "accountant",
+        "batch-runner",
         "celery",
         "beat",
         "trainer",

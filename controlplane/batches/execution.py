@@ -1,0 +1,294 @@
+"""One batch in the hands of a runner: checked, answered line by line, written to its files.
+
+Every line's result is a row, unique by batch and line, written under the batch's fence; the files
+are made of the rows, and are there from the moment at which the batch says that it has ended. So
+whatever stops a runner, the next one answers what has no row yet, and no line is lost or doubled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from asgiref.sync import sync_to_async
+from django.db import InterfaceError, OperationalError, close_old_connections
+from django.utils import timezone
+
+from controlplane import storage
+from controlplane.batches import lines, output, results
+from controlplane.batches.feeding import Feeder
+from controlplane.batches.leases import LEASE, RENEW_S, Lease, LeaseLost
+from controlplane.batches.lines import Line, LineFault
+from controlplane.batches.models import Batch
+from controlplane.batches.pace import Pace
+from controlplane.batches.results import Result
+from controlplane.batches.validation import validate
+from controlplane.errors import ApiError, Unavailable
+from controlplane.files import contents
+from controlplane.files.models import File
+from controlplane.scoping import tenant_scope
+from controlplane.tenants import auth
+from controlplane.tenants.auth import Permission, Principal
+from controlplane.tenants.models import ApiKey
+
+log = logging.getLogger(__name__)
+
+Status = Batch.Status
+_T = TypeVar("_T")
+
+#: Between attempts while the database or the store is away.
+RETRY_S = 1.0
+AWAY = (OperationalError, InterfaceError, Unavailable, *storage.STORAGE_ERRORS)
+#: Lines that are read at a time.
+_READ_LINES = 64
+_READ_BYTES = 1024**2
+#: Batches are short of nothing but these: passes over files, and writes.
+_threads = ThreadPoolExecutor(8, thread_name_prefix="batches")
+
+
+class _Stop(Exception):
+    """No more lines are to be answered."""
+
+    def __init__(self, ends_as: Status, fault: LineFault | None = None) -> None:
+        super().__init__(ends_as)
+        self.ends_as = ends_as
+        self.fault = fault
+
+
+class _Halted(Exception):
+    """The batch was taken from the thread that works on it."""
+
+
+class Execution:
+    """What a runner does about one batch that it has leased."""
+
+    def __init__(self, lease: Lease, pace: Pace) -> None:
+        self._lease = lease
+        self._pace = pace
+        self._halt = threading.Event()
+        self._principal: Principal | None = None
+
+    async def run(self) -> None:
+        """Bring the batch to its end. Returns early when another runner has it.
+
+        Cancelled, it leaves the batch to others.
+        """
+        try:
+            batch = await self._renewed()
+            if batch.status in (Status.VALIDATING, Status.IN_PROGRESS):
+                await self._until_stopped(batch)
+            await self._while_held(self._write_files(), is_answering=False)
+        except LeaseLost:
+            log.info("batch %s has ended, or is somebody else's", self._lease.batch_id)
+        except asyncio.CancelledError:
+            with contextlib.suppress(Exception):
+                await in_thread(self._lease.release)
+            raise
+
+    async def give_up(self) -> None:
+        """End a batch that nobody gets to its end."""
+        fault = LineFault("internal", "The server failed on this batch.")
+        await in_thread(lambda: results.stop(self._lease, Status.FAILED, fault))
+
+    async def _until_stopped(self, batch: Batch) -> None:
+        """Answer lines until there are none or something ends it, and say how it ends."""
+        stop = _Stop(Status.COMPLETED)
+        try:
+            await self._while_held(self._answer_all(batch), is_answering=True)
+        except _Stop as stopped:
+            stop = stopped
+        await self._patiently(lambda: results.stop(self._lease, stop.ends_as, stop.fault))
+
+    async def _while_held(self, work: Awaitable[None], *, is_answering: bool) -> None:
+        """Do it, and hold the lease meanwhile. Raises LeaseLost, and _Stop while answering."""
+        working = asyncio.ensure_future(work)
+        holding = asyncio.create_task(self._hold(is_answering))
+        tasks: set[asyncio.Future[None]] = {working, holding}
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            (working if working.done() else holding).result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+    async def _hold(self, is_answering: bool) -> None:
+        """Renew the lease for ever. Raises LeaseLost, and _Stop when the batch has to end."""
+        loop = asyncio.get_running_loop()
+        renewed_at = loop.time()
+        while True:
+            await asyncio.sleep(RENEW_S)
+            try:
+                batch = await self._renewed()
+                renewed_at = loop.time()
+            except AWAY as error:
+                log.warning("the lease of batch %s: %r", self._lease.batch_id, error)
+                if loop.time() - renewed_at > LEASE.total_seconds() - 2 * RENEW_S:
+                    raise LeaseLost from error
+                continue
+            if is_answering:
+                self._check(batch)
+
+    async def _renewed(self) -> Batch:
+        batch, self._principal = await in_thread(lambda: _load(self._lease))
+        return batch
+
+    def _check(self, batch: Batch) -> None:
+        """Raises _Stop for a batch that is cancelled, or whose time or key has ended."""
+        if batch.status == Status.CANCELLING:
+            raise _Stop(Status.CANCELLED)
+        if timezone.now() >= batch.expires_at:
+            raise _Stop(Status.EXPIRED)
+        if self._principal is None:
+            message = "The API key that made this batch has ended, or may not do this any more."
+            raise _Stop(Status.FAILED, LineFault("api_key_ended", message))
+
+    async def _answer_all(self, batch: Batch) -> None:
+        self._check(batch)
+        if batch.status == Status.VALIDATING:
+            await self._patiently(lambda: self._validate(batch))
+            batch = await self._renewed()
+            self._check(batch)
+        while True:
+            try:
+                return await self._feed(batch)
+            except AWAY as error:
+                log.warning("batch %s waits: %r", self._lease.batch_id, error)
+                await asyncio.sleep(RETRY_S)
+
+    async def _feed(self, batch: Batch) -> None:
+        """Answer the lines that have no result yet."""
+        done = await self._patiently(lambda: results.done_lines(self._lease))
+        feeder = Feeder(
+            batch_id=batch.pk,
+            endpoint=batch.endpoint,
+            deadline=batch.expires_at.timestamp(),
+            principal=self._known_principal,
+            pace=self._pace,
+            keep=self._keep,
+        )
+        with self._pace.joined(batch.pk):
+            await feeder.run(self._lines(batch, done))
+
+    def _known_principal(self) -> Principal:
+        assert self._principal is not None
+        return self._principal
+
+    async def _keep(self, found: list[Result]) -> None:
+        await self._patiently(lambda: results.keep(self._lease, found))
+
+    def _validate(self, batch: Batch) -> None:
+        """In a thread: the first pass. The batch is in_progress then, or failed."""
+        results.begin_validation(self._lease)
+        found = validate(
+            self._raw_lines(batch),
+            endpoint=batch.endpoint,
+            principal=self._known_principal(),
+            keep=lambda refusals: results.keep_refusals(self._lease, refusals),
+        )
+        results.end_validation(self._lease, found)
+
+    def _raw_lines(self, batch: Batch) -> Iterator[bytes]:
+        """The lines of the input file. Raises _Stop when it is gone, _Halted when halted."""
+        with tenant_scope(self._lease.tenant_id):
+            file = File.objects.filter(pk=batch.input_file_id, status=File.Status.READY).first()
+        close_old_connections()  # the store is asked now
+        gone = _Stop(Status.FAILED, LineFault("input_file_gone", "The input file was deleted."))
+        if file is None:
+            raise gone
+        found = contents.lines(contents.pieces(file), max_bytes=lines.MAX_LINE_BYTES)
+        try:
+            for raw in found:
+                if self._halt.is_set():
+                    raise _Halted
+                yield raw
+        except storage.ObjectMissing:
+            raise gone from None
+
+    async def _lines(self, batch: Batch, done: set[int]) -> AsyncIterator[Line]:
+        """The lines that have no result yet, read as they are wanted."""
+        numbered = enumerate(self._raw_lines(batch), start=1)
+
+        def read() -> list[Line]:
+            found: list[Line] = []
+            num_bytes = 0
+            for number, raw in numbered:
+                if number in done or not raw.strip():
+                    continue
+                found.append(lines.parse_line(number, raw, batch.endpoint))
+                num_bytes += len(raw)
+                if len(found) >= _READ_LINES or num_bytes >= _READ_BYTES:
+                    break
+            return found
+
+        while found := await self._in_thread(read):
+            for line in found:
+                yield line
+
+    async def _write_files(self) -> None:
+        """The end: files of what there is. A batch that has failed already has none."""
+        self._halt.clear()
+        batch = await self._renewed()
+        if not batch.has_ended:
+            await self._patiently(lambda: output.write(self._lease, batch, self._left(batch)))
+
+    def _left(self, batch: Batch) -> Iterator[bytes]:
+        """The input's lines, as far as there still are any."""
+        with contextlib.suppress(_Stop):
+            yield from self._raw_lines(batch)
+
+    async def _patiently(self, work: Callable[[], _T]) -> _T:
+        """Do it in a thread, again while the database or the store is away."""
+        while True:
+            try:
+                return await self._in_thread(work)
+            except AWAY as error:
+                log.warning("batch %s waits: %r", self._lease.batch_id, error)
+                await asyncio.sleep(RETRY_S)
+
+    async def _in_thread(self, work: Callable[[], _T]) -> _T:
+        """Do it in a thread; when this is cancelled, wait until the thread has noticed."""
+        future = asyncio.ensure_future(in_thread(work))
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            self._halt.set()
+            await asyncio.wait({future})
+            raise
+        finally:
+            if future.done() and not future.cancelled():
+                future.exception()  # it is known
+
+
+async def in_thread(work: Callable[[], _T]) -> _T:
+    """Run a query or a pass over a file, and give its connection back."""
+
+    def run() -> _T:
+        try:
+            return work()
+        finally:
+            close_old_connections()
+
+    return await sync_to_async(run, thread_sensitive=False, executor=_threads)()
+
+
+def _load(lease: Lease) -> tuple[Batch, Principal | None]:
+    """The batch as it stands, its lease renewed, and who asks; None when that key has ended."""
+    batch = lease.renew()
+    with tenant_scope(lease.tenant_id):
+        keys = ApiKey.objects.select_related("tenant", "owner", "service_account")
+        api_key = keys.filter(pk=batch.api_key_id).first() if batch.api_key_id else None
+        if api_key is None:
+            return batch, None
+        try:
+            principal = auth.standing_principal(api_key)
+            auth.authorize(principal, Permission.INFER)
+            auth.authorize(principal, Permission.BATCHES_WRITE)
+        except ApiError:
+            return batch, None
+    return batch, principal

@@ -1,0 +1,188 @@
+"""A batch's lines on their way through the queue: some at a time, each until it has an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from controlplane.batches import lines
+from controlplane.batches.lines import Line
+from controlplane.batches.pace import Pace
+from controlplane.batches.results import Result
+from controlplane.errors import ApiError, GivenUp
+from controlplane.inference.service import Generation, new_request_id, submit
+from controlplane.tenants.auth import Principal
+
+#: Lines in memory at a time, and their bytes.
+MAX_HELD = 256
+MAX_HELD_BYTES = 32 * 1024**2
+#: Results that wait to be written; then lines wait.
+MAX_UNWRITTEN = 500
+WRITE_S = 0.2
+#: A line whose generation fails for no fault of its own is tried so often.
+MAX_ATTEMPTS = 8
+MAX_WAIT_S = 60.0
+#: A budget that is spent may be raised, or its period end.
+BUDGET_WAIT_S = 30.0
+
+
+class _Refused(Exception):
+    """The request was not accepted now; later it may be."""
+
+
+class Feeder:
+    """Answers lines until there are no more. Cancelled, it cancels what is under way.
+
+    deadline   Unix seconds; past it nobody wants the answers
+    principal  who asks, as it stands at that moment
+    keep       writes results; it is not called twice at a time
+    """
+
+    def __init__(
+        self,
+        *,
+        batch_id: uuid.UUID,
+        endpoint: str,
+        deadline: float,
+        principal: Callable[[], Principal],
+        pace: Pace,
+        keep: Callable[[list[Result]], Awaitable[None]],
+    ) -> None:
+        self._batch_id = batch_id
+        self._endpoint = endpoint
+        self._deadline = deadline
+        self._principal = principal
+        self._pace = pace
+        self._keep = keep
+        self._unwritten: asyncio.Queue[Result] = asyncio.Queue(MAX_UNWRITTEN)
+        self._is_over = asyncio.Event()  # nothing more comes to be written
+        self._room = asyncio.Condition()
+        self._num_held = self._bytes_held = 0
+        self._submitting = asyncio.Lock()
+        self._closed_until = 0.0  # event loop's time; before it nothing is submitted
+
+    async def run(self, found: AsyncIterator[Line]) -> None:
+        """Have every line answered and its result kept. Raises what `keep` raises."""
+        writing = asyncio.create_task(self._write())
+        feeding = asyncio.create_task(self._feed(found))
+        try:
+            await asyncio.wait({writing, feeding}, return_when=asyncio.FIRST_COMPLETED)
+            if writing.done():
+                writing.result()
+            await feeding
+        finally:
+            feeding.cancel()
+            await asyncio.wait({feeding})
+            self._is_over.set()
+            await asyncio.wait({writing})  # what was answered is kept, also when it stops here
+        writing.result()
+
+    async def _feed(self, found: AsyncIterator[Line]) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                async for line in found:
+                    await self._hold(line)
+                    group.create_task(self._line(line))
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+
+    async def _hold(self, line: Line) -> None:
+        """Wait until the line has room in memory."""
+        async with self._room:
+            await self._room.wait_for(
+                lambda: self._num_held < MAX_HELD and self._bytes_held < MAX_HELD_BYTES
+            )
+            self._num_held += 1
+            self._bytes_held += len(line.body)
+
+    async def _line(self, line: Line) -> None:
+        try:
+            await self._unwritten.put(await self._answer(line))
+        finally:
+            async with self._room:
+                self._num_held -= 1
+                self._bytes_held -= len(line.body)
+                self._room.notify_all()
+
+    async def _answer(self, line: Line) -> Result:
+        """The line's result, after as many attempts as it takes."""
+        attempt = 0
+        while True:
+            request_id = new_request_id()
+            try:
+                async with self._pace.place(self._batch_id):
+                    generation = await self._submit(line, request_id)
+                    try:
+                        return _answered(line, request_id, await generation.whole())
+                    finally:
+                        generation.leave()
+            except _Refused:
+                await self._wait_until_open()
+            except ApiError as error:
+                attempt += 1
+                if not _is_passing(error) or attempt >= MAX_ATTEMPTS:
+                    output = lines.error_line(line.custom_id, request_id, error)
+                    return Result(line=line.number, is_error=True, output=output)
+                await asyncio.sleep(min(MAX_WAIT_S, 2.0**attempt * random.uniform(0.25, 0.5)))
+
+    async def _submit(self, line: Line, request_id: str) -> Generation:
+        """Raises _Refused for what passes: a limit, a budget, a full queue, no worker.
+
+        One at a time, so that the first refusal spares the others theirs.
+        """
+        async with self._submitting:
+            if self._closed_for_s() > 0:
+                raise _Refused
+            try:
+                return await submit(
+                    self._principal(),
+                    lines.parse_request(line, self._endpoint),
+                    request_id=request_id,
+                    is_batch=True,
+                    deadline=self._deadline,
+                )
+            except ApiError as error:
+                if error.status not in (429, 503):
+                    raise
+                wait_s = min(MAX_WAIT_S, error.retry_after_s or BUDGET_WAIT_S)
+                self._closed_until = asyncio.get_running_loop().time() + wait_s
+                raise _Refused from error
+
+    async def _wait_until_open(self) -> None:
+        while (seconds := self._closed_for_s()) > 0:
+            await asyncio.sleep(seconds)
+
+    def _closed_for_s(self) -> float:
+        return self._closed_until - asyncio.get_running_loop().time()
+
+    async def _write(self) -> None:
+        """Keep results, some at a time, until it is over."""
+        over = asyncio.create_task(self._is_over.wait())
+        try:
+            while not (self._is_over.is_set() and self._unwritten.empty()):
+                await asyncio.wait({over}, timeout=WRITE_S)
+                found = [self._unwritten.get_nowait() for _ in range(self._unwritten.qsize())]
+                if found:
+                    await self._keep(found)
+        finally:
+            over.cancel()
+
+
+def _answered(line: Line, request_id: str, body: dict[str, Any]) -> Result:
+    usage = body["usage"]
+    return Result(
+        line=line.number,
+        is_error=False,
+        output=lines.answer_line(line.custom_id, request_id, 200, body),
+        prompt_tokens=usage["prompt_tokens"],
+        cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
+        completion_tokens=usage["completion_tokens"],
+    )
+
+
+def _is_passing(error: ApiError) -> bool:
+    """Whether it is worth another attempt."""
+    return error.status in (429, 500, 503) and not isinstance(error, GivenUp)

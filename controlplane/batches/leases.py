@@ -1,0 +1,89 @@
+"""Which runner works on which batch: a lease with a fencing token, in the batch's own row."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+from django.db import transaction
+from django.db.models import Count, F, Q
+from django.utils import timezone
+
+from controlplane.batches.models import Batch
+from controlplane.scoping import all_tenants, tenant_scope
+
+#: Without a word from its runner for so long, a batch is taken up by another.
+LEASE = dt.timedelta(seconds=30)
+RENEW_S = 2.0
+#: A tenant's batches that are worked on at a time; the others wait for their turn.
+MAX_TENANT_RUNNING = 4
+
+
+class LeaseLost(Exception):
+    """Another runner has the batch, or it has ended."""
+
+
+class Lease:
+    """A runner's hold on a batch. Every write of what came of it goes through `held`."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch_id = batch.pk
+        self.tenant_id: uuid.UUID = batch.tenant_id
+        self.fence = batch.fence
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[Batch]:
+        """The batch's row, locked in a transaction and in its tenant's scope.
+
+        Raises LeaseLost when the lease is somebody else's.
+        """
+        with tenant_scope(self.tenant_id), transaction.atomic():
+            rows = Batch.objects.select_for_update().filter(pk=self.batch_id, fence=self.fence)
+            batch = rows.filter(status__in=Batch.ACTIVE).first()
+            if batch is None:
+                raise LeaseLost
+            yield batch
+
+    def renew(self) -> Batch:
+        """Hold on, and see how the batch stands. Raises LeaseLost."""
+        with tenant_scope(self.tenant_id):
+            rows = Batch.objects.filter(pk=self.batch_id, fence=self.fence, status__in=Batch.ACTIVE)
+            if rows.update(lease_until=timezone.now() + LEASE) != 1:
+                raise LeaseLost
+            return rows.get()
+
+    def release(self) -> None:
+        """Let another runner take the batch up at once."""
+        with tenant_scope(self.tenant_id):
+            Batch.objects.filter(pk=self.batch_id, fence=self.fence).update(lease_until=None)
+
+
+def claim() -> Lease | None:
+    """The batch whose turn it is, for this runner; None when there is none.
+
+    Tenants with the fewest running batches come first, and of each its oldest batch.
+    """
+    now = timezone.now()
+    is_free = Q(lease_until=None) | Q(lease_until__lte=now)
+    with all_tenants(reason="batches of every tenant are run"):
+        active = Batch.objects.filter(status__in=Batch.ACTIVE)
+        running = _count_by_tenant(active.filter(lease_until__gt=now))
+        full = [tenant for tenant, num in running.items() if num >= MAX_TENANT_RUNNING]
+        oldest = active.filter(is_free).exclude(tenant_id__in=full).order_by("tenant_id", "pk")
+        waiting = list(oldest.distinct("tenant_id"))
+    for batch in sorted(waiting, key=lambda batch: (running.get(batch.tenant_id, 0), batch.pk)):
+        with tenant_scope(batch.tenant_id):
+            rows = Batch.objects.filter(is_free, pk=batch.pk, fence=batch.fence)
+            if rows.update(fence=F("fence") + 1, lease_until=timezone.now() + LEASE) == 1:
+                batch.fence += 1
+                return Lease(batch)
+    return None
+
+
+def _count_by_tenant(rows: Any) -> dict[uuid.UUID, int]:
+    return {
+        row["tenant_id"]: row["num"] for row in rows.values("tenant_id").annotate(num=Count("id"))
+    }

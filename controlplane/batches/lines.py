@@ -1,0 +1,131 @@
+"""The lines of batch files: what comes in, and what goes out. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from controlplane.errors import ApiError, InvalidRequest
+from controlplane.inference.parsing import parse_body
+from controlplane.inference.schemas import ChatBody, CompletionBody
+from controlplane.public_ids import public_id
+from controlplane.scoping import new_id
+
+MAX_LINES = 50_000
+#: What the live API takes as a body, and what is around it.
+MAX_LINE_BYTES = 8 * 1024**2 + 4096
+MAX_CUSTOM_ID = 512
+#: The address that the lines are for -> how its bodies are read.
+ENDPOINTS: dict[str, type[ChatBody] | type[CompletionBody]] = {
+    "/v1/chat/completions": ChatBody,
+    "/v1/completions": CompletionBody,
+}
+
+
+class LineFault(Exception):
+    """A line that spoils its batch; with OpenAI's code."""
+
+    def __init__(self, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.param = param
+
+    def told(self, line: int | None) -> dict[str, Any]:
+        """As one of the batch's `errors`."""
+        # PostgreSQL keeps neither NUL nor half a surrogate pair; the client's words may have them.
+        message = self.message.replace("\0", "?").encode(errors="replace").decode()
+        return {"code": self.code, "message": message, "param": self.param, "line": line}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """A request of a batch. `number` counts from 1; `body` is JSON, not yet checked."""
+
+    number: int
+    custom_id: str
+    body: bytes
+    model: str
+
+
+def parse_line(number: int, raw: bytes, endpoint: str) -> Line:
+    """The line's request. Raises LineFault when it is none for this endpoint."""
+    if len(raw) > MAX_LINE_BYTES:
+        raise LineFault("line_too_long", f"The line has more than {MAX_LINE_BYTES} bytes.")
+    try:
+        fields = json.loads(raw)
+    except RecursionError:
+        raise LineFault("invalid_json_line", "The line is nested too deeply.") from None
+    except ValueError:
+        raise LineFault("invalid_json_line", "The line is no valid JSON in UTF-8.") from None
+    if not isinstance(fields, dict):
+        raise LineFault("invalid_json_line", "The line is no JSON object.")
+    custom_id = _text(fields, "custom_id")
+    if not 1 <= len(custom_id) <= MAX_CUSTOM_ID:
+        raise LineFault(
+            "invalid_custom_id", f"custom_id has 1 to {MAX_CUSTOM_ID} characters.", "custom_id"
+        )
+    if (method := _text(fields, "method")) != "POST":
+        raise LineFault("invalid_method", f"The method is POST, not {method[:20]!r}.", "method")
+    if (url := _text(fields, "url")) != endpoint:
+        raise LineFault(
+            "invalid_url", f"The URL {url[:100]!r} is not the batch's endpoint, {endpoint}.", "url"
+        )
+    body = fields.get("body")
+    if not isinstance(body, dict):
+        raise LineFault("invalid_body", "The body is no JSON object.", "body")
+    return Line(
+        number=number,
+        custom_id=custom_id,
+        body=json.dumps(body, separators=(",", ":")).encode(),
+        # A blend may leave it out.
+        model="" if body.get("adapters") else _text(body, "model", "body."),
+    )
+
+
+def _text(fields: dict[str, Any], name: str, path: str = "") -> str:
+    value = fields.get(name)
+    if value is None:
+        raise LineFault(
+            "missing_required_parameter",
+            f"Missing required parameter: '{path}{name}'.",
+            f"{path}{name}",
+        )
+    if not isinstance(value, str):
+        raise LineFault("invalid_type", f"{path}{name} is no string.", f"{path}{name}")
+    return value
+
+
+def parse_request(line: Line, endpoint: str) -> ChatBody | CompletionBody:
+    """The line's body, checked as the live API does. Raises InvalidRequest."""
+    body = parse_body(ENDPOINTS[endpoint], line.body)
+    if body.stream:
+        raise InvalidRequest("A line of a batch cannot be streamed.", param="stream")
+    return body
+
+
+def answer_line(custom_id: str, request_id: str, status_code: int, body: dict[str, Any]) -> str:
+    """A line of the output file, or of the error file when the status says so."""
+    response = {"status_code": status_code, "request_id": request_id, "body": body}
+    return _line(custom_id, response, None)
+
+
+def error_line(custom_id: str, request_id: str, error: ApiError) -> str:
+    return answer_line(custom_id, request_id, error.status, error.body())
+
+
+def unfinished_line(custom_id: str, code: str, message: str) -> str:
+    """A line of the error file for a request that was not answered."""
+    return _line(custom_id, None, {"code": code, "message": message})
+
+
+def _line(custom_id: str, response: dict[str, Any] | None, error: dict[str, Any] | None) -> str:
+    fields = {
+        "id": public_id("batch_req_", new_id()),
+        "custom_id": custom_id,
+        "response": response,
+        "error": error,
+    }
+    # All in ASCII: PostgreSQL keeps neither NUL nor half a surrogate pair, which an id may have.
+    return json.dumps(fields, separators=(",", ":"))

@@ -1,0 +1,27 @@
+"""`manage.py batch_runner`: work on batches until SIGTERM or SIGINT."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from typing import Any
+
+from django.conf import settings
+from django.core.management.base import BaseCommand
+
+from controlplane.batches.runner import Runner
+
+
+class Command(BaseCommand):
+    help = "Have the lines of batches answered when the workers have room."
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        asyncio.run(_run())
+
+
+async def _run() -> None:
+    runner = Runner(max_in_flight=settings.BATCH_MAX_IN_FLIGHT)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, runner.stop.set)
+    await runner.run()

@@ -1,0 +1,125 @@
+"""What a runner writes of its batch, each write under the batch's lease."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from django.db.models import F
+from django.utils import timezone
+
+from controlplane.audit.services import record
+from controlplane.batches.leases import Lease
+from controlplane.batches.lines import LineFault
+from controlplane.batches.models import Batch, BatchResult, timestamp_field
+from controlplane.batches.validation import Found, Refusal
+from controlplane.files.models import File
+from controlplane.files.services import file_publish
+from controlplane.scoping import tenant_scope
+
+Status = Batch.Status
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What came of one line."""
+
+    line: int
+    is_error: bool
+    output: str
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+
+def begin_validation(lease: Lease) -> None:
+    """Forget what an earlier pass, cut off, has kept."""
+    with lease.held() as batch:
+        batch.results.all().delete()
+        batch.num_failed = 0
+        batch.save(update_fields=["num_failed"])
+
+
+def keep_refusals(lease: Lease, refusals: list[Refusal]) -> None:
+    keep(lease, [Result(line=line, is_error=True, output=out) for line, out in refusals])
+
+
+def keep(lease: Lease, found: list[Result]) -> None:
+    """Write results, once each, and count them. Raises LeaseLost."""
+    with lease.held() as batch:
+        BatchResult.objects.bulk_create(
+            BatchResult(
+                batch=batch,
+                line=result.line,
+                is_error=result.is_error,
+                output=result.output,
+            )
+            for result in found
+        )
+        num_failed = sum(result.is_error for result in found)
+        Batch.objects.filter(pk=batch.pk).update(
+            num_failed=F("num_failed") + num_failed,
+            num_completed=F("num_completed") + len(found) - num_failed,
+            **{
+                name: F(name) + sum(getattr(result, name) for result in found)
+                for name in ("prompt_tokens", "cached_tokens", "completion_tokens")
+            },
+        )
+
+
+def end_validation(lease: Lease, found: Found) -> None:
+    """The batch is good, and begins; or its file is none, and it has failed."""
+    with lease.held() as batch:
+        if batch.status != Status.VALIDATING:
+            return  # it was cancelled meanwhile
+        if found.faults:
+            batch.results.all().delete()
+            batch.status, batch.failed_at = Status.FAILED, timezone.now()
+            batch.errors, batch.num_failed = found.faults, 0
+            batch.save()
+            record("failed", batch, after={"status": batch.status, "num_lines": found.num_lines})
+            return
+        batch.status, batch.in_progress_at = Status.IN_PROGRESS, timezone.now()
+        batch.num_lines = found.num_lines
+        batch.model = found.models.copy().pop()[:200] if len(found.models) == 1 else ""
+        batch.save()
+
+
+def done_lines(lease: Lease) -> set[int]:
+    """The lines that have a result."""
+    with tenant_scope(lease.tenant_id):
+        rows = BatchResult.objects.filter(batch_id=lease.batch_id)
+        return set(rows.values_list("line", flat=True))
+
+
+def stop(lease: Lease, ends_as: str, fault: LineFault | None = None) -> None:
+    """No more lines are answered; what there is goes into files."""
+    with lease.held() as batch:
+        if batch.status not in (Status.VALIDATING, Status.IN_PROGRESS):
+            return  # it is cancelled, or stopped already
+        batch.status, batch.ends_as = Status.FINALIZING, ends_as
+        batch.finalizing_at = timezone.now()
+        if fault is not None:
+            batch.errors = [*batch.errors, fault.told(None)]
+        batch.save()
+
+
+def end(lease: Lease, files: dict[str, File]) -> None:
+    """The batch has ended: its files are there, and its rows are not needed any more.
+
+    files  by the name of the batch's field
+    """
+    with lease.held() as batch:
+        for field, file in files.items():
+            file_publish(file)
+            setattr(batch, field, file.pk)
+        batch.status = batch.ends_as
+        setattr(batch, timestamp_field(batch.status), timezone.now())
+        batch.lease_until = None
+        batch.save()
+        batch.results.all().delete()
+        told: dict[str, Any] = {
+            name: getattr(batch, name)
+            for name in ("status", "num_lines", "num_completed", "num_failed")
+        }
+        record("ended", batch, after=told)

@@ -1,0 +1,96 @@
+"""The process that works on batches; several may run, each with batches of its own.
+
+It is a gateway to the workers: its requests wait in the fair queue's batch class, and if it dies,
+its requests are cancelled and its batches taken up by another within `leases.LEASE`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+
+from django.db import Error as DatabaseError
+
+from controlplane import jobs
+from controlplane.batches.execution import Execution, in_thread
+from controlplane.batches.leases import Lease, LeaseLost, claim
+from controlplane.batches.pace import Pace
+from controlplane.errors import Unavailable
+
+log = logging.getLogger(__name__)
+
+#: Batches that one runner has at a time.
+MAX_BATCHES = 64
+LOOK_S = 1.0
+#: A batch that was taken up so often and fails again is given up.
+MAX_TURNS = 20
+
+
+class Runner:
+    """Takes up batches and works on them until `stop` is set.
+
+    max_in_flight  requests at a time, whatever the pool could take
+    """
+
+    def __init__(self, *, max_in_flight: int) -> None:
+        self.stop = asyncio.Event()
+        self._max_in_flight = max_in_flight
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Returns when told to stop; what it was at is left to others, nothing of it lost."""
+        dispatcher = await self._dispatcher()
+        if dispatcher is None:
+            return
+        pace = Pace(lambda: dispatcher.known_workers, most=self._max_in_flight)
+        try:
+            while not self.stop.is_set():
+                await self._take_up(pace)
+                await self._pause()
+        finally:
+            for task in self._running:
+                task.cancel()
+            await asyncio.gather(*self._running, return_exceptions=True)
+            await jobs.close_dispatcher()
+
+    async def _dispatcher(self) -> jobs.Dispatcher | None:
+        """The way to the workers, waited for; None when it is time to stop."""
+        while not self.stop.is_set():
+            try:
+                return await jobs.dispatcher()
+            except Unavailable as error:
+                log.warning("waiting for Redis: %s", error)
+                await self._pause()
+        return None
+
+    async def _pause(self) -> None:
+        try:
+            await asyncio.wait_for(self.stop.wait(), LOOK_S)
+        except TimeoutError:
+            return
+
+    async def _take_up(self, pace: Pace) -> None:
+        """Claim what is waiting, as far as there is room."""
+        while len(self._running) < MAX_BATCHES:
+            try:
+                lease = await in_thread(claim)
+            except DatabaseError as error:
+                log.warning("waiting for the database: %r", error)
+                return
+            if lease is None:
+                return
+            task = asyncio.create_task(self._work(lease, pace))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+
+    async def _work(self, lease: Lease, pace: Pace) -> None:
+        log.info("batch %s is taken up", lease.batch_id)
+        execution = Execution(lease, pace)
+        try:
+            await execution.run()
+        except Exception:  # the others go on; this one is tried again when its lease is over
+            log.exception("batch %s failed", lease.batch_id)
+            if lease.fence >= MAX_TURNS:
+                with contextlib.suppress(DatabaseError, LeaseLost):
+                    await execution.give_up()

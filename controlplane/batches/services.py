@@ -1,0 +1,85 @@
+"""Every change to batches that a client asks for. All act for the tenant in scope."""
+
+from __future__ import annotations
+
+import datetime as dt
+
+from django.db import transaction
+from django.utils import timezone
+
+from controlplane.audit.services import record
+from controlplane.batches.lines import ENDPOINTS
+from controlplane.batches.models import Batch
+from controlplane.errors import Conflict, InvalidRequest, NotFound, RateLimited
+from controlplane.files.models import Purpose
+from controlplane.files.services import file_get
+from controlplane.public_ids import parse_id
+from controlplane.tenants.auth import Principal
+
+WINDOW = dt.timedelta(hours=24)
+#: Of one tenant, batches that have not ended.
+MAX_ACTIVE = 500
+
+
+@transaction.atomic
+def batch_create(
+    *,
+    principal: Principal,
+    input_file_id: str,
+    endpoint: str,
+    metadata: dict[str, str] | None = None,
+    output_expires_s: int | None = None,
+) -> Batch:
+    """Have a file of requests answered within a day; a runner checks it first.
+
+    Raises InvalidRequest, NotFound for the file, RateLimited.
+    """
+    if endpoint not in ENDPOINTS:
+        raise InvalidRequest(f"endpoint is one of {', '.join(ENDPOINTS)}.", param="endpoint")
+    file = file_get(input_file_id, param="input_file_id")
+    if file.purpose != Purpose.BATCH:
+        raise InvalidRequest(
+            f"The file is for {file.purpose}, not for {Purpose.BATCH.value}.",
+            param="input_file_id",
+        )
+    if Batch.objects.filter(status__in=Batch.ACTIVE).count() >= MAX_ACTIVE:
+        raise RateLimited(f"{MAX_ACTIVE} batches of yours are under way.", retry_after_s=60)
+    batch = Batch.objects.create(
+        api_key=principal.api_key,
+        endpoint=endpoint,
+        input_file_id=file.pk,
+        metadata=metadata,
+        output_expires_s=output_expires_s,
+        expires_at=timezone.now() + WINDOW,
+    )
+    record("created", batch, after={"endpoint": endpoint, "input_file": file.public_id})
+    return batch
+
+
+def batch_get(public_id: str) -> Batch:
+    """The batch of this id. Raises NotFound."""
+    pk = parse_id(Batch.PREFIX, public_id)
+    batch = Batch.objects.filter(pk=pk).first() if pk else None
+    if batch is None:
+        raise NotFound("There is no such batch.")
+    return batch
+
+
+@transaction.atomic
+def batch_cancel(batch: Batch) -> Batch:
+    """Stop a batch; what is answered by then is in its files, some seconds later.
+
+    Raises Conflict when it has ended, or is about to.
+    """
+    stoppable = (Batch.Status.VALIDATING, Batch.Status.IN_PROGRESS)
+    moved = Batch.objects.filter(pk=batch.pk, status__in=stoppable).update(
+        status=Batch.Status.CANCELLING,
+        ends_as=Batch.Status.CANCELLED,
+        cancelling_at=timezone.now(),
+    )
+    current = batch_get(batch.public_id)
+    if moved:
+        record("cancelled", current)
+    elif current.status not in (Batch.Status.CANCELLING, Batch.Status.CANCELLED):
+        raise Conflict(f"A batch that is {current.status} cannot be cancelled.")
+    return current

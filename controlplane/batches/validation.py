@@ -1,0 +1,134 @@
+"""The first pass over a batch's file: whether every line is a request, in bounded memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from controlplane.batches import lines
+from controlplane.batches.lines import Line, LineFault, parse_line
+from controlplane.errors import ApiError
+from controlplane.inference import access
+from controlplane.inference.named import Named
+from controlplane.inference.service import new_request_id
+from controlplane.tenants.auth import Principal
+
+#: Of a file with faults, so many are told; then the pass is over.
+MAX_FAULTS = 100
+
+
+#: Refusals that are in memory until they are kept.
+_REFUSALS = 500
+
+#: (line, its line of the error file)
+Refusal = tuple[int, str]
+
+
+@dataclasses.dataclass(kw_only=True)
+class Found:
+    """What the pass came to."""
+
+    num_lines: int = 0
+    models: set[str] = dataclasses.field(default_factory=set)
+    #: As the batch's `errors` have them; without any, the batch is good.
+    faults: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+
+def validate(
+    raw_lines: Iterable[bytes],
+    *,
+    endpoint: str,
+    principal: Principal,
+    keep: Callable[[list[Refusal]], None],
+) -> Found:
+    """Check all lines. To be called in a thread.
+
+    A line that is no request for this endpoint, or names a model that the key has not, is a
+    fault: the batch fails. A request whose body the live API would refuse is refused here too,
+    with the same answer, and the others go on.
+
+    keep  gets the refusals, some at a time
+    """
+    check = _Check(endpoint, principal, keep)
+    found = check.found
+    for number, raw in enumerate(raw_lines, start=1):
+        if not raw.strip():
+            continue
+        found.num_lines += 1
+        try:
+            if found.num_lines > lines.MAX_LINES:
+                message = f"The file has more than {lines.MAX_LINES} lines."
+                raise LineFault("too_many_lines", message)
+            check.line(number, raw)
+        except LineFault as fault:
+            found.faults.append(fault.told(number))
+        if len(found.faults) >= MAX_FAULTS or found.num_lines > lines.MAX_LINES:
+            break
+    check.flush()
+    if found.num_lines == 0:
+        found.faults.append(LineFault("empty_file", "The file has no lines.").told(None))
+    return found
+
+
+class _Check:
+    """What has to be remembered from line to line."""
+
+    def __init__(
+        self, endpoint: str, principal: Principal, keep: Callable[[list[Refusal]], None]
+    ) -> None:
+        self.found = Found()
+        self._endpoint = endpoint
+        self._principal = principal
+        self._keep = keep
+        self._refused: list[Refusal] = []
+        self._custom_ids: set[str] = set()
+        self._known: dict[Named, ApiError | None] = {}
+
+    def line(self, number: int, raw: bytes) -> None:
+        """Raises LineFault."""
+        line = parse_line(number, raw, self._endpoint)
+        if line.custom_id in self._custom_ids:
+            raise LineFault(
+                "duplicate_custom_id",
+                f"The custom_id {line.custom_id!r} is there twice.",
+                "custom_id",
+            )
+        self._custom_ids.add(line.custom_id)
+        self._request(line)
+
+    def flush(self) -> None:
+        if self._refused:
+            self._keep(self._refused)
+            self._refused = []
+
+    def _request(self, line: Line) -> None:
+        """Raises LineFault for a model that is not there; keeps a refusal of the body."""
+        self.found.models.add(line.model)
+        try:
+            body = lines.parse_request(line, self._endpoint)
+        except ApiError as error:
+            if line.model:
+                self._check_named(Named.model(line.model))
+            output = lines.error_line(line.custom_id, new_request_id(), error)
+            self._refused.append((line.number, output))
+            if len(self._refused) >= _REFUSALS:
+                self.flush()
+            return
+        self._check_named(body.named())
+
+    def _check_named(self, named: Named) -> None:
+        if named not in self._known:
+            self._known[named] = self._look_up(named)
+        error = self._known[named]
+        if error is not None:
+            raise LineFault(error.code or error.type, error.message, f"body.{error.param}")
+
+    def _look_up(self, named: Named) -> ApiError | None:
+        try:
+            access.target_now(self._principal, named)
+        except ApiError as error:
+            if error.status >= 500:
+                raise  # says nothing of the model
+            return error
+        return None
