@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from engine.errors import (
     AdapterDamaged,
     AdapterMismatch,
+    AdapterOverflow,
     AdapterUnavailable,
     BadGrammar,
     ContextTooLong,
@@ -55,6 +56,7 @@ _LAZY = {
 __all__ = [
     "AdapterDamaged",
     "AdapterMismatch",
+    "AdapterOverflow",
     "AdapterPart",
     "AdapterUnavailable",
     "BadGrammar",

@@ -15,10 +15,11 @@ import torch
 from engine.adapter_files import AdapterReader, DigestOf
 from engine.adapters import AdapterStore, LoadLimits
 from engine.batch import BatchBuilder
+from engine.chooser import Chooser, as_engine_error
 from engine.config import EngineConfig, ModelConfig
 from engine.deadlines import Deadlines
 from engine.endings import Endings
-from engine.errors import BadGrammar, EngineError, RequestError
+from engine.errors import EngineError, RequestError
 from engine.flight import Flight
 from engine.grammar import Grammars
 from engine.host_memory import HostMemory
@@ -71,7 +72,6 @@ class Engine:
         self.model = model = model or ModelConfig.from_folder(config.model_dir)
         self._clock = clock
         self._context_limit = config.context_limit(model)
-        self._page_size = config.page_size
         self._runner = ModelRunner(config, model, weights)
         self._flight: Flight | None = None
         num_pages = self._runner.arena.shape[0]
@@ -113,6 +113,7 @@ class Engine:
         )
         self._sampler = Sampler(vocab_size=model.vocab_size, device=config.device)
         self._grammars = Grammars(tokenizer or config.model_dir, model.vocab_size)
+        self._chooser = Chooser(self._sampler, self._grammars)
         self._requests: dict[str, list[Sequence]] = {}  # those that have not ended
         self._endings = Endings()
         self._num_arrivals = self._num_steps = self._num_generated = 0
@@ -301,10 +302,8 @@ class Engine:
             self._enter(request)
 
     def _fail(self, request_id: str, error: BaseException) -> None:
-        if not isinstance(error, EngineError):
-            log.error("request failed", exc_info=error, extra={"request_id": request_id})
-            error = EngineError(f"internal error: {type(error).__name__}")
-        self._endings.add(self._requests.get(request_id, ()), FinishReason.ERROR, error)
+        known = as_engine_error(request_id, error)
+        self._endings.add(self._requests.get(request_id, ()), FinishReason.ERROR, known)
 
     def _end_early(self) -> list[RequestOutput]:
         """End what was cancelled, has failed or is past its deadline."""
@@ -373,7 +372,11 @@ class Engine:
         flight.commit(self._scheduler.commit)
         outputs = []
         for sequence, token in zip(flight.sampling, sampled, strict=True):
-            if not sequence.has_ended:  # in the step before, when this one was under way
+            if sequence.has_ended:  # in the step before, when this one was under way
+                continue
+            if token.error is not None:
+                outputs.append(self._end(sequence, FinishReason.ERROR, token.error))
+            else:
                 flight.tell(sequence, token.token_id)
                 self._num_generated += 1
                 outputs.append(self._accept(sequence, token))
@@ -400,20 +403,17 @@ class Engine:
         """A token for each sequence; those that have ended meanwhile get any."""
         live = [i for i, sequence in enumerate(sampling) if not sequence.has_ended]
         sequences = [sampling[i] for i in live]
-        logits = (logits if len(live) == len(sampling) else logits[live]).float()
-        wants_logprobs = any(s.request.sampling.logprobs is not None for s in sequences)
-        raw = logits.log_softmax(dim=-1) if wants_logprobs else None
-        self._sampler.adjust(logits, sequences)
-        self._grammars.mask(logits, sequences)
-        sampled = dict(zip(live, self._sampler.choose(logits, sequences, raw), strict=True))
+        logits = logits if len(live) == len(sampling) else logits[live]
+        sampled = dict(zip(live, self._chooser.choose(logits, sequences), strict=True))
         return [sampled.get(i, Sampled(0, None)) for i in range(len(sampling))]
 
     def _accept(self, sequence: Sequence, sampled: Sampled) -> RequestOutput:
         """What a sequence's newest token comes to, which it may end."""
         try:
             reason, is_text = judge(sequence, self._grammars.matcher(sequence), self._context_limit)
-        except BadGrammar as error:
-            return self._end(sequence, FinishReason.ERROR, error)
+        except Exception as error:  # the request's own matcher's
+            known = as_engine_error(sequence.request.request_id, error)
+            return self._end(sequence, FinishReason.ERROR, known)
         output = self._end(sequence, reason) if reason else sequence.output()
         if is_text:
             output.token_ids = [sampled.token_id]

@@ -9,6 +9,7 @@
     │       └── DeadlineUnreachable  deadline_exceeded
     ├── AdapterError                 adapter_unavailable
     │   ├── AdapterMismatch          adapter_incompatible
+    │   ├── AdapterOverflow          adapter_incompatible
     │   ├── AdapterUnavailable       adapter_unavailable
     │   │   └── AdapterDamaged       adapter_unavailable
     │   └── UnknownAdapter           adapter_unavailable
@@ -81,6 +82,12 @@ class AdapterError(EngineError):
 
 class AdapterMismatch(AdapterError):
     """The adapter's config or tensors do not fit the base model or are of an unsupported kind."""
+
+    code = "adapter_incompatible"
+
+
+class AdapterOverflow(AdapterError):
+    """The adapter's values, each of them finite, make the model's numbers overflow."""
 
     code = "adapter_incompatible"
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from engine.errors import EngineError
 from engine.request import SamplingParams, TokenLogprob
 from engine.sequence import Sequence
 
@@ -25,8 +26,16 @@ _NUM_CANDIDATES = 512
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
+    """One row's token.
+
+    error    there is no token, and this is why
+    largest  of the row's logits, where the host has seen it
+    """
+
     token_id: int
     logprob: TokenLogprob | None
+    error: EngineError | None = None
+    largest: float = 0.0
 
 
 class _State:
@@ -99,14 +108,13 @@ class Sampler:
         drawn = [(sequences[i], self._states[sequences[i]]) for i in rows]
         return Draw(rows, drawn, self._vocab_size, self._device)
 
-    def adjust(self, logits: torch.Tensor, sequences: SequenceOf[Sequence]) -> None:
-        """Apply penalties, bias and min_tokens to `logits` [N, V] fp32, in place."""
-        for row, sequence in zip(logits, sequences, strict=True):
-            state, params = self._states[sequence], sequence.request.sampling
-            if state.adjusts:
-                _penalise(row, state, params)
-            if sequence.num_generated < params.min_tokens and sequence.request.grammar is None:
-                row[state.stop_ids] = float("-inf")
+    def adjust(self, logits: torch.Tensor, index: int, sequence: Sequence) -> None:
+        """Apply penalties, bias and min_tokens to row `index` of `logits` [N, V] fp32, in place."""
+        state, params = self._states[sequence], sequence.request.sampling
+        if state.adjusts:
+            _penalise(logits[index], state, params)
+        if sequence.num_generated < params.min_tokens and sequence.request.grammar is None:
+            logits[index, state.stop_ids] = float("-inf")
 
     def choose(
         self, logits: torch.Tensor, sequences: SequenceOf[Sequence], raw: torch.Tensor | None
@@ -117,7 +125,8 @@ class Sampler:
         raw     [N, V] log-probabilities as the model gave them; needed when a request asks for
                 them
         """
-        token_ids = logits.argmax(dim=-1).tolist()
+        values, indices = logits.max(dim=-1)
+        largest, token_ids = values.tolist(), indices.tolist()
         drawn = [i for i, s in enumerate(sequences) if not _is_greedy(s.request.sampling)]
         if drawn:
             rows = logits if len(drawn) == len(sequences) else logits[drawn]
@@ -126,13 +135,14 @@ class Sampler:
                 token_ids[i] = token_id
         sampled = []
         for i, (sequence, token_id) in enumerate(zip(sequences, token_ids, strict=True)):
-            self._states[sequence].note(token_id)
             num_top = sequence.request.sampling.logprobs
             logprob = None
             if num_top is not None:
                 assert raw is not None
                 logprob = _logprob(raw[i], token_id, num_top)
-            sampled.append(Sampled(token_id, logprob))
+            sampled.append(Sampled(token_id, logprob, largest=largest[i]))
+        for sequence, token_id in zip(sequences, token_ids, strict=True):
+            self._states[sequence].note(token_id)
         return sampled
 
     def _draw_now(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:

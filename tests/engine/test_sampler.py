@@ -93,7 +93,7 @@ def adjusted(
         sampler.choose(forced, [sequence], None)
         sequence.token_ids.append(token_id)
     changed = row.clone().unsqueeze(0)
-    sampler.adjust(changed, [sequence])
+    sampler.adjust(changed, 0, sequence)
     return changed[0].tolist()
 
 

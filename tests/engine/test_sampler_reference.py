@@ -103,7 +103,7 @@ def test_penalty_and_bias_are_hugging_faces() -> None:
         SequenceBiasLogitsProcessor([[[3], 2.5], [[9], -4.0]]),
     ])  # fmt: skip
     wanted = processors(torch.tensor([prompt_ids + generated]), scores.clone())
-    sampler.adjust(scores, [sequence])
+    sampler.adjust(scores, 0, sequence)
     torch.testing.assert_close(scores, wanted)
 
 
