@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import IO, Any, ClassVar, TypeVar, cast
 
 from django.conf import settings
@@ -25,6 +25,7 @@ from controlplane import idempotency
 from controlplane.errors import InvalidRequest, PayloadTooLarge, PermissionDenied
 from controlplane.scoping import tenant_scope
 from controlplane.tenants.auth import Permission, Principal, authorize
+from controlplane.tenants.models import IdempotencyRecord, KeptAnswer
 
 MAX_BODY_BYTES = 256 * 1024
 DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE = 20, 100
@@ -65,16 +66,14 @@ class _Bounded:
         return data
 
 
-class TenantAPIView(APIView):
-    """A view that runs in its caller's tenant scope, from authentication to the rendered answer.
+class ManagementAPIView(APIView):
+    """A view whose answer is rendered inside its scope, and whose POSTs may name a key.
 
-    `permissions` names what each method needs; reading needs READ. A method that writes and is
-    not named there is refused to everybody.
+    What surrounds the answer is entered into `_scope`, which is left when it is rendered.
     """
 
     permission_classes = (IsAuthenticated,)
     parser_classes = (BoundedJSONParser,)
-    permissions: ClassVar[Mapping[str, Permission]] = {}
 
     _scope: contextlib.ExitStack
     _attempt: idempotency.Attempt | None = None
@@ -93,6 +92,23 @@ class TenantAPIView(APIView):
             return exc.response
         return super().handle_exception(exc)
 
+    def begin_attempt(self, request: Request, caller: str, kept_in: type[KeptAnswer]) -> None:
+        """To be called once the caller may do this. Raises Replay when they did it before."""
+        key = request.headers.get(idempotency.HEADER)
+        if key is not None and request.method == "POST":
+            self._scope.enter_context(transaction.atomic())
+            self._attempt = idempotency.begin(request, caller, key, kept_in)
+
+
+class TenantAPIView(ManagementAPIView):
+    """A view that runs in its caller's tenant scope, from authentication to the rendered answer.
+
+    `permissions` names what each method needs; reading needs READ. A method that writes and is
+    not named there is refused to everybody.
+    """
+
+    permissions: ClassVar[Mapping[str, Permission]] = {}
+
     def check_permissions(self, request: Request) -> None:
         super().check_permissions(request)
         self._scope.enter_context(tenant_scope(self.principal.tenant.id))
@@ -104,10 +120,7 @@ class TenantAPIView(APIView):
         if permission is None:
             raise PermissionDenied(f"Nobody may {method} here.")
         authorize(self.principal, permission)
-        key = request.headers.get(idempotency.HEADER)
-        if key is not None and method == "POST":
-            self._scope.enter_context(transaction.atomic())
-            self._attempt = idempotency.begin(request, self.principal, key)
+        self.begin_attempt(request, self.principal.label, IdempotencyRecord)
 
     @property
     def principal(self) -> Principal:
@@ -182,6 +195,33 @@ def page(
             "first_id": data[0][cursor] if data else None,
             "last_id": data[-1][cursor] if data else None,
             "has_more": len(found) > limit,
+        }
+    )
+
+
+def page_of_items(
+    request: Request, items: Sequence[Any], serializer: type[_Serializer], *, cursor: str
+) -> Response:
+    """One page of things that are no rows, in their order, in OpenAI's list form.
+
+    cursor  the serializer's field that names each
+    """
+    limit = _limit(request)
+    data = list(serializer(items, many=True).data)
+    after = request.query_params.get("after")
+    if after is not None:
+        places = [place for place, row in enumerate(data) if row[cursor] == after]
+        if not places:
+            raise InvalidRequest("after is the id of an item.", param="after")
+        data = data[places[0] + 1 :]
+    shown = data[:limit]
+    return Response(
+        {
+            "object": "list",
+            "data": shown,
+            "first_id": shown[0][cursor] if shown else None,
+            "last_id": shown[-1][cursor] if shown else None,
+            "has_more": len(data) > limit,
         }
     )
 

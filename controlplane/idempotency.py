@@ -11,12 +11,13 @@ import base64
 import datetime as dt
 import hashlib
 import hmac
-import uuid
+from typing import Any, TypeVar
 
 from cryptography.fernet import Fernet
 from django.conf import settings
 from django.core.exceptions import RequestDataTooBig
 from django.db import transaction
+from django.db.models import QuerySet
 from django.http import HttpResponse, HttpResponseBase
 from django.utils import timezone
 from rest_framework.request import Request
@@ -24,13 +25,18 @@ from rest_framework.response import Response
 
 from controlplane.errors import InvalidRequest, PayloadTooLarge
 from controlplane.scoping import all_tenants, new_id
-from controlplane.tenants.auth import Principal
-from controlplane.tenants.models import IdempotencyRecord
+from controlplane.tenants.models import (
+    IdempotencyRecord,
+    KeptAnswer,
+    OperatorIdempotencyRecord,
+)
 
 HEADER = "Idempotency-Key"
 REPLAYED_HEADER = "Idempotent-Replayed"
 LIFETIME = dt.timedelta(hours=24)
 MAX_KEY_LENGTH = 255
+
+_Record = TypeVar("_Record", bound=KeptAnswer)
 
 
 class Replay(Exception):
@@ -44,8 +50,8 @@ class Replay(Exception):
 class Attempt:
     """The first request with its key, inside the transaction that `end` decides on."""
 
-    def __init__(self, record_id: uuid.UUID, cipher: Fernet) -> None:
-        self._record_id = record_id
+    def __init__(self, record: QuerySet[Any], cipher: Fernet) -> None:
+        self._record = record
         self._cipher = cipher
 
     def end(self, response: HttpResponseBase) -> None:
@@ -53,13 +59,16 @@ class Attempt:
         if not (isinstance(response, HttpResponse) and 200 <= response.status_code < 300):
             transaction.set_rollback(True)
             return
-        IdempotencyRecord.objects.filter(pk=self._record_id).update(
+        self._record.update(
             status=response.status_code, answer=self._cipher.encrypt(response.content)
         )
 
 
-def begin(request: Request, principal: Principal, key: str) -> Attempt:
-    """To be called in the transaction of the change, in the tenant scope.
+def begin(request: Request, caller: str, key: str, kept_in: type[_Record]) -> Attempt:
+    """To be called in the transaction of the change, in the scope of its rows.
+
+    caller   who asks, as `Principal.label` says it
+    kept_in  the table of such callers' records
 
     Raises Replay for a request that was answered, InvalidRequest for a bad key and for one that
     was sent with another body.
@@ -70,21 +79,20 @@ def begin(request: Request, principal: Principal, key: str) -> Attempt:
         )
     body_sha256 = hashlib.sha256(_body(request)).hexdigest()
     name = {
-        "caller": principal.label,
+        "caller": caller,
         "route": f"{request.method} {request.get_full_path()}"[:500],
         "key_sha256": hashlib.sha256(key.encode()).hexdigest(),
     }
     now = timezone.now()
-    IdempotencyRecord.objects.filter(**name, expires_at__lte=now).delete()
-    record = IdempotencyRecord(
-        id=new_id(), **name, body_sha256=body_sha256, expires_at=now + LIFETIME
-    )
+    rows: Any = kept_in.objects  # type: ignore[attr-defined]
+    rows.filter(**name, expires_at__lte=now).delete()
+    record = kept_in(id=new_id(), **name, body_sha256=body_sha256, expires_at=now + LIFETIME)
     # Waits for whoever is inserting the same key.
-    IdempotencyRecord.objects.bulk_create([record], ignore_conflicts=True)
-    kept = IdempotencyRecord.objects.get(**name)
+    rows.bulk_create([record], ignore_conflicts=True)
+    kept = rows.get(**name)
     cipher = _cipher(key)
     if kept.pk == record.pk:
-        return Attempt(record.pk, cipher)
+        return Attempt(rows.filter(pk=record.pk), cipher)
     if kept.body_sha256 != body_sha256:
         raise InvalidRequest(
             f"This {HEADER} was used with another body.",
@@ -98,6 +106,7 @@ def expire() -> None:
     """Drop the records that nobody can ask for any more."""
     with all_tenants(reason="records of every tenant grow old"):
         IdempotencyRecord.objects.filter(expires_at__lte=timezone.now()).delete()
+        OperatorIdempotencyRecord.objects.filter(expires_at__lte=timezone.now()).delete()
 
 
 def _body(request: Request) -> bytes:
@@ -127,5 +136,5 @@ class _Rendered(Response):
         return self._bytes
 
 
-def _replayed(record: IdempotencyRecord, cipher: Fernet) -> Response:
+def _replayed(record: KeptAnswer, cipher: Fernet) -> Response:
     return _Rendered(cipher.decrypt(bytes(record.answer)), record.status)

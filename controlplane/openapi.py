@@ -16,7 +16,7 @@ from controlplane.files import document as files
 from controlplane.gateway_document import Json, body_schemas, operation, reference
 from controlplane.inference.schemas import ChatBody, CompletionBody
 
-_MANAGEMENT = "/api/v1/"
+_MANAGEMENT = ("/api/v1/", "/ops/v1/")
 _METHODS = ("get", "put", "post", "patch", "delete")
 
 _ERROR: Json = {

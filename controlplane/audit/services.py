@@ -38,21 +38,54 @@ def record(
     action   what happened to the resource, in the past tense: "revoked"
     before   the fields that changed, and what they were; ValueError if one may hold a secret
     """
+    # Not type(): a request's user is a lazy object of another name.
+    kind = _snake(resource._meta.object_name or "")
+    thing = _Thing(_tenant_of(resource), kind, str(resource.pk))
+    return _add(action, thing, before, after)
+
+
+def record_named(
+    action: str,
+    kind: str,
+    name: str,
+    *,
+    before: Mapping[str, Any] | None = None,
+    after: Mapping[str, Any] | None = None,
+) -> AuditEvent:
+    """As `record`, of a thing that is no row: to the trail of the tenant in scope, if any."""
+    scope = current_scope.get()
+    tenant_id = scope if isinstance(scope, uuid.UUID) else None
+    return _add(action, _Thing(tenant_id, kind, name[:64]), before, after)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Thing:
+    """What was changed: whose it is, of what kind, and which."""
+
+    tenant_id: uuid.UUID | None
+    kind: str
+    id: str
+
+
+def _add(
+    action: str,
+    thing: _Thing,
+    before: Mapping[str, Any] | None,
+    after: Mapping[str, Any] | None,
+) -> AuditEvent:
     if not connection.in_atomic_block:
         raise transaction.TransactionManagementError(
             "an audit event belongs into the transaction of its change"
         )
     origin = current_origin()
-    # Not type(): a request's user is a lazy object of another name.
-    kind = _snake(resource._meta.object_name or "")
     event = AuditEvent(
         id=new_id(),
-        tenant_id=_tenant_of(resource),
+        tenant_id=thing.tenant_id,
         occurred_at=timezone.now(),
         **dataclasses.asdict(origin),
-        action=f"{kind}.{action}",
-        resource_type=kind,
-        resource_id=str(resource.pk),
+        action=f"{thing.kind}.{action}",
+        resource_type=thing.kind,
+        resource_id=thing.id,
         before=_plain(before),
         after=_plain(after),
     )

@@ -14,7 +14,7 @@ from django.db import DataError, IntegrityError, connection, transaction
 from django.utils import timezone
 from redis.exceptions import RedisError, ResponseError
 
-from controlplane.audit.services import record
+from controlplane.audit.services import record, record_named
 from controlplane.delivery.models import DeadLetter, Quarantine
 from controlplane.errors import Conflict, Unavailable
 from controlplane.limits.admission import output_estimate, prompt_estimate
@@ -197,8 +197,15 @@ def quarantine_release(digest: str) -> bool:
         with transaction.atomic(), _client() as client:
             _lock_quarantine()
             rows = Quarantine.objects.filter(pool=settings.POOL, digest=digest)
-            num_rows, _ = rows.delete()
-            return bool(client.hdel(fair_queue.quarantine_key(settings.POOL), digest) or num_rows)
+            since = rows.values_list("since", flat=True).first()
+            rows.delete()
+            key = fair_queue.quarantine_key(settings.POOL)
+            is_known = bool(client.hexists(key, digest)) or since is not None
+            if is_known:
+                before = {"pool": settings.POOL, "since": since}
+                record_named("released", "quarantine", digest, before=before)
+                client.hdel(key, digest)  # last: the others can be undone
+            return is_known
     except RedisError as error:
         raise Unavailable("The queue does not answer.") from error
 

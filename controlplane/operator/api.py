@@ -5,25 +5,23 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
-from django.http import HttpRequest, HttpResponseBase
 from drf_spectacular.extensions import OpenApiAuthenticationExtension
 from drf_spectacular.utils import extend_schema
 from rest_framework import serializers
 from rest_framework.authentication import SessionAuthentication
-from rest_framework.permissions import IsAuthenticated
 from rest_framework.request import Request
 from rest_framework.response import Response
-from rest_framework.views import APIView
 
 from controlplane.adapters.api import BaseModelSerializer
 from controlplane.adapters.models import BaseModel
 from controlplane.adapters.services import base_model_activate
 from controlplane.api import (
     PAGE_PARAMETERS,
-    BoundedJSONParser,
+    ManagementAPIView,
     StrictSerializer,
     page,
     page_of,
+    page_of_items,
 )
 from controlplane.delivery import services as delivery
 from controlplane.delivery.models import DeadLetter
@@ -33,7 +31,7 @@ from controlplane.limits.services import rate_limit_set
 from controlplane.operator import pool
 from controlplane.scoping import all_tenants, tenant_scope
 from controlplane.tenants import services
-from controlplane.tenants.models import Tenant, User, is_slug
+from controlplane.tenants.models import OperatorIdempotencyRecord, Tenant, User, is_slug
 from controlplane.tenants.people_api import TenantSerializer
 from controlplane.workers import workers
 
@@ -64,19 +62,16 @@ class _OperatorScheme(OpenApiAuthenticationExtension):  # type: ignore[no-untype
         return {"type": "apiKey", "in": "cookie", "name": "sessionid", "description": "Staff's."}
 
 
-class OperatorAPIView(APIView):
+class OperatorAPIView(ManagementAPIView):
     """A view across tenants, for operators alone."""
 
     authentication_classes = (OperatorSessionAuthentication,)
-    permission_classes = (IsAuthenticated,)
-    parser_classes = (BoundedJSONParser,)
 
-    def dispatch(self, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
-        with all_tenants(reason="the operator's API"):
-            response = super().dispatch(request, *args, **kwargs)
-            if isinstance(response, Response):
-                response.render()
-        return response
+    def check_permissions(self, request: Request) -> None:
+        super().check_permissions(request)
+        assert isinstance(request.user, User)
+        self._scope.enter_context(all_tenants(reason="the operator's API"))
+        self.begin_attempt(request, f"user:{request.user.pk}", OperatorIdempotencyRecord)
 
 
 class TenantCreateSerializer(StrictSerializer):
@@ -212,11 +207,11 @@ class BaseModelView(OperatorAPIView):
 
 
 class WorkersView(OperatorAPIView):
-    @extend_schema("ops_workers_list", responses=WorkerSerializer(many=True))
+    @extend_schema("ops_workers_list", PAGE_PARAMETERS, responses=page_of(WorkerSerializer))
     def get(self, request: Request) -> Response:
-        """The pool's workers as they last described themselves."""
+        """The pool's workers as they last described themselves, by name."""
         found = sorted(workers(), key=lambda worker: worker.heartbeat.worker_id)
-        return Response(WorkerSerializer(found, many=True).data)
+        return page_of_items(request, found, WorkerSerializer, cursor="id")
 
 
 class WorkerDrainView(OperatorAPIView):
@@ -228,10 +223,10 @@ class WorkerDrainView(OperatorAPIView):
 
 
 class QueuesView(OperatorAPIView):
-    @extend_schema("ops_queues_list", responses=QueueSerializer(many=True))
+    @extend_schema("ops_queues_list", PAGE_PARAMETERS, responses=page_of(QueueSerializer))
     def get(self, request: Request) -> Response:
         """What waits for a worker, per base model."""
-        return Response(QueueSerializer(pool.queues(), many=True).data)
+        return page_of_items(request, pool.queues(), QueueSerializer, cursor="base_model")
 
 
 class DeadLettersView(OperatorAPIView):
@@ -256,14 +251,14 @@ class DeadLetterRequeueView(OperatorAPIView):
 
 
 class QuarantineView(OperatorAPIView):
-    @extend_schema("ops_quarantine_list", responses=QuarantineSerializer(many=True))
+    @extend_schema("ops_quarantine_list", PAGE_PARAMETERS, responses=page_of(QuarantineSerializer))
     def get(self, request: Request) -> Response:
-        """The adapters that are not served because workers ended with them."""
+        """The adapters that are not served because workers ended with them, newest first."""
         rows: list[Any] = [
             {"digest": digest, "since": at} for digest, at in delivery.quarantined().items()
         ]
         rows.sort(key=lambda row: str(row["since"]), reverse=True)
-        return Response(QuarantineSerializer(rows, many=True).data)
+        return page_of_items(request, rows, QuarantineSerializer, cursor="digest")
 
 
 class QuarantinedAdapterView(OperatorAPIView):

@@ -6,8 +6,10 @@ from typing import Any
 
 import redis
 from django.conf import settings
+from django.db import transaction
 from redis.exceptions import RedisError
 
+from controlplane.audit.services import record_named
 from controlplane.errors import NotFound, Unavailable
 from controlplane.workers import WorkerStatus, workers
 from worker import fair_queue, protocol
@@ -24,9 +26,11 @@ def worker_get(*, worker_id: str) -> WorkerStatus:
     raise NotFound("There is no such worker.")
 
 
+@transaction.atomic
 def worker_drain(*, worker_id: str) -> None:
     """Tell a worker to finish what it runs and take no more. Raises NotFound, Unavailable."""
     worker_get(worker_id=worker_id)
+    record_named("drained", "worker", worker_id, after={"pool": settings.POOL})
     order = protocol.ControlMessage(action=protocol.Control.DRAIN)
     key = protocol.control_key(settings.POOL, worker_id)
     try:

@@ -205,7 +205,7 @@ class ApiKey(TenantModel):
         return f"{self.name} (…{self.last4})"
 
 
-class IdempotencyRecord(TenantModel):
+class KeptAnswer(models.Model):
     """The answer to a write that named an Idempotency-Key; whoever repeats it gets the same.
 
     The answer may hold a secret that is shown once, so it is encrypted under the key, and of the
@@ -221,11 +221,32 @@ class IdempotencyRecord(TenantModel):
     expires_at = models.DateTimeField(db_index=True)
 
     class Meta:
+        abstract = True
+
+    def __str__(self) -> str:
+        return self.route
+
+
+class IdempotencyRecord(KeptAnswer, TenantModel):
+    """Of a tenant's caller."""
+
+    class Meta:
         constraints = [
             models.UniqueConstraint(
                 fields=["tenant", "caller", "route", "key_sha256"], name="idempotency_key_once"
             ),
         ]
 
-    def __str__(self) -> str:
-        return self.route
+
+class OperatorIdempotencyRecord(KeptAnswer):
+    """Of an operator; no tenant's."""
+
+    id = models.UUIDField(primary_key=True, default=new_id, editable=False)
+    created_at = models.DateTimeField(auto_now_add=True)
+
+    class Meta:
+        constraints = [
+            models.UniqueConstraint(
+                fields=["caller", "route", "key_sha256"], name="operator_idempotency_key_once"
+            ),
+        ]

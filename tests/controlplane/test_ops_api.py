@@ -10,11 +10,12 @@ from django.conf import settings
 from django.test import Client
 
 from controlplane.adapters.models import BaseModel
+from controlplane.audit.models import AuditEvent
 from controlplane.delivery.models import DeadLetter
 from controlplane.errors import PermissionDenied
-from controlplane.scoping import tenant_scope
+from controlplane.scoping import all_tenants, tenant_scope
 from controlplane.tenants import auth, services
-from controlplane.tenants.models import Tenant, User
+from controlplane.tenants.models import OperatorIdempotencyRecord, Tenant, User
 from tests.controlplane.conftest import PASSWORD, Party, as_key, as_user, assert_error
 from tests.controlplane.test_openapi import COMMITTED, METHODS
 from worker import fair_queue, protocol
@@ -55,6 +56,13 @@ def pool() -> Any:
     )
     client.zrem(protocol.workers_key(settings.POOL), WORKER)
     client.close()
+
+
+def trail() -> list[tuple[str, str, str]]:
+    """The platform's own events: what, to what, by whom."""
+    with all_tenants(reason="test"):
+        events = AuditEvent.objects.filter(tenant=None).order_by("seq")
+        return list(events.values_list("action", "resource_id", "actor_name"))
 
 
 @pytest.mark.parametrize(("method", "path"), OPERATIONS, ids=[f"{m} {p}" for m, p in OPERATIONS])
@@ -105,11 +113,12 @@ def test_base_model_is_switched_off(operator: User, base_model: BaseModel, acme:
 
 def test_worker_is_told_to_drain(operator: User, pool: Any) -> None:
     client = as_user(operator)
-    assert WORKER in [row["id"] for row in client.get("/ops/v1/workers").json()]
+    assert WORKER in [row["id"] for row in client.get("/ops/v1/workers").json()["data"]]
     assert client.post(f"/ops/v1/workers/{WORKER}/drain").status_code == 202
     ((_, fields),) = pool.xrange(protocol.control_key(settings.POOL, WORKER))
     order = protocol.ControlMessage.decode(fields[protocol.PAYLOAD_FIELD])
     assert order.action == protocol.Control.DRAIN
+    assert trail()[-1] == ("worker.drained", WORKER, operator.email)
     assert_error(client.post("/ops/v1/workers/nobody/drain"), 404)
 
 
@@ -117,10 +126,13 @@ def test_queues_and_quarantine(operator: User, pool: Any) -> None:
     client = as_user(operator)
     assert client.get("/ops/v1/queues").status_code == 200
     pool.hset(fair_queue.quarantine_key(settings.POOL), "d" * 64, 1_700_000_000)
-    assert [row["digest"] for row in client.get("/ops/v1/quarantine").json()] == ["d" * 64]
+    assert [row["digest"] for row in client.get("/ops/v1/quarantine").json()["data"]] == ["d" * 64]
     url = f"/ops/v1/quarantine/{'d' * 64}"
     assert client.delete(url).status_code == 204
+    assert trail()[-1] == ("quarantine.released", "d" * 64, operator.email)
+    length = len(trail())
     assert_error(client.delete(url), 404)
+    assert len(trail()) == length
 
 
 def test_dead_letters_show_no_prompt(operator: User, acme: Party) -> None:
@@ -131,3 +143,69 @@ def test_dead_letters_show_no_prompt(operator: User, acme: Party) -> None:
     answer = as_user(operator).get("/ops/v1/dead-letters")
     assert answer.json()["data"][0]["tenant"] == "acme"
     assert b"a secret" not in answer.content
+
+
+def test_a_write_with_a_key_is_made_once(operator: User, pool: Any) -> None:
+    client, body = as_user(operator), {"slug": "initech", "name": "Initech"}
+    key = {"HTTP_IDEMPOTENCY_KEY": "one"}
+    made = client.post("/ops/v1/tenants", body, format="json", **key)
+    again = client.post("/ops/v1/tenants", body, format="json", **key)
+    assert (made.status_code, again.status_code) == (201, 201)
+    assert again.content == made.content
+    assert again.headers["Idempotent-Replayed"] == "true"
+    assert_error(client.post("/ops/v1/tenants", body, format="json"), 409, "slug")
+    other = body | {"slug": "other"}
+    reused = assert_error(
+        client.post("/ops/v1/tenants", other, format="json", **key), 400, "Idempotency-Key"
+    )
+    assert reused["code"] == "idempotency_key_reused"
+    for _ in range(2):
+        client.post(f"/ops/v1/workers/{WORKER}/drain", **key)
+    assert pool.xlen(protocol.control_key(settings.POOL, WORKER)) == 1
+    assert [action for action, *_ in trail()].count("worker.drained") == 1
+
+
+def test_another_operators_key_is_another_key(operator: User) -> None:
+    colleague = services.user_create(
+        email="colleague@lorikeet.example", password=PASSWORD, is_operator=True
+    )
+    for user, slug in ((operator, "one"), (colleague, "two")):
+        body = {"slug": slug, "name": slug}
+        answer = as_user(user).post(
+            "/ops/v1/tenants", body, format="json", HTTP_IDEMPOTENCY_KEY="same"
+        )
+        assert answer.json()["slug"] == slug
+
+
+def test_an_answer_that_is_an_error_is_not_kept(operator: User, acme: Party) -> None:
+    client, body = as_user(operator), {"slug": "acme", "name": "Acme"}
+    key = {"HTTP_IDEMPOTENCY_KEY": "one"}
+    assert_error(client.post("/ops/v1/tenants", body, format="json", **key), 409, "slug")
+    assert OperatorIdempotencyRecord.objects.count() == 0
+
+
+@pytest.mark.parametrize("name", ["tenants", "base-models", "workers", "queues", "quarantine"])
+def test_every_list_is_paged(
+    name: str, operator: User, acme: Party, globex: Party, base_model: BaseModel, pool: Any
+) -> None:
+    key = fair_queue.quarantine_key(settings.POOL)
+    for number in range(3):
+        pool.hset(key, f"{number}" * 64, 1_700_000_000 + number)
+    client, url = as_user(operator), f"/ops/v1/{name}"
+    whole = client.get(url).json()
+    assert (whole["object"], whole["has_more"]) == ("list", False)
+    seen, query = [], "?limit=1"
+    while True:
+        page = client.get(url + query).json()
+        assert len(page["data"]) <= 1
+        seen += page["data"]
+        if not page["has_more"]:
+            break
+        query = f"?limit=1&after={page['last_id']}"
+    assert len(seen) == len(whole["data"])
+    if name == "quarantine":
+        assert [row["digest"][0] for row in seen] == ["2", "1", "0"]
+    if name != "queues":
+        assert seen
+    assert_error(client.get(f"{url}?after=nonsense"), 400, "after")
+    assert_error(client.get(f"{url}?limit=0"), 400, "limit")

@@ -44,6 +44,7 @@ GLOBAL_TABLES = {
     "tenants_user_user_permissions": "unused; Django's",
     "adapters_basemodel": "the operator's, for all",
     "delivery_quarantine": "the operator's: adapters' digests, by pool",
+    "tenants_operatoridempotencyrecord": "operators' own writes",
     "account_emailaddress": "a person's addresses",
     "account_emailconfirmation": "unused: allauth's links are signed instead",
     "mfa_authenticator": "a person's second factors, encrypted",
