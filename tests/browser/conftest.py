@@ -26,6 +26,7 @@ from demo.ports import HOST, choose_ports
 from demo.processes import ChildProcess, Command
 from demo.stack import EmbeddedStack
 from tests.database import own_database
+from tests.oidc_issuer import CLIENT_ID, CLIENT_SECRET, Issuer
 from worker.base_model import PACKAGED_MODEL, convert, packaged_gguf
 
 ROOT = Path(__file__).parent.parent.parent
@@ -84,8 +85,19 @@ def base_model_dir() -> Path:
 
 
 @pytest.fixture(scope="session")
+def issuer() -> Iterator[Issuer]:
+    """People may sign in to the site with it."""
+    made = Issuer()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
 def site(
-    stack: EmbeddedStack, base_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+    stack: EmbeddedStack,
+    base_model_dir: Path,
+    issuer: Issuer,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("site")
     [port] = choose_ports(1)
@@ -96,6 +108,10 @@ def site(
         "LORIKEET_BASE_URL": base_url,
         "LORIKEET_STATIC_ROOT": str(folder / "static"),
         "EMAIL_URL": f"file://{folder}/mail",
+        "LORIKEET_OIDC_ISSUER": issuer.url,
+        "LORIKEET_OIDC_NAME": "Test issuer",
+        "LORIKEET_OIDC_CLIENT_ID": CLIENT_ID,
+        "LORIKEET_OIDC_CLIENT_SECRET": CLIENT_SECRET,
         "OMP_NUM_THREADS": "1",
     }
     running = Site(base_url, env, folder / "mail")

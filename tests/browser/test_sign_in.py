@@ -13,6 +13,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from tests.browser.conftest import PASSWORD, Site, sign_in, window
+from tests.oidc_issuer import Issuer
 
 pytestmark = pytest.mark.browser
 
@@ -163,3 +164,15 @@ def test_lost_password(stranger: Page, site: Site) -> None:
     page.wait_for_url("**/console/")
     page.goto(link.replace(site.base_url, site.named_url))
     expect(page.get_by_label("New password")).to_have_count(0)
+
+
+def test_issuer(browser: Browser, site: Site, issuer: Issuer) -> None:
+    email = site.add_person("federated")
+    issuer.person = {"sub": "7", "email": email, "email_verified": True}
+    with window(browser, site.base_url) as page:
+        page.goto("/console/keys")
+        page.get_by_role("button", name="Continue with Test issuer").click()
+        page.wait_for_url("**/console/keys")
+        expect(page.get_by_text(email)).to_be_visible()
+        page.goto("/console/security")
+        expect(page.get_by_text("linked")).to_be_visible()
