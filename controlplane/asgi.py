@@ -1,7 +1,8 @@
 """The ASGI application of the web process; it streams, so there is no WSGI one.
 
 /static/   files, before anything of Django's
-/v1/       the gateway, without middleware; files that come are streamed past Django
+/v1/       the gateway, without middleware, and LoRAX's addresses; files that come are streamed
+           past Django
 the rest   Django as usual
 """
 
@@ -23,6 +24,7 @@ from controlplane.body_limit import BodyLimit, Receive, Send  # noqa: E402
 from controlplane.errors import ApiError  # noqa: E402
 from controlplane.files import receiving  # noqa: E402
 from controlplane.inference.asgi import MAX_BODY_BYTES, GatewayHandler  # noqa: E402
+from controlplane.lorax.urls import PATHS as LORAX_PATHS  # noqa: E402
 from controlplane.training.services import MAX_DATASET_BYTES  # noqa: E402
 
 #: A dataset and the form around it.
@@ -39,10 +41,17 @@ async def application(scope: dict[str, Any], receive: Receive, send: Send) -> No
         await _lifespan(receive, send)
     elif scope["type"] == "http" and receiving.is_ours(scope):
         await _files(scope, receive, send)
-    elif scope["type"] == "http" and scope["path"].startswith("/v1/"):
+    elif scope["type"] == "http" and _is_gateways(scope):
         await _gateway(scope, receive, send)
     else:
         await _site(scope, receive, send)
+
+
+def _is_gateways(scope: dict[str, Any]) -> bool:
+    path: str = scope["path"]
+    if path == "/":
+        return bool(scope["method"] == "POST")  # lorax-client's
+    return path.startswith("/v1/") or path in LORAX_PATHS
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:

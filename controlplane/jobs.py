@@ -220,6 +220,16 @@ class Dispatcher:
             if not is_served(self._workers, base_model):
                 raise Unavailable(f"No worker serves {base_model} now.", retry_after_s=5)
 
+    def served_models(self) -> set[str]:
+        """The base models that requests are taken for."""
+        known = {worker.heartbeat.base_model for worker in self._workers}
+        return {base_model for base_model in known if is_served(self._workers, base_model)}
+
+    def devices(self, base_model: str) -> set[str]:
+        """What the workers of a base model run on."""
+        beats = (worker.heartbeat for worker in self._workers)
+        return {beat.device for beat in beats if beat.base_model == base_model}
+
     def leave(self, reply: Reply) -> None:
         """Be done with a reply; if it has not ended, its generation is cancelled."""
         if self._replies.pop(reply.request_id, None) is None:

@@ -15,6 +15,7 @@ from controlplane.batches import document as batches
 from controlplane.files import document as files
 from controlplane.gateway_document import Json, body_schemas, operation, reference
 from controlplane.inference.schemas import ChatBody, CompletionBody
+from controlplane.lorax import openapi as lorax
 
 _MANAGEMENT = ("/api/v1/", "/ops/v1/")
 _METHODS = ("get", "put", "post", "patch", "delete")
@@ -117,6 +118,8 @@ def add_gateway(result: Json, generator: Any, request: Any, public: bool) -> Jso
     """drf-spectacular's hook: the addresses of /v1, with bodies from their pydantic models."""
     schemas = result["components"]["schemas"]
     schemas.update(_COMPONENTS)
+    schemas.update(lorax.schemas())
+    result["paths"].update(lorax.paths())
     for body in (ChatBody, CompletionBody):
         schemas.update(body_schemas(body))
     for part in (files, batches):
@@ -163,8 +166,8 @@ def complete_operations(result: Json, generator: Any, request: Any, public: bool
             if method not in item:
                 continue
             operation = item[method]
-            operation["responses"]["4XX"] = error
-            operation["responses"]["503"] = error
+            operation["responses"].setdefault("4XX", error)
+            operation["responses"].setdefault("503", error)
             if method == "post" and path.startswith(_MANAGEMENT):
                 operation.setdefault("parameters", []).append(_IDEMPOTENCY_KEY)
     result["paths"] = dict(sorted(result["paths"].items()))

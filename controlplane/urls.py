@@ -3,7 +3,6 @@
 from django.contrib import admin
 from django.http import HttpRequest, HttpResponse
 from django.urls import include, path
-from django.views.generic import RedirectView
 from drf_spectacular.views import SpectacularJSONAPIView, SpectacularSwaggerView
 
 
@@ -13,7 +12,7 @@ def healthz(request: HttpRequest) -> HttpResponse:
 
 
 urlpatterns = [
-    path("", RedirectView.as_view(pattern_name="console:overview")),
+    path("", include("controlplane.lorax.urls")),
     path("healthz", healthz),
     path("v1/", include("controlplane.inference.urls")),
     path("console/", include("controlplane.signin.urls")),

@@ -59,6 +59,7 @@ def seed() -> dict[str, dict[str, str]]:
             revoked, revoked_key = services.api_key_create(name="revoked")
             services.api_key_revoke(public_id=revoked.public_id)
             add_adapter(base, f"{slug}-adapter", {"name": slug})
+            add_adapter(base, f"{slug}-second", {"name": slug, "second": 1})
             add_adapter(base, f"{slug}-misfit", {"name": slug, "unsupported": True})
             add_adapter(base, f"{slug}-lost", {"name": slug, "lost": 1}, is_stored=False)
         tenants[slug] = {

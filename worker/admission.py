@@ -50,12 +50,16 @@ def read_prompts(job: GenerateJob, codec: TextCodec) -> list[Prompt]:
     if job.messages is not None:
         return [_checked(Prompt(_chat_token_ids(job, codec)), "messages", codec)]
     given: Sequence[Any] = job.prompts or [job.text if job.token_ids is None else job.token_ids]
-    return [_raw_prompt(prompt, codec) for prompt in given]
+    return [_raw_prompt(prompt, codec, job.truncate) for prompt in given]
 
 
-def _raw_prompt(given: str | Sequence[int] | None, codec: TextCodec) -> Prompt:
+def _raw_prompt(
+    given: str | Sequence[int] | None, codec: TextCodec, truncate: int | None
+) -> Prompt:
     if given is None or isinstance(given, str):
         text = given or ""
+        if truncate is not None:
+            return _checked(Prompt(_last_token_ids(text, truncate, codec), text), "text", codec)
         return _checked(Prompt(_text_token_ids(text, codec), text), "text", codec)
     token_ids = list(given)
     return _checked(Prompt(token_ids, codec.decode(token_ids)), "token_ids", codec)
@@ -73,6 +77,12 @@ def _checked(prompt: Prompt, param: str, codec: TextCodec) -> Prompt:
 def _text_token_ids(text: str, codec: TextCodec) -> list[int]:
     _refuse_hopeless(text, codec, "text")
     return codec.encode(text, add_special_tokens=True)
+
+
+def _last_token_ids(text: str, number: int, codec: TextCodec) -> list[int]:
+    """The text's last tokens. No more of it is read than so many tokens can stand for."""
+    end = text[-codec.max_num_chars(number) :]
+    return codec.encode(end, add_special_tokens=True)[-number:]
 
 
 def _chat_token_ids(job: GenerateJob, codec: TextCodec) -> list[int]:

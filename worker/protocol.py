@@ -233,6 +233,7 @@ class GenerateJob(Message):
     token_ids: tuple[int, ...] | None = None
     prompts: tuple[Any, ...] = ()  # several, each as text or as a list of token ids
     n: int = 1  # continuations of each prompt; number i of prompt p is choice p * n + i
+    truncate: int | None = None  # of a prompt as text: only so many of its last tokens
     echo: bool = False  # each choice's text begins with its prompt's
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     json_schema: str | None = None  # the answer must obey it; canonical JSON text

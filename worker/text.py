@@ -105,6 +105,10 @@ class TextCodec:
         """A lower bound for the length of `encode(text)`, without the work of it."""
         return len(text) // self._longest_token
 
+    def max_num_chars(self, num_tokens: int) -> int:
+        """An upper bound for the characters that so many tokens stand for."""
+        return num_tokens * self._longest_token
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text, without special tokens."""
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)

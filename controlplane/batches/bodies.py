@@ -10,7 +10,8 @@ from pydantic import AfterValidator, Field
 from controlplane.batches.lines import ENDPOINTS
 from controlplane.batches.models import Batch, file_id
 from controlplane.files.bodies import ExpiresAfter
-from controlplane.inference.schemas import Body, Metadata
+from controlplane.inference.bodies import Body
+from controlplane.inference.schemas import Metadata
 
 _STATUSES = (
     *(Batch.Status.IN_PROGRESS, Batch.Status.FINALIZING, Batch.Status.COMPLETED),

@@ -13,8 +13,6 @@ from worker.protocol import FinishReason, TokenEvent, Usage
 Json = dict[str, Any]
 
 DONE = b"data: [DONE]\n\n"
-#: A comment: clients skip it, proxies see that the connection lives.
-KEEP_ALIVE = b": keep-alive\n\n"
 
 
 def sse(data: Json) -> bytes:

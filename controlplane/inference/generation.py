@@ -26,9 +26,8 @@ MIN_TOP_P = 1e-6
 class Call:
     """Who asks, for what, and under which name: what every kind of job says alike.
 
-    endpoint       the address it was sent to, as the log shows it
-    token_details  whether events say more of each token (`TokenEvent.logprobs`)
-    deadline       Unix seconds; past it nobody waits for the answer
+    endpoint  the address it was sent to, as the log shows it
+    deadline  Unix seconds; past it nobody waits for the answer
     """
 
     principal: Principal
@@ -36,7 +35,6 @@ class Call:
     request_id: str
     gateway_id: str
     endpoint: str
-    token_details: bool
     is_batch: bool
     deadline: float | None
 
@@ -58,7 +56,6 @@ class Call:
             "n": body.n or 1,
             "endpoint": self.endpoint,
             "stream": bool(body.stream),
-            "token_details": self.token_details,
             "store": body.store,
             "is_batch": self.is_batch,
             "created_at": now,

@@ -53,7 +53,7 @@ async def submit(
     *,
     request_id: str,
     endpoint: str = "",
-    token_details: bool = False,
+    adjust: Callable[[GenerateJob], GenerateJob] | None = None,
     is_batch: bool = False,
     deadline: float | None = None,
 ) -> Generation:
@@ -62,7 +62,7 @@ async def submit(
     principal   with an API key, which the use is billed to
     request_id  from `new_request_id`; at most one request is accepted under it
     endpoint    the address that the client used, for the log; "": the body's own
-    token_details  with logprobs: events say more of each token
+    adjust      a last change to the job, of what no field of the body says
     is_batch    served from what interactive requests leave
     deadline    Unix seconds past which nobody wants the answer; None: `DEADLINE_S` from now
     Raises ApiError: PermissionDenied, NotFound, InvalidRequest, RateLimited, Unavailable.
@@ -76,7 +76,6 @@ async def submit(
         request_id=request_id,
         gateway_id=dispatcher.gateway_id,
         endpoint=endpoint or body.endpoint,
-        token_details=token_details,
         is_batch=is_batch or body.is_flex,
         deadline=deadline,
     )
@@ -84,6 +83,8 @@ async def submit(
         job = chat_job(body, call)
     else:
         job = completion_job(body, call)
+    if adjust is not None:
+        job = adjust(job)
     limits = await access.limits_of(principal, named)
     reply, admitted = await dispatcher.submit(
         job, limits, context_length=target.base_model.context_length

@@ -6,38 +6,40 @@ No database connection is held while an answer is generated.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from django.http import HttpRequest, HttpResponseBase, JsonResponse, StreamingHttpResponse
+from django.http import HttpRequest, HttpResponseBase, JsonResponse
 
 from controlplane import jobs
 from controlplane.errors import ApiError, InternalError, MethodNotAllowed, NotFound
 from controlplane.inference import access
-from controlplane.inference.answers import DONE, KEEP_ALIVE, sse
+from controlplane.inference.answers import DONE, sse
+from controlplane.inference.event_stream import streamed
 from controlplane.inference.parsing import parse_body
 from controlplane.inference.schemas import ChatBody, CompletionBody, GenerationBody
-from controlplane.inference.service import Generation, new_request_id, submit
+from controlplane.inference.service import new_request_id, submit
 from controlplane.tenants.auth import Principal
-from worker.protocol import TokenEvent
 
 log = logging.getLogger(__name__)
 
 #: Of the API that answers follow, as OpenAI counts.
 OPENAI_VERSION = "2020-10-01"
-#: A stream that has nothing to say for this long begins, or goes on, with a comment.
-KEEP_ALIVE_S = 10.0
 
 _B = TypeVar("_B", bound=GenerationBody)
 View = Callable[..., Coroutine[Any, Any, HttpResponseBase]]
 
 
-def gateway_view(*methods: str) -> Callable[[View], View]:
-    """A view under /v1: one of `methods`, errors in OpenAI's body, its headers on every answer."""
+def gateway_view(
+    *methods: str, errors: Callable[[ApiError], HttpResponseBase] = ApiError.response
+) -> Callable[[View], View]:
+    """A view of the gateway: one of `methods`, OpenAI's headers on every answer.
+
+    errors  how failures are answered; else in OpenAI's body
+    """
 
     def decorate(view: View) -> View:
         @functools.wraps(view)
@@ -49,11 +51,11 @@ def gateway_view(*methods: str) -> Callable[[View], View]:
                     raise MethodNotAllowed(f"{request.method} is not allowed here.", methods)
                 response = await view(request, **kwargs)
             except ApiError as error:
-                response = error.response()
+                response = errors(error)
                 _count_refusal(request, error)
             except Exception:
                 log.exception("request %s failed", request_id)
-                response = InternalError("The server failed on this request.").response()
+                response = errors(InternalError("The server failed on this request."))
             for name, value in getattr(request, "rate_headers", {}).items():
                 response.setdefault(name, value)
             principal: Principal | None = getattr(request, "principal", None)
@@ -102,17 +104,16 @@ async def _generate(
     principal, body = await checked_body(request, kind)
     generation = await submit(principal, body, request_id=request_id_of(request))
     request.rate_headers = generation.headers  # type: ignore[attr-defined]
-    is_handed_on = False
+    if body.stream:
+        return await streamed(generation, generation.answer(), failure=_failure, ending=DONE)
     try:
-        if not body.stream:
-            return JsonResponse(await generation.whole())
-        # Until it is known how the request fares, the status can still say so.
-        events = await generation.take(KEEP_ALIVE_S)
-        is_handed_on = True
+        return JsonResponse(await generation.whole())
     finally:
-        if not is_handed_on:  # also when the client went away
-            generation.leave()
-    return stream_response(_Stream(generation, events))
+        generation.leave()
+
+
+def _failure(error: ApiError) -> bytes:
+    return sse(error.body())
 
 
 async def checked_body(request: HttpRequest, kind: type[_B]) -> tuple[Principal, _B]:
@@ -132,48 +133,3 @@ async def checked_body(request: HttpRequest, kind: type[_B]) -> tuple[Principal,
 def request_id_of(request: HttpRequest) -> str:
     """The id that the answer's x-request-id has."""
     return str(request.request_id)  # type: ignore[attr-defined]
-
-
-class _Stream:
-    """The body of a streamed answer. Closing it early cancels the generation.
-
-    An object and not a bare generator: a generator that was never started runs no `finally`, and
-    a client may leave between the first event and the first chunk.
-    """
-
-    def __init__(self, generation: Generation, first: list[TokenEvent]) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._generation = generation
-        self._chunks = self._run(first)
-
-    def __aiter__(self) -> AsyncIterator[bytes]:
-        return self._chunks
-
-    def close(self) -> None:
-        """Django calls this, in a thread, when the response is done with."""
-        self._loop.call_soon_threadsafe(self._generation.leave)
-
-    async def _run(self, events: list[TokenEvent]) -> AsyncIterator[bytes]:
-        answer = self._generation.answer()
-        try:
-            yield b"".join(answer.opening()) or KEEP_ALIVE
-            while True:
-                chunks = b"".join(chunk for event in events for chunk in answer.chunks(event))
-                if chunks or not events:
-                    yield chunks or KEEP_ALIVE
-                if any(event.usage is not None for event in events):
-                    break
-                events = await self._generation.take(KEEP_ALIVE_S)
-            yield DONE
-        except ApiError as error:  # the status is long sent
-            yield sse(error.body())
-        finally:
-            self._generation.leave()
-
-
-def stream_response(stream: Any) -> StreamingHttpResponse:
-    """Server-sent events, as `stream` yields them."""
-    response = StreamingHttpResponse(stream, content_type="text/event-stream")
-    response["Cache-Control"] = "no-cache"
-    response["X-Accel-Buffering"] = "no"  # nginx would collect chunks
-    return response

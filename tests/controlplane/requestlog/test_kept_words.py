@@ -75,17 +75,21 @@ def site(live: LiveStack) -> Iterator[Site]:
     yield made
     made.choose("off")
     for process in (web, worker, accountant):
-        process.stop()
+        process.stop(60)
 
 
 def test_words_and_line_of_a_request(site: Site) -> None:
     answer = site.chat("keep these words")
     request_id = answer.headers["x-request-id"]
-    wait_for(lambda: request_id in site.stored(), what="the words")
+    wait_for(lambda: request_id in site.stored(), timeout_s=60, what="the words")
     prompt, outputs, reason = site.words(request_id)
     assert prompt == {"messages": [{"role": "user", "content": "keep these words"}]}
     assert (outputs, reason) == (["keep these words"], "stop")
-    wait_for(lambda: site.management(f"requests/{request_id}").status_code == 200, what="the line")
+    wait_for(
+        lambda: site.management(f"requests/{request_id}").status_code == 200,
+        timeout_s=60,
+        what="the line",
+    )
     line = site.management(f"requests/{request_id}").json()
     usage = answer.json()["usage"]
     assert (line["endpoint"], line["status"], line["has_content"]) == (
@@ -103,7 +107,7 @@ def test_words_and_line_of_a_request(site: Site) -> None:
 def test_streamed_words_are_kept_whole(site: Site) -> None:
     answer = site.chat("a streamed answer", stream=True)
     request_id = answer.headers["x-request-id"]
-    wait_for(lambda: request_id in site.stored(), what="the words")
+    wait_for(lambda: request_id in site.stored(), timeout_s=60, what="the words")
     assert site.words(request_id)[1:] == [["a streamed answer"], "stop"]
 
 
@@ -111,13 +115,17 @@ def test_a_request_that_says_no_and_a_tenant_that_said_nothing_leave_no_words(si
     silent = site.chat("not these", store=False)
     others = site.chat("nor these", tenant="globex", store=True)
     last = site.chat("but these")
-    wait_for(lambda: last.headers["x-request-id"] in site.stored(), what="the words")
+    wait_for(lambda: last.headers["x-request-id"] in site.stored(), timeout_s=60, what="the words")
     kept = site.stored()
     assert silent.headers["x-request-id"] not in kept
     assert others.headers["x-request-id"] not in kept
     # Without words, but not without a line.
     path = f"requests/{others.headers['x-request-id']}"
-    wait_for(lambda: site.management(path, "globex").status_code == 200, what="the line of globex")
+    wait_for(
+        lambda: site.management(path, "globex").status_code == 200,
+        timeout_s=60,
+        what="the line of globex",
+    )
     assert site.management(path).status_code == 404
 
 
@@ -134,7 +142,7 @@ def test_what_is_refused_is_counted_and_leaves_no_line(site: Site) -> None:
             if row["endpoint"] == "/v1/chat/completions"
         }
 
-    wait_for(lambda: counts().get("invalid_value"), what="the counts")
+    wait_for(lambda: counts().get("invalid_value"), timeout_s=60, what="the counts")
     assert counts() == {"model_not_found": 3, "invalid_value": 1}
     for answer in answers:
         path = f"requests/{answer.headers['x-request-id']}"

@@ -1,0 +1,1 @@
+"""The API of LoRAX, for clients that speak it: no tables, no state, only words."""

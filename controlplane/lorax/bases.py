@@ -1,0 +1,51 @@
+"""What answers without an adapter: LoRAX serves one base model, this platform perhaps several."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from controlplane import jobs
+from controlplane.adapters.models import BaseModel
+from controlplane.errors import InvalidRequest, Unavailable
+from controlplane.inference.access import in_thread
+
+CACHE_S = 5.0
+
+_known: tuple[float, Sequence[BaseModel]] = (0.0, ())
+
+
+async def default_base() -> BaseModel:
+    """The base model that is served, if it is but one.
+
+    Raises Unavailable when there is none, InvalidRequest when there are several.
+    """
+    active = await _active()
+    if len(active) > 1:
+        served = (await jobs.dispatcher()).served_models()
+        active = [base for base in active if base.name in served] or active
+    if not active:
+        raise Unavailable("There is no base model yet.")
+    if len(active) > 1:
+        names = ", ".join(base.name for base in active[:20])
+        raise InvalidRequest(
+            f"There are several base models: name one as the adapter_id ({names}).", param="model"
+        )
+    return active[0]
+
+
+async def _active() -> Sequence[BaseModel]:
+    global _known
+    until, found = _known
+    if until <= time.monotonic():
+        found = await in_thread(lambda: list(BaseModel.objects.filter(is_active=True)[:100]))
+        _known = (time.monotonic() + CACHE_S, found)
+    return found
+
+
+def eos_token_id(base: BaseModel) -> int:
+    """Of the token that ends an answer; 0 where the model's config does not say."""
+    found = base.config.get("eos_token_id")
+    if isinstance(found, list):
+        found = found[0] if found else None
+    return found if isinstance(found, int) else 0
