@@ -25,6 +25,7 @@ urlpatterns = [
     path("api/v1/", include("controlplane.usage.urls")),
     path("api/v1/", include("controlplane.training.urls")),
     path("api/v1/", include("controlplane.limits.urls")),
+    path("api/v1/", include("controlplane.schemas.urls")),
     path("api/v1/", include("controlplane.requestlog.urls")),
     path("api/v1/", include("controlplane.audit.urls")),
     path("ops/v1/", include("controlplane.operator.urls")),
