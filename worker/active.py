@@ -10,7 +10,7 @@ import dataclasses
 
 from worker.channel import Output
 from worker.choice import Choice
-from worker.protocol import DoneRecord, FinishReason, GenerateJob, TokenEvent, Usage
+from worker.protocol import DoneRecord, ErrorCode, FinishReason, GenerateJob, TokenEvent, Usage
 from worker.streams import News
 from worker.text import TextCodec
 
@@ -115,9 +115,32 @@ class ActiveRequest:
         if output.failure is not None:
             failure = output.failure
             self.fail(failure.code, failure.message, failure.param, now=now)
-        elif all(choice.finish_reason is not None for choice in self._choices):
-            self._end(_reason_of(self._choices), now)
+        elif not self.awaits_check:
+            self.conclude(now)
         return output.index if choice.finish_reason is not None and choice.runs_on else None
+
+    @property
+    def awaits_check(self) -> bool:
+        """Whether all has been generated and there are answers to hold against their schema."""
+        return not self.is_finished and self._is_generated and bool(self.unchecked)
+
+    @property
+    def unchecked(self) -> list[Choice]:
+        """The choices whose answers are to be held against their schema."""
+        return [choice for choice in self._choices if choice.awaits_check]
+
+    @property
+    def _is_generated(self) -> bool:
+        return all(choice.finish_reason is not None for choice in self._choices)
+
+    def conclude(self, now: float) -> None:
+        """End it if all its choices have ended."""
+        broken = [choice for choice in self._choices if choice.schema_error is not None]
+        if broken and self.job.is_strict:
+            message = f"The answer does not obey its schema: {broken[0].schema_error}"
+            self.fail(ErrorCode.ANSWER_INVALID, message, "json_schema", now=now)
+        elif self._is_generated:
+            self._end(_reason_of(self._choices), now)
 
     def cancel(self, now: float) -> None:
         """End it because nobody wants the answer."""

@@ -9,7 +9,7 @@ import dataclasses
 from typing import Any
 
 from worker.channel import Logprob, Output
-from worker.protocol import FinishReason, GenerateJob, TokenEvent
+from worker.protocol import CALL_BEGIN, FinishReason, GenerateJob, TokenEvent
 from worker.text import Detokenizer, StopStrings, TextCodec
 
 
@@ -18,7 +18,9 @@ class Choice:
 
     generated      tokens that the model made so far: what is billed
     runs_on        whether the engine has not said the last of it
-    finish_reason  set once it has ended, perhaps before the engine knows
+    finish_reason  set once it has ended, perhaps before the engine knows; told once the answer has
+                   been checked, where there is a schema to check it against
+    answer         all of its text, kept where it is to be checked
     """
 
     def __init__(self, job: GenerateJob, codec: TextCodec, index: int) -> None:
@@ -33,12 +35,33 @@ class Choice:
         self._stop_string: str | None = None
         self._text = ""
         self._logprobs: list[dict[str, Any]] = []
-        self._is_end_told = False
+        self._is_end_told = self._is_checked = False
+        self.schema_error: str | None = None
+        self.answer = ""
 
     @property
     def has_news(self) -> bool:
-        is_ended = self.finish_reason is not None and not self._is_end_told
+        is_ended = self._told_reason is not None and not self._is_end_told
         return is_ended or bool(self._text or self._logprobs)
+
+    @property
+    def awaits_check(self) -> bool:
+        """Whether it has ended as a whole answer that nobody has held against its schema."""
+        return (
+            self._job.json_schema is not None
+            and self.finish_reason == FinishReason.STOP
+            and self._stop_string is None  # the client's own end, wherever in the JSON that is
+            and not (self._job.tools and self.answer.startswith(CALL_BEGIN.strip()))
+            and not self._is_checked
+        )
+
+    def note_check(self, schema_error: str | None) -> None:
+        """`schema_error`: how the answer breaks its schema, if it does."""
+        self._is_checked, self.schema_error = True, schema_error
+
+    @property
+    def _told_reason(self) -> str | None:
+        return None if self.awaits_check else self.finish_reason
 
     def show(self, text: str) -> None:
         """Put text before what is generated."""
@@ -51,7 +74,7 @@ class Choice:
         if self.finish_reason is not None:
             return
         text, self._stop_string = self._stops.feed(self._read(output))
-        self._text += text
+        self._add(text)
         if self._stop_string is not None:
             self.finish_reason = FinishReason.STOP
         elif output.finish_reason is not None:
@@ -72,8 +95,13 @@ class Choice:
     def _finish(self, reason: str) -> None:
         text, self._stop_string = self._stops.feed(self._detokenizer.finish())
         is_stopped = self._stop_string is not None
-        self._text += text if is_stopped else text + self._stops.finish()
+        self._add(text if is_stopped else text + self._stops.finish())
         self.finish_reason = FinishReason.STOP if is_stopped else reason
+
+    def _add(self, text: str) -> None:
+        self._text += text
+        if self._job.json_schema is not None:
+            self.answer += text
 
     def event(self, event: TokenEvent) -> TokenEvent:
         """`event` with the choice's news since the last `clear`."""
@@ -82,15 +110,16 @@ class Choice:
             index=self.index,
             text=self._text,
             logprobs=tuple(self._logprobs) or None,
-            finish_reason=self.finish_reason,
+            finish_reason=self._told_reason,
             stop_string=self._stop_string,
+            schema_error=self.schema_error,
         )
 
     def clear(self) -> None:
         """Its news have been told."""
         self._text = ""
         self._logprobs = []
-        self._is_end_told = self.finish_reason is not None
+        self._is_end_told = self._told_reason is not None
 
     def _logprob(self, entry: Logprob) -> dict[str, Any]:
         token_id, logprob, top = entry

@@ -6,7 +6,6 @@ restarted and recovers its inbox, which is simpler to get right than a half-brok
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import logging
@@ -38,6 +37,7 @@ from worker.channel import (
     Unregister,
 )
 from worker.config import WorkerConfig
+from worker.processes import die_with_parent
 from worker.protocol import ErrorCode, adapter_digest_of
 
 log = logging.getLogger(__name__)
@@ -123,15 +123,6 @@ def main(connection: Connection, config: WorkerConfig, engine_factory: EngineFac
         loop.run()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         log.info("the IO process is gone")
-
-
-def die_with_parent() -> None:
-    """Ask Linux to kill this process when its parent dies, even in the middle of a long step."""
-    pr_set_pdeathsig = 1
-    try:
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    except (OSError, AttributeError):  # not Linux: the closed pipe ends it at the next step
-        pass
 
 
 class EngineLoop:

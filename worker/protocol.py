@@ -118,6 +118,8 @@ class ErrorCode(enum.StrEnum):
     WORKER_LOST = "worker_lost"
     GIVEN_UP = "request_given_up"  # it ended MAX_ATTEMPTS workers
     ADAPTER_QUARANTINED = "adapter_quarantined"
+    GRAMMAR_QUOTA = "grammar_quota_exceeded"  # of the tenant: new schemas cost too much
+    ANSWER_INVALID = "answer_invalid"  # it does not obey its strict schema
     INTERNAL = "internal"
 
 
@@ -293,6 +295,7 @@ class TokenEvent(Message):
     logprobs: tuple[dict[str, Any], ...] | None = None
     finish_reason: str | None = None
     stop_string: str | None = None  # with the reason "stop": the one that was met, if one was
+    schema_error: str | None = None  # how the choice, finished, breaks its `json_schema`
     error_code: str | None = None
     error_message: str | None = None
     error_param: str | None = None

@@ -10,7 +10,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
 
 from redis.exceptions import RedisError
 
@@ -20,6 +21,7 @@ from worker.admission import Refused, engine_ids, read_prompts, split_engine_id,
 from worker.channel import Cancel, Command, Output, Register, Unregister
 from worker.config import WorkerConfig
 from worker.flusher import Flusher
+from worker.grammars import Grammars
 from worker.protocol import (
     HEARTBEAT_TIMEOUT_S,
     MAX_ATTEMPTS,
@@ -75,11 +77,13 @@ class Requests:
             on_refused=self._on_refused,
             spool=Spool(config.adapter_dir.parent / f"spool-{config.worker_id}.jsonl"),
         )
+        self.grammars = Grammars(config.model_dir)
         self._progress_at = time.monotonic()
         self.num_tokens = 0  # generated since the start
         self._active: dict[str, ActiveRequest] = {}
         self._registered: set[str] = set()  # digests that the engine knows
-        self._preparing: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._checking: set[str] = set()  # whose answers are being checked
         self._room = asyncio.Event()  # something ended since it was cleared
         self._alone = asyncio.Lock()  # held by what an earlier attempt may have died of
 
@@ -129,9 +133,7 @@ class Requests:
         if request.is_finished:
             self._finish(request)
             return
-        task = asyncio.create_task(self._prepare(request, dispatch.attempt))
-        self._preparing.add(task)
-        task.add_done_callback(self._preparing.discard)
+        self._run(self._prepare(request, dispatch.attempt))
 
     async def _prepare(self, request: ActiveRequest, attempt: int) -> None:
         """Bring the request into the engine, or end it with the reason why not."""
@@ -146,6 +148,7 @@ class Requests:
                 await self._wait_to_run_alone(request)
             prompts = await asyncio.to_thread(read_prompts, job, self._codec)
             commands = to_adds(job, prompts, self._codec.context_length)
+            await self.grammars.admit(commands[0])
         except Refused as refused:
             request.fail(refused.code, refused.message, refused.param, now=time.time())
         except Exception:
@@ -170,9 +173,7 @@ class Requests:
             await request.released.wait()
             self._alone.release()
 
-        task = asyncio.create_task(release_at_end())
-        self._preparing.add(task)
-        task.add_done_callback(self._preparing.discard)
+        self._run(release_at_end())
         with contextlib.suppress(RedisError, OSError):
             await self._streams.will_run_alone(request.job.request_id, request.lease)
 
@@ -208,9 +209,32 @@ class Requests:
                     self._cancel_in_engine(request, FinishReason.STOP)
                 self._finish(request)
                 continue
+            if request.awaits_check and request_id not in self._checking:
+                self._checking.add(request_id)
+                self._run(self._check_answers(request))
             if stopped is not None:
                 self._send(Cancel(output.request_id, FinishReason.STOP, stopped))
             self.flusher.add(request)
+
+    async def _check_answers(self, request: ActiveRequest) -> None:
+        """Hold the finished answers against their schema, and then end the request."""
+        schema = request.job.json_schema
+        assert schema is not None
+        try:
+            for choice in request.unchecked:
+                choice.note_check(await self.grammars.problem_of(schema, choice.answer))
+            request.conclude(time.time())
+        except Exception:
+            log.exception("the answer of %s could not be checked", request.job.request_id)
+            message = "The worker failed on this request."
+            request.fail(ErrorCode.INTERNAL, message, now=time.time())
+        self._checking.discard(request.job.request_id)
+        self._finish(request)
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _cancel_in_engine(self, request: ActiveRequest, reason: FinishReason) -> None:
         for engine_id in engine_ids(request.job):

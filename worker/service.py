@@ -75,6 +75,8 @@ class Worker:
             config.redis_url, pool=config.pool, worker_id=config.worker_id, boot_id=self._boot_id
         )
         self._requests = Requests(config, self._streams, send=self._link.send, fetch=fetch)
+        # A test's engine has seldom a grammar to obey.
+        self._prepares_helpers = engine_factory is None
         self._stats = Stats()
         self._tokens_per_s = 0.0
         self._is_loaded = asyncio.Event()
@@ -109,6 +111,7 @@ class Worker:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self._link.stop()
+            self._requests.grammars.stop()
             await self._streams.close()
 
     def _on_report(self, report: StepReport) -> None:
@@ -128,6 +131,8 @@ class Worker:
             await self._is_loaded.wait()
             log.info("the engine has loaded %s", self._config.base_model)
             await self._beat()
+            if self._prepares_helpers:
+                group.create_task(self._requests.grammars.start())
             group.create_task(self._requests.flusher.run())
             group.create_task(self._control_loop(control_id))
             group.create_task(self._pull_loop())

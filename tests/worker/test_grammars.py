@@ -1,0 +1,196 @@
+"""What proves too much ends in its own process, with its own request; others never notice."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny_base import write_tiny_base
+from worker import grammars as grammars_module
+from worker.admission import Refused
+from worker.answer_check import set_up
+from worker.channel import Add
+from worker.grammars import Grammars
+from worker.killable import Helper, HelperLost
+from worker.protocol import ErrorCode
+
+BOMB = json.dumps({"type": "integer", "multipleOf": 10_000_019})
+SMALL = json.dumps({"type": "integer", "minimum": 3})
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_base(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+async def grammars(tiny: Path) -> AsyncIterator[Grammars]:
+    made = Grammars(tiny)
+    yield made
+    made.stop()
+
+
+def add(tenant: str = "t", **grammar: str) -> Add:
+    return Add(request_id="r", tenant_id=tenant, token_ids=[1], sampling={}, **grammar)
+
+
+async def refusal(grammars: Grammars, command: Add) -> Refused:
+    with pytest.raises(Refused) as caught:
+        await grammars.admit(command)
+    return caught.value
+
+
+async def test_a_bomb_ends_alone_and_is_not_tried_twice(grammars: Grammars) -> None:
+    await grammars.start()
+    bomb = asyncio.create_task(refusal(grammars, add("bomber", json_schema=BOMB)))
+    await asyncio.sleep(0.1)
+    await grammars.admit(add("other", json_schema=SMALL))  # by a new process
+    refused = await bomb
+    assert refused.code == ErrorCode.INVALID_RESPONSE_FORMAT
+    assert "longer than 2 s" in refused.message
+    started = time.monotonic()
+    await refusal(grammars, add("other", json_schema=BOMB))
+    assert time.monotonic() - started < 0.5
+
+
+@pytest.mark.parametrize(
+    ("grammar", "problem"),
+    [
+        ({"json_schema": '{"type":"integer","minimum":2,"maximum":1}'}, "Unsatisfiable"),
+        ({"json_schema": '{"type":"array","uniqueItems":true}'}, "uniqueItems"),
+        ({"json_schema": "["}, "not JSON"),
+        ({"regex": "("}, "cannot be enforced"),
+        ({"lark": "nothing"}, "cannot be enforced"),
+    ],
+    ids=["impossible", "unknown keyword", "no JSON", "regex", "lark"],
+)
+async def test_what_the_decoder_refuses(
+    grammars: Grammars, grammar: dict[str, str], problem: str
+) -> None:
+    refused = await refusal(grammars, add(**grammar))
+    assert refused.code == ErrorCode.INVALID_RESPONSE_FORMAT
+    assert problem in refused.message
+    assert refused.param in grammar
+
+
+async def test_tenants_take_turns(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One tenant's many grammars put off another's by one of them at most."""
+    order: list[str] = []
+
+    async def slow(kind: str, text: str, timeout_s: float) -> None:
+        await asyncio.sleep(0.01)
+        order.append(text)
+
+    monkeypatch.setattr(grammars._trial, "call", slow)
+    many = [asyncio.create_task(grammars.admit(add("a", regex=f"a{i}"))) for i in range(5)]
+    await asyncio.sleep(0)
+    await grammars.admit(add("b", regex="b"))
+    assert order.index("b") <= 2
+    await asyncio.gather(*many)
+
+
+async def test_a_tenants_time_for_new_grammars_is_bounded(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammars_module, "QUOTA_S", 0.05)
+    monkeypatch.setattr(grammars_module, "QUOTA_WINDOW_S", 1.0)
+
+    async def slow(kind: str, text: str, timeout_s: float) -> None:
+        await asyncio.sleep(0.1)
+
+    monkeypatch.setattr(grammars._trial, "call", slow)
+    await grammars.admit(add("a", regex="1"))
+    assert (await refusal(grammars, add("a", regex="2"))).code == ErrorCode.GRAMMAR_QUOTA
+    await grammars.admit(add("a", regex="1"))  # is known
+    await grammars.admit(add("b", regex="2"))
+    await asyncio.sleep(1.0)
+    await grammars.admit(add("a", regex="3"))
+
+
+async def test_many_who_want_the_same_wait_for_one_trial(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+
+    async def counted(*job: str, timeout_s: float) -> None:
+        calls.append(job)
+        await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(grammars._trial, "call", counted)
+    await asyncio.gather(*(grammars.admit(add(f"t{i}", regex="x")) for i in range(20)))
+    assert calls == [("regex", "x")]
+
+
+@pytest.mark.parametrize(
+    ("schema", "answer", "problem"),
+    [
+        ({"type": "object", "properties": {"a": {"multipleOf": 0.1}}}, '{"a": 0.3}', None),
+        ({"uniqueItems": True}, "[1, 1.0]", "non-unique"),
+        ({"additionalProperties": False, "patternProperties": {"^a": {}}}, '{"ab": 1}', None),
+        ({"additionalProperties": {"type": "null"}}, '{"ab": 1}', "at /ab"),
+        ({"patternProperties": {"^a": {"type": "null"}}}, '{"ab": 1}', "at /ab"),
+        ({"pattern": "^(a+)+$"}, json.dumps("a" * 30_000 + "b"), "no match"),
+        ({"format": "date"}, '"2023-02-29"', "'date'"),
+        ({}, "NaN", "no JSON"),
+        ({}, "[" * 20_000, "no JSON"),
+        ({}, "1" * 6_000, "no JSON"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"const": 1}}}, "2", "1 was expected"),
+    ],
+    ids=range(11),
+)
+def test_finished_answers_are_checked(
+    schema: dict[str, Any], answer: str, problem: str | None
+) -> None:
+    started = time.process_time()
+    found = set_up()(json.dumps(schema), answer)
+    assert time.process_time() - started < grammars_module.CHECK_TIMEOUT_S
+    assert found is None if problem is None else problem in (found or "")
+
+
+async def test_a_check_that_takes_long_is_given_up(grammars: Grammars) -> None:
+    part: dict[str, Any] = {"type": "array", "items": {"$ref": "#/$defs/n30"}}
+    defs: dict[str, Any] = {"n0": {"type": "string"}}
+    for i in range(1, 31):
+        both = {"$ref": f"#/$defs/n{i - 1}"}
+        defs[f"n{i}"] = {"anyOf": [both, both]}
+    slow = json.dumps({"$defs": defs, **part})
+    assert "longer than" in (await grammars.problem_of(slow, "[1]") or "")
+    assert "too long" in (await grammars.problem_of(slow, "[1]") or "")
+    assert await grammars.problem_of(SMALL, "5") is None
+
+
+def _eats(num_bytes: int) -> Any:
+    def eat(count: int) -> int:
+        return len(bytes(count * num_bytes))
+
+    return eat
+
+
+async def test_a_helper_that_needs_too_much_memory_is_replaced() -> None:
+    helper = Helper("eater", _eats, 1 << 20, memory_bytes=64 << 20)
+    try:
+        assert await helper.call(8, timeout_s=10) == 8 << 20
+        with pytest.raises(HelperLost, match="memory"):
+            await helper.call(256, timeout_s=10)
+        assert await helper.call(8, timeout_s=10) == 8 << 20
+    finally:
+        helper.stop()
+
+
+async def test_a_cancelled_job_leaves_no_answer_behind() -> None:
+    helper = Helper("eater", _eats, 1, memory_bytes=1 << 30)
+    try:
+        job = asyncio.create_task(helper.call(500_000_000, timeout_s=10))
+        await asyncio.sleep(0.01)
+        job.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await job
+        assert await helper.call(7, timeout_s=30) == 7
+    finally:
+        helper.stop()

@@ -1,0 +1,97 @@
+"""Whether a finished answer obeys its schema, by `jsonschema`; runs in a helper process.
+
+Numbers are decimals here: 0.3 is a multiple of 0.1. Patterns are RE2's, linear in the answer's
+length whoever wrote them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterator
+from decimal import Decimal
+from typing import Any
+
+import jsonschema
+import re2
+
+from worker.patterns import BadPattern, read_pattern
+
+MAX_MESSAGE_CHARS = 300
+_NUM_KEPT = 256
+
+
+def set_up() -> Callable[[str, str], str | None]:
+    """-> (schema, answer), both as JSON text -> where and how the answer fails, None if it does
+    not."""
+    base = jsonschema.Draft202012Validator
+    kind = jsonschema.validators.extend(
+        base,
+        {
+            "pattern": _pattern,
+            "patternProperties": _pattern_properties,
+            "additionalProperties": _additional_properties,
+        },
+    )
+
+    @functools.lru_cache(_NUM_KEPT)
+    def validator(schema: str) -> Any:
+        parsed = json.loads(schema, parse_float=Decimal)
+        return kind(parsed, format_checker=base.FORMAT_CHECKER)
+
+    def check(schema: str, answer: str) -> str | None:
+        try:
+            value = json.loads(answer, parse_float=Decimal, parse_constant=_no_constant)
+        except (ValueError, RecursionError) as error:
+            return f"the answer is no JSON: {error}"[:MAX_MESSAGE_CHARS]
+        found = next(validator(schema).iter_errors(value), None)
+        return None if found is None else _message(found)
+
+    return check
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _message(error: Any) -> str:
+    where = "/".join(str(step) for step in error.absolute_path)
+    return f"at /{where}: {error.message}"[:MAX_MESSAGE_CHARS]
+
+
+@functools.lru_cache(_NUM_KEPT)
+def _compiled(pattern: str) -> Any:
+    options = re2.Options()
+    options.log_errors = False
+    try:
+        return re2.compile(read_pattern(pattern).search, options)
+    except (BadPattern, re2.error):
+        return None  # the linter has said that nothing looks at it
+
+
+def _is_found(pattern: str, text: str) -> bool:
+    expression = _compiled(pattern)
+    return expression is None or expression.search(text) is not None
+
+
+def _pattern(validator: Any, value: str, instance: Any, schema: Any) -> Iterator[Any]:
+    if isinstance(instance, str) and not _is_found(value, instance):
+        yield jsonschema.ValidationError(f"no match of {value!r} in {instance!r}")
+
+
+def _pattern_properties(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[Any]:
+    if not isinstance(instance, dict):
+        return
+    for expression, part in value.items():
+        for name, item in instance.items():
+            if _is_found(expression, name):
+                yield from validator.descend(item, part, path=name, schema_path=expression)
+
+
+def _additional_properties(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[Any]:
+    if not isinstance(instance, dict):
+        return
+    known, expressions = schema.get("properties", {}), schema.get("patternProperties", {})
+    for name, item in instance.items():
+        if name not in known and not any(_is_found(each, name) for each in expressions):
+            yield from validator.descend(item, value, path=name)

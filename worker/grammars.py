@@ -1,0 +1,172 @@
+"""Grammars before they reach the engine, and answers after they leave it.
+
+A grammar is tried in a process of its own first, with bounds on time and memory: one that proves
+too much ends there, with its own request, and the engine never sees it. What a tenant's new
+grammars may cost is bounded too, and tenants take turns. Nothing here is on the engine's path:
+a request whose grammar is being tried is not in the engine yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from worker import grammar_trial
+from worker.admission import Refused
+from worker.channel import Add
+from worker.killable import Helper, HelperLost
+from worker.protocol import ErrorCode
+
+log = logging.getLogger(__name__)
+
+TRIAL_TIMEOUT_S = 2.0
+TRIAL_MEMORY_BYTES = 512 << 20
+CHECK_TIMEOUT_S = 1.0
+CHECK_MEMORY_BYTES = 256 << 20
+MAX_CACHED = 1024
+#: Of one tenant: grammars that wait for their trial, and seconds of trials in a minute.
+MAX_WAITING = 16
+QUOTA_S, QUOTA_WINDOW_S = 10.0, 60.0
+
+_Grammar = tuple[str, str]  # kind, text
+
+
+class Grammars:
+    """Owns the two helper processes of a worker, and remembers what they found."""
+
+    def __init__(self, model_dir: Path) -> None:
+        self._trial = Helper(
+            "grammar-trial",
+            grammar_trial.set_up,
+            str(model_dir),
+            memory_bytes=TRIAL_MEMORY_BYTES,
+        )
+        self._check = Helper("answer-check", _check_set_up, memory_bytes=CHECK_MEMORY_BYTES)
+        # One tokenizer in a process's life: the grammar alone is the key.
+        self._found: OrderedDict[_Grammar, str | None] = OrderedDict()
+        self._too_slow: OrderedDict[str, str | None] = (
+            OrderedDict()
+        )  # schemas of checks that took long
+        self._trials: dict[_Grammar, asyncio.Future[str | None]] = {}
+        self._waiting: OrderedDict[str, deque[_Grammar]] = OrderedDict()  # by tenant
+        self._spent: dict[str, deque[tuple[float, float]]] = {}  # tenant -> when, seconds
+        self._runner: asyncio.Task[None] | None = None
+
+    async def admit(self, command: Add) -> None:
+        """Wait until the command's grammar has been tried. Raises Refused when it failed, or when
+        its tenant has no more time for new ones."""
+        grammar = _grammar_of(command)
+        if grammar is None:
+            return
+        if grammar not in self._found:
+            await self._tried(grammar, command.tenant_id)
+        self._found.move_to_end(grammar)
+        problem = self._found[grammar]
+        if problem is not None:
+            raise Refused(
+                ErrorCode.INVALID_RESPONSE_FORMAT,
+                f"The answer's {_NAMES[grammar[0]]} cannot be used: {problem[:500]}.",
+                grammar[0],
+            )
+
+    async def problem_of(self, schema: str, answer: str) -> str | None:
+        """How a finished answer breaks its schema; None when it obeys it."""
+        if schema in self._too_slow:
+            return "checking it takes too long"
+        try:
+            found: str | None = await self._check.call(schema, answer, timeout_s=CHECK_TIMEOUT_S)
+        except HelperLost as error:
+            log.warning("an answer could not be checked: %s", error)
+            _remember(self._too_slow, schema, None)
+            return f"it could not be checked: {error}"
+        return found
+
+    async def start(self) -> None:
+        """Start the processes before they are needed."""
+        await asyncio.gather(self._trial.start(), self._check.start())
+
+    def stop(self) -> None:
+        if self._runner is not None:
+            self._runner.cancel()
+        self._trial.stop()
+        self._check.stop()
+
+    async def _tried(self, grammar: _Grammar, tenant_id: str) -> None:
+        """Have a grammar tried, once for all who wait for it."""
+        future = self._trials.get(grammar)
+        if future is None:
+            self._check_quota(tenant_id)
+            future = self._trials[grammar] = asyncio.get_running_loop().create_future()
+            self._waiting.setdefault(tenant_id, deque()).append(grammar)
+            if self._runner is None or self._runner.done():
+                self._runner = asyncio.create_task(self._run())
+        await asyncio.shield(future)
+
+    def _check_quota(self, tenant_id: str) -> None:
+        if len(self._waiting.get(tenant_id, ())) >= MAX_WAITING:
+            raise _over_quota("Too many new schemas are waiting to be compiled.")
+        spent, now = self._spent.get(tenant_id), time.monotonic()
+        while spent and spent[0][0] < now - QUOTA_WINDOW_S:
+            spent.popleft()
+        if spent is not None and not spent:
+            del self._spent[tenant_id]
+        if spent and sum(seconds for _, seconds in spent) > QUOTA_S:
+            raise _over_quota(
+                f"Compiling new schemas has taken more than {QUOTA_S:g} s in a minute."
+            )
+
+    async def _run(self) -> None:
+        """Try what waits, a grammar of each tenant in turn."""
+        while self._waiting:
+            tenant_id, grammars = self._waiting.popitem(last=False)
+            grammar = grammars.popleft()
+            if grammars:
+                self._waiting[tenant_id] = grammars
+            started = time.monotonic()
+            try:
+                problem = await self._trial.call(*grammar, timeout_s=TRIAL_TIMEOUT_S)
+            except HelperLost as error:
+                log.warning("tenant %s: a grammar was given up: %s", tenant_id, error)
+                problem = f"compiling it was given up: {error}"
+            spent = self._spent.setdefault(tenant_id, deque())
+            spent.append((started, time.monotonic() - started))
+            _remember(self._found, grammar, problem)
+            future = self._trials.pop(grammar)
+            with contextlib.suppress(asyncio.InvalidStateError):
+                future.set_result(problem)
+
+
+def _check_set_up() -> Callable[[str, str], str | None]:
+    from worker import answer_check  # with libraries that this process has no use for
+
+    return answer_check.set_up()
+
+
+_NAMES = {"json_schema": "schema", "regex": "regular expression", "lark": "tools' schemas"}
+
+
+def _grammar_of(command: Add) -> _Grammar | None:
+    for kind in _NAMES:
+        text = getattr(command, kind)
+        if text is not None:
+            return kind, text
+    return None
+
+
+def _over_quota(message: str) -> Refused:
+    return Refused(ErrorCode.GRAMMAR_QUOTA, f"{message} Retry in a minute.", "json_schema")
+
+
+_K = TypeVar("_K")
+
+
+def _remember(cache: OrderedDict[_K, str | None], key: _K, value: str | None) -> None:
+    cache[key] = value
+    if len(cache) > MAX_CACHED:
+        cache.popitem(last=False)
