@@ -170,6 +170,8 @@ WORKER_ERRORS: dict[ErrorCode, type[ApiError]] = {
     ErrorCode.WORKER_LOST: Unavailable,
     ErrorCode.GIVEN_UP: GivenUp,
     ErrorCode.ADAPTER_QUARANTINED: Conflict,
+    ErrorCode.GRAMMAR_QUOTA: RateLimited,
+    ErrorCode.ANSWER_INVALID: InternalError,
     ErrorCode.INTERNAL: InternalError,
 }
 

@@ -142,6 +142,7 @@ class ChatAnswer(Answer):
             "message": message,
             "logprobs": _chat_logprobs(events),
             "finish_reason": self._reason(index, events[-1].finish_reason),
+            **_schema_error(events[-1]),
         }
 
     def _pieces(self, index: int, text: str, *, is_end: bool) -> list[Piece]:
@@ -172,7 +173,13 @@ class ChatAnswer(Answer):
         for number, delta in enumerate(deltas):
             yield _delta(delta, _chat_logprobs([event]) if number == 0 else None)
         if is_end:
-            yield _delta({}, finish_reason=self._reason(event.index, event.finish_reason))
+            reason = self._reason(event.index, event.finish_reason)
+            yield _delta({}, finish_reason=reason) | _schema_error(event)
+
+
+def _schema_error(event: TokenEvent) -> Json:
+    """How a finished answer breaks its schema, where that is not strict and it does."""
+    return {} if event.schema_error is None else {"schema_error": event.schema_error}
 
 
 def _piece_delta(piece: Piece) -> Json:

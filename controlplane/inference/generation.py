@@ -8,7 +8,7 @@ from typing import Any
 
 from controlplane.adapters.models import AdapterVersion
 from controlplane.inference.access import Target
-from controlplane.inference.json_schema import planned
+from controlplane.inference.json_schema import planned, regex_of_choices, regex_of_pattern
 from controlplane.inference.schemas import ChatBody, CompletionBody, GenerationBody
 from controlplane.inference.tools import NO_PARAMETERS, FunctionTool
 from controlplane.tenants.auth import Principal
@@ -130,6 +130,10 @@ def _grammar(body: ChatBody) -> dict[str, Any]:
     form = body.response_format
     if form is None or form.type == "text":
         return {}
+    if form.pattern is not None:
+        return {"regex": regex_of_pattern(form.pattern)}
+    if form.choices is not None:
+        return {"regex": regex_of_choices(form.choices)}
     if form.json_schema is None:
         return {"json_schema": '{"type":"object"}'}
     is_strict = bool(form.json_schema.strict)
@@ -172,6 +176,8 @@ def client_param(job: GenerateJob, param: str | None, code: str | None) -> str |
         return "tools"
     if param == "adapters":
         return "model" if len(job.adapters) < 2 else "adapters"
+    if job.regex is not None and param == "regex":
+        return "response_format"
     if code == ErrorCode.INVALID_RESPONSE_FORMAT:
         return _CLIENT_PARAMS["json_schema"]
     return _CLIENT_PARAMS.get(param or "", param)

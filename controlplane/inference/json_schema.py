@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from pydantic_core import PydanticCustomError
@@ -9,7 +10,7 @@ from pydantic_core import PydanticCustomError
 from controlplane.errors import InvalidRequest
 from controlplane.schemas import BadSchema, Plan, Status, paths, plan
 from worker.patterns import BadPattern, literal, whole_text
-from worker.protocol import ErrorCode
+from worker.protocol import ErrorCode, GenerateJob
 
 SCHEMA_PARAM = "response_format.json_schema.schema"
 
@@ -48,8 +49,11 @@ def planned(
     return made
 
 
-def schema_headers(made: Plan) -> dict[str, str]:
+def schema_headers(job: GenerateJob) -> dict[str, str]:
     """What a client should know of a schema that is not enforced whole."""
+    if job.json_schema is None or job.is_strict:
+        return {}
+    made = plan(json.loads(job.json_schema))
     names = {
         "lorikeet-schema-checked": Status.CHECKED,
         "lorikeet-schema-ignored": Status.UNSUPPORTED,
@@ -63,15 +67,18 @@ def schema_headers(made: Plan) -> dict[str, str]:
     }
 
 
-def regex_of_pattern(pattern: str) -> str:
-    """The regular expression of an answer that matches `pattern` whole, as a job carries it.
-
-    Raises PydanticCustomError.
-    """
+def checked_pattern(pattern: str) -> str:
+    """The pattern itself. Raises PydanticCustomError for one that cannot be enforced."""
     try:
-        return whole_text(pattern)
+        whole_text(pattern)
     except BadPattern as error:
         raise PydanticCustomError("invalid_schema", "{problem}", {"problem": str(error)}) from error
+    return pattern
+
+
+def regex_of_pattern(pattern: str) -> str:
+    """The regular expression of an answer that matches a checked pattern whole."""
+    return whole_text(pattern)
 
 
 def regex_of_choices(choices: list[str]) -> str:

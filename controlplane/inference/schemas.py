@@ -18,7 +18,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from controlplane.inference.bodies import Body
-from controlplane.inference.json_schema import checked_schema
+from controlplane.inference.json_schema import checked_pattern, checked_schema
 from controlplane.inference.named import Named
 from controlplane.inference.tools import (
     MAX_TOOLS,
@@ -252,13 +252,26 @@ class JsonSchemaFormat(Body):
 
 
 class ResponseFormat(Body):
-    type: Literal["text", "json_object", "json_schema"]
+    """OpenAI's, and two more: `regex`, which the whole answer matches, and `choice`, of which it is
+    one."""
+
+    type: Literal["text", "json_object", "json_schema", "regex", "choice"]
     json_schema: JsonSchemaFormat | None = None
+    pattern: Annotated[str | None, AfterValidator(checked_pattern)] = None
+    choices: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=1000)]] | None,
+        Field(min_length=1, max_length=1000),
+    ] = None
 
     @model_validator(mode="after")
-    def _schema_comes_with_its_type(self) -> ResponseFormat:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema: required with type json_schema, and only with it")
+    def _what_its_type_needs_is_there(self) -> ResponseFormat:
+        for kind, field in (
+            ("json_schema", "json_schema"),
+            ("regex", "pattern"),
+            ("choice", "choices"),
+        ):
+            if (self.type == kind) != (getattr(self, field) is not None):
+                raise ValueError(f"{field}: required with type {kind}, and only with it")
         return self
 
 

@@ -33,6 +33,7 @@ from controlplane.inference import access
 from controlplane.inference.access import Target
 from controlplane.inference.answers import Answer, ChatAnswer, CompletionAnswer, Json
 from controlplane.inference.generation import Call, chat_job, client_param, completion_job
+from controlplane.inference.json_schema import schema_headers
 from controlplane.inference.schemas import ChatBody, CompletionBody, GenerationBody
 from controlplane.limits.admission import rate_headers
 from controlplane.limits.admit import Admitted
@@ -118,7 +119,7 @@ class Generation:
     @property
     def headers(self) -> dict[str, str]:
         """x-ratelimit-… and the like, for whoever answers over HTTP."""
-        return rate_headers(self.admitted)
+        return rate_headers(self.admitted) | schema_headers(self.job)
 
     @property
     def fingerprint(self) -> str:

@@ -1,0 +1,46 @@
+"""`python -m tests.live_adapter TENANT_ID NAME FOLDER`: a tenant's adapter of the tiny base."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import uuid
+from pathlib import Path
+
+os.environ.setdefault("DJANGO_SETTINGS_MODULE", "controlplane.settings")
+
+import django
+
+django.setup()
+
+from controlplane import storage  # noqa: E402
+from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel  # noqa: E402
+from controlplane.scoping import tenant_scope  # noqa: E402
+from tests.tiny_base import TINY_NAME, TINY_REVISION  # noqa: E402
+from worker.protocol import adapter_digest  # noqa: E402
+
+
+def add(tenant_id: str, name: str, folder: Path) -> None:
+    """The PEFT folder as version 1, live."""
+    config = json.loads((folder / "adapter_config.json").read_bytes())
+    tensors = (folder / "adapter_model.safetensors").read_bytes()
+    with tenant_scope(uuid.UUID(tenant_id)):
+        adapter = Adapter.objects.create(
+            name=name, base_model=BaseModel.objects.get(name=TINY_NAME)
+        )
+        version = AdapterVersion.objects.create(
+            adapter=adapter,
+            number=1,
+            status=AdapterVersion.Status.READY,
+            digest=adapter_digest(config, [tensors], TINY_REVISION),
+            num_bytes=len(tensors),
+        )
+        adapter.live_version = version
+        adapter.save()
+        storage.put_bytes(version.config_key, json.dumps(config).encode())
+        storage.put_bytes(version.tensors_key, tensors)
+
+
+if __name__ == "__main__":
+    add(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
