@@ -69,8 +69,9 @@ class GpuBatch:
     table, plan  both None for a pass without adapters
     sample_plan  the work list of the sample rows alone
     arrivals  copies of adapters that the pass overtakes: each layer waits for its part
+    is_in_line    whether adapters' kernels take turns with the products instead of running beside
     is_mlp_plain  whether no adapter of the pass changes gate, up or down
-    extras     None when no adapter has more than tiles; never in a graph
+    extras     None when no adapter has more than tiles; in a graph without `segments`
     """
 
     token_ids: torch.Tensor
@@ -86,6 +87,7 @@ class GpuBatch:
     table: LoraTable | None = None
     plan: LoraPlan | None = None
     sample_plan: LoraPlan | None = None
+    is_in_line: bool = False
     is_mlp_plain: bool = False
     arrivals: tuple[Arrival, ...] = ()
     extras: LoraExtras | None = None
@@ -234,10 +236,10 @@ class GpuModel:
         table, plan = batch.table, None if batch.is_mlp_plain else batch.plan
         if table is not None and plan is not None and plan.block_t > 16:
             # Many tokens: a delta of [T, 2I] would cost more to write and read than it hides.
-            with self._side_stream():
+            with self._side_stream(batch):
                 h = self._shrink(batch, index, GATE_UP, x)
             gate_up = self._product(x, layer.gate_up, layer.gate_up_bias)
-            self._join()
+            self._join(batch)
             self._adjust(batch, index, GATE_UP, gate_up)
             return lora_silu_mul_triton(gate_up, h, self.arena, table, plan, index)
         return silu_mul_triton(
@@ -263,7 +265,7 @@ class GpuModel:
         is_plain = batch.is_mlp_plain and projections[0] >= Projection.GATE
         if batch.table is None or batch.plan is None or is_plain:
             return self._product(x, weight, bias, onto), None
-        with self._side_stream():
+        with self._side_stream(batch):
             h = self._shrink(batch, index, projections, x)
             delta = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
             lora_expand_triton(
@@ -279,7 +281,7 @@ class GpuModel:
             )
         # The library's products leave the side stream more room than those for few rows do.
         out = self._product(x, weight, bias, onto, functional.linear)
-        self._join()
+        self._join(batch)
         self._adjust(batch, index, projections, out)
         return out, delta
 
@@ -316,12 +318,13 @@ class GpuModel:
         widths = (self.config.projection_widths[p][1] for p in projections)
         return tuple(itertools.accumulate(widths, initial=0))
 
-    def _side_stream(self) -> torch.cuda.StreamContext:
+    def _side_stream(self, batch: GpuBatch) -> torch.cuda.StreamContext:
         """Work from here on runs beside what the main stream is given, until `_join`."""
-        if self._side is not None:
-            self._side.wait_stream(torch.cuda.current_stream(self.device))
-        return torch.cuda.stream(self._side)
+        side = None if batch.is_in_line else self._side
+        if side is not None:
+            side.wait_stream(torch.cuda.current_stream(self.device))
+        return torch.cuda.stream(side)
 
-    def _join(self) -> None:
-        if self._side is not None:
+    def _join(self, batch: GpuBatch) -> None:
+        if self._side is not None and not batch.is_in_line:
             torch.cuda.current_stream(self.device).wait_stream(self._side)

@@ -81,7 +81,11 @@ class GpuRunner:
         self._max_running, self._max_tokens = max_running, max_tokens
         rows, max_pages = min(max_running, 256), -(-max_positions // layout.page_size)
         lora = LoraInputs(
-            arena.device, max_rows=rows, max_entries=MAX_ENTRIES, max_blocks=MAX_BLOCKS
+            arena.device,
+            max_rows=rows,
+            max_tokens=max(rows, max_tokens),
+            max_entries=MAX_ENTRIES,
+            max_blocks=MAX_BLOCKS,
         )
         self.entry_buffers = lora.buffers
         self._graphs = DecodeGraphs(self._model, max_batch=rows, max_pages=max_pages, lora=lora)

@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: three per batch bucket, by what of a layer the adapters change.
+"""Decode steps as CUDA graphs: four per batch bucket, by what of a layer the adapters change.
 
 The graph's inputs lie in fixed buffers. A step's grids depend on the bucket alone (the work list
 and its length are device data), so neither the number of adapters nor their ranks are part of a
@@ -203,6 +203,7 @@ class DecodeGraphs:
             table=self._lora.table,
             plan=self._plans[size],
             is_mlp_plain=reach is Reach.ATTENTION,
+            extras=self._lora.extras(size) if reach is Reach.ADJUSTED else None,
         )
 
     def _run(self, batch: GpuBatch, size: int) -> torch.Tensor:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 
 from engine.tile_entries import EntryBuffers
-from kernels import LoraBatch, LoraTable
+from kernels import AdjustTable, LoraBatch, LoraExtras, LoraTable
 
 # Blocks of 16 rank rows that one request's adapters may have in a graph: together rank 512.
 MAX_BLOCKS = 32
 MAX_ENTRIES = 1 << 21
+# Places where adapters of one step have a gain or a shift; 224 of each adapter with 32 layers.
+MAX_ADJUSTS = 1 << 17
 
 
 class LoraInputs:
@@ -17,12 +19,19 @@ class LoraInputs:
 
     buffers      of the table's entries, which stay there from one step to the next
     max_rows     segments, and virtual adapters, of one step
+    max_tokens   tokens of one step
     max_entries  tile entries of all adapters in one step
     max_blocks   blocks of 16 rank rows that one request's adapters have
     """
 
     def __init__(
-        self, device: torch.device, *, max_rows: int, max_entries: int, max_blocks: int
+        self,
+        device: torch.device,
+        *,
+        max_rows: int,
+        max_tokens: int,
+        max_entries: int,
+        max_blocks: int,
     ) -> None:
         self.max_rows, self.max_entries, self.max_blocks = max_rows, max_entries, max_blocks
 
@@ -33,11 +42,20 @@ class LoraInputs:
         self.seg_adapter = torch.full((max_rows,), -1, dtype=torch.int32, device=device)
         self.buffers = EntryBuffers(max_entries, device)
         self.table = self.buffers.table(ints(max_rows, torch.int64), ints(max_rows))
+        self._row_adapter = torch.full((max_tokens,), -1, dtype=torch.int32, device=device)
+        self._adjust = AdjustTable(
+            part_start=ints(max_rows, torch.int64),
+            num_parts=ints(max_rows),
+            gain_offset=ints(MAX_ADJUSTS, torch.int64),
+            shift_offset=ints(MAX_ADJUSTS, torch.int64),
+            weight=torch.zeros(MAX_ADJUSTS, dtype=torch.float32, device=device),
+        )
         self._loaded: LoraTable | None = None
+        self._adjusted: AdjustTable | None = None
 
     def fits(self, lora: LoraBatch | None) -> bool:
         return lora is None or (
-            lora.extras is None
+            self._fits_extras(lora.extras)
             and lora.max_tiles <= 2 * self.max_blocks
             and lora.table.a_offset.shape[0] <= self.max_entries
             and lora.table.entry_start.shape[0] <= self.max_rows
@@ -50,6 +68,8 @@ class LoraInputs:
         segments = lora.seg_adapter.shape[0]
         self.seg_adapter[:segments].copy_(lora.seg_adapter)
         self.seg_adapter[segments:size].fill_(-1)
+        if lora.extras is not None:
+            self._load_extras(lora.extras)
         if lora.table is self._loaded:
             return
         names = ["entry_start", "num_tiles"]
@@ -60,6 +80,33 @@ class LoraInputs:
             source = getattr(lora.table, name)
             getattr(self.table, name)[: source.shape[0]].copy_(source)
         self._loaded = lora.table
+
+    def _fits_extras(self, extras: LoraExtras | None) -> bool:
+        """Gains and shifts fit; what changes the embedding or the last matrix takes no graph."""
+        if extras is None:
+            return True
+        adjust = extras.adjust
+        return (
+            adjust is not None
+            and adjust.weight.shape[0] <= MAX_ADJUSTS
+            and not any(segment.embedding or segment.head for segment in extras.segments)
+        )
+
+    def _load_extras(self, extras: LoraExtras) -> None:
+        num_tokens = extras.row_adapter.shape[0]
+        self._row_adapter[:num_tokens].copy_(extras.row_adapter)
+        self._row_adapter[num_tokens:].fill_(-1)
+        if extras.adjust is None or extras.adjust is self._adjusted:
+            return
+        for name in ("part_start", "num_parts", "gain_offset", "shift_offset", "weight"):
+            source = getattr(extras.adjust, name)
+            getattr(self._adjust, name)[: source.shape[0]].copy_(source)
+        self._adjusted = extras.adjust
+
+    def extras(self, num_tokens: int) -> LoraExtras:
+        """The gains and shifts of a step of so many tokens."""
+        rows = self._row_adapter[:num_tokens]
+        return LoraExtras(segments=(), row_adapter=rows, adjust=self._adjust)
 
     def batch(self, size: int, seg_indptr: torch.Tensor | None = None) -> LoraBatch:
         """The first `size` segments; with other bounds when given."""
@@ -75,6 +122,7 @@ class LoraInputs:
         """Leave every row without an adapter."""
         self.seg_indptr.zero_()
         self.seg_adapter.fill_(-1)
+        self._row_adapter.fill_(-1)
 
 
 def fill_segments(buffer: torch.Tensor, bounds: torch.Tensor, size: int) -> None:

@@ -37,6 +37,7 @@ class Reach(enum.IntEnum):
     NONE = 0
     ATTENTION = 1
     ALL = 2
+    ADJUSTED = 3  # the base's own products too: DoRA's gains, and biases
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +181,8 @@ def _size(entries: Iterable[Entries]) -> int:
 
 def _reach(tiles: TileMap) -> Reach:
     """Where an adapter has tiles; its entries are [L * 7, tiles] in the projections' order."""
+    if tiles.adjusts:
+        return Reach.ADJUSTED
     is_mlp = np.arange(len(tiles.a_offset)) % NUM_PROJECTIONS >= Projection.GATE
     reaches_mlp = tiles.has_extras or (tiles.a_offset[is_mlp] >= 0).any()
     return Reach.ALL if reaches_mlp else Reach.ATTENTION

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from engine import Engine, FinishReason
-from engine.gpu_runner import Tokens
+from engine.gpu_runner import GpuRunner, Tokens
 from engine.mixed_graphs import MAX_PROMPTS, Shape, cut_blocks
 from engine.sampler import Sampled
 from tests.engine.conftest import MakeEngine, Oracle, Result, prompt, request, run
@@ -51,7 +51,8 @@ EXTENDED = ["dora", "dora-some", "bias", "bias-head", "ends", "embedding", "dora
 
 
 def test_adapters_that_are_more_than_tiles(make_engine: MakeEngine, oracle: Oracle) -> None:
-    """Beside others in one batch, in prefill and decode; their steps take no graph."""
+    """Beside others in one batch, in prefill and decode; some change the vocabulary's ends, so
+    that the steps take no graph."""
     engine = make_gpu_engine(make_engine, max_running=10, max_step_tokens=40)
     chosen = [None, *EXTENDED, "all-4", "dora"]
     prompts = [prompt(40 + i, 6 + i) for i in range(len(chosen))]
@@ -64,6 +65,24 @@ def test_adapters_that_are_more_than_tiles(make_engine: MakeEngine, oracle: Orac
     )
     for i, (tokens, adapter) in enumerate(zip(prompts, chosen, strict=True)):
         assert results[str(i)].token_ids == oracle.generate(tokens, 3, adapter), adapter
+
+
+def test_gains_and_biases_take_graphs(
+    make_engine: MakeEngine, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_gpu_engine(make_engine, max_running=5, max_step_tokens=40)
+    monkeypatch.setattr(GpuRunner, "_gpu_batch", None)  # what goes launch by launch
+    chosen = [None, "dora", "bias", "all-4", "dora"]
+    prompts = [prompt(60 + i, 6 + i) for i in range(len(chosen))]
+    results = run(
+        engine,
+        *(
+            request(str(i), tokens, adapter=adapter, max_tokens=3 + i % 2)
+            for i, (tokens, adapter) in enumerate(zip(prompts, chosen, strict=True))
+        ),
+    )
+    for i, (tokens, adapter) in enumerate(zip(prompts, chosen, strict=True)):
+        assert results[str(i)].token_ids == oracle.generate(tokens, 3 + i % 2, adapter), adapter
 
 
 def test_dora_in_a_long_prefill(make_engine: MakeEngine, oracle: Oracle) -> None:

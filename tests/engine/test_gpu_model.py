@@ -172,7 +172,7 @@ def test_prefill_then_decode_is_hugging_faces(chosen: list[int]) -> None:
     sequences = [
         [*prompt, int(rows[-1].argmax())] for prompt, rows in zip(PROMPTS, expected, strict=True)
     ]
-    inputs = LoraInputs(rig.model.device, max_rows=4, max_entries=4096, max_blocks=2)
+    inputs = LoraInputs(rig.model.device, max_rows=4, max_tokens=4, max_entries=4096, max_blocks=2)
     graphs = DecodeGraphs(rig.model, max_batch=4, max_pages=6, lora=inputs)
     lora = rig.adapters.batch([(1, v) for v in chosen])
     positions = torch.tensor([len(prompt) for prompt in PROMPTS], device=DEVICE)
