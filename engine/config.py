@@ -11,6 +11,7 @@ from engine.eviction import ReloadCosts
 from engine.model_config import ModelConfig
 from engine.waiting import SchedulerLimits
 from kernels import PageLayout
+from kernels.kv_pages import KEYS_READ_TOGETHER
 
 __all__ = ["EngineConfig", "ModelConfig"]
 
@@ -164,6 +165,13 @@ class EngineConfig:
             page_size=self.page_size,
             is_cpu=self.is_cpu,
         )
+
+    def reach(self, model: ModelConfig) -> int | None:
+        """How far back from a new token, itself included, its KV may be read; None: all of it."""
+        windows = [window for window in model.windows if window is not None]
+        if not windows or len(windows) < model.num_layers:
+            return None
+        return max(windows) + (KEYS_READ_TOGETHER - 1 if self.runs_triton else 0)
 
     def context_limit(self, model: ModelConfig) -> int:
         return min(self.max_context or model.max_positions, model.max_positions)

@@ -98,11 +98,11 @@ class Engine:
             prefixes=self._prefixes,
             page_size=config.page_size,
             limits=config.scheduler_limits,
+            reach=config.reach(model),
         )
         self._deadlines = Deadlines(config.max_step_tokens, self._scheduler.count_uncomputed)
-        self._pins = PinnedPrefixes(
-            self._prefixes, config.page_size, int(config.pin_share * num_pages)
-        )
+        max_pinned = int(config.pin_share * num_pages)
+        self._pins = PinnedPrefixes(self._prefixes, config.page_size, max_pinned)
         self._intake = Intake(config, model, pool=self._pool, store=self._store, pins=self._pins)
         self._builder = BatchBuilder(
             store=self._store,
@@ -265,7 +265,7 @@ class Engine:
         self._store.check_integrity()
         self._prefixes.check_integrity()
         self._pins.check_integrity()
-        tables = [sequence.page_table for sequence in self._scheduler.running]
+        tables = [sequence.pages for sequence in self._scheduler.running]
         cached = self._prefixes.owned_pages()
         pinned = self._pins.owned_pages()
         self._pool.check_integrity([*tables, *self._store.owned_pages(), cached, *pinned])

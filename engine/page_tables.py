@@ -13,10 +13,15 @@ class PageTables:
     """Fills and empties the page tables of sequences; what is full goes to the prefix cache.
 
     page_size  tokens per page
+    reach      how far back from a new token, itself included, KV may be read; pages further back
+               are given back while the sequence runs. None: all is read
     """
 
-    def __init__(self, pool: PagePool, prefixes: PrefixCache, page_size: int) -> None:
+    def __init__(
+        self, pool: PagePool, prefixes: PrefixCache, page_size: int, reach: int | None = None
+    ) -> None:
         self._pool, self._prefixes, self._page_size = pool, prefixes, page_size
+        self._reach = reach
 
     def count_for(self, num_tokens: int) -> int:
         """Pages of so many tokens."""
@@ -38,7 +43,7 @@ class PageTables:
         pages = self._prefixes.take(self._keys(sequence, num_full))
         num_common = min(num_full, sequence.num_prompt // self._page_size)
         if len(pages) < num_common:
-            owner = next((s for s in sequence.siblings if s.has_prompt), None)
+            owner = next((s for s in sequence.siblings if s.has_prompt and not s.num_dropped), None)
             if owner is not None:
                 self._prefixes.release(pages)
                 pages = owner.page_table[:num_common].tolist()
@@ -65,9 +70,9 @@ class PageTables:
 
     def clear(self, sequence: Sequence) -> None:
         """The sequence runs no longer."""
-        self._prefixes.release(sequence.page_table)
+        self._prefixes.release(sequence.pages)
         sequence.page_table = array("i")
-        sequence.num_computed = 0
+        sequence.num_computed = sequence.num_dropped = 0
 
     def commit(self, row: Row) -> None:
         """The row's tokens are in the pages, and full pages can be shared."""
@@ -79,6 +84,17 @@ class PageTables:
             keys = self._keys(sequence, end)
             for index in range(first, end):
                 self._prefixes.add(keys[index], sequence.page_table[index])
+        if self._reach is not None:
+            self._drop(sequence, self._reach)
+
+    def _drop(self, sequence: Sequence, reach: int) -> None:
+        """Give back the pages that the sequence's next token, and all after it, do not see."""
+        first = max(sequence.num_computed + 1 - reach, 0) // self._page_size
+        if first > sequence.num_dropped:
+            self._prefixes.release(sequence.page_table[sequence.num_dropped : first])
+            for index in range(sequence.num_dropped, first):
+                sequence.page_table[index] = 0
+            sequence.num_dropped = first
 
     def look_ahead(self, rows: list[Row]) -> list[tuple[int, int, int]] | None:
         """Take the pages that decoding rows need for their next step.
@@ -107,6 +123,9 @@ class PageTables:
         capacity = len(sequence.page_table) * self._page_size
         assert sequence.num_computed <= capacity, "KV without a page"
         assert capacity - self._page_size < sequence.num_tokens, "a page too many"
+        dropped = sequence.num_dropped * self._page_size
+        assert not dropped or self._reach is not None, "a page was given back that is read"
+        assert dropped <= max(sequence.num_computed + 1 - (self._reach or 0), 0)
 
     def _keys(self, sequence: Sequence, num_pages: int) -> list[bytes]:
         """What the sequence's first pages, which are full, are known by."""

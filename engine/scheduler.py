@@ -72,9 +72,11 @@ class Scheduler:
         prefixes: PrefixCache,
         page_size: int,
         limits: SchedulerLimits,
+        reach: int | None = None,
     ) -> None:
+        """reach: see `PageTables`."""
         self._pool, self._adapters, self._page_size = pool, adapters, page_size
-        self._tables = PageTables(pool, prefixes, page_size)
+        self._tables = PageTables(pool, prefixes, page_size, reach)
         self._limits = limits
         # Every running sequence must find room for its decode token in the step.
         self.max_running = min(limits.max_running, limits.max_step_tokens)

@@ -21,6 +21,8 @@ class Sequence:
     token_ids     the prompt, then what was generated; ~i for token i of a step that is under way
     num_computed  tokens whose KV is in the pages; the rest is still to be run
     page_table    page i holds tokens 16 i to 16 i + 15
+    num_dropped   pages at its start that were given back, for nothing reads them any more; 0 in
+                  the table
     num_cached    tokens of the prompt that were found in the prefix cache by the first of the
                   siblings to start; None: none has
     stop_ids      tokens that end it
@@ -39,6 +41,7 @@ class Sequence:
         "is_waiting_for_grammar",
         "num_cached",
         "num_computed",
+        "num_dropped",
         "num_prompt",
         "num_skips",
         "overdue_at",
@@ -70,6 +73,7 @@ class Sequence:
         self.num_cached: int | None = None
         self.page_keys: PageKeys | None = None  # the scheduler's, which knows the page size
         self.page_table = array("i")
+        self.num_dropped = 0
         self.adapter_key: AdapterKey = tuple((p.digest, p.weight) for p in request.adapters)
         self.digests = tuple(part.digest for part in request.adapters)
         self.is_running = False
@@ -103,6 +107,11 @@ class Sequence:
     @property
     def num_uncomputed(self) -> int:
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def pages(self) -> array[int]:
+        """The pages that it holds."""
+        return self.page_table[self.num_dropped :]
 
     @property
     def seed(self) -> int | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from kernels.backend import ceil_div, jit, next_power_of_2, tl
-from kernels.kv_pages import PageLayout
+from kernels.kv_pages import KEYS_READ_TOGETHER, PageLayout
 
 
 @jit()
@@ -126,7 +126,7 @@ def attention_prefill_triton(
     window: int | None = None,
     out: torch.Tensor | None = None,
     block_m: int = 128,
-    block_n: int = 64,
+    block_n: int = KEYS_READ_TOGETHER,
     num_warps: int = 8,
     num_stages: int = 2,
 ) -> torch.Tensor:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# A kernel with a sliding window may begin to read so many keys, less one, before the window.
+KEYS_READ_TOGETHER = 64
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageLayout:

@@ -1,0 +1,136 @@
+"""Where every layer has a sliding window, pages behind it are given back while a request runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine import Engine, EngineConfig, FinishReason
+from engine.config import ModelConfig
+from tests.engine.conftest import Result, prompt, request, save_adapter
+from tests.engine.families import save_family
+
+WINDOW, PAGE = 17, 16
+# A token sees so many pages at most; the page that a step begins is one more.
+MOST_PAGES = -(-WINDOW // PAGE) + 2
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mistral")
+    return save_family(folder, "mistral", max_position_embeddings=1024)
+
+
+@pytest.fixture(scope="module")
+def adapter(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapter")
+    return save_adapter(base, folder / "a", r=4, target_modules=["q_proj", "v_proj", "up_proj"])
+
+
+def greedy(base: Path, adapter: Path | None, tokens: list[int], num_tokens: int) -> list[int]:
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    if adapter is not None:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, adapter).eval()
+    out = model.generate(
+        input_ids=torch.tensor([tokens]),
+        attention_mask=torch.ones(1, len(tokens), dtype=torch.long),
+        max_new_tokens=num_tokens,
+        min_new_tokens=num_tokens,
+        eos_token_id=None,
+        pad_token_id=0,
+        do_sample=False,
+    )
+    return out[0, len(tokens) :].tolist()
+
+
+def make_engine(base: Path, num_pages: int, **options: object) -> Engine:
+    plain = EngineConfig(model_dir=base)
+    page_bytes = plain.page_bytes(ModelConfig.from_folder(base))
+    return Engine(
+        EngineConfig(model_dir=base, arena_bytes=num_pages * page_bytes, **options)  # type: ignore[arg-type]
+    )
+
+
+def run_poisoned(engine: Engine, *requests: object) -> tuple[dict[str, Result], int]:
+    """Step to the end, with what nobody owns made unusable; results, and the most KV pages held."""
+    results: dict[str, Result] = {}
+    most = 0
+    for each in requests:
+        engine.add(each)  # type: ignore[arg-type]
+    while engine.has_work():
+        for output in engine.step():
+            name = f"{output.request_id}/{output.index}"
+            results.setdefault(name, Result()).add(output)
+        engine.check_integrity()
+        stats = engine.stats()
+        most = max(most, stats.kv_pages)
+        free = [p for p in range(stats.num_pages) if not engine._pool.num_references(p)]
+        engine._runner.arena[free] = float("nan")
+    return results, most
+
+
+@pytest.mark.parametrize("max_step_tokens", [512, 32])
+def test_a_long_request_holds_no_more_than_its_window(
+    base: Path, adapter: Path, max_step_tokens: int
+) -> None:
+    """Tokens are Hugging Face's, with and without an adapter, in one batch."""
+    engine = make_engine(base, 60, max_step_tokens=max_step_tokens, prefix_cache=False)
+    engine.register_adapter("a", adapter)
+    results, most = run_poisoned(
+        engine,
+        request("base", prompt(1, 40), max_tokens=200),
+        request("adapted", prompt(2, 70), adapter="a", max_tokens=200),
+        request("short", prompt(3, 3), max_tokens=8),
+    )
+    assert results["base/0"].token_ids == greedy(base, None, prompt(1, 40), 200)
+    assert results["adapted/0"].token_ids == greedy(base, adapter, prompt(2, 70), 200)
+    assert results["short/0"].token_ids == greedy(base, None, prompt(3, 3), 8)
+    chunk_pages = -(-min(max_step_tokens, 110) // PAGE)
+    assert most <= 2 * MOST_PAGES + chunk_pages + 1
+    assert engine.stats().kv_pages == 0
+    engine.close()
+
+
+def test_a_request_may_be_longer_than_the_arena(base: Path) -> None:
+    engine = make_engine(base, MOST_PAGES + 4, prefix_cache=False)
+    results, most = run_poisoned(engine, request("r", prompt(1, 20), max_tokens=400))
+    assert results["r/0"].finish_reason == FinishReason.LENGTH
+    assert results["r/0"].token_ids == greedy(base, None, prompt(1, 20), 400)
+    assert most <= MOST_PAGES and engine.stats().num_preemptions == 0
+    engine.close()
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_prefixes_and_continuations_are_still_shared(base: Path, prefix_cache: bool) -> None:
+    """What is given back may be found again, and nobody is handed a page that has gone."""
+    engine = make_engine(base, 40, prefix_cache=prefix_cache, max_step_tokens=48)
+    wanted = greedy(base, None, prompt(5, 100), 30)
+    for name in ("first", "again"):
+        results, _ = run_poisoned(engine, request(name, prompt(5, 100), max_tokens=30, n=3))
+        for index in range(3):
+            assert results[f"{name}/{index}"].token_ids == wanted
+    assert (results["again/0"].last.num_cached_tokens > 0) == prefix_cache  # type: ignore[union-attr]
+    engine.close()
+
+
+def test_preemption_begins_anew(base: Path) -> None:
+    engine = make_engine(base, 8, prefix_cache=False, max_step_tokens=64)
+    requests = [request(str(i), prompt(i, 5 + i), max_tokens=60) for i in range(6)]
+    results, _ = run_poisoned(engine, *requests)
+    for i in range(6):
+        assert results[f"{i}/0"].token_ids == greedy(base, None, prompt(i, 5 + i), 60)
+    assert engine.stats().num_preemptions > 0
+    engine.close()
+
+
+def test_a_layer_that_sees_all_keeps_all(tmp_path: Path) -> None:
+    folder = save_family(tmp_path, "qwen2-sliding")
+    engine = make_engine(folder, 20, prefix_cache=False)
+    _, most = run_poisoned(engine, request("r", prompt(1, 20), max_tokens=100))
+    assert most == -(-120 // PAGE)
+    engine.close()
