@@ -28,7 +28,7 @@ def email_settings(url: str) -> dict[str, Any]:
     parts = urlsplit(url)
     if parts.scheme == "console":
         return {"EMAIL_BACKEND": _BACKEND.format("console")}
-    if parts.scheme == "file" and parts.path:
+    if parts.scheme == "file" and parts.path.startswith("/"):
         return {"EMAIL_BACKEND": _BACKEND.format("filebased"), "EMAIL_FILE_PATH": parts.path}
     if parts.scheme in _SMTP and parts.hostname:
         port, switches = _SMTP[parts.scheme]

@@ -1,19 +1,27 @@
-"""What every answer under /console/ tells the browser."""
+"""What every answer under /console/ tells the browser, and what it is without Redis."""
 
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import urlsplit
 
 from asgiref.sync import iscoroutinefunction, markcoroutinefunction
 from django.conf import settings
-from django.http import HttpRequest, HttpResponseBase
+from django.http import HttpRequest, HttpResponse, HttpResponseBase
+from django.shortcuts import render
+from redis.exceptions import RedisError
+
+logger = logging.getLogger(__name__)
 
 
-class ConsoleHeadersMiddleware:
-    """Adds the security headers: no script or style but the console's own files, no caching."""
+class ConsoleMiddleware:
+    """Adds the security headers: no script or style but the console's own files, no caching.
+
+    Attempts to sign in are counted in Redis: while it is away nobody signs in, and is told so.
+    """
 
     sync_capable = True
     async_capable = True
@@ -31,6 +39,12 @@ class ConsoleHeadersMiddleware:
 
     async def _acall(self, request: HttpRequest) -> HttpResponseBase:
         return _secured(request, await self.get_response(request))
+
+    def process_exception(self, request: HttpRequest, exception: Exception) -> HttpResponse | None:
+        if isinstance(exception, RedisError) and request.path.startswith("/console/"):
+            logger.error("Redis does not answer: %s", exception)
+            return render(request, "signin/unavailable.html", status=503)
+        return None
 
 
 def _secured(request: HttpRequest, response: HttpResponseBase) -> HttpResponseBase:

@@ -6,6 +6,7 @@ from typing import Any
 
 from allauth.account import signals as account
 from allauth.mfa import signals as mfa
+from allauth.mfa.models import Authenticator
 from allauth.socialaccount import signals as social
 from allauth.usersessions.models import UserSession
 from django.db import transaction
@@ -28,6 +29,15 @@ def tell(action: str, user: User, **after: Any) -> None:
             record(action, user, after=after)
     if not tenant_ids:
         record(action, user, after=after)
+
+
+@transaction.atomic
+def second_factors_remove(user: User) -> None:
+    """What an operator does for a person who has lost them; their sessions end, too."""
+    Authenticator.objects.filter(user=user).delete()
+    for session in UserSession.objects.filter(user=user):
+        session.end()
+    tell("second_factor_removed", user, type="all")
 
 
 def connect() -> None:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from allauth.account.models import EmailAddress
+from allauth.mfa.models import Authenticator
+from allauth.socialaccount.models import SocialAccount, SocialApp, SocialToken
+from allauth.usersessions.models import UserSession
 from django.contrib import admin, messages
 from django.contrib.auth.admin import UserAdmin
 from django.contrib.auth.models import Group
@@ -13,11 +17,15 @@ from unfold.admin import TabularInline
 from unfold.forms import AdminPasswordChangeForm, UserChangeForm, UserCreationForm
 
 from controlplane.operator.admin import AuditedAdmin, ReadOnlyAdmin
+from controlplane.signin.trail import second_factors_remove
 from controlplane.tenants.models import ApiKey, Membership, Tenant, User
 from controlplane.tenants.services import api_key_revoke, tenant_status_set
 
 # Roles are a membership's matter; Django's groups would be a second, unused answer.
 admin.site.unregister(Group)
+# A person's own matters; allauth's pages would show what nobody else has to see.
+for _model in (EmailAddress, Authenticator, SocialAccount, SocialApp, SocialToken, UserSession):
+    admin.site.unregister(_model)
 
 
 class MembershipInline(TabularInline):
@@ -92,6 +100,15 @@ class PersonAdmin(UserAdmin, AuditedAdmin):  # type: ignore[type-arg]
         ("Dates", {"fields": ("last_login", "date_joined")}),
     )
     add_fieldsets = ((None, {"fields": ("email", "usable_password", "password1", "password2")}),)
+    actions = ("remove_second_factors",)
+
+    @admin.action(description="Remove second factors: for who has lost them and their codes")
+    def remove_second_factors(self, request: HttpRequest, queryset: QuerySet[User]) -> None:
+        for user in queryset:
+            second_factors_remove(user)
+        self.message_user(
+            request, f"{len(queryset)} people sign in by password alone now.", messages.SUCCESS
+        )
 
 
 @admin.register(Membership)

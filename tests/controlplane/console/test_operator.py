@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import redis
+from allauth.mfa.models import Authenticator
+from allauth.mfa.totp.internal.auth import TOTP, generate_totp_secret
 from django.conf import settings
 from django.test import Client
 from django.urls import reverse
@@ -109,6 +111,20 @@ def test_makes_a_person_who_can_sign_in(operator: Client) -> None:
     )
     assert answer.status_code == 302, answer.context["errors"]
     assert User.objects.get(email="new@person.example").check_password(PASSWORD)
+
+
+def test_removes_the_second_factors_of_who_lost_them(operator: Client, acme: Party) -> None:
+    TOTP.activate(acme.viewer, generate_totp_secret())
+    TOTP.activate(acme.owner, generate_totp_secret())
+    form = {"action": "remove_second_factors", "_selected_action": [str(acme.viewer.pk)]}
+    operator.post(reverse("admin:tenants_user_changelist"), form)
+    assert [row.user for row in Authenticator.objects.all()] == [acme.owner]
+
+
+def test_nothing_of_allauths_has_a_page_here(operator: Client) -> None:
+    page = operator.get(reverse("admin:index")).content.decode().lower()
+    for word in ("authenticator", "social", "user sessions"):
+        assert word not in page
 
 
 def test_changes_a_person(operator: Client, acme: Party) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import redis
+from django.conf import settings as django_settings
 from django.core.cache import cache
-from django.test import Client
+from django.test import Client, override_settings
 
 from tests.controlplane.conftest import PASSWORD, Party
 
@@ -100,3 +102,23 @@ def test_nobody_makes_an_account_by_a_form(db: None) -> None:
     from controlplane.tenants.models import User
 
     assert not User.objects.exists()
+
+
+def test_without_redis_nobody_signs_in_and_is_told(acme: Party) -> None:
+    inside = Client()
+    inside.force_login(acme.owner)
+    away = django_settings.CACHES["default"] | {"LOCATION": "redis://127.0.0.1:1/0"}
+    with override_settings(CACHES={"default": away}):
+        answer = Client().post(SIGN_IN, {"login": acme.owner.email, "password": PASSWORD})
+        assert answer.status_code == 503
+        assert b"Not just now" in answer.content
+        assert inside.get("/console/").status_code == 200
+
+
+def test_clearing_the_cache_leaves_the_rest_of_redis_alone() -> None:
+    with redis.Redis.from_url(django_settings.REDIS_URL) as client:
+        client.set("not the cache's", "kept")
+        cache.set("mine", 1)
+        cache.clear()
+        assert cache.get("mine") is None
+        assert client.getdel("not the cache's") == b"kept"
