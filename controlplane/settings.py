@@ -255,6 +255,10 @@ CELERY_BEAT_SCHEDULE = {
         "task": "controlplane.files.tasks.files_sweep",
         "schedule": float(env("LORIKEET_FILES_SWEEP_S", "300")),
     },
+    "forget sessions that are over": {
+        "task": "controlplane.signin.tasks.sessions_forget",
+        "schedule": 24 * 3600.0,
+    },
     "forget idempotency keys": {
         "task": "controlplane.tenants.tasks.idempotency_records_expire",
         "schedule": 3600.0,

@@ -6,10 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 import redis
+from allauth.usersessions.models import UserSession
 from django.conf import settings as django_settings
+from django.contrib.sessions.models import Session
 from django.core.cache import cache
 from django.test import Client, override_settings
+from django.utils import timezone
 
+from controlplane.signin.tasks import sessions_forget
 from tests.controlplane.conftest import PASSWORD, Party
 
 SIGN_IN = "/console/sign-in"
@@ -122,3 +126,16 @@ def test_clearing_the_cache_leaves_the_rest_of_redis_alone() -> None:
         cache.clear()
         assert cache.get("mine") is None
         assert client.getdel("not the cache's") == b"kept"
+
+
+def test_sessions_that_are_over_are_forgotten(acme: Party) -> None:
+    old, new = Client(), Client()
+    for browser in (old, new):
+        browser.post(SIGN_IN, {"login": acme.owner.email, "password": PASSWORD})
+    key = old.session.session_key
+    Session.objects.filter(session_key=key).update(expire_date=timezone.now())
+    sessions_forget()
+    assert not Session.objects.filter(session_key=key).exists()
+    kept = list(UserSession.objects.values_list("session_key", flat=True))
+    assert kept == [new.session.session_key]
+    assert new.get("/console/").status_code == 200
