@@ -112,7 +112,7 @@ class Bench:
                 max_step_tokens=16384,
                 loader_threads=8,
                 max_context=2048,
-                host_cache_bytes=1 << 30,
+                host_cache_bytes=1 << 32,  # so that several of rank 128 are read at a time
             ),
             weights=random_weights(self.model, device, self._dtype),
         )
