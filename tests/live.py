@@ -160,6 +160,10 @@ class LiveStack:
         self._processes.append(process)
         return process
 
+    def named(self, prefix: str) -> list[Process]:
+        """The processes, of all pools, whose names begin so."""
+        return [process for process in self._processes if process.name.startswith(prefix)]
+
     def start_web(self, name: str = "web", **env: str) -> tuple[Process, str]:
         """A gateway and its address."""
         (port,) = choose_ports(1)

@@ -59,7 +59,7 @@ class Feeder:
         self._keep = keep
         self._unwritten: asyncio.Queue[Result] = asyncio.Queue(MAX_UNWRITTEN)
         self._is_over = asyncio.Event()  # nothing more comes to be written
-        self._room = asyncio.Condition()
+        self._freed = asyncio.Event()
         self._num_held = self._bytes_held = 0
         self._submitting = asyncio.Lock()
         self._closed_until = 0.0  # event loop's time; before it nothing is submitted
@@ -91,21 +91,19 @@ class Feeder:
 
     async def _hold(self, line: Line) -> None:
         """Wait until the line has room in memory."""
-        async with self._room:
-            await self._room.wait_for(
-                lambda: self._num_held < MAX_HELD and self._bytes_held < MAX_HELD_BYTES
-            )
-            self._num_held += 1
-            self._bytes_held += len(line.body)
+        while self._num_held >= MAX_HELD or self._bytes_held >= MAX_HELD_BYTES:
+            self._freed.clear()
+            await self._freed.wait()
+        self._num_held += 1
+        self._bytes_held += len(line.body)
 
     async def _line(self, line: Line) -> None:
         try:
             await self._unwritten.put(await self._answer(line))
         finally:
-            async with self._room:
-                self._num_held -= 1
-                self._bytes_held -= len(line.body)
-                self._room.notify_all()
+            self._num_held -= 1
+            self._bytes_held -= len(line.body)
+            self._freed.set()
 
     async def _answer(self, line: Line) -> Result:
         """The line's result, after as many attempts as it takes."""

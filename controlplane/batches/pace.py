@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterator
 
 from controlplane.workers import WorkerStatus
@@ -30,7 +30,7 @@ class Pace:
         self._most = most
         self._taken: Counter[uuid.UUID] = Counter()
         self._batches: set[uuid.UUID] = set()
-        self._freed = asyncio.Condition()
+        self._waiting: defaultdict[uuid.UUID, deque[asyncio.Future[None]]] = defaultdict(deque)
 
     @contextlib.contextmanager
     def joined(self, batch_id: uuid.UUID) -> Iterator[None]:
@@ -44,19 +44,35 @@ class Pace:
     @contextlib.asynccontextmanager
     async def place(self, batch_id: uuid.UUID) -> AsyncIterator[None]:
         """One of the batch's places; waits for it."""
-        async with self._freed:
-            while not self._has_room(batch_id):
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._freed.wait(), LOOK_S)
-            self._taken[batch_id] += 1
+        while not self._has_room(batch_id):
+            await self._wait(batch_id)
+        self._taken[batch_id] += 1
         try:
             yield
         finally:
             self._taken[batch_id] -= 1
             if not self._taken[batch_id]:
                 del self._taken[batch_id]
-            async with self._freed:
-                self._freed.notify_all()
+            self._wake()
+
+    async def _wait(self, batch_id: uuid.UUID) -> None:
+        """Until a place is free, or it is time to look how large the pool is now."""
+        turn = asyncio.get_running_loop().create_future()
+        waiting = self._waiting[batch_id]
+        waiting.append(turn)
+        try:
+            await asyncio.wait({turn}, timeout=LOOK_S)
+        finally:
+            if turn in waiting:
+                waiting.remove(turn)
+
+    def _wake(self) -> None:
+        """One request of each batch; whose turn it is not, waits again."""
+        for batch_id, waiting in list(self._waiting.items()):
+            if waiting:
+                waiting.popleft().set_result(None)
+            else:
+                del self._waiting[batch_id]
 
     def limit(self) -> int:
         """Places that there are now, taken ones included; always one, so that batches go on."""

@@ -1,0 +1,133 @@
+"""Who may work on a batch, and what is refused to whoever may not any more."""
+
+from __future__ import annotations
+
+import datetime as dt
+import uuid
+
+import pytest
+from django.db import IntegrityError, transaction
+from django.utils import timezone
+
+from controlplane.batches import results
+from controlplane.batches.leases import MAX_TENANT_RUNNING, Lease, LeaseLost, claim
+from controlplane.batches.models import Batch, BatchResult
+from controlplane.batches.results import Result
+from controlplane.scoping import tenant_scope
+from tests.controlplane.conftest import Party
+
+
+def make(party: Party, num: int = 1, **fields: object) -> list[Batch]:
+    with tenant_scope(party.tenant.id):
+        return [
+            Batch.objects.create(
+                **{
+                    "api_key": party.api_key,
+                    "endpoint": "/v1/completions",
+                    "input_file_id": uuid.uuid4(),
+                    "expires_at": timezone.now() + dt.timedelta(hours=24),
+                    **fields,
+                }
+            )
+            for _ in range(num)
+        ]
+
+
+def claimed() -> Lease:
+    lease = claim()
+    assert lease is not None
+    return lease
+
+
+def lapse(lease: Lease) -> None:
+    with tenant_scope(lease.tenant_id):
+        Batch.objects.filter(pk=lease.batch_id).update(lease_until=timezone.now())
+
+
+def result(line: int, *, is_error: bool = False) -> Result:
+    return Result(line=line, is_error=is_error, output="{}", prompt_tokens=2, completion_tokens=3)
+
+
+def test_a_batch_is_claimed_once_until_its_lease_is_over(acme: Party) -> None:
+    (batch,) = make(acme)
+    first = claimed()
+    assert first.batch_id == batch.pk
+    assert claim() is None
+    lapse(first)
+    second = claimed()
+    assert (second.batch_id, second.fence) == (batch.pk, first.fence + 1)
+
+
+def test_a_runner_that_was_given_up_writes_nothing(acme: Party) -> None:
+    make(acme, status=Batch.Status.IN_PROGRESS)
+    zombie = claimed()
+    lapse(zombie)
+    owner = claimed()
+    for write in (
+        zombie.renew,
+        lambda: results.keep(zombie, [result(1)]),
+        lambda: results.begin_validation(zombie),
+        lambda: results.stop(zombie, Batch.Status.COMPLETED),
+        lambda: results.end(zombie, {}),
+    ):
+        with pytest.raises(LeaseLost):
+            write()
+    zombie.release()  # not its own
+    assert claim() is None
+    assert owner.renew().status == Batch.Status.IN_PROGRESS
+    assert results.done_lines(owner) == set()
+
+
+def test_results_are_counted_in_the_transaction_that_keeps_them(acme: Party) -> None:
+    make(acme, status=Batch.Status.IN_PROGRESS)
+    lease = claimed()
+    results.keep(lease, [result(1), result(2, is_error=True), result(5)])
+    batch = lease.renew()
+    assert (batch.num_completed, batch.num_failed) == (2, 1)
+    assert (batch.prompt_tokens, batch.completion_tokens) == (6, 9)
+    assert results.done_lines(lease) == {1, 2, 5}
+    with pytest.raises(IntegrityError), transaction.atomic():
+        results.keep(lease, [result(3), result(5)])
+    assert lease.renew().num_completed == 2
+    assert results.done_lines(lease) == {1, 2, 5}
+
+
+def test_a_batch_that_has_ended_is_nobodys(acme: Party) -> None:
+    make(acme, status=Batch.Status.IN_PROGRESS)
+    lease = claimed()
+    results.keep(lease, [result(1)])
+    results.stop(lease, Batch.Status.COMPLETED)
+    results.end(lease, {})
+    with tenant_scope(acme.tenant.id):
+        batch = Batch.objects.get()
+        assert (batch.status, BatchResult.objects.count()) == (Batch.Status.COMPLETED, 0)
+    assert batch.completed_at is not None and batch.finalizing_at is not None
+    assert claim() is None
+    with pytest.raises(LeaseLost):
+        lease.renew()
+
+
+def test_a_cancelled_batch_stays_cancelled_whatever_its_runner_was_about(acme: Party) -> None:
+    make(acme, status=Batch.Status.CANCELLING, ends_as=Batch.Status.CANCELLED)
+    lease = claimed()
+    results.stop(lease, Batch.Status.COMPLETED)
+    assert lease.renew().status == Batch.Status.CANCELLING
+    results.end(lease, {})
+    with tenant_scope(acme.tenant.id):
+        assert Batch.objects.get().status == Batch.Status.CANCELLED
+
+
+def test_tenants_take_turns_and_none_has_more_than_its_share(acme: Party, globex: Party) -> None:
+    make(acme, MAX_TENANT_RUNNING + 3)
+    theirs = make(globex, 2)
+    leases = []
+    while (lease := claim()) is not None:
+        leases.append(lease)
+    owners = [lease.tenant_id for lease in leases]
+    assert owners[:4] == [acme.tenant.id, globex.tenant.id] * 2
+    assert owners.count(acme.tenant.id) == MAX_TENANT_RUNNING
+    assert [lease.batch_id for lease in leases if lease.tenant_id == globex.tenant.id] == [
+        batch.pk for batch in theirs
+    ]
+    leases[0].release()
+    assert claimed().batch_id == leases[0].batch_id

@@ -1,0 +1,86 @@
+"""How many requests a runner has under way, beside others and shared by its batches."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+
+import pytest
+
+from controlplane.batches.pace import Pace
+from controlplane.workers import WorkerStatus
+from worker.protocol import Heartbeat
+
+
+def worker(
+    running: int = 0, *, max_running: int = 64, silent_s: float = 0.0, **fields: bool
+) -> WorkerStatus:
+    beat = Heartbeat(
+        worker_id="w",
+        boot_id="b",
+        pool="p",
+        base_model="m",
+        base_revision="r",
+        device="cpu",
+        running=running,
+        max_running=max_running,
+        **fields,  # type: ignore[arg-type]
+    )
+    return WorkerStatus(heartbeat=beat, silent_s=silent_s)
+
+
+@pytest.mark.parametrize(
+    ("workers", "limit"),
+    [
+        ([], 1),
+        ([worker()], 48),
+        ([worker(), worker()], 96),
+        ([worker(20)], 28),
+        ([worker(64)], 1),
+        ([worker(), worker(silent_s=60)], 48),
+        ([worker(), worker(draining=True)], 48),
+        ([worker(), worker(loading=True)], 48),
+        ([worker(max_running=4000)], 512),
+    ],
+)
+def test_places_are_what_others_leave(workers: list[WorkerStatus], limit: int) -> None:
+    assert Pace(lambda: workers, most=512).limit() == limit
+
+
+async def test_own_requests_are_not_taken_for_others() -> None:
+    workers = [worker()]
+    pace = Pace(lambda: workers, most=512)
+    batch = uuid.uuid4()
+    async with contextlib.AsyncExitStack() as stack:
+        for _ in range(10):
+            await stack.enter_async_context(pace.place(batch))
+        workers[:] = [worker(10)]
+        assert pace.limit() == 48
+        workers[:] = [worker(30)]  # another runner's, or people's
+        assert pace.limit() == 28
+    assert pace.num_taken == 0
+
+
+async def test_batches_share_the_places() -> None:
+    pace = Pace(lambda: [worker(max_running=16)], most=512)  # 12 places
+    first, second = uuid.uuid4(), uuid.uuid4()
+    held = {first: 0, second: 0}
+    over = asyncio.Event()
+
+    async def hold(batch: uuid.UUID) -> None:
+        async with pace.place(batch):
+            held[batch] += 1
+            await over.wait()
+            held[batch] -= 1
+
+    with pace.joined(first), pace.joined(second):
+        tasks = [asyncio.create_task(hold(first)) for _ in range(50)]
+        await asyncio.sleep(0.05)
+        assert held == {first: 6, second: 0}
+        tasks += [asyncio.create_task(hold(second)) for _ in range(50)]
+        await asyncio.sleep(0.05)
+        assert held == {first: 6, second: 6}
+        over.set()
+        await asyncio.gather(*tasks)
+    assert pace.num_taken == 0

@@ -1,0 +1,115 @@
+"""The first pass over a batch's file: its speed, its memory, and what it remembers."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import tracemalloc
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from controlplane.adapters.models import BaseModel
+from controlplane.batches import lines
+from controlplane.batches.validation import MAX_FAULTS, Found, Refusal, validate
+from controlplane.files import contents
+from controlplane.tenants import auth
+from tests.controlplane.conftest import Party
+
+ENDPOINT = "/v1/chat/completions"
+#: The target: 10,000 lines in so many seconds.
+MAX_S = 3.0
+
+
+def raw(number: int, text: str = "Which of these is the total?", **body: Any) -> bytes:
+    fields = {
+        "custom_id": f"request-{number}",
+        "method": "POST",
+        "url": ENDPOINT,
+        "body": {
+            "model": "tiny",
+            "messages": [
+                {"role": "system", "content": "You read invoices and answer in one word."},
+                {"role": "user", "content": text},
+            ],
+            "max_tokens": 20,
+            **body,
+        },
+    }
+    return json.dumps(fields).encode()
+
+
+def run(acme: Party, raw_lines: Iterator[bytes]) -> tuple[Found, list[Refusal]]:
+    kept: list[Refusal] = []
+    principal = auth.authenticate(acme.header)
+    found = validate(raw_lines, endpoint=ENDPOINT, principal=principal, keep=kept.extend)
+    return found, kept
+
+
+def test_ten_thousand_lines_take_three_seconds_at_most(acme: Party, base_model: BaseModel) -> None:
+    content = b"\n".join(raw(i, "A line of some length. " * 20) for i in range(10_000))
+    pieces = [content[i : i + 2**20] for i in range(0, len(content), 2**20)]
+    started = time.process_time()  # of this process alone: others use the machine too
+    found, kept = run(acme, contents.lines(pieces, max_bytes=lines.MAX_LINE_BYTES))
+    seconds = time.process_time() - started
+    assert (found.num_lines, found.faults, kept) == (10_000, [], [])
+    assert found.models == {"tiny"}
+    assert seconds < MAX_S
+
+
+def test_memory_does_not_grow_with_the_file(acme: Party, base_model: BaseModel) -> None:
+    """Lines of 16 KiB: what remains of each is its id."""
+
+    def made() -> Iterator[bytes]:
+        for i in range(3000):
+            yield raw(i, "x" * 16_384)
+
+    run(acme, iter([raw(0)]))
+    before = psutil.Process(os.getpid()).memory_info().rss
+    tracemalloc.start()
+    found, _ = run(acme, made())
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert found.num_lines == 3000
+    assert peak < 4 * 1024**2, f"{peak / 1024**2:.1f} MiB for a file of 48 MiB"
+    assert psutil.Process(os.getpid()).memory_info().rss - before < 48 * 1024**2
+
+
+def test_refusals_come_some_at_a_time(acme: Party, base_model: BaseModel) -> None:
+    sizes: list[int] = []
+    found = validate(
+        (raw(i, temperature=9) for i in range(1200)),
+        endpoint=ENDPOINT,
+        principal=auth.authenticate(acme.header),
+        keep=lambda refusals: sizes.append(len(refusals)),
+    )
+    assert (found.num_lines, found.faults) == (1200, [])
+    assert sizes == [500, 500, 200]
+
+
+def test_the_pass_is_over_after_a_hundred_faults(acme: Party, base_model: BaseModel) -> None:
+    found, _ = run(acme, (b"no JSON" for _ in range(100_000)))
+    assert len(found.faults) == found.num_lines == MAX_FAULTS
+
+
+def test_a_line_that_is_too_long_is_cut_and_told(acme: Party, base_model: BaseModel) -> None:
+    def pieces() -> Iterator[bytes]:
+        yield raw(0) + b"\n" + b'{"custom_id": "'
+        for _ in range(12):
+            yield b"x" * 2**20
+        yield b'"}\n' + raw(2)
+
+    found, _ = run(acme, contents.lines(pieces(), max_bytes=lines.MAX_LINE_BYTES))
+    assert [(fault["line"], fault["code"]) for fault in found.faults] == [(2, "line_too_long")]
+    assert found.num_lines == 3
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 7, 100])
+def test_lines_are_the_same_however_the_bytes_come(cut: int) -> None:
+    content = b"one\n\nthree\r\nfour\n\nsix"
+    pieces = [content[i : i + cut] for i in range(0, len(content), cut)]
+    assert list(contents.lines(pieces, max_bytes=100)) == content.split(b"\n")
+    assert list(contents.lines(pieces, max_bytes=3)) == [line[:4] for line in content.split(b"\n")]
