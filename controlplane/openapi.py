@@ -16,6 +16,8 @@ from controlplane.files import document as files
 from controlplane.gateway_document import Json, body_schemas, operation, reference
 from controlplane.inference.schemas import ChatBody, CompletionBody
 from controlplane.lorax import openapi as lorax
+from controlplane.responses.openapi import RESPONSE
+from controlplane.responses.schemas import ResponsesBody
 
 _MANAGEMENT = ("/api/v1/", "/ops/v1/")
 _METHODS = ("get", "put", "post", "patch", "delete")
@@ -93,6 +95,7 @@ _COMPONENTS: Json = {
     "Error": _ERROR,
     "ChatCompletion": _answer({"message": _MESSAGE}),
     "Completion": _answer({"text": {"type": "string"}}),
+    "Response": RESPONSE,
     "Model": _MODEL,
     "ModelDeleted": {
         "type": "object",
@@ -120,7 +123,7 @@ def add_gateway(result: Json, generator: Any, request: Any, public: bool) -> Jso
     schemas.update(_COMPONENTS)
     schemas.update(lorax.schemas())
     result["paths"].update(lorax.paths())
-    for body in (ChatBody, CompletionBody):
+    for body in (ChatBody, CompletionBody, ResponsesBody):
         schemas.update(body_schemas(body))
     for part in (files, batches):
         schemas.update(part.SCHEMAS)
@@ -135,6 +138,11 @@ def add_gateway(result: Json, generator: Any, request: Any, public: bool) -> Jso
             },
             "/v1/completions": {
                 "post": _generation("Continue a text.", "completions", CompletionBody, "Completion")
+            },
+            "/v1/responses": {
+                "post": _generation(
+                    "Answer, and keep nothing.", "responses", ResponsesBody, "Response"
+                )
             },
             "/v1/models": {
                 "get": operation("What the key may name as a model.", "models", "ModelList")

@@ -3,11 +3,15 @@ from django.urls import path
 from controlplane.batches import views as batches
 from controlplane.files import views as files
 from controlplane.inference import model_views, views
+from controlplane.responses import views as responses
 from controlplane.usage.organization import completions_usage
 
 urlpatterns = [
     path("chat/completions", views.chat_completions),
     path("completions", views.completions),
+    path("responses", responses.responses),
+    path("responses/<str:response_id>", responses.not_kept),
+    path("responses/<str:response_id>/<path:rest>", responses.not_kept),
     path("models", model_views.model_list),
     path("models/<str:name>", model_views.model_detail),
     path("organization/usage/completions", completions_usage),

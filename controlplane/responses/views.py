@@ -1,0 +1,63 @@
+"""POST /v1/responses."""
+
+from __future__ import annotations
+
+from django.http import HttpRequest, HttpResponseBase, JsonResponse
+
+from controlplane.errors import ApiError, NotFound
+from controlplane.inference import access
+from controlplane.inference.event_stream import streamed
+from controlplane.inference.parsing import parse_body
+from controlplane.inference.schemas import ChatBody
+from controlplane.inference.service import submit
+from controlplane.inference.views import gateway_view, request_id_of
+from controlplane.responses.answers import ResponsesAnswer
+from controlplane.responses.schemas import ResponsesBody
+from controlplane.responses.translation import chat_body, in_our_words
+
+
+@gateway_view("POST")
+async def responses(request: HttpRequest) -> HttpResponseBase:
+    """Answer once; nothing of it is kept to be continued or fetched."""
+    body, chat = await _bodies(request)
+    principal, _ = await access.admit(request, chat.named())
+    request_id = request_id_of(request)
+    try:
+        generation = await submit(
+            principal, chat, request_id=request_id, endpoint=ResponsesBody.endpoint
+        )
+        request.rate_headers = generation.headers  # type: ignore[attr-defined]
+        answer = ResponsesAnswer(
+            body,
+            response_id=f"resp_{request_id.removeprefix('req_')}",
+            created=int(generation.job.created_at),
+            model=generation.target.name,
+            has_tools=bool(generation.job.tools),
+        )
+        if body.stream:
+            return await streamed(
+                generation, answer, failure=lambda error: answer.failure(in_our_words(error))
+            )
+        try:
+            return JsonResponse(answer.whole([event async for event in generation.events()]))
+        finally:
+            generation.leave()
+    except ApiError as error:
+        raise in_our_words(error) from None
+
+
+@gateway_view("GET", "DELETE", "POST")
+async def not_kept(request: HttpRequest, response_id: str, rest: str = "") -> HttpResponseBase:
+    """A response by its id: there is none, for none is kept."""
+    await access.authenticate(request)
+    raise NotFound(f"Response with id '{response_id[:100]}' not found: responses are not kept.")
+
+
+async def _bodies(request: HttpRequest) -> tuple[ResponsesBody, ChatBody]:
+    """The body and the chat that it means; a wrong key comes first."""
+    try:
+        body = parse_body(ResponsesBody, request.read())
+        return body, chat_body(body)
+    except ApiError:
+        await access.authenticate(request)
+        raise
