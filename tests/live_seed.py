@@ -21,6 +21,9 @@ from tests.fakes import FAKE_CONTEXT, FAKE_NAME, FAKE_REVISION  # noqa: E402
 from tests.tiny_base import ROOMY_CONTEXT, ROOMY_NAME, TINY_NAME, TINY_REVISION  # noqa: E402
 from worker.protocol import adapter_digest  # noqa: E402
 
+#: Adapters that the examples in docs/ name.
+DOCUMENTED = ("invoices", "letters", "letters-2024")
+
 
 def add_adapter(
     base: BaseModel, name: str, config: dict[str, Any], *, is_stored: bool = True
@@ -62,6 +65,9 @@ def seed() -> dict[str, dict[str, str]]:
             add_adapter(base, f"{slug}-second", {"name": slug, "second": 1})
             add_adapter(base, f"{slug}-misfit", {"name": slug, "unsupported": True})
             add_adapter(base, f"{slug}-lost", {"name": slug, "lost": 1}, is_stored=False)
+            if slug == "acme":
+                for name in DOCUMENTED:
+                    add_adapter(base, name, {"name": name})
         tenants[slug] = {
             "id": str(tenant.id),
             "key": key,

@@ -252,12 +252,17 @@ class CompletionAnswer(Answer):
         return {
             "tokens": [entry["token"] for entry in entries],
             "token_logprobs": [entry["logprob"] for entry in entries],
-            "top_logprobs": [
-                {best["token"]: best["logprob"] for best in entry["top_logprobs"]}
-                for entry in entries
-            ],
+            "top_logprobs": [_by_text(entry["top_logprobs"]) for entry in entries],
             "text_offset": [self._offsets[index].of(entry) for entry in entries],
         }
+
+
+def _by_text(best: Sequence[Json]) -> dict[str, float]:
+    """The best tokens by how they read; of several that read alike the likeliest."""
+    found: dict[str, float] = {}
+    for entry in best:
+        found.setdefault(entry["token"], entry["logprob"])
+    return found
 
 
 class _Offsets:

@@ -174,7 +174,7 @@ def client_param(job: GenerateJob, param: str | None, code: str | None) -> str |
         return "prompt" if job.messages is None else "messages"
     if param == "tools" or (job.tools and param == "lark"):
         return "tools"
-    if param == "adapters":
+    if param == "adapters" or code == ErrorCode.ADAPTER_INCOMPATIBLE:
         return "model" if len(job.adapters) < 2 else "adapters"
     if job.regex is not None and param == "regex":
         return "response_format"

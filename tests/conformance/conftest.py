@@ -60,9 +60,10 @@ def served(live: LiveStack, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         ),
     ]
     accountant = pool.start_accountant("conformance-accountant")
+    batches = pool.start_batch_runner("conformance-batches")
     yield Served(pool, url)
     assert web.stop() == -signal.SIGTERM
-    for process in (*workers, accountant):
+    for process in (*workers, accountant, batches):
         assert process.stop() == 0, process.log.read_text()
 
 

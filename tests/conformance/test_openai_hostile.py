@@ -1,0 +1,154 @@
+"""What a careless or hostile client can do to the gateway: no 500, nothing left running, no token
+unbilled or billed twice."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import struct
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import psycopg
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis.generation import GenerationMode
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from tests.conformance.conftest import Served, say
+from tests.fakes import FAKE_NAME
+from tests.live import ROOT, wait_for
+
+BODY: dict[str, Any] = {
+    "model": FAKE_NAME,
+    "messages": say("a few words to stream"),
+    "stream": True,
+    "n": 2,
+    "stream_options": {"include_usage": True},
+}
+
+
+def request_bytes(served: Served, body: bytes, tenant: str) -> bytes:
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: {urlsplit(served.url).netloc}\r\n"
+        f"Authorization: Bearer {served.key(tenant)}\r\nContent-Type: application/json\r\n"
+        f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+def read_and_leave(served: Served, num_bytes: int) -> bytes:
+    """Send the request, read so many bytes of the answer, and reset the connection."""
+    parts = urlsplit(served.url)
+    with socket.create_connection((parts.hostname or "", parts.port or 0)) as connection:
+        connection.sendall(request_bytes(served, json.dumps(BODY).encode(), "globex"))
+        read = b""
+        while len(read) < num_bytes and (more := connection.recv(num_bytes - len(read))):
+            read += more
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    return read
+
+
+def settled(served: Served) -> list[tuple[str, int, str]]:
+    """Request, tokens and end of everything that globex has asked for here."""
+    with psycopg.connect(served.live.database_url) as connection:
+        return connection.execute(
+            "select request_id, completion_tokens, finish_reason from usage_usagerecord"
+            " where tenant_id = %s and model = %s",
+            (served.live.tenants["globex"].id, FAKE_NAME),
+        ).fetchall()
+
+
+def test_who_leaves_at_any_byte_pays_for_what_there_was(served: Served) -> None:
+    before = len(settled(served))
+    whole = read_and_leave(served, 1 << 20)
+    assert whole.rstrip().endswith(b"0")  # the last chunk of the transfer
+    offsets = sorted({*range(1, len(whole), len(whole) // 60), len(whole) - 1})
+    for offset in offsets:  # how its chunks are cut, and so its length, differs a little
+        assert read_and_leave(served, offset).startswith(b"HTTP/1.1 200"[:offset])
+    expected = before + 1 + len(offsets)
+    wait_for(lambda: len(settled(served)) >= expected, timeout_s=60, what="every record")
+    rows = settled(served)
+    assert len(rows) == len({row[0] for row in rows}) == expected
+    most = max(row[1] for row in rows)
+    for _, tokens, reason in rows:
+        assert reason in ("stop", "cancelled")
+        assert tokens == most if reason == "stop" else tokens <= most
+
+    def idle() -> bool:
+        heartbeat = served.live.heartbeat("conformance-echo")
+        return heartbeat is not None and heartbeat.running + heartbeat.waiting == 0
+
+    wait_for(idle, what="an idle worker")
+
+
+def test_broken_bodies_are_a_400_each(served: Served) -> None:
+    """Any bytes: cut off, flipped, nested, or with odd values in odd places."""
+    chance = random.Random(5)
+    good = json.dumps({**BODY, "stream": False, "tools": [], "adapters": None}).encode()
+    odd: list[Any] = [None, True, -1, 1e308, "", "x" * 5000, [], [[]], {}, {"a": {}}, "\ud800", 0]
+    bodies = [good[:cut] for cut in range(0, len(good), 9)]
+    for _ in range(60):
+        flipped = bytearray(good)
+        for _ in range(3):
+            flipped[chance.randrange(len(good))] = chance.randrange(256)
+        bodies.append(bytes(flipped))
+    fields = ["model", "messages", "n", "stop", "tools", "tool_choice", "adapters", "logit_bias"]
+    fields += ["response_format", "stream_options", "seed", "metadata", "temperature", "logprobs"]
+    for field in fields:
+        for value in chance.sample(odd, 6):
+            bodies.append(json.dumps({**BODY, "stream": False, field: value}).encode())
+    bodies += [b"[" * 100_000, b"\xff\xfe", b'{"model": 1' + b"0" * 5000 + b"}"]
+    with httpx.Client(base_url=served.url, timeout=30) as client:
+        for body in bodies:
+            answer = client.post(
+                "/v1/chat/completions",
+                content=body,
+                headers={"Authorization": f"Bearer {served.key()}"},
+            )
+            assert answer.status_code in (200, 400, 404), (answer.status_code, body[:300])
+            if answer.status_code != 200:
+                assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+SCHEMA = schemathesis.openapi.from_path(ROOT / "docs" / "openapi.json")
+CHECKS = [status_code_conformance, content_type_conformance, response_schema_conformance]
+#: What generates, and what lists models; DELETE would take other tests' adapters out of service.
+OPERATIONS = {
+    f"{operation.method} {operation.path}": operation
+    for operation in (result.ok() for result in SCHEMA.get_all_operations())
+    if operation.path.startswith(("/v1/chat/completions", "/v1/completions", "/v1/models"))
+    and operation.method != "delete"
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=str)
+def test_the_described_api_is_the_real_one(served: Served, name: str, mode: GenerationMode) -> None:
+    @settings(
+        max_examples=15,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=OPERATIONS[name].as_strategy(generation_mode=mode))
+    def play(case: schemathesis.Case) -> None:
+        if mode == GenerationMode.POSITIVE and isinstance(case.body, dict):
+            case.body["model"] = FAKE_NAME  # so that more is tried than its absence
+            case.body.pop("adapters", None)
+        response = case.call(
+            base_url=served.url, headers={"Authorization": f"Bearer {served.key()}"}, timeout=60
+        )
+        assert response.status_code < 500 or response.status_code == 503, response.text
+        case.validate_response(response, checks=CHECKS)
+
+    play()
