@@ -27,7 +27,7 @@ demo-stop: setup
 	@$(BIN)/python -m demo stop
 
 test: setup
-	$(BIN)/python -m pytest -m "not long and not gpu"
+	@bash .ci/test $(BIN)/python
 
 test-long: setup
 	$(BIN)/python -m pytest -m "long"

