@@ -28,6 +28,7 @@ from kernels.attention_prefill import attention_prefill_triton
 from kernels.linear import skinny_linear_triton
 from kernels.lora import block_of, lora_expand_ref, lora_shrink_ref
 from kernels.lora_expand import lora_expand_triton
+from kernels.lora_expand_decode import lora_expand_decode_triton
 from kernels.lora_plan import make_plan
 from kernels.lora_shrink import lora_shrink_triton
 from kernels.rms_norm import add_rms_norm_ref, add_rms_norm_triton
@@ -173,7 +174,8 @@ def bench_lora(options: bool) -> Iterator[Case]:
                     {"block_k": 128}, {"block_k": 128, "num_stages": 3},
                     {"block_k": 128, "num_stages": 4}, {"num_stages": 3}, {"splits": 4},
                     {"splits": 8}, {"num_warps": 2}, {"num_warps": 2, "block_k": 128},
-                    {"splits": 4, "block_k": 128, "num_stages": 4},
+                    {"splits": 4, "block_k": 128, "num_stages": 4}, {"row_k": 0},
+                    {"row_k": 0, "num_warps": 2, "num_stages": 4},
                 ]  # fmt: skip
             elif options:
                 tries += [{"num_warps": 8}, {"block_k": 128}, {"num_stages": 3}, {"splits": 1},
@@ -200,16 +202,20 @@ def bench_lora(options: bool) -> Iterator[Case]:
                     "ms": ms,
                     "gb_s": a_bytes / ms / 1e6,
                 }
-            tries = [{}]
-            if options:
+            tries, expand = [{}], lora_expand_triton
+            if plan.block_t == 16:
+                expand = lora_expand_decode_triton
+            if options and plan.block_t == 16:
                 tries += [
-                    {"num_stages": 3}, {"dot_n": 128}, {"few": 0}, {"few": 4}, {"block_n": 256},
-                    {"block_n": 1024}, {"num_stages": 3, "few": 4},
+                    {"dot_n": 64, "max_registers": 128, "num_programs": 2112}, {"few": 1},
+                    {"few": 4}, {"num_programs": 3168},
                 ]  # fmt: skip
+            elif options:
+                tries += [{"num_stages": 3}, {"dot_n": 128}, {"block_n": 256}, {"block_n": 1024}]
             for extra in tries:
                 ms = graph_ms(
                     rotate(
-                        lambda i: lora_expand_triton(
+                        lambda i: expand(
                             rows, arena, table, plan, i, projections, y, bounds,
                             add=False, **extra,
                         ),

@@ -1,7 +1,7 @@
 """The expand on a GPU: rank-space vectors times B^T, over tiles where they lie.
 
-A unit of work is a chunk of the plan times a block of output columns. See
-`kernels.lora.lora_expand_ref`.
+For long segments a unit of work is a chunk of the plan times a block of output columns; for others
+see lora_expand_decode.py. See `kernels.lora.lora_expand_ref`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import itertools
 import torch
 
 from kernels.backend import ceil_div, jit, next_power_of_2, tl
+from kernels.lora_expand_decode import lora_expand_decode_triton, put
 from kernels.lora_plan import RANK_BLOCK, LoraPlan
 from kernels.lora_shrink import load_record
 from kernels.lora_table import LoraTable
@@ -69,44 +70,6 @@ def lora_tile(
     return product
 
 
-@jit()
-def lora_row(
-    row,
-    row_step,
-    first_entry,
-    tiles,
-    blocks,
-    h_ptr,
-    arena_ptr,
-    b_offset_ptr,
-    rows_ptr,
-    layer,
-    columns,
-    width,
-    projection,
-    NUM_P: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """One token's adapter output for some columns of one projection: [BLOCK_N] fp32.
-
-    A thread holds 16 rank rows of its columns, so nothing is exchanged: many loads in flight and
-    no barrier, where a product on tensor cores would spend 15 of its 16 rows on nobody.
-    """
-    r = tl.arange(0, 16)
-    entry = first_entry + (layer * 7 + projection) * tiles
-    product = tl.zeros((BLOCK_N,), dtype=tl.float32)
-    for block in range(0, blocks):
-        start, has = tile_rows(entry, block * 2 + r // 8, tiles, b_offset_ptr, rows_ptr, width)
-        h = tl.load(h_ptr + (row + block * row_step) * (NUM_P * 16) + r)
-        b = tl.load(
-            (arena_ptr + start)[:, None] + columns[None, :],
-            mask=has[:, None] & (columns < width)[None, :],
-            other=0.0,
-        )
-        product += tl.sum(h.to(tl.float32)[:, None] * b.to(tl.float32), axis=0)
-    return product
-
-
 @jit("layer")
 def _expand_kernel(
     h_ptr,
@@ -127,7 +90,6 @@ def _expand_kernel(
     P2: tl.constexpr,
     NUM_P: tl.constexpr,
     ADD: tl.constexpr,
-    FEW: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     DOT_N: tl.constexpr,
@@ -150,58 +112,30 @@ def _expand_kernel(
         high = tl.where(index == 0, bound1, tl.where(index == 1, bound2, bound3))
         before = tl.where(index == 0, 0, tl.where(index == 1, blocks0, blocks0 + blocks1))
         projection = tl.where(index == 0, P0, tl.where(index == 1, P1, P2))
-        if count <= FEW:
-            columns = (block - before) * BLOCK_N + tl.arange(0, BLOCK_N)
-            inside = low + columns < high
-            for token in range(0, count):
-                row = lora_row(
-                    h_row + token,
-                    count,
-                    first_entry,
-                    tiles,
-                    blocks,
-                    h_ptr + index * 16,
-                    arena_ptr,
-                    b_offset_ptr,
-                    rows_ptr,
-                    layer,
-                    columns,
-                    high - low,
-                    projection,
-                    NUM_P,
-                    BLOCK_N,
-                )
-                y_row = y_ptr + (first_row + token) * y_stride + low + columns
-                if ADD:
-                    row += tl.load(y_row, mask=inside, other=0.0).to(tl.float32)
-                tl.store(y_row, row.to(y_ptr.dtype.element_ty), mask=inside)
-        else:
-            # In narrower parts, whose registers are no more than the other path's.
-            for part in range(0, BLOCK_N // DOT_N):
-                columns = (block - before) * BLOCK_N + part * DOT_N + tl.arange(0, DOT_N)
-                product = lora_tile(
-                    count,
-                    first_entry,
-                    tiles,
-                    blocks,
-                    h_row,
-                    h_ptr + index * 16,
-                    arena_ptr,
-                    b_offset_ptr,
-                    rows_ptr,
-                    layer,
-                    columns,
-                    high - low,
-                    projection,
-                    NUM_P,
-                    BLOCK_T,
-                    DOT_N,
-                )
-                y_ptrs = y_ptr + (first_row + t)[:, None] * y_stride + (low + columns)[None, :]
-                mask = (t < count)[:, None] & (low + columns < high)[None, :]
-                if ADD:
-                    product += tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32)
-                tl.store(y_ptrs, product.to(y_ptr.dtype.element_ty), mask=mask)
+        # In narrower parts, whose registers fit.
+        for part in range(0, BLOCK_N // DOT_N):
+            columns = (block - before) * BLOCK_N + part * DOT_N + tl.arange(0, DOT_N)
+            product = lora_tile(
+                count,
+                first_entry,
+                tiles,
+                blocks,
+                h_row,
+                h_ptr + index * 16,
+                arena_ptr,
+                b_offset_ptr,
+                rows_ptr,
+                layer,
+                columns,
+                high - low,
+                projection,
+                NUM_P,
+                BLOCK_T,
+                DOT_N,
+            )
+            y_ptrs = y_ptr + (first_row + t)[:, None] * y_stride + (low + columns)[None, :]
+            mask = (t < count)[:, None] & (low + columns < high)[None, :]
+            put(y_ptrs, product, mask, ADD)
         unit += tl.num_programs(0)
         if unit < num_units:
             record = chunks_ptr + (unit // num_blocks).to(tl.int64) * 8
@@ -220,16 +154,21 @@ def lora_expand_triton(
     *,
     add: bool = True,
     num_programs: int = 1056,
-    block_n: int = 0,
-    few: int = 2,
+    block_n: int = 512,
     dot_n: int = 256,
     num_warps: int = 0,
     num_stages: int = 1,
 ) -> None:
-    """Add to y, or with add=False write to it, zeros for base-only tokens included."""
+    """Add to y, or with add=False write to it, zeros for base-only tokens included.
+
+    The options are those of a plan for long segments.
+    """
+    if plan.block_t <= RANK_BLOCK:
+        lora_expand_decode_triton(
+            h, arena, table, plan, layer, projections, y, out_offsets, add=add
+        )
+        return
     widths = [high - low for low, high in itertools.pairwise(out_offsets)]
-    # A warp per 256 columns: then a thread's columns are its own (see lora_row).
-    block_n = block_n or (256 if plan.block_t <= RANK_BLOCK else 512)
     block_n = min(block_n, max(16, next_power_of_2(max(widths))))
     num_blocks = sum(ceil_div(width, block_n) for width in widths)
     p0, p1, p2 = (*map(int, projections), -1, -1)[:3]
@@ -253,7 +192,6 @@ def lora_expand_triton(
         P2=p2,
         NUM_P=len(projections),
         ADD=add,
-        FEW=few,
         BLOCK_T=plan.block_t,
         BLOCK_N=block_n,
         DOT_N=min(block_n, dot_n),

@@ -1,9 +1,10 @@
 """The step's LoRA work as a list on the device: built once, read by every layer.
 
 A segment (tokens of one virtual adapter) is cut into *chunks* of at most `block_t` tokens; a chunk
-times 16 rank rows (two tiles) is an *item*, the unit of the shrink. The expand, and what it is
-fused into, walks chunks. Both lists and their lengths live on the device, and the kernels' grids
-do not depend on them: so one CUDA graph serves every mix of adapters and ranks.
+times 16 rank rows (two tiles) is an *item*, the unit of the shrink. In a decode the expand walks
+items as well, so that a chunk has as many programs as its rank has bytes; with long segments it
+walks chunks, as does what it is fused into. Both lists and their lengths live on the device, and
+the kernels' grids do not depend on them: so one CUDA graph serves every mix of adapters and ranks.
 
 The rank-space vectors of all items lie in rows `[rows, projections * 16]`, an item's tokens one
 after the other. While a shrink runs, each split of the inner dimension writes a plane of its own
@@ -29,8 +30,10 @@ class LoraPlan:
 
     chunks    [C, 8] int64  first row, tokens, entry of (layer 0, projection 0, tile 0), tiles,
                             rank blocks (0: base only), first rank-space row
-    items     [J, 8] int64  the same of its chunk, but the item's rank block and rank-space row
-    counts    [2] int32     how many of each there are
+    items     [J, 8] int64  the same of its chunk, but the item's rank block and rank-space row;
+                            those of single tokens first, then those of longer segments, then
+                            one for every chunk without an adapter
+    counts    [4] int32     chunks, items with an adapter, items, items of single tokens
 
     An item repeats its chunk's record so that a kernel has what it needs after one load: at a
     decode's sizes the time is that of the loads that wait for each other.
@@ -57,7 +60,7 @@ def empty_plan(
     return LoraPlan(
         chunks=torch.zeros(max_chunks, RECORD, dtype=torch.int64, device=device),
         items=torch.zeros(max_items, RECORD, dtype=torch.int64, device=device),
-        counts=torch.zeros(2, dtype=torch.int32, device=device),
+        counts=torch.zeros(4, dtype=torch.int32, device=device),
         arrived=torch.zeros(max_items, dtype=torch.int32, device=device),
         block_t=block_t,
         max_rows=num_tokens * max(max_blocks, 1),
@@ -89,9 +92,18 @@ def _plan_kernel(
     blocks = (tiles + 1) // 2
     chunks = (length + BLOCK_T - 1) // BLOCK_T
     first_chunk = tl.cumsum(chunks, axis=0) - chunks
-    first_item = tl.cumsum(chunks * blocks, axis=0) - chunks * blocks
+    # Items of single tokens, then those of several, then one for each chunk without an adapter.
+    single = tl.where(length == 1, blocks, 0)
+    several = tl.where(length > 1, chunks * blocks, 0)
+    bare = tl.where(blocks == 0, chunks, 0)
+    num_single = tl.sum(single, axis=0)
+    num_items = num_single + tl.sum(several, axis=0)
+    first_item = tl.cumsum(single, axis=0) - single
+    first_item = tl.where(length > 1, num_single + tl.cumsum(several, axis=0) - several, first_item)
+    first_item = tl.where(blocks == 0, num_items + tl.cumsum(bare, axis=0) - bare, first_item)
     first_row = tl.cumsum(length * blocks, axis=0) - length * blocks
-    most_blocks = tl.max(blocks, axis=0)
+    slots = tl.maximum(blocks, 1)
+    most_slots = tl.max(slots, axis=0)
     for c in range(0, tl.max(chunks, axis=0)):
         here = c < chunks
         row = (start + c * BLOCK_T).to(tl.int64)
@@ -104,9 +116,9 @@ def _plan_kernel(
         tl.store(record + 3, tiles.to(tl.int64), mask=here)
         tl.store(record + 4, blocks.to(tl.int64), mask=here)
         tl.store(record + 5, out_row, mask=here)
-        for block in range(0, most_blocks):
-            item = first_item + c * blocks + block
-            fits = here & (block < blocks) & (item < max_items)
+        for block in range(0, most_slots):
+            item = first_item + c * slots + block
+            fits = here & (block < slots) & (item < max_items)
             record = items_ptr + item.to(tl.int64) * 8
             tl.store(record, row, mask=fits)
             tl.store(record + 1, count, mask=fits)
@@ -115,7 +127,9 @@ def _plan_kernel(
             tl.store(record + 4, (tiles * 0 + block).to(tl.int64), mask=fits)
             tl.store(record + 5, out_row + block * count, mask=fits)
     tl.store(counts_ptr, tl.sum(chunks, axis=0))
-    tl.store(counts_ptr + 1, tl.minimum(tl.sum(chunks * blocks, axis=0), max_items))
+    tl.store(counts_ptr + 1, tl.minimum(num_items, max_items))
+    tl.store(counts_ptr + 2, tl.minimum(num_items + tl.sum(bare, axis=0), max_items))
+    tl.store(counts_ptr + 3, tl.minimum(num_single, max_items))
 
 
 def fill_plan(plan: LoraPlan, lora: LoraBatch) -> None:

@@ -13,6 +13,7 @@ from kernels.attention_decode import DecodeWorkspace, attention_decode_triton
 from kernels.attention_prefill import attention_prefill_triton
 from kernels.linear import linear_ref, skinny_linear_triton
 from kernels.lora_expand import lora_expand_triton
+from kernels.lora_expand_decode import lora_expand_decode_triton
 from kernels.lora_plan import make_plan
 from kernels.lora_shrink import lora_shrink_triton
 from kernels.mask_logits import apply_bitmask_ref, apply_bitmask_triton
@@ -70,6 +71,7 @@ MIXES = {
     "long segment": ([8, 9], [(21, 1), (0, 0), (2, -1), (17, 0)]),
     "distinct": ([2] * 6, [(1, v) for v in range(6)]),
     "largest": ([256], [(2, 0), (1, -1)]),
+    "shared columns": ([40, 100, 136], [(1, 0), (1, 1), (2, -1), (2, 2), (5, 1)]),
 }
 
 
@@ -99,8 +101,10 @@ def _add_deltas(
 
 
 @pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize("block_t", [16, 32])
-def test_shrink_and_expand(mix: str, block_t: int, dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize(("block_t", "row_k"), [(16, 0), (16, 16), (32, 0)])
+def test_shrink_and_expand(
+    mix: str, block_t: int, row_k: int, dtype: torch.dtype, device: str
+) -> None:
     widths = {0: (40, 48), 1: (40, 24), 2: (40, 24)}
     adapters, segments, num_tokens = _case(mix, widths, dtype, device)
     lora = adapters.batch(segments)
@@ -110,22 +114,15 @@ def test_shrink_and_expand(mix: str, block_t: int, dtype: torch.dtype, device: s
 
     plan = make_plan(lora, num_tokens, block_t)
     h = lora_shrink_triton(
-        x, adapters.arena, lora.table, plan, 1, (0, 1, 2), num_programs=3, splits=2
+        x, adapters.arena, lora.table, plan, 1, (0, 1, 2), num_programs=3, row_k=row_k, splits=2
     )
     assert not plan.arrived.any()
     assert plan.counts[0] == sum(-(-count // block_t) for count, _ in segments)
-    lora_expand_triton(
-        h,
-        adapters.arena,
-        lora.table,
-        plan,
-        1,
-        (0, 1, 2),
-        y,
-        (0, 48, 72, 96),
-        num_programs=3,
-        block_n=32,
-    )
+    args = (h, adapters.arena, lora.table, plan, 1, (0, 1, 2), y, (0, 48, 72, 96))
+    if block_t == 16:
+        lora_expand_decode_triton(*args, num_programs=3, group_n=64, dot_n=32)
+    else:
+        lora_expand_triton(*args, num_programs=3, block_n=32)
 
     assert_near(y, expected, dtype)
 
@@ -140,9 +137,7 @@ def test_expand_without_add_writes_every_row(mix: str, dtype: torch.dtype, devic
 
     plan = make_plan(lora, num_tokens, 16)
     h = lora_shrink_triton(x, adapters.arena, lora.table, plan, 1, (6,), splits=3)
-    lora_expand_triton(
-        h, adapters.arena, lora.table, plan, 1, (6,), y, (0, 40), add=False, block_n=16
-    )
+    lora_expand_triton(h, adapters.arena, lora.table, plan, 1, (6,), y, (0, 40), add=False)
 
     assert_near(y, expected, dtype)
 
