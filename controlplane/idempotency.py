@@ -11,6 +11,7 @@ import base64
 import datetime as dt
 import hashlib
 import hmac
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from cryptography.fernet import Fernet
@@ -40,11 +41,17 @@ _Record = TypeVar("_Record", bound=KeptAnswer)
 
 
 class Replay(Exception):
-    """The request was answered before; `response` is that answer."""
+    """The request was answered before: with this status, and these bytes of JSON."""
 
-    def __init__(self, response: Response) -> None:
+    def __init__(self, status: int, content: bytes) -> None:
         super().__init__()
-        self.response = response
+        self.status = status
+        self.content = content
+
+    @property
+    def response(self) -> Response:
+        """As a view of Django REST framework answers."""
+        return _Rendered(self.content, self.status)
 
 
 class Attempt:
@@ -73,14 +80,22 @@ def begin(request: Request, caller: str, key: str, kept_in: type[_Record]) -> At
     Raises Replay for a request that was answered, InvalidRequest for a bad key and for one that
     was sent with another body.
     """
+    route = f"{request.method} {request.get_full_path()}"
+    return begin_write(route, lambda: _body(request), caller, key, kept_in)
+
+
+def begin_write(
+    route: str, body: Callable[[], bytes], caller: str, key: str, kept_in: type[_Record]
+) -> Attempt:
+    """`begin`, of any request: its method with its address, and how to get its body."""
     if not (1 <= len(key) <= MAX_KEY_LENGTH and key.isascii() and key.isprintable()):
         raise InvalidRequest(
             f"An {HEADER} has 1 to {MAX_KEY_LENGTH} printable ASCII characters.", param=HEADER
         )
-    body_sha256 = hashlib.sha256(_body(request)).hexdigest()
+    body_sha256 = hashlib.sha256(body()).hexdigest()
     name = {
         "caller": caller,
-        "route": f"{request.method} {request.get_full_path()}"[:500],
+        "route": route[:500],
         "key_sha256": hashlib.sha256(key.encode()).hexdigest(),
     }
     now = timezone.now()
@@ -99,7 +114,7 @@ def begin(request: Request, caller: str, key: str, kept_in: type[_Record]) -> At
             param=HEADER,
             code="idempotency_key_reused",
         )
-    raise Replay(_replayed(kept, cipher))
+    raise Replay(kept.status, cipher.decrypt(bytes(kept.answer)))
 
 
 def expire() -> None:
@@ -134,7 +149,3 @@ class _Rendered(Response):
         if self._bytes:
             self["Content-Type"] = "application/json"
         return self._bytes
-
-
-def _replayed(record: KeptAnswer, cipher: Fernet) -> Response:
-    return _Rendered(cipher.decrypt(bytes(record.answer)), record.status)

@@ -20,6 +20,8 @@ from controlplane.responses.openapi import RESPONSE
 from controlplane.responses.schemas import ResponsesBody
 
 _MANAGEMENT = ("/api/v1/", "/ops/v1/")
+#: Writes of /v1 that take an Idempotency-Key too.
+_KEPT = ("/v1/batches", "/v1/uploads")
 _METHODS = ("get", "put", "post", "patch", "delete")
 
 _ERROR: Json = {
@@ -176,7 +178,7 @@ def complete_operations(result: Json, generator: Any, request: Any, public: bool
             operation = item[method]
             operation["responses"].setdefault("4XX", error)
             operation["responses"].setdefault("503", error)
-            if method == "post" and path.startswith(_MANAGEMENT):
+            if method == "post" and (path.startswith(_MANAGEMENT) or path in _KEPT):
                 operation.setdefault("parameters", []).append(_IDEMPOTENCY_KEY)
     result["paths"] = dict(sorted(result["paths"].items()))
     schemas = result["components"]["schemas"]

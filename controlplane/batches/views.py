@@ -8,7 +8,7 @@ from controlplane.batches import services
 from controlplane.batches.bodies import BatchBody, batch_body
 from controlplane.batches.models import Batch
 from controlplane.inference import access
-from controlplane.inference.calls import acting, list_page
+from controlplane.inference.calls import acting, list_page, once
 from controlplane.inference.parsing import parse_body
 from controlplane.inference.views import gateway_view
 from controlplane.tenants.auth import authorize
@@ -30,20 +30,21 @@ async def batches(request: HttpRequest) -> HttpResponseBase:
     principal = await access.authenticate(request, Permission.BATCHES_WRITE)
     authorize(principal, Permission.FILES_READ)  # it reads a file
     authorize(principal, Permission.INFER)
-    body = parse_body(BatchBody, request.read())
+    content = request.read()
+    body = parse_body(BatchBody, content)
     expires = body.output_expires_after
 
-    def create() -> Batch:
-        return services.batch_create(
+    def create() -> dict[str, object]:
+        batch = services.batch_create(
             principal=principal,
             input_file_id=body.input_file_id,
             endpoint=body.endpoint,
             metadata=body.metadata,
             output_expires_s=expires.seconds if expires else None,
         )
+        return batch_body(batch)
 
-    batch = await access.in_thread(acting(request, principal, create))
-    return JsonResponse(batch_body(batch))
+    return await access.in_thread(once(request, principal, content, create))
 
 
 @gateway_view("GET")

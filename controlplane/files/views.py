@@ -24,7 +24,7 @@ from controlplane.files.models import File, Purpose, UploadPart
 from controlplane.files.receiving import FORM_BYTES, Body, Place, in_file_thread, read_form
 from controlplane.files.services import MAX_PART_BYTES
 from controlplane.inference import access
-from controlplane.inference.calls import acting, list_page
+from controlplane.inference.calls import acting, list_page, once
 from controlplane.inference.parsing import parse_body
 from controlplane.inference.views import gateway_view
 from controlplane.tenants.permissions import Permission
@@ -182,17 +182,16 @@ class _Content:
 @gateway_view("POST")
 async def upload_create(request: HttpRequest) -> HttpResponseBase:
     principal = await access.authenticate(request, Permission.FILES_WRITE)
-    body = parse_body(UploadBody, request.read())
-    upload = await access.in_thread(
-        acting(
-            request,
-            principal,
-            lambda: services.upload_create(
-                form=body.form(), num_bytes=body.bytes, mime_type=body.mime_type
-            ),
+    content = request.read()
+    body = parse_body(UploadBody, content)
+
+    def create() -> dict[str, object]:
+        upload = services.upload_create(
+            form=body.form(), num_bytes=body.bytes, mime_type=body.mime_type
         )
-    )
-    return JsonResponse(upload_body(upload))
+        return upload_body(upload)
+
+    return await access.in_thread(once(request, principal, content, create))
 
 
 @gateway_view("POST")

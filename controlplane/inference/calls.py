@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from django.db import transaction
 from django.db.models import QuerySet
-from django.http import HttpRequest
+from django.http import HttpRequest, HttpResponse, JsonResponse
 
+from controlplane import idempotency
 from controlplane.audit.origin import request_origin
 from controlplane.errors import InvalidRequest
 from controlplane.inference.views import request_id_of
 from controlplane.public_ids import parse_id
 from controlplane.scoping import tenant_scope
 from controlplane.tenants.auth import Principal
+from controlplane.tenants.models import IdempotencyRecord
 
 _T = TypeVar("_T")
 
@@ -27,6 +30,36 @@ def acting(request: HttpRequest, principal: Principal, work: Callable[[], _T]) -
             return work()
 
     return run
+
+
+def once(
+    request: HttpRequest, principal: Principal, body: bytes, write: Callable[[], dict[str, Any]]
+) -> Callable[[], HttpResponse]:
+    """`write`, as `acting`, and its answer; under an Idempotency-Key the first answer again."""
+    key = request.headers.get(idempotency.HEADER)
+
+    def answered() -> HttpResponse:
+        return JsonResponse(write())
+
+    def kept() -> HttpResponse:
+        route = f"{request.method} {request.get_full_path()}"
+        try:
+            with transaction.atomic():
+                attempt = idempotency.begin_write(
+                    route, lambda: body, principal.label, key or "", IdempotencyRecord
+                )
+                response = answered()
+                attempt.end(response)
+                return response
+        except idempotency.Replay as replay:
+            return HttpResponse(
+                replay.content,
+                status=replay.status,
+                content_type="application/json",
+                headers={idempotency.REPLAYED_HEADER: "true"},
+            )
+
+    return acting(request, principal, answered if key is None else kept)
 
 
 def list_page(

@@ -83,7 +83,7 @@ def check(batches: Batches, batch: Any) -> None:
 
 def test_runners_that_are_killed_again_and_again(batches: Batches, pool: LiveStack) -> None:
     batch = create(batches)
-    for num in (1, 200, 500):
+    for num in (1, 400):
         runner = pool.start_batch_runner(f"runner-{num}")
         wait_for_lines(batches, batch, num)
         runner.kill()

@@ -184,6 +184,30 @@ def test_the_input_is_a_file_for_batches_of_ones_own(batches: Batches) -> None:
         assert refused.value.param == "input_file_id"  # type: ignore[attr-defined]
 
 
+def test_a_batch_that_is_asked_for_twice_is_made_once(batches: Batches) -> None:
+    """As a script does that did not hear the answer, with a key of its making."""
+    file = batches.site.client().files.create(file=("x", b"no batch"), purpose="batch")
+    body = {"input_file_id": file.id, "endpoint": ENDPOINT, "completion_window": "24h"}
+
+    def ask(**changes: Any) -> Any:
+        headers = {"Idempotency-Key": file.id}
+        return batches.site.send("POST", "/v1/batches", json={**body, **changes}, headers=headers)
+
+    refused = ask(endpoint="/v1/nothing")
+    first, second = ask(), ask()
+    assert (refused.status_code, first.status_code, second.status_code) == (400, 200, 200)
+    assert first.json() == second.json()
+    assert "Idempotent-Replayed" not in first.headers
+    assert second.headers["Idempotent-Replayed"] == "true"
+    assert ask(metadata={"a": "b"}).json()["error"]["code"] == "idempotency_key_reused"
+    with batches.site.database() as database:
+        made = database.execute(
+            "select count(*) from batches_batch where input_file_id = %s",
+            (file.id.removeprefix("file-"),),
+        ).fetchone()
+    assert made == (1,)
+
+
 def test_a_list_of_batches_page_by_page(batches: Batches) -> None:
     made = [batches.create([b"no batch"], tenant="globex") for _ in range(3)]
     client = batches.site.client("globex")
