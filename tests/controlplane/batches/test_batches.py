@@ -100,7 +100,7 @@ def test_what_the_live_api_would_refuse_is_an_error_of_its_line(batches: Batches
         "hot": (400, "temperature"),
         "typo": (400, "temprature"),
         "streamed": (400, "stream"),
-        "misfit": (409, "target_modules"),
+        "misfit": (409, "model"),
         "long": (400, "messages"),
     }
 
