@@ -18,6 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from engine.errors import BadGrammar
@@ -46,10 +47,10 @@ class Matcher:
         if self._has_failed():
             words.fill_(-1)  # whatever is chosen is thrown away
             return
-        own = torch.frombuffer(bytearray(mask), dtype=torch.int32)
-        count = min(len(own), len(words))
-        words.zero_()
-        words[:count] = own[:count]
+        own, target = np.frombuffer(mask, dtype=np.int32), words.numpy()
+        count = min(len(own), len(target))
+        target[:count] = own[:count]
+        target[count:] = 0
 
     def accept(self, token_id: int) -> bool:
         """Advance by a token that the mask allowed; whether the text is complete.

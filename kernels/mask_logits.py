@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,10 +57,10 @@ def apply_bitmask_triton(logits: torch.Tensor, bitmask: torch.Tensor, rows: torc
 
 
 @functools.cache
-def _limits() -> torch.Tensor:
+def _limits() -> np.ndarray[Any, np.dtype[np.float32]]:
     """[256, 8] fp32: for each byte of a mask, +inf where its bit is set and -inf where not."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-    return torch.from_numpy(np.where(bits, np.float32("inf"), np.float32("-inf")))
+    return np.where(bits, np.float32("inf"), np.float32("-inf"))
 
 
 def apply_bitmask_cpu(logits: torch.Tensor, bitmask: torch.Tensor, rows: torch.Tensor) -> None:
@@ -69,8 +70,8 @@ def apply_bitmask_cpu(logits: torch.Tensor, bitmask: torch.Tensor, rows: torch.T
     """
     size = logits.shape[1]
     for row in rows.tolist():
-        mask = bitmask[row].contiguous().view(torch.uint8)
-        limits = _limits().index_select(0, mask.int()).view(-1)[:size]
+        mask = bitmask[row].contiguous().numpy().view(np.uint8)
+        limits = torch.from_numpy(_limits().take(mask, axis=0)).view(-1)[:size]
         torch.minimum(logits[row], limits.to(logits.dtype), out=logits[row])
 
 
