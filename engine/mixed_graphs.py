@@ -208,10 +208,13 @@ class MixedGraphs:
         return logits
 
     def _clear(self) -> None:
-        """Make every row padding: a step over such buffers writes nothing to the arena."""
+        """Make every row padding: a step over such buffers writes nothing to the arena, and none of
+        its indices, which a larger bucket may have left, leads outside a smaller one."""
         self._slots.fill_(-1)
         for buffer in (self._query_start, self._block_start, self._sample_indptr):
             buffer.zero_()
+        for indices in (self._token_ids, self._block_row, self._sample_rows):
+            indices.zero_()
         self._lora.clear()
 
 

@@ -18,6 +18,7 @@ from engine import Engine, FinishReason
 from engine.gpu_runner import GpuRunner, Tokens
 from engine.mixed_graphs import MAX_PROMPTS, Shape, cut_blocks
 from engine.sampler import Sampled
+from engine.tile_entries import Reach
 from tests.engine.conftest import MakeEngine, Oracle, Result, prompt, request, run
 
 if torch.cuda.is_available():
@@ -162,6 +163,17 @@ def test_prompts_in_chunks_beside_decodes(make_engine: MakeEngine, oracle: Oracl
         results[request_id].token_ids += result.token_ids
     for i, (length, adapter) in enumerate(zip(lengths, chosen, strict=True)):
         assert results[str(i)].token_ids == oracle.generate(prompt(i, length), 6, adapter)
+
+
+def test_a_smaller_graph_may_be_recorded_after_a_larger_step(make_engine: MakeEngine) -> None:
+    """Recording runs the pass over buffers that a larger bucket has filled."""
+    engine = make_gpu_engine(make_engine, max_step_tokens=64)
+    run(engine, *(request(str(i), prompt(i, 30), max_tokens=1) for i in range(2)))
+    mixed = engine._runner.gpu._mixed
+    size = mixed.sizes[0]
+    assert size < 60, "the prompts were a larger step"
+    mixed._clear()
+    mixed._run(mixed._batch(size, Reach.NONE), mixed._shape(size))
 
 
 def test_blocks_of_prompts_between_decodes() -> None:
