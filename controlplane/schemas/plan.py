@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from controlplane.schemas import arrays, limits, logic, objects, values
-from controlplane.schemas.findings import Finding, Status
+from controlplane.schemas.findings import BadSchema, Finding, Status
 from controlplane.schemas.walker import Walk
 
 HANDLERS = {**values.HANDLERS, **arrays.HANDLERS, **objects.HANDLERS, **logic.HANDLERS}
@@ -40,8 +40,11 @@ class Plan:
 
 def plan(schema: dict[str, Any]) -> Plan:
     """Raises BadSchema for a schema that no answer can be held to."""
-    limits.check(schema)
-    return _plan(_text(schema))
+    limits.check_size(schema)
+    made = _plan(_text(schema))
+    if isinstance(made, Plan):
+        return made
+    raise BadSchema(*made)
 
 
 def paths(findings: Iterable[Finding], most: int = 20) -> str:
@@ -52,10 +55,15 @@ def paths(findings: Iterable[Finding], most: int = 20) -> str:
 
 
 @functools.lru_cache(_NUM_KEPT)
-def _plan(text: str) -> Plan:
+def _plan(text: str) -> Plan | tuple[str, str]:
+    """The plan, or the problem and where it is: a schema is read once, also one at fault."""
     schema = json.loads(text)
-    walk = Walk(schema, HANDLERS)
-    decoding = walk.run()
+    try:
+        limits.check(schema)
+        walk = Walk(schema, HANDLERS)
+        decoding = walk.run()
+    except BadSchema as error:
+        return error.problem, error.path
     return Plan(text, _text(decoding), tuple(walk.findings.values()))
 
 
