@@ -17,7 +17,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from controlplane.inference.bodies import Body
+from controlplane.inference.bodies import Body, FirstFault, at_most
 from controlplane.inference.json_schema import checked_pattern, checked_schema
 from controlplane.inference.named import Named
 from controlplane.inference.tools import (
@@ -26,6 +26,7 @@ from controlplane.inference.tools import (
     Tool,
     ToolCalls,
     ToolChoice,
+    bounded,
     check_tools,
     chosen,
 )
@@ -74,6 +75,7 @@ Stops = Annotated[
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Biases = Annotated[
     Annotated[dict[str, Bias], Field(max_length=MAX_LOGIT_BIASES)] | None,
+    at_most(MAX_LOGIT_BIASES),
     AfterValidator(_token_biases),
 ]
 Temperature = Annotated[float | None, Field(ge=0, le=2)]
@@ -85,7 +87,10 @@ ModelName = Annotated[str, Field(min_length=1, max_length=MAX_MODEL_CHARS)]
 Label = Annotated[str | None, Field(max_length=512)]
 MetadataKey = Annotated[str, Field(max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
-Metadata = Annotated[dict[MetadataKey, MetadataValue] | None, Field(max_length=16)]
+MAX_METADATA = 16
+Metadata = Annotated[
+    dict[MetadataKey, MetadataValue] | None, Field(max_length=MAX_METADATA), at_most(MAX_METADATA)
+]
 
 
 class StreamOptions(Body):
@@ -208,7 +213,7 @@ class Message(Body):
     role: Annotated[
         Literal["developer", "system", "user", "assistant", "tool"], BeforeValidator(_role)
     ]
-    content: str | list[ContentPart] | None = None
+    content: str | Annotated[list[ContentPart], FirstFault] | None = None
     name: Label = None
     refusal: Label = None
     annotations: Any = None  # the client's own objects carry them back
@@ -289,7 +294,7 @@ class ChatBody(GenerationBody):
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
     response_format: ResponseFormat | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], FirstFault] | None = None
     metadata: Metadata = None
     service_tier: Label = None
     safety_identifier: Label = None
@@ -298,7 +303,9 @@ class ChatBody(GenerationBody):
     parallel_tool_calls: bool | None = None
     reasoning_effort: Label = None
     verbosity: Label = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[
+        Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None, BeforeValidator(bounded)
+    ] = None
     tool_choice: ToolChoice | None = None
     functions: Unsupported = None
     function_call: Annotated[Any, AfterValidator(_no_functions)] = None
@@ -309,7 +316,10 @@ class ChatBody(GenerationBody):
     @model_validator(mode="after")
     def _tools_fit_together(self) -> ChatBody:
         check_tools(self.tools or [])
-        self.callable_tools()
+        tools, _ = self.callable_tools()
+        form = self.response_format
+        if tools and form is not None and form.type in ("regex", "choice"):
+            raise ValueError(f"response_format: {form.type} cannot stand beside tools")
         called: set[str] = set()
         for number, message in enumerate(self.messages):
             called |= {call.id for call in message.tool_calls or ()}
@@ -343,7 +353,8 @@ class ChatBody(GenerationBody):
         return self
 
 
-TokenId = Annotated[int, Field(ge=0, le=INT64)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIds = Annotated[list[TokenId], FirstFault]
 
 
 class CompletionBody(GenerationBody):
@@ -351,7 +362,9 @@ class CompletionBody(GenerationBody):
 
     endpoint: ClassVar[str] = "/v1/completions"
 
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: (
+        str | Annotated[list[str], FirstFault] | TokenIds | Annotated[list[TokenIds], FirstFault]
+    )
     logprobs: Annotated[int | None, Field(ge=0, le=5)] = None
     best_of: Number = None
     echo: bool | None = None

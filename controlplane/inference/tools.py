@@ -14,7 +14,10 @@ from controlplane.inference.json_schema import checked_schema
 MAX_TOOLS = 128
 #: Of all tools of a request together, as JSON.
 MAX_TOOLS_BYTES = 256 * 1024
+#: Of all tools together, for each object in a schema may be one more schema to check.
+MAX_TOOLS_OBJECTS = 4000
 MAX_CALLS = 128
+MAX_ARGUMENTS_DEPTH = 64
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
@@ -100,12 +103,33 @@ class ToolCall(Body):
 
     def rendered(self) -> dict[str, Any]:
         """As chat templates take it: the arguments as an object where they are one."""
-        try:
-            arguments = json.loads(self.function.arguments)
-        except (ValueError, RecursionError):
-            arguments = self.function.arguments
-        function = {"name": self.function.name, "arguments": arguments}
+        function = {"name": self.function.name, "arguments": _read(self.function.arguments)}
         return {"id": self.id, "type": "function", "function": function}
+
+
+def _read(arguments: str) -> Any:
+    """What the arguments' JSON says; the text itself where that cannot be handed on: it is no
+    JSON, too deep, or has half a character in it."""
+    try:
+        value = json.loads(arguments)
+        json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        return arguments
+    return arguments if _is_deeper(value, MAX_ARGUMENTS_DEPTH) else value
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    level = [value]
+    for _ in range(levels):
+        level = [
+            inner
+            for node in level
+            if isinstance(node, dict | list)
+            for inner in (node.values() if isinstance(node, dict) else node)
+        ]
+        if not level:
+            return False
+    return True
 
 
 ToolCalls = Annotated[
@@ -114,15 +138,29 @@ ToolCalls = Annotated[
 ]
 
 
+def bounded(tools: Any) -> Any:
+    """What may be tools, before each schema in it is looked at."""
+    if not isinstance(tools, list):
+        return tools
+    if len(tools) > MAX_TOOLS:
+        raise PydanticCustomError("too_long", f"has {len(tools)} tools; {MAX_TOOLS} is the limit")
+    try:
+        text = json.dumps(tools, separators=(",", ":"))
+    except RecursionError as error:
+        raise PydanticCustomError("too_long", "is nested too deeply") from error
+    if len(text) > MAX_TOOLS_BYTES:
+        raise PydanticCustomError("too_long", f"is longer than {MAX_TOOLS_BYTES} bytes together")
+    if text.count("{") > MAX_TOOLS_OBJECTS:
+        raise PydanticCustomError("too_long", f"has more than {MAX_TOOLS_OBJECTS} objects in it")
+    return tools
+
+
 def check_tools(tools: list[FunctionTool]) -> None:
     """Raise ValueError unless the tools can stand beside each other."""
     names = [tool.function.name for tool in tools]
     for number, name in enumerate(names):
         if name in names[:number]:
             raise ValueError(f"tools.{number}.function.name: there are two functions {name}")
-    length = sum(len(json.dumps(tool.rendered()).encode()) for tool in tools)
-    if length > MAX_TOOLS_BYTES:
-        raise ValueError(f"tools: longer than {MAX_TOOLS_BYTES} bytes together")
 
 
 def chosen(

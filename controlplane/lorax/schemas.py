@@ -38,7 +38,10 @@ class MergedAdapters(Body):
     """A blend. It is summed for each token, exactly; so nothing is dropped and no sign elected."""
 
     ids: Annotated[list[ModelName], Field(min_length=1, max_length=MAX_ADAPTERS)]
-    weights: list[Annotated[float, Field(ge=-MAX_WEIGHT, le=MAX_WEIGHT)]]
+    weights: Annotated[
+        list[Annotated[float, Field(ge=-MAX_WEIGHT, le=MAX_WEIGHT)]],
+        Field(max_length=MAX_ADAPTERS),
+    ]
     merge_strategy: Annotated[str | None, AfterValidator(_linear)] = None
     density: Annotated[float | None, Field(ge=0, le=1)] = None
     majority_sign_method: Literal["total", "frequency"] | None = None

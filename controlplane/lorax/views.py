@@ -17,7 +17,7 @@ from controlplane.inference import access
 from controlplane.inference.event_stream import streamed
 from controlplane.inference.parsing import parse_body
 from controlplane.inference.service import Generation, submit
-from controlplane.inference.views import gateway_view, request_id_of
+from controlplane.inference.views import gateway_view, read_body, request_id_of
 from controlplane.limits.admit import MAX_WAITING
 from controlplane.lorax import bases, translation
 from controlplane.lorax.answers import LoraxAnswer, sse
@@ -104,12 +104,7 @@ async def unsupported(request: HttpRequest) -> HttpResponseBase:
 
 
 async def _body(request: HttpRequest) -> GenerateBody:
-    """The body, checked; a wrong key comes first."""
-    try:
-        return parse_body(GenerateBody, request.read())
-    except ApiError:
-        await access.authenticate(request)
-        raise
+    return await read_body(request, lambda sent: parse_body(GenerateBody, sent))
 
 
 async def _submitted(

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from controlplane.inference.bodies import Body
+from controlplane.inference.bodies import Body, FirstFault
 from controlplane.inference.schemas import (
     MAX_MESSAGES,
     Adapters,
@@ -25,6 +25,7 @@ from controlplane.inference.schemas import (
     Temperature,
     Unsupported,
 )
+from controlplane.inference.tools import MAX_TOOLS
 
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _ITEMS = ("message", "function_call", "function_call_output")
@@ -45,7 +46,7 @@ class _TextPart(Body):
 
 
 TextPart = Annotated[_TextPart, BeforeValidator(_part)]
-Content = str | list[TextPart]
+Content = str | Annotated[list[TextPart], FirstFault]
 
 
 def text_of(content: Content) -> str:
@@ -176,12 +177,21 @@ class ResponsesBody(Body):
     top_p: Share = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
     text: TextConfig | None = None
-    tools: list[Annotated[_FunctionTool, BeforeValidator(_tool)]] | None = None
+    tools: (
+        Annotated[
+            list[Annotated[_FunctionTool, BeforeValidator(_tool)]], Field(max_length=MAX_TOOLS)
+        ]
+        | None
+    ) = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
-        None
-    )
+    include: (
+        Annotated[
+            list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]],
+            FirstFault,
+        ]
+        | None
+    ) = None
     reasoning: Reasoning | None = None
     truncation: Literal["disabled"] | None = None
     store: bool | None = None

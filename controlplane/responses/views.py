@@ -10,7 +10,7 @@ from controlplane.inference.event_stream import streamed
 from controlplane.inference.parsing import parse_body
 from controlplane.inference.schemas import ChatBody
 from controlplane.inference.service import submit
-from controlplane.inference.views import gateway_view, request_id_of
+from controlplane.inference.views import gateway_view, read_body, request_id_of
 from controlplane.responses.answers import ResponsesAnswer
 from controlplane.responses.schemas import ResponsesBody
 from controlplane.responses.translation import chat_body, in_our_words
@@ -54,10 +54,10 @@ async def not_kept(request: HttpRequest, response_id: str, rest: str = "") -> Ht
 
 
 async def _bodies(request: HttpRequest) -> tuple[ResponsesBody, ChatBody]:
-    """The body and the chat that it means; a wrong key comes first."""
-    try:
-        body = parse_body(ResponsesBody, request.read())
+    """The body and the chat that it means."""
+
+    def both(sent: bytes) -> tuple[ResponsesBody, ChatBody]:
+        body = parse_body(ResponsesBody, sent)
         return body, chat_body(body)
-    except ApiError:
-        await access.authenticate(request)
-        raise
+
+    return await read_body(request, both)

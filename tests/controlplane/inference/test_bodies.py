@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from controlplane.errors import InvalidRequest
+from controlplane.inference.bodies import Body
 from controlplane.inference.parsing import parse_body
 from controlplane.inference.schemas import ChatBody, CompletionBody
+from controlplane.lorax.schemas import GenerateBody
+from controlplane.responses.schemas import ResponsesBody
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 OBJECT = {"type": "object"}
@@ -139,7 +144,13 @@ def nested(depth: int) -> dict[str, Any]:
         ({"tools": [tool("f", {"type": "string"})]}, "tools.0.function.parameters"),
         ({"tools": [tool("f", {"$ref": "#/$defs/no"})]}, "tools.0.function.parameters"),
         ({"tools": [tool("f")] * 129}, "tools"),
+        ({"tools": [tool("f", {"anyOf": [{}] * 200})] * 30}, "tools"),
+        ({"tools": [tool("f", {"description": "x" * 60_000})] * 5}, "tools"),
         ({"tools": [tool("f")], "tool_choice": "must"}, "tool_choice"),
+        (
+            {"tools": [tool("f")], "response_format": {"type": "regex", "pattern": "a"}},
+            "response_format",
+        ),
         ({"tools": [tool("f")], "tool_choice": named("g")}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"functions": [{}]}, "functions"),
@@ -244,6 +255,7 @@ def test_json_that_is_no_object_is_refused(raw: bytes) -> None:
         ({"prompt": ["a"] * 65}, "prompt"),
         ({"prompt": ["a"] * 5, "n": 13}, "n"),
         ({"prompt": [-1]}, "prompt.0"),
+        ({"prompt": [2**40]}, "prompt.0"),
         ({"prompt": [1, "a"]}, "prompt.1"),
         ({"prompt": {"a": 1}}, "prompt"),
         ({"best_of": 2}, "best_of"),
@@ -329,3 +341,60 @@ def test_a_chat_with_calls_is_rendered_with_arguments_as_objects() -> None:
         "tool_call_id": "call_1",
         "name": "f",
     }
+
+
+@pytest.mark.parametrize("arguments", ["[" * 300 + "]" * 300, '{"a": "\\ud800"}', '{"a"'], ids=len)
+def test_arguments_that_cannot_be_handed_on_stay_text(arguments: str) -> None:
+    """A worker would fail on them; they are the model's own words of before, or a client's."""
+    call = {**CALL, "function": {"name": "f", "arguments": arguments}}
+    body = chat(messages=[*MESSAGES, {"role": "assistant", "tool_calls": [call]}])
+    (rendered,) = body.rendered_messages()[1]["tool_calls"]
+    assert rendered["function"]["arguments"] == arguments
+
+
+MANY: Any = [{}] * 50_000
+NAMES = {f"k{i}": "" for i in range(50_000)}
+
+
+@pytest.mark.parametrize(
+    "kind,fields",
+    [
+        (ChatBody, NAMES),
+        (ChatBody, {"modalities": MANY}),
+        (ChatBody, {"messages": MANY}),
+        (ChatBody, {"messages": [{"role": "user", "content": MANY}]}),
+        (ChatBody, {"messages": [{"role": "user", "content": "x", **NAMES}]}),
+        (ChatBody, {"logit_bias": NAMES}),
+        (ChatBody, {"metadata": dict.fromkeys(NAMES, 1)}),
+        (ChatBody, {"tools": MANY}),
+        (ChatBody, {"response_format": {"type": "choice", "choices": MANY}}),
+        (CompletionBody, {"prompt": MANY}),
+        (CompletionBody, {"prompt": [MANY]}),
+        (ResponsesBody, {"input": MANY}),
+        (ResponsesBody, {"input": [{"role": "user", "content": MANY}]}),
+        (ResponsesBody, {"input": "x", "tools": MANY}),
+        (ResponsesBody, {"input": "x", "include": MANY}),
+        (GenerateBody, {"inputs": "x", **NAMES}),
+        (GenerateBody, {"inputs": "x", "parameters": NAMES}),
+        (
+            GenerateBody,
+            {"inputs": "x", "parameters": {"merged_adapters": {"ids": ["a"], "weights": MANY}}},
+        ),
+    ],
+    ids=range(18),
+)
+def test_a_body_full_of_faults_is_not_looked_at_to_its_end(
+    kind: type[Body], fields: dict[str, Any]
+) -> None:
+    """Each fault that is kept takes a kilobyte: those of 8 MiB would end the gateway."""
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate_json(json.dumps(fields))
+    assert caught.value.error_count() < 50
+
+
+def test_tools_are_bounded_before_their_schemas_are_read() -> None:
+    tools = [tool(f"f{i}", {"anyOf": [{"title": str(i)}] * 1500}) for i in range(12)]
+    started = time.process_time()
+    with pytest.raises(InvalidRequest, match="objects in it"):
+        chat(tools=tools)
+    assert time.process_time() - started < 0.5
