@@ -244,7 +244,8 @@ def page_of(serializer: type[_Serializer]) -> _Serializer:
 
 def _limit(request: Request) -> int:
     text = request.query_params.get("limit", str(DEFAULT_PAGE_SIZE))
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:4]) <= MAX_PAGE_SIZE):
+    is_number = text.isascii() and text.isdigit() and len(text) <= 4
+    if not (is_number and 1 <= int(text) <= MAX_PAGE_SIZE):
         raise InvalidRequest(f"limit is a number from 1 to {MAX_PAGE_SIZE}.", param="limit")
     return int(text)
 

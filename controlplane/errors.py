@@ -52,8 +52,8 @@ class ApiError(Exception):
         retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message)
-        self.message = message
-        self.param = param
+        self.message = _sendable(message)
+        self.param = None if param is None else _sendable(param)
         if code is not None:
             self.code = code
         if retry_after_s is not None:
@@ -201,6 +201,11 @@ def drf_exception_handler(error: Exception, context: dict[str, Any]) -> Response
             return None  # Django turns it into a 500 and logs the traceback
         error = converted
     return Response(error.body(), status=error.status, headers=error.headers())
+
+
+def _sendable(text: str) -> str:
+    """Callers' words in a message may hold half a surrogate pair, which no answer can carry."""
+    return text.encode("utf-8", "replace").decode()
 
 
 _NOTHING_HERE = "There is no such thing."

@@ -14,7 +14,7 @@ from rest_framework.test import APIRequestFactory
 
 from controlplane.api import TenantAPIView
 from controlplane.scoping import TenantScopeError, current_tenant_id
-from tests.controlplane.conftest import Party, as_key, assert_error
+from tests.controlplane.conftest import Party, as_key, as_user, assert_error
 
 
 class EchoView(TenantAPIView):
@@ -65,3 +65,18 @@ def test_openapi_and_docs_are_served_to_all(db: None) -> None:
     page = Client().get("/api/docs").content.decode()
     assert "/static/drf_spectacular_sidecar/" in page
     assert "https://" not in page
+
+
+@pytest.mark.parametrize("limit", ["0", "101", "0001000", "00010000000", "-1", "٣", ""])
+def test_page_is_never_longer_than_the_most(limit: str, acme: Party) -> None:
+    assert_error(as_key(acme).get("/api/v1/keys", {"limit": limit}), 400, "limit")
+
+
+@pytest.mark.parametrize(
+    "body", ['{"\\ud800": 1}', '{"email": "a@acme.example", "role": "\\ud800"}']
+)
+def test_half_a_surrogate_pair_is_answered(body: str, acme: Party) -> None:
+    """It is valid JSON, and no answer can repeat it."""
+    answer = as_user(acme.owner).post("/api/v1/invites", body, content_type="application/json")
+    assert answer.status_code == 400
+    assert "?" in answer.content.decode()
