@@ -203,6 +203,8 @@ def _run(
 ) -> HttpResponse:
     try:
         authorize(request.member.principal, permission)
+        if any("\0" in str(value) for value in kwargs.values()):
+            raise Http404  # a name that no row can have, nor PostgreSQL look up
         return view(request, *args, **kwargs)
     except Http404:
         error: ApiError = NotFound("There is no such page.")

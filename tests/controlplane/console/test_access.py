@@ -184,3 +184,12 @@ def test_forms_need_the_csrf_token(acme: Party) -> None:
     browser = Client(enforce_csrf_checks=True)
     browser.force_login(acme.owner)
     assert browser.post(reverse("console:create_key"), {"name": "x"}).status_code == 403
+
+
+@pytest.mark.parametrize(
+    "path", ["adapters/%00", "adapters/%00/versions/1", "adapters/%00/schedule", "keys/%00/revoke"]
+)
+def test_name_with_a_nul_is_no_name(path: str, acme: Party) -> None:
+    browser = browser_of(acme.owner)
+    for answer in (browser.get(f"/console/{path}"), browser.post(f"/console/{path}")):
+        assert answer.status_code in (404, 405)
