@@ -19,7 +19,7 @@ from controlplane.delivery.models import DeadLetter, Quarantine
 from controlplane.errors import Conflict, Unavailable
 from controlplane.limits.admission import output_estimate, prompt_estimate
 from controlplane.limits.admit import ADMIT, MAX_TENANT_WAITING, MAX_WAITING
-from controlplane.scoping import all_tenants, new_id
+from controlplane.scoping import all_tenants
 from worker import fair_queue, protocol
 from worker.protocol import GenerateJob
 
@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 #: How long a request that was put back may wait.
 REQUEUE_DEADLINE_S = 3600.0
 GIVEN_UP = b"given up"
+#: Names the ids of requests that were put back. Any id, so that it is this one.
+_REQUEUED = uuid.UUID("5f0d3c1e-8a44-4f0e-9b1b-6f5d0a7c2e91")
 #: Held while quarantine changes in both Redis and the database. Any number, so that it is this one.
 QUARANTINE_LOCK = 7_304_551
 
@@ -105,12 +107,15 @@ def dead_letter_requeue(letter: DeadLetter) -> str:
     """Run a given-up request again, as a batch request of a new id. -> the id.
 
     Its usage is recorded; its answer goes to nobody, and its prompt is dropped from the letter.
+    A letter's new id is always the same, so that the queue takes it once, also when whoever put it
+    back died before the database knew.
+
     Raises Conflict when it was requeued before, its prompt is not kept any more or it does not fit
     the queue, Unavailable when Redis does not answer.
     """
     if letter.job is None and letter.requeued_at is None:
         raise Conflict("The prompt of this request is not kept any more.")
-    request_id = f"req_{new_id().hex}"
+    request_id = f"req_{uuid.uuid5(_REQUEUED, str(letter.pk)).hex}"
     _claim(letter, request_id)
     now = time.time()
     fields = {

@@ -9,6 +9,7 @@ import redis
 from django.conf import settings
 from django.test import Client
 
+from controlplane import idempotency
 from controlplane.adapters.models import BaseModel
 from controlplane.audit.models import AuditEvent
 from controlplane.delivery.models import DeadLetter
@@ -209,3 +210,43 @@ def test_every_list_is_paged(
         assert seen
     assert_error(client.get(f"{url}?after=nonsense"), 400, "after")
     assert_error(client.get(f"{url}?limit=0"), 400, "limit")
+
+
+def test_a_dead_letter_runs_once_though_its_answer_is_lost(
+    operator: User, acme: Party, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process dies between the queue's word and the database's; the operator tries again."""
+    settings.POOL = "letters"
+    job = protocol.GenerateJob(
+        request_id="req_1",
+        tenant_id=str(acme.tenant.id),
+        api_key_id="",
+        gateway_id="",
+        model="tiny",
+        base_model="tiny",
+        text="Hello",
+    )
+    with tenant_scope(acme.tenant.id):
+        letter = DeadLetter.objects.create(
+            request_id="req_1", model="tiny", reason="given up", job=job.to_dict()
+        )
+    client, url = as_user(operator), f"/ops/v1/dead-letters/{letter.pk}/requeue"
+    client.raise_request_exception = False
+
+    def die(*_: Any) -> None:
+        raise RuntimeError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(idempotency.Attempt, "end", die)
+        assert client.post(url, HTTP_IDEMPOTENCY_KEY="one").status_code == 500
+    for _ in range(2):
+        assert client.post(url, HTTP_IDEMPOTENCY_KEY="one").status_code == 200
+    assert_error(client.post(url), 409)
+    queue = redis.Redis.from_url(settings.REDIS_URL, protocol=2)
+    try:
+        assert len(queue.keys(protocol.job_key("letters", "*"))) == 1
+        sums = f"{fair_queue.queue_key('letters', 'tiny')}:sums"
+        assert queue.hget(sums, "n") == b"1"
+    finally:
+        queue.delete(*queue.keys("*letters*"))
+        queue.close()
