@@ -14,6 +14,7 @@ import uuid
 from django.core.exceptions import ValidationError
 from django.core.validators import validate_email
 from django.db import transaction
+from django.db.models import Q
 from django.utils import timezone
 
 from controlplane.audit.services import record
@@ -49,10 +50,10 @@ def member_get(*, member_id: uuid.UUID) -> Membership:
 @transaction.atomic
 def member_role_set(*, by: Principal, member_id: uuid.UUID, role: Role) -> Membership:
     """Raises NotFound, PermissionDenied; Conflict when it would leave no owner."""
-    member = member_get(member_id=member_id)
+    member, num_owners = _lock_with_owners(member_id)
     authorize_grant(by, PERMISSIONS[Role(member.role)] | PERMISSIONS[role])
     if member.role == Role.OWNER and role != Role.OWNER:
-        _check_other_owner(member)
+        _check_other_owner(num_owners)
     before = {"role": member.role}
     member.role = role
     member.save(update_fields=["role"])
@@ -66,10 +67,10 @@ def member_remove(*, by: Principal, member_id: uuid.UUID) -> None:
 
     Raises NotFound, PermissionDenied; Conflict for the last owner.
     """
-    member = member_get(member_id=member_id)
+    member, num_owners = _lock_with_owners(member_id)
     authorize_grant(by, PERMISSIONS[Role(member.role)])
     if member.role == Role.OWNER:
-        _check_other_owner(member)
+        _check_other_owner(num_owners)
     _revoke_keys_of(member)
     record("deleted", member, before={"user": member.user.email, "role": member.role})
     member.delete()
@@ -232,10 +233,22 @@ def _revoke_keys_of(owner: Membership | ServiceAccount) -> None:
     owned.update(**{field: None})
 
 
-def _check_other_owner(member: Membership) -> None:
-    # Locked in one order, so that two owners cannot remove each other at once.
-    owners = Membership.objects.select_for_update().filter(role=Role.OWNER).order_by("pk")
-    if all(owner.pk == member.pk for owner in owners):
+def _lock_with_owners(member_id: uuid.UUID) -> tuple[Membership, int]:
+    """A member as they are until the transaction ends, and how many owners there are.
+
+    Locked in one order, so that two owners cannot remove each other at once. Raises NotFound.
+    """
+    wanted = Q(pk=member_id) | Q(role=Role.OWNER)
+    rows = Membership.objects.select_for_update(of=("self",)).select_related("user")
+    found = list(rows.filter(wanted).order_by("pk"))
+    member = next((row for row in found if row.pk == member_id), None)
+    if member is None:
+        raise NotFound("There is no such member.")
+    return member, sum(row.role == Role.OWNER for row in found)
+
+
+def _check_other_owner(num_owners: int) -> None:
+    if num_owners < 2:
         raise Conflict("A tenant needs an owner: make another member one first.")
 
 

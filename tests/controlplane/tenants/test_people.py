@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import datetime as dt
 import re
+import threading
+import time
 from typing import Any
 
 import pytest
+from django.db import connection, transaction
 from django.test import Client
 from django.utils import timezone
 
-from controlplane.errors import AuthenticationFailed, NotFound
+from controlplane.errors import AuthenticationFailed, NotFound, PermissionDenied
 from controlplane.scoping import tenant_scope
 from controlplane.tenants import auth, key_services, people, services
 from controlplane.tenants.models import Invite, Membership, Role, User
 from controlplane.tenants.permissions import PERMISSIONS
-from tests.controlplane.conftest import PASSWORD, Party, as_user, assert_error
+from tests.controlplane.conftest import PASSWORD, Party, as_user, assert_error, make_party
 from tests.controlplane.test_openapi import COMMITTED
 
 INVITES, ACCOUNTS, MEMBERS = "/api/v1/invites", "/api/v1/service-accounts", "/api/v1/members"
@@ -219,3 +222,48 @@ def test_key_made_by_a_service_has_no_owner(acme: Party) -> None:
     with tenant_scope(acme.tenant.id):
         key, _ = key_services.api_key_create(name="x")
     assert (key.owner, key.service_account) == (None, None)
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_role_set_at_the_same_moment_leaves_an_owner() -> None:
+    """An admin demotes a developer, who in the same moment becomes the one owner."""
+    acme = make_party("acme")
+    admin, developer = add(acme, Role.ADMIN), add(acme, Role.DEVELOPER)
+    with tenant_scope(acme.tenant.id):
+        owner = Membership.objects.get(user=acme.owner)
+    by_owner, by_admin = (
+        auth.Principal(tenant=acme.tenant, role=Role(m.role), user=m.user, membership=m)
+        for m in (owner, admin)
+    )
+    refused: list[bool] = []
+
+    def demote() -> None:
+        try:
+            with tenant_scope(acme.tenant.id):
+                people.member_role_set(by=by_admin, member_id=developer.pk, role=Role.VIEWER)
+        except PermissionDenied:
+            refused.append(True)
+        finally:
+            connection.close()
+
+    thread = threading.Thread(target=demote)
+    with tenant_scope(acme.tenant.id), transaction.atomic():
+        people.member_role_set(by=by_owner, member_id=developer.pk, role=Role.OWNER)
+        people.member_role_set(by=by_owner, member_id=owner.pk, role=Role.VIEWER)
+        thread.start()
+        await_a_waiting_lock()
+    thread.join(timeout=20)
+    assert refused == [True]
+    with tenant_scope(acme.tenant.id):
+        assert Membership.objects.get(role=Role.OWNER).pk == developer.pk
+
+
+def await_a_waiting_lock() -> None:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        with connection.cursor() as cursor:
+            cursor.execute("select count(*) from pg_locks where not granted")
+            if cursor.fetchone()[0]:
+                return
+        time.sleep(0.02)
+    raise AssertionError("nobody waits")
