@@ -340,9 +340,18 @@ LOGGING = {
     "formatters": {
         "line": {"format": "%(asctime)s %(levelname)s %(name)s tenant=%(tenant)s %(message)s"},
     },
-    "filters": {"tenant": {"()": "controlplane.scope.TenantFilter"}},
-    "handlers": {
-        "stderr": {"class": "logging.StreamHandler", "formatter": "line", "filters": ["tenant"]}
+    "filters": {
+        "tenant": {"()": "controlplane.scope.TenantFilter"},
+        "secrets": {"()": "controlplane.log_lines.SecretFilter"},
     },
+    "handlers": {
+        "stderr": {
+            "class": "logging.StreamHandler",
+            "formatter": "line",
+            "filters": ["tenant", "secrets"],
+        }
+    },
+    # Instead of uvicorn's own handler, which would write addresses as they are.
+    "loggers": {"uvicorn.access": {"propagate": True}},
     "root": {"handlers": ["stderr"], "level": env("LORIKEET_LOG_LEVEL", "INFO")},
 }

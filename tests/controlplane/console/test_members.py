@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import re
 
 import pytest
@@ -148,3 +150,22 @@ def test_strangers_things_are_no_things(acme: Party, globex: Party) -> None:
         content = browser.get(f"/console/{page}").content
         assert b"acme" not in content
         assert b"zebra" not in content
+
+
+def test_no_log_line_has_an_invites_token(acme: Party, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.StringIO()
+    [handler] = [found for found in logging.getLogger().handlers if found.name == "stderr"]
+    monkeypatch.setattr(handler, "stream", written)
+    form = {"email": "new@acme.example", "role": "viewer"}
+    page = browser_of(acme.owner).post(INVITES, form).content.decode()
+    [token] = re.findall(r'id="new-invite">[^<]+/([^</]+)<', page)
+    path = f"/console/invites/{token}"
+    assert Client().post(path, {"password": "short"}).status_code == 422
+    assert Client(enforce_csrf_checks=True).post(path).status_code == 403
+    # As uvicorn writes it.
+    logging.getLogger("uvicorn.access").info(
+        '%s - "%s %s HTTP/%s" %d', "127.0.0.1:9", "GET", f"{path}?x=1", "1.1", 200
+    )
+    lines = [line for line in written.getvalue().splitlines() if "/console/invites/" in line]
+    assert len(lines) == 3, lines
+    assert not [line for line in lines if token in line]
