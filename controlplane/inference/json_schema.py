@@ -59,12 +59,15 @@ def schema_headers(job: GenerateJob) -> dict[str, str]:
         "lorikeet-schema-ignored": Status.UNSUPPORTED,
     }
     told = {name: paths(made.with_status(status)) for name, status in names.items()}
-    # Paths come from the client, and a header is one line of Latin-1.
-    return {
-        name: text.encode("ascii", "backslashreplace").decode()[:1000].replace("\n", "\\n")
-        for name, text in told.items()
-        if text
-    }
+    return {name: _header_value(text)[:1000] for name, text in told.items() if text}
+
+
+def _header_value(text: str) -> str:
+    """Paths come from the client, and a header is one line of printable characters."""
+    return "".join(
+        character if " " <= character <= "~" else character.encode("unicode_escape").decode()
+        for character in text
+    ).strip()
 
 
 def checked_pattern(pattern: str) -> str:
