@@ -15,11 +15,22 @@ Json = dict[str, Any]
 DONE = b"data: [DONE]\n\n"
 
 
+def one_line(data: Json) -> bytes:
+    """JSON in which no client sees the end of a line, whatever it takes for one."""
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
+    if not text.isascii():
+        for character, escaped in _LINE_ENDS:
+            text = text.replace(character, escaped)
+    return text.encode()
+
+
+#: Beside those that JSON escapes; Python's `splitlines`, and so httpx, ends a line at each.
+_LINE_ENDS = (("\x85", "\\u0085"), ("\u2028", "\\u2028"), ("\u2029", "\\u2029"))
+
+
 def sse(data: Json) -> bytes:
     """One server-sent event."""
-    return (
-        b"data: " + json.dumps(data, separators=(",", ":"), ensure_ascii=False).encode() + b"\n\n"
-    )
+    return b"data: " + one_line(data) + b"\n\n"
 
 
 def usage_body(usage: Usage) -> Json:

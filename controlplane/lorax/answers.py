@@ -6,10 +6,10 @@ answer is part of its text.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from controlplane.inference.answers import one_line
 from worker.protocol import FinishReason, TokenEvent, Usage
 
 Json = dict[str, Any]
@@ -17,7 +17,7 @@ Json = dict[str, Any]
 
 def sse(data: Json) -> bytes:
     """One event; without the space that OpenAI's have, as LoRAX writes it."""
-    return b"data:" + json.dumps(data, separators=(",", ":"), ensure_ascii=False).encode() + b"\n\n"
+    return b"data:" + one_line(data) + b"\n\n"
 
 
 def finish_reason(event: TokenEvent) -> str:

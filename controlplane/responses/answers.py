@@ -7,12 +7,12 @@ piece, and when it is done; `response.completed` has the whole again.
 from __future__ import annotations
 
 import dataclasses
-import json
 import secrets
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from controlplane.errors import ApiError
+from controlplane.inference.answers import one_line
 from controlplane.inference.tool_calls import CallReader, Piece
 from controlplane.responses.schemas import NamedChoice, ResponsesBody
 from worker.protocol import FinishReason, TokenEvent, Usage
@@ -87,8 +87,7 @@ class ResponsesAnswer:
     def _sse(self, data: Json) -> bytes:
         data = {**data, "sequence_number": self._sequence}
         self._sequence += 1
-        text = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
-        return f"event: {data['type']}\ndata: {text}\n\n".encode("utf-8", "replace")
+        return f"event: {data['type']}\ndata: ".encode() + one_line(data) + b"\n\n"
 
     def _events(self, event: TokenEvent) -> Iterator[Json]:
         is_end = event.finish_reason is not None

@@ -44,7 +44,7 @@ def test_the_bytes_of_a_chat_stream() -> None:
     ]
     assert list(answer.chunks(event("gr\u00fc\n\u2028"))) == [
         head
-        + '{"content":"gr\u00fc\\n\u2028"},"logprobs":null,"finish_reason":null}]}\n\n'.encode()
+        + '{"content":"gr\u00fc\\n\\u2028"},"logprobs":null,"finish_reason":null}]}\n\n'.encode()
     ]
     assert list(answer.chunks(event(finish_reason="stop", usage=USAGE))) == [
         head + b'{},"logprobs":null,"finish_reason":"stop"}]}\n\n'
@@ -105,3 +105,11 @@ def test_offsets_go_on_from_chunk_to_chunk() -> None:
     second = decoded(answer.chunks(event("hi", logprobs=(LOGPROB,))))
     offsets = [body["choices"][0]["logprobs"]["text_offset"] for body in first + second]
     assert offsets == [[0], [2]]
+
+
+def test_no_client_sees_the_end_of_a_line_in_a_text() -> None:
+    """httpx, for one, takes all that `str.splitlines` does for one."""
+    text = "".join(map(chr, range(0x3000)))
+    (chunk,) = make(ChatAnswer).chunks(event(text))
+    assert len(chunk.decode().splitlines()) == 2
+    assert decoded([chunk])[0]["choices"][0]["delta"]["content"] == text
