@@ -10,18 +10,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
+import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from worker import grammar_trial
 from worker.admission import Refused
 from worker.channel import Add
 from worker.killable import Helper, HelperLost
 from worker.protocol import ErrorCode
+from worker.turns import Turns
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +36,17 @@ MAX_CACHED = 1024
 #: Of one tenant: grammars that wait for their trial, and seconds of trials in a minute.
 MAX_WAITING = 16
 QUOTA_S, QUOTA_WINDOW_S = 10.0, 60.0
+#: What took too long may have met a busy machine: so long nobody tries it again.
+RETRY_S = 60.0
 
 _Grammar = tuple[str, str]  # kind, text
+
+
+class _Verdict(NamedTuple):
+    """What was found of a grammar, and until when that holds (of `time.monotonic`)."""
+
+    problem: str | None
+    until: float
 
 
 class Grammars:
@@ -49,10 +61,9 @@ class Grammars:
         )
         self._check = Helper("answer-check", _check_set_up, memory_bytes=CHECK_MEMORY_BYTES)
         # One tokenizer in a process's life: the grammar alone is the key.
-        self._found: OrderedDict[_Grammar, str | None] = OrderedDict()
-        self._too_slow: OrderedDict[str, str | None] = (
-            OrderedDict()
-        )  # schemas of checks that took long
+        self._found: OrderedDict[bytes, _Verdict] = OrderedDict()
+        self._too_slow: OrderedDict[bytes, float] = OrderedDict()  # schema -> until when
+        self._checks = Turns()
         self._trials: dict[_Grammar, asyncio.Future[str | None]] = {}
         self._waiting: OrderedDict[str, deque[_Grammar]] = OrderedDict()  # by tenant
         self._spent: dict[str, deque[tuple[float, float]]] = {}  # tenant -> when, seconds
@@ -64,10 +75,13 @@ class Grammars:
         grammar = _grammar_of(command)
         if grammar is None:
             return
-        if grammar not in self._found:
-            await self._tried(grammar, command.tenant_id)
-        self._found.move_to_end(grammar)
-        problem = self._found[grammar]
+        key = _key(*grammar)
+        known = self._found.get(key)
+        if known is not None and time.monotonic() < known.until:
+            self._found.move_to_end(key)
+            problem = known.problem
+        else:
+            problem = await self._tried(grammar, command.tenant_id)
         if problem is not None:
             raise Refused(
                 ErrorCode.INVALID_RESPONSE_FORMAT,
@@ -75,17 +89,20 @@ class Grammars:
                 grammar[0],
             )
 
-    async def problem_of(self, schema: str, answer: str) -> str | None:
+    async def problem_of(self, schema: str, answer: str, tenant_id: str) -> str | None:
         """How a finished answer breaks its schema; None when it obeys it."""
-        if schema in self._too_slow:
-            return "checking it takes too long"
-        try:
-            found: str | None = await self._check.call(schema, answer, timeout_s=CHECK_TIMEOUT_S)
-        except HelperLost as error:
-            log.warning("an answer could not be checked: %s", error)
-            _remember(self._too_slow, schema, None)
-            return f"it could not be checked: {error}"
-        return found
+        async with self._checks.turn(tenant_id):
+            if time.monotonic() < self._too_slow.get(_key(schema), 0.0):
+                return "checking it takes too long"
+            try:
+                found: str | None = await self._check.call(
+                    schema, answer, timeout_s=CHECK_TIMEOUT_S
+                )
+            except HelperLost as error:
+                log.warning("tenant %s: an answer could not be checked: %s", tenant_id, error)
+                _remember(self._too_slow, _key(schema), time.monotonic() + RETRY_S)
+                return f"it could not be checked: {error}"
+            return found
 
     async def start(self) -> None:
         """Start the processes before they are needed."""
@@ -97,8 +114,8 @@ class Grammars:
         self._trial.stop()
         self._check.stop()
 
-    async def _tried(self, grammar: _Grammar, tenant_id: str) -> None:
-        """Have a grammar tried, once for all who wait for it."""
+    async def _tried(self, grammar: _Grammar, tenant_id: str) -> str | None:
+        """Have a grammar tried, once for all who wait for it. -> what is wrong with it"""
         future = self._trials.get(grammar)
         if future is None:
             self._check_quota(tenant_id)
@@ -106,7 +123,7 @@ class Grammars:
             self._waiting.setdefault(tenant_id, deque()).append(grammar)
             if self._runner is None or self._runner.done():
                 self._runner = asyncio.create_task(self._run())
-        await asyncio.shield(future)
+        return await asyncio.shield(future)
 
     def _check_quota(self, tenant_id: str) -> None:
         if len(self._waiting.get(tenant_id, ())) >= MAX_WAITING:
@@ -128,15 +145,17 @@ class Grammars:
             grammar = grammars.popleft()
             if grammars:
                 self._waiting[tenant_id] = grammars
-            started = time.monotonic()
+            await self._trial.start()  # after one that was killed: not this tenant's doing
+            started, until = time.monotonic(), math.inf
             try:
                 problem = await self._trial.call(*grammar, timeout_s=TRIAL_TIMEOUT_S)
             except HelperLost as error:
+                until = time.monotonic() + RETRY_S
                 log.warning("tenant %s: a grammar was given up: %s", tenant_id, error)
                 problem = f"compiling it was given up: {error}"
             spent = self._spent.setdefault(tenant_id, deque())
             spent.append((started, time.monotonic() - started))
-            _remember(self._found, grammar, problem)
+            _remember(self._found, _key(*grammar), _Verdict(problem, until))
             future = self._trials.pop(grammar)
             with contextlib.suppress(asyncio.InvalidStateError):
                 future.set_result(problem)
@@ -163,10 +182,16 @@ def _over_quota(message: str) -> Refused:
     return Refused(ErrorCode.GRAMMAR_QUOTA, f"{message} Retry in a minute.", "json_schema")
 
 
-_K = TypeVar("_K")
+def _key(*parts: str) -> bytes:
+    """In place of a text that may have hundreds of kilobytes."""
+    return hashlib.sha256("\0".join(parts).encode()).digest()
 
 
-def _remember(cache: OrderedDict[_K, str | None], key: _K, value: str | None) -> None:
+_V = TypeVar("_V")
+
+
+def _remember(cache: OrderedDict[bytes, _V], key: bytes, value: _V) -> None:
     cache[key] = value
+    cache.move_to_end(key)
     if len(cache) > MAX_CACHED:
         cache.popitem(last=False)

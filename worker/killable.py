@@ -87,8 +87,13 @@ class Helper:
             name=self._name,
             daemon=True,
         )
-        process.start()
-        child_end.close()
+        try:
+            process.start()
+        except OSError as error:  # no memory or process left for it
+            own.close()
+            raise HelperLost(f"it cannot be started: {error}") from error
+        finally:
+            child_end.close()
         self._process, self._connection = process, own
         try:
             if own.poll(START_TIMEOUT_S):

@@ -222,7 +222,10 @@ class Requests:
         assert schema is not None
         try:
             for choice in request.unchecked:
-                choice.note_check(await self.grammars.problem_of(schema, choice.answer))
+                problem = await self.grammars.problem_of(
+                    schema, choice.answer, request.job.tenant_id
+                )
+                choice.note_check(problem)
             request.conclude(time.time())
         except Exception:
             log.exception("the answer of %s could not be checked", request.job.request_id)
@@ -246,7 +249,7 @@ class Requests:
 
     def stuck_s(self) -> float:
         """For how long the engine has had requests and done nothing."""
-        if not any(request.in_engine for request in self._active.values()):
+        if not any(request.runs_on for request in self._active.values()):
             self.note_progress()
         return time.monotonic() - self._progress_at
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from tests.fakes import write_fake_base
 from worker.active import ActiveRequest
 from worker.channel import Failure, Output
 from worker.protocol import GenerateJob, Sampling
+from worker.requests import Requests
 from worker.streams import News
 from worker.text import TextCodec
 
@@ -258,3 +260,17 @@ def test_a_choice_that_fails_ends_the_request(codec: TextCodec) -> None:
     event = news_of(request).event
     assert (event.error_code, event.usage is not None) == ("internal", True)
     assert request.runs_on  # the other choice is to be cancelled
+
+
+def test_an_engine_that_waits_for_checks_of_answers_is_not_stuck(codec: TextCodec) -> None:
+    """Checks of other answers may take a minute together, in which it has nothing to do."""
+    request = make_request(codec, json_schema="{}")
+    request.in_engine = True
+    requests = Requests.__new__(Requests)
+    requests._active = {"r": request}
+    requests._progress_at = time.monotonic() - 100
+    feed(request, codec, "1")
+    assert requests.stuck_s() >= 100
+    feed(request, codec, "", finish_reason="stop")
+    assert request.awaits_check
+    assert requests.stuck_s() < 1

@@ -160,9 +160,60 @@ async def test_a_check_that_takes_long_is_given_up(grammars: Grammars) -> None:
         both = {"$ref": f"#/$defs/n{i - 1}"}
         defs[f"n{i}"] = {"anyOf": [both, both]}
     slow = json.dumps({"$defs": defs, **part})
-    assert "longer than" in (await grammars.problem_of(slow, "[1]") or "")
-    assert "too long" in (await grammars.problem_of(slow, "[1]") or "")
-    assert await grammars.problem_of(SMALL, "5") is None
+    assert "longer than" in (await grammars.problem_of(slow, "[1]", "t") or "")
+    assert "too long" in (await grammars.problem_of(slow, "[1]", "t") or "")
+    assert await grammars.problem_of(SMALL, "5", "t") is None
+
+
+async def test_tenants_take_turns_at_checks(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+
+    async def slow(schema: str, answer: str, timeout_s: float) -> None:
+        await asyncio.sleep(0.01)
+        order.append(answer)
+
+    monkeypatch.setattr(grammars._check, "call", slow)
+    many = [asyncio.create_task(grammars.problem_of("{}", f"a{i}", "a")) for i in range(8)]
+    await asyncio.sleep(0)
+    await grammars.problem_of("{}", "b", "b")
+    assert order.index("b") <= 2
+    await asyncio.gather(*many)
+
+
+async def test_what_was_given_up_is_tried_again_later(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have met a busy machine."""
+    monkeypatch.setattr(grammars_module, "RETRY_S", 0.2)
+    is_busy = True
+
+    async def call(*job: str, timeout_s: float) -> None:
+        if is_busy:
+            raise HelperLost("it took longer than 1 s")
+
+    monkeypatch.setattr(grammars._trial, "call", call)
+    monkeypatch.setattr(grammars._check, "call", call)
+    await refusal(grammars, add(regex="x"))
+    assert await grammars.problem_of("{}", "1", "t") is not None
+    is_busy = False
+    await refusal(grammars, add(regex="x"))
+    assert await grammars.problem_of("{}", "1", "t") is not None
+    await asyncio.sleep(0.2)
+    await grammars.admit(add(regex="x"))
+    assert await grammars.problem_of("{}", "1", "t") is None
+
+
+async def test_who_waits_for_a_helper_that_cannot_be_started_is_told(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(self: Any) -> None:
+        raise OSError("Cannot allocate memory")
+
+    monkeypatch.setattr("multiprocessing.context.SpawnProcess.start", no_memory)
+    refused = await asyncio.wait_for(refusal(grammars, add(regex="x")), timeout=5)
+    assert "cannot be started" in refused.message
 
 
 def _eats(num_bytes: int) -> Any:

@@ -1,0 +1,45 @@
+"""One at a time, and a tenant's many put off another's by one of them at most."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator
+
+
+class Turns:
+    """Hands out one turn at a time, to the tenants that wait for one in rotation."""
+
+    def __init__(self) -> None:
+        self._is_taken = False
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+
+    @contextlib.asynccontextmanager
+    async def turn(self, tenant_id: str) -> AsyncIterator[None]:
+        """Wait for a turn and have it."""
+        if self._is_taken:
+            mine = asyncio.get_running_loop().create_future()
+            self._waiting.setdefault(tenant_id, deque()).append(mine)
+            try:
+                await mine
+            except asyncio.CancelledError:
+                if not mine.cancelled():  # it was handed over just then
+                    self._pass_on()
+                raise
+        self._is_taken = True
+        try:
+            yield
+        finally:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        while self._waiting:
+            tenant_id, futures = self._waiting.popitem(last=False)
+            future = futures.popleft()
+            if futures:
+                self._waiting[tenant_id] = futures
+            if not future.done():
+                future.set_result(None)
+                return
+        self._is_taken = False
