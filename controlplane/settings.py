@@ -351,7 +351,7 @@ LOGGING = {
             "filters": ["tenant", "secrets"],
         }
     },
-    # Instead of uvicorn's own handler, which would write addresses as they are.
-    "loggers": {"uvicorn.access": {"propagate": True}},
+    # Instead of uvicorn's own handlers, which would write addresses as they are.
+    "loggers": {"uvicorn": {"propagate": True}, "uvicorn.access": {"propagate": True}},
     "root": {"handlers": ["stderr"], "level": env("LORIKEET_LOG_LEVEL", "INFO")},
 }
