@@ -6,6 +6,7 @@ The document is committed as docs/openapi.json (`make openapi`); a test compares
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from pydantic import BaseModel
@@ -129,7 +130,7 @@ def add_gateway(result: Json, generator: Any, request: Any, public: bool) -> Jso
         schemas.update(body_schemas(body))
     for part in (files, batches):
         schemas.update(part.SCHEMAS)
-        result["paths"].update(part.PATHS)
+        result["paths"].update(copy.deepcopy(part.PATHS))  # `complete_operations` adds to them
     name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
     result["paths"].update(
         {

@@ -46,6 +46,10 @@ def test_committed_document_is_the_generated_one(db: None) -> None:
     assert generated() == COMMITTED, "run `make openapi` and commit docs/openapi.json"
 
 
+def test_making_it_leaves_nothing_behind(db: None) -> None:
+    assert generated() == generated()
+
+
 def test_the_gateway_is_in_it() -> None:
     body = COMMITTED["components"]["schemas"]["ChatBody"]
     assert {"model", "messages", "top_k"} <= set(body["properties"])
