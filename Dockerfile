@@ -13,10 +13,11 @@ COPY requirements/controlplane.txt requirements/controlplane.txt
 RUN pip install -r requirements/controlplane.txt
 COPY manage.py manage.py
 COPY controlplane controlplane
-# Of the GPU side the control plane may know the protocol and the queue, so nothing else is here.
+# Of the GPU side the control plane may know the protocol, the queue and what is allowed in patterns.
 COPY worker/__init__.py worker/__init__.py
 COPY worker/protocol.py worker/protocol.py
 COPY worker/fair_queue.py worker/fair_queue.py
+COPY worker/patterns.py worker/patterns.py
 COPY .env.example .env.example
 # Static files are the same for every installation; the example's settings do.
 RUN set -a && . ./.env.example && LORIKEET_STATIC_ROOT=/app/staticfiles \
