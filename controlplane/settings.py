@@ -157,8 +157,8 @@ ACCOUNT_FORMS = {
 MFA_ADAPTER = "controlplane.signin.adapters.MfaAdapter"
 MFA_SUPPORTED_TYPES = ["totp", "webauthn", "recovery_codes"]
 MFA_PASSKEY_LOGIN_ENABLED = True
-#: Accounts are made by operators and invites: nobody else's address can be taken hostage.
-MFA_ALLOW_UNVERIFIED_EMAIL = True
+#: Whoever sends an invite has its token too: a factor of theirs would outlast the password.
+MFA_ALLOW_UNVERIFIED_EMAIL = False
 MFA_FORMS = {
     "authenticate": "controlplane.signin.forms.AuthenticateForm",
     "add_webauthn": "controlplane.signin.forms.AddPasskeyForm",

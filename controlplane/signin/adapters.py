@@ -12,6 +12,7 @@ from allauth.account.adapter import DefaultAccountAdapter
 from allauth.core.exceptions import ImmediateHttpResponse
 from allauth.mfa.adapter import DefaultMFAAdapter
 from allauth.socialaccount.adapter import DefaultSocialAccountAdapter
+from allauth.socialaccount.providers.base.constants import AuthProcess
 from cryptography.fernet import Fernet
 from django.conf import settings
 from django.http import HttpRequest
@@ -92,8 +93,12 @@ class SocialAdapter(DefaultSocialAccountAdapter):
         return False
 
     def pre_social_login(self, request: HttpRequest, sociallogin: Any) -> None:
-        """Refuse who is nobody here, before a form asks them for anything."""
-        if request.user.is_authenticated or sociallogin.is_existing:
+        """Refuse who is nobody here, before a form asks them for anything.
+
+        Nobody links an issuer's account to theirs by hand: it would outlast a lost password.
+        """
+        is_linking = sociallogin.state.get("process") == AuthProcess.CONNECT
+        if sociallogin.is_existing and not is_linking:
             return
         context = {"emails": [address.email for address in sociallogin.email_addresses]}
         response = render(request, "signin/nobody.html", context, status=403)

@@ -14,6 +14,7 @@ from django.http import HttpRequest
 
 from controlplane.audit.services import record
 from controlplane.scoping import all_tenants, tenant_scope
+from controlplane.signin.addresses import address_set
 from controlplane.tenants.models import Membership, User
 
 
@@ -45,7 +46,7 @@ def connect() -> None:
     account.user_logged_in.connect(_signed_in)
     account.password_changed.connect(_password_changed)
     account.password_set.connect(_password_changed)
-    account.password_reset.connect(_password_changed)
+    account.password_reset.connect(_password_reset)
     mfa.authenticator_added.connect(_factor_added)
     mfa.authenticator_removed.connect(_factor_removed)
     mfa.authenticator_reset.connect(_codes_made)
@@ -59,6 +60,11 @@ def _signed_in(request: HttpRequest, user: User, **_: Any) -> None:
 
 
 def _password_changed(user: User, **_: Any) -> None:
+    tell("password_changed", user)
+
+
+def _password_reset(user: User, **_: Any) -> None:
+    address_set(user, is_proven=True)  # they read the mail
     tell("password_changed", user)
 
 
@@ -80,4 +86,7 @@ def _codes_made(user: User, authenticator: Any, **_: Any) -> None:
 
 
 def _issuer_linked(sociallogin: Any, **_: Any) -> None:
+    proven = {address.email for address in sociallogin.email_addresses if address.verified}
+    if sociallogin.user.email in proven:
+        address_set(sociallogin.user, is_proven=True)
     tell("issuer_linked", sociallogin.user, issuer=sociallogin.account.provider)

@@ -17,6 +17,7 @@ from unfold.admin import TabularInline
 from unfold.forms import AdminPasswordChangeForm, UserChangeForm, UserCreationForm
 
 from controlplane.operator.admin import AuditedAdmin, ReadOnlyAdmin
+from controlplane.signin.addresses import address_set
 from controlplane.signin.trail import second_factors_remove
 from controlplane.tenants.models import ApiKey, Membership, Tenant, User
 from controlplane.tenants.services import api_key_revoke, tenant_status_set
@@ -83,9 +84,13 @@ class PersonCreationForm(UserCreationForm):
         return str(self.cleaned_data["email"]).lower()
 
 
+class PersonChangeForm(UserChangeForm):
+    clean_email = PersonCreationForm.clean_email
+
+
 @admin.register(User)
 class PersonAdmin(UserAdmin, AuditedAdmin):  # type: ignore[type-arg]
-    form = UserChangeForm
+    form = PersonChangeForm
     add_form = PersonCreationForm
     change_password_form = AdminPasswordChangeForm
     list_display = ("email", "first_name", "last_name", "is_staff", "is_active", "last_login")
@@ -101,6 +106,12 @@ class PersonAdmin(UserAdmin, AuditedAdmin):  # type: ignore[type-arg]
     )
     add_fieldsets = ((None, {"fields": ("email", "usable_password", "password1", "password2")}),)
     actions = ("remove_second_factors",)
+
+    def save_model(self, request: HttpRequest, obj: User, form: Any, change: bool) -> None:
+        super().save_model(request, obj, form, change)
+        if "email" in form.changed_data:
+            # The operator answers for it; the one before opens nothing any more.
+            address_set(obj, is_proven=True)
 
     @admin.action(description="Remove second factors: for who has lost them and their codes")
     def remove_second_factors(self, request: HttpRequest, queryset: QuerySet[User]) -> None:

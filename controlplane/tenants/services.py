@@ -11,6 +11,7 @@ from django.db import transaction
 
 from controlplane.audit.services import record
 from controlplane.errors import Conflict, InvalidRequest, from_validation
+from controlplane.signin.addresses import address_set
 from controlplane.tenants.key_services import api_key_create as api_key_create
 from controlplane.tenants.key_services import api_key_revoke as api_key_revoke
 from controlplane.tenants.models import Membership, Role, Tenant, User
@@ -69,8 +70,13 @@ def tenant_status_set(*, tenant: Tenant, status: str) -> Tenant:
 
 
 @transaction.atomic
-def user_create(*, email: str, password: str | None, is_operator: bool = False) -> User:
+def user_create(
+    *, email: str, password: str | None, is_operator: bool = False, is_proven: bool = False
+) -> User:
     """Make a person, who may sign in when there is a password.
+
+    is_proven  whether it is known that the address is theirs: only then may they have a second
+               factor, or somebody else could come before them and keep one
 
     Raises InvalidRequest for a bad address or a weak password, Conflict for a known address.
     """
@@ -93,6 +99,7 @@ def user_create(*, email: str, password: str | None, is_operator: bool = False) 
     )
     if not is_new:
         raise Conflict(f"There is a user {email} already.", param="email")
+    address_set(user, is_proven=is_proven)
     record("created", user, after={"email": email, "is_operator": is_operator})
     return user
 
@@ -110,12 +117,12 @@ def user_password_set(*, user: User, password: str) -> None:
 def member_add(*, email: str, role: Role, password: str | None = None) -> Membership:
     """Give a person a role in the tenant in scope; a member gets the new role.
 
-    A person not known yet is made, with `password`. A known person's password stays: no tenant
-    may change it.
+    A person not known yet is made, with `password`; whoever calls this answers for the address.
+    A known person's password stays: no tenant may change it.
     """
     user = User.objects.filter(email=email.strip().lower()).first()
     if user is None:
-        user = user_create(email=email, password=password)
+        user = user_create(email=email, password=password, is_proven=True)
     known = Membership.objects.select_for_update().filter(user=user).first()
     before = {"role": known.role} if known else None
     membership, is_new = Membership.objects.update_or_create(user=user, defaults={"role": role})

@@ -22,7 +22,7 @@ from django.test import Client
 from controlplane.audit.models import AuditEvent
 from controlplane.scoping import tenant_scope
 from controlplane.tenants.models import User
-from tests.controlplane.conftest import Party
+from tests.controlplane.conftest import PASSWORD, Party
 from tests.oidc_issuer import CLIENT_ID, CLIENT_SECRET, Claims, Issuer
 
 START, CALLBACK = "/console/sign-in/oidc", "/console/sign-in/oidc/callback"
@@ -130,14 +130,16 @@ def test_the_second_factor_is_asked_for_all_the_same(issuer: Issuer, acme: Party
 
 def test_a_password_that_somebody_else_may_have_chosen_ends(issuer: Issuer, acme: Party) -> None:
     """Nobody ever proved that the address is theirs, until the issuer did."""
+    EmailAddress.objects.filter(user=acme.owner).update(verified=False)
     issuer.person = owner_of(acme)
     sign_in(Client())
     acme.owner.refresh_from_db()
     assert not acme.owner.has_usable_password()
+    assert EmailAddress.objects.get(user=acme.owner).verified
 
 
 def test_a_password_of_a_proven_address_stays(issuer: Issuer, acme: Party) -> None:
-    EmailAddress.objects.create(user=acme.owner, email=acme.owner.email, verified=True)
+    assert EmailAddress.objects.get(user=acme.owner).verified
     issuer.person = owner_of(acme)
     sign_in(Client())
     acme.owner.refresh_from_db()
@@ -267,3 +269,18 @@ def test_no_token_is_kept(issuer: Issuer, acme: Party) -> None:
     kept = json.dumps(SocialAccount.objects.get().extra_data)
     assert "0100" not in kept
     assert "eyJ" not in kept
+
+
+def test_nobody_links_an_issuers_account_by_hand(issuer: Issuer, acme: Party) -> None:
+    """It would open the account also after a lost password has been replaced."""
+    issuer.person = {"sub": "9", "email": "stranger@example.com", "email_verified": True}
+    browser = Client()
+    browser.post("/console/sign-in", {"login": acme.owner.email, "password": PASSWORD})
+    assert is_in(browser)
+    page = browser.post(f"{START}?process=connect").content.decode()
+    [url] = re.findall(r'http-equiv="refresh" content="0;url=([^"]+)"', page)
+    back = requests.get(unescape(url), allow_redirects=False, timeout=5).headers["Location"]
+    browser.post("/console/account/reauthenticate/", {"password": PASSWORD})
+    answer = browser.get(back.removeprefix("http://127.0.0.1:8000"))
+    assert answer.status_code == 403
+    assert not SocialAccount.objects.exists()

@@ -28,7 +28,9 @@ class Command(BaseCommand):
         user = User.objects.filter(email=email.strip().lower()).first()
         try:
             if user is None:
-                services.user_create(email=email, password=password, is_operator=True)
+                services.user_create(
+                    email=email, password=password, is_operator=True, is_proven=True
+                )
             elif user.is_staff:
                 services.user_password_set(user=user, password=password)
             else:
