@@ -366,8 +366,7 @@ class Engine:
         """Wait for a step's tokens and hand them to their sequences."""
         sampled = flight.finish()
         if self._flight is not None and flight.went_wrong:
-            self._flight.finish()  # it went on from another token, and is computed again
-            self._flight = None
+            self._flight = None  # it went on from another token, and is computed again
         self._num_steps += 1
         flight.commit(self._scheduler.commit)
         outputs = []

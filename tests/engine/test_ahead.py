@@ -24,7 +24,7 @@ WAYS: list[dict[str, Any]] = [
     {"stop": 1},
     {"temperature": 1.0, "seed": 3},
     {"temperature": 0.8, "seed": 4, "top_p": 0.8, "n": 2},
-    {"repetition_penalty": 1.3},
+    {"repetition_penalty": 1.3, "frequency_penalty": 0.4},
     {"logprobs": 2},
     {"min_tokens": 3, "stop": 0},
 ]
@@ -121,6 +121,23 @@ def test_a_prompt_begins_beside_unread_tokens(make_engine: MakeEngine, oracle: O
     assert run(engine)["second"].token_ids == oracle.generate(prompt(2, 9), 4, "all-4")
     assert ahead.counts["known"] == 1
     assert ahead.counts["unread"] >= 2  # with the prompt, and without the one that ended
+
+
+def test_a_step_that_is_taken_back_leaves_no_trace(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It went on from a token that was wrong, and held one that is chosen by those before."""
+    monkeypatch.setattr("engine.sampler._NUM_CANDIDATES", 2)
+    penalised = request("penalised", prompt(2, 9), max_tokens=10, frequency_penalty=0.4)
+    wanted = run(make_engine(), penalised)["penalised"].token_ids
+    for seed in range(6):
+        engine = make_engine()
+        AheadRunner(engine)
+        engine.add(
+            request("drawn", prompt(1, 5), max_tokens=10, temperature=1.5, top_p=0.97, seed=seed)
+        )
+        engine.step()
+        assert run(engine, penalised)["penalised"].token_ids == wanted
 
 
 def test_a_preempted_request_keeps_the_token_on_its_way(
