@@ -27,6 +27,21 @@ class PageTables:
         """Pages of so many tokens."""
         return -(-num_tokens // self._page_size)
 
+    @property
+    def gives_back(self) -> bool:
+        """Whether a running sequence loses pages that nothing reads any more."""
+        return self._reach is not None
+
+    def count_to_start(self, sequence: Sequence, num_found: int) -> int:
+        """Pages that have to be free before it starts behind `num_found` pages.
+
+        Room for all its tokens, not just a chunk: else it would soon be preempted. Where pages are
+        given back, for what it reads at a time and a page to go on with: it may have generated
+        more than there is room for.
+        """
+        num_new = self.count_for(sequence.num_tokens) - num_found
+        return num_new if self._reach is None else min(num_new, self.count_for(self._reach) + 2)
+
     def count_missing(self, sequence: Sequence, num_tokens: int) -> int:
         """Pages that its next `num_tokens` tokens need and it has not."""
         end = sequence.num_computed + num_tokens
@@ -35,29 +50,36 @@ class PageTables:
     def find(self, sequence: Sequence) -> list[int]:
         """The sequence's first pages, as far as somebody has computed them; now shared with it.
 
-        A sibling has the prompt's full pages even where nothing is kept for strangers; what is in
-        the prompt's last page besides is computed again, a page at most.
+        Those that its next token does not see are 0, and not shared. A sibling has the prompt's
+        full pages even where nothing is kept for strangers; what is in the prompt's last page
+        besides is computed again, a page at most.
         """
         # One token at least is computed: what follows is sampled from it.
         num_full = (sequence.num_tokens - 1) // self._page_size
         pages = self._prefixes.take(self._keys(sequence, num_full))
         num_common = min(num_full, sequence.num_prompt // self._page_size)
         if len(pages) < num_common:
-            owner = next((s for s in sequence.siblings if s.has_prompt and not s.num_dropped), None)
+            first = self._first_seen(num_common * self._page_size)
+            owners = (s for s in sequence.siblings if s.has_prompt and s.num_dropped <= first)
+            owner = next(owners, None)
             if owner is not None:
                 self._prefixes.release(pages)
-                pages = owner.page_table[:num_common].tolist()
-                self._pool.share(pages)
-        return pages
+                pages = [0] * first + owner.page_table[first:num_common].tolist()
+                self._pool.share(pages[first:])
+                return pages
+        first = self._first_seen(len(pages) * self._page_size)
+        self._prefixes.release(pages[:first])
+        return [0] * first + pages[first:]
 
     def give_back(self, pages: list[int]) -> None:
         """Undo `find`."""
-        self._prefixes.release(pages)
+        self._prefixes.release(pages[self._first_seen(len(pages) * self._page_size) :])
 
     def start(self, sequence: Sequence, pages: list[int]) -> None:
         """The sequence begins behind the pages that were found for it."""
         sequence.page_table = array("i", pages)
         sequence.num_computed = len(pages) * self._page_size
+        sequence.num_dropped = self._first_seen(sequence.num_computed)
         if sequence.num_cached is None:  # else it returns, and finds pages of its own
             for sibling in sequence.siblings:
                 sibling.num_cached = sequence.num_computed
@@ -84,12 +106,17 @@ class PageTables:
             keys = self._keys(sequence, end)
             for index in range(first, end):
                 self._prefixes.add(keys[index], sequence.page_table[index])
-        if self._reach is not None:
-            self._drop(sequence, self._reach)
+        self._drop(sequence)
 
-    def _drop(self, sequence: Sequence, reach: int) -> None:
+    def _first_seen(self, num_computed: int) -> int:
+        """The first page that the token after `num_computed` sees, or any token after that."""
+        if self._reach is None:
+            return 0
+        return max(num_computed + 1 - self._reach, 0) // self._page_size
+
+    def _drop(self, sequence: Sequence) -> None:
         """Give back the pages that the sequence's next token, and all after it, do not see."""
-        first = max(sequence.num_computed + 1 - reach, 0) // self._page_size
+        first = self._first_seen(sequence.num_computed)
         if first > sequence.num_dropped:
             self._prefixes.release(sequence.page_table[sequence.num_dropped : first])
             for index in range(sequence.num_dropped, first):

@@ -179,13 +179,27 @@ class Scheduler:
                 self._continue(step, sequence)
 
     def _continue(self, step: Step, sequence: Sequence) -> None:
-        num_tokens = min(sequence.num_uncomputed, step.budget)
+        num_tokens = self._chunk(step, sequence)
         num_new = self._tables.count_missing(sequence, num_tokens)
         if num_new <= 0:  # most decodes: fifteen of sixteen tokens need no page
             step.rows.append(Row(sequence, num_tokens))
             step.budget -= num_tokens
         elif self._make_room(step, sequence, num_new):
             self._run(step, sequence, num_tokens)
+
+    def _chunk(self, step: Step, sequence: Sequence) -> int:
+        """How many tokens it computes next.
+
+        Where pages behind are given back, no more than there is room for, but a page's: after
+        each chunk there is room again.
+        """
+        num_tokens = min(sequence.num_uncomputed, step.budget)
+        if self._tables.gives_back:
+            while num_tokens > self._page_size and not self._is_free(
+                self._tables.count_missing(sequence, num_tokens), sequence
+            ):
+                num_tokens //= 2
+        return num_tokens
 
     def _run(self, step: Step, sequence: Sequence, num_tokens: int) -> None:
         """Put the row into the step; its pages can be taken."""
@@ -337,8 +351,7 @@ class Scheduler:
     def _claim_pages(self, step: Step, sequence: Sequence) -> bool:
         """Start the sequence if there are pages for it, and put its first chunk into the step."""
         pages = self._tables.find(sequence)
-        # Room for the whole prompt, not just the chunk: else it would soon be preempted.
-        num_new = self._tables.count_for(sequence.num_tokens) - len(pages)
+        num_new = self._tables.count_to_start(sequence, len(pages))
         while not self._is_free(num_new, sequence):
             if not self._preempt_for(step, sequence):
                 if not self.running and self._is_free_at_last(num_new, sequence):
@@ -348,7 +361,7 @@ class Scheduler:
                     step.failed.append((sequence, _too_small(self._pool, num_new)))
                 return False
         self._start(sequence, pages)
-        self._run(step, sequence, min(sequence.num_uncomputed, step.budget))
+        self._run(step, sequence, self._chunk(step, sequence))
         return True
 
     def _is_free(self, num_pages: int, sequence: Sequence, use: PageUse = PageUse.KV) -> bool:

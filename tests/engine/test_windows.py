@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine import Engine, EngineConfig, FinishReason
+from engine import Engine, EngineConfig, FinishReason, Priority
 from engine.config import ModelConfig
 from tests.engine.conftest import Result, prompt, request, save_adapter
 from tests.engine.families import save_family
@@ -125,6 +125,19 @@ def test_preemption_begins_anew(base: Path) -> None:
     for i in range(6):
         assert results[f"{i}/0"].token_ids == greedy(base, None, prompt(i, 5 + i), 60)
     assert engine.stats().num_preemptions > 0
+    engine.close()
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_what_has_outgrown_the_arena_can_be_preempted(base: Path, prefix_cache: bool) -> None:
+    engine = make_engine(base, 8, prefix_cache=prefix_cache, max_step_tokens=512, max_running=1)
+    engine.add(request("long", prompt(1, 20), max_tokens=250, priority=Priority.BATCH))
+    before = [output for _ in range(180) for output in engine.step()]
+    results, _ = run_poisoned(engine, request("quick", prompt(2, 9), max_tokens=3))
+    assert engine.stats().num_preemptions == 1
+    assert results["quick/0"].token_ids == greedy(base, None, prompt(2, 9), 3)
+    tokens = [token for output in before for token in output.token_ids]
+    assert tokens + results["long/0"].token_ids == greedy(base, None, prompt(1, 20), 250)
     engine.close()
 
 
