@@ -98,6 +98,7 @@ def list_page(
 
 def _limit(request: HttpRequest, default: int, most: int) -> int:
     text = request.GET.get("limit", str(default))
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:6]) <= most):
+    is_number = text.isascii() and text.isdigit() and len(text) <= 6
+    if not (is_number and 1 <= int(text) <= most):
         raise InvalidRequest(f"limit is a number from 1 to {most}.", param="limit")
     return int(text)

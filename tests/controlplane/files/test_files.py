@@ -176,6 +176,7 @@ def test_lists_page_by_page_in_both_orders(site: Site) -> None:
     [
         ("limit=0", "limit"),
         ("limit=10001", "limit"),
+        ("limit=00000110000000", "limit"),
         ("limit=x", "limit"),
         ("order=up", "order"),
         ("after=batch_1", "after"),
