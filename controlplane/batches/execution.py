@@ -281,7 +281,7 @@ def _load(lease: Lease) -> tuple[Batch, Principal | None]:
     """The batch as it stands, its lease renewed, and who asks; None when that key has ended."""
     batch = lease.renew()
     with tenant_scope(lease.tenant_id):
-        keys = ApiKey.objects.select_related("tenant", "owner", "service_account")
+        keys = ApiKey.objects.select_related("tenant", "owner__user", "service_account")
         api_key = keys.filter(pk=batch.api_key_id).first() if batch.api_key_id else None
         if api_key is None:
             return batch, None

@@ -113,14 +113,16 @@ def authenticate(header: str | None, address: str = "") -> Principal:
 def standing_principal(api_key: ApiKey) -> Principal:
     """Whom a key stands for, wherever it is used: also for what it asked for some time ago.
 
-    api_key  with its tenant, owner and service account
-    Raises AuthenticationFailed for a key that has ended, PermissionDenied for one of a suspended
-    tenant.
+    api_key  with its tenant, its owner with the person, and its service account
+    Raises AuthenticationFailed for a key that has ended or is a closed account's,
+    PermissionDenied for one of a suspended tenant.
     """
     if api_key.revoked_at is not None:
         raise AuthenticationFailed("This API key has been revoked.")
     if api_key.expires_at is not None and api_key.expires_at <= timezone.now():
         raise AuthenticationFailed("This API key has expired.")
+    if api_key.owner is not None and not api_key.owner.user.is_active:
+        raise AuthenticationFailed("The account that this API key belongs to is closed.")
     _check_tenant(api_key.tenant)
     return Principal(tenant=api_key.tenant, role=_key_role(api_key), api_key=api_key)
 
@@ -228,7 +230,7 @@ def _parse_header(header: str | None) -> keys.KeyParts:
 
 def _key_rows(parts: keys.KeyParts) -> QuerySet[ApiKey]:
     rows = ApiKey.objects.filter(public_id=parts.public_id, environment=parts.environment)
-    return rows.select_related("tenant", "owner", "service_account")
+    return rows.select_related("tenant", "owner__user", "service_account")
 
 
 def _matches(api_key: ApiKey, secret_hmac: bytes) -> bool:

@@ -13,7 +13,7 @@ from controlplane.errors import AuthenticationFailed, InvalidRequest, Permission
 from controlplane.scoping import tenant_scope
 from controlplane.tenants import auth, key_services, services
 from controlplane.tenants.key_rules import KeyRules, allows_address, allows_model
-from controlplane.tenants.models import ApiKey, Role
+from controlplane.tenants.models import ApiKey, Role, User
 from controlplane.tenants.permissions import DEFAULT_SCOPES
 from tests.controlplane.conftest import Party, as_user, assert_error
 
@@ -204,3 +204,15 @@ def test_patch_changes_what_it_names(acme: Party) -> None:
     assert changed["allowed_ips"] == ["192.0.2.7/32"]
     assert client.get(url).json() == changed
     assert_error(client.patch(url, {"scopes": ["no"]}, format="json"), 400, "scopes.0")
+
+
+def test_a_closed_accounts_keys_are_closed_too(acme: Party) -> None:
+    theirs, tenants = make(acme), client_of({"key": acme.key_text})
+    client = client_of(theirs)
+    assert client.get(KEYS).status_code == 200
+    User.objects.filter(pk=acme.owner.pk).update(is_active=False)
+    auth._cache.clear()
+    assert_error(client.get(KEYS), 401)
+    assert tenants.get(KEYS).status_code == 200
+    User.objects.filter(pk=acme.owner.pk).update(is_active=True)
+    assert client.get(KEYS).status_code == 200
