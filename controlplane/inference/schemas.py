@@ -262,7 +262,7 @@ class ResponseFormat(Body):
 
     type: Literal["text", "json_object", "json_schema", "regex", "choice"]
     json_schema: JsonSchemaFormat | None = None
-    pattern: Annotated[str | None, AfterValidator(checked_pattern)] = None
+    pattern: Annotated[str, AfterValidator(checked_pattern)] | None = None
     choices: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=1000)]] | None,
         Field(min_length=1, max_length=1000),

@@ -296,6 +296,7 @@ def test_fields_that_make_no_difference_are_taken() -> None:
         modalities=["text"],
         stop=None,
         temperature=None,
+        response_format={"type": "text", "json_schema": None, "pattern": None, "choices": None},
     )
 
 
