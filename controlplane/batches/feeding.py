@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from controlplane.batches import lines
-from controlplane.batches.lines import Line
+from controlplane.batches.lines import Line, Request
 from controlplane.batches.pace import Pace
 from controlplane.batches.results import Result
 from controlplane.errors import ApiError, GivenUp
@@ -112,9 +112,10 @@ class Feeder:
             request_id = new_request_id()
             try:
                 async with self._pace.place(self._batch_id):
-                    generation = await self._submit(line, request_id)
+                    request = lines.parse_request(line, self._endpoint)
+                    generation = await self._submit(request, request_id)
                     try:
-                        return _answered(line, request_id, await generation.whole())
+                        return _answered(line, request_id, await request.answer(generation))
                     finally:
                         generation.leave()
             except _Refused:
@@ -122,11 +123,11 @@ class Feeder:
             except ApiError as error:
                 attempt += 1
                 if not _is_passing(error) or attempt >= MAX_ATTEMPTS:
-                    output = lines.error_line(line.custom_id, request_id, error)
+                    output = lines.error_line(line.custom_id, request_id, error, self._endpoint)
                     return Result(line=line.number, is_error=True, output=output)
                 await asyncio.sleep(min(MAX_WAIT_S, 2.0**attempt * random.uniform(0.25, 0.5)))
 
-    async def _submit(self, line: Line, request_id: str) -> Generation:
+    async def _submit(self, request: Request, request_id: str) -> Generation:
         """Raises _Refused for what passes: a limit, a budget, a full queue, no worker.
 
         One at a time, so that the first refusal spares the others theirs.
@@ -137,8 +138,9 @@ class Feeder:
             try:
                 return await submit(
                     self._principal(),
-                    lines.parse_request(line, self._endpoint),
+                    request.body,
                     request_id=request_id,
+                    endpoint=self._endpoint,
                     is_batch=True,
                     deadline=self._deadline,
                 )
@@ -171,13 +173,17 @@ class Feeder:
 
 def _answered(line: Line, request_id: str, body: dict[str, Any]) -> Result:
     usage = body["usage"]
+    # A response has other words for it.
+    prompt, completion = (
+        ("input", "output") if "input_tokens" in usage else ("prompt", "completion")
+    )
     return Result(
         line=line.number,
         is_error=False,
         output=lines.answer_line(line.custom_id, request_id, 200, body),
-        prompt_tokens=usage["prompt_tokens"],
-        cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
-        completion_tokens=usage["completion_tokens"],
+        prompt_tokens=usage[f"{prompt}_tokens"],
+        cached_tokens=usage[f"{prompt}_tokens_details"]["cached_tokens"],
+        completion_tokens=usage[f"{completion}_tokens"],
     )
 
 

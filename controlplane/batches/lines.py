@@ -1,4 +1,4 @@
-"""The lines of batch files: what comes in, and what goes out. Pure."""
+"""The lines of batch files: what comes in, and what goes out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from typing import Any
 from controlplane.errors import ApiError, InvalidRequest
 from controlplane.inference.parsing import parse_body
 from controlplane.inference.schemas import ChatBody, CompletionBody
+from controlplane.inference.service import Generation
 from controlplane.public_ids import public_id
+from controlplane.responses.answers import answer_of
+from controlplane.responses.schemas import ResponsesBody
+from controlplane.responses.translation import chat_body, in_our_words
 from controlplane.scoping import new_id
 
 MAX_LINES = 50_000
@@ -17,9 +21,10 @@ MAX_LINES = 50_000
 MAX_LINE_BYTES = 8 * 1024**2 + 4096
 MAX_CUSTOM_ID = 512
 #: The address that the lines are for -> how its bodies are read.
-ENDPOINTS: dict[str, type[ChatBody] | type[CompletionBody]] = {
+ENDPOINTS: dict[str, type[ChatBody] | type[CompletionBody] | type[ResponsesBody]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
+    "/v1/responses": ResponsesBody,
 }
 
 
@@ -97,12 +102,33 @@ def _text(fields: dict[str, Any], name: str, path: str = "") -> str:
     return value
 
 
-def parse_request(line: Line, endpoint: str) -> ChatBody | CompletionBody:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A line's body, checked.
+
+    body      what is submitted
+    response  the body of a response, which `body` says as a chat
+    """
+
+    body: ChatBody | CompletionBody
+    response: ResponsesBody | None = None
+
+    async def answer(self, generation: Generation) -> dict[str, Any]:
+        """The finished answer, as the endpoint writes it. Raises ApiError."""
+        if self.response is None:
+            return await generation.whole()
+        answer = answer_of(self.response, generation)
+        return answer.whole([event async for event in generation.events()])
+
+
+def parse_request(line: Line, endpoint: str) -> Request:
     """The line's body, checked as the live API does. Raises InvalidRequest."""
     body = parse_body(ENDPOINTS[endpoint], line.body)
     if body.stream:
         raise InvalidRequest("A line of a batch cannot be streamed.", param="stream")
-    return body
+    if isinstance(body, ResponsesBody):
+        return Request(body=chat_body(body), response=body)
+    return Request(body=body)
 
 
 def answer_line(custom_id: str, request_id: str, status_code: int, body: dict[str, Any]) -> str:
@@ -111,7 +137,9 @@ def answer_line(custom_id: str, request_id: str, status_code: int, body: dict[st
     return _line(custom_id, response, None)
 
 
-def error_line(custom_id: str, request_id: str, error: ApiError) -> str:
+def error_line(custom_id: str, request_id: str, error: ApiError, endpoint: str) -> str:
+    if endpoint == ResponsesBody.endpoint:
+        error = in_our_words(error)
     return answer_line(custom_id, request_id, error.status, error.body())
 
 

@@ -106,16 +106,16 @@ class _Check:
         """Raises LineFault for a model that is not there; keeps a refusal of the body."""
         self.found.models.add(line.model)
         try:
-            body = lines.parse_request(line, self._endpoint)
+            request = lines.parse_request(line, self._endpoint)
         except ApiError as error:
             if line.model:
                 self._check_named(Named.model(line.model))
-            output = lines.error_line(line.custom_id, new_request_id(), error)
+            output = lines.error_line(line.custom_id, new_request_id(), error, self._endpoint)
             self._refused.append((line.number, output))
             if len(self._refused) >= _REFUSALS:
                 self.flush()
             return
-        self._check_named(body.named())
+        self._check_named(request.body.named())
 
     def _check_named(self, named: Named) -> None:
         if named not in self._known:

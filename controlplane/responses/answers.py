@@ -13,6 +13,7 @@ from typing import Any
 
 from controlplane.errors import ApiError
 from controlplane.inference.answers import one_line
+from controlplane.inference.service import Generation
 from controlplane.inference.tool_calls import CallReader, Piece
 from controlplane.responses.schemas import NamedChoice, ResponsesBody
 from worker.protocol import FinishReason, TokenEvent, Usage
@@ -213,6 +214,18 @@ class ResponsesAnswer:
             "usage": None if usage is None else usage_body(usage),
             "user": body.user,
         }
+
+
+def answer_of(body: ResponsesBody, generation: Generation) -> ResponsesAnswer:
+    """Writes what comes of a request that was accepted."""
+    job = generation.job
+    return ResponsesAnswer(
+        body,
+        response_id=f"resp_{job.request_id.removeprefix('req_')}",
+        created=int(job.created_at),
+        model=generation.target.name,
+        has_tools=bool(job.tools),
+    )
 
 
 def usage_body(usage: Usage) -> Json:

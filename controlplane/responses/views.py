@@ -11,7 +11,7 @@ from controlplane.inference.parsing import parse_body
 from controlplane.inference.schemas import ChatBody
 from controlplane.inference.service import submit
 from controlplane.inference.views import gateway_view, read_body, request_id_of
-from controlplane.responses.answers import ResponsesAnswer
+from controlplane.responses.answers import answer_of
 from controlplane.responses.schemas import ResponsesBody
 from controlplane.responses.translation import chat_body, in_our_words
 
@@ -27,13 +27,7 @@ async def responses(request: HttpRequest) -> HttpResponseBase:
             principal, chat, request_id=request_id, endpoint=ResponsesBody.endpoint
         )
         request.rate_headers = generation.headers  # type: ignore[attr-defined]
-        answer = ResponsesAnswer(
-            body,
-            response_id=f"resp_{request_id.removeprefix('req_')}",
-            created=int(generation.job.created_at),
-            model=generation.target.name,
-            has_tools=bool(generation.job.tools),
-        )
+        answer = answer_of(body, generation)
         if body.stream:
             return await streamed(
                 generation, answer, failure=lambda error: answer.failure(in_our_words(error))

@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 from openai.types.chat import ChatCompletion
+from openai.types.responses import Response
 
 from tests.controlplane.batches.conftest import ENDPOINT, Batches, chat_line
 from tests.fakes import FAKE_NAME
@@ -79,6 +80,48 @@ def test_completions_and_adapters(batches: Batches) -> None:
     found = {line["custom_id"]: line["response"] for line in batches.lines(done.output_file_id)}
     assert found["c1"]["body"]["model"] == "acme-adapter"
     assert found["c0"]["body"]["choices"][0]["text"] == "prompt 0"
+
+
+def response_line(custom_id: str, **body: Any) -> dict[str, Any]:
+    body = {"model": FAKE_NAME, "input": f"text of {custom_id} 🦜", **body}
+    return {"custom_id": custom_id, "method": "POST", "url": "/v1/responses", "body": body}
+
+
+def test_responses(batches: Batches) -> None:
+    said = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}]}]
+    lines = [
+        response_line("plain", instructions="Be brief.", metadata={"k": "v"}),
+        response_line("items", input=said, max_output_tokens=500),
+        response_line("cut", max_output_tokens=1),
+        response_line("streamed", stream=True),
+        response_line("kept", previous_response_id="resp_1"),
+        response_line("grammar", text={"format": {"type": "json_schema", "name": "x"}}),
+        response_line("long", input="long " * 600),
+        response_line("misfit", model="acme-misfit"),
+    ]
+    done = batches.ended(batches.create(lines, endpoint="/v1/responses"))
+    assert (done.status, done.endpoint) == ("completed", "/v1/responses")
+    assert done.request_counts.model_dump() == {"total": 8, "completed": 3, "failed": 5}
+    found = {line["custom_id"]: line["response"] for line in batches.lines(done.output_file_id)}
+    answers = {name: Response.model_validate(each["body"]) for name, each in found.items()}
+    for name, answer in answers.items():
+        assert answer.id == f"resp_{found[name]['request_id'].removeprefix('req_')}"
+    assert answers["plain"].status == answers["items"].status == "completed"
+    assert "text of plain 🦜" in answers["plain"].output_text
+    assert answers["plain"].metadata == {"k": "v"} and answers["plain"].instructions == "Be brief."
+    assert answers["cut"].status == "incomplete"
+    usages = [answer.usage for answer in answers.values()]
+    assert done.usage is not None
+    assert done.usage.input_tokens == sum(usage.input_tokens for usage in usages if usage)
+    assert done.usage.output_tokens == sum(usage.output_tokens for usage in usages if usage) > 0
+    errors = {line["custom_id"]: line["response"] for line in batches.lines(done.error_file_id)}
+    assert {i: (e["status_code"], e["body"]["error"]["param"]) for i, e in errors.items()} == {
+        "streamed": (400, "stream"),
+        "kept": (400, "previous_response_id"),
+        "grammar": (400, "text.format.schema"),
+        "long": (400, "input"),
+        "misfit": (409, "model"),
+    }
 
 
 def test_what_the_live_api_would_refuse_is_an_error_of_its_line(batches: Batches) -> None:
