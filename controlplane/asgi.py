@@ -6,10 +6,12 @@
 the rest   Django as usual
 """
 
+import codecs
 import os
 from typing import Any
 
 from django.core.asgi import get_asgi_application
+from django.utils.http import parse_header_parameters
 from servestatic import ServeStaticASGI
 
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "controlplane.settings")
@@ -37,6 +39,8 @@ _site = BodyLimit(_static, max_bytes=MAX_SITE_BODY_BYTES)
 
 
 async def application(scope: dict[str, Any], receive: Receive, send: Send) -> None:
+    if scope["type"] == "http":
+        scope = _readable(scope)
     if scope["type"] == "lifespan":
         await _lifespan(receive, send)
     elif scope["type"] == "http" and receiving.is_ours(scope):
@@ -45,6 +49,21 @@ async def application(scope: dict[str, Any], receive: Receive, send: Send) -> No
         await _gateway(scope, receive, send)
     else:
         await _site(scope, receive, send)
+
+
+def _readable(scope: dict[str, Any]) -> dict[str, Any]:
+    """The scope without a Content-Type that Django cannot read: it would fail on the request."""
+    for name, value in scope["headers"]:
+        if name == b"content-type" and b";" in value:
+            try:
+                _, found = parse_header_parameters(value.decode("latin-1"))
+                codecs.lookup(found.get("charset", "utf-8"))
+            except LookupError:
+                continue  # Django passes over it
+            except ValueError:
+                headers = [pair for pair in scope["headers"] if pair[0] != b"content-type"]
+                return {**scope, "headers": headers}
+    return scope
 
 
 def _is_gateways(scope: dict[str, Any]) -> bool:

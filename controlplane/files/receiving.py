@@ -15,6 +15,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, cast
@@ -29,12 +31,16 @@ from django.http import HttpRequest, HttpResponse, QueryDict
 from django.http.multipartparser import MultiPartParser, MultiPartParserError
 
 from controlplane.body_limit import Receive, Send
-from controlplane.errors import ApiError, InvalidRequest, PayloadTooLarge, Unavailable
+from controlplane.errors import ApiError, InvalidRequest, PayloadTooLarge, RateLimited, Unavailable
 from controlplane.files.contents import MAX_FILE_BYTES, FileWriter
 from controlplane.files.services import MAX_PART_BYTES
 
 #: Bodies that one process takes in at a time; each has a thread and one part in memory.
 MAX_BODIES = 16
+#: Of these, one tenant's: clients that are slow, or make themselves so, hold up nobody else.
+MAX_TENANT_BODIES = 8
+#: Threads for what waits for the store alone: reads, and uploads that are put together.
+_MAX_READS = 16
 #: A client that sends nothing for so long is given up.
 SILENCE_S = 60.0
 #: The form around a file.
@@ -45,7 +51,8 @@ _DRAIN_S = 2.0
 
 _PATH = re.compile(r"/v1/(?:files|uploads/(?P<upload_id>[^/]+)/parts)")
 _T = TypeVar("_T")
-_threads = ThreadPoolExecutor(MAX_BODIES, thread_name_prefix="files")
+_body_threads = ThreadPoolExecutor(MAX_BODIES, thread_name_prefix="file-bodies")
+_read_threads = ThreadPoolExecutor(_MAX_READS, thread_name_prefix="files")
 
 
 def is_ours(scope: dict[str, Any]) -> bool:
@@ -53,8 +60,11 @@ def is_ours(scope: dict[str, Any]) -> bool:
     return scope["method"] == "POST" and _PATH.fullmatch(scope["path"]) is not None
 
 
-async def in_file_thread(work: Callable[[], _T]) -> _T:
-    """Run what waits for the store or a socket, where it keeps nobody else from the threads."""
+async def in_file_thread(work: Callable[[], _T], *, reads_body: bool = False) -> _T:
+    """Run what waits for the store, where it keeps nobody else from the threads.
+
+    reads_body  it waits for a client too, and has a place for that
+    """
 
     def run() -> _T:
         try:
@@ -64,7 +74,8 @@ async def in_file_thread(work: Callable[[], _T]) -> _T:
         finally:
             close_old_connections()
 
-    return await sync_to_async(run, thread_sensitive=False, executor=_threads)()
+    threads = _body_threads if reads_body else _read_threads
+    return await sync_to_async(run, thread_sensitive=False, executor=threads)()
 
 
 class Disconnected(Exception):
@@ -171,7 +182,7 @@ class FileReceiver:
     """The ASGI application of the addresses above."""
 
     def __init__(self) -> None:
-        self._num_bodies = 0
+        self._bodies: Counter[uuid.UUID] = Counter()  # by tenant
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         from controlplane.files import views  # they answer with what is here
@@ -193,18 +204,25 @@ class FileReceiver:
             await _answer(cast(HttpResponse, response), body, send)
 
     @contextlib.asynccontextmanager
-    async def _place(self) -> AsyncIterator[None]:
-        """One of the bodies that are taken in at a time. Raises Unavailable."""
-        if self._num_bodies >= MAX_BODIES:
+    async def _place(self, tenant_id: uuid.UUID) -> AsyncIterator[None]:
+        """One of the bodies that are taken in at a time. Raises RateLimited, Unavailable."""
+        if self._bodies[tenant_id] >= MAX_TENANT_BODIES:
+            raise RateLimited(
+                f"{MAX_TENANT_BODIES} files of your organization arrive at this moment.",
+                retry_after_s=5,
+            )
+        if self._bodies.total() >= MAX_BODIES:
             raise Unavailable("Too many files arrive at this moment.", retry_after_s=5)
-        self._num_bodies += 1
+        self._bodies[tenant_id] += 1
         try:
             yield
         finally:
-            self._num_bodies -= 1
+            self._bodies[tenant_id] -= 1
+            if not self._bodies[tenant_id]:
+                del self._bodies[tenant_id]
 
 
-Place = Callable[[], contextlib.AbstractAsyncContextManager[None]]
+Place = Callable[[uuid.UUID], contextlib.AbstractAsyncContextManager[None]]
 
 
 async def _answer(response: HttpResponse, body: Body, send: Send) -> None:

@@ -11,6 +11,7 @@ import datetime as dt
 import hashlib
 import logging
 import uuid
+from collections.abc import Callable
 
 from django.conf import settings
 from django.db import close_old_connections, connection, transaction
@@ -89,12 +90,19 @@ def file_written(file: File, form: FileForm, writer: FileWriter) -> None:
     file.expires_at = form.expires_at(file.created_at)
 
 
-def file_finish(file: File, form: FileForm, writer: FileWriter) -> File:
-    """Make a written file ready. Raises ApiError, and removes it, when it is not fit to be."""
+def file_finish(
+    file: File, form: FileForm, writer: FileWriter, *, also: Callable[[], None] = lambda: None
+) -> File:
+    """Make a written file ready. Raises ApiError, and removes it, when it is not fit to be.
+
+    also  what is to be done in the same transaction; the file is there only if it succeeds
+    """
     try:
         file_written(file, form, writer)
         contents.check(file)
-        file_publish(file)
+        with transaction.atomic():
+            file_publish(file)
+            also()
     except storage.STORAGE_ERRORS as error:
         file_drop(file)
         raise Unavailable("The object store does not answer.") from error
@@ -119,10 +127,16 @@ def file_publish(file: File) -> None:
 
 
 def file_drop(file: File) -> None:
-    """Remove a file that never was ready; what fails of it the sweep does."""
+    """Remove a file that is not ready; what fails of it the sweep does."""
+    rows = File.objects.filter(pk=file.pk)
     try:
+        # First the row's word that it will not be. A file may be ready although its maker was told
+        # that it failed: when the connection ended behind the commit.
+        rows.filter(status=File.Status.UPLOADING).update(status=File.Status.DELETING)
+        if rows.filter(status=File.Status.READY).exists():
+            return
         storage.delete([file.key])
-        File.objects.filter(pk=file.pk).exclude(status=File.Status.READY).delete()
+        rows.filter(status=File.Status.DELETING).delete()
     except Exception:
         log.warning("file %s is left to the sweep", file.pk, exc_info=True)
 
@@ -232,10 +246,7 @@ def upload_complete(upload: Upload, *, part_ids: list[str], md5: str | None) -> 
         )
     _move(upload, Upload.Status.PENDING, Upload.Status.ASSEMBLING)
     try:
-        file = _assemble(upload, parts, md5)
-        with transaction.atomic():
-            _move(upload, Upload.Status.ASSEMBLING, Upload.Status.COMPLETED, file=file)
-            record("completed", upload, after={"file": file.public_id})
+        _assemble(upload, parts, md5)
     except BaseException:
         Upload.objects.filter(pk=upload.pk, status=Upload.Status.ASSEMBLING).update(
             status=Upload.Status.PENDING
@@ -258,7 +269,7 @@ def _parts(upload: Upload, part_ids: list[str]) -> list[UploadPart]:
     return [found[part_id] for part_id in part_ids]
 
 
-def _assemble(upload: Upload, parts: list[UploadPart], md5: str | None) -> File:
+def _assemble(upload: Upload, parts: list[UploadPart], md5: str | None) -> None:
     file = File.objects.create(num_bytes=0)  # its bytes are counted with the upload
     writer = FileWriter(file.key, max_bytes=upload.num_bytes, has_md5=True)
     form = FileForm(
@@ -281,7 +292,12 @@ def _assemble(upload: Upload, parts: list[UploadPart], md5: str | None) -> File:
         writer.abort()
         file_drop(file)
         raise
-    return file_finish(file, form, writer)
+
+    def complete() -> None:
+        _move(upload, Upload.Status.ASSEMBLING, Upload.Status.COMPLETED, file=file)
+        record("completed", upload, after={"file": file.public_id})
+
+    file_finish(file, form, writer, also=complete)
 
 
 def upload_cancel(upload: Upload) -> Upload:

@@ -51,10 +51,6 @@ def _drop_unready(now: dt.datetime) -> None:
         due = list(rows.order_by("created_at")[:MAX_PER_TURN])
     for file in due:
         with tenant_scope(file.tenant_id):
-            # First the row's word that it will not be: its writer may still be at work.
-            File.objects.filter(pk=file.pk, status=File.Status.UPLOADING).update(
-                status=File.Status.DELETING
-            )
             services.file_drop(file)
 
 

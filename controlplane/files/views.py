@@ -38,7 +38,7 @@ async def file_create(request: HttpRequest, *, body: Body, place: Place) -> Http
     """Take a file in. Called by `receiving.FileReceiver`."""
     principal = await access.authenticate(request, Permission.FILES_WRITE)
     max_bytes = _declared_bytes(request, MAX_FILE_BYTES)
-    async with place():
+    async with place(principal.tenant.id):
         file = await access.in_thread(
             acting(request, principal, lambda: services.file_begin(max_bytes=max_bytes))
         )
@@ -56,7 +56,7 @@ async def file_create(request: HttpRequest, *, body: Body, place: Place) -> Http
                 raise
             return services.file_finish(file, form, writer)
 
-        await in_file_thread(acting(request, principal, take_in))
+        await in_file_thread(acting(request, principal, take_in), reads_body=True)
     return JsonResponse(file_body(file))
 
 
@@ -144,11 +144,12 @@ async def file_content(request: HttpRequest, file_id: str) -> HttpResponseBase:
 def _range(header: str | None, num_bytes: int) -> tuple[int, int]:
     """The first byte to send and the one after the last; of an odd header, everything."""
     found = _RANGE.fullmatch(header or "")
-    if found is None or found.group() == "bytes=-":
+    if found is None:
         return 0, num_bytes
     first, last = found.groups()
     if not first:  # the last so many
-        return max(0, num_bytes - int(last)), num_bytes
+        start = max(0, num_bytes - int(last or 0))
+        return (start, num_bytes) if start < num_bytes else (0, num_bytes)
     end = min(num_bytes, int(last) + 1) if last else num_bytes
     return (int(first), end) if int(first) < end else (0, num_bytes)
 
@@ -206,7 +207,7 @@ async def part_create(
         upload = services.upload_get(upload_id)
         return services.part_begin(upload, max_bytes=max_bytes)
 
-    async with place():
+    async with place(principal.tenant.id):
         part = await access.in_thread(acting(request, principal, begin))
         writer = FileWriter(part.key, max_bytes=MAX_PART_BYTES)
 
@@ -223,7 +224,7 @@ async def part_create(
                 raise
             services.part_finish(part, writer)
 
-        await in_file_thread(acting(request, principal, take_in))
+        await in_file_thread(acting(request, principal, take_in), reads_body=True)
     return JsonResponse(part_body(part, upload_id))
 
 

@@ -137,6 +137,7 @@ def test_a_body_in_chunks_of_unknown_length(site: Site) -> None:
         ("bytes=0-3", 206, b"0123", "bytes 0-3/10"),
         ("bytes=7-", 206, b"789", "bytes 7-9/10"),
         ("bytes=-2", 206, b"89", "bytes 8-9/10"),
+        ("bytes=-0", 200, b"0123456789", None),
         ("bytes=4-99", 206, b"456789", "bytes 4-9/10"),
         ("bytes=1-2,4-5", 200, b"0123456789", None),
         ("lines=1-2", 200, b"0123456789", None),
@@ -221,10 +222,14 @@ def test_bodies_that_are_no_form(site: Site) -> None:
         ({"Content-Type": "multipart/form-data"}, b"--x"),
         ({"Content-Type": "multipart/form-data; boundary=x"}, b"no boundary"),
         ({"Content-Type": "multipart/form-data; boundary=x"}, b""),
+        ({"Content-Type": "multipart/form-data; boundary*=nothing''x"}, b"--x--"),
         ({}, b""),
     ):
         answer = site.send("POST", "/v1/files", content=content, headers=headers)
         assert answer.status_code == 400, answer.text
+    odd = {"Content-Type": "text/plain; charset*=nothing''x"}
+    for path in ("/v1/models", "/healthz"):
+        assert site.send("GET", path, headers=odd).status_code == 200
     answer = site.send("POST", "/v1/files", data={"purpose": "evals"}, files={"other": b"x"})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "other")
     answer = site.send("POST", "/v1/files", data={"purpose": "evals"}, files={"file": ("a", b"")})
@@ -348,6 +353,64 @@ def test_a_client_that_leaves_halfway_leaves_nothing(site: Site) -> None:
     connection.close()
     wait_for(lambda: unready() == 0, what="its end")
     assert objects(site, "acme") == before
+
+
+def test_slow_clients_of_one_tenant_leave_room_for_others_and_for_reading(site: Site) -> None:
+    kept = upload(site)
+    slow = [open_upload(site, 1000) for _ in range(8)]
+    with site.database() as database:
+        query = "select count(*) from files_file where status = 'uploading'"
+        wait_for(lambda: database.execute(query).fetchone() == (8,), what="slow files")
+    with pytest.raises(openai.RateLimitError):
+        upload(site)
+    theirs = upload(site, tenant="globex")
+    assert site.client().files.content(kept.id).content == b"some words"
+    for connection in slow:
+        connection.close()
+    wait_for(lambda: is_taken_in(site), what="room")
+    site.client().files.delete(kept.id)
+    site.client("globex").files.delete(theirs.id)
+
+
+def is_taken_in(site: Site) -> bool:
+    try:
+        site.client().files.delete(upload(site).id)
+    except openai.RateLimitError:
+        return False
+    return True
+
+
+def test_a_file_whose_publishing_was_only_said_to_fail_keeps_its_bytes(site: Site) -> None:
+    """The connection may end between the commit and the word of it."""
+    code = (
+        "import uuid\n"
+        "from django.db import OperationalError, transaction\n"
+        "from controlplane import storage\n"
+        "from controlplane.files import contents, services\n"
+        "from controlplane.files.models import File\n"
+        "from controlplane.scoping import tenant_scope\n"
+        "publish = services.file_publish\n"
+        "def lose():\n"
+        "    raise OperationalError('gone')\n"
+        "def publish_and_lose(file):\n"
+        "    publish(file)\n"
+        "    transaction.on_commit(lose)\n"
+        "services.file_publish = publish_and_lose\n"
+        f"with tenant_scope(uuid.UUID('{site.live.tenants['acme'].id}')):\n"
+        "    file = services.file_begin(max_bytes=10)\n"
+        "    writer = contents.FileWriter(file.key, max_bytes=10)\n"
+        "    writer.write(b'half')\n"
+        "    form = services.FileForm(purpose='evals', filename='f')\n"
+        "    try:\n"
+        "        services.file_finish(file, form, writer)\n"
+        "    except OperationalError:\n"
+        "        print(File.objects.get(pk=file.pk).status, storage.object_size(file.key))\n"
+    )
+    assert site.run_python(code).split() == ["ready", "4"]
+    client = site.client()
+    (file,) = [file for file in client.files.list() if file.filename == "f"]
+    assert client.files.content(file.id).content == b"half"
+    client.files.delete(file.id)
 
 
 def test_too_long_a_body_is_refused_before_it_is_read(site: Site) -> None:

@@ -127,6 +127,38 @@ def test_an_upload_lives_for_an_hour(site: Site) -> None:
     assert found == ("expired",)
 
 
+def test_an_upload_that_expires_while_it_is_put_together_leaves_no_file(site: Site) -> None:
+    client = site.client("globex")
+    upload = begin_as(client, 4)
+    part = client.uploads.parts.create(upload.id, data=b"half").id
+    code = (
+        "import uuid\n"
+        "from controlplane.errors import Conflict\n"
+        "from controlplane.files import contents, services\n"
+        "from controlplane.files.models import Upload\n"
+        "from controlplane.scoping import tenant_scope\n"
+        "check = contents.check\n"
+        "def expire(file):\n"  # as the sweep does
+        "    Upload.objects.filter(status='assembling').update(status='expired')\n"
+        "    check(file)\n"
+        "contents.check = expire\n"
+        f"with tenant_scope(uuid.UUID('{site.live.tenants['globex'].id}')):\n"
+        f"    upload = services.upload_get('{upload.id}')\n"
+        "    try:\n"
+        f"        services.upload_complete(upload, part_ids=['{part}'], md5=None)\n"
+        "    except Conflict:\n"
+        "        print('refused')\n"
+    )
+    assert site.run_python(code).strip() == "refused"
+    assert client.files.list().data == []
+
+
+def begin_as(client: Any, num_bytes: int) -> Any:
+    return client.uploads.create(
+        filename="x", purpose="evals", bytes=num_bytes, mime_type="text/plain"
+    )
+
+
 def test_the_sweep_removes_what_a_killed_server_left(site: Site) -> None:
     """A row and half of its bytes, and a multipart write that nobody will finish."""
     code = (
