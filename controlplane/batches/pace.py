@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import uuid
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
 
 from controlplane.workers import WorkerStatus
@@ -30,7 +31,11 @@ class Pace:
         self._most = most
         self._taken: Counter[uuid.UUID] = Counter()
         self._batches: set[uuid.UUID] = set()
-        self._waiting: defaultdict[uuid.UUID, deque[asyncio.Future[None]]] = defaultdict(deque)
+        #: Of each batch one line waits for a place, and the others for their turn.
+        self._turns: defaultdict[uuid.UUID, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._waiting: dict[uuid.UUID, asyncio.Future[None]] = {}
+        self._served = itertools.count(1)
+        self._last_served: dict[uuid.UUID, int] = {}
 
     @contextlib.contextmanager
     def joined(self, batch_id: uuid.UUID) -> Iterator[None]:
@@ -40,13 +45,18 @@ class Pace:
             yield
         finally:
             self._batches.discard(batch_id)
+            self._turns.pop(batch_id, None)
+            self._last_served.pop(batch_id, None)
 
     @contextlib.asynccontextmanager
     async def place(self, batch_id: uuid.UUID) -> AsyncIterator[None]:
         """One of the batch's places; waits for it."""
-        while not self._has_room(batch_id):
-            await self._wait(batch_id)
-        self._taken[batch_id] += 1
+        async with self._turns[batch_id]:
+            while not self._has_room(batch_id):
+                await self._wait(batch_id)
+            self._taken[batch_id] += 1
+            self._last_served[batch_id] = next(self._served)
+        self._wake()  # there may be more room, for those who let this one go first
         try:
             yield
         finally:
@@ -57,22 +67,17 @@ class Pace:
 
     async def _wait(self, batch_id: uuid.UUID) -> None:
         """Until a place is free, or it is time to look how large the pool is now."""
-        turn = asyncio.get_running_loop().create_future()
-        waiting = self._waiting[batch_id]
-        waiting.append(turn)
+        turn = self._waiting[batch_id] = asyncio.get_running_loop().create_future()
         try:
             await asyncio.wait({turn}, timeout=LOOK_S)
         finally:
-            if turn in waiting:
-                waiting.remove(turn)
+            del self._waiting[batch_id]
 
     def _wake(self) -> None:
-        """One request of each batch; whose turn it is not, waits again."""
-        for batch_id, waiting in list(self._waiting.items()):
-            if waiting:
-                waiting.popleft().set_result(None)
-            else:
-                del self._waiting[batch_id]
+        """Have all batches look; whose turn it is not, waits again."""
+        for turn in self._waiting.values():
+            if not turn.done():
+                turn.set_result(None)
 
     def limit(self) -> int:
         """Places that there are now, taken ones included; always one, so that batches go on."""
@@ -89,4 +94,11 @@ class Pace:
     def _has_room(self, batch_id: uuid.UUID) -> bool:
         limit = self.limit()
         own = max(1, limit // max(1, len(self._batches)))
-        return self.num_taken < limit and self._taken[batch_id] < own
+        if self.num_taken >= limit or self._taken[batch_id] >= own:
+            return False
+        rank = self._rank(batch_id)
+        return all(rank <= self._rank(other) for other in self._waiting)
+
+    def _rank(self, batch_id: uuid.UUID) -> tuple[int, int]:
+        """Who has fewest places comes first, and then who was served longest ago."""
+        return self._taken[batch_id], self._last_served.get(batch_id, 0)

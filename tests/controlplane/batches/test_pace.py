@@ -84,3 +84,29 @@ async def test_batches_share_the_places() -> None:
         over.set()
         await asyncio.gather(*tasks)
     assert pace.num_taken == 0
+
+
+@pytest.mark.parametrize("num_places", [1, 3])
+async def test_batches_take_turns_when_there_are_fewer_places_than_batches(num_places: int) -> None:
+    """However many lines of a batch wait, and however soon each is followed by another."""
+    pace = Pace(lambda: [worker(max_running=64)], most=num_places)
+    batches = [uuid.uuid4() for _ in range(4)]
+    served: list[uuid.UUID] = []
+
+    async def lines(batch: uuid.UUID) -> None:
+        for _ in range(5):
+            async with pace.place(batch):
+                served.append(batch)
+                await asyncio.sleep(0)
+
+    async with asyncio.timeout(10):
+        with contextlib.ExitStack() as stack:
+            for batch in batches:
+                stack.enter_context(pace.joined(batch))
+            async with asyncio.TaskGroup() as group:
+                for batch in batches:
+                    for _ in range(20):
+                        group.create_task(lines(batch))
+    first = served[:200]
+    assert all(40 <= first.count(batch) <= 60 for batch in batches)
+    assert len(served) == 400 and pace.num_taken == 0
