@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -12,9 +13,11 @@ from controlplane.batches import lines
 from controlplane.batches.lines import Line, Request
 from controlplane.batches.pace import Pace
 from controlplane.batches.results import Result
-from controlplane.errors import ApiError, GivenUp
+from controlplane.errors import ApiError, GivenUp, InternalError
 from controlplane.inference.service import Generation, new_request_id, submit
 from controlplane.tenants.auth import Principal
+
+log = logging.getLogger(__name__)
 
 #: Lines in memory at a time, and their bytes.
 MAX_HELD = 256
@@ -120,12 +123,20 @@ class Feeder:
                         generation.leave()
             except _Refused:
                 await self._wait_until_open()
-            except ApiError as error:
+            except Exception as error:
                 attempt += 1
-                if not _is_passing(error) or attempt >= MAX_ATTEMPTS:
-                    output = lines.error_line(line.custom_id, request_id, error, self._endpoint)
+                failure = self._told(line, error)
+                if not _is_passing(failure) or attempt >= MAX_ATTEMPTS:
+                    output = lines.error_line(line.custom_id, request_id, failure, self._endpoint)
                     return Result(line=line.number, is_error=True, output=output)
                 await asyncio.sleep(min(MAX_WAIT_S, 2.0**attempt * random.uniform(0.25, 0.5)))
+
+    def _told(self, line: Line, error: Exception) -> ApiError:
+        """What the line's client is told; a fault of ours keeps no other line from its answer."""
+        if isinstance(error, ApiError):
+            return error
+        log.error("line %s of batch %s failed", line.number, self._batch_id, exc_info=error)
+        return InternalError("The server failed on this request.")
 
     async def _submit(self, request: Request, request_id: str) -> Generation:
         """Raises _Refused for what passes: a limit, a budget, a full queue, no worker.

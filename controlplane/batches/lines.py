@@ -17,6 +17,8 @@ from controlplane.responses.translation import chat_body, in_our_words
 from controlplane.scoping import new_id
 
 MAX_LINES = 50_000
+#: With those that are empty.
+MAX_RAW_LINES = 4 * MAX_LINES
 #: What the live API takes as a body, and what is around it.
 MAX_LINE_BYTES = 8 * 1024**2 + 4096
 MAX_CUSTOM_ID = 512

@@ -38,6 +38,9 @@ def write(lease: Lease, batch: Batch, raw_lines: Iterable[bytes]) -> None:
 
     raw_lines  those of the input file, of which the unanswered ones are told
     """
+    if batch.in_progress_at is None:  # it ended while it was checked
+        results.end(lease, {})
+        return
     files: dict[str, File] = {}
     try:
         with tenant_scope(lease.tenant_id):
@@ -97,7 +100,7 @@ def _rows(batch: Batch, *, is_error: bool) -> Iterator[str]:
 def _all_errors(lease: Lease, batch: Batch, raw_lines: Iterable[bytes]) -> Iterator[str]:
     """Lines that failed, and those that were not answered any more."""
     yield from _rows(batch, is_error=True)
-    if batch.ends_as not in _UNFINISHED or batch.in_progress_at is None:
+    if batch.ends_as not in _UNFINISHED:
         return
     code, message = _UNFINISHED[Batch.Status(batch.ends_as)]
     done = results.done_lines(lease)

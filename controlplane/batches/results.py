@@ -113,6 +113,8 @@ def end(lease: Lease, files: dict[str, File]) -> None:
         for field, file in files.items():
             file_publish(file)
             setattr(batch, field, file.pk)
+        if batch.in_progress_at is None:
+            batch.num_failed = 0  # of the part that was checked, which has no files
         batch.status = batch.ends_as
         setattr(batch, timestamp_field(batch.status), timezone.now())
         batch.lease_until = None

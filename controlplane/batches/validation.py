@@ -53,20 +53,22 @@ def validate(
     check = _Check(endpoint, principal, keep)
     found = check.found
     for number, raw in enumerate(raw_lines, start=1):
-        if not raw.strip():
+        is_empty = not raw.strip()
+        found.num_lines += not is_empty
+        if found.num_lines > lines.MAX_LINES or number > lines.MAX_RAW_LINES:
+            message = f"The file has more than {lines.MAX_LINES} lines."
+            found.faults.append(LineFault("too_many_lines", message).told(number))
+            break
+        if is_empty:
             continue
-        found.num_lines += 1
         try:
-            if found.num_lines > lines.MAX_LINES:
-                message = f"The file has more than {lines.MAX_LINES} lines."
-                raise LineFault("too_many_lines", message)
             check.line(number, raw)
         except LineFault as fault:
             found.faults.append(fault.told(number))
-        if len(found.faults) >= MAX_FAULTS or found.num_lines > lines.MAX_LINES:
+        if len(found.faults) >= MAX_FAULTS:
             break
     check.flush()
-    if found.num_lines == 0:
+    if found.num_lines == 0 and not found.faults:
         found.faults.append(LineFault("empty_file", "The file has no lines.").told(None))
     return found
 

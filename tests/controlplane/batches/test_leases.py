@@ -9,7 +9,7 @@ import pytest
 from django.db import IntegrityError, transaction
 from django.utils import timezone
 
-from controlplane.batches import results
+from controlplane.batches import output, results, services
 from controlplane.batches.leases import MAX_TENANT_RUNNING, Lease, LeaseLost, claim
 from controlplane.batches.models import Batch, BatchResult
 from controlplane.batches.results import Result
@@ -131,3 +131,23 @@ def test_tenants_take_turns_and_none_has_more_than_its_share(acme: Party, globex
     ]
     leases[0].release()
     assert claimed().batch_id == leases[0].batch_id
+
+
+@pytest.mark.parametrize("is_cancelled", [True, False])
+def test_a_batch_that_ends_while_it_is_checked_has_no_lines(
+    acme: Party, is_cancelled: bool
+) -> None:
+    (batch,) = make(acme)
+    lease = claimed()
+    results.keep_refusals(lease, [(1, "{}"), (3, "{}")])
+    if is_cancelled:
+        with tenant_scope(acme.tenant.id):
+            services.batch_cancel(batch)
+    else:
+        results.stop(lease, Batch.Status.EXPIRED)
+    output.write(lease, lease.renew(), [])
+    with tenant_scope(acme.tenant.id):
+        ended = Batch.objects.get(pk=batch.pk)
+        assert BatchResult.objects.count() == 0
+    assert ended.status == ("cancelled" if is_cancelled else "expired")
+    assert (ended.num_lines, ended.num_failed, ended.error_file_id) == (0, 0, None)

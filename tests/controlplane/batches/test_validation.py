@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -113,3 +114,37 @@ def test_lines_are_the_same_however_the_bytes_come(cut: int) -> None:
     pieces = [content[i : i + cut] for i in range(0, len(content), cut)]
     assert list(contents.lines(pieces, max_bytes=100)) == content.split(b"\n")
     assert list(contents.lines(pieces, max_bytes=3)) == [line[:4] for line in content.split(b"\n")]
+
+
+def test_empty_lines_are_bounded_too(acme: Party, base_model: BaseModel) -> None:
+    few, _ = run(acme, itertools.chain([raw(1), b"", b"\r", raw(2), b"", b""]))
+    assert (few.num_lines, few.faults) == (2, [])
+    taken = 0
+
+    def endless() -> Iterator[bytes]:
+        nonlocal taken
+        while True:
+            taken += 1
+            yield b""
+
+    many, _ = run(acme, itertools.islice(endless(), 2_000_000))
+    assert [fault["code"] for fault in many.faults] == ["too_many_lines"]
+    assert taken <= 5 * lines.MAX_LINES
+
+
+def test_odd_lines_are_read_as_json_says(acme: Party, base_model: BaseModel) -> None:
+    """A byte order mark and Windows' line ends are let pass; what is no JSON is told."""
+    found, kept = run(acme, iter([b"\xef\xbb\xbf" + raw(1), raw(2) + b"\r", b"\t" + raw(3)]))
+    assert (found.num_lines, found.faults, kept) == (3, [], [])
+    numbers = [b"NaN", b"-Infinity", b"1e400", b"1" * 4000, b"1" * 5000]
+    odd = [raw(i, seed="@").replace(b'"@"', number) for i, number in enumerate(numbers)]
+    found, kept = run(acme, iter(odd))
+    assert [fault["code"] for fault in found.faults] == ["invalid_json_line"]
+    assert [line for line, _ in kept] == [1, 2, 3, 4]
+    assert all(json.loads(out)["response"]["status_code"] == 400 for _, out in kept)
+    deep = [
+        raw(i, metadata="@").replace(b'"@"', b"[" * d + b"]" * d)
+        for i, d in ((1, 150), (2, 900), (3, 5000))
+    ]
+    found, kept = run(acme, iter(deep))
+    assert found.num_lines == 3 and len(found.faults) + len(kept) == 3
