@@ -64,7 +64,7 @@ class Chooser:
                 )[0]
             )
         return [
-            _failed(sequence, failed[i]) if i in failed else _checked(sequence, sampled[i])
+            _failed(sequence, failed[i]) if i in failed else sampled[i]
             for i, sequence in enumerate(sequences)
         ]
 
@@ -73,7 +73,7 @@ def _failed(sequence: Sequence, error: Exception) -> Sampled:
     return Sampled(0, None, error=as_engine_error(sequence.request.request_id, error))
 
 
-def _checked(sequence: Sequence, sampled: Sampled) -> Sampled:
+def checked(sequence: Sequence, sampled: Sampled) -> Sampled:
     """The token, unless its logit, which is the row's largest, is no number.
 
     Not a number counts as larger than any. Minus infinity is what a grammar leaves that allows

@@ -15,7 +15,7 @@ import torch
 from engine.adapter_files import AdapterReader, DigestOf
 from engine.adapters import AdapterStore, LoadLimits
 from engine.batch import BatchBuilder
-from engine.chooser import Chooser, as_engine_error
+from engine.chooser import Chooser, as_engine_error, checked
 from engine.config import EngineConfig, ModelConfig
 from engine.deadlines import Deadlines
 from engine.endings import Endings
@@ -364,7 +364,7 @@ class Engine:
 
     def _land(self, flight: Flight) -> list[RequestOutput]:
         """Wait for a step's tokens and hand them to their sequences."""
-        sampled = flight.finish()
+        sampled = list(map(checked, flight.sampling, flight.finish()))
         if self._flight is not None and flight.went_wrong:
             self._flight = None  # it went on from another token, and is computed again
         self._num_steps += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 
@@ -22,7 +23,7 @@ from kernels import NUM_PROJECTIONS, LoraBatch, LoraTable, PageLayout
 from kernels.attention_decode import DecodeWorkspace
 from kernels.lora import block_of
 from kernels.lora_plan import RANK_BLOCK, make_plan
-from kernels.sampling import fill_unread_triton
+from kernels.sampling import OVERFLOWED, fill_unread_triton
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,6 +44,10 @@ class Tokens:
         if self.arrived is not None:
             self.arrived.synchronize()
         token_ids: list[int] = self.host.tolist()
+        if min(token_ids, default=0) >= 0:
+            return [Sampled(token_id, None) for token_id in token_ids]
+        have_overflowed = [token_id == OVERFLOWED for token_id in token_ids]
+        token_ids = [0 if t == OVERFLOWED else t for t in token_ids]
         if self.drawn is not None and min(token_ids) < 0:
             guessed = list(token_ids)
             self.drawn.draw.mend(token_ids, self.drawn)
@@ -50,7 +55,10 @@ class Tokens:
                 was < 0 and ~was != token_id
                 for was, token_id in zip(guessed, token_ids, strict=True)
             )
-        return [Sampled(token_id, None) for token_id in token_ids]
+        return [
+            Sampled(token_id, None, largest=math.inf if has_overflowed else 0.0)
+            for token_id, has_overflowed in zip(token_ids, have_overflowed, strict=True)
+        ]
 
 
 class GpuRunner:
@@ -153,7 +161,7 @@ class GpuRunner:
         """Launch a batch that `takes` accepts, and the choice of its tokens."""
         logits = self.run(batch)
         graphs = self._graphs if self.can_go_on(batch) else self._mixed
-        return self._fetch(logits, graphs.token_ids[: logits.shape[0]], draw)
+        return self._fetch(logits, graphs, draw)
 
     def go_on(self, new_pages: SequenceOf[tuple[int, int, int]], draw: Draw | None) -> Tokens:
         """Run the same rows one token further: their inputs are on the device already.
@@ -161,17 +169,19 @@ class GpuRunner:
         new_pages  (row, column of its page table, page) that the rows need for it
         """
         self._graphs.add_pages(new_pages)
-        logits = self._graphs.step()
-        token_ids = self._graphs.token_ids[: self._graphs.num_rows]
-        return self._fetch(logits, token_ids, draw)
+        return self._fetch(self._graphs.step(), self._graphs, draw)
 
-    def _fetch(self, logits: torch.Tensor, token_ids: torch.Tensor, draw: Draw | None) -> Tokens:
-        """Draw what is not greedy, into `token_ids` [N], and send all to the host."""
-        drawn = None if draw is None else draw.launch(logits, token_ids)
+    def _fetch(
+        self, logits: torch.Tensor, graphs: DecodeGraphs | MixedGraphs, draw: Draw | None
+    ) -> Tokens:
+        """Draw what is not greedy, into the graphs' `token_ids`, and send all to the host."""
+        rows = slice(logits.shape[0])
+        token_ids, marked = graphs.token_ids[rows], graphs.marked[rows]
+        drawn = None if draw is None else draw.launch(logits, token_ids, marked)
         self._turn = 1 - self._turn
         self._chosen = token_ids
         host = self._fetched[self._turn, : len(token_ids)]
-        host.copy_(token_ids if drawn is None else drawn.marked, non_blocking=True)
+        host.copy_(marked if drawn is None else drawn.marked, non_blocking=True)
         arrived = None
         if token_ids.is_cuda:
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -82,6 +82,7 @@ class DecodeGraphs:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
         self.token_ids = ints(max_batch, dtype=torch.int64)
+        self.marked = ints(max_batch, dtype=torch.int64)
         self.positions = ints(max_batch, dtype=torch.int64)
         self.slots = ints(max_batch, dtype=torch.int64)
         self.context_lens = ints(max_batch)
@@ -164,6 +165,7 @@ class DecodeGraphs:
         """Run the step and move on; the rows' logits [num_rows, V], valid until the next step.
 
         `token_ids` holds the greedy tokens; a sampler may write others before the next step.
+        `marked` says which of them come of numbers that overflowed (`kernels.sampling`).
         """
         if self._model.device.type != "cuda":  # no graphs there: the same pass, launch by launch
             size, reach = self._current
@@ -217,5 +219,5 @@ class DecodeGraphs:
             self._model.layout.page_size,
         )
         logits = self._model.forward(batch)
-        greedy_triton(logits, out=batch.token_ids)
+        greedy_triton(logits, out=batch.token_ids, marked=self.marked[:size])
         return logits

@@ -81,6 +81,7 @@ class MixedGraphs:
         vocab_size = model.config.vocab_size
         self._logits = torch.empty(max_rows, vocab_size, dtype=model.arena.dtype, device=device)
         self.token_ids = ints(max_rows, dtype=torch.int64)
+        self.marked = ints(max_rows, dtype=torch.int64)
         self._workspaces: dict[int, DecodeWorkspace] = {}
         self._plans: dict[int, tuple[LoraPlan, LoraPlan]] = {}
         self._graphs: dict[tuple[int, Reach], torch.cuda.CUDAGraph] = {}
@@ -115,7 +116,7 @@ class MixedGraphs:
 
     def run(self, batch: Batch) -> torch.Tensor:
         """The logits [N, V] of the sampling rows, valid until the next run; the caller has asked
-        `fits`. `token_ids` holds their greedy tokens."""
+        `fits`. `token_ids` holds their greedy tokens, `marked` as in `DecodeGraphs`."""
         size, reach = self._size_of(batch), batch.reach
         self.capture(size, reach, None)
         self._load(batch, self._shape(size))
@@ -204,7 +205,8 @@ class MixedGraphs:
         logits = self._logits[: shape.rows]
         # One buffer for all graphs: each one's own would be a gigabyte in all.
         logits.copy_(self._model.forward(replace(batch, blocks=blocks)))
-        greedy_triton(logits, out=self.token_ids[: shape.rows])
+        rows = slice(shape.rows)
+        greedy_triton(logits, out=self.token_ids[rows], marked=self.marked[rows])
         return logits
 
     def _clear(self) -> None:

@@ -178,17 +178,22 @@ class Draw:
         self._params = _Parameters(own, vocab_size, self._device)
         self._row_ids = _upload(rows, self._device).long().squeeze(1)
 
-    def launch(self, logits: torch.Tensor, token_ids: torch.Tensor) -> Drawn:
-        """Write the rows' tokens into `token_ids` [N], for logits [N, V]."""
+    def launch(self, logits: torch.Tensor, token_ids: torch.Tensor, marked: torch.Tensor) -> Drawn:
+        """Write the rows' tokens into `token_ids` [N], for logits [N, V].
+
+        marked  [N] the greedy tokens, as `kernels.sampling.mark_ref` has them
+        """
         uniform = [state.uniform(s.num_generated) for s, state in self._drawn]
         at = _upload(uniform, self._device)
         own = logits.index_select(0, self._row_ids).float()
         most = min(_NUM_CANDIDATES, self._vocab_size)
         tokens, sure = _draw(own, self._params, at, most)
         token_ids.index_copy_(0, self._row_ids, tokens)
-        marked = token_ids.clone()
         if sure is not None and most < self._vocab_size:
-            marked.index_copy_(0, self._row_ids, torch.where(sure, tokens, ~tokens))
+            tokens = torch.where(sure, tokens, ~tokens)
+        was = marked.index_select(0, self._row_ids)
+        tokens = torch.where(was < 0, was, tokens)
+        marked = marked.index_copy(0, self._row_ids, tokens)
         return Drawn(marked=marked, logits=own, at=at, draw=self)
 
     def mend(self, token_ids: list[int], drawn: Drawn) -> None:
@@ -205,7 +210,7 @@ class Draw:
 class Drawn:
     """One step's tokens, and what they were drawn from.
 
-    marked  [N] int64; ~token where the token is not sure
+    marked  [N] int64; ~token where the token is not sure, OVERFLOWED where there is none
     """
 
     marked: torch.Tensor

@@ -6,10 +6,19 @@ import torch
 
 from kernels.backend import ceil_div, jit, next_power_of_2, tl, use_triton
 
+# In place of a token whose logit, which is the row's largest, is infinite or not a number.
+OVERFLOWED = -(1 << 31)
+
 
 def greedy_ref(logits: torch.Tensor) -> torch.Tensor:
     """logits [S, V] -> [S] int64, the first index of each row's largest value."""
     return logits.argmax(-1)
+
+
+def mark_ref(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """The greedy tokens [S] of logits [S, V], with OVERFLOWED in place of some."""
+    largest = logits.gather(1, token_ids[:, None]).squeeze(1)
+    return torch.where(largest < float("inf"), token_ids, OVERFLOWED)
 
 
 @jit()
@@ -26,8 +35,10 @@ def _greedy_parts_kernel(
         columns = start + tl.arange(0, BLOCK)
         inside = columns < width
         x = tl.load(logits_ptr + row * stride + columns, mask=inside, other=float("-inf"))
-        better = x.to(tl.float32) > best
-        best = tl.where(better, x.to(tl.float32), best)
+        x = x.to(tl.float32)
+        x = tl.where(x == x, x, float("inf"))  # what is not a number counts as larger than any
+        better = x > best
+        best = tl.where(better, x, best)
         where = tl.where(better, columns, where)
     top = tl.max(best, axis=0)
     index = tl.min(tl.where(best == top, where, 2147483647), axis=0)
@@ -36,17 +47,26 @@ def _greedy_parts_kernel(
 
 
 @jit()
-def _greedy_kernel(values_ptr, indices_ptr, out_ptr, PARTS: tl.constexpr):
+def _greedy_kernel(
+    values_ptr, indices_ptr, out_ptr, marked_ptr, OVERFLOWED: tl.constexpr, PARTS: tl.constexpr
+):
     row = tl.program_id(0)
     part = tl.arange(0, PARTS)
     values = tl.load(values_ptr + row * PARTS + part)
     indices = tl.load(indices_ptr + row * PARTS + part)
-    best = tl.where(values == tl.max(values, axis=0), indices, 2147483647)
-    tl.store(out_ptr + row, tl.min(best, axis=0).to(tl.int64))
+    top = tl.max(values, axis=0)
+    best = tl.min(tl.where(values == top, indices, 2147483647), axis=0).to(tl.int64)
+    tl.store(out_ptr + row, best)
+    tl.store(marked_ptr + row, tl.where(top < float("inf"), best, OVERFLOWED))
 
 
-def greedy_triton(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Two launches: parts of each row, then the best part; written to `out` when given."""
+def greedy_triton(
+    logits: torch.Tensor, out: torch.Tensor | None = None, marked: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Two launches: parts of each row, then the best part; written to `out` when given.
+
+    marked  [S] int64, written: as in `mark_ref`
+    """
     num_rows, width = logits.shape
     parts = min(
         next_power_of_2(ceil_div(width, 1024)), max(1, next_power_of_2(528 // max(num_rows, 1)))
@@ -55,6 +75,8 @@ def greedy_triton(logits: torch.Tensor, out: torch.Tensor | None = None) -> torc
     indices = torch.empty(num_rows, parts, dtype=torch.int32, device=logits.device)
     if out is None:
         out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    if marked is None:
+        marked = torch.empty_like(out)
     _greedy_parts_kernel[(num_rows, parts)](
         logits_ptr=logits,
         stride=logits.stride(0),
@@ -66,7 +88,13 @@ def greedy_triton(logits: torch.Tensor, out: torch.Tensor | None = None) -> torc
         num_warps=4,
     )
     _greedy_kernel[(num_rows,)](
-        values_ptr=values, indices_ptr=indices, out_ptr=out, PARTS=parts, num_warps=1
+        values_ptr=values,
+        indices_ptr=indices,
+        out_ptr=out,
+        marked_ptr=marked,
+        OVERFLOWED=OVERFLOWED,
+        PARTS=parts,
+        num_warps=1,
     )
     return out
 

@@ -12,7 +12,7 @@ from engine import Engine
 from engine.batch import Batch
 from engine.gpu_runner import Tokens
 from engine.sampler import Draw
-from kernels.sampling import fill_unread_ref
+from kernels.sampling import fill_unread_ref, mark_ref
 
 PAGE_SIZE = 16
 
@@ -78,6 +78,7 @@ class AheadRunner:
 
     def _choose(self, logits: torch.Tensor, draw: Draw | None) -> Tokens:
         self._chosen = logits.argmax(-1)
-        drawn = None if draw is None else draw.launch(logits, self._chosen)
-        host = (self._chosen if drawn is None else drawn.marked).clone()
+        marked = mark_ref(logits, self._chosen)
+        drawn = None if draw is None else draw.launch(logits, self._chosen, marked)
+        host = (marked if drawn is None else drawn.marked).clone()
         return Tokens(host=host, arrived=None, drawn=drawn)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from engine import AdapterOverflow, Engine, EngineError, FinishReason
 from engine.grammar import Matcher
 from engine.sampler import Sampler
+from tests.engine.ahead_runner import AheadRunner
 from tests.engine.conftest import MakeEngine, Oracle, prompt, request, run
 
 
@@ -24,6 +25,7 @@ def scale_tensors(source: Path, target: Path, factor: float) -> Path:
     return target
 
 
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -41,9 +43,12 @@ def test_an_adapter_whose_numbers_overflow_is_named(
     oracle: Oracle,
     tmp_path: Path,
     options: dict[str, Any],
+    is_ahead: bool,
 ) -> None:
     """Every value is finite; what the model makes of them is not."""
     engine = make_engine()
+    if is_ahead:
+        AheadRunner(engine)
     engine.register_adapter("loud", scale_tensors(adapters["all-4"], tmp_path / "loud", 1e18))
     for adapter in ("loud", {"qv-16": 1.0, "loud": 0.5}):
         got = run(

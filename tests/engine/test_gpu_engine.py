@@ -8,18 +8,20 @@ from __future__ import annotations
 import itertools
 import os
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from engine import Engine, FinishReason
+from engine import AdapterOverflow, Engine, FinishReason
 from engine.gpu_runner import GpuRunner, Tokens
 from engine.mixed_graphs import MAX_PROMPTS, Shape, cut_blocks
 from engine.sampler import Sampled
 from engine.tile_entries import Reach
 from tests.engine.conftest import MakeEngine, Oracle, Result, prompt, request, run
+from tests.engine.test_failures import scale_tensors
 
 if torch.cuda.is_available():
     pytestmark = pytest.mark.gpu
@@ -102,6 +104,28 @@ def test_a_chunk_that_samples_nothing(make_engine: MakeEngine, oracle: Oracle) -
     tokens = prompt(7, 20)
     results = run(engine, request("r", tokens, adapter="all-4", max_tokens=2))
     assert results["r"].token_ids == oracle.generate(tokens, 2, "all-4")
+
+
+def test_numbers_that_overflow_are_seen_on_the_device(
+    make_engine: MakeEngine,
+    oracle: Oracle,
+    adapters: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    engine = make_gpu_engine(make_engine)
+    engine.register_adapter("loud", scale_tensors(adapters["all-4"], tmp_path / "loud", 1e18))
+    drawn = {"temperature": 0.8, "top_p": 0.9, "seed": 1}
+    results = run(
+        engine,
+        request("fine", prompt(1, 5), adapter="all-4", max_tokens=4),
+        request("greedy", prompt(2, 5), adapter="loud", max_tokens=4),
+        request("drawn", prompt(3, 5), adapter="loud", max_tokens=4, **drawn),
+        check=True,
+    )
+    for name in ("greedy", "drawn"):
+        assert isinstance(results[name].error, AdapterOverflow)
+        assert results[name].token_ids == []
+    assert results["fine"].token_ids == oracle.generate(prompt(1, 5), 4, "all-4")
 
 
 def test_requests_end_while_the_next_step_runs(make_engine: MakeEngine, oracle: Oracle) -> None:

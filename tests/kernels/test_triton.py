@@ -29,7 +29,9 @@ from kernels.sampling import (
     advance_triton,
     fill_unread_ref,
     fill_unread_triton,
+    greedy_ref,
     greedy_triton,
+    mark_ref,
 )
 from kernels.silu_mul import lora_silu_mul_triton, silu_mul_ref, silu_mul_triton
 from tests.kernels.cases import Adapters, Cache, make_adapters, make_cache
@@ -403,6 +405,19 @@ def test_greedy(width: int, dtype: torch.dtype, device: str) -> None:
     logits[1, width // 2 :] = logits[1].max() + 1  # a tie: the first wins
     expected = [row.index(max(row)) for row in logits.tolist()]
     assert greedy_triton(logits).tolist() == expected
+
+
+def test_greedy_marks_what_overflowed(dtype: torch.dtype, device: str) -> None:
+    logits = torch.randn(5, 3001, device=device).to(dtype)
+    logits[0] = float("nan")
+    logits[1, 2000] = float("inf")
+    logits[2, 1500] = float("nan")
+    logits[3, 7] = float("-inf")
+    marked = torch.zeros(5, dtype=torch.int64, device=device)
+    token_ids = greedy_triton(logits, marked=marked)
+    assert token_ids.tolist() == greedy_ref(logits).tolist()
+    assert marked.tolist() == mark_ref(logits, token_ids).tolist()
+    assert [token < 0 for token in marked.tolist()] == [True, True, True, False, False]
 
 
 def test_unread_tokens_are_filled_in(device: str) -> None:
