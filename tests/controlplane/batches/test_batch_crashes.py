@@ -102,6 +102,7 @@ def test_runners_that_are_killed_again_and_again(batches: Batches, pool: LiveSta
     assert end.stop() == 0
 
 
+@pytest.mark.long
 def test_a_runner_that_was_paused_past_its_lease_and_wakes(
     batches: Batches, pool: LiveStack
 ) -> None:
@@ -119,6 +120,7 @@ def test_a_runner_that_was_paused_past_its_lease_and_wakes(
         assert process.stop() == 0, process.log.read_text()
 
 
+@pytest.mark.long
 def test_a_runner_that_is_stopped_hands_its_batch_over(batches: Batches, pool: LiveStack) -> None:
     batch = create(batches)
     holder = pool.start_batch_runner("runner-first")
@@ -134,6 +136,7 @@ def test_a_runner_that_is_stopped_hands_its_batch_over(batches: Batches, pool: L
     assert other.stop() == 0
 
 
+@pytest.mark.long
 def test_a_worker_that_is_killed(batches: Batches, pool: LiveStack, worker: Process) -> None:
     runner = pool.start_batch_runner("runner-beside")
     batch = create(batches)
