@@ -2,10 +2,10 @@
 
     python -m bench.grammar [--model FOLDER] [--steps 24] [--repeats 2] [--out FILE]
 
-16 requests decode with a grammar each, and 16 without, turn by turn on one engine and one thread,
-by that thread's processor time: what else the machine does is left out. A constrained step's masks
-are timed inside it and compared with the rest of it divided by the machine's processors, as if the
-model's part were spread over them without loss. Then schemas of 50 properties are compiled, each
+16 requests decode with a grammar each, and 16 without, turn by turn on one engine. A constrained
+step's masks are timed inside it and compared with the rest of it: by the clock with a thread per
+processor, which needs a quiet machine and decides, and by the processor time of a single thread,
+which leaves out what else the machine does. Then schemas of 50 properties are compiled, each
 another one. Writes bench/results/grammar.json and exits with 1 when a bar is missed.
 """
 
@@ -17,6 +17,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,17 +65,17 @@ def schema(number: int) -> str:
 
 
 class Clock:
-    """Adds up the time that one step's masks and advances take."""
+    """Adds up the time that one step's masks take, by `now`."""
 
-    def __init__(self, grammars: Grammars) -> None:
-        self.seconds = 0.0
+    def __init__(self, grammars: Grammars, now: Callable[[], float]) -> None:
+        self.seconds, self.now = 0.0, now
         self._mask = grammars.mask
         setattr(grammars, "mask", self._timed)  # noqa: B010 (mypy takes no assignment)
 
     def _timed(self, *args: Any) -> None:
-        started = time.thread_time()
+        started = self.now()
         self._mask(*args)
-        self.seconds += time.thread_time() - started
+        self.seconds += self.now() - started
 
 
 def steps(
@@ -93,10 +94,10 @@ def steps(
     masks: list[float] = []
     while len(times) < num_steps + WARM_STEPS:
         clock.seconds = 0.0
-        started = time.thread_time()
+        started = clock.now()
         outputs = engine.step()
         if sum(len(output.token_ids) for output in outputs) == BATCH:
-            times.append(time.thread_time() - started)
+            times.append(clock.now() - started)
             masks.append(clock.seconds)
     for i in range(BATCH):
         engine.cancel(str(i))
@@ -105,9 +106,11 @@ def steps(
     return times[WARM_STEPS:], masks[WARM_STEPS:]
 
 
-def measure_steps(model_dir: Path, num_steps: int, repeats: int) -> dict[str, Any]:
-    engine = Engine(EngineConfig(model_dir=model_dir, arena_bytes=1 << 30, num_threads=1))
-    clock = Clock(engine._grammars)
+def measure_steps(
+    model_dir: Path, num_steps: int, repeats: int, threads: int, now: Callable[[], float]
+) -> dict[str, Any]:
+    engine = Engine(EngineConfig(model_dir=model_dir, arena_bytes=1 << 30, num_threads=threads))
+    clock = Clock(engine._grammars, now)
     schemas = [schema(i) for i in range(BATCH)]
     free: list[float] = []
     bound: list[float] = []
@@ -118,9 +121,10 @@ def measure_steps(model_dir: Path, num_steps: int, repeats: int) -> dict[str, An
         if repeat:  # the first round compiles and warms up
             free, bound, masks = free + plain, bound + times, masks + own
     engine.close()
-    cpus = os.cpu_count() or 1
-    share = cpus * sum(masks) / (sum(bound) - sum(masks))
+    rest = statistics.median(step - mask for step, mask in zip(bound, masks, strict=True))
+    share = statistics.median(masks) / rest
     return {
+        "threads": threads,
         "requests": BATCH,
         "steps": len(bound),
         "free_step_ms": round(statistics.median(free) * 1e3, 3),
@@ -129,8 +133,6 @@ def measure_steps(model_dir: Path, num_steps: int, repeats: int) -> dict[str, An
         "masks_ms": round(statistics.median(masks) * 1e3, 3),
         "masks_p99_ms": round(statistics.quantiles(masks, n=100)[-1] * 1e3, 3),
         "overhead": round(share, 4),
-        "at_most": MAX_OVERHEAD,
-        "passed": share <= MAX_OVERHEAD,
     }
 
 
@@ -162,7 +164,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     result = environment("python -m bench.grammar " + " ".join(sys.argv[1:]))
-    result["steps"] = measure_steps(args.model, args.steps, args.repeats)
+    cpus = os.cpu_count() or 1
+    measured = measure_steps(args.model, args.steps, args.repeats, cpus, time.perf_counter)
+    is_met = measured["overhead"] <= MAX_OVERHEAD
+    result["steps"] = {**measured, "at_most": MAX_OVERHEAD, "passed": is_met}
+    result["one_thread"] = measure_steps(args.model, args.steps, args.repeats, 1, time.thread_time)
     result["compile"] = measure_compile(args.model)
     print(json.dumps(result, indent=2))
     args.out.parent.mkdir(parents=True, exist_ok=True)
