@@ -69,10 +69,16 @@ def _duration(seconds: float) -> str:
 
 
 class TooManyRequests(RateLimited):
-    """A limit of the tenant, with the headers that say which and until when."""
+    """A limit of the tenant, with the headers that say which and until when.
 
-    def __init__(self, message: str, *, more_headers: dict[str, str], **fields: Any) -> None:
+    reason  of the refusal; OpenAI's type of error says what there was too much of
+    """
+
+    def __init__(
+        self, message: str, *, reason: str, more_headers: dict[str, str], **fields: Any
+    ) -> None:
         super().__init__(message, **fields)
+        self.type = "tokens" if reason == "tokens" else "requests"
         self._more_headers = more_headers
 
     def headers(self) -> dict[str, str]:
@@ -120,6 +126,7 @@ def refusal_error(refusal: Refusal, limits: Limits) -> ApiError:
     scope = limits.policies[refusal.index - 1].scope if refusal.index else "tenant"
     return TooManyRequests(
         _MESSAGES[refusal.reason].format(whose=_WHOSE[scope], limit=refusal.limit),
+        reason=refusal.reason,
         retry_after_s=seconds,
         more_headers=_refusal_headers(refusal, seconds),
     )

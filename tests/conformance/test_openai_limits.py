@@ -105,7 +105,7 @@ def test_the_client_waits_out_a_limit_of_requests(served: Served) -> None:
         for _ in range(3):  # one may have been earned meanwhile
             ask(client.with_options(max_retries=0))
     error = caught.value
-    assert (error.code, error.type) == ("rate_limit_exceeded", "rate_limit_error")
+    assert (error.code, error.type) == ("rate_limit_exceeded", "requests")
     wait = int(error.response.headers["retry-after"])
     assert 1 <= wait <= 60 / per_minute + 1
     assert error.response.headers["x-ratelimit-remaining-requests"] == "0"
