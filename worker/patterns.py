@@ -27,10 +27,13 @@ _Ranges = list[tuple[int, int]]
 
 _DIGIT: _Ranges = [(0x30, 0x39)]
 _WORD: _Ranges = [(0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)]
+# What is space to ECMA-262 and to Python, so that an answer is valid to clients of both.
 _SPACE: _Ranges = [
     (0x09, 0x0D), (0x20, 0x20), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A),
-    (0x2028, 0x2029), (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF),
+    (0x2028, 0x2029), (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000),
 ]  # fmt: skip
+#: Space to one of them alone: neither `\s` nor `\S`.
+_ODD_SPACE: _Ranges = [(0x1C, 0x1F), (0x85, 0x85), (0xFEFF, 0xFEFF)]
 _LINE_END: _Ranges = [(0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029)]
 #: Any text; `.` alone excludes the ends of lines.
 _ANY_CHARACTER = "[\\x00-\U0010ffff]"
@@ -225,8 +228,11 @@ _REASONS = {
 
 
 def _category(name: str) -> _Ranges:
-    ranges = {"DIGIT": _DIGIT, "WORD": _WORD, "SPACE": _SPACE}[name.rsplit("_", 1)[-1]]
-    return _complement(ranges) if "_NOT_" in name else ranges
+    kind = name.rsplit("_", 1)[-1]
+    ranges = {"DIGIT": _DIGIT, "WORD": _WORD, "SPACE": _SPACE}[kind]
+    if "_NOT_" not in name:
+        return ranges
+    return _complement([*ranges, *_ODD_SPACE] if kind == "SPACE" else ranges)
 
 
 def _complement(ranges: _Ranges) -> _Ranges:
