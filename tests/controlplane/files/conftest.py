@@ -16,5 +16,10 @@ def site(live: LiveStack) -> Iterator[Site]:
     web, url = pool.start_web(
         "files-web", LORIKEET_TENANT_STORAGE_BYTES=str(64 * 1024**2), DATABASE_POOL_SIZE="4"
     )
-    yield Site(pool, url, web)
+    site = Site(pool, url, web)
+    for tenant in live.tenants:  # what other modules' tests, on the same platform, have left
+        client = site.client(tenant)
+        for file in client.files.list():
+            client.files.delete(file.id)
+    yield site
     web.stop()
