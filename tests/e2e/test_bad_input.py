@@ -96,7 +96,7 @@ def test_malformed_json(system: System, content: bytes) -> None:
         ("top_p", -0.1, "top_p"),
         ("stop", ["a"] * 5, "stop"),
         ("stream", "yes", "stream"),
-        ("n", 2, "n"),
+        ("n", 17, "n"),
         ("logit_bias", {"x": 1}, "logit_bias"),
         ("no_such_field", 1, "no_such_field"),
     ],
@@ -121,9 +121,8 @@ def test_prompt_longer_than_the_context(system: System) -> None:
         {"$ref": "https://example.com/schema.json"},
         {"type": "object", "properties": {"a": {"$ref": "#/$defs/missing"}}},
         {"type": "integer", "minimum": 5, "maximum": 3},
-        {"type": "string", "pattern": "(?<=look)behind"},
     ],
-    ids=["unknown type", "remote reference", "dangling reference", "impossible", "lookbehind"],
+    ids=["unknown type", "remote reference", "dangling reference", "impossible"],
 )
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_schema_that_cannot_be_obeyed(system: System, schema: dict[str, Any], stream: bool) -> None:
