@@ -48,7 +48,14 @@ from controlplane.limits.admit import (
 from controlplane.limits.services import tokens_spent
 from controlplane.replies import Reply
 from controlplane.requestlog.recorder import Recorder
-from controlplane.workers import Speed, WorkerStatus, is_served, read_statuses, workers
+from controlplane.workers import (
+    Speed,
+    WorkerStatus,
+    is_served,
+    read_statuses,
+    served_models,
+    workers,
+)
 from worker import fair_queue, protocol
 from worker.protocol import Control, ControlMessage, ErrorCode, GenerateJob
 
@@ -220,10 +227,13 @@ class Dispatcher:
             if not is_served(self._workers, base_model):
                 raise Unavailable(f"No worker serves {base_model} now.", retry_after_s=5)
 
-    def served_models(self) -> set[str]:
+    async def served_models(self) -> set[str]:
         """The base models that requests are taken for."""
-        known = {worker.heartbeat.base_model for worker in self._workers}
-        return {base_model for base_model in known if is_served(self._workers, base_model)}
+        if not (served := served_models(self._workers)):  # perhaps the first has only just come
+            with contextlib.suppress(*AWAY):
+                await self._refresh_workers()
+            served = served_models(self._workers)
+        return served
 
     def devices(self, base_model: str) -> set[str]:
         """What the workers of a base model run on."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import redis
@@ -73,6 +73,12 @@ def is_served(workers: Iterable[WorkerStatus], base_model: str) -> bool:
         and worker.may_return
         for worker in workers
     )
+
+
+def served_models(workers: Sequence[WorkerStatus]) -> set[str]:
+    """The base models that are served."""
+    known = {worker.heartbeat.base_model for worker in workers}
+    return {base_model for base_model in known if is_served(workers, base_model)}
 
 
 class Speed:

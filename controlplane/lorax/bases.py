@@ -22,7 +22,7 @@ async def default_base() -> BaseModel:
     """
     active = await _active()
     if len(active) > 1:
-        served = (await jobs.dispatcher()).served_models()
+        served = await (await jobs.dispatcher()).served_models()
         active = [base for base in active if base.name in served] or active
     if not active:
         raise Unavailable("There is no base model yet.")

@@ -91,7 +91,7 @@ async def info(request: HttpRequest) -> HttpResponseBase:
 async def health(request: HttpRequest) -> HttpResponseBase:
     """Whether a worker would take a request; for load balancers, so without a key."""
     dispatcher = await jobs.dispatcher()
-    if dispatcher.served_models():
+    if await dispatcher.served_models():
         return HttpResponse()
     return JsonResponse({"error": "unhealthy", "error_type": "healthcheck"}, status=503)
 

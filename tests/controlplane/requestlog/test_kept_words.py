@@ -132,9 +132,16 @@ def test_a_request_that_says_no_and_a_tenant_that_said_nothing_leave_no_words(si
 
 def test_what_is_refused_is_counted_and_leaves_no_line(site: Site) -> None:
     def counts() -> Counter[str]:
-        found = site.management("refusals").json()["data"]
-        chats = (row for row in found if row["endpoint"] == "/v1/chat/completions")
-        return Counter({row["code"]: row["requests"] for row in chats})
+        found: Counter[str] = Counter()
+        after = ""
+        while True:
+            page = site.management(f"refusals?limit=100{after}").json()
+            for row in page["data"]:
+                if row["endpoint"] == "/v1/chat/completions":
+                    found[row["code"]] += row["requests"]  # of every hour
+            if not page["has_more"]:
+                return found
+            after = f"&after={page['last_id']}"
 
     before = counts()  # other tests on the same platform were refused too
     answers = [site.chat("x", model="nobodys") for _ in range(3)]
