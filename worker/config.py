@@ -129,7 +129,7 @@ class _Reader:
         return value
 
     def number(self, name: str, default: int | None) -> int | None:
-        text = self._environment.get(name)
+        text = self.text(name, "")
         if not text:
             return default
         try:

@@ -66,3 +66,12 @@ def test_secrets_may_lie_in_files(environment: dict[str, str], tmp_path: Path) -
     environment["S3_SECRET_ACCESS_KEY_FILE"] = str(tmp_path / "secret")
     config = WorkerConfig.from_environment(environment)
     assert config.s3.secret_access_key == "from a file"
+
+
+def test_numbers_may_lie_in_files_too(environment: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "threads").write_text("3\n")
+    environment["LORIKEET_THREADS_FILE"] = str(tmp_path / "threads")
+    assert WorkerConfig.from_environment(environment).threads == 3
+    (tmp_path / "threads").write_text("many\n")
+    with pytest.raises(ConfigError, match="LORIKEET_THREADS"):
+        WorkerConfig.from_environment(environment)
