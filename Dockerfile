@@ -7,7 +7,7 @@ RUN useradd --uid 10001 --create-home lorikeet \
     && install -d -o lorikeet /var/lib/lorikeet
 WORKDIR /app
 
-# --- web, Celery's `ingest` and `ops` queues, beat, accountant, migrations
+# --- web, Celery's `ingest` and `ops` queues, beat, accountant, batch runner, migrations
 FROM base AS controlplane
 COPY requirements/controlplane.txt requirements/controlplane.txt
 RUN pip install -r requirements/controlplane.txt

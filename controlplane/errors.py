@@ -10,6 +10,7 @@
     ├── Conflict                409  invalid_request_error   never retried by clients
     ├── PayloadTooLarge         413  invalid_request_error
     ├── RateLimited             429  rate_limit_error        Retry-After
+    │   └── limits.admission             requests, tokens, insufficient_quota
     ├── Unavailable             503  server_error            Retry-After
     └── InternalError           500  server_error
 

@@ -76,6 +76,7 @@ SILENCE_S = 5.0
 BATCH_PATIENCE = 10
 #: A budget's state outlives its period by this: its last requests still run.
 BUDGET_TTL_S = 2 * 24 * 3600
+
 # KEYS job | ARGV control message, length of a control stream, prefix of their keys
 CANCEL = """
 local state, worker = unpack(redis.call('HMGET', KEYS[1], 'state', 'worker'))

@@ -1,4 +1,4 @@
-"""/v1 gateway · /api/v1 management · /ops/v1 operator · /console · /admin · /healthz."""
+"""/v1 gateway, LoRAX's addresses · /api/v1 management · /ops/v1 operator · /console · /admin."""
 
 from django.contrib import admin
 from django.http import HttpRequest, HttpResponse

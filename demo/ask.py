@@ -87,7 +87,7 @@ async def _ask_streamed(state: DemoState, tenant: TenantState) -> Answer:
 
 
 async def ask_with_schema(state: DemoState, tenant: TenantState) -> dict[str, Any]:
-    """An answer of the base model that obeys `INVOICE_SCHEMA`, parsed."""
+    """An answer of the tenant's adapter that obeys `INVOICE_SCHEMA`, parsed."""
     messages = score.heldout(tenant.slug)[1]["messages"]
     async with _client(state, tenant) as client:
         response = await client.chat.completions.create(

@@ -1,9 +1,10 @@
 """What crosses a process boundary: messages, stream names, error codes. Standard library only.
 
-The control plane and the workers know each other through this file and through `worker.fair_queue`,
-which holds the Lua that both run. Every message is a frozen dataclass; on the wire it is one JSON
-object, written by `encode` and read by the message's `decode`. Unknown fields are ignored on
-reading, so the two sides can be upgraded one after the other.
+The control plane and the workers know each other through this file, `worker.fair_queue`, which
+holds the Lua that both run, and `worker.patterns`, which says what a regular expression means.
+Every message is a frozen dataclass; on the wire it is one JSON object, written by `encode` and read
+by the message's `decode`. Unknown fields are ignored on reading, so the two sides can be upgraded
+one after the other.
 
 Redis keys, all of one worker pool `{p}` (the braces keep a pool on one cluster slot):
 
