@@ -12,13 +12,22 @@ from typing import Any
 from pydantic import BaseModel
 
 from controlplane import idempotency
-from controlplane.batches import document as batches
-from controlplane.files import document as files
-from controlplane.gateway_document import Json, body_schemas, operation, reference
+from controlplane.batches import openapi as batches
+from controlplane.files import openapi as files
+from controlplane.gateway_document import (
+    Json,
+    body_schemas,
+    operation,
+    path_parameter,
+    reference,
+    with_body,
+    with_parameters,
+)
 from controlplane.inference.schemas import ChatBody, CompletionBody
 from controlplane.lorax import openapi as lorax
 from controlplane.responses.openapi import RESPONSE
 from controlplane.responses.schemas import ResponsesBody
+from controlplane.usage import openapi as usage
 
 _MANAGEMENT = ("/api/v1/", "/ops/v1/")
 #: Writes of /v1 that take an Idempotency-Key too.
@@ -114,7 +123,7 @@ _COMPONENTS: Json = {
         "required": ["object", "data"],
         "properties": {
             "object": {"const": "list"},
-            "data": {"type": "array", "items": {"$ref": "#/components/schemas/Model"}},
+            "data": {"type": "array", "items": reference("Model")},
         },
     },
 }
@@ -128,10 +137,10 @@ def add_gateway(result: Json, generator: Any, request: Any, public: bool) -> Jso
     result["paths"].update(lorax.paths())
     for body in (ChatBody, CompletionBody, ResponsesBody):
         schemas.update(body_schemas(body))
-    for part in (files, batches):
+    for part in (files, batches, usage):
         schemas.update(part.SCHEMAS)
         result["paths"].update(copy.deepcopy(part.PATHS))  # `complete_operations` adds to them
-    name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+    name = path_parameter("name")
     result["paths"].update(
         {
             "/v1/chat/completions": {
@@ -151,15 +160,15 @@ def add_gateway(result: Json, generator: Any, request: Any, public: bool) -> Jso
                 "get": operation("What the key may name as a model.", "models", "ModelList")
             },
             "/v1/models/{name}": {
-                "get": {**operation("One model.", "model", "Model"), "parameters": [name]},
-                "delete": {
-                    **operation(
+                "get": with_parameters(operation("One model.", "model", "Model"), name),
+                "delete": with_parameters(
+                    operation(
                         "Take an adapter, or one version, out of service.",
                         "model_delete",
                         "ModelDeleted",
                     ),
-                    "parameters": [name],
-                },
+                    name,
+                ),
             },
         }
     )
@@ -170,17 +179,17 @@ def complete_operations(result: Json, generator: Any, request: Any, public: bool
     """drf-spectacular's hook: errors on every operation, the Idempotency-Key on every POST."""
     error = {
         "description": "In OpenAI's form.",
-        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+        "content": {"application/json": {"schema": reference("Error")}},
     }
     for path, item in result["paths"].items():
         for method in _METHODS:
             if method not in item:
                 continue
-            operation = item[method]
-            operation["responses"].setdefault("4XX", error)
-            operation["responses"].setdefault("503", error)
+            call = item[method]
+            call["responses"].setdefault("4XX", error)
+            call["responses"].setdefault("503", error)
             if method == "post" and (path.startswith(_MANAGEMENT) or path in _KEPT):
-                operation.setdefault("parameters", []).append(_IDEMPOTENCY_KEY)
+                call.setdefault("parameters", []).append(_IDEMPOTENCY_KEY)
     result["paths"] = dict(sorted(result["paths"].items()))
     schemas = result["components"]["schemas"]
     result["components"]["schemas"] = dict(sorted(schemas.items()))
@@ -206,10 +215,6 @@ def _generation(description: str, operation_id: str, body: type[BaseModel], answ
     call = operation(
         f"{description} With `stream` the answer is server-sent events.", operation_id, answer
     )
-    call["requestBody"] = {
-        "required": True,
-        "content": {"application/json": {"schema": reference(body.__name__)}},
-    }
     content = call["responses"]["200"]["content"]
     content["text/event-stream"] = {"schema": {"type": "string"}}
-    return call
+    return with_body(call, reference(body.__name__))
