@@ -54,12 +54,9 @@ from controlplane.workers import (
     is_served,
     read_statuses,
     served_models,
-    workers,
 )
 from worker import fair_queue, protocol
 from worker.protocol import Control, ControlMessage, ErrorCode, GenerateJob
-
-__all__ = ["Dispatcher", "WorkerStatus", "close_dispatcher", "dispatcher", "workers"]
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -329,7 +326,7 @@ class Dispatcher:
         pipe.time().zrange(protocol.workers_key(self._pool), 0, -1, withscores=True)
         time, scores = await pipe.execute()
         for worker_id, _ in scores:
-            pipe.hget(protocol.worker_key(self._pool, worker_id.decode()), "m")
+            pipe.hget(protocol.worker_key(self._pool, worker_id.decode()), protocol.PAYLOAD_FIELD)
         self._workers = read_statuses(time, scores, await pipe.execute() if scores else [])
         self._speed.observe(self._workers)
 

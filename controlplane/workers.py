@@ -6,11 +6,9 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import redis
 from django.conf import settings
-from redis.exceptions import RedisError
 
-from controlplane.errors import Unavailable
+from controlplane.redis_client import redis_client
 from worker import protocol
 from worker.protocol import Heartbeat
 
@@ -41,16 +39,15 @@ def workers() -> list[WorkerStatus]:
 
     Raises Unavailable when Redis does not answer.
     """
-    try:
-        with redis.Redis.from_url(settings.REDIS_URL, protocol=2, socket_timeout=5) as client:
-            pipe: Any = client.pipeline(transaction=False)
-            pipe.time().zrange(protocol.workers_key(settings.POOL), 0, -1, withscores=True)
-            time, scores = pipe.execute()
-            for worker_id, _ in scores:
-                pipe.hget(protocol.worker_key(settings.POOL, worker_id.decode()), "m")
-            return read_statuses(time, scores, pipe.execute())
-    except RedisError as error:
-        raise Unavailable("The queue does not answer.") from error
+    with redis_client() as client:
+        pipe: Any = client.pipeline(transaction=False)
+        pipe.time().zrange(protocol.workers_key(settings.POOL), 0, -1, withscores=True)
+        time, scores = pipe.execute()
+        for worker_id, _ in scores:
+            pipe.hget(
+                protocol.worker_key(settings.POOL, worker_id.decode()), protocol.PAYLOAD_FIELD
+            )
+        return read_statuses(time, scores, pipe.execute())
 
 
 def read_statuses(

@@ -193,7 +193,8 @@ class Reaper:
             return
         served = set()
         for name, heard in scores.items():
-            payload = self._redis.hget(protocol.worker_key(self._pool, name.decode()), "m")
+            worker = protocol.worker_key(self._pool, name.decode())
+            payload = self._redis.hget(worker, protocol.PAYLOAD_FIELD)
             if payload and now - heard < protocol.WORKER_GRACE_S:
                 base_model = Heartbeat.decode(payload).base_model
                 served.add(fair_queue.queue_key(self._pool, base_model).encode())

@@ -8,17 +8,17 @@ import time
 import uuid
 from typing import Any
 
-import redis
 from django.conf import settings
 from django.db import DataError, IntegrityError, connection, transaction
 from django.utils import timezone
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import ResponseError
 
 from controlplane.audit.services import record, record_named
 from controlplane.delivery.models import DeadLetter, Quarantine
 from controlplane.errors import Conflict, Unavailable
 from controlplane.limits.admission import output_estimate, prompt_estimate
 from controlplane.limits.admit import ADMIT, MAX_TENANT_WAITING, MAX_WAITING
+from controlplane.redis_client import redis_client
 from controlplane.scoping import all_tenants
 from worker import fair_queue, protocol
 from worker.protocol import GenerateJob
@@ -136,11 +136,11 @@ def dead_letter_requeue(letter: DeadLetter) -> str:
         *(output_estimate(job), 0, 60, MAX_WAITING, MAX_TENANT_WAITING, 0),
     ]
     try:
-        with _client() as client:
+        with redis_client() as client:
             verdict = client.eval(ADMIT, 1, protocol.job_key(pool, request_id), *args)
-    except RedisError as error:
+    except Unavailable:
         _unclaim(letter)
-        raise Unavailable("The queue does not answer.") from error
+        raise
     if verdict[0] != b"ok":
         _unclaim(letter)
         raise Conflict(f"The queue refuses it: {verdict[0].decode()}.")
@@ -164,11 +164,8 @@ def _unclaim(letter: DeadLetter) -> None:
 
 def quarantined() -> dict[str, dt.datetime]:
     """Adapter digest -> since when it is not served. Raises Unavailable."""
-    try:
-        with _client() as client:
-            found = client.hgetall(fair_queue.quarantine_key(settings.POOL))
-    except RedisError as error:
-        raise Unavailable("The queue does not answer.") from error
+    with redis_client() as client:
+        found = client.hgetall(fair_queue.quarantine_key(settings.POOL))
     return {
         digest.decode(): dt.datetime.fromtimestamp(int(since), tz=dt.UTC)
         for digest, since in found.items()
@@ -198,28 +195,21 @@ def quarantine_sync(client: Any, pool: str) -> None:
 
 def quarantine_release(digest: str) -> bool:
     """Serve an adapter again. -> whether it was quarantined. Raises Unavailable."""
-    try:
-        with transaction.atomic(), _client() as client:
-            _lock_quarantine()
-            rows = Quarantine.objects.filter(pool=settings.POOL, digest=digest)
-            since = rows.values_list("since", flat=True).first()
-            rows.delete()
-            key = fair_queue.quarantine_key(settings.POOL)
-            is_known = bool(client.hexists(key, digest)) or since is not None
-            if is_known:
-                before = {"pool": settings.POOL, "since": since}
-                record_named("released", "quarantine", digest, before=before)
-                client.hdel(key, digest)  # last: the others can be undone
-            return is_known
-    except RedisError as error:
-        raise Unavailable("The queue does not answer.") from error
+    with transaction.atomic(), redis_client() as client:
+        _lock_quarantine()
+        rows = Quarantine.objects.filter(pool=settings.POOL, digest=digest)
+        since = rows.values_list("since", flat=True).first()
+        rows.delete()
+        key = fair_queue.quarantine_key(settings.POOL)
+        is_known = bool(client.hexists(key, digest)) or since is not None
+        if is_known:
+            before = {"pool": settings.POOL, "since": since}
+            record_named("released", "quarantine", digest, before=before)
+            client.hdel(key, digest)  # last: the others can be undone
+    return is_known
 
 
 def _lock_quarantine() -> None:
     """Until the transaction ends: or a release between two steps of a sync would be undone."""
     with connection.cursor() as cursor:
         cursor.execute("select pg_advisory_xact_lock(%s)", [QUARANTINE_LOCK])
-
-
-def _client() -> Any:
-    return redis.Redis.from_url(settings.REDIS_URL, protocol=2, socket_timeout=5)

@@ -7,14 +7,14 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import redis
 from django.conf import settings
 from django.utils import timezone
-from redis.exceptions import RedisError
 
+from controlplane.errors import Unavailable
 from controlplane.limits.admit import BudgetPeriod, budget_state_key
 from controlplane.limits.models import Budget, RateLimit
 from controlplane.limits.services import budget_period, tokens_spent
+from controlplane.redis_client import redis_client
 from worker import fair_queue
 
 #: A bucket of N a minute is full for so long after it was emptied.
@@ -85,13 +85,13 @@ def _ask(groups: list[list[tuple[Any, ...]]]) -> list[list[Any]] | None:
     if not groups:
         return []
     try:
-        with redis.Redis.from_url(settings.REDIS_URL, protocol=2, socket_timeout=5) as client:
+        with redis_client() as client:
             pipe = client.pipeline(transaction=False)
             for group in groups:
                 for name, *args in group:
                     getattr(pipe, name)(*args)
             answers = iter(pipe.execute())
-    except RedisError:
+    except Unavailable:
         return None
     return [[next(answers) for _ in group] for group in groups]
 

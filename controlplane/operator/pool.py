@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import redis
 from django.conf import settings
 from django.db import transaction
-from redis.exceptions import RedisError
 
 from controlplane.audit.services import record_named
-from controlplane.errors import NotFound, Unavailable
+from controlplane.errors import NotFound
+from controlplane.redis_client import redis_client
 from controlplane.workers import WorkerStatus, workers
 from worker import fair_queue, protocol
 
@@ -33,11 +32,8 @@ def worker_drain(*, worker_id: str) -> None:
     record_named("drained", "worker", worker_id, after={"pool": settings.POOL})
     order = protocol.ControlMessage(action=protocol.Control.DRAIN)
     key = protocol.control_key(settings.POOL, worker_id)
-    try:
-        with _client() as client:
-            client.xadd(key, {protocol.PAYLOAD_FIELD: order.encode()}, maxlen=_MAX_ORDERS)
-    except RedisError as error:
-        raise Unavailable("The queue does not answer.") from error
+    with redis_client() as client:
+        client.xadd(key, {protocol.PAYLOAD_FIELD: order.encode()}, maxlen=_MAX_ORDERS)
 
 
 def queues() -> list[dict[str, Any]]:
@@ -46,24 +42,17 @@ def queues() -> list[dict[str, Any]]:
     Raises Unavailable when Redis does not answer.
     """
     classes = {"interactive": fair_queue.INTERACTIVE, "batch": fair_queue.BATCH}
-    try:
-        with _client() as client:
-            found = []
-            for key in sorted(client.smembers(fair_queue.queues_key(settings.POOL))):
-                name = key.decode()
-                requests, tokens = client.hmget(f"{name}:sums", "n", "*")
-                row: dict[str, Any] = {
-                    "base_model": name.removeprefix(fair_queue.queue_key(settings.POOL, "")),
-                    "waiting_requests": int(requests or 0),
-                    "waiting_tokens": int(tokens or 0),
-                }
-                for label, letter in classes.items():
-                    row[f"{label}_tenants"] = client.zcard(f"{name}:{letter}")
-                found.append(row)
-            return found
-    except RedisError as error:
-        raise Unavailable("The queue does not answer.") from error
-
-
-def _client() -> Any:
-    return redis.Redis.from_url(settings.REDIS_URL, protocol=2, socket_timeout=5)
+    found = []
+    with redis_client() as client:
+        for key in sorted(client.smembers(fair_queue.queues_key(settings.POOL))):
+            name = key.decode()
+            requests, tokens = client.hmget(f"{name}:sums", "n", "*")
+            row: dict[str, Any] = {
+                "base_model": name.removeprefix(fair_queue.queue_key(settings.POOL, "")),
+                "waiting_requests": int(requests or 0),
+                "waiting_tokens": int(tokens or 0),
+            }
+            for label, letter in classes.items():
+                row[f"{label}_tenants"] = client.zcard(f"{name}:{letter}")
+            found.append(row)
+    return found
