@@ -7,15 +7,12 @@ An answer that is an error changes nothing and is not kept: the caller may simpl
 
 from __future__ import annotations
 
-import base64
 import datetime as dt
 import hashlib
-import hmac
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from cryptography.fernet import Fernet
-from django.conf import settings
 from django.core.exceptions import RequestDataTooBig
 from django.db import transaction
 from django.db.models import QuerySet
@@ -24,6 +21,7 @@ from django.utils import timezone
 from rest_framework.request import Request
 from rest_framework.response import Response
 
+from controlplane.ciphers import peppered_cipher
 from controlplane.errors import InvalidRequest, PayloadTooLarge
 from controlplane.scoping import all_tenants, new_id
 from controlplane.tenants.models import (
@@ -132,9 +130,8 @@ def _body(request: Request) -> bytes:
 
 
 def _cipher(key: str) -> Fernet:
-    """Needs the caller's key, which is not stored, and the pepper, which is not in the database."""
-    secret = hmac.digest(settings.API_KEY_PEPPER.encode(), b"idempotency " + key.encode(), "sha256")
-    return Fernet(base64.urlsafe_b64encode(secret))
+    """Needs the caller's key, which is not stored, as well as the pepper."""
+    return peppered_cipher(b"idempotency " + key.encode())
 
 
 class _Rendered(Response):

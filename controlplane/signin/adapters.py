@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import hmac
 import logging
 from smtplib import SMTPException
 from typing import Any
@@ -19,6 +17,7 @@ from django.http import HttpRequest
 from django.shortcuts import render
 from django.urls import reverse
 
+from controlplane.ciphers import peppered_cipher
 from controlplane.tenants.models import User
 
 logger = logging.getLogger(__name__)
@@ -115,5 +114,4 @@ class SocialAdapter(DefaultSocialAccountAdapter):
 
 
 def _cipher() -> Fernet:
-    key = hmac.digest(settings.API_KEY_PEPPER.encode(), b"second factors", "sha256")
-    return Fernet(base64.urlsafe_b64encode(key))
+    return peppered_cipher(b"second factors")
