@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import re
 import uuid
 from collections.abc import Iterator, Mapping
@@ -14,6 +13,7 @@ from django.utils import timezone
 
 from controlplane.audit.models import AuditEvent
 from controlplane.audit.origin import current_origin
+from controlplane.locks import lock_until_commit
 from controlplane.scope import current as current_scope
 from controlplane.scoping import TenantModel, all_tenants, new_id, tenant_scope
 
@@ -90,7 +90,7 @@ def _add(
         after=_plain(after),
     )
     with _chain_scope(event.tenant_id):
-        _lock_chain(event.tenant_id)
+        lock_until_commit(f"audit {event.tenant_id}")  # the end of the chain
         last = _chain(event.tenant_id).order_by("-seq").first()
         event.seq = last.seq + 1 if last else 1
         event.prev_hash = last.hash if last else ""
@@ -160,14 +160,6 @@ def _chain_scope(tenant_id: uuid.UUID | None) -> Any:
     if tenant_id is None:
         return all_tenants(reason="the platform's own trail")
     return tenant_scope(tenant_id)
-
-
-def _lock_chain(tenant_id: uuid.UUID | None) -> None:
-    """Make the end of the chain ours until the transaction ends."""
-    digest = hashlib.sha256(f"audit {tenant_id}".encode()).digest()
-    number = int.from_bytes(digest[:8], "big", signed=True)
-    with connection.cursor() as cursor:
-        cursor.execute("select pg_advisory_xact_lock(%s)", (number,))
 
 
 def _tenant_of(resource: models.Model) -> uuid.UUID | None:

@@ -9,7 +9,7 @@ import uuid
 from typing import Any
 
 from django.conf import settings
-from django.db import DataError, IntegrityError, connection, transaction
+from django.db import DataError, IntegrityError, transaction
 from django.utils import timezone
 from redis.exceptions import ResponseError
 
@@ -18,6 +18,7 @@ from controlplane.delivery.models import DeadLetter, Quarantine
 from controlplane.errors import Conflict, Unavailable
 from controlplane.limits.admission import output_estimate, prompt_estimate
 from controlplane.limits.admit import ADMIT, MAX_TENANT_WAITING, MAX_WAITING
+from controlplane.locks import lock_until_commit
 from controlplane.redis_client import redis_client
 from controlplane.scoping import all_tenants
 from worker import fair_queue, protocol
@@ -30,8 +31,9 @@ REQUEUE_DEADLINE_S = 3600.0
 GIVEN_UP = b"given up"
 #: Names the ids of requests that were put back. Any id, so that it is this one.
 _REQUEUED = uuid.UUID("5f0d3c1e-8a44-4f0e-9b1b-6f5d0a7c2e91")
-#: Held while quarantine changes in both Redis and the database. Any number, so that it is this one.
-QUARANTINE_LOCK = 7_304_551
+#: Held while quarantine changes in both Redis and the database: or a release between two steps of a
+#: sync would be undone.
+_QUARANTINE_LOCK = "quarantine"
 
 
 def dead_letters_collect(client: Any, pool: str) -> int:
@@ -179,7 +181,7 @@ def quarantine_sync(client: Any, pool: str) -> None:
     """
     key = fair_queue.quarantine_key(pool)
     with transaction.atomic():
-        _lock_quarantine()
+        lock_until_commit(_QUARANTINE_LOCK)
         said = {digest.decode(): int(since) for digest, since in client.hgetall(key).items()}
         rows = dict(Quarantine.objects.filter(pool=pool).values_list("digest", "since"))
         for digest, since in rows.items():
@@ -196,7 +198,7 @@ def quarantine_sync(client: Any, pool: str) -> None:
 def quarantine_release(digest: str) -> bool:
     """Serve an adapter again. -> whether it was quarantined. Raises Unavailable."""
     with transaction.atomic(), redis_client() as client:
-        _lock_quarantine()
+        lock_until_commit(_QUARANTINE_LOCK)
         rows = Quarantine.objects.filter(pool=settings.POOL, digest=digest)
         since = rows.values_list("since", flat=True).first()
         rows.delete()
@@ -207,9 +209,3 @@ def quarantine_release(digest: str) -> bool:
             record_named("released", "quarantine", digest, before=before)
             client.hdel(key, digest)  # last: the others can be undone
     return is_known
-
-
-def _lock_quarantine() -> None:
-    """Until the transaction ends: or a release between two steps of a sync would be undone."""
-    with connection.cursor() as cursor:
-        cursor.execute("select pg_advisory_xact_lock(%s)", [QUARANTINE_LOCK])

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
-import hashlib
 import logging
-import uuid
 from collections.abc import Callable
 
 from django.conf import settings
-from django.db import close_old_connections, connection, transaction
+from django.db import close_old_connections, transaction
 from django.db.models import Q, QuerySet, Sum
 from django.utils import timezone
 
@@ -24,6 +22,7 @@ from controlplane.errors import Conflict, InvalidRequest, NotFound, Unavailable
 from controlplane.files import contents
 from controlplane.files.contents import MAX_FILE_BYTES, FileWriter
 from controlplane.files.models import File, Purpose, Upload, UploadPart
+from controlplane.locks import lock_until_commit
 from controlplane.public_ids import parse_id
 from controlplane.scoping import current_tenant_id
 
@@ -331,7 +330,8 @@ def _check_open(upload: Upload) -> None:
 
 def _check_room(num_bytes: int) -> None:
     """Raises InvalidRequest when the tenant's storage does not have so many bytes left."""
-    _lock_storage(current_tenant_id())
+    # Counted alone, so that two files do not take the same room.
+    lock_until_commit(f"storage {current_tenant_id()}")
     if storage_used() + num_bytes > settings.TENANT_STORAGE_BYTES:
         raise InvalidRequest(
             f"Your organization's files may have {settings.TENANT_STORAGE_BYTES} bytes in all: "
@@ -345,11 +345,3 @@ def storage_used() -> int:
     files = File.objects.aggregate(sum=Sum("num_bytes"))["sum"] or 0
     uploads = Upload.objects.filter(status__in=PENDING).aggregate(sum=Sum("num_bytes"))["sum"] or 0
     return int(files) + int(uploads)
-
-
-def _lock_storage(tenant_id: uuid.UUID) -> None:
-    """Count alone until the transaction ends, so that two files do not take the same room."""
-    digest = hashlib.sha256(f"storage {tenant_id}".encode()).digest()
-    number = int.from_bytes(digest[:8], "big", signed=True)
-    with connection.cursor() as cursor:
-        cursor.execute("select pg_advisory_xact_lock(%s)", (number,))
