@@ -6,10 +6,11 @@ asked: the row first, then the bytes, then what makes the row count.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime as dt
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from django.conf import settings
 from django.db import close_old_connections, transaction
@@ -54,6 +55,19 @@ class FileForm:
         return None if seconds is None else created_at + dt.timedelta(seconds=seconds)
 
 
+@contextlib.contextmanager
+def undone_on_failure(*undo: Callable[[], None]) -> Iterator[None]:
+    """Calls these, in order, when the block fails. A store that fails is Unavailable."""
+    try:
+        yield
+    except BaseException as error:
+        for step in undo:
+            step()
+        if isinstance(error, storage.STORAGE_ERRORS):
+            raise Unavailable("The object store does not answer.") from error
+        raise
+
+
 def files_list() -> QuerySet[File]:
     """The tenant's files that are there."""
     is_current = Q(expires_at=None) | Q(expires_at__gt=timezone.now())
@@ -96,18 +110,12 @@ def file_finish(
 
     also  what is to be done in the same transaction; the file is there only if it succeeds
     """
-    try:
+    with undone_on_failure(lambda: file_drop(file)):
         file_written(file, form, writer)
         contents.check(file)
         with transaction.atomic():
             file_publish(file)
             also()
-    except storage.STORAGE_ERRORS as error:
-        file_drop(file)
-        raise Unavailable("The object store does not answer.") from error
-    except BaseException:
-        file_drop(file)
-        raise
     return file
 
 
@@ -206,19 +214,13 @@ def part_begin(upload: Upload, *, max_bytes: int) -> UploadPart:
 
 def part_finish(part: UploadPart, writer: FileWriter) -> None:
     """Keep a written part. Raises Conflict when its upload has ended meanwhile."""
-    try:
+    with undone_on_failure(lambda: part_drop(part)):
         writer.finish()
         part.num_bytes, part.is_ready = writer.num_bytes, True
         with transaction.atomic():
             upload = Upload.objects.select_for_update().get(pk=part.upload_id)
             _check_open(upload)
             part.save()
-    except storage.STORAGE_ERRORS as error:
-        part_drop(part)
-        raise Unavailable("The object store does not answer.") from error
-    except BaseException:
-        part_drop(part)
-        raise
 
 
 def part_drop(part: UploadPart) -> None:
@@ -277,20 +279,12 @@ def _assemble(upload: Upload, parts: list[UploadPart], md5: str | None) -> None:
         expires_s=upload.file_expires_s,
     )
     close_old_connections()  # what follows takes its time
-    try:
+    with undone_on_failure(writer.abort, lambda: file_drop(file)):
         for part in parts:
             for piece in storage.read_pieces(part.key, max_bytes=max(1, part.num_bytes)):
                 writer.write(piece)
         if md5 is not None and md5.lower() != writer.md5:
             raise InvalidRequest(f"The parts' MD5 is {writer.md5}.", param="md5")
-    except storage.STORAGE_ERRORS as error:
-        writer.abort()
-        file_drop(file)
-        raise Unavailable("The object store does not answer.") from error
-    except BaseException:
-        writer.abort()
-        file_drop(file)
-        raise
 
     def complete() -> None:
         _move(upload, Upload.Status.ASSEMBLING, Upload.Status.COMPLETED, file=file)

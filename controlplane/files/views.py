@@ -22,7 +22,7 @@ from controlplane.files.bodies import (
 from controlplane.files.contents import MAX_FILE_BYTES, FileWriter
 from controlplane.files.models import File, Purpose, UploadPart
 from controlplane.files.receiving import FORM_BYTES, Body, Place, in_file_thread, read_form
-from controlplane.files.services import MAX_PART_BYTES
+from controlplane.files.services import MAX_PART_BYTES, undone_on_failure
 from controlplane.inference import access
 from controlplane.inference.calls import acting, list_page, once
 from controlplane.inference.parsing import parse_body
@@ -45,24 +45,13 @@ async def file_create(request: HttpRequest, *, body: Body, place: Place) -> Http
         writer = FileWriter(file.key, max_bytes=MAX_FILE_BYTES)
 
         def take_in() -> File:
-            try:
+            with undone_on_failure(writer.abort, lambda: services.file_drop(file)):
                 fields, filename = read_form(request, body, writer, "file")
                 form = file_form(fields, filename)
-            except storage.STORAGE_ERRORS as error:
-                _give_up_file(writer, file)
-                raise Unavailable("The object store does not answer.") from error
-            except BaseException:
-                _give_up_file(writer, file)
-                raise
             return services.file_finish(file, form, writer)
 
         await in_file_thread(acting(request, principal, take_in), reads_body=True)
     return JsonResponse(file_body(file))
-
-
-def _give_up_file(writer: FileWriter, file: File) -> None:
-    writer.abort()
-    services.file_drop(file)
 
 
 def _declared_bytes(request: HttpRequest, most: int) -> int:
@@ -212,25 +201,14 @@ async def part_create(
         writer = FileWriter(part.key, max_bytes=MAX_PART_BYTES)
 
         def take_in() -> None:
-            try:
+            with undone_on_failure(writer.abort, lambda: services.part_drop(part)):
                 fields, _ = read_form(request, body, writer, "data")
                 if fields:
                     raise InvalidRequest("The form has one field, data.", param="data")
-            except storage.STORAGE_ERRORS as error:
-                _give_up_part(writer, part)
-                raise Unavailable("The object store does not answer.") from error
-            except BaseException:
-                _give_up_part(writer, part)
-                raise
             services.part_finish(part, writer)
 
         await in_file_thread(acting(request, principal, take_in), reads_body=True)
     return JsonResponse(part_body(part, upload_id))
-
-
-def _give_up_part(writer: FileWriter, part: UploadPart) -> None:
-    writer.abort()
-    services.part_drop(part)
 
 
 @gateway_view("POST")
