@@ -8,6 +8,7 @@ from typing import Any
 
 from controlplane.schemas.findings import Status
 from controlplane.schemas.pointers import join
+from controlplane.schemas.subschemas import IN_PLACE
 from controlplane.schemas.walker import Handler, Node, Walk
 
 #: Arrays of different values are spelled out up to so many.
@@ -53,7 +54,7 @@ def _different(walk: Walk, node: Node) -> list[list[Any]] | None:
 
 
 def unevaluated_items(walk: Walk, node: Node, value: Any) -> None:
-    if _IN_PLACE & node.schema.keys() or "contains" in node.schema:
+    if IN_PLACE & node.schema.keys() or "contains" in node.schema:
         walk.check_later(node, "unevaluatedItems", "the schemas beside it evaluate items too")
     elif "items" in node.schema:
         walk.absorb(node, "unevaluatedItems", "`items` covers every item")
@@ -68,10 +69,6 @@ def checked(keyword: str, reason: str) -> Handler:
 
     return handle
 
-
-_IN_PLACE = frozenset(
-    {"$dynamicRef", "$ref", "allOf", "anyOf", "dependentSchemas", "else", "if", "oneOf", "then"}
-)
 
 _COUNTS = "the decoder does not count the items that fit"
 

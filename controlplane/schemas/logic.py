@@ -8,8 +8,7 @@ from controlplane.schemas.disjoint import Disjointness
 from controlplane.schemas.findings import Status
 from controlplane.schemas.pointers import join
 from controlplane.schemas.same import is_same, values_of
-from controlplane.schemas.values import annotation
-from controlplane.schemas.walker import Handler, Node, Walk
+from controlplane.schemas.walker import Handler, Node, Walk, annotation
 from worker.patterns import other_than
 
 _TYPES = ("null", "boolean", "object", "array", "number", "string")
@@ -23,15 +22,6 @@ def ref(walk: Walk, node: Node, value: str) -> None:
         node.out.update(rewritten)
     elif rewritten:
         node.also.append(rewritten)
-
-
-def defs(keyword: str) -> Handler:
-    """What is referred to is walked where it is referred to."""
-
-    def handle(walk: Walk, node: Node, value: Any) -> None:
-        walk.note(node, keyword, Status.ANNOTATION)
-
-    return handle
 
 
 def all_of(walk: Walk, node: Node, value: list[Any]) -> None:
@@ -186,13 +176,6 @@ def with_if(keyword: str) -> Handler:
     return handle
 
 
-def checked(keyword: str, reason: str) -> Handler:
-    def handle(walk: Walk, node: Node, value: Any) -> None:
-        walk.check_later(node, keyword, reason)
-
-    return handle
-
-
 def unsupported(keyword: str, reason: str) -> Handler:
     def handle(walk: Walk, node: Node, value: Any) -> None:
         walk.note(node, keyword, Status.UNSUPPORTED, reason)
@@ -213,8 +196,9 @@ _OLD = "JSON Schema 2020-12 has no such keyword; write "
 HANDLERS: dict[str, Handler] = {
     "$ref": ref,
     "$id": identifier,
-    "$defs": defs("$defs"),
-    "definitions": defs("definitions"),
+    # What is referred to is walked where it is referred to.
+    "$defs": annotation("$defs"),
+    "definitions": annotation("definitions"),
     "allOf": all_of,
     "anyOf": any_of,
     "oneOf": one_of,

@@ -8,6 +8,7 @@ from typing import Any
 
 from controlplane.schemas.findings import Status
 from controlplane.schemas.pointers import join
+from controlplane.schemas.subschemas import IN_PLACE
 from controlplane.schemas.walker import Handler, Node, Walk
 from worker.patterns import ANYTHING, BadPattern, literal, read_pattern
 
@@ -57,7 +58,7 @@ def _is_followed(pattern: str) -> bool:
 
 def unevaluated_properties(walk: Walk, node: Node, value: Any) -> None:
     keyword = "unevaluatedProperties"
-    if _IN_PLACE & node.schema.keys() or (node.known is not node.schema and _inherits(node)):
+    if IN_PLACE & node.schema.keys() or (node.known is not node.schema and _inherits(node)):
         walk.check_later(node, keyword, "the schemas beside it evaluate properties too")
     elif "additionalProperties" in node.schema:
         walk.absorb(node, keyword, "`additionalProperties` covers every property")
@@ -70,11 +71,6 @@ def unevaluated_properties(walk: Walk, node: Node, value: Any) -> None:
 
 def _inherits(node: Node) -> bool:
     return node.known.keys() != node.schema.keys()
-
-
-_IN_PLACE = frozenset(
-    {"$dynamicRef", "$ref", "allOf", "anyOf", "dependentSchemas", "else", "if", "oneOf", "then"}
-)
 
 
 def required(walk: Walk, node: Node, value: list[str]) -> None:
@@ -118,7 +114,7 @@ def max_properties(walk: Walk, node: Node, value: float) -> None:
 def _keep_max(walk: Walk, node: Node, most: int) -> None:
     """The decoder counts when all that `properties` names is required."""
     names = node.known.get("properties", {}).keys()
-    is_alone = not _IN_PLACE & node.known.keys() and node.known.keys() == node.schema.keys()
+    is_alone = not IN_PLACE & node.known.keys() and node.known.keys() == node.schema.keys()
     if names <= set(node.schema.get("required", ())) and is_alone:
         walk.keep(node, "maxProperties", most)
     else:
@@ -164,7 +160,7 @@ def property_names(walk: Walk, node: Node, value: Any) -> None:
     pattern = _names_pattern(walk.resolve(value))
     if value is True or value == {}:
         walk.note(node, keyword, Status.ENFORCED, "it forbids nothing here")
-    elif pattern is None or not _IN_PLACE.isdisjoint(node.known):
+    elif pattern is None or not IN_PLACE.isdisjoint(node.known):
         walk.check_later(node, keyword, "enforced for patterns, lengths and enums of names")
     else:
         walk.absorb(node, keyword, "as `patternProperties`")

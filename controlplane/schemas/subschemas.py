@@ -16,6 +16,10 @@ ONE = frozenset(
 )  # fmt: skip
 LISTS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
 OBJECTS = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})
+#: Keywords whose schemas are for the value itself, and so may evaluate its items and properties.
+IN_PLACE = frozenset(
+    {"$dynamicRef", "$ref", "allOf", "anyOf", "dependentSchemas", "else", "if", "oneOf", "then"}
+)
 
 
 def children(node: dict[str, Any], at: str) -> Iterator[tuple[str, Any]]:

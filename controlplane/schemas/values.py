@@ -8,7 +8,7 @@ from typing import Any
 from controlplane.schemas import formats
 from controlplane.schemas.findings import BadSchema, Status
 from controlplane.schemas.pointers import join
-from controlplane.schemas.walker import Handler, Node, Walk
+from controlplane.schemas.walker import Handler, Node, Walk, annotation
 from worker.patterns import BadPattern, Pattern, read_pattern
 
 #: The decoder's automaton has as many states as the step has units of its last digit.
@@ -23,13 +23,6 @@ def native(keyword: str) -> Handler:
 
     def handle(walk: Walk, node: Node, value: Any) -> None:
         walk.keep(node, keyword, value)
-
-    return handle
-
-
-def annotation(keyword: str) -> Handler:
-    def handle(walk: Walk, node: Node, value: Any) -> None:
-        walk.note(node, keyword, Status.ANNOTATION)
 
     return handle
 

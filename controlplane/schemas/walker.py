@@ -177,3 +177,12 @@ class Walk:
 
 
 _CONSTRAINING = frozenset({"allOf", "anyOf", "enum", "const", "not", "oneOf", "properties", "type"})
+
+
+def annotation(keyword: str) -> Handler:
+    """A keyword that asks for nothing."""
+
+    def handle(walk: Walk, node: Node, value: Any) -> None:
+        walk.note(node, keyword, Status.ANNOTATION)
+
+    return handle
