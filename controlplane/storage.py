@@ -94,10 +94,6 @@ def read_pieces(key: str, *, max_bytes: int, start: int = 0) -> Iterator[bytes]:
         yield from body.iter_chunks(_PIECE_BYTES)
 
 
-def download(key: str, path: Path) -> None:
-    _internal().download_file(settings.S3_BUCKET, key, str(path))
-
-
 def upload(path: Path, key: str) -> None:
     _internal().upload_file(str(path), settings.S3_BUCKET, key)
 

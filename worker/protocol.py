@@ -254,7 +254,6 @@ class GenerateJob(Message):
     is_batch: bool = False  # nobody waits at the other end: served after those that somebody does
     created_at: float = 0.0  # Unix seconds
     deadline: float | None = None  # Unix seconds; past it nobody waits for the answer
-    lease: int = 0  # fencing token; the job hash holds the current one
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Self:

@@ -100,8 +100,6 @@ class Batch(TenantModel):
 class BatchResult(TenantModel):
     """What came of one line, until it is in a file. Unique, so a line is in the files once."""
 
-    PREFIX = "batch_req_"
-
     batch = models.ForeignKey(Batch, on_delete=models.CASCADE, related_name="results")
     #: Counts from 1.
     line = models.PositiveIntegerField()

@@ -43,10 +43,8 @@ urlpatterns = [
     path("members/invites/<uuid:invite_id>/revoke", members.revoke_invite, name="revoke_invite"),
     path("service-accounts", accounts.accounts, name="accounts"),
     path("service-accounts/new", accounts.create_account, name="create_account"),
-    path("service-accounts/<uuid:account_id>", accounts.account, name="account"),
-    path(
-        "service-accounts/<uuid:account_id>/delete", accounts.delete_account, name="delete_account"
-    ),
+    path(_ACCOUNT, accounts.account, name="account"),
+    path(f"{_ACCOUNT}/delete", accounts.delete_account, name="delete_account"),
     path("limits", limits.limits, name="limits"),
     path("limits/now", limits.limits_now, name="limits_now"),
     path("limits/set", limits.set_limit, name="set_limit"),

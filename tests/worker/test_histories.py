@@ -262,9 +262,7 @@ def test_two_thousand_requests_among_faults(
     with live_stack(env, tmp_path / "live", database="lorikeet_histories") as live:
         live.env["REDIS_URL"] = f"redis://{HOST}:{through}/5"
         outcomes = asyncio.run(play(live, redis_server, through))
-        jobs = {
-            key.rpartition(b":")[2].decode() for key in live.redis.scan_iter("job:*", count=1000)
-        }
+        jobs = {key.rpartition(b":")[2].decode() for key in job_keys(live)}
         rows = usage(live)
         live.run("manage.py", "usage_totals")  # fails when a total is not the sum of its rows
     whole = [outcome for outcome in outcomes if outcome.is_whole]
