@@ -187,16 +187,8 @@ def page(
     if after is not None:
         rows = rows.filter(pk__lt=_uuid(after))
     found = list(rows.order_by("-pk")[: limit + 1])
-    data = serializer(found[:limit], many=True).data
-    return Response(
-        {
-            "object": "list",
-            "data": data,
-            "first_id": data[0][cursor] if data else None,
-            "last_id": data[-1][cursor] if data else None,
-            "has_more": len(found) > limit,
-        }
-    )
+    data = list(serializer(found[:limit], many=True).data)
+    return _list(data, cursor, has_more=len(found) > limit)
 
 
 def page_of_items(
@@ -214,14 +206,17 @@ def page_of_items(
         if not places:
             raise InvalidRequest("after is the id of an item.", param="after")
         data = data[places[0] + 1 :]
-    shown = data[:limit]
+    return _list(data[:limit], cursor, has_more=len(data) > limit)
+
+
+def _list(data: list[Any], cursor: str, *, has_more: bool) -> Response:
     return Response(
         {
             "object": "list",
-            "data": shown,
-            "first_id": shown[0][cursor] if shown else None,
-            "last_id": shown[-1][cursor] if shown else None,
-            "has_more": len(data) > limit,
+            "data": data,
+            "first_id": data[0][cursor] if data else None,
+            "last_id": data[-1][cursor] if data else None,
+            "has_more": has_more,
         }
     )
 
