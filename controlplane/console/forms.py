@@ -11,7 +11,7 @@ from django import forms
 from django.utils import timezone
 
 from controlplane.adapters.models import BaseModel
-from controlplane.limits.models import Budget
+from controlplane.limits.models import Budget, RateLimit
 from controlplane.tenants.key_rules import KeyRules
 from controlplane.tenants.models import ApiKey, Role, ServiceAccount, slug_validator
 from controlplane.tenants.permissions import DEFAULT_SCOPES, Permission
@@ -347,11 +347,10 @@ class LimitForm(_LimitedForm):
     tokens_per_minute = _at_least(1, MAX_INT, label="Tokens a minute")
     max_concurrent = _at_least(1, MAX_INT, label="At a time")
     max_waiting = _at_least(1, MAX_INT, label="Waiting")
-    RATES = ("requests_per_minute", "tokens_per_minute", "max_concurrent", "max_waiting")
 
     def clean(self) -> dict[str, Any]:
         data = super().clean() or {}
-        if not self.errors and all(data.get(name) is None for name in self.RATES):
+        if not self.errors and all(data.get(name) is None for name in RateLimit.RATES):
             self.add_error(None, "Say at least one limit.")
         return data
 

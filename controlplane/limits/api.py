@@ -24,7 +24,6 @@ _MAX_INT, _MAX_BIGINT = 2**31 - 1, 2**63 - 1
 _KEY_HELP = "The public id of the key it is for; null: all the tenant's."
 _MODEL_HELP = "`invoices` holds for every version, `invoices@3` for that one. Empty: all models."
 _OPERATORS = "The tenant's own limits are the operator's to set."
-_RATES = ("requests_per_minute", "tokens_per_minute", "max_concurrent", "max_waiting")
 
 
 class LimitSerializer(serializers.ModelSerializer[RateLimit]):
@@ -36,7 +35,7 @@ class LimitSerializer(serializers.ModelSerializer[RateLimit]):
 
     class Meta:
         model = RateLimit
-        fields = ("id", "object", "api_key", "model", *_RATES, "created_at", "updated_at")
+        fields = ("id", "object", "api_key", "model", *RateLimit.RATES, "created_at", "updated_at")
 
 
 def _rate(help_text: str) -> serializers.IntegerField:
@@ -123,7 +122,7 @@ class LimitsView(TenantAPIView):
             lambda: services.rate_limit_set(
                 api_key_id=_key_id(body["api_key"]),
                 model=body["model"],
-                **{name: body[name] for name in _RATES},
+                **{name: body[name] for name in RateLimit.RATES},
             )
         )
         return Response(LimitSerializer(row).data)

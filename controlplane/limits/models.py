@@ -19,6 +19,9 @@ class RateLimit(TenantModel):
     the model's.
     """
 
+    #: The fields that limit.
+    RATES = ("requests_per_minute", "tokens_per_minute", "max_concurrent", "max_waiting")
+
     api_key = models.ForeignKey(
         "tenants.ApiKey", null=True, blank=True, on_delete=models.CASCADE, related_name="+"
     )

@@ -97,13 +97,13 @@ def rate_limit_set(
 ) -> RateLimit:
     """Make or replace the limits of the tenant in scope, of one of its keys, or of a model.
 
-    limits  requests_per_minute, tokens_per_minute, max_concurrent, max_waiting; what is not named
-            does not limit. Raises InvalidRequest for a value that cannot be one.
+    limits  by the names of `RateLimit.RATES`; what is not named does not limit
+    Raises InvalidRequest for a value that cannot be one.
     """
     row = RateLimit.objects.filter(api_key_id=api_key_id, model=model).first()
     before = _told(row) if row else None
     row = row or RateLimit(api_key_id=api_key_id, model=model)
-    for name in ("requests_per_minute", "tokens_per_minute", "max_concurrent", "max_waiting"):
+    for name in RateLimit.RATES:
         setattr(row, name, limits.pop(name, None))
     if limits:
         raise TypeError(f"no such limit: {', '.join(limits)}")

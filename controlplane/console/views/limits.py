@@ -47,7 +47,7 @@ def set_limit(request: ConsoleRequest) -> HttpResponse:
             services.rate_limit_set(
                 api_key_id=key.pk if key else None,
                 model=data["model"],
-                **{name: data[name] for name in LimitForm.RATES},
+                **{name: data[name] for name in RateLimit.RATES},
             )
         except (ApiError, IntegrityError) as error:
             _explain(form, error)
