@@ -30,6 +30,7 @@ from controlplane.tenants.auth import (
     session_principal,
 )
 from controlplane.tenants.models import Membership, Role, Tenant, User
+from controlplane.tenants.permissions import PERMISSIONS
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,11 @@ class Member:
 
     def may(self, permission: Permission) -> bool:
         return permission in self.principal.permissions
+
+    @property
+    def grantable_roles(self) -> list[Role]:
+        """The roles that they may hand on: nobody gives more than they have."""
+        return [role for role in Role if PERMISSIONS[role] <= self.principal.permissions]
 
     @property
     def can_upload(self) -> bool:

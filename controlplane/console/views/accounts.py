@@ -17,7 +17,6 @@ from controlplane.errors import ApiError
 from controlplane.tenants import people
 from controlplane.tenants.auth import Permission
 from controlplane.tenants.models import Role, ServiceAccount
-from controlplane.tenants.permissions import PERMISSIONS
 
 
 @require_safe
@@ -29,7 +28,7 @@ def accounts(request: ConsoleRequest) -> HttpResponse:
 @require_POST
 @member_page(permission=Permission.MEMBERS_MANAGE)
 def create_account(request: ConsoleRequest) -> HttpResponse:
-    form = ServiceAccountForm(request.POST, roles=_grantable(request.member))
+    form = ServiceAccountForm(request.POST, roles=request.member.grantable_roles)
     if form.is_valid():
         try:
             made = people.service_account_create(
@@ -53,7 +52,7 @@ def account(request: ConsoleRequest, account_id: uuid.UUID) -> HttpResponse:
     """Its role, and so what all of its keys may do, and its description."""
     found = people.service_account_get(account_id=account_id)
     initial = {"name": found.name, "role": found.role, "description": found.description}
-    roles = _grantable(request.member)
+    roles = request.member.grantable_roles
     form = ServiceAccountForm(request.POST or None, initial=initial, roles=roles, is_new=False)
     if request.method == "POST" and form.is_valid():
         try:
@@ -87,13 +86,9 @@ def delete_account(request: ConsoleRequest, account_id: uuid.UUID) -> HttpRespon
     return redirect("console:accounts")
 
 
-def _grantable(member: Member) -> list[Role]:
-    return [role for role in Role if PERMISSIONS[role] <= member.principal.permissions]
-
-
 def _context(member: Member) -> dict[str, Any]:
     working = Count("keys", filter=Q(keys__revoked_at=None))
     return {
         "accounts": ServiceAccount.objects.annotate(num_keys=working).order_by("name"),
-        "form": ServiceAccountForm(roles=_grantable(member), initial={"role": Role.DEVELOPER}),
+        "form": ServiceAccountForm(roles=member.grantable_roles, initial={"role": Role.DEVELOPER}),
     }

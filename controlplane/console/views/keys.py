@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 
 from django.contrib import messages
-from django.http import Http404, HttpResponse
+from django.http import HttpResponse
 from django.shortcuts import redirect, render
 from django.utils import timezone
 from django.views.decorators.http import require_http_methods, require_safe
@@ -99,9 +99,7 @@ def edit_key(request: ConsoleRequest, public_id: str) -> HttpResponse:
 @member_page(permission=Permission.KEYS_MANAGE)
 def revoke_key(request: ConsoleRequest, public_id: str) -> HttpResponse:
     """Asks first; a revoked key never works again."""
-    key = ApiKey.objects.filter(public_id=public_id).first()
-    if key is None:
-        raise Http404
+    key = api_key_get(public_id=public_id)
     if request.method == "POST":
         api_key_revoke(public_id=public_id)
         messages.success(request, f"The key “{key.name}” is revoked.")

@@ -17,7 +17,6 @@ from controlplane.tenants import people
 from controlplane.tenants.auth import Permission
 from controlplane.tenants.invite_mail import invite_send, invite_url
 from controlplane.tenants.models import Invite, Membership, Role
-from controlplane.tenants.permissions import PERMISSIONS
 
 #: Of invites that are over, the last so many are shown.
 NUM_OLD_INVITES = 20
@@ -70,7 +69,7 @@ def remove(request: ConsoleRequest, member_id: uuid.UUID) -> HttpResponse:
 @member_page(permission=Permission.MEMBERS_MANAGE)
 def create_invite(request: ConsoleRequest) -> HttpResponse:
     """The one answer that holds the invite's address; a mail takes it to the person too."""
-    form = InviteForm(request.POST, roles=_grantable(request.member))
+    form = InviteForm(request.POST, roles=request.member.grantable_roles)
     context = _context(request.member) | {"form": form}
     if form.is_valid():
         try:
@@ -107,16 +106,11 @@ def revoke_invite(request: ConsoleRequest, invite_id: uuid.UUID) -> HttpResponse
     return redirect("console:members")
 
 
-def _grantable(member: Member) -> list[Role]:
-    """Nobody hands on more than they have."""
-    return [role for role in Role if PERMISSIONS[role] <= member.principal.permissions]
-
-
 def _context(member: Member) -> dict[str, Any]:
     invites = list(Invite.objects.select_related("invited_by").order_by("-created_at")[:1000])
     pending = [invite for invite in invites if invite.status == Invite.Status.PENDING]
     old = [invite for invite in invites if invite.status != Invite.Status.PENDING]
-    grantable = _grantable(member)
+    grantable = member.grantable_roles
     rows = [
         {
             "found": found,
