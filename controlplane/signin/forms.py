@@ -10,59 +10,52 @@ from allauth.mfa.webauthn import forms as webauthn
 from django import forms
 
 _EMAIL_LABEL = "E-mail address"
+_NEW_PASSWORD = {"password1": "New password", "password2": "The same again"}
 
 
-def _plain(form: forms.BaseForm) -> None:
-    """Without placeholders: they repeat the labels."""
+def _label(form: forms.BaseForm, **labels: str) -> None:
+    """Give fields these labels, and none a placeholder: that would repeat its label."""
     for field in form.fields.values():
         field.widget.attrs.pop("placeholder", None)
+    for name, label in labels.items():
+        form.fields[name].label = label
 
 
 class SignInForm(account.LoginForm):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        _plain(self)
-        login = self.fields["login"]
-        login.label = _EMAIL_LABEL
-        login.widget.attrs |= {"autocomplete": "username", "autofocus": True}
+        _label(self, login=_EMAIL_LABEL)
+        self.fields["login"].widget.attrs |= {"autocomplete": "username", "autofocus": True}
 
 
 class ResetPasswordForm(account.ResetPasswordForm):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        _plain(self)
-        self.fields["email"].label = _EMAIL_LABEL
+        _label(self, email=_EMAIL_LABEL)
 
 
 class ResetPasswordKeyForm(account.ResetPasswordKeyForm):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        _plain(self)
-        self.fields["password1"].label = "New password"
-        self.fields["password2"].label = "The same again"
+        _label(self, **_NEW_PASSWORD)
 
 
 class ChangePasswordForm(account.ChangePasswordForm):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        _plain(self)
-        self.fields["oldpassword"].label = "Present password"
-        self.fields["password1"].label = "New password"
-        self.fields["password2"].label = "The same again"
+        _label(self, oldpassword="Present password", **_NEW_PASSWORD)
 
 
 class SetPasswordForm(account.SetPasswordForm):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        _plain(self)
-        self.fields["password1"].label = "New password"
-        self.fields["password2"].label = "The same again"
+        _label(self, **_NEW_PASSWORD)
 
 
 class ReauthenticateForm(account.ReauthenticateForm):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        _plain(self)
+        _label(self)
         self.fields["password"].widget.attrs["autofocus"] = True
 
 
@@ -71,8 +64,7 @@ class AuthenticateForm(base.AuthenticateForm):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        _plain(self)
-        self.fields["code"].label = "Code"
+        _label(self, code="Code")
 
 
 class AddPasskeyForm(webauthn.AddWebAuthnForm):
