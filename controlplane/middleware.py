@@ -10,8 +10,9 @@ from asgiref.sync import iscoroutinefunction, markcoroutinefunction
 from django.http import HttpRequest, HttpResponseBase
 
 
-class ContextMiddleware:
-    """Answers each request, sync or async, inside the context that a subclass gives it."""
+class Middleware:
+    """Answers each request, sync or async; what surrounds the answer, and is done to it, is a
+    subclass's to say."""
 
     sync_capable = True
     async_capable = True
@@ -27,13 +28,17 @@ class ContextMiddleware:
             return self._acall(request)
         with self.context(request):
             response: HttpResponseBase = self.get_response(request)
-        return response
+        return self.finished(request, response)
 
     async def _acall(self, request: HttpRequest) -> HttpResponseBase:
         with self.context(request):
             response: HttpResponseBase = await self.get_response(request)
-        return response
+        return self.finished(request, response)
 
     def context(self, request: HttpRequest) -> contextlib.AbstractContextManager[None]:
         """What surrounds the answer to `request`."""
-        raise NotImplementedError
+        return contextlib.nullcontext()
+
+    def finished(self, request: HttpRequest, response: HttpResponseBase) -> HttpResponseBase:
+        """The answer as it goes out."""
+        return response

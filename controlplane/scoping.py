@@ -19,7 +19,7 @@ from django.db import models
 from django.http import HttpRequest
 from uuid_utils.compat import uuid7
 
-from controlplane.middleware import ContextMiddleware
+from controlplane.middleware import Middleware
 from controlplane.scope import ALL, current
 
 
@@ -133,7 +133,7 @@ class TenantModel(models.Model):
         super().save(*args, **kwargs)
 
 
-class OperatorScopeMiddleware(ContextMiddleware):
+class OperatorScopeMiddleware(Middleware):
     """The operator admin works across tenants; nothing else gets a scope from its address."""
 
     def context(self, request: HttpRequest) -> contextlib.AbstractContextManager[None]:

@@ -18,7 +18,7 @@ from django.contrib.auth import get_user_model
 from django.http import HttpRequest
 
 from controlplane.audit.models import AuditEvent
-from controlplane.middleware import ContextMiddleware
+from controlplane.middleware import Middleware
 
 ActorType = AuditEvent.ActorType
 
@@ -58,7 +58,7 @@ def current_origin() -> Origin:
     )
 
 
-class AuditOriginMiddleware(ContextMiddleware):
+class AuditOriginMiddleware(Middleware):
     """Remembers the request for `current_origin`, and its `X-Request-Id` or a new one."""
 
     def context(self, request: HttpRequest) -> contextlib.AbstractContextManager[None]:

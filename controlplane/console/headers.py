@@ -4,54 +4,35 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Awaitable, Callable
-from typing import Any
 from urllib.parse import urlsplit
 
-from asgiref.sync import iscoroutinefunction, markcoroutinefunction
 from django.conf import settings
 from django.http import HttpRequest, HttpResponse, HttpResponseBase
 from django.shortcuts import render
 from redis.exceptions import RedisError
 
+from controlplane.middleware import Middleware
+
 logger = logging.getLogger(__name__)
 
 
-class ConsoleMiddleware:
+class ConsoleMiddleware(Middleware):
     """Adds the security headers: no script or style but the console's own files, no caching.
 
     Attempts to sign in are counted in Redis: while it is away nobody signs in, and is told so.
     """
 
-    sync_capable = True
-    async_capable = True
-
-    def __init__(self, get_response: Callable[[HttpRequest], Any]) -> None:
-        self.get_response = get_response
-        self.is_async = iscoroutinefunction(get_response)
-        if self.is_async:
-            markcoroutinefunction(self)
-
-    def __call__(self, request: HttpRequest) -> HttpResponseBase | Awaitable[HttpResponseBase]:
-        if self.is_async:
-            return self._acall(request)
-        return _secured(request, self.get_response(request))
-
-    async def _acall(self, request: HttpRequest) -> HttpResponseBase:
-        return _secured(request, await self.get_response(request))
+    def finished(self, request: HttpRequest, response: HttpResponseBase) -> HttpResponseBase:
+        if request.path.startswith("/console/"):
+            for name, value in _headers().items():
+                response.headers[name] = value
+        return response
 
     def process_exception(self, request: HttpRequest, exception: Exception) -> HttpResponse | None:
         if isinstance(exception, RedisError) and request.path.startswith("/console/"):
             logger.error("Redis does not answer: %s", exception)
             return render(request, "signin/unavailable.html", status=503)
         return None
-
-
-def _secured(request: HttpRequest, response: HttpResponseBase) -> HttpResponseBase:
-    if request.path.startswith("/console/"):
-        for name, value in _headers().items():
-            response.headers[name] = value
-    return response
 
 
 @functools.cache
