@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +24,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from bench.machine import environment
 from bench.workload import random_prompts, save_random_adapter
 from engine import AdapterPart, Engine, EngineConfig, Request, SamplingParams
 
@@ -171,34 +169,6 @@ def summarise(speeds: dict[str, list[float]]) -> dict[str, list[dict[str, Any]]]
     return {"cases": cases, "ratios": ratios}
 
 
-def environment(command: str) -> dict[str, Any]:
-    """What a figure depends on."""
-    git = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent,
-        check=False,
-    )
-    return {
-        "command": command,
-        "commit": git.stdout.strip(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "cpu": _cpu_name(),
-        "cpus": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "load_average": round(os.getloadavg()[0], 2),
-    }
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor())
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compare with Hugging Face and PEFT on a CPU.")
     parser.add_argument("--model", type=Path, default=DEFAULT_MODEL)
@@ -206,7 +176,8 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    result = environment("python -m bench.cpu " + " ".join(sys.argv[1:]))
+    result = environment("bench.cpu")
+    result["threads"] = torch.get_num_threads()
     with tempfile.TemporaryDirectory() as folder:
         speeds = run_cases(args.model, Path(folder), args.new_tokens, args.repeats)
     result.update(summarise(speeds))

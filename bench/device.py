@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
+
+from bench.machine import commit
 
 
 def graph_ms(run: Callable[[], object], repeats: int = 20, rounds: int = 5) -> float:
@@ -72,24 +72,6 @@ def provenance(device: str = "cuda") -> dict[str, Any]:
         "triton": triton.__version__,
         "commit": commit(),
     }
-
-
-def commit() -> str:
-    """The commit measured; LORIKEET_COMMIT says it where the tree travelled without its .git."""
-    told = os.environ.get("LORIKEET_COMMIT")
-    if told:
-        return told
-    try:
-        run = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        return run.stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 def write_whole(path: Path, report: dict[str, Any]) -> None:

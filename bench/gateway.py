@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -24,6 +22,7 @@ from urllib.parse import urlsplit
 
 import psycopg
 
+from bench.machine import environment
 from demo.stack import EmbeddedStack
 from tests.fakes import FAKE_NAME
 from tests.live import LiveStack, live_stack, wait_for
@@ -154,6 +153,7 @@ def main() -> int:
     parser.add_argument("--step-ms", type=float, default=0.5, help="of the echoing engine")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
+    result = environment("bench.gateway")
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         (root / "live").mkdir()
@@ -162,8 +162,7 @@ def main() -> int:
                 figures = measure(live, args)
     for name, value in figures.items():
         print(f"{name:18} {value:10.2f}")
-    result = {
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+    result |= {
         "streams": args.streams,
         "tokens": args.tokens,
         **{name: round(value, 2) for name, value in figures.items()},

@@ -21,7 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.cpu import DEFAULT_MODEL, environment
+from bench.cpu import DEFAULT_MODEL
+from bench.machine import environment
 from bench.workload import random_prompts
 from engine import Engine, EngineConfig, Request, SamplingParams
 from engine.grammar import GrammarCompiler, Grammars
@@ -163,8 +164,8 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    result = environment("python -m bench.grammar " + " ".join(sys.argv[1:]))
-    cpus = os.cpu_count() or 1
+    result = environment("bench.grammar")
+    cpus = result["threads"] = os.cpu_count() or 1
     measured = measure_steps(args.model, args.steps, args.repeats, cpus, time.perf_counter)
     is_met = measured["overhead"] <= MAX_OVERHEAD
     result["steps"] = {**measured, "at_most": MAX_OVERHEAD, "passed": is_met}

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import sys
 import tempfile
 import time
@@ -22,6 +20,7 @@ from typing import Any
 
 import redis
 
+from bench.machine import environment
 from controlplane.limits.admit import ADMIT, BudgetPeriod, Limits, Policy, admit_args
 from demo.ports import HOST, choose_ports
 from demo.servers import Redis
@@ -126,6 +125,7 @@ def main() -> int:
     parser.add_argument("--calls", type=int, default=3000)
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
+    result = environment("bench.queue")
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         server = Redis(root, port=choose_ports(1)[0], run=root / "run")
@@ -139,8 +139,7 @@ def main() -> int:
             server.process.stop()
     for name, value in figures.items():
         print(f"{name:14} {value:10.1f}")
-    result = {
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+    result |= {
         "tenants": args.tenants,
         **{name: round(value, 1) for name, value in figures.items()},
     }

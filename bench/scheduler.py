@@ -16,10 +16,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,6 +28,7 @@ from typing import Any
 
 import torch
 
+from bench.machine import environment
 from bench.workload import save_random_adapter
 from engine.adapter_files import AdapterReader
 from engine.adapters import AdapterStore, LoadLimits
@@ -291,29 +289,6 @@ def judge(cases: list[dict[str, Any]], registry: dict[str, Any]) -> list[dict[st
     ]
 
 
-def environment(command: str) -> dict[str, Any]:
-    """What a figure depends on."""
-    git = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent,
-        check=False,
-    )
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return {
-        "command": command,
-        "commit": git.stdout.strip(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "cpu": next(names, platform.processor()),
-        "cpus": os.cpu_count(),
-        "load_average": round(os.getloadavg()[0], 2),
-    }
-
-
 def run(sizes: tuple[int, ...], num_steps: int, num_adapters: int, size: int) -> dict[str, Any]:
     """All cases, the registry and the verdicts; `size` requests run beside the registry."""
     with tempfile.TemporaryDirectory() as folder:
@@ -329,7 +304,7 @@ def main() -> int:
     parser.add_argument("--adapters", type=int, default=2000)
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    result = environment(" ".join(["python -m bench.scheduler", *sys.argv[1:]]))
+    result = environment("bench.scheduler")
     result.update(run(SIZES, args.steps, args.adapters, BAR_SIZE))
     for case in (*result["cases"], result["registry"]):
         print(json.dumps(case))
