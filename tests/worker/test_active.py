@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from tests.fakes import write_fake_base
+from tests.messages import make_job
 from worker.active import ActiveRequest
 from worker.channel import Failure, Output
-from worker.protocol import GenerateJob, Sampling
+from worker.protocol import Sampling
 from worker.requests import Requests
 from worker.streams import News
 from worker.text import TextCodec
@@ -26,13 +27,7 @@ def make_request(codec: TextCodec, *, stream: bool = True, **fields: Any) -> Act
     """A request with these fields of the job and of its sampling."""
     known = {field.name for field in dataclasses.fields(Sampling)}
     sampling = {name: fields.pop(name) for name in list(fields) if name in known}
-    job = GenerateJob(
-        request_id="r",
-        tenant_id="t",
-        api_key_id="k",
-        gateway_id="g",
-        model="m",
-        base_model="b",
+    job = make_job(
         text="p",
         stream=stream,
         endpoint="/v1/completions",

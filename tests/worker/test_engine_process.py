@@ -14,10 +14,11 @@ import pytest
 from engine.errors import ContextTooLong
 from engine.request import SamplingParams
 from tests.fakes import FakeEngine
+from tests.messages import make_job
 from worker.admission import Prompt, to_adds
 from worker.channel import Add, Cancel, Register, StepReport, Unregister
 from worker.engine_process import EngineLoop, to_failure, to_request
-from worker.protocol import AdapterRef, GenerateJob, Sampling
+from worker.protocol import AdapterRef, Sampling
 
 
 @dataclasses.dataclass
@@ -131,13 +132,7 @@ def test_every_wire_field_reaches_the_engine() -> None:
         logprobs=2,
         ignore_eos=True,
     )
-    job = GenerateJob(
-        request_id="r",
-        tenant_id="t",
-        api_key_id="k",
-        gateway_id="g",
-        model="m",
-        base_model="b",
+    job = make_job(
         text="x",
         sampling=sampling,
         json_schema="{}",
@@ -160,15 +155,7 @@ def test_every_wire_field_reaches_the_engine() -> None:
 
 @pytest.mark.parametrize("max_tokens,expected", [(None, 98), (5, 5), (98, 98), (1000, 98)], ids=str)
 def test_an_answer_is_cut_at_the_end_of_the_context(max_tokens: int | None, expected: int) -> None:
-    job = GenerateJob(
-        request_id="r",
-        tenant_id="t",
-        api_key_id="k",
-        gateway_id="g",
-        model="m",
-        base_model="b",
-        sampling=Sampling(max_tokens=max_tokens),
-    )
+    job = make_job(sampling=Sampling(max_tokens=max_tokens))
     (add,) = to_adds(job, [Prompt([1, 2])], context_length=100)
     assert add.sampling["max_tokens"] == expected
 

@@ -12,6 +12,7 @@ import redis
 
 from controlplane.limits.admit import ADMIT
 from demo.stack import EmbeddedStack
+from tests.messages import make_heartbeat, make_job
 from worker import fair_queue, protocol
 from worker.protocol import DoneRecord, GenerateJob, Heartbeat, TokenEvent
 from worker.streams import Dispatch, News, Streams
@@ -31,15 +32,7 @@ class Pool:
         return Streams(self.url, pool=self.name, worker_id=WORKER, boot_id=boot_id)
 
     def submit(self, request_id: str = "r1") -> GenerateJob:
-        job = GenerateJob(
-            request_id=request_id,
-            tenant_id="t",
-            api_key_id="k",
-            gateway_id=f"g-{self.name}",
-            model="m",
-            base_model="b",
-            text="x",
-        )
+        job = make_job(request_id=request_id, gateway_id=f"g-{self.name}", text="x")
         args = [
             *(self.name, fair_queue.queue_key(self.name, "b"), request_id, job.encode(), "t"),
             *(fair_queue.INTERACTIVE, "", 4e9, 3600, job.gateway_id, 1, 1, 1, 0, 60, 99, 99, 0),
@@ -256,14 +249,7 @@ async def test_an_entry_that_is_no_job_becomes_a_dead_letter(pool: Pool, streams
 async def test_the_heartbeat_brings_the_gateways_silence(pool: Pool, streams: Streams) -> None:
     now = pool.client.time()[0]
     pool.client.zadd(protocol.GATEWAYS_KEY, {f"g-{pool.name}": now - 30})
-    heartbeat = Heartbeat(
-        worker_id=WORKER,
-        boot_id="boot-1",
-        pool=pool.name,
-        base_model="b",
-        base_revision="r",
-        device="cpu",
-    )
+    heartbeat = make_heartbeat(worker_id=WORKER, pool=pool.name)
     silence = await streams.beat(heartbeat)
     assert 29 <= silence[f"g-{pool.name}"] <= 33
     assert pool.client.zscore(protocol.workers_key(pool.name), WORKER) >= now

@@ -10,23 +10,13 @@ import pytest
 
 from controlplane.batches.pace import Pace
 from controlplane.workers import WorkerStatus
-from worker.protocol import Heartbeat
+from tests.messages import make_heartbeat
 
 
 def worker(
     running: int = 0, *, max_running: int = 64, silent_s: float = 0.0, **fields: bool
 ) -> WorkerStatus:
-    beat = Heartbeat(
-        worker_id="w",
-        boot_id="b",
-        pool="p",
-        base_model="m",
-        base_revision="r",
-        device="cpu",
-        running=running,
-        max_running=max_running,
-        **fields,  # type: ignore[arg-type]
-    )
+    beat = make_heartbeat(running=running, max_running=max_running, **fields)
     return WorkerStatus(heartbeat=beat, silent_s=silent_s)
 
 

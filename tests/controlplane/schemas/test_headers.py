@@ -8,22 +8,11 @@ import pytest
 from django.http import HttpResponse
 
 from controlplane.inference.json_schema import schema_headers
-from worker.protocol import GenerateJob
+from tests.messages import make_job
 
 
 def headers_of(schema: object) -> dict[str, str]:
-    job = GenerateJob(
-        request_id="r",
-        tenant_id="t",
-        api_key_id="k",
-        gateway_id="g",
-        model="m",
-        base_model="b",
-        endpoint="/v1/chat/completions",
-        created_at=0.0,
-        json_schema=json.dumps(schema),
-    )
-    return schema_headers(job)
+    return schema_headers(make_job(json_schema=json.dumps(schema)))
 
 
 @pytest.mark.parametrize("name", ["plain", "a\r\nSet-Cookie: x=1", "a\x00", "\x7f", "é\u2028", " "])
