@@ -36,6 +36,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
+from worker.base_model import MANIFEST
 from worker.train_job import JobError, TrainJob
 
 
@@ -85,7 +86,7 @@ def write_adapter(model: Any, base_name: str, output_dir: Path) -> None:
 
 def base_name(folder: Path) -> str:
     """The base model's name: what lorikeet.json says, otherwise the folder's."""
-    manifest = folder / "lorikeet.json"
+    manifest = folder / MANIFEST
     return str(json.loads(manifest.read_text())["name"]) if manifest.is_file() else folder.name
 
 

@@ -17,7 +17,6 @@ from controlplane.tenants.auth import Principal
 #: Of a file with faults, so many are told; then the pass is over.
 MAX_FAULTS = 100
 
-
 #: Refusals that are in memory until they are kept.
 _REFUSALS = 500
 
