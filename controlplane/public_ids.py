@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import uuid
+from typing import ClassVar
+
+from controlplane.scoping import TenantModel
 
 
 def public_id(prefix: str, id: uuid.UUID) -> str:
@@ -19,3 +22,19 @@ def parse_id(prefix: str, text: str) -> uuid.UUID | None:
         return uuid.UUID(hex=digits)
     except ValueError:
         return None
+
+
+class PublicIdModel(TenantModel):
+    """A tenant's row that clients know by its public id."""
+
+    PREFIX: ClassVar[str]
+
+    class Meta:
+        abstract = True
+
+    def __str__(self) -> str:
+        return self.public_id
+
+    @property
+    def public_id(self) -> str:
+        return public_id(self.PREFIX, self.pk)

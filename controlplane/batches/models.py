@@ -7,12 +7,12 @@ import uuid
 from django.db import models
 
 from controlplane.files.models import File
-from controlplane.public_ids import public_id
+from controlplane.public_ids import PublicIdModel, public_id
 from controlplane.scoping import TenantModel
 from controlplane.tenants.models import ApiKey
 
 
-class Batch(TenantModel):
+class Batch(PublicIdModel):
     """One batch.
 
     validating -> in_progress -> finalizing -> completed | expired | failed, or from the first two
@@ -84,13 +84,6 @@ class Batch(TenantModel):
                 name="batches_active",
             )
         ]
-
-    def __str__(self) -> str:
-        return self.public_id
-
-    @property
-    def public_id(self) -> str:
-        return public_id(self.PREFIX, self.pk)
 
     @property
     def has_ended(self) -> bool:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from django.db import models
 
-from controlplane.public_ids import public_id
-from controlplane.scoping import TenantModel
+from controlplane.public_ids import PublicIdModel
 
 
 class Purpose(models.TextChoices):
@@ -25,7 +24,7 @@ class Purpose(models.TextChoices):
     BATCH_OUTPUT = "batch_output"
 
 
-class File(TenantModel):
+class File(PublicIdModel):
     """One file: uploading -> ready -> deleting, each by compare-and-set. Its bytes never change."""
 
     PREFIX = "file-"
@@ -52,20 +51,13 @@ class File(TenantModel):
             ),
         ]
 
-    def __str__(self) -> str:
-        return self.public_id
-
-    @property
-    def public_id(self) -> str:
-        return public_id(self.PREFIX, self.pk)
-
     @property
     def key(self) -> str:
         """S3 key of the bytes."""
         return f"t/{self.tenant_id}/files/{self.pk.hex}"
 
 
-class Upload(TenantModel):
+class Upload(PublicIdModel):
     """A file that comes in parts: pending -> assembling -> completed, or cancelled, or expired."""
 
     PREFIX = "upload_"
@@ -90,15 +82,8 @@ class Upload(TenantModel):
     class Meta:
         indexes = [models.Index(fields=["tenant", "status"])]
 
-    def __str__(self) -> str:
-        return self.public_id
 
-    @property
-    def public_id(self) -> str:
-        return public_id(self.PREFIX, self.pk)
-
-
-class UploadPart(TenantModel):
+class UploadPart(PublicIdModel):
     """Some of an upload's bytes; which part comes where is said at the end."""
 
     PREFIX = "part_"
@@ -106,13 +91,6 @@ class UploadPart(TenantModel):
     upload = models.ForeignKey(Upload, on_delete=models.CASCADE, related_name="parts")
     is_ready = models.BooleanField(default=False)
     num_bytes = models.BigIntegerField()
-
-    def __str__(self) -> str:
-        return self.public_id
-
-    @property
-    def public_id(self) -> str:
-        return public_id(self.PREFIX, self.pk)
 
     @property
     def key(self) -> str:
