@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import datetime as dt
 import functools
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from django.db import DataError, IntegrityError, close_old_connections
@@ -144,14 +145,9 @@ class Recorder:
     async def run(self) -> None:
         """Write for ever."""
         while True:
-            try:
-                await self._write()
+            if await self._write():
                 await self._wait()
-            except DatabaseError as error:
-                log.warning("the request log waits for PostgreSQL: %r", error)
-                await asyncio.sleep(RETRY_S)
-            except Exception:
-                log.exception("the request log cannot be written")
+            else:
                 await asyncio.sleep(RETRY_S)
 
     async def _wait(self) -> None:
@@ -168,21 +164,27 @@ class Recorder:
     async def close(self, *, timeout_s: float = 2.0) -> None:
         """Write what is left, unless that takes too long; `run` must have ended."""
         self._choices_due, self._refusals_due = float("inf"), 0.0
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._write()
-        except (DatabaseError, TimeoutError) as error:
-            log.warning("the words of %d requests are lost: %r", len(self._queue), error)
+        if self._queue:
+            log.warning("the words of %d requests are lost", len(self._queue))
 
-    async def _write(self) -> None:
-        """All that is due. Raises django.db.Error, and then it still waits."""
+    async def _write(self) -> bool:
+        """All that is due, each kind whatever became of the others. -> whether none failed.
+
+        What could not be written still waits.
+        """
+        writes = (self._read_choices, self._write_refusals, self._write_words)
+        return all([await _succeeds(write) for write in writes])
+
+    async def _read_choices(self) -> None:
         now = time.monotonic()
         if now >= self._choices_due:
             self._choices = await _in_thread(content_choices)
             self._choices_due = now + CHOICES_INTERVAL_S
-        if now >= self._refusals_due:
-            await self._write_refusals()
-            self._refusals_due = now + REFUSALS_INTERVAL_S
+
+    async def _write_words(self) -> None:
         while self._queue:
             batch = [self._queue[index] for index in range(min(BATCH, len(self._queue)))]
             await _in_thread(functools.partial(_keep, batch))
@@ -191,12 +193,29 @@ class Recorder:
                 self._num_chars -= _size(words)
 
     async def _write_refusals(self) -> None:
+        now = time.monotonic()
+        if now < self._refusals_due:
+            return
         counts, self._refusals = self._refusals, collections.Counter()
         try:
             await _in_thread(lambda: refusals_add(counts))
         except BaseException:
             self._refusals.update(counts)
             raise
+        self._refusals_due = now + REFUSALS_INTERVAL_S
+
+
+async def _succeeds(write: Callable[[], Coroutine[Any, Any, None]]) -> bool:
+    """Whether it did; if not, the log says why."""
+    try:
+        await write()
+    except DatabaseError as error:
+        log.warning("the request log waits for PostgreSQL: %r", error)
+    except Exception:
+        log.exception("the request log cannot be written")
+    else:
+        return True
+    return False
 
 
 async def _in_thread(query: Callable[[], _T]) -> _T:

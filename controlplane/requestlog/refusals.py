@@ -11,6 +11,7 @@ from django.db import connection
 
 from controlplane.requestlog.models import RefusalHour
 from controlplane.scoping import all_tenants, new_id
+from controlplane.tenants.models import Tenant
 
 
 class Refusal(NamedTuple):
@@ -25,15 +26,20 @@ class Refusal(NamedTuple):
 
 _ADD = """
 insert into {table} (id, created_at, tenant_id, starts_at, endpoint, status, code, requests)
-select * from unnest(%s::uuid[], %s::timestamptz[], %s::uuid[], %s::timestamptz[], %s::text[],
-  %s::smallint[], %s::text[], %s::bigint[])
+select counted.* from unnest(%s::uuid[], %s::timestamptz[], %s::uuid[], %s::timestamptz[],
+  %s::text[], %s::smallint[], %s::text[], %s::bigint[])
+  as counted (id, created_at, tenant_id, starts_at, endpoint, status, code, requests)
+join {tenants} tenant on tenant.id = counted.tenant_id
 on conflict (tenant_id, starts_at, endpoint, status, code)
 do update set requests = {table}.requests + excluded.requests
 """
 
 
 def refusals_add(counts: Mapping[Refusal, int]) -> None:
-    """Add to what is counted already. Raises django.db.Error, and then nothing is added."""
+    """Add to what is counted already; a tenant that is gone meanwhile needs no counts.
+
+    Raises django.db.Error, and then nothing is added.
+    """
     if not counts:
         return
     keys = sorted(counts, key=lambda key: tuple(map(str, key)))
@@ -41,5 +47,6 @@ def refusals_add(counts: Mapping[Refusal, int]) -> None:
     columns: list[list[object]] = [[new_id() for _ in keys], [now] * len(keys)]
     columns += [[key[index] for key in keys] for index in range(len(Refusal._fields))]
     columns.append([counts[key] for key in keys])
+    sql = _ADD.format(table=RefusalHour._meta.db_table, tenants=Tenant._meta.db_table)
     with all_tenants(reason="refusals of many tenants"), connection.cursor() as cursor:
-        cursor.execute(_ADD.format(table=RefusalHour._meta.db_table), columns)
+        cursor.execute(sql, columns)

@@ -7,6 +7,7 @@ import uuid
 from typing import Any
 
 import pytest
+from django.db import connection
 from django.utils import timezone
 from rest_framework.test import APIClient
 
@@ -17,7 +18,7 @@ from controlplane.requestlog import retention, sealing, services
 from controlplane.requestlog.models import LogPolicy, RefusalHour, RequestContent
 from controlplane.requestlog.refusals import Refusal, refusals_add
 from controlplane.requestlog.services import Words
-from controlplane.scoping import tenant_scope
+from controlplane.scoping import all_tenants, tenant_scope
 from controlplane.tenants import services as tenants
 from controlplane.tenants.models import Role
 from controlplane.usage.models import UsageRecord
@@ -331,3 +332,18 @@ class TestApi:
         }
         with tenant_scope(globex.tenant.id):
             assert RefusalHour.objects.get().requests == 7
+
+
+def test_a_tenant_that_is_gone_costs_the_others_no_counts(acme: Party, globex: Party) -> None:
+    hour = dt.datetime(2026, 1, 31, 12, tzinfo=dt.UTC)
+    refused = Refusal(acme.tenant.id, hour, "/v1/completions", 429, "rate_limit_exceeded")
+    gone = refused._replace(tenant_id=globex.tenant.id)
+    with tenant_scope(globex.tenant.id):
+        globex.tenant.delete()
+    refusals_add({gone: 7, refused: 2})
+    refusals_add({gone: 1})
+    with connection.cursor() as cursor:
+        cursor.execute("set constraints all immediate")
+    with all_tenants(reason="test"):
+        counted = RefusalHour.objects.values_list("tenant_id", "requests")
+        assert list(counted) == [(acme.tenant.id, 2)]

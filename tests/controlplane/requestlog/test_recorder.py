@@ -197,3 +197,42 @@ async def test_refusals_that_could_not_be_counted_are_counted_later(
     with running(recorder):
         await until(lambda: counted)
     assert [list(counts.values()) for counts in counted] == [[3]]
+
+
+async def test_refusals_that_can_never_be_counted_hold_no_words_up(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts: list[dict[Any, int]] = []
+
+    def add(counts: Any) -> None:
+        attempts.append(dict(counts))
+        raise IntegrityError("whatever it is, it is for ever")
+
+    monkeypatch.setattr(module, "refusals_add", add)
+    recorder = Recorder()
+    recorder.refuse(TENANT, "/v1/completions", 429, "rate_limit_exceeded")
+    with running(recorder):
+        await until(lambda: len(attempts) > 1)
+        transcript = recorder.open(make_job())
+        assert transcript is not None
+        transcript.end("stop")
+        await until(lambda: store.kept)
+    assert [list(counts.values()) for counts in attempts[:2]] == [[1], [1]]
+
+
+async def test_words_that_cannot_be_stored_hold_no_counts_up(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[int] = []
+    monkeypatch.setattr(module, "refusals_add", lambda counts: counted.append(sum(counts.values())))
+    monkeypatch.setattr(module, "REFUSALS_INTERVAL_S", 0.0)
+    store.failures = [OperationalError("no room for words")] * 1000
+    recorder = Recorder()
+    transcript = recorder.open(make_job())
+    assert transcript is not None
+    transcript.end("stop")
+    with running(recorder):
+        await until(lambda: len(store.failures) < 1000)
+        recorder.refuse(TENANT, "/v1/completions", 429, "rate_limit_exceeded")
+        await until(lambda: 1 in counted)
+    assert store.kept == []
