@@ -1,24 +1,23 @@
-"""Every change to base models, adapters and their versions; and what a model's name means.
+"""Every change to base models, adapters and their versions.
 
 All but `base_model_add` act for the tenant in scope.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from django.core.exceptions import ValidationError
 from django.db import transaction
-from django.db.models import F, Max
+from django.db.models import Max
 from kombu.exceptions import OperationalError
 
 from controlplane import storage
 from controlplane.adapters import ingest, peft_config, tasks, tensor_file
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
-from controlplane.adapters.names import ModelName, parse_model_name
+from controlplane.adapters.resolution import model_resolve
 from controlplane.adapters.validation import BaseShape
 from controlplane.audit.services import record
 from controlplane.errors import (
@@ -250,51 +249,6 @@ def _set_uploaded(version: AdapterVersion) -> None:
         record("uploaded", version)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ResolvedModel:
-    """What a request's `model` means: an adapter's version, or (None) the base model alone."""
-
-    name: str
-    base_model: BaseModel
-    version: AdapterVersion | None
-    created: int  # Unix seconds
-
-
-def model_resolve(name: str) -> ResolvedModel:
-    """The meaning of a name as `parse_model_name` reads it, or of a base model's name, in that
-    order.
-
-    Raises NotFound, in the same words whatever the reason.
-    """
-    parsed = parse_model_name(name)
-    if parsed is not None:
-        version = _ready_version(parsed)
-        if version is not None:
-            return _resolved(name, version)
-        base_model = BaseModel.objects.filter(name=name, is_active=True).first()
-        if base_model is not None:
-            return _resolved_base(base_model)
-    raise no_such_model(name)
-
-
-def no_such_model(name: str) -> NotFound:
-    """For a model that does not exist as for one that is somebody else's."""
-    return NotFound(
-        f"The model `{name[:200]}` does not exist or you do not have access to it.",
-        param="model",
-        code="model_not_found",
-    )
-
-
-def models_list() -> list[ResolvedModel]:
-    """What the tenant can name: its adapters that have a live version, then the base models."""
-    adapters = Adapter.objects.exclude(live_version=None).filter(base_model__is_active=True)
-    live = adapters.select_related("live_version", "base_model").order_by("name")
-    found = [_resolved(adapter.name, adapter.live_version, adapter) for adapter in live]
-    bases = BaseModel.objects.filter(is_active=True).order_by("name")
-    return found + [_resolved_base(base_model) for base_model in bases]
-
-
 @transaction.atomic
 def model_delete(name: str) -> None:
     """Take an adapter, or one version of it, out of service; what runs with it goes on.
@@ -324,37 +278,6 @@ def model_delete(name: str) -> None:
         after = {"live_version": adapter.live_version.number if adapter.live_version else None}
         before = {"live_version": live.number if live else None}
         record("live_version_set", adapter, before=before, after=after)
-
-
-def _ready_version(wanted: ModelName) -> AdapterVersion | None:
-    versions = AdapterVersion.objects.filter(
-        adapter__name=wanted.name, adapter__base_model__is_active=True, status=Status.READY
-    ).select_related("adapter__base_model")
-    if wanted.base_model is not None:
-        versions = versions.filter(
-            adapter__base_model__name=wanted.base_model, tenant__slug=wanted.tenant
-        )
-    if wanted.number is not None:
-        return versions.filter(number=wanted.number).first()
-    return versions.filter(adapter__live_version=F("pk")).first()
-
-
-def _resolved(
-    name: str, version: AdapterVersion | None, adapter: Adapter | None = None
-) -> ResolvedModel:
-    assert version is not None
-    adapter = adapter or version.adapter
-    return ResolvedModel(
-        name=name,
-        base_model=adapter.base_model,
-        version=version,
-        created=int(version.created_at.timestamp()),
-    )
-
-
-def _resolved_base(base_model: BaseModel) -> ResolvedModel:
-    created = int(base_model.created_at.timestamp())
-    return ResolvedModel(name=base_model.name, base_model=base_model, version=None, created=created)
 
 
 def _find(name: str) -> Adapter | None:

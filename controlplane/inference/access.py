@@ -19,7 +19,7 @@ from django.http import HttpRequest
 
 from controlplane.adapters.models import AdapterVersion, BaseModel
 from controlplane.adapters.names import plain_name
-from controlplane.adapters.services import ResolvedModel, model_resolve, models_list
+from controlplane.adapters.resolution import ResolvedModel, model_resolve, models_list
 from controlplane.errors import ApiError, InvalidRequest, NotFound, PermissionDenied, Unavailable
 from controlplane.inference.named import Named
 from controlplane.limits.admit import Limits

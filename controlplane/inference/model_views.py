@@ -6,7 +6,8 @@ from typing import Any
 
 from django.http import HttpRequest, HttpResponseBase, JsonResponse
 
-from controlplane.adapters.services import ResolvedModel, model_delete
+from controlplane.adapters.resolution import ResolvedModel
+from controlplane.adapters.services import model_delete
 from controlplane.inference import access
 from controlplane.inference.calls import acting
 from controlplane.inference.views import gateway_view

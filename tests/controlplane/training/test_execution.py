@@ -22,6 +22,7 @@ from django.utils import timezone
 from controlplane import storage
 from controlplane.adapters import services as adapter_services
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
+from controlplane.adapters.resolution import model_resolve
 from controlplane.scoping import all_tenants, tenant_scope
 from controlplane.training import execution, services, tasks
 from controlplane.training.models import Dataset, Schedule, TrainingRun
@@ -64,7 +65,7 @@ def test_a_due_schedule_trains_and_its_version_goes_live(
     version = run.version
     assert version is not None
     assert (version.number, version.status, version.source) == (1, "ready", "training")
-    assert adapter_services.model_resolve("greeter").version == version
+    assert model_resolve("greeter").version == version
     assert storage.object_size(version.config_key)
     assert storage.object_size(version.tensors_key) == version.num_bytes
     assert started_before_finished(run)
