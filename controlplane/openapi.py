@@ -73,7 +73,11 @@ _MODEL: Json = {
         "owned_by": {"type": "string"},
         "parent": {"type": ["string", "null"], "description": "An adapter's base model."},
         "version": {"type": ["integer", "null"], "description": "Of the adapter."},
-        "shutdown_date": {"type": ["string", "null"]},
+        "shutdown_date": {
+            "type": ["string", "null"],
+            "format": "date",
+            "description": "From the beginning of this day (UTC) it is refused.",
+        },
     },
 }
 

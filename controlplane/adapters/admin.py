@@ -32,7 +32,9 @@ class BaseModelForm(forms.ModelForm):  # type: ignore[type-arg]
 @admin.register(BaseModel)
 class BaseModelAdmin(AuditedAdmin):
     form = BaseModelForm
-    list_display = ("name", "is_active", "context_length", "max_rank", "short_revision")
+    list_display = (
+        *("name", "is_active", "shutdown_date", "context_length", "max_rank", "short_revision"),
+    )
     list_filter = ("is_active",)
     search_fields = ("name", "revision")
 

@@ -10,7 +10,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from controlplane.adapters import services
-from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
+from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel, is_serving
 from controlplane.api import PAGE_PARAMETERS, StrictSerializer, TenantAPIView, page, page_of
 from controlplane.tenants.auth import Permission
 
@@ -20,7 +20,10 @@ class BaseModelSerializer(serializers.ModelSerializer[BaseModel]):
 
     class Meta:
         model = BaseModel
-        fields = ("id", "object", "name", "revision", "context_length", "max_rank", "created_at")
+        fields = (
+            *("id", "object", "name", "revision", "context_length", "max_rank"),
+            *("shutdown_date", "created_at"),
+        )
 
 
 class AdapterSerializer(serializers.ModelSerializer[Adapter]):
@@ -33,11 +36,17 @@ class AdapterSerializer(serializers.ModelSerializer[Adapter]):
         help_text="The version that answers under the bare name; null until one is ready.",
     )
 
+    shutdown_date = serializers.DateField(
+        source="base_model.shutdown_date",
+        allow_null=True,
+        help_text="From the beginning of this day (UTC) it answers no more: its base model's.",
+    )
+
     class Meta:
         model = Adapter
         fields = (
             *("id", "object", "name", "base_model", "description", "live_version"),
-            "created_at",
+            *("shutdown_date", "created_at"),
         )
 
 
@@ -99,7 +108,7 @@ class BaseModelsView(TenantAPIView):
     @extend_schema("base_models_list", PAGE_PARAMETERS, responses=page_of(BaseModelSerializer))
     def get(self, request: Request) -> Response:
         """The base models that adapters can be made for."""
-        return page(request, BaseModel.objects.filter(is_active=True), BaseModelSerializer)
+        return page(request, BaseModel.objects.filter(is_serving()), BaseModelSerializer)
 
 
 class AdaptersView(TenantAPIView):

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import datetime as dt
 from typing import Any
 
 from django.db import models
+from django.db.models import Q
 from django.utils import timezone
 
 from controlplane.scoping import TenantModel, new_id
 from controlplane.tenants.models import User, slug_validator
+
+
+def today() -> dt.date:
+    """The day that shutdown dates go by: the one in UTC."""
+    return timezone.now().astimezone(dt.UTC).date()
+
+
+def is_serving(prefix: str = "") -> Q:
+    """Base models that requests may name today, or rows that lead to such a one by `prefix`."""
+    is_to_come = Q(**{f"{prefix}shutdown_date__gt": today()})
+    has_no_end = Q(**{f"{prefix}shutdown_date": None})
+    return Q(**{f"{prefix}is_active": True}) & (has_no_end | is_to_come)
 
 
 class BaseModel(models.Model):
@@ -23,10 +37,21 @@ class BaseModel(models.Model):
     context_length = models.PositiveIntegerField()
     max_rank = models.PositiveIntegerField(default=256)
     is_active = models.BooleanField(default=True)
+    shutdown_date = models.DateField(
+        null=True,
+        blank=True,
+        help_text="From the beginning of this day (UTC) requests for it, and for every adapter of "
+        "it, are refused, and no training begins. Clients see it in their list of models.",
+    )
     created_at = models.DateTimeField(auto_now_add=True)
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def is_shut_down(self) -> bool:
+        """Whether its last day is over."""
+        return self.shutdown_date is not None and self.shutdown_date <= today()
 
 
 class Adapter(TenantModel):

@@ -6,7 +6,7 @@ import dataclasses
 
 from django.db.models import F
 
-from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
+from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel, is_serving
 from controlplane.adapters.names import ModelName, parse_model_name
 from controlplane.errors import NotFound
 
@@ -23,7 +23,7 @@ class ResolvedModel:
 
 def model_resolve(name: str) -> ResolvedModel:
     """The meaning of a name as `parse_model_name` reads it, or of a base model's name, in that
-    order.
+    order; also of one that has been shut down, which `check_serving` finds.
 
     Raises NotFound, in the same words whatever the reason.
     """
@@ -38,6 +38,21 @@ def model_resolve(name: str) -> ResolvedModel:
     raise no_such_model(name)
 
 
+def check_serving(model: ResolvedModel, *, param: str = "model") -> None:
+    """Return if requests may name the model today.
+
+    Raises NotFound for one that has been shut down, with the day.
+    """
+    base_model = model.base_model
+    if base_model.is_shut_down:
+        whose = "" if model.version is None else f", with its base model {base_model.name}"
+        raise NotFound(
+            f"The model `{model.name}` was shut down on {base_model.shutdown_date}{whose}.",
+            param=param,
+            code="model_not_found",
+        )
+
+
 def no_such_model(name: str) -> NotFound:
     """For a model that does not exist as for one that is somebody else's."""
     return NotFound(
@@ -49,10 +64,10 @@ def no_such_model(name: str) -> NotFound:
 
 def models_list() -> list[ResolvedModel]:
     """What the tenant can name: its adapters that have a live version, then the base models."""
-    adapters = Adapter.objects.exclude(live_version=None).filter(base_model__is_active=True)
+    adapters = Adapter.objects.exclude(live_version=None).filter(is_serving("base_model__"))
     live = adapters.select_related("live_version", "base_model").order_by("name")
     found = [_resolved(adapter.name, adapter.live_version, adapter) for adapter in live]
-    bases = BaseModel.objects.filter(is_active=True).order_by("name")
+    bases = BaseModel.objects.filter(is_serving()).order_by("name")
     return found + [_resolved_base(base_model) for base_model in bases]
 
 

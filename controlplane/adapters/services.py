@@ -5,6 +5,7 @@ All but `base_model_add` act for the tenant in scope.
 
 from __future__ import annotations
 
+import datetime as dt
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from kombu.exceptions import OperationalError
 
 from controlplane import storage
 from controlplane.adapters import ingest, peft_config, tasks, tensor_file
-from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
+from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel, is_serving
 from controlplane.adapters.resolution import model_resolve
 from controlplane.adapters.validation import BaseShape
 from controlplane.audit.services import record
@@ -80,6 +81,18 @@ def base_model_activate(*, base_model: BaseModel, is_active: bool) -> None:
     base_model.is_active = is_active
     base_model.save(update_fields=["is_active"])
     record("changed", base_model, before=before, after={"is_active": is_active})
+
+
+@transaction.atomic
+def base_model_shutdown_set(*, base_model: BaseModel, shutdown_date: dt.date | None) -> None:
+    """Say from which day on (UTC) nobody may use a base model and its adapters; None: no such day.
+
+    A day that has come takes effect at once. What runs already goes on to its end.
+    """
+    before = {"shutdown_date": base_model.shutdown_date}
+    base_model.shutdown_date = shutdown_date
+    base_model.save(update_fields=["shutdown_date"])
+    record("changed", base_model, before=before, after={"shutdown_date": shutdown_date})
 
 
 def adapter_get(*, name: str) -> Adapter:
@@ -298,7 +311,7 @@ def _adapter(name: str, base_model_name: str | None, description: str) -> Adapte
 
 
 def _base_model(name: str | None) -> BaseModel:
-    active = BaseModel.objects.filter(is_active=True)
+    active = BaseModel.objects.filter(is_serving())
     found = list((active if name is None else active.filter(name=name[:64]))[:2])
     if len(found) == 1:
         return found[0]

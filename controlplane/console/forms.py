@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from django import forms
 from django.utils import timezone
 
-from controlplane.adapters.models import BaseModel
+from controlplane.adapters.models import BaseModel, is_serving
 from controlplane.limits.models import Budget, RateLimit
 from controlplane.tenants.key_rules import KeyRules
 from controlplane.tenants.models import ApiKey, Role, ServiceAccount, slug_validator
@@ -84,7 +84,7 @@ class UploadForm(forms.Form):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        _choices(self, "base_model").queryset = BaseModel.objects.filter(is_active=True).order_by(
+        _choices(self, "base_model").queryset = BaseModel.objects.filter(is_serving()).order_by(
             "name"
         )
 
@@ -227,7 +227,7 @@ class TrainForm(forms.Form):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         _choices(self, "dataset").queryset = Dataset.objects.order_by("name")
-        base_models = BaseModel.objects.filter(is_active=True).order_by("name")
+        base_models = BaseModel.objects.filter(is_serving()).order_by("name")
         if len(base_models) > 1:
             _choices(self, "base_model").queryset = base_models
         else:

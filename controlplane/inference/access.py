@@ -19,7 +19,12 @@ from django.http import HttpRequest
 
 from controlplane.adapters.models import AdapterVersion, BaseModel
 from controlplane.adapters.names import plain_name
-from controlplane.adapters.resolution import ResolvedModel, model_resolve, models_list
+from controlplane.adapters.resolution import (
+    ResolvedModel,
+    check_serving,
+    model_resolve,
+    models_list,
+)
 from controlplane.errors import ApiError, InvalidRequest, NotFound, PermissionDenied, Unavailable
 from controlplane.inference.named import Named
 from controlplane.limits.admit import Limits
@@ -205,10 +210,14 @@ def _cached_model(principal: Principal, name: str) -> ResolvedModel | None:
 
 
 def _target(named: Named, models: list[ResolvedModel]) -> Target:
-    """The models together. Raises InvalidRequest when they cannot be applied at once."""
+    """The models together.
+
+    Raises InvalidRequest when they cannot be applied at once, NotFound when they are shut down.
+    """
     base_model = models[0].base_model
     parts: list[tuple[AdapterVersion, float]] = []
     for model, weight, param in zip(models, named.weights, named.params, strict=True):
+        check_serving(model, param=param)
         if model.base_model.pk != base_model.pk:
             raise InvalidRequest(
                 f"`{model.name}` is of the base model {model.base_model.name}, not of "

@@ -17,7 +17,7 @@ from controlplane.tenants.auth import Permission
 @gateway_view("GET")
 async def model_list(request: HttpRequest) -> HttpResponseBase:
     models = await access.models(request)
-    return JsonResponse({"object": "list", "data": [_model_body(model) for model in models]})
+    return JsonResponse({"object": "list", "data": [model_body(model) for model in models]})
 
 
 @gateway_view("GET", "DELETE")
@@ -27,10 +27,12 @@ async def model_detail(request: HttpRequest, name: str) -> HttpResponseBase:
         access.check_named(principal, name)
         await access.in_thread(acting(request, principal, lambda: model_delete(name)))
         return JsonResponse({"id": name, "object": "model", "deleted": True})
-    return JsonResponse(_model_body(await access.model(request, name)))
+    return JsonResponse(model_body(await access.model(request, name)))
 
 
-def _model_body(model: ResolvedModel) -> dict[str, Any]:
+def model_body(model: ResolvedModel) -> dict[str, Any]:
+    """A model, as OpenAI writes it."""
+    shutdown_date = model.base_model.shutdown_date
     return {
         "id": model.name,
         "object": "model",
@@ -38,5 +40,5 @@ def _model_body(model: ResolvedModel) -> dict[str, Any]:
         "owned_by": "lorikeet" if model.version is None else "tenant",
         "parent": None if model.version is None else model.base_model.name,
         "version": None if model.version is None else model.version.number,
-        "shutdown_date": None,
+        "shutdown_date": shutdown_date and shutdown_date.isoformat(),
     }

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from controlplane import jobs
-from controlplane.adapters.models import BaseModel
+from controlplane.adapters.models import BaseModel, is_serving
 from controlplane.errors import InvalidRequest, Unavailable
 from controlplane.inference.access import in_thread
 
@@ -38,7 +38,7 @@ async def _active() -> Sequence[BaseModel]:
     global _known
     until, found = _known
     if until <= time.monotonic():
-        found = await in_thread(lambda: list(BaseModel.objects.filter(is_active=True)[:100]))
+        found = await in_thread(lambda: list(BaseModel.objects.filter(is_serving())[:100]))
         _known = (time.monotonic() + CACHE_S, found)
     return found
 

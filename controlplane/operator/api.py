@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
+from django.db import transaction
 from drf_spectacular.extensions import OpenApiAuthenticationExtension
 from drf_spectacular.utils import extend_schema
 from rest_framework import serializers
@@ -14,7 +15,7 @@ from rest_framework.response import Response
 
 from controlplane.adapters.api import BaseModelSerializer
 from controlplane.adapters.models import BaseModel
-from controlplane.adapters.services import base_model_activate
+from controlplane.adapters.services import base_model_activate, base_model_shutdown_set
 from controlplane.api import (
     PAGE_PARAMETERS,
     ManagementAPIView,
@@ -85,7 +86,12 @@ class TenantChangeSerializer(StrictSerializer):
 
 
 class BaseModelChangeSerializer(StrictSerializer):
-    is_active = serializers.BooleanField(help_text="Whether requests may name it.")
+    is_active = serializers.BooleanField(required=False, help_text="Whether requests may name it.")
+    shutdown_date = serializers.DateField(
+        required=False,
+        allow_null=True,
+        help_text="From the beginning of this day (UTC) requests for it are refused; null: never.",
+    )
 
 
 class OperatorBaseModelSerializer(BaseModelSerializer):
@@ -197,12 +203,16 @@ class BaseModelView(OperatorAPIView):
         responses=OperatorBaseModelSerializer,
     )
     def patch(self, request: Request, name: str) -> Response:
-        """Switch a base model, and every adapter of it, off or on."""
+        """Switch a base model, and every adapter of it, off or on, or say on which day it ends."""
         row = BaseModel.objects.filter(name=name).first() if is_slug(name) else None
         if row is None:
             raise NotFound("There is no such base model.")
-        is_active = BaseModelChangeSerializer.parsed(request)["is_active"]
-        base_model_activate(base_model=row, is_active=is_active)
+        body = BaseModelChangeSerializer.parsed(request)
+        with transaction.atomic():
+            if "is_active" in body:
+                base_model_activate(base_model=row, is_active=body["is_active"])
+            if "shutdown_date" in body:
+                base_model_shutdown_set(base_model=row, shutdown_date=body["shutdown_date"])
         return Response(OperatorBaseModelSerializer(row).data)
 
 

@@ -150,7 +150,12 @@ def _train(run: TrainingRun, folder: Path) -> Path:
 
 
 def _base_model_dir(base_model: BaseModel) -> Path:
-    """The base model's folder on this machine. Raises TrainingFailed if it is not that model."""
+    """The base model's folder on this machine.
+
+    Raises TrainingFailed if it is not that model, or the model has been shut down.
+    """
+    if base_model.is_shut_down:
+        raise TrainingFailed(f"{base_model.name} was shut down on {base_model.shutdown_date}.")
     folder = settings.BASE_MODEL_DIR / base_model.name
     try:
         revision = json.loads((folder / "lorikeet.json").read_text())["revision"]

@@ -2,7 +2,8 @@
 
 A slot fires once, whatever happens: the schedule's row is locked while its run is made and its
 next slot set, and (schedule, slot) is unique. Slots missed while the platform was down, or while
-the adapter's last run was still going, fire as one.
+the adapter's last run was still going, fire as one. A base model that is switched off or shut down
+trains nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from django.db import transaction
 from django.db.models import Exists, OuterRef, QuerySet
 from django.utils import timezone
 
+from controlplane.adapters.models import is_serving
 from controlplane.audit.services import record
 from controlplane.scoping import all_tenants, tenant_scope
 from controlplane.tenants.models import Tenant
@@ -48,6 +50,7 @@ def _due(now: dt.datetime) -> QuerySet[Schedule]:
     )
     return Schedule.objects.filter(
         ~Exists(going),
+        is_serving("adapter__base_model__"),
         next_run_at__lte=now,
         is_paused=False,
         tenant__status=Tenant.Status.ACTIVE,

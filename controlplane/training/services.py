@@ -93,12 +93,20 @@ def training_run_create(
 
     base_model_name   for an adapter that is not there yet, which is then made; may be left out
                       when there is one base model only
-    Raises InvalidRequest, NotFound for the dataset, Conflict for another base model.
+    Raises InvalidRequest, NotFound for the dataset, Conflict for another base model and for one
+    that has been shut down.
     """
     checked = _checked_hyperparameters(hyperparameters)
     with transaction.atomic():
         dataset = dataset_get(name=dataset_name, param="dataset")
         adapter = _adapter_for(adapter_name, base_model_name)
+        if adapter.base_model.is_shut_down:
+            base_model = adapter.base_model
+            raise Conflict(
+                f"{base_model.name} was shut down on {base_model.shutdown_date}: nothing is "
+                "trained for it any more.",
+                param="adapter",
+            )
         return training_run_enqueue(
             adapter=adapter, dataset=dataset, hyperparameters=checked, created_by=created_by
         )

@@ -8,7 +8,7 @@ from django.shortcuts import render
 from django.utils import timezone
 from django.views.decorators.http import require_safe
 
-from controlplane.adapters.models import BaseModel
+from controlplane.adapters.models import BaseModel, is_serving
 from controlplane.console import overview as reads
 from controlplane.console.access import ConsoleRequest, member_page
 
@@ -35,7 +35,7 @@ def _example_model(rows: list[reads.AdapterRow]) -> str:
     for row in rows:
         if row.adapter.live_version_id:
             return row.adapter.name
-    base_model = BaseModel.objects.filter(is_active=True).order_by("name").first()
+    base_model = BaseModel.objects.filter(is_serving()).order_by("name").first()
     return base_model.name if base_model else "your-adapter"
 
 

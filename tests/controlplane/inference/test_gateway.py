@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import datetime as dt
 import json
 import signal
 import socket
@@ -464,6 +465,47 @@ def test_no_connection_is_held_while_an_answer_is_generated(gateway: Gateway) ->
 def test_the_rest_of_the_site_is_still_there(gateway: Gateway) -> None:
     assert httpx.get(f"{gateway.url}/healthz").text == "ok"
     assert httpx.get(f"{gateway.url}/admin/").status_code == 302
+
+
+def test_a_model_ends_on_its_day(gateway: Gateway) -> None:
+    client = gateway.client()
+
+    def ends_on(day: dt.date | None) -> None:
+        with psycopg.connect(gateway.live.database_url) as connection:
+            connection.execute(
+                "update adapters_basemodel set shutdown_date = %s where name = 'unserved'", (day,)
+            )
+
+    def refusal() -> openai.NotFoundError | None:
+        try:
+            client.chat.completions.create(model="unserved", messages=say("x"))
+        except openai.InternalServerError:  # nobody serves it
+            return None
+        except openai.NotFoundError as error:
+            return error
+        raise AssertionError("it answered")
+
+    def announced() -> Any:
+        model = client.models.retrieve("unserved")
+        return model if model.shutdown_date else None
+
+    today = dt.datetime.now(dt.UTC).date()
+    try:
+        ends_on(today + dt.timedelta(days=400))
+        model = wait_for(announced, timeout_s=1.0, what="the announcement")
+        assert model.shutdown_date == str(today + dt.timedelta(days=400))
+        assert model in client.models.list().data
+        assert refusal() is None
+        ends_on(today)
+        error = wait_for(refusal, timeout_s=1.0, what="the shutdown")
+        assert (error.code, error.param) == ("model_not_found", "model")
+        assert f"was shut down on {today}" in error.message
+        with pytest.raises(openai.NotFoundError):
+            client.models.retrieve("unserved")
+        assert "unserved" not in {found.id for found in client.models.list()}
+    finally:
+        ends_on(None)
+    wait_for(lambda: refusal() is None, timeout_s=1.0, what="its return")
 
 
 def test_every_name_of_a_version_means_the_same(gateway: Gateway) -> None:

@@ -10,8 +10,10 @@ import pytest
 from django.db import connection
 from django.utils import timezone
 
-from controlplane.adapters.models import Adapter
+from controlplane.adapters.models import Adapter, today
+from controlplane.adapters.services import base_model_shutdown_set
 from controlplane.celery import app
+from controlplane.errors import Conflict
 from controlplane.scoping import all_tenants, tenant_scope
 from controlplane.tenants.models import Tenant
 from controlplane.training import schedules, services, tasks
@@ -75,6 +77,25 @@ def test_a_paused_schedule_and_a_suspended_tenant_do_not_fire(
     Tenant.objects.filter(pk=acme.tenant.pk).update(status="suspended")
     assert schedules.schedules_fire(schedule.next_run_at) == 0
     assert not TrainingRun.objects.exists()
+
+
+def test_a_base_model_that_is_shut_down_trains_nothing(
+    schedule: Schedule, adapter: Adapter, dataset: Dataset
+) -> None:
+    base_model = adapter.base_model
+    base_model_shutdown_set(base_model=base_model, shutdown_date=today())
+    assert schedules.schedules_fire(schedule.next_run_at) == 0
+    with pytest.raises(Conflict) as caught:
+        services.training_run_create(adapter_name=adapter.name, dataset_name="chats")
+    assert caught.value.param == "adapter"
+    assert not TrainingRun.objects.exists()
+    base_model_shutdown_set(base_model=base_model, shutdown_date=today() + dt.timedelta(days=1))
+    assert schedules.schedules_fire(schedule.next_run_at) == 1
+    base_model_shutdown_set(base_model=base_model, shutdown_date=today())
+    run = TrainingRun.objects.get()
+    tasks.training_run_execute(str(run.tenant_id), str(run.pk))
+    run.refresh_from_db()
+    assert (run.status, run.error) == ("failed", f"{base_model.name} was shut down on {today()}.")
 
 
 def test_a_run_belongs_to_its_schedules_tenant(schedule: Schedule, globex: Party) -> None:
