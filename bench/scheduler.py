@@ -31,7 +31,8 @@ import torch
 from bench.machine import environment
 from bench.workload import save_random_adapter
 from engine.adapter_files import AdapterReader
-from engine.adapters import AdapterStore, LoadLimits
+from engine.adapter_loader import LoadLimits
+from engine.adapters import AdapterStore
 from engine.base_weights import BaseWeights, PlainWeights
 from engine.batch import BatchBuilder
 from engine.config import ModelConfig

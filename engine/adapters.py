@@ -11,47 +11,26 @@ known by its digest alone; what a digest means never changes.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from engine.adapter_copies import Arrival, PageCopier
 from engine.adapter_files import AdapterReader
+from engine.adapter_loader import AdapterLoader, LoadLimits
 from engine.adapter_pages import AdapterPages
 from engine.adapter_record import Adapter, AdapterState
 from engine.adapter_tiles import TileMap
-from engine.errors import AdapterError, AdapterUnavailable, OutOfPages, UnknownAdapter
-from engine.eviction import Holding, ReloadCosts, eviction_order
-from engine.host_memory import HostMemory, HostPages
+from engine.errors import AdapterError, OutOfPages, UnknownAdapter
+from engine.eviction import Holding, ReloadCosts
+from engine.host_memory import HostMemory
 from engine.idle_pages import IdlePages
-from engine.loader_threads import start_thread
 from engine.memory import PagePool, PageUse
 from engine.prefix_cache import PrefixCache
-
-log = logging.getLogger(__name__)
-
-# Threads that were given up and may hang for ever; beyond these nothing more is read.
-_MAX_ABANDONED = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadLimits:
-    """How much is loaded at a time.
-
-    num_threads   adapters read from disk at a time
-    max_prefetch  adapters that waiting requests lack and that are brought in ahead of them
-    timeout_s     a reading thread that takes longer is given up
-    """
-
-    num_threads: int
-    max_prefetch: int = 16
-    timeout_s: float = 60.0
 
 
 class AdapterStore:
@@ -74,18 +53,17 @@ class AdapterStore:
         limits: LoadLimits,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._pool, self._host = pool, host
+        self._pool = pool
         self._idle: IdlePages[Adapter] = IdlePages(pool, prefixes, costs)
         self._reader, self._copier = reader, PageCopier(arena)
         self._pages, self._page_elems = AdapterPages(pool), arena.shape[1]
         self._costs, self._limits, self._clock = costs, limits, clock
         self._adapters: dict[str, Adapter] = {}
         self._resident: OrderedDict[str, Adapter] = OrderedDict()  # least recently used first
-        self._in_host: dict[str, Adapter] = {}  # whose image is whole
-        self._loading: set[Adapter] = set()
         self._arriving: dict[str, Adapter] = {}
-        self._failed: dict[str, Adapter] = {}  # that may not be tried again yet
-        self._abandoned: list[tuple[Future[None], HostPages]] = []
+        self._loader = AdapterLoader(
+            reader=reader, host=host, pool=pool, costs=costs, limits=limits, clock=clock
+        )
 
     # Registration
 
@@ -155,7 +133,7 @@ class AdapterStore:
     @property
     def has_failures(self) -> bool:
         """Whether `error` tells of any adapter."""
-        return bool(self._failed)
+        return self._loader.has_failures
 
     def error(self, digest: str) -> AdapterError | None:
         """Why the last attempt to load the adapter failed, until the next may be made."""
@@ -231,12 +209,10 @@ class AdapterStore:
                 takes room from an earlier one
         """
         self._pool.time += 1
-        self._look_at_threads()
+        for adapter in self._loader.poll():
+            self._forget_if_unused(adapter)
         for adapter in list(self._arriving.values()):
             self._look_at_arrival(adapter)
-        for adapter in [a for a in self._failed.values() if a.retry_at <= self._clock()]:
-            del self._failed[adapter.digest]
-            adapter.error = None
         seen: set[str] = set()
         num_missing = 0
         for digest in wanted:
@@ -249,7 +225,7 @@ class AdapterStore:
             if adapter.error is not None:
                 continue
             if adapter.state is AdapterState.DISK:
-                self._start_loading(adapter, seen)
+                self._loader.start(adapter, seen)
             elif adapter.state is AdapterState.HOST:
                 self._start_copying(adapter, seen)
             num_missing += 1
@@ -258,79 +234,25 @@ class AdapterStore:
 
     def wait(self, timeout_s: float) -> None:
         """Sleep until a thread finishes something, `timeout_s` at most."""
-        futures = [a.loading for a in self._loading if a.loading is not None]
-        arrivals = [a.arrival.future for a in self._arriving.values() if a.arrival is not None]
-        futures += [future for future in arrivals if future is not None]
-        if futures:
+        if futures := self._futures():
             wait(futures, timeout=timeout_s, return_when="FIRST_COMPLETED")
         else:
             time.sleep(timeout_s)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Let the threads finish; those that have not after `timeout_s` are left behind."""
-        futures = [a.loading for a in self._loading if a.loading is not None]
+        wait(self._futures(), timeout=timeout_s)
+
+    def _futures(self) -> list[Future[None]]:
+        """Of all threads under way."""
         arrivals = [a.arrival.future for a in self._arriving.values() if a.arrival is not None]
-        wait([*futures, *(f for f in arrivals if f is not None)], timeout=timeout_s)
-
-    def _start_loading(self, adapter: Adapter, keep: Collection[str]) -> None:
-        if len(self._loading) >= self._limits.num_threads or len(self._abandoned) >= _MAX_ABANDONED:
-            return
-        self._make_host_room(adapter.num_pages, keep)
-        if not self._host.can_take(adapter.num_pages):
-            return
-        adapter.host = self._host.take(adapter.num_pages)
-        adapter.state = AdapterState.LOADING
-        adapter.loading_since = self._clock()
-        adapter.loading = start_thread(
-            self._reader.load, adapter.digest, adapter.path, adapter.host
-        )
-        self._loading.add(adapter)
-
-    def _look_at_threads(self) -> None:
-        for adapter in list(self._loading):
-            assert adapter.loading is not None
-            if adapter.loading.done():
-                self._finish_loading(adapter)
-            elif self._clock() - adapter.loading_since > self._limits.timeout_s:
-                self._abandon(adapter)
-        for entry in [entry for entry in self._abandoned if entry[0].done()]:
-            self._abandoned.remove(entry)
-            self._host.release(entry[1])
-
-    def _finish_loading(self, adapter: Adapter) -> None:
-        self._loading.discard(adapter)
-        future, adapter.loading = adapter.loading, None
-        assert future is not None
-        error = future.exception()
-        if error is not None:
-            self._fail(adapter, error)
-        else:
-            adapter.num_failures = 0
-            adapter.state = AdapterState.HOST
-            adapter.last_use = self._pool.time
-            self._in_host[adapter.digest] = adapter
-        self._forget_if_unused(adapter)
-
-    def _abandon(self, adapter: Adapter) -> None:
-        """Stop waiting for a thread. Its host pages are the thread's until it ends."""
-        assert adapter.loading is not None and adapter.host is not None
-        self._abandoned.append((adapter.loading, adapter.host))
-        self._loading.discard(adapter)
-        adapter.loading = adapter.host = None
-        self._fail(
-            adapter, AdapterUnavailable(f"reading took more than {self._limits.timeout_s:g} s")
-        )
-        self._forget_if_unused(adapter)
+        return self._loader.futures + [future for future in arrivals if future is not None]
 
     def _fail(self, adapter: Adapter, error: BaseException) -> None:
         if adapter.place is not None:
             self._pages.release(adapter.place)
             adapter.place = None
-        self._drop_host(adapter)
-        adapter.state = AdapterState.DISK
-        adapter.note_failure(error, self._clock())
-        self._failed[adapter.digest] = adapter
-        log.warning("adapter load failed", extra={"digest": adapter.digest, "error": str(error)})
+        self._loader.note_failure(adapter, error)
 
     # From host memory to the arena
 
@@ -368,50 +290,19 @@ class AdapterStore:
             adapter.state = AdapterState.RESIDENT
             assert adapter.host is not None
             if adapter.host.is_own:
-                self._drop_host(adapter)
+                self._loader.drop(adapter)
             self._forget_if_unused(adapter)
 
     def _end_arrival(self, adapter: Adapter) -> None:
         del self._arriving[adapter.digest]
         adapter.arrival = None
 
-    # Host memory
-
-    def _make_host_room(self, num_pages: int, keep: Collection[str]) -> None:
-        """Drop whole images until `num_pages` can be taken: first those that are in the arena too.
-
-        An image on its way to the arena stays, and so do those of `keep` that are yet to go there.
-        """
-        if self._host.can_take(num_pages):
-            return
-        holdings = []
-        for adapter in self._in_host.values():
-            is_copy = adapter.state is AdapterState.RESIDENT
-            if adapter.arrival is not None or (adapter.digest in keep and not is_copy):
-                continue
-            reload_s = 0.0 if is_copy else self._costs.adapter(adapter.num_pages, is_in_host=False)
-            holdings.append(Holding(adapter, adapter.num_pages, reload_s, adapter.last_use))
-        for holding in eviction_order(holdings, self._pool.time):
-            self._drop_host(holding.owner)
-            if holding.owner.state is AdapterState.HOST:
-                holding.owner.state = AdapterState.DISK
-                holding.owner.lacks_room = False
-            if self._host.can_take(num_pages):
-                return
-
-    def _drop_host(self, adapter: Adapter) -> None:
-        if adapter.host is not None:
-            self._host.release(adapter.host)
-            self._in_host.pop(adapter.digest, None)
-            adapter.host = None
-
     def _forget_if_unused(self, adapter: Adapter) -> None:
         if not adapter.is_unregistered or adapter.users or adapter.loading or adapter.arrival:
             return
         if adapter.state is AdapterState.RESIDENT:
             self._evict(adapter)
-        self._drop_host(adapter)
-        self._failed.pop(adapter.digest, None)
+        self._loader.forget(adapter)
         self._adapters.pop(adapter.digest, None)
 
     # Statistics and integrity
@@ -426,7 +317,7 @@ class AdapterStore:
 
     @property
     def is_loading(self) -> bool:
-        return bool(self._loading or self._arriving)
+        return self._loader.is_loading or bool(self._arriving)
 
     def owned_pages(self) -> list[list[int]]:
         """The pages of every adapter, for `PagePool.check_integrity`."""
@@ -436,14 +327,9 @@ class AdapterStore:
         """Raise AssertionError unless states, pages, pins and host memory agree."""
         for adapter in self._adapters.values():
             adapter.check_integrity()
-            assert (adapter.error is not None) == (adapter.digest in self._failed)
             is_arriving, is_usable = adapter.arrival is not None, adapter.digest in self._resident
-            assert (adapter.state is AdapterState.LOADING) == (adapter in self._loading)
             assert is_arriving == (adapter.digest in self._arriving)
             assert is_arriving or is_usable == (adapter.state is AdapterState.RESIDENT)
             assert is_usable or adapter.pins == 0
-            is_whole = adapter.host is not None and adapter.state is not AdapterState.LOADING
-            assert is_whole == (adapter.digest in self._in_host)
         self._pages.check_integrity(adapter.place for adapter in self._adapters.values())
-        rooms = [a.host for a in self._adapters.values() if a.host is not None]
-        self._host.check_integrity([*rooms, *(room for _, room in self._abandoned)])
+        self._loader.check_integrity(self._adapters.values())

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from engine.adapter_files import AdapterReader, DigestOf
-from engine.adapters import AdapterStore, LoadLimits
+from engine.adapter_loader import LoadLimits
+from engine.adapters import AdapterStore
 from engine.batch import BatchBuilder
 from engine.chooser import Chooser, as_engine_error, checked
 from engine.config import EngineConfig, ModelConfig

@@ -393,6 +393,8 @@ def test_the_most_urgent_adapters_are_brought_in_first(make_engine: MakeEngine) 
         engine.step()
         time.sleep(0.002)
         # Whatever is missing of the two most urgent is on its way; the others are not looked at.
-        assert set(engine._store._loading) <= {engine._store._adapters[name] for name in EVERYTHING}
-        assert len(engine._store._loading) + len(engine._store._arriving) <= 2
+        assert set(engine._store._loader._loading) <= {
+            engine._store._adapters[name] for name in EVERYTHING
+        }
+        assert len(engine._store._loader._loading) + len(engine._store._arriving) <= 2
     assert set(engine.stats().resident_digests) >= set(EVERYTHING[:2])

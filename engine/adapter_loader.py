@@ -1,0 +1,198 @@
+"""AdapterLoader: adapters from disk to host memory, on threads of their own.
+
+Part of `engine.adapters.AdapterStore`, which decides what is read. Everything here runs on the
+thread that steps the engine, but for the reading itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from engine.adapter_files import AdapterReader
+from engine.adapter_record import Adapter, AdapterState
+from engine.errors import AdapterUnavailable
+from engine.eviction import Holding, ReloadCosts, eviction_order
+from engine.host_memory import HostMemory, HostPages
+from engine.loader_threads import start_thread
+from engine.memory import PagePool
+
+log = logging.getLogger(__name__)
+
+# Threads that were given up and may hang for ever; beyond these nothing more is read.
+_MAX_ABANDONED = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadLimits:
+    """How much is loaded at a time.
+
+    num_threads   adapters read from disk at a time
+    max_prefetch  adapters that waiting requests lack and that are brought in ahead of them
+    timeout_s     a reading thread that takes longer is given up
+    """
+
+    num_threads: int
+    max_prefetch: int = 16
+    timeout_s: float = 60.0
+
+
+class AdapterLoader:
+    """Owns host memory, the reading threads, and what is known of failures.
+
+    pool   the arena's, for its time
+    clock  what timeouts and retries are measured on, in seconds
+    """
+
+    def __init__(
+        self,
+        *,
+        reader: AdapterReader,
+        host: HostMemory,
+        pool: PagePool,
+        costs: ReloadCosts,
+        limits: LoadLimits,
+        clock: Callable[[], float],
+    ) -> None:
+        self._reader, self._host, self._pool = reader, host, pool
+        self._costs, self._limits, self._clock = costs, limits, clock
+        self._in_host: dict[str, Adapter] = {}  # whose image is whole
+        self._loading: set[Adapter] = set()
+        self._failed: dict[str, Adapter] = {}  # that may not be tried again yet
+        self._abandoned: list[tuple[Future[None], HostPages]] = []
+
+    # Reading
+
+    def start(self, adapter: Adapter, keep: Collection[str]) -> None:
+        """Begin to read an adapter, if there are a thread and room in host memory.
+
+        keep  digests whose images stay, while they are yet to go to the arena
+        """
+        if len(self._loading) >= self._limits.num_threads or len(self._abandoned) >= _MAX_ABANDONED:
+            return
+        self._make_room(adapter.num_pages, keep)
+        if not self._host.can_take(adapter.num_pages):
+            return
+        adapter.host = self._host.take(adapter.num_pages)
+        adapter.state = AdapterState.LOADING
+        adapter.loading_since = self._clock()
+        adapter.loading = start_thread(
+            self._reader.load, adapter.digest, adapter.path, adapter.host
+        )
+        self._loading.add(adapter)
+
+    def poll(self) -> list[Adapter]:
+        """See how far the threads are; the adapters that are no longer being read."""
+        ended = []
+        for adapter in list(self._loading):
+            assert adapter.loading is not None
+            if adapter.loading.done():
+                self._finish(adapter)
+                ended.append(adapter)
+            elif self._clock() - adapter.loading_since > self._limits.timeout_s:
+                self._abandon(adapter)
+                ended.append(adapter)
+        for entry in [entry for entry in self._abandoned if entry[0].done()]:
+            self._abandoned.remove(entry)
+            self._host.release(entry[1])
+        for adapter in [a for a in self._failed.values() if a.retry_at <= self._clock()]:
+            del self._failed[adapter.digest]
+            adapter.error = None
+        return ended
+
+    @property
+    def is_loading(self) -> bool:
+        return bool(self._loading)
+
+    @property
+    def futures(self) -> list[Future[None]]:
+        """Of the threads that read."""
+        return [adapter.loading for adapter in self._loading if adapter.loading is not None]
+
+    def _finish(self, adapter: Adapter) -> None:
+        self._loading.discard(adapter)
+        future, adapter.loading = adapter.loading, None
+        assert future is not None
+        error = future.exception()
+        if error is not None:
+            self.note_failure(adapter, error)
+        else:
+            adapter.num_failures = 0
+            adapter.state = AdapterState.HOST
+            adapter.last_use = self._pool.time
+            self._in_host[adapter.digest] = adapter
+
+    def _abandon(self, adapter: Adapter) -> None:
+        """Stop waiting for a thread. Its host pages are the thread's until it ends."""
+        assert adapter.loading is not None and adapter.host is not None
+        self._abandoned.append((adapter.loading, adapter.host))
+        self._loading.discard(adapter)
+        adapter.loading = adapter.host = None
+        self.note_failure(
+            adapter, AdapterUnavailable(f"reading took more than {self._limits.timeout_s:g} s")
+        )
+
+    # Failures
+
+    @property
+    def has_failures(self) -> bool:
+        """Whether any adapter may not be tried again yet."""
+        return bool(self._failed)
+
+    def note_failure(self, adapter: Adapter, error: BaseException) -> None:
+        """Reading an adapter or copying it has failed: it is on disk, and rests for a while."""
+        self.drop(adapter)
+        adapter.state = AdapterState.DISK
+        adapter.note_failure(error, self._clock())
+        self._failed[adapter.digest] = adapter
+        log.warning("adapter load failed", extra={"digest": adapter.digest, "error": str(error)})
+
+    def forget(self, adapter: Adapter) -> None:
+        """The adapter is no longer registered."""
+        self.drop(adapter)
+        self._failed.pop(adapter.digest, None)
+
+    # Host memory
+
+    def drop(self, adapter: Adapter) -> None:
+        """Give up an adapter's room in host memory, if it has any."""
+        if adapter.host is not None:
+            self._host.release(adapter.host)
+            self._in_host.pop(adapter.digest, None)
+            adapter.host = None
+
+    def _make_room(self, num_pages: int, keep: Collection[str]) -> None:
+        """Drop whole images until `num_pages` can be taken: first those that are in the arena too.
+
+        An image on its way to the arena stays, and so do those of `keep` that are yet to go there.
+        """
+        if self._host.can_take(num_pages):
+            return
+        holdings = []
+        for adapter in self._in_host.values():
+            is_copy = adapter.state is AdapterState.RESIDENT
+            if adapter.arrival is not None or (adapter.digest in keep and not is_copy):
+                continue
+            reload_s = 0.0 if is_copy else self._costs.adapter(adapter.num_pages, is_in_host=False)
+            holdings.append(Holding(adapter, adapter.num_pages, reload_s, adapter.last_use))
+        for holding in eviction_order(holdings, self._pool.time):
+            self.drop(holding.owner)
+            if holding.owner.state is AdapterState.HOST:
+                holding.owner.state = AdapterState.DISK
+                holding.owner.lacks_room = False
+            if self._host.can_take(num_pages):
+                return
+
+    def check_integrity(self, adapters: Iterable[Adapter]) -> None:
+        """Raise AssertionError unless states, images and failures of all adapters agree."""
+        rooms = [room for _, room in self._abandoned]
+        for adapter in adapters:
+            assert (adapter.error is not None) == (adapter.digest in self._failed)
+            assert (adapter.state is AdapterState.LOADING) == (adapter in self._loading)
+            is_whole = adapter.host is not None and adapter.state is not AdapterState.LOADING
+            assert is_whole == (adapter.digest in self._in_host)
+            if adapter.host is not None:
+                rooms.append(adapter.host)
+        self._host.check_integrity(rooms)
