@@ -19,12 +19,12 @@ from engine.batch import BatchBuilder
 from engine.chooser import Chooser, as_engine_error, checked
 from engine.config import EngineConfig, ModelConfig
 from engine.deadlines import Deadlines
-from engine.endings import Endings
-from engine.errors import EngineError, RequestError
+from engine.errors import RequestError
 from engine.flight import Flight
 from engine.grammar import Grammars
 from engine.host_memory import HostMemory
 from engine.intake import Intake
+from engine.live_requests import LiveRequests
 from engine.memory import PagePool, PageUse
 from engine.pins import PinnedPrefixes
 from engine.prefix_cache import PrefixCache
@@ -79,20 +79,7 @@ class Engine:
         max_kv, max_adapter = config.page_limits(model, num_pages)
         self._pool = PagePool(num_pages, max_kv=max_kv, max_adapter=max_adapter)
         self._prefixes = PrefixCache(self._pool, is_enabled=config.prefix_cache)
-        self._store = AdapterStore(
-            reader=AdapterReader(model, config.page_layout(model), self._runner.base, digest_of),
-            pool=self._pool,
-            prefixes=self._prefixes,
-            arena=self._runner.arena,
-            host=HostMemory(self._runner.arena, config.host_cache_bytes),
-            costs=config.reload_costs(model),
-            limits=LoadLimits(
-                num_threads=config.loader_threads,
-                max_prefetch=config.max_prefetch,
-                timeout_s=config.load_timeout_s,
-            ),
-            clock=clock,
-        )
+        self._store = self._make_store(config, digest_of)
         self._scheduler = Scheduler(
             pool=self._pool,
             adapters=self._store,
@@ -115,9 +102,34 @@ class Engine:
         self._sampler = Sampler(vocab_size=model.vocab_size, device=config.device)
         self._grammars = Grammars(tokenizer or config.model_dir, model.vocab_size)
         self._chooser = Chooser(self._sampler, self._grammars)
-        self._requests: dict[str, list[Sequence]] = {}  # those that have not ended
-        self._endings = Endings()
-        self._num_arrivals = self._num_steps = self._num_generated = 0
+        self._requests = LiveRequests(
+            store=self._store,
+            scheduler=self._scheduler,
+            sampler=self._sampler,
+            grammars=self._grammars,
+            deadlines=self._deadlines,
+            pins=self._pins,
+            stop_ids=self._intake.stop_ids,
+            clock=clock,
+        )
+        self._num_steps = self._num_generated = 0
+
+    def _make_store(self, config: EngineConfig, digest_of: DigestOf | None) -> AdapterStore:
+        model, runner = self.model, self._runner
+        return AdapterStore(
+            reader=AdapterReader(model, config.page_layout(model), runner.base, digest_of),
+            pool=self._pool,
+            prefixes=self._prefixes,
+            arena=runner.arena,
+            host=HostMemory(runner.arena, config.host_cache_bytes),
+            costs=config.reload_costs(model),
+            limits=LoadLimits(
+                num_threads=config.loader_threads,
+                max_prefetch=config.max_prefetch,
+                timeout_s=config.load_timeout_s,
+            ),
+            clock=self._clock,
+        )
 
     # Adapters
 
@@ -149,19 +161,7 @@ class Engine:
         if request.request_id in self._requests:
             raise RequestError("the request id is already in use", param="request_id")
         self._intake.check(request)
-        self._enter(request)
-
-    def _enter(self, request: Request) -> None:
-        sequences = Sequence.of(request, self._num_arrivals, self._intake.stop_ids(request))
-        self._num_arrivals += len(sequences)
-        self._requests[request.request_id] = live = list(sequences)
-        self._deadlines.add(live)
-        now = self._clock()
-        for sequence in sequences:
-            self._store.add_user(sequence.digests)
-            self._sampler.add(sequence)
-            self._scheduler.add(sequence, now)
-            self._grammars.add(sequence)
+        self._requests.enter(request)
 
     def pin_prefix(
         self,
@@ -201,7 +201,7 @@ class Engine:
 
         Idempotent; does nothing for what has ended or never was.
         """
-        self._endings.add(self._requests.get(request_id, ()), reason, index=index)
+        self._requests.end_later(request_id, reason, index=index)
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do, now or as soon as an adapter or grammar is ready."""
@@ -221,16 +221,16 @@ class Engine:
         now = self._clock()
         self._deadlines.pace.stop(now)
         for request_id, late in self._deadlines.too_late(now):
-            self._endings.add(self._requests.get(request_id, ()), FinishReason.ERROR, late)
+            self._requests.end_later(request_id, FinishReason.ERROR, late)
         outputs: list[RequestOutput] = []
         if self._flight is not None:
             self._deadlines.pace.start(now, self._flight.step.num_tokens)
             outputs = self._move_on(self._flight, now)
             if self._flight is not None:
                 return outputs
-        outputs += self._end_early()
+        outputs += self._requests.end_early()
         step = self._scheduler.schedule(now)
-        outputs += self._end_failed(step)
+        outputs += self._requests.end_failed(step)
         if not step.rows:
             if not outputs:
                 self._wait()
@@ -270,7 +270,7 @@ class Engine:
         cached = self._prefixes.owned_pages()
         pinned = self._pins.owned_pages()
         self._pool.check_integrity([*tables, *self._store.owned_pages(), cached, *pinned])
-        known = {s for sequences in self._requests.values() for s in sequences}
+        known = self._requests.all_sequences()
         assert known == {*self._scheduler.waiting, *self._scheduler.running}
         self._grammars.check_integrity(known)
 
@@ -286,29 +286,24 @@ class Engine:
         self._compute_pins()
         self._store.poll(self._scheduler.wanted_adapters())
         for sequence, failure in self._grammars.poll():
-            self._fail(sequence.request.request_id, failure)
+            self._fail(sequence, failure)
         if not self._store.has_failures:
             return
         for sequence in self._scheduler.waiting:
             for digest in sequence.digests:
                 error = self._store.error(digest)
                 if error is not None:
-                    self._fail(sequence.request.request_id, error)
+                    self._fail(sequence, error)
 
     def _compute_pins(self) -> None:
         """Begin what pins lack, and end what has lost its pin."""
         for request_id in self._pins.orphans():
             self.cancel(request_id)
         for request in self._pins.due(self._clock(), self._intake.check):
-            self._enter(request)
+            self._requests.enter(request)
 
-    def _fail(self, request_id: str, error: BaseException) -> None:
-        known = as_engine_error(request_id, error)
-        self._endings.add(self._requests.get(request_id, ()), FinishReason.ERROR, known)
-
-    def _end_early(self) -> list[RequestOutput]:
-        """End what was cancelled, has failed or is past its deadline."""
-        return [self._end(*ending) for ending in self._endings.take()]
+    def _fail(self, sequence: Sequence, error: BaseException) -> None:
+        self._requests.end_later(sequence.request.request_id, FinishReason.ERROR, error)
 
     def _launch(self, step: Step) -> Flight:
         """Run the step, on a GPU without waiting for it.
@@ -339,11 +334,11 @@ class Engine:
     def _move_on(self, flight: Flight, now: float) -> list[RequestOutput]:
         """Land the step under way, after launching the next one if that is possible before."""
         self._flight, failed = None, None
-        if flight.tokens is not None and not self._endings:
+        if flight.tokens is not None and not self._requests.has_endings:
             flight.assume(self._scheduler.commit)
             failed = self._launch_ahead(flight, now)
         outputs = self._land(flight)
-        return outputs if failed is None else outputs + self._end_failed(failed)
+        return outputs if failed is None else outputs + self._requests.end_failed(failed)
 
     def _launch_ahead(self, flight: Flight, now: float) -> Step | None:
         """Launch the step after `flight`, before its tokens are read; their number is enough.
@@ -352,7 +347,7 @@ class Engine:
         """
         for sequence in flight.sampling:
             if is_full(sequence, self._context_limit):
-                self._release(sequence)  # its last token is on its way
+                self._requests.release(sequence)  # its last token is on its way
         if flight.can_go_on and not self._scheduler.can_admit(now):
             new_pages = self._scheduler.look_ahead(flight.step.rows)
             if new_pages is not None:
@@ -375,22 +370,12 @@ class Engine:
             if sequence.has_ended:  # in the step before, when this one was under way
                 continue
             if token.error is not None:
-                outputs.append(self._end(sequence, FinishReason.ERROR, token.error))
+                outputs.append(self._requests.end(sequence, FinishReason.ERROR, token.error))
             else:
                 flight.tell(sequence, token.token_id)
                 self._num_generated += 1
                 outputs.append(self._accept(sequence, token))
         return outputs
-
-    def _release(self, sequence: Sequence) -> None:
-        """Give back what a sequence held; a step under way may still write to its pages.
-
-        Whatever else is put there is launched, or copied, after that step.
-        """
-        if not sequence.has_left:
-            sequence.has_left = True
-            self._scheduler.remove(sequence)
-            self._store.remove_user(sequence.digests)
 
     def _wait(self) -> None:
         """Nothing can run: sleep until a thread has news, briefly."""
@@ -413,36 +398,10 @@ class Engine:
             reason, is_text = judge(sequence, self._grammars.matcher(sequence), self._context_limit)
         except Exception as error:  # the request's own matcher's
             known = as_engine_error(sequence.request.request_id, error)
-            return self._end(sequence, FinishReason.ERROR, known)
-        output = self._end(sequence, reason) if reason else sequence.output()
+            return self._requests.end(sequence, FinishReason.ERROR, known)
+        output = self._requests.end(sequence, reason) if reason else sequence.output()
         if is_text:
             output.token_ids = [sampled.token_id]
         if sequence.request.sampling.logprobs is not None:
             output.logprobs = [sampled.logprob] if is_text and sampled.logprob else []
-        return output
-
-    def _end_failed(self, step: Step) -> list[RequestOutput]:
-        """End those that can never run."""
-        return [
-            self._end(sequence, FinishReason.ERROR, error)
-            for sequence, error in step.failed
-            if not sequence.has_ended
-        ]
-
-    def _end(
-        self, sequence: Sequence, reason: FinishReason, error: EngineError | None = None
-    ) -> RequestOutput:
-        """Forget the sequence everywhere and say so."""
-        output = sequence.output()
-        output.finish_reason, output.error = reason, error
-        sequence.has_ended = True
-        self._release(sequence)
-        self._sampler.remove(sequence)
-        self._grammars.remove(sequence)
-        request_id = output.request_id
-        self._requests[request_id].remove(sequence)
-        if not self._requests[request_id]:
-            del self._requests[request_id]
-            self._deadlines.remove(request_id)
-            self._pins.note_end(request_id, self._clock())
         return output

@@ -206,7 +206,7 @@ class Exhausted:
 def test_a_grammar_that_gives_out_ends_its_own_request_only(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.add(request("r", prompt(0, 4), json_schema=json.dumps(INVOICE), max_tokens=50))
-    (sequence,) = engine._requests["r"]
+    (sequence,) = engine._requests.sequences("r")
     while engine._grammars.matcher(sequence) is None:
         engine.step()
     engine.add(request("free", prompt(0, 4), max_tokens=20))
