@@ -91,7 +91,14 @@ class Engine:
         self._deadlines = Deadlines(config.max_step_tokens, self._scheduler.count_uncomputed)
         max_pinned = int(config.pin_share * num_pages)
         self._pins = PinnedPrefixes(self._prefixes, config.page_size, max_pinned)
-        self._intake = Intake(config, model, pool=self._pool, store=self._store, pins=self._pins)
+        self._intake = Intake(
+            config,
+            model,
+            pool=self._pool,
+            store=self._store,
+            pins=self._pins,
+            most_held=self._scheduler.most_held,
+        )
         self._builder = BatchBuilder(
             store=self._store,
             page_size=config.page_size,

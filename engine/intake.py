@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from engine.adapters import AdapterStore
 from engine.config import EngineConfig, ModelConfig
 from engine.errors import ContextTooLong, OutOfPages, RequestError
@@ -12,7 +14,10 @@ from engine.request import Request
 
 
 class Intake:
-    """Judges requests against the model, the adapters and the arena; changes nothing."""
+    """Judges requests against the model, the adapters and the arena; changes nothing.
+
+    most_held  pages that a sequence of so many tokens holds at a time
+    """
 
     def __init__(
         self,
@@ -22,10 +27,12 @@ class Intake:
         pool: PagePool,
         store: AdapterStore,
         pins: PinnedPrefixes,
+        most_held: Callable[[int], int],
     ) -> None:
         self._config, self._model = config, model
         self._context_limit = config.context_limit(model)
         self._pool, self._store, self._pins = pool, store, pins
+        self._most_held = most_held
 
     def check(self, request: Request) -> None:
         """Raise InvalidPrompt, ContextTooLong, BadGrammar, UnknownAdapter, OutOfPages or
@@ -57,11 +64,13 @@ class Intake:
 
     def _check_room(self, request: Request) -> None:
         """Raise unless the arena could hold one of the request's sequences and its adapters."""
-        num_kv = -(-(len(request.token_ids) + 1) // self._config.page_size)
+        num_tokens = len(request.token_ids) + 1
+        num_kv = self._most_held(num_tokens)
         num_adapter = sum(self._store.num_pages(part.digest) for part in request.adapters)
         num_pinned = self._pins.num_pages
         if num_pinned:
-            num_kv += num_pinned - self._pins.num_shared(request)
+            num_all = -(-num_tokens // self._config.page_size)
+            num_kv = min(num_kv, num_all - self._pins.num_shared(request)) + num_pinned
         pins = f", with the {num_pinned} that are pinned," if num_pinned else ""
         for name, param, wanted, limit in (
             (f"prompt{pins}", "token_ids", num_kv, self._pool.max_used(PageUse.KV)),

@@ -32,15 +32,26 @@ class PageTables:
         """Whether a running sequence loses pages that nothing reads any more."""
         return self._reach is not None
 
-    def count_to_start(self, sequence: Sequence, num_found: int) -> int:
-        """Pages that have to be free before it starts behind `num_found` pages.
+    def most_held(self, num_tokens: int) -> int:
+        """Pages with which a sequence of so many tokens can run, however few others there are.
+
+        All of them; where pages are given back, what a chunk of a page touches and what its first
+        token still reads.
+        """
+        num_pages = self.count_for(num_tokens)
+        if self._reach is None:
+            return num_pages
+        return min(num_pages, (self._reach - 1 + self._page_size - 2) // self._page_size + 2)
+
+    def count_to_start(self, sequence: Sequence, found: list[int]) -> int:
+        """Pages that have to be free before it starts behind the pages that were found for it.
 
         Room for all its tokens, not just a chunk: else it would soon be preempted. Where pages are
-        given back, for what it reads at a time and a page to go on with: it may have generated
-        more than there is room for.
+        given back, for the most that it holds: it may have more tokens than there is room for.
         """
-        num_new = self.count_for(sequence.num_tokens) - num_found
-        return num_new if self._reach is None else min(num_new, self.count_for(self._reach) + 2)
+        num_new = self.count_for(sequence.num_tokens) - len(found)
+        num_held = len(found) - self._first_seen(len(found) * self._page_size)
+        return min(num_new, self.most_held(sequence.num_tokens) - num_held)
 
     def count_missing(self, sequence: Sequence, num_tokens: int) -> int:
         """Pages that its next `num_tokens` tokens need and it has not."""

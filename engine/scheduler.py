@@ -142,6 +142,10 @@ class Scheduler:
         is_batch_running = self.running[-1].rank[0] is Urgency.BATCH
         return is_batch_running and any(_is_interactive(s) for s in self.waiting)
 
+    def most_held(self, num_tokens: int) -> int:
+        """See `PageTables.most_held`."""
+        return self._tables.most_held(num_tokens)
+
     def look_ahead(self, rows: list[Row]) -> list[tuple[int, int, int]] | None:
         """See `PageTables.look_ahead`."""
         return self._tables.look_ahead(rows)
@@ -351,7 +355,7 @@ class Scheduler:
     def _claim_pages(self, step: Step, sequence: Sequence) -> bool:
         """Start the sequence if there are pages for it, and put its first chunk into the step."""
         pages = self._tables.find(sequence)
-        num_new = self._tables.count_to_start(sequence, len(pages))
+        num_new = self._tables.count_to_start(sequence, pages)
         while not self._is_free(num_new, sequence):
             if not self._preempt_for(step, sequence):
                 if not self.running and self._is_free_at_last(num_new, sequence):

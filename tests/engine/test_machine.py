@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,11 @@ from engine import (
     SamplingParams,
     UnknownAdapter,
 )
+from engine.config import ModelConfig
 from engine.errors import AdapterError
-from tests.engine.conftest import prompt
+from tests.engine.conftest import ADAPTERS, prompt, save_adapter
+from tests.engine.families import save_family
 
-PAGE_BYTES = 2048 * 4
-NUM_PAGES = 40
 KINDS = ["all-4", "qv-16", "ko-1", "mlp-rs"]
 BROKEN = "broken"
 
@@ -104,12 +105,30 @@ def sampling(max_tokens: int, seed: int | None) -> SamplingParams:
     )
 
 
+@dataclass(frozen=True)
+class World:
+    """What a game is played with.
+
+    repeats  a prompt is so many times as long as it was drawn
+    """
+
+    model_dir: Path
+    adapters: dict[str, Path]
+    num_pages: int
+    repeats: int = 1
+
+    @property
+    def arena_bytes(self) -> int:
+        model = ModelConfig.from_folder(self.model_dir)
+        return self.num_pages * EngineConfig(model_dir=self.model_dir).page_bytes(model)
+
+
 class EngineMachine(RuleBasedStateMachine):
     """The rules; what it remembers is what a caller could."""
 
-    def __init__(self, model_dir: Path, adapters: dict[str, Path], reference: Reference) -> None:
+    def __init__(self, world: World, reference: Reference) -> None:
         super().__init__()
-        self.model_dir, self.adapters, self.reference = model_dir, adapters, reference
+        self.world, self.reference = world, reference
         self.now = 1000.0
         self.folder = tempfile.TemporaryDirectory()
         self.engine: Engine
@@ -132,8 +151,8 @@ class EngineMachine(RuleBasedStateMachine):
     def start(self, **config: Any) -> None:
         self.engine = Engine(
             EngineConfig(
-                model_dir=self.model_dir,
-                arena_bytes=NUM_PAGES * PAGE_BYTES,
+                model_dir=self.world.model_dir,
+                arena_bytes=self.world.arena_bytes,
                 max_wait_s=4.0,
                 max_batch_wait_s=10.0,
                 **config,
@@ -147,12 +166,12 @@ class EngineMachine(RuleBasedStateMachine):
     def _register(self, name: str, kind: str) -> None:
         self.digests[name] = digest = f"{kind}-{len(self.kind_of)}"
         self.kind_of[digest] = kind
-        self.engine.register_adapter(digest, self.adapters[kind])
+        self.engine.register_adapter(digest, self.world.adapters[kind])
 
     def _register_broken(self) -> None:
         folder = Path(self.folder.name) / BROKEN
         folder.mkdir()
-        for file in self.adapters["ko-1"].iterdir():
+        for file in self.world.adapters["ko-1"].iterdir():
             (folder / file.name).write_bytes(file.read_bytes())
         self.engine.register_adapter(BROKEN, folder)
         (folder / "adapter_model.safetensors").unlink()
@@ -185,7 +204,7 @@ class EngineMachine(RuleBasedStateMachine):
     ) -> None:
         request = Request(
             request_id=str(len(self.requests)),
-            token_ids=token_ids,
+            token_ids=token_ids * self.world.repeats,
             adapters=self._parts(blend),
             sampling=sampling(max_tokens, seed),
             deadline=None if patience is None else self.now + patience,
@@ -320,14 +339,32 @@ class EngineMachine(RuleBasedStateMachine):
 Play = Callable[..., None]
 
 
-@pytest.fixture
-def play(tiny_model: Path, adapters: dict[str, Path]) -> Any:
+@pytest.fixture(scope="module")
+def plain(tiny_model: Path, adapters: dict[str, Path]) -> World:
+    return World(tiny_model, adapters, num_pages=40)
+
+
+@pytest.fixture(scope="module")
+def sliding(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """Prompts may be twice as long as the arena, and a request may need all of it for a moment."""
+    folder = tmp_path_factory.mktemp("sliding")
+    model_dir = save_family(folder / "base", "mistral", max_position_embeddings=512)
+    adapters = {
+        kind: save_adapter(model_dir, folder / kind, seed, **ADAPTERS[kind])
+        for seed, kind in enumerate(KINDS)
+    }
+    return World(model_dir, adapters, num_pages=12, repeats=3)
+
+
+@pytest.fixture(params=["plain", "sliding"])
+def play(request: pytest.FixtureRequest) -> Any:
     """Play so many games of so many rules: always the same ones, or others each time."""
-    reference = Reference(tiny_model, adapters)
+    world: World = request.getfixturevalue(request.param)
+    reference = Reference(world.model_dir, world.adapters)
 
     def run(num_games: int, num_rules: int, *, same: bool) -> None:
         run_state_machine_as_test(  # type: ignore[no-untyped-call]
-            lambda: EngineMachine(tiny_model, adapters, reference),
+            lambda: EngineMachine(world, reference),
             settings=settings(
                 max_examples=num_games,
                 stateful_step_count=num_rules,

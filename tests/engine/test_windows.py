@@ -8,14 +8,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine import Engine, EngineConfig, FinishReason, Priority
+from engine import Engine, EngineConfig, FinishReason, OutOfPages, Priority
 from engine.config import ModelConfig
 from tests.engine.conftest import Result, prompt, request, save_adapter
 from tests.engine.families import save_family
 
 WINDOW, PAGE = 17, 16
-# A token sees so many pages at most; the page that a step begins is one more.
-MOST_PAGES = -(-WINDOW // PAGE) + 2
+# What a chunk of a page touches, and what its first token sees.
+MOST_PAGES = (WINDOW - 1 + PAGE - 2) // PAGE + 2
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +54,14 @@ def make_engine(base: Path, num_pages: int, **options: object) -> Engine:
     return Engine(
         EngineConfig(model_dir=base, arena_bytes=num_pages * page_bytes, **options)  # type: ignore[arg-type]
     )
+
+
+def num_pages_of(base: Path, adapter: Path) -> int:
+    engine = make_engine(base, 100)
+    engine.register_adapter("a", adapter)
+    num_pages = engine._store.num_pages("a")
+    engine.close()
+    return num_pages
 
 
 def run_poisoned(engine: Engine, *requests: object) -> tuple[dict[str, Result], int]:
@@ -125,6 +133,97 @@ def test_preemption_begins_anew(base: Path) -> None:
     for i in range(6):
         assert results[f"{i}/0"].token_ids == greedy(base, None, prompt(i, 5 + i), 60)
     assert engine.stats().num_preemptions > 0
+    engine.close()
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("max_step_tokens", [512, 100, 5])
+def test_a_prompt_may_be_longer_than_the_arena(
+    base: Path, adapter: Path, prefix_cache: bool, max_step_tokens: int
+) -> None:
+    """With as few pages as it says that it needs, and its adapter's."""
+    num_adapter = num_pages_of(base, adapter)
+    options = {"prefix_cache": prefix_cache, "max_step_tokens": max_step_tokens}
+    engine = make_engine(base, MOST_PAGES + num_adapter, **options)
+    engine.register_adapter("a", adapter)
+    for name, seed, digest in (("base", 1, None), ("adapted", 2, "a"), ("again", 1, None)):
+        tokens = prompt(seed, 400)
+        results, most = run_poisoned(engine, request(name, tokens, adapter=digest, max_tokens=40))
+        wanted = greedy(base, adapter if digest else None, tokens, 40)
+        assert results[f"{name}/0"].token_ids == wanted
+        assert most <= MOST_PAGES + (0 if digest else num_adapter)
+    assert engine.stats().num_preemptions == 0
+    engine.close()
+
+
+def test_less_than_a_window_is_refused(base: Path, adapter: Path) -> None:
+    engine = make_engine(base, MOST_PAGES - 1)
+    with pytest.raises(OutOfPages, match=f"need {MOST_PAGES} pages; there are {MOST_PAGES - 1}"):
+        engine.add(request("long", prompt(1, 400)))
+    short = prompt(1, PAGE * (MOST_PAGES - 1) - 1)
+    results, _ = run_poisoned(engine, request("short", short, max_tokens=1))
+    assert results["short/0"].token_ids == greedy(base, None, short, 1)
+    engine.close()
+    engine = make_engine(base, MOST_PAGES + num_pages_of(base, adapter) - 1)
+    engine.register_adapter("a", adapter)
+    with pytest.raises(OutOfPages, match="prompt and adapters need"):
+        engine.add(request("adapted", prompt(1, 400), adapter="a"))
+    engine.close()
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_long_prompts_share_a_small_arena(base: Path, prefix_cache: bool) -> None:
+    """Several at a time, continuations and a batch request among them."""
+    engine = make_engine(base, 2 * MOST_PAGES, prefix_cache=prefix_cache, max_step_tokens=64)
+    requests = [
+        request("batch", prompt(1, 300), max_tokens=30, priority=Priority.BATCH),
+        request("twice", prompt(2, 200), max_tokens=30, n=2),
+        request("once", prompt(3, 350), max_tokens=30),
+        request("short", prompt(4, 5), max_tokens=60),
+    ]
+    results, _ = run_poisoned(engine, *requests)
+    for each in requests:
+        wanted = greedy(base, None, list(each.token_ids), each.sampling.max_tokens or 0)
+        for index in range(each.n):
+            assert results[f"{each.request_id}/{index}"].token_ids == wanted
+    assert engine.stats().kv_pages == 0
+    engine.close()
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("num_steps", [3, 30])
+def test_a_long_prompt_that_is_preempted_fits_again(
+    base: Path, prefix_cache: bool, num_steps: int
+) -> None:
+    """In the middle of its prompt, and in the middle of its answer."""
+    engine = make_engine(base, MOST_PAGES, prefix_cache=prefix_cache, max_running=1)
+    engine.add(request("long", prompt(1, 300), max_tokens=40, priority=Priority.BATCH))
+    before = [output for _ in range(num_steps) for output in engine.step()]
+    assert (num_steps > 3) == any(output.token_ids for output in before)
+    results, _ = run_poisoned(engine, request("quick", prompt(2, 200), max_tokens=3))
+    assert engine.stats().num_preemptions == 1
+    assert results["quick/0"].token_ids == greedy(base, None, prompt(2, 200), 3)
+    tokens = [token for output in before for token in output.token_ids]
+    assert tokens + results["long/0"].token_ids == greedy(base, None, prompt(1, 300), 40)
+    engine.close()
+
+
+def test_what_is_pinned_leaves_a_long_prompt_its_window(base: Path) -> None:
+    system = prompt(1, 4 * PAGE)
+    engine = make_engine(base, 4 + MOST_PAGES, pin_share=0.7)
+    engine.pin_prefix(system)
+    run_poisoned(engine)
+    assert engine.stats().pinned_pages == 4
+    for name, tokens in (("own", system + prompt(2, 300)), ("other", prompt(3, 300))):
+        results, _ = run_poisoned(engine, request(name, tokens, max_tokens=4))
+        assert results[f"{name}/0"].token_ids == greedy(base, None, tokens, 4)
+        assert engine.stats().pinned_pages == 4
+    engine.close()
+    engine = make_engine(base, 4 + MOST_PAGES - 1, pin_share=0.7)
+    engine.pin_prefix(system)
+    run_poisoned(engine)
+    with pytest.raises(OutOfPages, match="with the 4 that are pinned"):
+        engine.add(request("own", system + prompt(2, 300)))
     engine.close()
 
 
