@@ -62,6 +62,7 @@ class AdapterLoader:
         self._loading: set[Adapter] = set()
         self._failed: dict[str, Adapter] = {}  # that may not be tried again yet
         self._abandoned: list[tuple[Future[None], HostPages]] = []
+        self._ahead: dict[str, Adapter] = {}  # to be read when nothing else is, in this order
 
     # Reading
 
@@ -72,9 +73,44 @@ class AdapterLoader:
         """
         if len(self._loading) >= self._limits.num_threads or len(self._abandoned) >= _MAX_ABANDONED:
             return
-        self._make_room(adapter.num_pages, keep)
-        if not self._host.can_take(adapter.num_pages):
-            return
+        if self._make_room(adapter.num_pages, keep):
+            self._start(adapter)
+
+    def load_ahead(self, adapter: Adapter) -> None:
+        """Read an adapter that nobody needs yet, once `start_ahead` finds the time and the room.
+
+        One that is larger than all of host memory stays on disk.
+        """
+        if adapter.state is AdapterState.DISK and adapter.num_pages <= self._host.num_pages:
+            self._ahead[adapter.digest] = adapter
+
+    def start_ahead(self, keep: Collection[str]) -> None:
+        """Begin to read adapters ahead, on all threads but one, where there are several.
+
+        keep  as in `start`. What was read ahead stays as well until it was used once: of more
+              adapters than there is room for, the later ones are left on disk.
+        """
+        most = max(self._limits.num_threads - 1, 1)
+        while self._ahead and len(self._loading) < most:
+            adapter = self._ahead.pop(next(iter(self._ahead)))
+            if adapter.state is not AdapterState.DISK or adapter.error is not None:
+                continue  # a request has had it read, or tried to
+            if len(self._abandoned) >= _MAX_ABANDONED:
+                continue
+            unused = {a.digest for a in self._in_host.values() if a.is_ahead}
+            if self._make_room(adapter.num_pages, unused.union(keep)):
+                adapter.is_ahead = True
+                self._start(adapter)
+
+    @property
+    def is_loading_ahead(self) -> bool:
+        return bool(self._ahead) or any(adapter.is_ahead for adapter in self._loading)
+
+    def is_coming(self, adapter: Adapter) -> bool:
+        """Whether the adapter is read now, or will be though nobody needs it."""
+        return adapter in self._loading or adapter.digest in self._ahead
+
+    def _start(self, adapter: Adapter) -> None:
         adapter.host = self._host.take(adapter.num_pages)
         adapter.state = AdapterState.LOADING
         adapter.loading_since = self._clock()
@@ -119,7 +155,7 @@ class AdapterLoader:
         if error is not None:
             self.note_failure(adapter, error)
         else:
-            adapter.num_failures = 0
+            adapter.num_failures, adapter.failure = 0, None
             adapter.state = AdapterState.HOST
             adapter.last_use = self._pool.time
             self._in_host[adapter.digest] = adapter
@@ -153,6 +189,7 @@ class AdapterLoader:
         """The adapter is no longer registered."""
         self.drop(adapter)
         self._failed.pop(adapter.digest, None)
+        self._ahead.pop(adapter.digest, None)
 
     # Host memory
 
@@ -162,14 +199,16 @@ class AdapterLoader:
             self._host.release(adapter.host)
             self._in_host.pop(adapter.digest, None)
             adapter.host = None
+        adapter.is_ahead = False
 
-    def _make_room(self, num_pages: int, keep: Collection[str]) -> None:
+    def _make_room(self, num_pages: int, keep: Collection[str]) -> bool:
         """Drop whole images until `num_pages` can be taken: first those that are in the arena too.
 
         An image on its way to the arena stays, and so do those of `keep` that are yet to go there.
+        False, and nothing is dropped, when all others are not enough.
         """
         if self._host.can_take(num_pages):
-            return
+            return True
         holdings = []
         for adapter in self._in_host.values():
             is_copy = adapter.state is AdapterState.RESIDENT
@@ -177,13 +216,16 @@ class AdapterLoader:
                 continue
             reload_s = 0.0 if is_copy else self._costs.adapter(adapter.num_pages, is_in_host=False)
             holdings.append(Holding(adapter, adapter.num_pages, reload_s, adapter.last_use))
+        if self._host.num_free + sum(holding.num_pages for holding in holdings) < num_pages:
+            return False
         for holding in eviction_order(holdings, self._pool.time):
             self.drop(holding.owner)
             if holding.owner.state is AdapterState.HOST:
                 holding.owner.state = AdapterState.DISK
                 holding.owner.lacks_room = False
             if self._host.can_take(num_pages):
-                return
+                break
+        return True
 
     def check_integrity(self, adapters: Iterable[Adapter]) -> None:
         """Raise AssertionError unless states, images and failures of all adapters agree."""
@@ -195,4 +237,5 @@ class AdapterLoader:
             assert is_whole == (adapter.digest in self._in_host)
             if adapter.host is not None:
                 rooms.append(adapter.host)
+            assert self._ahead.get(adapter.digest, adapter) is adapter
         self._host.check_integrity(rooms)

@@ -36,7 +36,9 @@ class Adapter:
     pins, users      requests that run with it; accepted ones, running or waiting
     last_use         in steps of the engine
     lacks_room       it is in host memory, and only pages are missing
-    error, retry_at  of the last attempt to load it, and when another may be made
+    is_ahead         no request has needed it since it was read, or began to be read
+    failure          of the last attempt to load it, until one succeeds
+    error, retry_at  the same until another attempt may be made, and when that is
     """
 
     digest: str
@@ -55,6 +57,8 @@ class Adapter:
     users: int = 0
     is_unregistered: bool = False
     lacks_room: bool = False
+    is_ahead: bool = False
+    failure: AdapterError | None = None
     error: AdapterError | None = None
     num_failures: int = 0  # in a row
     retry_at: float = 0.0
@@ -67,7 +71,8 @@ class Adapter:
             error = wrapped
         pause = min(_FIRST_PAUSE_S * 2**self.num_failures, _LAST_PAUSE_S)
         self.num_failures = min(self.num_failures + 1, 16)
-        self.state, self.error, self.retry_at = AdapterState.DISK, error, now + pause
+        self.state, self.retry_at = AdapterState.DISK, now + pause
+        self.error = self.failure = error
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the fields agree."""
@@ -78,6 +83,8 @@ class Adapter:
         assert self.host is not None or self.state in (AdapterState.DISK, AdapterState.RESIDENT)
         assert 0 <= self.pins <= self.users
         assert self.error is None or self.state is AdapterState.DISK
+        assert self.error in (None, self.failure)
+        assert not self.is_ahead or self.state in (AdapterState.LOADING, AdapterState.HOST)
         assert (
             not self.is_unregistered
             or self.users

@@ -31,6 +31,7 @@ from engine.host_memory import HostMemory
 from engine.idle_pages import IdlePages
 from engine.memory import PagePool, PageUse
 from engine.prefix_cache import PrefixCache
+from engine.stats import AdapterStatus
 
 
 class AdapterStore:
@@ -90,6 +91,14 @@ class AdapterStore:
             digest=digest, path=path, num_pages=num_pages, tail_slots=tail
         )
 
+    def load_ahead(self, digest: str) -> None:
+        """Have a registered adapter read before anybody needs it, if that is in nobody's way.
+
+        Raises UnknownAdapter.
+        """
+        self.check_known((digest,))
+        self._loader.load_ahead(self._adapters[digest])
+
     def unregister(self, digest: str) -> None:
         """Forget `digest`: at once for new requests, for accepted ones when they have ended."""
         adapter = self._adapters.get(digest)
@@ -109,6 +118,7 @@ class AdapterStore:
         self.check_known(digests)
         for digest in digests:
             self._adapters[digest].users += 1
+            self._adapters[digest].is_ahead = False
 
     def remove_user(self, digests: Sequence[str]) -> None:
         """The request has ended."""
@@ -214,7 +224,7 @@ class AdapterStore:
         for adapter in list(self._arriving.values()):
             self._look_at_arrival(adapter)
         seen: set[str] = set()
-        num_missing = 0
+        num_missing, is_short = 0, False
         for digest in wanted:
             if digest in seen:
                 continue
@@ -226,11 +236,14 @@ class AdapterStore:
                 continue
             if adapter.state is AdapterState.DISK:
                 self._loader.start(adapter, seen)
+                is_short = is_short or adapter.state is AdapterState.DISK
             elif adapter.state is AdapterState.HOST:
                 self._start_copying(adapter, seen)
             num_missing += 1
             if num_missing == self._limits.max_prefetch:
                 return
+        if not is_short:
+            self._loader.start_ahead(seen)
 
     def wait(self, timeout_s: float) -> None:
         """Sleep until a thread finishes something, `timeout_s` at most."""
@@ -318,6 +331,24 @@ class AdapterStore:
     @property
     def is_loading(self) -> bool:
         return self._loader.is_loading or bool(self._arriving)
+
+    @property
+    def is_loading_ahead(self) -> bool:
+        """Whether anything is read, or waits to be, that no request needed when that began."""
+        return self._loader.is_loading_ahead
+
+    def status(self, digest: str) -> AdapterStatus | None:
+        """Where an adapter is; None when it is not known."""
+        adapter = self._adapters.get(digest)
+        if adapter is None:
+            return None
+        if self._loader.is_coming(adapter):
+            return AdapterStatus("loading")
+        if digest in self._resident:
+            return AdapterStatus("resident")
+        if adapter.state is AdapterState.DISK:
+            return AdapterStatus("disk", adapter.failure)
+        return AdapterStatus("host")
 
     def owned_pages(self) -> list[list[int]]:
         """The pages of every adapter, for `PagePool.check_integrity`."""

@@ -86,9 +86,10 @@ class DashEngine:
     def register_adapter(self, name: str, path: str | Path) -> None:
         """Call the PEFT folder `path` by `name`, in place of what had the name; returns at once.
 
-        It is read and checked in the background; requests that name it wait for that. What is
-        wrong with it ends them with its own error, and `stats` tells it. Requests made before go
-        on with what the name meant then.
+        It is checked and read into host memory in the background, as far as `host_cache` has room
+        for adapters that were never used; requests that name it wait for that. What is wrong with
+        it ends them with its own error, and `stats` tells it. Requests made before go on with what
+        the name meant then.
         """
         self._names.register(name, Path(path))
 
@@ -152,8 +153,8 @@ class DashEngine:
 
     def stats(self) -> DashStats:
         """The engine and its adapters at this moment; prints as a summary."""
-        engine_stats = self._loop.call(lambda engine: engine.stats()).result()
-        return dash_stats(self._names.all(), engine_stats, self._engine_config, self.model)
+        names, config = self._names, self._engine_config
+        return self._loop.call(lambda engine: dash_stats(names.all(), engine, config)).result()
 
     def close(self) -> None:
         """End the engine's threads; calls under way raise RuntimeError, as later ones do."""

@@ -114,7 +114,7 @@ class AdapterNames:
             self._loop.call(lambda engine: self.release(engine, [adapter]))
 
     def _read(self, adapter: NamedAdapter) -> None:
-        """Learn the digest, and have the engine check that the adapter fits."""
+        """Learn the digest, have the engine check that the adapter fits, and load it."""
         if self._offload_dir is not None:
             digest, adapter.path = _adopt(adapter.path, self._offload_dir)
         else:
@@ -124,6 +124,7 @@ class AdapterNames:
 
         def introduce(engine: Engine) -> None:
             engine.register_adapter(digest, adapter.path)
+            engine.load_ahead(digest)
             self.release(engine, [adapter])
 
         self._loop.call(introduce).result()

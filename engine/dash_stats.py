@@ -6,16 +6,20 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from engine.config import EngineConfig, ModelConfig
+from engine.config import EngineConfig
 from engine.dash_adapters import NamedAdapter
-from engine.stats import EngineStats
+from engine.engine import Engine
+
+_STATES = {"disk": "on disk", "loading": "loading", "host": "ready", "resident": "resident"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class DashStats:
     """A DashEngine at one moment; prints as a summary.
 
-    adapters         name -> "loading", "ready", "resident" (in the arena) or "failed: …"
+    adapters         name -> "loading", "ready" (in host memory), "resident" (in the arena), "on
+                     disk" (there was no room in host memory; it is read when it is needed) or
+                     "failed: …", of the last attempt to read it
     running, waiting requests
     num_steps, num_generated, num_preemptions   so far
     arena_bytes      all of the arena; of it, kv_bytes are running requests', adapter_bytes
@@ -61,14 +65,12 @@ class DashStats:
     __repr__ = __str__
 
 
-def dash_stats(
-    adapters: Sequence[NamedAdapter], stats: EngineStats, config: EngineConfig, model: ModelConfig
-) -> DashStats:
-    """The engine's statistics by adapters' names, in bytes."""
-    resident = set(stats.resident_digests)
-    page_bytes = config.page_layout(model).page_elems * config.bytes_per_element
+def dash_stats(adapters: Sequence[NamedAdapter], engine: Engine, config: EngineConfig) -> DashStats:
+    """The engine's statistics by adapters' names, in bytes; on the engine's thread."""
+    stats = engine.stats()
+    page_bytes = config.page_bytes(engine.model)
     return DashStats(
-        adapters={adapter.name: _state(adapter, resident) for adapter in adapters},
+        adapters={adapter.name: _state(adapter, engine) for adapter in adapters},
         running=stats.running,
         waiting=stats.waiting,
         num_steps=stats.step,
@@ -81,13 +83,17 @@ def dash_stats(
     )
 
 
-def _state(adapter: NamedAdapter, resident: set[str]) -> str:
+def _state(adapter: NamedAdapter, engine: Engine) -> str:
     if not adapter.ready.done() or adapter.ready.cancelled():
         return "loading"
     error = adapter.ready.exception()
     if error is not None:
         return f"failed: {error}"
-    return "resident" if adapter.digest in resident else "ready"
+    assert adapter.digest is not None
+    status = engine.adapter_status(adapter.digest)
+    if status is None:
+        return "loading"
+    return f"failed: {status.failure}" if status.failure else _STATES[status.tier]
 
 
 def _size(num_bytes: int) -> str:

@@ -33,7 +33,7 @@ from engine.runner import ModelRunner
 from engine.sampler import Sampled, Sampler
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence, Step
-from engine.stats import EngineStats
+from engine.stats import AdapterStatus, EngineStats
 from engine.verdict import is_full, judge
 from engine.weights import Weights
 
@@ -149,6 +149,19 @@ class Engine:
         """
         self._store.register(digest, path)
 
+    def load_ahead(self, digest: str) -> None:
+        """Have a registered adapter read into host memory before a request needs it.
+
+        It is read during the steps that follow, on a thread, when requests leave a thread and room
+        for it; `has_work` is true meanwhile. What is wrong with it, the requests that need it are
+        told, and `adapter_status`. Raises UnknownAdapter.
+        """
+        self._store.load_ahead(digest)
+
+    def adapter_status(self, digest: str) -> AdapterStatus | None:
+        """Where an adapter is, and why it could not be loaded; None for one that is not known."""
+        return self._store.status(digest)
+
     def unregister_adapter(self, digest: str) -> None:
         """Forget the adapter and its pins; accepted requests finish with it, new ones cannot."""
         self._store.unregister(digest)
@@ -211,8 +224,11 @@ class Engine:
         self._requests.end_later(request_id, reason, index=index)
 
     def has_work(self) -> bool:
-        """Whether `step` has anything to do, now or as soon as an adapter or grammar is ready."""
-        return bool(self._requests) or self._flight is not None
+        """Whether `step` has anything to do, now or as soon as an adapter or grammar is ready.
+
+        An adapter that is loaded ahead counts as well.
+        """
+        return bool(self._requests) or self._flight is not None or self._store.is_loading_ahead
 
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:

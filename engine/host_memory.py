@@ -57,6 +57,11 @@ class HostMemory:
     def num_pages(self) -> int:
         return self._pool.num_pages
 
+    @property
+    def num_free(self) -> int:
+        """Pages of the slab that nobody has."""
+        return self._pool.num_free
+
     def can_take(self, num_pages: int) -> bool:
         """Whether `take` has room; always for an adapter that the whole slab could not hold."""
         return num_pages > self._pool.num_pages or self._pool.can_take(num_pages)

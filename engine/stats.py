@@ -3,6 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+from engine.errors import AdapterError
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterStatus:
+    """Where one adapter is at one moment.
+
+    tier     "disk", "loading" (to host memory), "host" or "resident" (in the arena)
+    failure  why the last attempt to load it failed; None when none was made, or it succeeded
+    """
+
+    tier: Literal["disk", "loading", "host", "resident"]
+    failure: AdapterError | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

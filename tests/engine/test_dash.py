@@ -133,22 +133,84 @@ def test_offloaded_adapters_outlive_their_source(
     assert first.token_ids == again.token_ids == wanted[: len(first.token_ids)]
 
 
+def settle(dash: DashEngine) -> dict[str, str]:
+    """The adapters' states once nothing is loading."""
+    end = time.monotonic() + 20
+    while "loading" in (states := dash.stats().adapters).values():
+        assert time.monotonic() < end, states
+        time.sleep(0.01)
+    return dict(states)
+
+
 def test_a_source_that_changes_behind_its_name_is_refused(
-    dash: DashEngine, adapters: dict[str, Path], tmp_path: Path, oracle: Oracle
+    tiny_model: Path, adapters: dict[str, Path], tmp_path: Path, oracle: Oracle
 ) -> None:
     """Registered as one adapter and another when it is read; naming it again makes it the other."""
     source = shutil.copytree(adapters["all-4"], tmp_path / "source")
+    config = DashConfig(adapter_vram_pool="2MB", kv_pool="2MB", host_cache="1KB")
+    with DashEngine(tiny_model, config) as dash:
+        dash.register_adapter("a", source)
+        assert settle(dash) == {"a": "on disk"}  # nothing has been read but the header
+        for file in adapters["ko-1"].iterdir():
+            shutil.copyfile(file, source / file.name)
+        (got,) = dash.generate([prompt(0, 8)], "a", max_new_tokens=6)
+        assert isinstance(got.error, AdapterDamaged) and got.token_ids == []
+        dash.register_adapter("a", source)
+        (again,) = dash.generate([prompt(0, 8)], "a", max_new_tokens=6)
+        assert _agrees(again, oracle.generate(prompt(0, 8), 6, "ko-1"))
+
+
+def test_what_is_registered_is_read_before_it_is_used(
+    dash: DashEngine, adapters: dict[str, Path], tmp_path: Path, oracle: Oracle
+) -> None:
+    source = shutil.copytree(adapters["all-4"], tmp_path / "source")
     dash.register_adapter("a", source)
-    while dash.stats().adapters["a"] == "loading":
-        time.sleep(0.01)
-    for file in adapters["ko-1"].iterdir():
-        shutil.copyfile(file, source / file.name)
-    assert dash.stats().adapters["a"] == "ready"  # nothing has been read but the header
+    assert settle(dash) == {"a": "ready"}
+    assert dash.stats().adapter_bytes == 0  # in host memory, and nowhere else
+    shutil.rmtree(source)
     (got,) = dash.generate([prompt(0, 8)], "a", max_new_tokens=6)
-    assert isinstance(got.error, AdapterDamaged) and got.token_ids == []
-    dash.register_adapter("a", source)
-    (again,) = dash.generate([prompt(0, 8)], "a", max_new_tokens=6)
-    assert _agrees(again, oracle.generate(prompt(0, 8), 6, "ko-1"))
+    assert _agrees(got, oracle.generate(prompt(0, 8), 6, "all-4"))
+    assert settle(dash) == {"a": "resident"}
+
+
+def test_a_bad_file_is_told_before_anybody_uses_it(
+    dash: DashEngine, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    """What only reading the values shows; a mended file is read when it is needed."""
+    bad = shutil.copytree(adapters["all-4"], tmp_path / "bad")
+    tensors = load_file(bad / "adapter_model.safetensors")
+    name = min(tensors)
+    tensors[name][0, 0] = float("nan")
+    save_file(tensors, bad / "adapter_model.safetensors")
+    dash.register_adapter("bad", bad)
+    dash.register_adapter("good", adapters["qv-16"])
+    states = settle(dash)
+    assert states["good"] == "ready"
+    assert states["bad"].startswith("failed: ") and f"{name} has values" in states["bad"]
+    time.sleep(0.6)  # longer than the engine rests after a failure
+    assert settle(dash) == states
+    good, first, again = dash.generate([[1]] * 3, ["good", "bad", "bad"], max_new_tokens=2)
+    assert good.error is None
+    for got in (first, again):
+        assert isinstance(got.error, AdapterMismatch) and name in str(got.error)
+    assert settle(dash) == {"bad": states["bad"], "good": "resident"}
+
+
+def test_of_more_adapters_than_host_memory_holds_the_first_are_read(
+    tiny_model: Path, adapters: dict[str, Path], oracle: Oracle
+) -> None:
+    config = DashConfig(adapter_vram_pool="2MB", kv_pool="2MB", host_cache="80KB")
+    names = ["all-4", "qv-16", "mlp-rs", "patterns", "ko-1", "layer-1"]
+    with DashEngine(tiny_model, config) as dash:
+        for name in names:
+            dash.register_adapter(name, adapters[name])
+        states = settle(dash)
+        assert set(states.values()) == {"ready", "on disk"}
+        for name in names:
+            (got,) = dash.generate([prompt(1, 6)], name, max_new_tokens=6)
+            assert _agrees(got, oracle.generate(prompt(1, 6), 6, name))
+        dash._loop.call(lambda engine: engine.check_integrity()).result()
+        assert set(settle(dash).values()) == {"resident"}
 
 
 def test_adapters_that_do_not_match_the_prompts_are_refused(dash: DashEngine) -> None:
@@ -223,6 +285,7 @@ def test_adapters_that_do_not_fit_say_so(
     assert "not finite" in str(bad[1].error)
     assert good.error is None
     assert dash.stats().adapters["rank"].startswith("failed: ")
+    assert dash.stats().adapters["endless"].startswith("failed: ")
     assert "rank failed: " in str(dash.stats())
 
 
@@ -265,8 +328,9 @@ def test_more_adapters_than_the_pool_holds(
         ):
             assert _agrees(got, oracle.generate(tokens, 6, name)), (name, got)
         assert engine.stats().adapter_bytes <= 100_000
-        assert "resident" in engine.stats().adapters.values()
-        assert "ready" in engine.stats().adapters.values()
+        states = set(engine.stats().adapters.values())
+        assert "resident" in states and states & {"ready", "on disk"}
+        assert states <= {"resident", "ready", "on disk", "loading"}
 
 
 def test_streams_spell_what_generate_spells(dash: DashEngine) -> None:

@@ -218,6 +218,13 @@ class EngineMachine(RuleBasedStateMachine):
             assert all(name in self.digests for name in blend)
             self.requests[request.request_id] = request
 
+    @rule(name=st.sampled_from(["one", "two", "three", BROKEN]))
+    def load_ahead(self, name: str) -> None:
+        try:
+            self.engine.load_ahead(self.digests.get(name, "never-was"))
+        except UnknownAdapter:
+            assert name not in self.digests
+
     @precondition(lambda self: self.requests)
     @rule(choose=st.randoms(use_true_random=False))
     def cancel(self, choose: Any) -> None:
@@ -263,7 +270,7 @@ class EngineMachine(RuleBasedStateMachine):
         try:
             self.engine.pin_prefix(token_ids, tenant_id=tenant_id, adapters=parts)
         except PinLimitExceeded:
-            assert self.pins
+            assert self.pins or len(token_ids) // 16 > self.world.num_pages // 4
         except UnknownAdapter:
             assert any(name not in self.digests for name in blend)
         except RequestError as error:  # shorter than a page, or there is no prefix cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
@@ -20,7 +21,9 @@ from engine import (
     EngineConfig,
     FinishReason,
     OutOfPages,
+    UnknownAdapter,
 )
+from engine.stats import AdapterStatus
 from tests.engine.conftest import MakeEngine, Oracle, Result, prompt, request, run
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -64,8 +67,15 @@ class HangingDisk:
         os.mkfifo(self._file)
 
     def let_go(self) -> None:
-        """Who waits for the file finds it empty."""
-        os.close(os.open(self._file, os.O_WRONLY | os.O_NONBLOCK))
+        """Who waits for the file finds it empty; waits until somebody does."""
+        end = time.monotonic() + 20
+        while True:
+            try:
+                os.close(os.open(self._file, os.O_WRONLY | os.O_NONBLOCK))
+                return
+            except OSError as error:  # nobody has opened it yet
+                assert error.errno == errno.ENXIO and time.monotonic() < end
+                time.sleep(0.01)
 
     def mend(self) -> None:
         self._file.unlink()
@@ -398,3 +408,117 @@ def test_the_most_urgent_adapters_are_brought_in_first(make_engine: MakeEngine) 
         }
         assert len(engine._store._loader._loading) + len(engine._store._arriving) <= 2
     assert set(engine.stats().resident_digests) >= set(EVERYTHING[:2])
+
+
+# Ahead of requests
+
+
+def test_what_is_loaded_ahead_needs_its_file_no_more(
+    make_engine: MakeEngine, adapters: dict[str, Path], oracle: Oracle, tmp_path: Path
+) -> None:
+    engine = make_engine()
+    folder = copy_of(adapters["all-4"], tmp_path / "a")
+    engine.register_adapter("a", folder)
+    engine.load_ahead("a")
+    assert engine.has_work() and engine.adapter_status("a") == AdapterStatus("loading")
+    run(engine, check=True)
+    assert engine.adapter_status("a") == AdapterStatus("host")
+    assert engine.stats().adapter_pages == 0
+    shutil.rmtree(folder)
+    engine.load_ahead("a")
+    assert not engine.has_work()
+    got = run(engine, request("r", prompt(0, 5), adapter="a", max_tokens=6), check=True)["r"]
+    assert got.token_ids == oracle.generate(prompt(0, 5), 6, "all-4")
+    assert engine.adapter_status("a") == AdapterStatus("resident")
+    assert engine.adapter_status("nobody") is None
+    with pytest.raises(UnknownAdapter):
+        engine.load_ahead("nobody")
+
+
+@pytest.mark.parametrize("loader_threads", [2, 3])
+def test_loading_ahead_leaves_requests_a_thread(
+    make_engine: MakeEngine,
+    adapters: dict[str, Path],
+    oracle: Oracle,
+    tmp_path: Path,
+    loader_threads: int,
+) -> None:
+    now = [100.0]
+    engine = make_engine(clock=lambda: now[0], loader_threads=loader_threads, load_timeout_s=30.0)
+    disk = HangingDisk(engine, adapters["all-4"], tmp_path / "hanging")
+    for name in ("hanging", "ko-1"):
+        engine.load_ahead(name)
+    results: dict[str, Result] = {}
+    for name in ("all-64", "qv-16"):
+        engine.add(request(name, prompt(0, 5), adapter=name, max_tokens=6))
+    slowest = step_until(engine, has_ended(results, "all-64", "qv-16"), results)
+    assert slowest < 5
+    for name in ("all-64", "qv-16"):
+        assert results[name].token_ids == oracle.generate(prompt(0, 5), 6, name)
+    assert engine.adapter_status("hanging") == AdapterStatus("loading")
+    now[0] += 31
+    step_until(engine, lambda: not engine.has_work(), results)
+    status = engine.adapter_status("hanging")
+    assert status is not None and isinstance(status.failure, AdapterUnavailable)
+    assert engine.adapter_status("ko-1") == AdapterStatus("host")
+    disk.let_go()
+    disk.mend()
+    now[0] += 10
+    again = run(engine, request("again", prompt(0, 5), adapter="hanging", max_tokens=6))
+    assert again["again"].token_ids == oracle.generate(prompt(0, 5), 6, "all-4")
+    assert engine.adapter_status("hanging") == AdapterStatus("resident")
+
+
+def test_loading_ahead_takes_room_from_nobody_who_needs_it(
+    make_small: MakeEngine, oracle: Oracle, num_pages: dict[str, int]
+) -> None:
+    """Images that were never used stay for the first request, but make room for one."""
+    first, *others = EVERYTHING
+    room = num_pages[first] + max(num_pages[name] for name in others) - 1
+    engine = make_small(host_cache_bytes=room * PAGE_BYTES)
+    for name in EVERYTHING:
+        engine.load_ahead(name)
+    run(engine, check=True)
+    ahead = [name for name in EVERYTHING if engine.adapter_status(name) == AdapterStatus("host")]
+    assert ahead[0] == first and sum(num_pages[name] for name in ahead) <= room
+    left = next(name for name in others if name not in ahead)
+    engine.load_ahead(left)
+    run(engine, check=True)
+    assert engine.adapter_status(left) == AdapterStatus("disk")
+    got = run(engine, request("r", prompt(0, 5), adapter=left, max_tokens=6), check=True)["r"]
+    assert got.token_ids == oracle.generate(prompt(0, 5), 6, left)
+
+
+def test_loading_ahead_may_displace_what_was_used(
+    make_small: MakeEngine, num_pages: dict[str, int]
+) -> None:
+    engine = make_small(host_cache_bytes=max(num_pages.values()) * PAGE_BYTES)
+    run(engine, request("r", [1, 2], adapter=EVERYTHING[0], max_tokens=2))
+    engine.load_ahead(EVERYTHING[2])
+    run(engine, check=True)
+    assert engine.adapter_status(EVERYTHING[2]) == AdapterStatus("host")
+    assert engine.adapter_status(EVERYTHING[0]) == AdapterStatus("resident")
+
+
+def test_what_is_forgotten_is_not_loaded_ahead(
+    make_engine: MakeEngine, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    engine = make_engine(loader_threads=1)
+    disk = HangingDisk(engine, adapters["all-4"], tmp_path / "hanging")
+    for name in ("hanging", "qv-16", "ko-1"):
+        engine.load_ahead(name)
+    engine.step()
+    for name in ("hanging", "qv-16"):
+        engine.unregister_adapter(name)
+    engine.check_integrity()
+    disk.let_go()
+    run(engine, check=True)
+    assert engine.adapter_status("hanging") is None and engine.adapter_status("qv-16") is None
+    assert engine.adapter_status("ko-1") == AdapterStatus("host")
+
+
+def test_what_no_host_memory_could_hold_is_not_loaded_ahead(make_small: MakeEngine) -> None:
+    engine = make_small(host_cache_bytes=0)
+    engine.load_ahead("all-4")
+    assert not engine.has_work()
+    assert engine.adapter_status("all-4") == AdapterStatus("disk")
