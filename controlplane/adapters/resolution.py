@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TypeVar
 
-from django.db.models import F
+from django.db.models import F, Model, QuerySet
 
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel, is_serving
 from controlplane.adapters.names import ModelName, parse_model_name
 from controlplane.errors import NotFound
+
+_Row = TypeVar("_Row", bound=Model)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +35,8 @@ def model_resolve(name: str) -> ResolvedModel:
         version = _ready_version(parsed)
         if version is not None:
             return _resolved(name, version)
-        base_model = BaseModel.objects.filter(name=name, is_active=True).first()
+        # A name with a number is no base model's: who guesses versions costs one question each.
+        base_model = _base_model(name) if parsed.number is None else None
         if base_model is not None:
             return _resolved_base(base_model)
     raise no_such_model(name)
@@ -82,8 +86,17 @@ def _ready_version(wanted: ModelName) -> AdapterVersion | None:
             adapter__base_model__name=wanted.base_model, tenant__slug=wanted.tenant
         )
     if wanted.number is not None:
-        return versions.filter(number=wanted.number).first()
-    return versions.filter(adapter__live_version=F("pk")).first()
+        return _only(versions.filter(number=wanted.number))
+    return _only(versions.filter(adapter__live_version=F("pk")))
+
+
+def _base_model(name: str) -> BaseModel | None:
+    return _only(BaseModel.objects.filter(name=name, is_active=True))
+
+
+def _only(rows: QuerySet[_Row]) -> _Row | None:
+    """The row, of which there is one at most. `first()` would have it sorted."""
+    return next(iter(rows[:1]), None)
 
 
 def _resolved(

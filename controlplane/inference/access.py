@@ -6,7 +6,9 @@ need no query and no thread.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import logging
 import time
 import uuid
 from collections.abc import Callable
@@ -33,6 +35,8 @@ from controlplane.scoping import tenant_scope
 from controlplane.tenants import auth
 from controlplane.tenants.auth import CACHE_S, Permission, Principal, authorize
 from controlplane.tenants.key_rules import allows_model
+
+log = logging.getLogger(__name__)
 
 _CACHE_MAX_MODELS = 10_000
 
@@ -63,7 +67,8 @@ async def authenticate(
     credentials = _credentials(request)
     principal = auth.cached_principal(*credentials)
     if principal is None:
-        principal = await in_thread(lambda: auth.authenticate(*credentials))
+        principal = await in_thread(lambda: auth.authenticate(*credentials, touches=False))
+        _touch_beside(principal)
     request.principal = principal  # type: ignore[attr-defined]
     authorize(principal, permission)
     return principal
@@ -86,7 +91,10 @@ async def admit(request: HttpRequest, named: Named) -> tuple[Principal, Target]:
     credentials = _credentials(request)
     principal = auth.cached_principal(*credentials)
     if principal is None:
-        return await in_thread(lambda: _admit(request, credentials, named))
+        try:
+            return await in_thread(lambda: _admit(request, credentials, named))
+        finally:
+            _touch_beside(getattr(request, "principal", None))
     request.principal = principal  # type: ignore[attr-defined]
     return principal, await target_of(principal, named)
 
@@ -180,7 +188,7 @@ def _check(principal: Principal, named: Named) -> None:
 def _admit(
     request: HttpRequest, credentials: tuple[str | None, str], named: Named
 ) -> tuple[Principal, Target]:
-    principal = auth.authenticate(*credentials)
+    principal = auth.authenticate(*credentials, touches=False)
     request.principal = principal  # type: ignore[attr-defined]
     _check(principal, named)
     return principal, _load_target(principal, named)
@@ -244,6 +252,27 @@ def _load_limits(principal: Principal, model_name: str) -> Limits:
         _limits.clear()
     _limits[principal.api_key.id, model_name] = (limits, time.monotonic() + CACHE_S)
     return limits
+
+
+#: Held until they are done: the event loop itself holds no task.
+_touching: set[asyncio.Task[None]] = set()
+
+
+def _touch_beside(principal: Principal | None) -> None:
+    """Note that the key was used; the request does not wait for it."""
+    if principal is not None and auth.touch_is_due(principal):
+        task = asyncio.create_task(asyncio.to_thread(_touch, principal))
+        _touching.add(task)
+        task.add_done_callback(_touching.discard)
+
+
+def _touch(principal: Principal) -> None:
+    try:
+        auth.touch(principal)
+    except DatabaseError as error:
+        log.warning("the last use of %s is not noted: %r", principal.label, error)
+    finally:
+        close_old_connections()
 
 
 async def in_thread(query: Callable[[], _T]) -> _T:

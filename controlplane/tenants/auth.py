@@ -23,7 +23,7 @@ from rest_framework.authentication import BaseAuthentication, SessionAuthenticat
 from rest_framework.request import Request
 
 from controlplane.errors import AuthenticationFailed, PermissionDenied
-from controlplane.scoping import all_tenants
+from controlplane.scoping import all_tenants, tenant_scope
 from controlplane.signin.second_factor import check_second_factor
 from controlplane.tenants import keys
 from controlplane.tenants.key_rules import allows_address
@@ -90,9 +90,10 @@ def authorize_grant(principal: Principal, permissions: Iterable[str]) -> None:
         raise PermissionDenied(f"Only who has the permission {missing[0]} may do this.")
 
 
-def authenticate(header: str | None, address: str = "") -> Principal:
+def authenticate(header: str | None, address: str = "", *, touches: bool = True) -> Principal:
     """The principal behind an Authorization header that came from an address.
 
+    touches  notes that the key was used; else the caller will, by `touch`
     Raises AuthenticationFailed for a key that is missing, malformed, unknown, expired or revoked,
     PermissionDenied for one of a suspended tenant or from an address that is not on its list.
     """
@@ -104,8 +105,8 @@ def authenticate(header: str | None, address: str = "") -> Principal:
         if api_key is None or not _matches(api_key, secret_hmac):
             raise AuthenticationFailed(_WRONG_KEY)
         principal = _check_key(api_key, address)
-        if _touch_is_due(principal):
-            _touch_rows(principal).update(last_used_at=timezone.now())
+    if touches and touch_is_due(principal):
+        touch(principal)
     _remember(principal, asked_at)
     return principal
 
@@ -265,14 +266,17 @@ def _check_tenant(tenant: Tenant) -> None:
         raise PermissionDenied(f"{tenant.name} is suspended.", code="tenant_suspended")
 
 
-def _touch_is_due(principal: Principal) -> bool:
+def touch_is_due(principal: Principal) -> bool:
+    """Whether a key's last use was noted so long ago that this one has to be."""
     assert principal.api_key is not None
     last = principal.api_key.last_used_at
     return last is None or last < timezone.now() - _TOUCH_INTERVAL
 
 
-def _touch_rows(principal: Principal) -> QuerySet[ApiKey]:
-    """The key's row, if nobody touched it meanwhile."""
+def touch(principal: Principal) -> None:
+    """Note that its key is used now, if nobody did meanwhile. Raises django.db.Error."""
     assert principal.api_key is not None
-    is_due = Q(last_used_at=None) | Q(last_used_at__lt=timezone.now() - _TOUCH_INTERVAL)
-    return ApiKey.objects.filter(is_due, pk=principal.api_key.pk)
+    now = timezone.now()
+    is_due = Q(last_used_at=None) | Q(last_used_at__lt=now - _TOUCH_INTERVAL)
+    with tenant_scope(principal.tenant.id):
+        ApiKey.objects.filter(is_due, pk=principal.api_key.pk).update(last_used_at=now)

@@ -467,6 +467,29 @@ def test_the_rest_of_the_site_is_still_there(gateway: Gateway) -> None:
     assert httpx.get(f"{gateway.url}/admin/").status_code == 302
 
 
+def test_a_keys_last_use_is_noted_also_when_it_is_refused(gateway: Gateway) -> None:
+    key = gateway.live.tenants["globex"].key
+    public_id = key.split("_")[2][:22]
+
+    with psycopg.connect(gateway.live.database_url) as connection:
+        connection.execute(
+            "update tenants_apikey set last_used_at = null where public_id = %s", (public_id,)
+        )
+    time.sleep(0.6)  # a key seen before is in memory for half a second
+
+    def last_used_at() -> Any:
+        with psycopg.connect(gateway.live.database_url) as connection:
+            (found,) = connection.execute(
+                "select last_used_at from tenants_apikey where public_id = %s", (public_id,)
+            ).fetchone() or (None,)
+        return found
+
+    assert last_used_at() is None
+    with pytest.raises(openai.NotFoundError):
+        gateway.client("globex").completions.create(model="nothing", prompt="x")
+    wait_for(last_used_at, what="the note")
+
+
 def test_a_model_ends_on_its_day(gateway: Gateway) -> None:
     client = gateway.client()
 
