@@ -75,9 +75,7 @@ class Engine:
         self._context_limit = config.context_limit(model)
         self._runner = ModelRunner(config, model, weights)
         self._flight: Flight | None = None
-        num_pages = self._runner.arena.shape[0]
-        max_kv, max_adapter = config.page_limits(model, num_pages)
-        self._pool = PagePool(num_pages, max_kv=max_kv, max_adapter=max_adapter)
+        self._pool = self._make_pool(config)
         self._prefixes = PrefixCache(self._pool, is_enabled=config.prefix_cache)
         self._store = self._make_store(config, digest_of)
         self._scheduler = Scheduler(
@@ -89,7 +87,7 @@ class Engine:
             reach=config.reach(model),
         )
         self._deadlines = Deadlines(config.max_step_tokens, self._scheduler.count_uncomputed)
-        max_pinned = int(config.pin_share * num_pages)
+        max_pinned = int(config.pin_share * self._pool.num_pages)
         self._pins = PinnedPrefixes(self._prefixes, config.page_size, max_pinned)
         self._intake = Intake(
             config,
@@ -120,6 +118,11 @@ class Engine:
             clock=clock,
         )
         self._num_steps = self._num_generated = 0
+
+    def _make_pool(self, config: EngineConfig) -> PagePool:
+        num_pages = self._runner.arena.shape[0]
+        max_kv, max_adapter = config.page_limits(self.model, num_pages)
+        return PagePool(num_pages, max_kv=max_kv, max_adapter=max_adapter)
 
     def _make_store(self, config: EngineConfig, digest_of: DigestOf | None) -> AdapterStore:
         model, runner = self.model, self._runner
