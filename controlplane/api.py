@@ -21,7 +21,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
-from controlplane import idempotency
+from controlplane import finite, idempotency
 from controlplane.errors import InvalidRequest, PayloadTooLarge, PermissionDenied
 from controlplane.scoping import tenant_scope
 from controlplane.tenants.auth import Permission, Principal, authorize
@@ -35,7 +35,9 @@ _Serializer = serializers.Serializer[Any]
 
 
 class BoundedJSONParser(JSONParser):
-    """JSON of at most `MAX_BODY_BYTES`, whatever its nesting."""
+    """JSON of at most `MAX_BODY_BYTES`, whatever its nesting; its numbers are finite."""
+
+    strict = False  # NaN is found below, where its place is told
 
     def parse(
         self,
@@ -45,9 +47,11 @@ class BoundedJSONParser(JSONParser):
     ) -> Any:
         bounded = cast(IO[Any], _Bounded(stream))
         try:
-            return super().parse(bounded, media_type, parser_context)
+            body = super().parse(bounded, media_type, parser_context)
+            finite.check_value(body)
         except RecursionError as error:
             raise ParseError("JSON parse error - nested too deeply") from error
+        return body
 
 
 class _Bounded:

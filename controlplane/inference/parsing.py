@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from controlplane import finite
 from controlplane.errors import InvalidRequest
 from controlplane.inference.bodies import Body
 
@@ -23,6 +24,7 @@ CODES = {
 
 def parse_body(kind: type[_B], body: bytes) -> _B:
     """The body as `kind`. Raises InvalidRequest naming the first field that is at fault."""
+    finite.check_body(body)
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:

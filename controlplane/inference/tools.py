@@ -109,10 +109,10 @@ class ToolCall(Body):
 
 def _read(arguments: str) -> Any:
     """What the arguments' JSON says; the text itself where that cannot be handed on: it is no
-    JSON, too deep, or has half a character in it."""
+    JSON, too deep, or has half a character or an infinite number in it."""
     try:
         value = json.loads(arguments)
-        json.dumps(value, ensure_ascii=False).encode()
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
         return arguments
     return arguments if _is_deeper(value, MAX_ARGUMENTS_DEPTH) else value
