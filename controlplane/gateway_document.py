@@ -10,6 +10,14 @@ Json = dict[str, Any]
 
 _KEY_ONLY: list[Json] = [{"apiKey": []}]
 
+#: A field of finished answers, in whatever form they are.
+SCHEMA_ERROR: Json = {
+    "type": "string",
+    "description": "Where and how the answer, or a call in it, breaks its schema; left out when it "
+    "does not.",
+}
+SERVICE_TIER: Json = {"enum": ["default", "flex"], "description": "How it was served."}
+
 
 def reference(name: str) -> Json:
     return {"$ref": f"#/components/schemas/{name}"}

@@ -15,6 +15,8 @@ from controlplane import idempotency
 from controlplane.batches import openapi as batches
 from controlplane.files import openapi as files
 from controlplane.gateway_document import (
+    SCHEMA_ERROR,
+    SERVICE_TIER,
     Json,
     body_schemas,
     operation,
@@ -82,8 +84,8 @@ _MODEL: Json = {
 }
 
 
-def _answer(choice: Json) -> Json:
-    """A whole answer with one kind of choices."""
+def _answer(choice: Json, **more: Json) -> Json:
+    """A whole answer with one kind of choices, and what else it has."""
     choices = {
         "type": "array",
         "items": {
@@ -99,7 +101,7 @@ def _answer(choice: Json) -> Json:
     return {
         "type": "object",
         "required": ["id", "object", "created", "model", "choices"],
-        "properties": {**_STAMP, "choices": choices, "usage": _USAGE},
+        "properties": {**_STAMP, **more, "choices": choices, "usage": _USAGE},
     }
 
 
@@ -109,7 +111,9 @@ _MESSAGE: Json = {
 }
 _COMPONENTS: Json = {
     "Error": _ERROR,
-    "ChatCompletion": _answer({"message": _MESSAGE}),
+    "ChatCompletion": _answer(
+        {"message": _MESSAGE, "schema_error": SCHEMA_ERROR}, service_tier=SERVICE_TIER
+    ),
     "Completion": _answer({"text": {"type": "string"}}),
     "Response": RESPONSE,
     "Model": _MODEL,

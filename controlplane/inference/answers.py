@@ -51,7 +51,7 @@ def usage_body(usage: Usage) -> Json:
 class Answer:
     """How one endpoint writes what the events of a request say.
 
-    answer_id, created, model, fingerprint  the same in every body
+    answer_id, created, model, service_tier, fingerprint  the same in every body
     with_usage   whether a stream ends with a chunk that has the usage
     num_choices  of the request
     has_tools    whether the text may be calls of tools
@@ -70,11 +70,16 @@ class Answer:
         with_usage: bool,
         num_choices: int = 1,
         has_tools: bool = False,
+        service_tier: str | None = None,
     ) -> None:
+        tier = {} if service_tier is None else {"service_tier": service_tier}
         self._id = answer_id
-        self._created = created
-        self._model = model
-        self._fingerprint = fingerprint
+        self._stamp = {
+            "created": created,
+            "model": model,
+            **tier,
+            "system_fingerprint": fingerprint,
+        }
         self._with_usage = with_usage
         self._num_choices = num_choices
         self._readers = [CallReader() for _ in range(num_choices)] if has_tools else None
@@ -111,15 +116,7 @@ class Answer:
         raise NotImplementedError
 
     def _body(self, kind: str, choices: list[Json], **more: Any) -> Json:
-        return {
-            "id": self._id,
-            "object": kind,
-            "created": self._created,
-            "model": self._model,
-            "system_fingerprint": self._fingerprint,
-            "choices": choices,
-            **more,
-        }
+        return {"id": self._id, "object": kind, **self._stamp, "choices": choices, **more}
 
 
 def _text(events: Sequence[TokenEvent]) -> str:

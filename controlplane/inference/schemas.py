@@ -85,6 +85,8 @@ MaxTokens = Annotated[int | None, Field(ge=1, le=10_000_000)]
 Seed = Annotated[int | None, Field(ge=-INT64 - 1, le=INT64)]
 ModelName = Annotated[str, Field(min_length=1, max_length=MAX_MODEL_CHARS)]
 Label = Annotated[str | None, Field(max_length=512)]
+#: Those that OpenAI's clients know; what is served for them is `GenerationBody.tier`.
+ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"] | None
 MetadataKey = Annotated[str, Field(max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
 MAX_METADATA = 16
@@ -180,7 +182,12 @@ class GenerationBody(Body):
     @property
     def is_flex(self) -> bool:
         """Whether the client would rather wait than pay for its turn."""
-        return getattr(self, "service_tier", None) == "flex"
+        return self.tier == "flex"
+
+    @property
+    def tier(self) -> str:
+        """How it is served, in OpenAI's words: there are two ways, whatever was asked for."""
+        return "flex" if getattr(self, "service_tier", None) == "flex" else "default"
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> GenerationBody:
@@ -296,7 +303,7 @@ class ChatBody(GenerationBody):
     response_format: ResponseFormat | None = None
     modalities: Annotated[list[Literal["text"]], FirstFault] | None = None
     metadata: Metadata = None
-    service_tier: Label = None
+    service_tier: ServiceTier = None
     safety_identifier: Label = None
     prompt_cache_key: Label = None
     prompt_cache_retention: Label = None
@@ -369,7 +376,7 @@ class CompletionBody(GenerationBody):
     best_of: Number = None
     echo: bool | None = None
     suffix: Unsupported = None
-    service_tier: Label = None
+    service_tier: ServiceTier = None
     metadata: Metadata = None
 
     def prompts(self) -> list[str | list[int]]:

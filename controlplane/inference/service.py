@@ -160,10 +160,10 @@ class Generation:
 
     def answer(self) -> Answer:
         """Writes this request's events in OpenAI's words."""
-        kind, prefix = (
-            (ChatAnswer, "chatcmpl")
+        kind, prefix, tier = (
+            (ChatAnswer, "chatcmpl", self.body.tier)
             if isinstance(self.body, ChatBody)
-            else (CompletionAnswer, "cmpl")
+            else (CompletionAnswer, "cmpl", None)
         )
         options = self.body.stream_options
         return kind(
@@ -174,4 +174,5 @@ class Generation:
             with_usage=bool(options and options.include_usage),
             num_choices=self.job.num_choices,
             has_tools=bool(self.job.tools),
+            service_tier=tier,
         )

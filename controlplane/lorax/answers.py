@@ -14,6 +14,9 @@ from worker.protocol import FinishReason, TokenEvent, Usage
 
 Json = dict[str, Any]
 
+#: What an answer says of its text apart from the details.
+_OF_THE_TEXT = ("generated_text", "schema_error")
+
 
 def sse(data: Json) -> bytes:
     """One event; without the space that OpenAI's have, as LoRAX writes it."""
@@ -63,9 +66,9 @@ class LoraxAnswer:
             choices.setdefault(event.index, []).append(event)
         ranked = sorted(choices.values(), key=_mean_logprob, reverse=True)
         best, *others = [self._sequence(choice) for choice in ranked]
-        text = best.pop("generated_text")
+        answer = {name: best.pop(name) for name in _OF_THE_TEXT if name in best}
         if not self._with_details:
-            return {"generated_text": text}
+            return answer
         details = {
             **best,
             "prompt_tokens": usage.prompt_tokens,
@@ -74,12 +77,13 @@ class LoraxAnswer:
             details["generated_tokens"] = usage.completion_tokens
         else:
             details["best_of_sequences"] = others
-        return {"generated_text": text, "details": details}
+        return {**answer, "details": details}
 
     def _sequence(self, events: list[TokenEvent]) -> Json:
         tokens = [token for event in events for token in self._tokens(event)]
         return {
             "generated_text": self._prompt + text_of(events),
+            **_schema_error(events[-1]),
             "finish_reason": finish_reason(events[-1]),
             "generated_tokens": len(tokens),
             "seed": self._seed,
@@ -112,6 +116,7 @@ class LoraxAnswer:
             token,
             generated_text=self._prompt + "".join(self._text),
             details=details if self._with_details else None,
+            **_schema_error(event),
         )
 
     def _tokens(self, event: TokenEvent) -> Iterator[Json]:
@@ -144,5 +149,16 @@ def _mean_logprob(events: list[TokenEvent]) -> float:
     return sum(logprobs) / len(logprobs) if logprobs else 0.0
 
 
-def _chunk(token: Json, *, generated_text: str | None = None, details: Json | None = None) -> bytes:
-    return sse({"token": token, "generated_text": generated_text, "details": details})
+def _schema_error(event: TokenEvent) -> Json:
+    """How the text breaks its schema, where it does; it stands beside the text."""
+    return {} if event.schema_error is None else {"schema_error": event.schema_error}
+
+
+def _chunk(
+    token: Json,
+    *,
+    generated_text: str | None = None,
+    details: Json | None = None,
+    **more: str,
+) -> bytes:
+    return sse({"token": token, "generated_text": generated_text, "details": details, **more})

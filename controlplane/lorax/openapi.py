@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from controlplane.gateway_document import SCHEMA_ERROR
 from controlplane.lorax.schemas import GenerateBody
 
 Json = dict[str, Any]
@@ -37,6 +38,7 @@ _ANSWER: Json = {
     "required": ["generated_text"],
     "properties": {
         "generated_text": {"type": "string"},
+        "schema_error": SCHEMA_ERROR,
         "details": {"$ref": "#/components/schemas/LoraxDetails"},
     },
 }

@@ -1,4 +1,5 @@
-"""A response, whole and as the events of its stream. Pure: a worker's events in, JSON out.
+"""A response, whole and as the events of its stream. Pure but for the clock: a worker's events in,
+JSON out.
 
 The stream says everything twice, as OpenAI's does: each item and part when it begins, piece by
 piece, and when it is done; `response.completed` has the whole again.
@@ -8,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from controlplane.errors import ApiError
@@ -48,16 +50,28 @@ def _text_part(text: str, logprobs: list[Json]) -> Json:
 class ResponsesAnswer:
     """Writes one request's events.
 
-    has_tools  whether the text may be calls of tools
+    has_tools     whether the text may be calls of tools
+    service_tier  how it is served, whatever was asked for
+    clock         Unix seconds, for the time of completion
     """
 
     def __init__(
-        self, body: ResponsesBody, *, response_id: str, created: int, model: str, has_tools: bool
+        self,
+        body: ResponsesBody,
+        *,
+        response_id: str,
+        created: int,
+        model: str,
+        has_tools: bool,
+        service_tier: str = "default",
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._body = body
         self._id = response_id
         self._created = created
         self._model = model
+        self._service_tier = service_tier
+        self._clock = clock
         self._reader = CallReader() if has_tools else None
         self._sequence = 0
         self._done: list[Json] = []
@@ -165,7 +179,9 @@ class ResponsesAnswer:
         if is_cut:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         else:
-            response["completed_at"] = response["created_at"]
+            response["completed_at"] = max(self._created, int(self._clock()))
+        if event.schema_error is not None:
+            response["schema_error"] = event.schema_error
         yield {"type": f"response.{status}", "response": response}
 
     @staticmethod
@@ -189,20 +205,28 @@ class ResponsesAnswer:
             "id": self._id,
             "object": "response",
             "created_at": self._created,
+            "completed_at": None,
             "status": status,
             "background": False,
+            "conversation": None,
             "error": None,
+            "frequency_penalty": body.frequency_penalty or 0.0,
             "incomplete_details": None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": None,
             "metadata": body.metadata or {},
             "model": self._model,
             "output": list(output),
             "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "presence_penalty": body.presence_penalty or 0.0,
             "previous_response_id": None,
+            "prompt": None,
+            "prompt_cache_key": body.prompt_cache_key,
+            "prompt_cache_retention": body.prompt_cache_retention,
             "reasoning": {"effort": None, "summary": None},
             "safety_identifier": body.safety_identifier,
-            "service_tier": body.service_tier or "default",
+            "service_tier": self._service_tier,
             "store": bool(body.store),
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": {"format": {"type": "text"}, **text},
@@ -225,6 +249,7 @@ def answer_of(body: ResponsesBody, generation: Generation) -> ResponsesAnswer:
         created=int(job.created_at),
         model=generation.target.name,
         has_tools=bool(job.tools),
+        service_tier=generation.body.tier,
     )
 
 

@@ -20,6 +20,7 @@ from controlplane.inference.schemas import (
     ModelName,
     Penalty,
     Seed,
+    ServiceTier,
     Share,
     Stops,
     Temperature,
@@ -202,7 +203,7 @@ class ResponsesBody(Body):
     safety_identifier: Label = None
     prompt_cache_key: Label = None
     prompt_cache_retention: Label = None
-    service_tier: Label = None
+    service_tier: ServiceTier = None
     previous_response_id: Unsupported = None
     conversation: Unsupported = None
     background: Unsupported = None

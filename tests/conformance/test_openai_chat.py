@@ -103,6 +103,15 @@ def test_what_makes_no_difference_is_taken(served: Served) -> None:
         stop=["a", "b", "c", "d"],
     )
     assert answer.choices[0].message.content == "hi"
+    assert answer.service_tier == "default"
+
+
+@pytest.mark.parametrize(("asked", "served_as"), [("flex", "flex"), ("priority", "default")])
+def test_the_tier_that_served_it_is_told(served: Served, asked: Any, served_as: str) -> None:
+    create = served.client().chat.completions.create
+    answer = create(model=FAKE_NAME, messages=say("hi"), service_tier=asked)
+    chunks = list(create(model=FAKE_NAME, messages=say("hi"), service_tier=asked, stream=True))
+    assert {answer.service_tier, *(chunk.service_tier for chunk in chunks)} == {served_as}
 
 
 async def test_async_streams_side_by_side(served: Served) -> None:

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
 import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from controlplane.inference.answers import ChatAnswer, CompletionAnswer
-from worker.protocol import TokenEvent, Usage
+from worker.protocol import CALL_BEGIN, CALL_END, TokenEvent, Usage
 
 USAGE = Usage(prompt_tokens=5, cached_tokens=2, completion_tokens=3)
+CALL = f'{CALL_BEGIN}{{"name": "f", "arguments": {{"a": 1}}}}{CALL_END}'
 LOGPROB = {"token": "hi", "logprob": -0.5, "bytes": [104, 105], "top_logprobs": []}
 
 
-def make(kind: type[Any], *, with_usage: bool = False) -> Any:
-    return kind(answer_id="id-1", created=7, model="m", fingerprint="fp_1", with_usage=with_usage)
+def make(kind: type[Any], *, with_usage: bool = False, **fields: Any) -> Any:
+    return kind(
+        answer_id="id-1",
+        created=7,
+        model="m",
+        fingerprint="fp_1",
+        with_usage=with_usage,
+        service_tier="default" if kind is ChatAnswer else None,
+        **fields,
+    )
 
 
 def event(text: str = "", **fields: Any) -> TokenEvent:
@@ -36,7 +47,7 @@ def test_the_bytes_of_a_chat_stream() -> None:
     answer = make(ChatAnswer)
     head = (
         b'data: {"id":"id-1","object":"chat.completion.chunk","created":7,"model":"m",'
-        b'"system_fingerprint":"fp_1","choices":[{"index":0,"delta":'
+        b'"service_tier":"default","system_fingerprint":"fp_1","choices":[{"index":0,"delta":'
     )
     assert list(answer.opening()) == [
         head + b'{"role":"assistant","content":"","refusal":null},'
@@ -49,6 +60,28 @@ def test_the_bytes_of_a_chat_stream() -> None:
     assert list(answer.chunks(event(finish_reason="stop", usage=USAGE))) == [
         head + b'{},"logprobs":null,"finish_reason":"stop"}]}\n\n'
     ]
+
+
+@pytest.mark.parametrize("text", ["hi", CALL], ids=["text", "call"])
+@pytest.mark.parametrize("with_usage", [False, True])
+def test_a_chat_is_what_the_client_knows(text: str, with_usage: bool) -> None:
+    """Field by field, whole and in chunks."""
+
+    def answer() -> ChatAnswer:
+        made: ChatAnswer = make(ChatAnswer, with_usage=with_usage, has_tools=True)
+        return made
+
+    events = [event(text[:4], logprobs=(LOGPROB,)), event(text[4:], finish_reason="stop")]
+    events[-1] = dataclasses.replace(events[-1], usage=USAGE)
+    whole = answer().whole(events)
+    ChatCompletion.model_validate(whole)
+    assert set(ChatCompletion.model_fields) - set(whole) == {"metadata", "moderation"}
+    writer = answer()
+    chunks = [*writer.opening(), *(chunk for each in events for chunk in writer.chunks(each))]
+    for body in decoded(chunks):
+        ChatCompletionChunk.model_validate(body)
+        missing = {"moderation", "obfuscation"} | (set() if with_usage else {"usage"})
+        assert set(ChatCompletionChunk.model_fields) - set(body) == missing
 
 
 def test_usage_comes_last_and_alone_when_asked_for() -> None:

@@ -59,6 +59,7 @@ def nested(depth: int) -> dict[str, Any]:
         ({"model": None}, "model"),
         ({"model": ""}, "model"),
         ({"model": 5}, "model"),
+        ({"service_tier": "gold"}, "service_tier"),
         ({"messages": []}, "messages"),
         ({"messages": "hi"}, "messages"),
         ({"messages": [5]}, "messages.0"),

@@ -113,6 +113,43 @@ class TestGenerate:
         streamed = [event["token"] for event in site.call("generate_stream", prompt=PROMPT)]
         assert streamed == whole
 
+    def test_an_answer_that_breaks_what_is_only_checked_says_so(self, site: Site) -> None:
+        """Beside the text, whether or not there are details; lorax-client reads on past it."""
+        schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+        form = {"type": "json_object", "schema": schema}
+        for details in (False, True):
+            body = {
+                "inputs": "[0, 0]",
+                "parameters": {"response_format": form, "details": details},
+            }
+            told = "at /: [0, 0] has non-unique elements"
+            whole = site.post("/generate", body)
+            assert whole.headers["lorikeet-schema-checked"] == "/uniqueItems"
+            assert (whole.json()["generated_text"], whole.json()["schema_error"]) == (
+                *("[0, 0]", told),
+            )
+            assert site.post("/", body).json()[0]["schema_error"] == told
+            streamed = site.post("/generate_stream", body).text.strip().split("\n\n")
+            *others, last = (json.loads(line.removeprefix("data:")) for line in streamed)
+            assert (last["generated_text"], last["schema_error"]) == ("[0, 0]", told)
+            assert not any("schema_error" in event for event in others)
+        answer = site.call("generate", prompt="[0, 0]", response_format=form)
+        assert answer.get("generated_text") == "[0, 0]", answer
+        events = site.call("generate_stream", prompt="[0, 0]", response_format=form)
+        assert events[-1]["generated_text"] == "[0, 0]"
+        obeys = site.post("/generate", {**body, "inputs": "[0, 1]"}).json()
+        assert "schema_error" not in obeys
+
+    def test_each_of_several_answers_says_so_itself(self, site: Site) -> None:
+        form = {"type": "json_object", "schema": {"type": "array", "uniqueItems": True}}
+        parameters = {"response_format": form, "details": True, "best_of": 2, "do_sample": True}
+        body = {"inputs": "[0, 0]", "parameters": parameters}
+        answer = site.post("/generate", body).json()
+        (other,) = answer["details"]["best_of_sequences"]
+        assert "non-unique" in answer["schema_error"]
+        assert answer["schema_error"] == other["schema_error"]
+        assert "schema_error" not in answer["details"]
+
     def test_without_details(self, site: Site) -> None:
         assert site.call("generate", prompt="x", details=False)["details"] is None
         events = site.call("generate_stream", prompt="xy", details=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -154,6 +155,35 @@ class TestCreate:
         assert [entry.token for entry in part.logprobs] == ["a", "b"]  # type: ignore[union-attr]
         assert len(part.logprobs[0].top_logprobs) == 2  # type: ignore[union-attr,index]
 
+    def test_an_answer_that_breaks_what_is_only_checked_says_so(self, site: Site) -> None:
+        schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+        text: Any = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
+        raw = site.client.responses.with_raw_response.create(
+            model=FAKE_NAME, input="[0, 0]", text=text
+        )
+        assert raw.headers["lorikeet-schema-checked"] == "/uniqueItems"
+        told = "at /: [0, 0] has non-unique elements"
+        assert (raw.parse().model_extra or {})["schema_error"] == told
+        stream = site.client.responses.create(
+            model=FAKE_NAME, input="[0, 0]", text=text, stream=True
+        )
+        *_, last = stream
+        assert last.type == "response.completed"
+        assert (last.response.model_extra or {})["schema_error"] == told
+        obeys = site.client.responses.create(model=FAKE_NAME, input="[0, 1]", text=text)
+        assert "schema_error" not in (obeys.model_extra or {})
+
+    def test_when_it_was_completed(self, site: Site) -> None:
+        before = int(time.time())
+        response = site.client.responses.create(model=FAKE_NAME, input="x" * 40)
+        assert response.completed_at is not None
+        assert before <= response.created_at <= response.completed_at <= time.time()
+
+    @pytest.mark.parametrize(("asked", "served"), [("flex", "flex"), ("priority", "default")])
+    def test_the_tier_that_served_it_is_told(self, site: Site, asked: Any, served: str) -> None:
+        response = site.client.responses.create(model=FAKE_NAME, input="x", service_tier=asked)
+        assert response.service_tier == served
+
     def test_parse(self, site: Site) -> None:
         said = '{"name": "Ada", "age": 36}'
         response = site.client.responses.parse(model=FAKE_NAME, input=said, text_format=Person)
@@ -296,6 +326,7 @@ class TestRefusals:
             ({"temperature": 3}, "temperature"),
             ({"max_tokens": 3}, "max_tokens"),
             ({"max_output_tokens": 0}, "max_output_tokens"),
+            ({"service_tier": "gold"}, "service_tier"),
             ({"model": "nobodys"}, "model"),
             (
                 {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": 3}}}},
