@@ -13,11 +13,13 @@ COPY requirements/controlplane.txt requirements/controlplane.txt
 RUN pip install -r requirements/controlplane.txt
 COPY manage.py manage.py
 COPY controlplane controlplane
-# Of the GPU side the control plane may know the protocol, the queue and what is allowed in patterns.
+# Of the GPU side the control plane may know the protocol, the queue, what is allowed in patterns and
+# where calls are in a text.
 COPY worker/__init__.py worker/__init__.py
 COPY worker/protocol.py worker/protocol.py
 COPY worker/fair_queue.py worker/fair_queue.py
 COPY worker/patterns.py worker/patterns.py
+COPY worker/tool_calls.py worker/tool_calls.py
 COPY .env.example .env.example
 # Static files are the same for every installation; the example's settings do.
 RUN set -a && . ./.env.example && LORIKEET_STATIC_ROOT=/app/staticfiles \

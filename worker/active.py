@@ -135,10 +135,10 @@ class ActiveRequest:
 
     def conclude(self, now: float) -> None:
         """End it if all its choices have ended."""
-        broken = [choice for choice in self._choices if choice.schema_error is not None]
-        if broken and self.job.is_strict:
+        broken = [choice for choice in self._choices if choice.broken_param is not None]
+        if broken:
             message = f"The answer does not obey its schema: {broken[0].schema_error}"
-            self.fail(ErrorCode.ANSWER_INVALID, message, "json_schema", now=now)
+            self.fail(ErrorCode.ANSWER_INVALID, message, broken[0].broken_param, now=now)
         elif self._is_generated:
             self._end(_reason_of(self._choices), now)
 

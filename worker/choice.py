@@ -9,7 +9,8 @@ import dataclasses
 from typing import Any
 
 from worker.channel import Logprob, Output
-from worker.protocol import CALL_BEGIN, FinishReason, GenerateJob, TokenEvent
+from worker.checks import is_bound
+from worker.protocol import FinishReason, GenerateJob, TokenEvent
 from worker.text import Detokenizer, StopStrings, TextCodec
 
 
@@ -20,7 +21,9 @@ class Choice:
     runs_on        whether the engine has not said the last of it
     finish_reason  set once it has ended, perhaps before the engine knows; told once the answer has
                    been checked, where there is a schema to check it against
-    answer         all of its text, kept where it is to be checked
+    answer         all of its text, kept where it may be checked
+    schema_error   how it breaks its schema, once it is known that it does
+    broken_param   the job's field with the schema, where that is strict
     """
 
     def __init__(self, job: GenerateJob, codec: TextCodec, index: int) -> None:
@@ -37,6 +40,7 @@ class Choice:
         self._logprobs: list[dict[str, Any]] = []
         self._is_end_told = self._is_checked = False
         self.schema_error: str | None = None
+        self.broken_param: str | None = None
         self.answer = ""
 
     @property
@@ -48,16 +52,16 @@ class Choice:
     def awaits_check(self) -> bool:
         """Whether it has ended as a whole answer that nobody has held against its schema."""
         return (
-            self._job.json_schema is not None
-            and self.finish_reason == FinishReason.STOP
-            and self._stop_string is None  # the client's own end, wherever in the JSON that is
-            and not (self._job.tools and self.answer.startswith(CALL_BEGIN.strip()))
+            self.finish_reason == FinishReason.STOP
             and not self._is_checked
+            and self._stop_string is None  # the client's own end, wherever in the JSON that is
+            and is_bound(self._job, self.answer)
         )
 
-    def note_check(self, schema_error: str | None) -> None:
-        """`schema_error`: how the answer breaks its schema, if it does."""
-        self._is_checked, self.schema_error = True, schema_error
+    def note_check(self, schema_error: str | None, broken_param: str | None = None) -> None:
+        """It has been held against its schema."""
+        self._is_checked = True
+        self.schema_error, self.broken_param = schema_error, broken_param
 
     @property
     def _told_reason(self) -> str | None:
@@ -100,7 +104,7 @@ class Choice:
 
     def _add(self, text: str) -> None:
         self._text += text
-        if self._job.json_schema is not None:
+        if self._job.json_schema is not None or self._job.tools:
             self.answer += text
 
     def event(self, event: TokenEvent) -> TokenEvent:

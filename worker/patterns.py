@@ -286,9 +286,15 @@ def other_than(texts: list[str]) -> str:
     return _excluding(texts, is_prefix=False)
 
 
-def not_beginning_with(prefix: str) -> str:
-    """The regular expression of every text that does not begin with `prefix`, whole."""
-    return _excluding([prefix], is_prefix=True)
+def not_beginning_with(prefix: str, *, after: str) -> str:
+    """The regular expression of every text that does not begin with `prefix`, whole; nor with any
+    of the characters `after`, and then it."""
+    blanks = [(ord(character), ord(character)) for character in after]
+    first = ord(prefix[0])
+    ways = [_class([*blanks, (first, first)], is_negated=True) + ANYTHING]
+    if len(prefix) > 1:
+        ways.append(_character(first) + _excluding([prefix[1:]], is_prefix=True))
+    return f"{_class(blanks, is_negated=False)}*(?:{'|'.join(ways)})?"
 
 
 def _excluding(texts: list[str], *, is_prefix: bool) -> str:

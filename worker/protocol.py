@@ -1,10 +1,10 @@
 """What crosses a process boundary: messages, stream names, error codes. Standard library only.
 
 The control plane and the workers know each other through this file, `worker.fair_queue`, which
-holds the Lua that both run, and `worker.patterns`, which says what a regular expression means.
-Every message is a frozen dataclass; on the wire it is one JSON object, written by `encode` and read
-by the message's `decode`. Unknown fields are ignored on reading, so the two sides can be upgraded
-one after the other.
+holds the Lua that both run, and `worker.patterns` and `worker.tool_calls`, which say what a regular
+expression means and where the calls in a text are. Every message is a frozen dataclass; on the
+wire it is one JSON object, written by `encode` and read by the message's `decode`. Unknown fields
+are ignored on reading, so the two sides can be upgraded one after the other.
 
 Redis keys, all of one worker pool `{p}` (the braces keep a pool on one cluster slot):
 
@@ -245,6 +245,7 @@ class GenerateJob(Message):
     regex: str | None = None  # the whole answer must match it
     tools: tuple[dict[str, Any], ...] = ()  # OpenAI's tool objects, for the chat template
     tool_schemas: tuple[str, ...] = ()  # of each tool: what the decoder holds its arguments to
+    strict_tools: tuple[str, ...] = ()  # a call of these that does not obey is a failure
     tool_choice: str | None = None  # "auto", "required", or the one function's name after "="
     parallel_tool_calls: bool = True
     stream: bool = False
@@ -295,7 +296,8 @@ class TokenEvent(Message):
     logprobs: tuple[dict[str, Any], ...] | None = None
     finish_reason: str | None = None
     stop_string: str | None = None  # with the reason "stop": the one that was met, if one was
-    schema_error: str | None = None  # how the choice, finished, breaks its `json_schema`
+    #: How the choice, finished, breaks its `json_schema`, or a call in it the function's.
+    schema_error: str | None = None
     error_code: str | None = None
     error_message: str | None = None
     error_param: str | None = None

@@ -19,6 +19,8 @@ from worker.active import ActiveRequest
 from worker.adapters import AdapterCache, AdapterFetchError, Fetch
 from worker.admission import Refused, engine_ids, read_prompts, split_engine_id, to_adds
 from worker.channel import Cancel, Command, Output, Register, Unregister
+from worker.checks import checks_of
+from worker.choice import Choice
 from worker.config import WorkerConfig
 from worker.flusher import Flusher
 from worker.grammars import Grammars
@@ -218,14 +220,9 @@ class Requests:
 
     async def _check_answers(self, request: ActiveRequest) -> None:
         """Hold the finished answers against their schema, and then end the request."""
-        schema = request.job.json_schema
-        assert schema is not None
         try:
             for choice in request.unchecked:
-                problem = await self.grammars.problem_of(
-                    schema, choice.answer, request.job.tenant_id
-                )
-                choice.note_check(problem)
+                await self._check(choice, request.job)
             request.conclude(time.time())
         except Exception:
             log.exception("the answer of %s could not be checked", request.job.request_id)
@@ -233,6 +230,16 @@ class Requests:
             request.fail(ErrorCode.INTERNAL, message, now=time.time())
         self._checking.discard(request.job.request_id)
         self._finish(request)
+
+    async def _check(self, choice: Choice, job: GenerateJob) -> None:
+        """Note the first of the choice's problems: those that end the request come first."""
+        checks = sorted(checks_of(job, choice.answer), key=lambda check: not check.is_strict)
+        for check in checks:
+            problem = await self.grammars.problem_of(check.schema, check.text, job.tenant_id)
+            if problem is not None:
+                choice.note_check(check.told(problem), check.param if check.is_strict else None)
+                return
+        choice.note_check(None)
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -15,6 +15,7 @@ from typing import Any
 from engine.grammar_text import tool_calls
 from worker.patterns import not_beginning_with
 from worker.protocol import CALL_BEGIN, CALL_END, GenerateJob
+from worker.tool_calls import BLANKS
 
 _INTRODUCTION = (
     "You can call functions. Each is described by a line of JSON:\n<tools>\n{tools}\n</tools>\n\n"
@@ -70,6 +71,6 @@ def calls_grammar(job: GenerateJob) -> str | None:
         end=CALL_END,
         is_required=is_required,
         is_parallel=job.parallel_tool_calls and not choice.startswith("="),
-        free_text=not_beginning_with(CALL_BEGIN.strip()),
+        free_text=not_beginning_with(CALL_BEGIN.strip(), after=BLANKS),
         answer_schema=job.decoding_schema or job.json_schema,
     )

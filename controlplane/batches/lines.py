@@ -6,7 +6,6 @@ import dataclasses
 import json
 from typing import Any
 
-from controlplane import finite
 from controlplane.errors import ApiError, InvalidRequest
 from controlplane.inference.parsing import parse_body
 from controlplane.inference.schemas import ChatBody, CompletionBody
@@ -42,13 +41,9 @@ class LineFault(Exception):
 
     def told(self, line: int | None) -> dict[str, Any]:
         """As one of the batch's `errors`."""
-        param = None if self.param is None else _keepable(self.param)
-        return {"code": self.code, "message": _keepable(self.message), "param": param, "line": line}
-
-
-def _keepable(text: str) -> str:
-    """PostgreSQL keeps neither NUL nor half a surrogate pair; the client's words may have them."""
-    return text.replace("\0", "?").encode(errors="replace").decode()
+        # PostgreSQL keeps neither NUL nor half a surrogate pair; the client's words may have them.
+        message = self.message.replace("\0", "?").encode(errors="replace").decode()
+        return {"code": self.code, "message": message, "param": self.param, "line": line}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,10 +68,6 @@ def parse_line(number: int, raw: bytes, endpoint: str) -> Line:
         raise LineFault("invalid_json_line", "The line is no valid JSON in UTF-8.") from None
     if not isinstance(fields, dict):
         raise LineFault("invalid_json_line", "The line is no JSON object.")
-    try:
-        finite.check_body(raw)
-    except InvalidRequest as error:
-        raise LineFault("invalid_json_line", error.message, error.param) from None
     custom_id = _text(fields, "custom_id")
     if not 1 <= len(custom_id) <= MAX_CUSTOM_ID:
         raise LineFault(

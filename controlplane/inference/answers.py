@@ -7,8 +7,8 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from controlplane.inference.tool_calls import CallReader, Piece
 from worker.protocol import FinishReason, TokenEvent, Usage
+from worker.tool_calls import CallReader, Piece
 
 Json = dict[str, Any]
 

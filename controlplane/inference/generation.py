@@ -80,6 +80,7 @@ def chat_job(body: ChatBody, call: Call) -> GenerateJob:
         messages=body.rendered_messages(),
         tools=tuple(tool.rendered() for tool in tools),
         tool_schemas=_tool_schemas(body, tools),
+        strict_tools=tuple(tool.function.name for tool in tools if tool.function.strict),
         tool_choice=tool_choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
         sampling=_sampling(

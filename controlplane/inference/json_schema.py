@@ -50,16 +50,24 @@ def planned(
 
 
 def schema_headers(job: GenerateJob) -> dict[str, str]:
-    """What a client should know of a schema that is not enforced whole."""
-    if job.json_schema is None or job.is_strict:
-        return {}
-    made = plan(json.loads(job.json_schema))
+    """What a client should know of schemas that are not enforced whole: of the answer, and of its
+    tools, each path of which has the tool's name before it."""
+    plans = {}
+    if job.json_schema is not None and not job.is_strict:
+        plans[""] = plan(json.loads(job.json_schema))
+    for tool in job.tools:
+        if tool["function"]["name"] not in job.strict_tools:
+            plans[tool["function"]["name"] + ":"] = plan(tool["function"]["parameters"])
     names = {
         "lorikeet-schema-checked": Status.CHECKED,
         "lorikeet-schema-ignored": Status.UNSUPPORTED,
     }
-    told = {name: paths(made.with_status(status)) for name, status in names.items()}
-    return {name: _header_value(text)[:1000] for name, text in told.items() if text}
+    headers = {}
+    for name, status in names.items():
+        told = [paths(made.with_status(status), within=where) for where, made in plans.items()]
+        if any(told):
+            headers[name] = _header_value(", ".join(filter(None, told)))[:1000]
+    return headers
 
 
 def _header_value(text: str) -> str:

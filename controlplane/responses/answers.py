@@ -16,9 +16,9 @@ from typing import Any
 from controlplane.errors import ApiError
 from controlplane.inference.answers import one_line
 from controlplane.inference.service import Generation
-from controlplane.inference.tool_calls import CallReader, Piece
 from controlplane.responses.schemas import NamedChoice, ResponsesBody
 from worker.protocol import FinishReason, TokenEvent, Usage
+from worker.tool_calls import CallReader, Piece
 
 Json = dict[str, Any]
 

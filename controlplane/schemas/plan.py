@@ -47,9 +47,9 @@ def plan(schema: dict[str, Any]) -> Plan:
     raise BadSchema(*made)
 
 
-def paths(findings: Iterable[Finding], most: int = 20) -> str:
-    """The findings' places, for a header or a message."""
-    all_paths = [finding.path for finding in findings]
+def paths(findings: Iterable[Finding], most: int = 20, *, within: str = "") -> str:
+    """The findings' places, for a header or a message; `within`: in which of several schemas."""
+    all_paths = [within + finding.path for finding in findings]
     more = f", and {len(all_paths) - most} more" if len(all_paths) > most else ""
     return ", ".join(all_paths[:most]) + more
 

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from tests.conformance.conftest import Served, say
 from tests.fakes import FAKE_NAME
 from tests.tiny_base import ROOMY_NAME
+from worker.protocol import CALL_BEGIN, CALL_END
 
 WEATHER = {
     "type": "object",
@@ -158,3 +159,94 @@ def test_a_strict_tool_that_cannot_be_enforced_is_refused(served: Served) -> Non
         )
     assert caught.value.param == "tools.1.function.parameters"
     assert caught.value.code == "invalid_function_parameters"
+
+
+UNIQUE = {
+    "type": "object",
+    "properties": {"days": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}},
+    "required": ["days"],
+    "additionalProperties": False,
+}
+
+
+def called(arguments: str) -> str:
+    """What the echoing engine answers as if a model had written it."""
+    return f'{CALL_BEGIN}{{"name": "f", "arguments": {arguments}}}{CALL_END}'
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_model_that_breaks_what_is_only_checked_is_told_of(served: Served, stream: bool) -> None:
+    """The only arguments that there can be have two zeros."""
+    zero = {"type": "integer", "minimum": 0, "maximum": 0, "multipleOf": 1}
+    zeros = {"type": "array", "items": zero, "minItems": 2, "maxItems": 2, "uniqueItems": True}
+    parameters = {**UNIQUE, "properties": {"days": zeros}}
+    pick: Any = {"type": "function", "function": {"name": "pick", "parameters": parameters}}
+    answer: Any = served.client().chat.completions.create(
+        model=ROOMY_NAME,
+        messages=say("x"),
+        tools=[pick],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        stream=stream,
+    )
+    choice = [chunk.choices[0] for chunk in answer][-1] if stream else answer.choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.schema_error == "call 0 of pick: at /days: [0, 0] has non-unique elements"
+
+
+#: Short, for the echoing engine's context is.
+PICK: Any = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"properties": {"a": {"uniqueItems": True}}}},
+}
+COUNT: Any = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "parameters": {"properties": {"a": {"type": "integer"}}},
+        "strict": True,
+    },
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_finished_call_is_checked_against_its_own_schema(served: Served, stream: bool) -> None:
+    """As an answer is: by jsonschema, for what the linter says is checked after."""
+    raw = served.client().chat.completions.with_raw_response.create(
+        model=FAKE_NAME, messages=say(called('{"a": [3, 3]}')), tools=[PICK], stream=stream
+    )
+    assert raw.headers["lorikeet-schema-checked"] == "f:/properties/a/uniqueItems"
+    answer: Any = raw.parse()
+    choice = [chunk.choices[0] for chunk in answer][-1] if stream else answer.choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.schema_error == "call 0 of f: at /a: [3, 3] has non-unique elements"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "max_tokens", "reason"),
+    [('{"a": [3, 4]}', None, "tool_calls"), ('{"a": [3, 3]}', 46, "length")],
+    ids=["obeys", "cut off"],
+)
+def test_a_call_that_obeys_or_is_not_finished_says_nothing(
+    served: Served, arguments: str, max_tokens: int | None, reason: str
+) -> None:
+    answer = served.client().chat.completions.create(
+        model=FAKE_NAME, messages=say(called(arguments)), tools=[PICK], max_tokens=max_tokens
+    )
+    (choice,) = answer.choices
+    assert choice.finish_reason == reason
+    (call,) = choice.message.tool_calls or []
+    assert arguments.startswith(call.function.arguments)  # type: ignore[union-attr]
+    assert "schema_error" not in (choice.model_extra or {})
+
+
+def test_a_strict_tools_broken_call_is_a_defect_of_ours(served: Served) -> None:
+    """No engine with grammars writes one; the echoing engine has none."""
+    messages = say(called('{"a": "x"}'))
+    create = served.client().chat.completions.create
+    with pytest.raises(openai.InternalServerError) as caught:
+        create(model=FAKE_NAME, messages=messages, tools=[COUNT])
+    assert (caught.value.code, caught.value.param) == ("answer_invalid", "tools")
+    assert "call 0 of f: at /a" in caught.value.message
+    with pytest.raises(openai.APIError, match="call 0 of f: at /a"):
+        list(create(model=FAKE_NAME, messages=messages, tools=[COUNT], stream=True))

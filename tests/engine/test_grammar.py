@@ -255,7 +255,8 @@ def test_a_tool_is_called_or_other_text_comes(make_engine: MakeEngine) -> None:
         ("stop", json.dumps({"type": "object", "properties": {}, "additionalProperties": False})),
     ]  # fmt: skip
     must = tool_calls(tools, begin="<call>", end="</call>", is_required=True, is_parallel=False)
-    may = tool_calls(tools, begin="<call>", end="</call>", free_text=not_beginning_with("<call>"))
+    other = not_beginning_with("<call>", after=" \n")
+    may = tool_calls(tools, begin="<call>", end="</call>", free_text=other)
     engine = make_engine()
     results = run(
         engine,

@@ -28,12 +28,11 @@ def make_request(codec: TextCodec, *, stream: bool = True, **fields: Any) -> Act
     known = {field.name for field in dataclasses.fields(Sampling)}
     sampling = {name: fields.pop(name) for name in list(fields) if name in known}
     job = make_job(
-        text="p",
         stream=stream,
         endpoint="/v1/completions",
         created_at=100.0,
         sampling=Sampling(**sampling),
-        **fields,
+        **{"text": "p", **fields},
     )
     return ActiveRequest(job, entry_id=b"1-0", lease=3, worker_id="w", codec=codec, now=100.5)
 

@@ -129,8 +129,8 @@ class TestGenerate:
                 *("[0, 0]", told),
             )
             assert site.post("/", body).json()[0]["schema_error"] == told
-            streamed = site.post("/generate_stream", body).text.strip().split("\n\n")
-            *others, last = (json.loads(line.removeprefix("data:")) for line in streamed)
+            lines = site.post("/generate_stream", body).text.splitlines()
+            *others, last = (json.loads(line[5:]) for line in lines if line.startswith("data:"))
             assert (last["generated_text"], last["schema_error"]) == ("[0, 0]", told)
             assert not any("schema_error" in event for event in others)
         answer = site.call("generate", prompt="[0, 0]", response_format=form)

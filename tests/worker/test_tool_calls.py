@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from controlplane.inference.answers import ChatAnswer
-from controlplane.inference.tool_calls import CallReader, Piece
 from worker.protocol import TokenEvent, Usage
+from worker.tool_calls import CallReader, Piece
 
 ARGUMENTS = '{"city": "Par\\"is} </tool_call>", "days": [1, {"a": "\\\\"}]}'
 

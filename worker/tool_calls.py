@@ -1,8 +1,9 @@
-"""From a model's text to the calls in it, while it is being written. Pure.
+"""From a model's text to the calls in it, while it is being written. Standard library only.
 
-What the text looks like is the worker's doing (`worker/tools.py`), which holds the model to it by a
-grammar: calls stand between `CALL_BEGIN` and `CALL_END`, each a JSON object of the function's name
-and then its arguments, and an answer that begins otherwise has none.
+A worker holds the model to this form by a grammar (`worker/tools.py`): calls stand between
+`CALL_BEGIN` and `CALL_END`, each a JSON object of the function's name and then its arguments, and
+an answer that begins otherwise has none. The gateway shows the calls, and the worker checks them,
+as they are read here.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from collections.abc import Iterator
 
 from worker.protocol import CALL_BEGIN, CALL_END
 
+#: What may stand before the first call.
+BLANKS = " \t\n\r"
 _BEGIN, _END = CALL_BEGIN.strip(), CALL_END.strip()
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([a-zA-Z0-9_-]{1,64})"\s*,\s*"arguments"\s*:\s*')
 _TAIL = re.compile(r"\s*\}\s*" + re.escape(_END))
@@ -61,7 +64,7 @@ class CallReader:
     # The states: each reads what it can, and says in `_state` when another goes on
 
     def _at_start(self) -> Iterator[Piece]:
-        text = self._unread.lstrip()
+        text = self._unread.lstrip(BLANKS)
         if text.startswith(_BEGIN):
             self._unread = text[len(_BEGIN) :]
             self._state = self._before_arguments
@@ -118,3 +121,15 @@ class CallReader:
                 self._unread = rest[len(_BEGIN) :]
                 self._state = self._before_arguments
         yield from ()
+
+
+def read_calls(text: str) -> list[tuple[str, str]]:
+    """The function's name and the arguments, as JSON text, of each call in a whole answer."""
+    reader = CallReader()
+    calls: list[tuple[str, list[str]]] = []
+    for piece in [*reader.feed(text), *reader.finish()]:
+        if piece.name is not None:
+            calls.append((piece.name, []))
+        elif piece.call is not None:
+            calls[piece.call][1].append(piece.text)
+    return [(name, "".join(pieces)) for name, pieces in calls]
