@@ -33,7 +33,9 @@ class Choice:
         self.finish_reason: str | None = None
         self._job = job
         self._codec = codec
-        self._detokenizer = Detokenizer(codec)
+        # A raw prompt's text is continued; a chat's answer is a text of its own.
+        self._detokenizer = Detokenizer(codec, continues=job.messages is None)
+        self._is_first = job.messages is not None
         self._stops = StopStrings(job.sampling.stop)
         self._stop_string: str | None = None
         self._text = ""
@@ -128,13 +130,16 @@ class Choice:
     def _logprob(self, entry: Logprob) -> dict[str, Any]:
         token_id, logprob, top = entry
         shown = self._token(token_id, logprob)
-        return shown | {"top_logprobs": [self._token(*alternative) for alternative in top]}
+        shown["top_logprobs"] = [self._token(*alternative) for alternative in top]
+        self._is_first = self._is_first and self._codec.is_special(token_id)
+        return shown
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        shown = {
-            "token": self._codec.token_text(token_id),
+        piece = self._codec.pieces.of(token_id, is_first=self._is_first)
+        shown: dict[str, Any] = {
+            "token": piece.text,
             "logprob": max(logprob, -9999.0),  # -inf is no JSON
-            "bytes": self._codec.token_bytes(token_id),
+            "bytes": list(piece.bytes),
         }
         if self._job.token_details:
             shown |= {"id": token_id, "special": self._codec.is_special(token_id)}

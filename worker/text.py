@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 
 from worker.control_tokens import ControlTokens
 from worker.protocol import context_length
+from worker.token_pieces import TokenPieces
 
 #: What an incomplete UTF-8 sequence decodes to.
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -60,8 +61,12 @@ class TextCodec:
         added = self._tokenizer.get_added_tokens_decoder()
         self._special_ids = {token_id for token_id, token in added.items() if token.special}
         self._longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)
-        self._byte_level = '"ByteLevel"' in json.dumps(
-            _read_json(model_dir / "tokenizer.json").get("decoder")
+        decoder = _read_json(model_dir / "tokenizer.json").get("decoder")
+        #: What single tokens stand for.
+        self.pieces = TokenPieces(
+            self._tokenizer,
+            special_ids=self._special_ids,
+            is_byte_level='"ByteLevel"' in json.dumps(decoder),
         )
 
     def render(
@@ -114,27 +119,15 @@ class TextCodec:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         return text
 
-    def token_text(self, token_id: int) -> str:
-        """One token by itself, special ones included, as logprobs show it."""
-        text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
-        return text
-
     def is_special(self, token_id: int) -> bool:
         """Whether the token is one that `decode` leaves out."""
         return token_id in self._special_ids
 
-    def token_bytes(self, token_id: int) -> list[int]:
-        """The bytes that the token stands for, also when they are only part of a character."""
-        token = self._tokenizer.id_to_token(token_id) or ""
-        if self._byte_level and all(character in _BYTE_OF for character in token):
-            return [_BYTE_OF[character] for character in token]
-        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-            return [int(token[3:5], 16)]
-        return list(self.token_text(token_id).encode())
-
 
 class Detokenizer:
     """Text of a growing list of token ids; together its pieces are `decode` of them all.
+
+    continues  the text goes on another's: a space that it begins with is kept
 
     A token's text depends on its neighbours (byte sequences, leading spaces), so each piece is
     the difference between two decodings that share a context of a few tokens before it.
@@ -142,11 +135,13 @@ class Detokenizer:
 
     __slots__ = ("_codec", "_context", "_ids", "_shown")
 
-    def __init__(self, codec: TextCodec) -> None:
+    def __init__(self, codec: TextCodec, *, continues: bool = False) -> None:
+        anchor = codec.pieces.anchor if continues else None
         self._codec = codec
-        self._ids: list[int] = []  # the context, then tokens not wholly shown
-        self._context = 0  # how many of `_ids` are context
-        self._shown = ""  # how much of the text of `_ids` is out
+        # The context, then tokens not wholly shown.
+        self._ids: list[int] = [] if anchor is None else [anchor]
+        self._context = len(self._ids)  # how many of `_ids` are context
+        self._shown = codec.decode(self._ids)  # how much of the text of `_ids` is out
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens complete; a character still missing bytes waits."""
@@ -275,14 +270,3 @@ def _template_environment() -> ImmutableSandboxedEnvironment:
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """Character -> byte of byte-level BPE vocabularies. Source: GPT-2's bytes_to_unicode."""
-    plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    alphabet = {chr(byte): byte for byte in plain}
-    others = (byte for byte in range(256) if byte not in plain)
-    return alphabet | {chr(256 + offset): byte for offset, byte in enumerate(others)}
-
-
-_BYTE_OF = _byte_alphabet()

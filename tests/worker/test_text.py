@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from tests.fakes import write_fake_base
 from tests.tiny_base import write_tiny_base
-from worker.text import Detokenizer, PromptError, StopStrings, TextCodec
+from worker.text import REPLACEMENT, Detokenizer, PromptError, StopStrings, TextCodec
 
 CONVERSATION = [
     {"role": "system", "content": "Be brief. <b>&amp;</b>"},
@@ -162,13 +163,15 @@ def test_byte_fallback_takes_back_a_run_that_turns_invalid(tmp_path: Path) -> No
 @pytest.mark.parametrize("text", ["the", " é", "🦜", "\n"])
 def test_token_bytes_are_the_characters_bytes(codec: TextCodec, text: str) -> None:
     ids = codec.encode(text, add_special_tokens=False)
-    assert bytes(b for token_id in ids for b in codec.token_bytes(token_id)) == text.encode()
+    pieces = [codec.pieces.of(token_id, is_first=False).bytes for token_id in ids]
+    assert bytes(itertools.chain(*pieces)) == text.encode()
 
 
-def test_token_bytes_of_byte_tokens_and_special_tokens(codec: TextCodec, tmp_path: Path) -> None:
-    assert byte_fallback_codec(tmp_path).token_bytes(5 + 0xE2) == [0xE2]
-    assert bytes(codec.token_bytes(2)) == b"<|end|>"
-    assert codec.token_text(2) == "<|end|>"
+def test_byte_tokens_and_special_tokens(codec: TextCodec, tmp_path: Path) -> None:
+    half = byte_fallback_codec(tmp_path).pieces.of(5 + 0xE2, is_first=False)
+    assert half == (REPLACEMENT, (0xE2,))
+    for is_first in (False, True):  # it has a name, and is no part of the text
+        assert codec.pieces.of(2, is_first=is_first) == ("<|end|>", ())
 
 
 def cut(text: str, stops: list[str]) -> tuple[str, str | None]:
