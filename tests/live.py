@@ -164,13 +164,19 @@ class LiveStack:
         """The processes, of all pools, whose names begin so."""
         return [process for process in self._processes if process.name.startswith(prefix)]
 
-    def start_web(self, name: str = "web", **env: str) -> tuple[Process, str]:
+    def start_web(
+        self,
+        name: str = "web",
+        *,
+        application: str = "controlplane.asgi:application",
+        **env: str,
+    ) -> tuple[Process, str]:
         """A gateway and its address."""
         (port,) = choose_ports(1)
         url = f"http://127.0.0.1:{port}"
         process = self.start(
             name,
-            *("-m", "uvicorn", "controlplane.asgi:application", f"--port={port}"),
+            *("-m", "uvicorn", application, f"--port={port}"),
             *("--no-access-log", "--timeout-graceful-shutdown=2"),
             **env,
         )
