@@ -82,6 +82,14 @@ class Member:
         return self.may(Permission.USAGE_READ)
 
     @property
+    def can_read_requests(self) -> bool:
+        return self.may(Permission.REQUESTS_READ)
+
+    @property
+    def can_read_words(self) -> bool:
+        return self.may(Permission.REQUESTS_CONTENT)
+
+    @property
     def can_manage_tenant(self) -> bool:
         return self.may(Permission.TENANT_MANAGE)
 

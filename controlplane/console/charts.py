@@ -53,13 +53,20 @@ class LineChart:
 
 
 def bar_chart(
-    values: Sequence[tuple[str, float]], *, width: int = 600, height: int = 120
+    values: Sequence[tuple[str, float]],
+    *,
+    width: int = 600,
+    height: int = 120,
+    top: float | None = None,
 ) -> BarChart:
     """Bars side by side, one for each (label, value); the largest has the full height.
 
     A value above zero is at least two units high: a single request stays visible beside thousands.
+
+    top  the value of full height, for charts on one scale; None: the largest
     """
-    top = max((value for _, value in values), default=0.0)
+    if top is None:
+        top = max((value for _, value in values), default=0.0)
     step = width / max(len(values), 1)
     bars = []
     for index, (label, value) in enumerate(values):
@@ -101,6 +108,56 @@ def stacked_chart(
             drawn.append((series, bar))
         bars.append(StackedBar(label=tip, parts=tuple(drawn)))
     return StackedChart(width=width, height=height, bars=tuple(bars), top=top)
+
+
+def span_bar(
+    spans: Sequence[tuple[int, float, float]],
+    *,
+    label: str,
+    top: float,
+    width: int = 600,
+    height: int = 12,
+) -> StackedBar:
+    """One bar from left to right: of each span (series, its begin, its end).
+
+    What lies past `top` is cut off; the last span with any length is at least two units wide.
+    """
+    per_unit = width / top if top > 0 else 0.0
+    drawn = []
+    for series, begin, end in spans:
+        if end <= begin or begin >= top:
+            continue
+        left = min(begin * per_unit, width - 2.0)
+        right = min(max(end * per_unit, left), float(width))
+        drawn.append((series, left, right))
+    if drawn:
+        series, left, right = drawn[-1]
+        drawn[-1] = (series, left, max(right, left + 2.0))
+    parts = tuple(
+        (
+            series,
+            Bar(
+                x=round(left, 2),
+                y=0.0,
+                width=round(right - left, 2),
+                height=float(height),
+                label=label,
+            ),
+        )
+        for series, left, right in drawn
+    )
+    return StackedBar(label=label, parts=parts)
+
+
+def common_scale(values: Sequence[float]) -> float:
+    """A full bar's value where bars are compared: the largest, or 1.5 times the usual one.
+
+    The usual is what nine of ten do not exceed: one that took a minute leaves the others visible.
+    """
+    if not values:
+        return 0.0
+    ordered = sorted(values)
+    return min(ordered[-1], 1.5 * ordered[(len(ordered) - 1) * 9 // 10] or ordered[-1])
 
 
 def line_chart(

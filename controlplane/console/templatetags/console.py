@@ -6,6 +6,8 @@ import json
 from typing import Any
 
 from django import template
+from django.utils.html import format_html_join
+from django.utils.safestring import SafeString, mark_safe
 
 from controlplane.limits.models import Budget
 
@@ -35,6 +37,8 @@ _TONES = {
     "expired": "warn",
     "live": "good",
     "paused": "warn",
+    "ok": "good",
+    "cut": "warn",
     "stop": "good",
     "length": "good",
     "error": "bad",
@@ -63,6 +67,18 @@ def milliseconds(value: float | None) -> str:
     if value < 60_000:
         return f"{value / 1000:.1f} s"
     return f"{value / 60_000:.0f} min"
+
+
+@register.filter
+def exact_milliseconds(value: float) -> str:
+    """A duration to compare: "1,437 ms", and tenths of what is short."""
+    return f"{value:,.1f} ms" if 0 < value < 100 else f"{value:,.0f} ms"
+
+
+@register.filter
+def breakable(code: str) -> SafeString:
+    """A code in snake case that may be broken after its underscores."""
+    return format_html_join(mark_safe("_<wbr>"), "{}", ((part,) for part in code.split("_")))
 
 
 @register.filter

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from controlplane.console.charts import bar_chart, line_chart
+from controlplane.console.charts import bar_chart, common_scale, line_chart, span_bar
 
 
 def test_largest_bar_fills_the_height_and_the_smallest_stays_visible() -> None:
@@ -20,6 +20,34 @@ def test_bars_lie_side_by_side() -> None:
 
 def test_no_values_make_no_bars() -> None:
     assert bar_chart([]).bars == ()
+
+
+def test_charts_on_one_scale() -> None:
+    chart = bar_chart([("a", 5)], height=100, top=50.0)
+    assert (chart.bars[0].height, chart.top) == (10.0, 50.0)
+
+
+def test_spans_lie_behind_each_other_and_are_cut_at_the_top() -> None:
+    spans = [(4, 0.0, 10.0), (2, 10.0, 10.0), (1, 10.0, 60.0), (0, 60.0, 900.0)]
+    bar = span_bar(spans, label="l", top=100.0, width=200)
+    assert [(series, part.x, part.x + part.width) for series, part in bar.parts] == [
+        *((4, 0.0, 20.0), (1, 20.0, 120.0), (0, 120.0, 200.0)),
+    ]
+    assert span_bar([(0, 100.0, 200.0)], label="", top=100.0).parts == ()
+
+
+def test_the_shortest_span_stays_visible_and_none_needs_a_scale() -> None:
+    [(_, part)] = span_bar([(0, 0.0, 0.001)], label="", top=60_000.0).parts
+    assert part.width == 2.0
+    assert span_bar([(0, 0.0, 0.0)], label="", top=0.0).parts == ()
+
+
+def test_one_that_took_very_long_does_not_flatten_the_others() -> None:
+    assert common_scale([]) == 0
+    assert common_scale([0.0, 0.0]) == 0
+    assert common_scale([1.0, 3.0, 2.0]) == 3.0
+    assert common_scale([100.0] * 49 + [60_000.0]) == 150.0
+    assert common_scale([0.0] * 49 + [60_000.0]) == 60_000.0
 
 
 def test_line_spans_the_box_with_the_highest_on_top() -> None:

@@ -61,6 +61,9 @@ PAGES: dict[str, Permission | None] = {
     "set_budget": Permission.LIMITS_MANAGE,
     "remove_budget": Permission.LIMITS_MANAGE,
     "usage": Permission.USAGE_READ,
+    "requests": Permission.REQUESTS_READ,
+    "requests_newest": Permission.REQUESTS_READ,
+    "request": Permission.REQUESTS_READ,
     "audit": Permission.AUDIT_READ,
     "verify_trail": Permission.AUDIT_READ,
 }
