@@ -12,6 +12,8 @@ from django.utils import timezone
 
 from controlplane.adapters.models import BaseModel, is_serving
 from controlplane.limits.models import Budget, RateLimit
+from controlplane.requestlog.models import LogPolicy
+from controlplane.requestlog.services import MAX_CONTENT_DAYS, MAX_METADATA_DAYS
 from controlplane.tenants.key_rules import KeyRules
 from controlplane.tenants.models import ApiKey, Role, ServiceAccount, slug_validator
 from controlplane.tenants.permissions import DEFAULT_SCOPES, Permission
@@ -316,6 +318,27 @@ class TenantForm(forms.Form):
         label="Members enter only with a second factor",
         required=False,
         help_text="Who has none is led to set one up before anything else. Keys work as before.",
+    )
+
+
+class LogPolicyForm(forms.Form):
+    """What is kept of requests."""
+
+    content = forms.ChoiceField(
+        label="Prompts and answers",
+        choices=[
+            (LogPolicy.Content.OFF, "are not kept"),
+            (LogPolicy.Content.ON_REQUEST, "are kept of requests with store: true"),
+            (LogPolicy.Content.ALL, "are kept, but of requests with store: false"),
+        ],
+        help_text="Encrypted; owners and admins may read them. Not keeping them any more makes "
+        "those that are stored unreadable at once and for good.",
+    )
+    content_days = forms.IntegerField(
+        label="Days that they are kept", min_value=1, max_value=MAX_CONTENT_DAYS
+    )
+    metadata_days = forms.IntegerField(
+        label="Days that the log is kept", min_value=1, max_value=MAX_METADATA_DAYS
     )
 
 

@@ -59,6 +59,7 @@ urlpatterns = [
     path("audit", audit.audit, name="audit"),
     path("audit/verify", audit.verify_trail, name="verify_trail"),
     path("settings", settings.settings, name="settings"),
+    path("settings/request-log", settings.set_log_policy, name="set_log_policy"),
     path("upload", uploads.upload, name="upload"),
     path("upload/start", uploads.start_upload, name="start_upload"),
     path("adapters", adapters.adapters, name="adapters"),

@@ -70,6 +70,7 @@ def test_no_page_without_a_name_is_forgotten() -> None:
         "upload/start",
         "limits/now",
         "requests/newest",
+        "settings/request-log",
         "limits/set",
         "budgets/set",
         "audit/verify",

@@ -1,17 +1,20 @@
-"""The tenant itself: its name, and what it asks of its members."""
+"""The tenant itself: its name, what it asks of its members, what is kept of its requests."""
 
 from __future__ import annotations
 
 from django.contrib import messages
 from django.http import HttpResponse
 from django.shortcuts import redirect, render
-from django.views.decorators.http import require_http_methods
+from django.views.decorators.http import require_http_methods, require_POST
 
 from controlplane.console.access import ConsoleRequest, member_page
-from controlplane.console.forms import TenantForm, add_service_error
+from controlplane.console.forms import LogPolicyForm, TenantForm, add_service_error
 from controlplane.errors import ApiError
+from controlplane.requestlog import services
+from controlplane.requestlog.models import LogPolicy
 from controlplane.signin.second_factor import members_without
 from controlplane.tenants.auth import Permission, authorize
+from controlplane.tenants.models import Tenant
 from controlplane.tenants.services import tenant_update
 
 
@@ -19,8 +22,7 @@ from controlplane.tenants.services import tenant_update
 @member_page
 def settings(request: ConsoleRequest) -> HttpResponse:
     tenant = request.member.tenant
-    initial = {"name": tenant.name, "requires_second_factor": tenant.requires_second_factor}
-    form = TenantForm(request.POST or None, initial=initial)
+    form = TenantForm(request.POST or None, initial=_initial(tenant))
     if request.method == "POST":
         authorize(request.member.principal, Permission.TENANT_MANAGE)
         if form.is_valid():
@@ -31,6 +33,46 @@ def settings(request: ConsoleRequest) -> HttpResponse:
             else:
                 messages.success(request, "The settings are kept.")
                 return redirect("console:settings")
-    context = {"form": form, "tenant": tenant, "without": members_without()}
-    status = 422 if form.errors else 200
-    return render(request, "console/settings.html", context, status=status)
+    return _page(request, form=form)
+
+
+@require_POST
+@member_page(permission=Permission.TENANT_MANAGE)
+def set_log_policy(request: ConsoleRequest) -> HttpResponse:
+    form = LogPolicyForm(request.POST)
+    if form.is_valid():
+        try:
+            services.log_policy_set(**form.cleaned_data)
+        except ApiError as error:
+            add_service_error(form, error.message, error.param)
+        else:
+            messages.success(request, "Gateways know it within seconds.")
+            return redirect("console:settings")
+    return _page(request, log_form=form)
+
+
+def _page(
+    request: ConsoleRequest,
+    *,
+    form: TenantForm | None = None,
+    log_form: LogPolicyForm | None = None,
+) -> HttpResponse:
+    """With the forms that were sent; the others say how things are."""
+    tenant, policy = request.member.tenant, services.log_policy()
+    context = {
+        "form": form or TenantForm(initial=_initial(tenant)),
+        "log_form": log_form or LogPolicyForm(initial=_kept(policy)),
+        "policy": policy,
+        "tenant": tenant,
+        "without": members_without(),
+    }
+    errors = any(sent.errors for sent in (form, log_form) if sent is not None)
+    return render(request, "console/settings.html", context, status=422 if errors else 200)
+
+
+def _initial(tenant: Tenant) -> dict[str, object]:
+    return {"name": tenant.name, "requires_second_factor": tenant.requires_second_factor}
+
+
+def _kept(policy: LogPolicy) -> dict[str, object]:
+    return {name: getattr(policy, name) for name in LogPolicyForm.base_fields}

@@ -64,6 +64,7 @@ PAGES: dict[str, Permission | None] = {
     "requests": Permission.REQUESTS_READ,
     "requests_newest": Permission.REQUESTS_READ,
     "request": Permission.REQUESTS_READ,
+    "set_log_policy": Permission.TENANT_MANAGE,
     "audit": Permission.AUDIT_READ,
     "verify_trail": Permission.AUDIT_READ,
 }

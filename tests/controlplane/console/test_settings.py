@@ -18,6 +18,7 @@ from allauth.mfa.totp.internal.auth import (
 from django.test import Client
 
 from controlplane.audit.models import AuditEvent
+from controlplane.requestlog.services import log_policy
 from controlplane.scoping import tenant_scope
 from controlplane.tenants.models import Role, User
 from controlplane.tenants.services import member_add
@@ -41,6 +42,23 @@ def test_an_owner_renames_the_tenant(acme: Party) -> None:
     assert browser.post(SETTINGS, {"name": "Acme Ltd"}).status_code == 302
     assert b"Acme Ltd" in browser.get("/console/").content
     assert browser.post(SETTINGS, {"name": ""}).status_code == 422
+
+
+def test_an_owner_chooses_what_is_kept_of_requests(acme: Party) -> None:
+    browser, url = browser_of(acme.owner), "/console/settings/request-log"
+    form = {"content": "on_request", "content_days": "12", "metadata_days": "34"}
+    assert browser.post(url, form).status_code == 302
+    page = browser.get(SETTINGS).content.decode()
+    assert '<option value="on_request" selected>' in page
+    assert 'value="12"' in page
+    assert browser.post(url, form | {"content_days": "366"}).status_code == 422
+    assert browser.post(url, form | {"content": "some"}).status_code == 422
+    with tenant_scope(acme.tenant.id):
+        assert log_policy().content_days == 12
+        assert AuditEvent.objects.filter(action="log_policy.changed").count() == 1
+    viewed = browser_of(acme.viewer).get(SETTINGS).content.decode()
+    assert "are kept for 12 days, of requests with" in viewed
+    assert url not in viewed
 
 
 def test_who_has_no_second_factor_is_led_to_set_one_up(acme: Party, globex: Party) -> None:
