@@ -39,6 +39,7 @@ from controlplane.tenants.key_rules import allows_model
 log = logging.getLogger(__name__)
 
 _CACHE_MAX_MODELS = 10_000
+_TOUCH_DELAY_S = 1.0
 
 _T = TypeVar("_T")
 
@@ -254,23 +255,33 @@ def _load_limits(principal: Principal, model_name: str) -> Limits:
     return limits
 
 
-#: Held until they are done: the event loop itself holds no task.
-_touching: set[asyncio.Task[None]] = set()
+#: Whose keys' use is to be noted, and the task that will: it holds all of a moment together.
+_used: list[Principal] = []
+_noting: asyncio.Task[None] | None = None
 
 
 def _touch_beside(principal: Principal | None) -> None:
     """Note that the key was used; the request does not wait for it."""
+    global _noting
     if principal is not None and auth.touch_is_due(principal):
-        task = asyncio.create_task(asyncio.to_thread(_touch, principal))
-        _touching.add(task)
-        task.add_done_callback(_touching.discard)
+        _used.append(principal)
+        if _noting is None or _noting.done():
+            _noting = asyncio.create_task(_note_used())
 
 
-def _touch(principal: Principal) -> None:
+async def _note_used() -> None:
+    await asyncio.sleep(_TOUCH_DELAY_S)  # the answers go first
+    while _used:
+        principals = _used.copy()
+        _used.clear()
+        await asyncio.to_thread(_touch, principals)
+
+
+def _touch(principals: list[Principal]) -> None:
     try:
-        auth.touch(principal)
+        auth.touch(principals)
     except DatabaseError as error:
-        log.warning("the last use of %s is not noted: %r", principal.label, error)
+        log.warning("the last use of %d keys is not noted: %r", len(principals), error)
     finally:
         close_old_connections()
 

@@ -23,7 +23,7 @@ from rest_framework.authentication import BaseAuthentication, SessionAuthenticat
 from rest_framework.request import Request
 
 from controlplane.errors import AuthenticationFailed, PermissionDenied
-from controlplane.scoping import all_tenants, tenant_scope
+from controlplane.scoping import all_tenants
 from controlplane.signin.second_factor import check_second_factor
 from controlplane.tenants import keys
 from controlplane.tenants.key_rules import allows_address
@@ -101,12 +101,12 @@ def authenticate(header: str | None, address: str = "", *, touches: bool = True)
     secret_hmac = parts.secret_hmac(settings.API_KEY_PEPPER)
     asked_at = time.monotonic()
     with all_tenants(reason="a key says which tenant it is of"):
-        api_key = _key_rows(parts).first()
+        api_key = next(iter(_key_rows(parts)), None)
         if api_key is None or not _matches(api_key, secret_hmac):
             raise AuthenticationFailed(_WRONG_KEY)
         principal = _check_key(api_key, address)
     if touches and touch_is_due(principal):
-        touch(principal)
+        touch([principal])
     _remember(principal, asked_at)
     return principal
 
@@ -230,6 +230,7 @@ def _parse_header(header: str | None) -> keys.KeyParts:
 
 
 def _key_rows(parts: keys.KeyParts) -> QuerySet[ApiKey]:
+    """The key's row, if there is such a key."""
     rows = ApiKey.objects.filter(public_id=parts.public_id, environment=parts.environment)
     return rows.select_related("tenant", "owner__user", "service_account")
 
@@ -273,10 +274,10 @@ def touch_is_due(principal: Principal) -> bool:
     return last is None or last < timezone.now() - _TOUCH_INTERVAL
 
 
-def touch(principal: Principal) -> None:
-    """Note that its key is used now, if nobody did meanwhile. Raises django.db.Error."""
-    assert principal.api_key is not None
+def touch(principals: Iterable[Principal]) -> None:
+    """Note that their keys are used now, where nobody did meanwhile. Raises django.db.Error."""
     now = timezone.now()
     is_due = Q(last_used_at=None) | Q(last_used_at__lt=now - _TOUCH_INTERVAL)
-    with tenant_scope(principal.tenant.id):
-        ApiKey.objects.filter(is_due, pk=principal.api_key.pk).update(last_used_at=now)
+    used = [principal.api_key.pk for principal in principals if principal.api_key is not None]
+    with all_tenants(reason="keys of many tenants are used"):
+        ApiKey.objects.filter(is_due, pk__in=used).update(last_used_at=now)
