@@ -173,6 +173,7 @@ def main() -> int:
                 rows = measure_all(live, args.requests)
     result = {
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+        "load_average": round(os.getloadavg()[0], 1),
         "requests": args.requests,
         "max_p50_ms": MAX_P50_MS,
         "cases": rows,
