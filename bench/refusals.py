@@ -14,8 +14,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
-import platform
 import socket
 import sys
 import tempfile
@@ -26,6 +24,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from bench.gateway import percentile
+from bench.machine import environment
 from demo.stack import EmbeddedStack
 from tests.fakes import FAKE_CONTEXT, FAKE_NAME
 from tests.live import LiveStack, live_stack
@@ -165,19 +164,14 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=300, help="of each case")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
+    result = environment("bench.refusals")
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         (root / "live").mkdir()
         with EmbeddedStack(root / "stack", durable=False) as stack:
             with live_stack(stack.env, root / "live") as live:
                 rows = measure_all(live, args.requests)
-    result = {
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
-        "load_average": round(os.getloadavg()[0], 1),
-        "requests": args.requests,
-        "max_p50_ms": MAX_P50_MS,
-        "cases": rows,
-    }
+    result |= {"requests": args.requests, "max_p50_ms": MAX_P50_MS, "cases": rows}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=2) + "\n")
     return 0 if all(row["p50_ms"] <= MAX_P50_MS for row in rows) else 1

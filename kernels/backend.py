@@ -19,9 +19,8 @@ except ImportError:
     triton = None
     tl = None
 
-HAS_TRITON = triton is not None
 
-__all__ = ["HAS_TRITON", "ceil_div", "jit", "next_power_of_2", "tl", "triton", "use_triton"]
+__all__ = ["ceil_div", "jit", "next_power_of_2", "tl", "triton", "use_triton"]
 
 
 class _MissingKernel:

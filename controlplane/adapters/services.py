@@ -215,32 +215,6 @@ def adapter_version_complete(*, version: AdapterVersion) -> AdapterVersion:
     return version
 
 
-def adapter_version_publish_files(
-    *,
-    adapter: Adapter,
-    config_path: Path,
-    tensors_path: Path,
-    source: AdapterVersion.Source = AdapterVersion.Source.TRAINING,
-    created_by: User | None = None,
-) -> AdapterVersion:
-    """Make two local files the adapter's next version, by the checks an upload goes through.
-
-    Returns when they are done: the version is ready or rejected. Not for use in a transaction.
-    """
-    version = adapter_version_create(
-        name=adapter.name,
-        files={
-            peft_config.FILE: config_path.stat().st_size,
-            tensor_file.FILE: tensors_path.stat().st_size,
-        },
-        created_by=created_by,
-        source=source,
-    )
-    return adapter_version_upload_files(
-        version=version, config_path=config_path, tensors_path=tensors_path
-    )
-
-
 def adapter_version_upload_files(
     *, version: AdapterVersion, config_path: Path, tensors_path: Path
 ) -> AdapterVersion:

@@ -28,6 +28,7 @@ from controlplane.delivery import services as delivery
 from controlplane.delivery.models import DeadLetter
 from controlplane.errors import NotFound, PermissionDenied
 from controlplane.limits.api import LimitSerializer, RatesSerializer
+from controlplane.limits.models import RateLimit
 from controlplane.limits.services import rate_limit_set
 from controlplane.operator import pool
 from controlplane.scoping import all_tenants, tenant_scope
@@ -35,8 +36,6 @@ from controlplane.tenants import services
 from controlplane.tenants.models import OperatorIdempotencyRecord, Tenant, User, is_slug
 from controlplane.tenants.people_api import TenantSerializer
 from controlplane.workers import workers
-
-_RATES = ("requests_per_minute", "tokens_per_minute", "max_concurrent", "max_waiting")
 
 
 class OperatorSessionAuthentication(SessionAuthentication):
@@ -183,7 +182,7 @@ class TenantLimitsView(OperatorAPIView):
         tenant = _tenant(slug)
         body = RatesSerializer.parsed(request)
         with tenant_scope(tenant.id):
-            row = rate_limit_set(**{name: body[name] for name in _RATES})
+            row = rate_limit_set(**{name: body[name] for name in RateLimit.RATES})
         return Response(LimitSerializer(row).data)
 
 

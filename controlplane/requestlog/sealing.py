@@ -6,14 +6,13 @@ in the database. Deleting the tenant's key makes all that it sealed unreadable a
 
 from __future__ import annotations
 
-import base64
-import hmac
 import json
 import zlib
 from typing import Any
 
 from cryptography.fernet import Fernet, InvalidToken
-from django.conf import settings
+
+from controlplane.ciphers import peppered_cipher
 
 
 class Unreadable(Exception):
@@ -47,5 +46,4 @@ def _tenants(wrapped_key: bytes) -> Fernet:
 
 
 def _master() -> Fernet:
-    secret = hmac.digest(settings.API_KEY_PEPPER.encode(), b"request content", "sha256")
-    return Fernet(base64.urlsafe_b64encode(secret))
+    return peppered_cipher(b"request content")

@@ -223,20 +223,31 @@ def test_task_sees_its_tenant_only(acme: Party, globex: Party, base_model: BaseM
 
 
 def test_publishing_local_files(acme: Party, base_model: BaseModel, tmp_path: Path) -> None:
-    (tmp_path / "c").write_bytes(GOOD_CONFIG)
-    (tmp_path / "t").write_bytes(GOOD_TENSORS)
+    config_path, tensors_path = tmp_path / "c", tmp_path / "t"
+    config_path.write_bytes(GOOD_CONFIG)
+
+    def publish(tensors: bytes) -> AdapterVersion:
+        tensors_path.write_bytes(tensors)
+        version = services.adapter_version_create(
+            name="nightly",
+            files={
+                "adapter_config.json": len(GOOD_CONFIG),
+                "adapter_model.safetensors": len(tensors),
+            },
+            created_by=None,
+            source=AdapterVersion.Source.TRAINING,
+        )
+        return services.adapter_version_upload_files(
+            version=version, config_path=config_path, tensors_path=tensors_path
+        )
+
     with tenant_scope(acme.tenant.id):
         adapter = services.adapter_create(name="nightly")
-        version = services.adapter_version_publish_files(
-            adapter=adapter, config_path=tmp_path / "c", tensors_path=tmp_path / "t"
-        )
+        version = publish(GOOD_TENSORS)
         assert (version.number, version.status, version.source) == (1, "ready", "training")
         adapter.refresh_from_db()
         assert adapter.live_version == version
-        (tmp_path / "t").write_bytes(b"\x80\x02.")
-        worse = services.adapter_version_publish_files(
-            adapter=adapter, config_path=tmp_path / "c", tensors_path=tmp_path / "t"
-        )
+        worse = publish(b"\x80\x02.")
     assert (worse.number, worse.status) == (2, "rejected")
 
 
