@@ -91,6 +91,24 @@ class BagIndex:
             self.h_index.append(None if is_identity else (row * site.rank + columns).flatten())
 
 
+@dataclass(frozen=True, slots=True)
+class SiteBags:
+    """What is summed up for one site of one layer: `BagIndex` beside the rows that it counts.
+
+    h_index    [T * num_rows] int32; None: A's sums are B's weights as they are
+    out_width  of the site
+    """
+
+    a_rows: torch.Tensor
+    a_index: torch.Tensor
+    a_start: torch.Tensor
+    h_index: torch.Tensor | None
+    b_rows: torch.Tensor
+    b_index: torch.Tensor
+    b_start: torch.Tensor
+    out_width: int
+
+
 def _range(length: int) -> torch.Tensor:
     return torch.arange(length, dtype=torch.int32)
 
@@ -102,7 +120,6 @@ class Stack:
     num_bytes_each of one adapter
     a              [layer * 4 + site]  [capacity, in, rank], the scale multiplied in
     b              [layer * 4 + site]  [capacity, num_rows, width]
-    a_rows, b_rows the same, seen as the rows that BagIndex counts
 
     What a site's layers have lies in one piece of memory.
     """
@@ -115,7 +132,7 @@ class Stack:
         self.num_bytes_each = max(1, 4 * num_layers * sum(elements))
         self._num_layers = num_layers
         self._slots: dict[Hashable, int] = {}
-        self._index: tuple[tuple[int, ...], BagIndex] | None = None
+        self._bags: tuple[tuple[int, ...], list[SiteBags | None]] | None = None
         self._pieces = [
             torch.empty(num_layers, 0, *matrix)
             for site in self.sites
@@ -123,22 +140,42 @@ class Stack:
         ]
         self.a: list[torch.Tensor] = []
         self.b: list[torch.Tensor] = []
-        self.a_rows: list[torch.Tensor] = []
-        self.b_rows: list[torch.Tensor] = []
 
     def slot(self, key: Hashable) -> int:
         return self._slots[key]
 
-    def index(self, slots: tuple[int, ...]) -> BagIndex:
-        """Of these slots' rows; a decode asks for the same ones step after step."""
-        if self._index is None or self._index[0] != slots:
-            self._index = slots, BagIndex(self.sites, slots)
-        return self._index[1]
+    def bags(self, slots: tuple[int, ...]) -> list[SiteBags | None]:
+        """[layer * 4 + site] of these slots' rows; None where the adapters have nothing.
+
+        A decode asks for the same ones step after step: all that does not depend on its rows is
+        worked out once.
+        """
+        if self._bags is None or self._bags[0] != slots:
+            self._bags = slots, self._make_bags(BagIndex(self.sites, slots))
+        return self._bags[1]
+
+    def _make_bags(self, index: BagIndex) -> list[SiteBags | None]:
+        bags: list[SiteBags | None] = []
+        for i, (a, b) in enumerate(zip(self.a, self.b, strict=True)):
+            s = i % len(SITES)
+            site = self.sites[s]
+            own = SiteBags(
+                a_rows=a.flatten(0, 1),
+                a_index=index.a_index[s],
+                a_start=index.a_start[s],
+                h_index=index.h_index[s],
+                b_rows=b.flatten(0, 1),
+                b_index=index.b_index[s],
+                b_start=index.b_start[s],
+                out_width=site.width * len(site.blocks),
+            )
+            bags.append(own if site.rank else None)
+        return bags
 
     def resize(self, capacity: int) -> None:
         used = len(self.keys)
         # One by one, and no view of what was: there is a second copy of one piece at most.
-        self.a, self.b, self.a_rows, self.b_rows = [], [], [], []
+        self.a, self.b, self._bags = [], [], None
         for i, old in enumerate(self._pieces):
             self._pieces[i] = empty_fp32(self._num_layers, capacity, *old.shape[2:])
             self._pieces[i][:, :used] = old[:, :used]
@@ -146,8 +183,6 @@ class Stack:
         layers = range(self._num_layers)
         self.a = [piece[layer] for layer in layers for piece in self._pieces[::2]]
         self.b = [piece[layer] for layer in layers for piece in self._pieces[1::2]]
-        self.a_rows = [a.flatten(0, 1) for a in self.a]
-        self.b_rows = [b.flatten(0, 1) for b in self.b]
 
     def add(self, key: Hashable, matrices: list[list[Matrix]]) -> None:
         """Copy [layer * 7 + projection] -> its matrices to a slot; there is one."""
