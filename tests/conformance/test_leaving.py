@@ -53,7 +53,7 @@ STREAMS = {
         "/v1/responses",
         {"model": FAKE_NAME, "input": SAID, "stream": True},
         b"response.completed",
-        7,
+        11,
     ),
     "lorax": Stream(
         "/generate_stream",
