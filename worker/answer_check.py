@@ -1,7 +1,7 @@
 """Whether a finished answer obeys its schema, by `jsonschema`; runs in a helper process.
 
-Numbers are decimals here: 0.3 is a multiple of 0.1. Patterns are RE2's, linear in the answer's
-length whoever wrote them.
+Numbers are decimals here: 0.3 is a multiple of 0.1, and 1e999999999 costs no more than 1. Patterns
+are RE2's, linear in the answer's length whoever wrote them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Iterator
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 import jsonschema
@@ -19,6 +19,8 @@ from worker.patterns import BadPattern, read_pattern
 
 MAX_MESSAGE_CHARS = 300
 _NUM_KEPT = 256
+#: Beyond all that a schema can compare with, and within what a Decimal holds.
+_HUGE_EXPONENT = 10**17
 
 
 def set_up() -> Callable[[str, str], str | None]:
@@ -31,6 +33,8 @@ def set_up() -> Callable[[str, str], str | None]:
             "pattern": _pattern,
             "patternProperties": _pattern_properties,
             "additionalProperties": _additional_properties,
+            "multipleOf": _multiple_of,
+            "$dynamicRef": _unlooked_at,
         },
     )
 
@@ -41,7 +45,7 @@ def set_up() -> Callable[[str, str], str | None]:
 
     def check(schema: str, answer: str) -> str | None:
         try:
-            value = json.loads(answer, parse_float=Decimal, parse_constant=_no_constant)
+            value = json.loads(answer, parse_float=_decimal, parse_constant=_no_constant)
         except (ValueError, RecursionError) as error:
             return f"the answer is no JSON: {error}"[:MAX_MESSAGE_CHARS]
         found = next(validator(schema).iter_errors(value), None)
@@ -52,6 +56,15 @@ def set_up() -> Callable[[str, str], str | None]:
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON")
+
+
+def _decimal(text: str) -> Decimal:
+    try:
+        return Decimal(text)
+    except InvalidOperation:  # of an exponent so long that it may be anything as large
+        number, _, exponent = text.lower().partition("e")
+        sign = "-" if exponent.startswith("-") else ""
+        return Decimal(f"{number}e{sign}{_HUGE_EXPONENT}")
 
 
 def _message(error: Any) -> str:
@@ -95,3 +108,30 @@ def _additional_properties(validator: Any, value: Any, instance: Any, schema: An
     for name, item in instance.items():
         if name not in known and not any(_is_found(each, name) for each in expressions):
             yield from validator.descend(item, value, path=name)
+
+
+def _unlooked_at(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[Any]:
+    """A keyword of which the linter says so; it may lead nowhere."""
+    yield from ()
+
+
+def _multiple_of(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[Any]:
+    if validator.is_type(instance, "number") and not _is_multiple(instance, value):
+        yield jsonschema.ValidationError(f"{instance!r} is not a multiple of {value}")
+
+
+def _is_multiple(number: int | Decimal, step: int | Decimal) -> bool:
+    """Exactly, whatever their digits and exponents; Decimal's own `%` gives up after 28 digits."""
+    units, exponent, num_digits = _units(number)
+    step_units, step_exponent, _ = _units(step)
+    shift = exponent - step_exponent
+    if shift >= 0:
+        return units * pow(10, shift, step_units) % step_units == 0
+    return units == 0 or (-shift <= num_digits and units % (step_units * 10**-shift) == 0)
+
+
+def _units(number: int | Decimal) -> tuple[int, int, int]:
+    """-> units, exponent, digits of the units: the number is plus or minus units * 10**exponent."""
+    _, digits, exponent = Decimal(number).as_tuple()
+    assert isinstance(exponent, int)  # JSON has finite numbers only
+    return int(Decimal((0, digits, 0))), exponent, len(digits)

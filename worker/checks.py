@@ -44,10 +44,12 @@ def checks_of(job: GenerateJob, answer: str) -> Iterator[Check]:
             yield Check(job.json_schema, answer, "json_schema", job.is_strict)
         return
     functions = {tool["function"]["name"]: tool["function"] for tool in job.tools}
+    schemas: dict[str, str] = {}  # as text, which is made once however many calls there are
     for number, (name, arguments) in enumerate(read_calls(answer)):
-        schema = functions[name]["parameters"] if name in functions else None
+        if name in functions and name not in schemas:
+            schemas[name] = json.dumps(functions[name]["parameters"], ensure_ascii=False)
         yield Check(
-            _NOTHING if schema is None else json.dumps(schema, ensure_ascii=False),
+            schemas.get(name, _NOTHING),
             arguments,
             "tools",
             name in job.strict_tools,

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -24,6 +25,10 @@ NICENESS = 5
 
 class HelperLost(Exception):
     """The job was too much: it took too long, or more memory than there is for it."""
+
+
+class JobFailed(HelperLost):
+    """The job has no answer, though its process lives."""
 
 
 class Helper:
@@ -54,6 +59,8 @@ class Helper:
             connection = await asyncio.to_thread(self._started)
             try:
                 return await asyncio.to_thread(_ask, connection, job, timeout_s)
+            except JobFailed:
+                raise
             except HelperLost:
                 self.stop()
                 raise
@@ -117,7 +124,7 @@ def _ask(connection: Connection, job: tuple[Any, ...], timeout_s: float) -> Any:
         raise HelperLost(f"it took longer than {timeout_s:g} s")
     failed, value = connection.recv()
     if failed:
-        raise HelperLost(value)
+        raise JobFailed(value)
     return value
 
 
@@ -140,6 +147,9 @@ def _serve(connection: Connection, setup: Setup, args: tuple[Any, ...], memory_b
                 os._exit(1)
             except RecursionError:
                 answer = True, "it is nested too deeply"
+            except Exception as error:  # a fault of one job is not to cost the next its process
+                traceback.print_tb(error.__traceback__)  # the message may have a client's words
+                answer = True, f"it failed with {type(error).__name__}"
             connection.send(answer)
 
 

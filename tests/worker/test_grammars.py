@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -141,8 +142,19 @@ async def test_many_who_want_the_same_wait_for_one_trial(
         ({}, "[" * 20_000, "no JSON"),
         ({}, "1" * 6_000, "no JSON"),
         ({"$ref": "#/$defs/a", "$defs": {"a": {"const": 1}}}, "2", "1 was expected"),
+        ({"multipleOf": 0.1}, "1" * 40, None),
+        ({"multipleOf": 0.1}, "1" * 40 + ".05", "not a multiple of 0.1"),
+        ({"multipleOf": 3}, "3e40", None),
+        ({"multipleOf": 3}, "1e999999999999", "not a multiple of 3"),
+        ({"multipleOf": 0.5}, "1.000", None),
+        ({"multipleOf": 0.5}, "5e-999999999999", "not a multiple of 0.5"),
+        ({"multipleOf": 0.5}, "-0e-999999999999", None),
+        ({"minimum": 1, "multipleOf": 2}, "1e" + "9" * 30, None),
+        ({"exclusiveMinimum": 0, "maximum": 1e-300}, "1E-" + "9" * 30, None),
+        ({"exclusiveMinimum": 0}, "0e" + "9" * 30, "less than or equal to"),
+        ({"$dynamicRef": "#nowhere"}, "1", None),
     ],
-    ids=range(11),
+    ids=range(22),
 )
 def test_finished_answers_are_checked(
     schema: dict[str, Any], answer: str, problem: str | None
@@ -230,6 +242,25 @@ async def test_a_helper_that_needs_too_much_memory_is_replaced() -> None:
         with pytest.raises(HelperLost, match="memory"):
             await helper.call(256, timeout_s=10)
         assert await helper.call(8, timeout_s=10) == 8 << 20
+    finally:
+        helper.stop()
+
+
+def _fails(number: int) -> tuple[int, float]:
+    return os.getpid(), 1 / number
+
+
+def _fails_set_up() -> Any:
+    return _fails
+
+
+async def test_a_job_that_fails_costs_the_next_no_process() -> None:
+    helper = Helper("failing", _fails_set_up, memory_bytes=64 << 20)
+    try:
+        before = await helper.call(1, timeout_s=10)
+        with pytest.raises(HelperLost, match="ZeroDivisionError"):
+            await helper.call(0, timeout_s=10)
+        assert await helper.call(1, timeout_s=10) == before
     finally:
         helper.stop()
 
