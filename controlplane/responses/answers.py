@@ -76,6 +76,7 @@ class ResponsesAnswer:
         self._sequence = 0
         self._done: list[Json] = []
         self._open: _Item | None = None
+        self._untold: list[Json] = []  # log-probabilities of tokens whose text is still to come
 
     def whole(self, events: Iterable[TokenEvent]) -> Json:
         """The response when it is not streamed."""
@@ -106,10 +107,10 @@ class ResponsesAnswer:
 
     def _events(self, event: TokenEvent) -> Iterator[Json]:
         is_end = event.finish_reason is not None
-        logprobs = list(event.logprobs or ()) if self._body.shows_logprobs else []
+        if self._body.shows_logprobs:
+            self._untold += event.logprobs or ()
         for piece in self._pieces(event.text, is_end=is_end):
-            yield from self._add(piece, logprobs)
-            logprobs = []
+            yield from self._add(piece)
         if is_end:
             yield from self._finish(event)
 
@@ -119,7 +120,7 @@ class ResponsesAnswer:
         pieces = self._reader.feed(text)
         return pieces + self._reader.finish() if is_end else pieces
 
-    def _add(self, piece: Piece, logprobs: list[Json]) -> Iterator[Json]:
+    def _add(self, piece: Piece) -> Iterator[Json]:
         if piece.name is not None:
             yield from self._close()
             yield from self._begin_call(piece)
@@ -131,6 +132,7 @@ class ResponsesAnswer:
         if not piece.text:
             return
         item.parts.append(piece.text)
+        logprobs, self._untold = self._untold, []
         item.logprobs += logprobs
         if item.is_message:
             yield self._part_event("output_text.delta", item, delta=piece.text, logprobs=logprobs)
@@ -174,6 +176,8 @@ class ResponsesAnswer:
         status = "incomplete" if is_cut else "completed"
         if self._open is None and not self._done:
             yield from self._begin_message()
+        if self._open is not None:
+            self._open.logprobs += self._untold
         yield from self._close(status)
         response = self._response(status, self._done, event.usage or Usage())
         if is_cut:

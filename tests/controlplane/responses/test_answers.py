@@ -114,6 +114,25 @@ def test_whole_and_streamed_are_what_the_client_knows(
             assert set(event["response"]) == set(whole)
 
 
+def test_tokens_whose_text_is_still_to_come_are_told_of_with_it() -> None:
+    """Part of a character, what may become a stop string, and a special token at the end."""
+    tokens = [{**LOGPROB, "token": token} for token in "abcd"]
+    blank = dataclasses.replace(said("")[0], text="")
+    events = [
+        dataclasses.replace(blank, logprobs=(tokens[0],)),
+        dataclasses.replace(blank, text="é", logprobs=(tokens[1],)),
+        dataclasses.replace(blank, logprobs=(tokens[2],)),
+        dataclasses.replace(said("")[1], logprobs=(tokens[3],)),
+    ]
+    shown = streamed(answer_of(include=["message.output_text.logprobs"]), events)
+    (delta,) = [event for event in shown if event["type"] == "response.output_text.delta"]
+    assert delta["logprobs"] == tokens[:2]
+    (done,) = [event for event in shown if event["type"] == "response.output_text.done"]
+    assert done["logprobs"] == tokens
+    (item,) = shown[-1]["response"]["output"]
+    assert item["content"][0]["logprobs"] == tokens
+
+
 def test_the_request_is_told_back() -> None:
     whole = answer_of(tier="flex", **FULL).whole(said("hi"))
     same = set(FULL) & set(whole) - {"text"}
