@@ -197,6 +197,7 @@ def _admit(
 
 def _load_target(principal: Principal, named: Named) -> Target:
     found = []
+    until = time.monotonic() + CACHE_S  # from the question on: the answer may take its time
     with tenant_scope(principal.tenant.id):
         for name, param in zip(named.names, named.params, strict=True):
             try:
@@ -205,7 +206,6 @@ def _load_target(principal: Principal, named: Named) -> Target:
                 error.param = param
                 raise
             _load_limits(principal, name)  # while a connection is at hand
-    until = time.monotonic() + CACHE_S
     if len(_models) >= _CACHE_MAX_MODELS:
         _models.clear()
     for model in found:
@@ -248,10 +248,11 @@ def _target(named: Named, models: list[ResolvedModel]) -> Target:
 
 def _load_limits(principal: Principal, model_name: str) -> Limits:
     assert principal.api_key is not None
+    until = time.monotonic() + CACHE_S
     limits = limits_for(principal.api_key.id, plain_name(model_name))
     if len(_limits) >= _CACHE_MAX_MODELS:
         _limits.clear()
-    _limits[principal.api_key.id, model_name] = (limits, time.monotonic() + CACHE_S)
+    _limits[principal.api_key.id, model_name] = (limits, until)
     return limits
 
 

@@ -1,0 +1,43 @@
+"""What is kept in memory of who asks for what, and for how long."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from controlplane.adapters.models import BaseModel
+from controlplane.inference import access
+from controlplane.inference.named import Named
+from controlplane.tenants import auth
+from tests.controlplane.conftest import Party
+
+TINY = Named.model("tiny")
+
+
+def slowly(query: Callable[..., Any]) -> Callable[..., Any]:
+    """The query of a database that is busy."""
+
+    def asked(*args: Any) -> Any:
+        found = query(*args)
+        time.sleep(access.CACHE_S)
+        return found
+
+    return asked
+
+
+def test_what_took_its_time_to_be_found_is_kept_no_longer(
+    acme: Party, base_model: BaseModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the model was when it was asked for: it may have been deleted meanwhile."""
+    principal = auth.authenticate(acme.header)
+    access.target_now(principal, TINY)
+    assert access._cached_model(principal, "tiny") is not None
+    monkeypatch.setattr(access, "model_resolve", slowly(access.model_resolve))
+    monkeypatch.setattr(access, "limits_for", slowly(access.limits_for))
+    access.target_now(principal, TINY)
+    assert access._cached_model(principal, "tiny") is None
+    _, until = access._limits[acme.api_key.id, "tiny"]
+    assert until <= time.monotonic()
