@@ -6,7 +6,9 @@
 the rest   Django as usual
 """
 
+import asyncio
 import codecs
+import contextlib
 import os
 from typing import Any
 
@@ -25,12 +27,15 @@ from controlplane import jobs  # noqa: E402
 from controlplane.body_limit import BodyLimit, Receive, Send  # noqa: E402
 from controlplane.errors import ApiError  # noqa: E402
 from controlplane.files import receiving  # noqa: E402
+from controlplane.inference import access  # noqa: E402
 from controlplane.inference.asgi import MAX_BODY_BYTES, GatewayHandler  # noqa: E402
 from controlplane.lorax.urls import PATHS as LORAX_PATHS  # noqa: E402
 from controlplane.training.services import MAX_DATASET_BYTES  # noqa: E402
 
 #: A dataset and the form around it.
 MAX_SITE_BODY_BYTES = MAX_DATASET_BYTES + 1024**2
+#: For the keys' last uses, when the server ends.
+_LAST_NOTES_S = 2.0
 
 _files = receiving.FileReceiver()
 _gateway = BodyLimit(GatewayHandler(), max_bytes=MAX_BODY_BYTES)
@@ -85,5 +90,8 @@ async def _lifespan(receive: Receive, send: Send) -> None:
             await send({"type": "lifespan.startup.complete"})
         else:
             await jobs.close_dispatcher()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_NOTES_S):
+                    await access.note_used()
             await send({"type": "lifespan.shutdown.complete"})
             return

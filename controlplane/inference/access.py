@@ -267,11 +267,16 @@ def _touch_beside(principal: Principal | None) -> None:
     if principal is not None and auth.touch_is_due(principal):
         _used.append(principal)
         if _noting is None or _noting.done():
-            _noting = asyncio.create_task(_note_used())
+            _noting = asyncio.create_task(_note_soon())
 
 
-async def _note_used() -> None:
+async def _note_soon() -> None:
     await asyncio.sleep(_TOUCH_DELAY_S)  # the answers go first
+    await note_used()
+
+
+async def note_used() -> None:
+    """Note whose keys were used so far; a server that ends waits for it."""
     while _used:
         principals = _used.copy()
         _used.clear()

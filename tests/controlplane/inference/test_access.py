@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from controlplane import asgi
 from controlplane.adapters.models import BaseModel
 from controlplane.inference import access
 from controlplane.inference.named import Named
@@ -41,3 +42,22 @@ def test_what_took_its_time_to_be_found_is_kept_no_longer(
     assert access._cached_model(principal, "tiny") is None
     _, until = access._limits[acme.api_key.id, "tiny"]
     assert until <= time.monotonic()
+
+
+async def test_a_server_that_ends_notes_whose_keys_were_used(
+    acme: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted: list[auth.Principal] = []
+    monkeypatch.setattr(auth, "touch", noted.extend)
+    principal = auth.Principal(tenant=acme.tenant, role=auth.Role.OWNER, api_key=acme.api_key)
+    access._touch_beside(principal)
+    assert noted == []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "lifespan.shutdown"}
+
+    async def send(event: Any) -> None:
+        assert event == {"type": "lifespan.shutdown.complete"}
+
+    await asgi.application({"type": "lifespan"}, receive, send)
+    assert noted == [principal]
