@@ -17,7 +17,7 @@ from controlplane.console.access import ConsoleRequest, member_page
 @member_page
 def overview(request: ConsoleRequest) -> HttpResponse:
     adapters = reads.adapter_rows()
-    requests = reads.recent_requests()
+    requests = reads.recent_requests() if request.member.can_read_requests else []
     context = {
         "day": reads.last_day(timezone.now()),
         "adapters": adapters,

@@ -9,9 +9,11 @@ from django.utils import timezone
 from controlplane.console import overview
 from controlplane.inference.models import InferenceRequest
 from controlplane.scoping import tenant_scope
+from controlplane.tenants.models import Role
+from controlplane.tenants.services import member_add
 from controlplane.usage.models import UsageRecord
 from controlplane.usage.services import usage_records_create
-from tests.controlplane.conftest import Party
+from tests.controlplane.conftest import PASSWORD, Party
 from tests.controlplane.console.conftest import Belongings, browser_of
 
 
@@ -67,3 +69,13 @@ def test_example_call_names_the_live_adapter(acme: Party, belongings: Belongings
     page = browser_of(acme.viewer).get("/console/").content.decode()
     assert "{&quot;model&quot;: &quot;invoices&quot;" in page or '{"model": "invoices"' in page
     assert "/v1/chat/completions" in page
+
+
+def test_requests_are_for_those_who_may_read_the_log(acme: Party) -> None:
+    with tenant_scope(acme.tenant.id):
+        record("failed", 1, reason="error")
+        payer = member_add(email="pay@acme.test", role=Role.BILLING, password=PASSWORD).user
+    for user, is_shown in ((acme.viewer, True), (payer, False)):
+        page = browser_of(user).get("/console/").content.decode()
+        assert ("Recent requests" in page) == is_shown
+        assert ('<span class="badge bad">error</span>' in page) == is_shown
