@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, Route, expect
 
 from tests.browser.conftest import Site
 
@@ -67,6 +67,23 @@ def test_new_requests_show_up_by_themselves(page: Page, site: Site) -> None:
     asked.clear()
     page.wait_for_timeout(5000)
     assert asked == []
+
+
+def test_an_answer_that_comes_late_disturbs_nobody(page: Page, site: Site) -> None:
+    settle(site, "req_held")
+    waiting: list[Route] = []
+    page.route("**/requests/newest*", lambda route: waiting.append(route))
+    page.goto("/console/requests?model=logged")
+    link = page.locator("#requests tbody").get_by_role("link").first
+    settle(site, "req_behind")
+    while not waiting:
+        page.wait_for_timeout(100)
+    link.focus()  # after the page has asked
+    with page.expect_response("**/requests/newest*"):
+        waiting.pop().continue_()
+    page.wait_for_timeout(500)
+    expect(link).to_be_focused()
+    expect(link).to_have_attribute("href", "/console/requests/req_held")
 
 
 def test_one_request_and_its_words(page: Page, site: Site) -> None:

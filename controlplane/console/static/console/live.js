@@ -14,7 +14,10 @@ function mayChange(part) {
 document.addEventListener("pointermove", (event) => {
   if (event.target.closest("[data-live]")) lastMoved = performance.now();
 });
-document.addEventListener("htmx:beforeRequest", (event) => {
-  const part = event.detail.elt;
-  if (part.matches("[data-live]") && !mayChange(part)) event.preventDefault();
-});
+// Asked before the question, and again before its answer takes the part's place: that may take a while.
+for (const moment of ["htmx:beforeRequest", "htmx:beforeSwap"]) {
+  document.addEventListener(moment, (event) => {
+    const part = event.detail.elt;
+    if (part.matches("[data-live]") && !mayChange(part)) event.preventDefault();
+  });
+}
