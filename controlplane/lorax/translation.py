@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import secrets
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
+from controlplane import finite
 from controlplane.errors import InvalidRequest
-from controlplane.inference.schemas import INT64, AdapterPart, ChatBody, Message, ResponseFormat
+from controlplane.inference.bodies import FirstFault
+from controlplane.inference.schemas import (
+    INT64,
+    MAX_MESSAGES,
+    AdapterPart,
+    ChatBody,
+    Message,
+    ResponseFormat,
+)
 from controlplane.lorax.schemas import GenerateBody, Parameters
 from worker.protocol import GenerateJob
 
 #: How LoRAX says "no adapter".
 NO_ADAPTER = ("", "__base__")
+
+#: Of `inputs` with apply_chat_template: read as a body is, so with no half of a character in it.
+_MESSAGES: TypeAdapter[list[Message]] = TypeAdapter(
+    Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), FirstFault]
+)
 
 
 def seed_of(parameters: Parameters) -> int | None:
@@ -93,9 +106,10 @@ def _messages(body: GenerateBody) -> list[Message]:
     if not body.parameters.apply_chat_template:
         return [Message(role="user", content=body.inputs)]
     try:
-        messages = json.loads(body.inputs)
-        return [Message(**message) for message in messages]
-    except (ValueError, TypeError, RecursionError) as error:
+        inputs = body.inputs.encode()
+        finite.check_body(inputs)
+        return _MESSAGES.validate_json(inputs)
+    except (ValueError, InvalidRequest) as error:
         raise InvalidRequest(
             "With apply_chat_template inputs is a JSON list of messages.", param="inputs"
         ) from error

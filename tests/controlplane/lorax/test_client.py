@@ -25,6 +25,7 @@ from controlplane.errors import (
     RateLimited,
     Unavailable,
 )
+from controlplane.inference.schemas import MAX_MESSAGES
 from controlplane.lorax.errors import error_body, status_and_type
 from tests.controlplane.lorax.conftest import LoraxClient, client_python
 from tests.fakes import END, FAKE_CONTEXT, FAKE_NAME
@@ -335,6 +336,25 @@ class TestErrors:
         assert (answer.status_code, answer.json()["error_type"]) == (422, "validation")
         assert words in answer.json()["error"]
         assert set(answer.json()) == {"error", "error_type"}
+
+    @pytest.mark.parametrize(
+        "inputs",
+        [
+            r'[{"role": "user", "content": "\ud800"}]',
+            '[{"role": "user", "content": "x", "annotations": [1e999]}]',
+            '[{"role": "user", "content": 5}]',
+            "[[]]",
+            "[" * 5000,
+            "[]",
+            json.dumps([{"role": "user", "content": "x"}] * (MAX_MESSAGES + 1)),
+        ],
+        ids=["half a character", "infinite", "number", "list", "deep", "none", "many"],
+    )
+    def test_messages_are_read_as_a_body_is(self, site: Site, inputs: str) -> None:
+        body = {"inputs": inputs, "parameters": {"apply_chat_template": True}}
+        answer = site.post("/generate", body)
+        assert (answer.status_code, answer.json()["error_type"]) == (422, "validation")
+        assert "inputs is a JSON list of messages" in answer.json()["error"]
 
     def test_several_answers_cannot_be_streamed(self, site: Site) -> None:
         body = {"inputs": "x", "parameters": {"best_of": 2, "do_sample": True}}
