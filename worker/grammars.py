@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import logging
 import math
+import sys
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -32,6 +33,8 @@ TRIAL_TIMEOUT_S = 2.0
 TRIAL_MEMORY_BYTES = 512 << 20
 CHECK_TIMEOUT_S = 1.0
 CHECK_MEMORY_BYTES = 256 << 20
+#: Python's own limit is some 150 levels of an answer; the stack has room for 1,300.
+CHECK_RECURSION = 8000
 MAX_CACHED = 1024
 #: Of one tenant: grammars that wait for their trial, and seconds of trials in a minute.
 MAX_WAITING = 16
@@ -164,6 +167,7 @@ class Grammars:
 def _check_set_up() -> Callable[[str, str], str | None]:
     from worker import answer_check  # with libraries that this process has no use for
 
+    sys.setrecursionlimit(CHECK_RECURSION)
     return answer_check.set_up()
 
 
