@@ -155,8 +155,7 @@ class LiveStack:
         return done.stdout
 
     def start(self, name: str, *argv: str, **env: str) -> Process:
-        log = self.folder / f"{self.pool}-{name}.log"
-        process = Process(name, list(argv), {**self.env, **env}, log)
+        process = Process(name, list(argv), {**self.env, **env}, self._log_of(name))
         self._processes.append(process)
         return process
 
@@ -234,10 +233,27 @@ class LiveStack:
         return process
 
     def start_accountant(self, name: str = "accountant") -> Process:
-        return self.start(name, "manage.py", "accountant")
+        return self._start_command("accountant", name)
 
     def start_batch_runner(self, name: str = "batch-runner", **env: str) -> Process:
-        return self.start(name, "manage.py", "batch_runner", **env)
+        return self._start_command("batch_runner", name, **env)
+
+    def _start_command(self, command: str, name: str, **env: str) -> Process:
+        """A process of manage.py; returns when it can be told to stop."""
+        log = self._log_of(name)
+        before = log.stat().st_size if log.exists() else 0
+        process = self.start(name, "manage.py", command, **env)
+
+        def is_up() -> bool:
+            written = log.read_bytes()[before:]
+            assert process.exit_code is None, written.decode()
+            return b" is up" in written
+
+        wait_for(is_up, timeout_s=START_TIMEOUT_S, what=f"the start of {name}")
+        return process
+
+    def _log_of(self, name: str) -> Path:
+        return self.folder / f"{self.pool}-{name}.log"
 
     def heartbeat(self, worker_id: str) -> protocol.Heartbeat | None:
         payload = self.redis.hget(protocol.worker_key(self.pool, worker_id), "m")

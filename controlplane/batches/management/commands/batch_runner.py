@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 from typing import Any
 
@@ -10,6 +11,8 @@ from django.conf import settings
 from django.core.management.base import BaseCommand
 
 from controlplane.batches.runner import Runner
+
+log = logging.getLogger(__name__)
 
 
 class Command(BaseCommand):
@@ -24,4 +27,5 @@ async def _run() -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, runner.stop.set)
+    log.info("the batch runner is up")
     await runner.run()

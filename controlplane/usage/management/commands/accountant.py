@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 from typing import Any
 
@@ -9,6 +10,8 @@ from django.conf import settings
 from django.core.management.base import BaseCommand
 
 from controlplane.usage.accountant import Accountant
+
+log = logging.getLogger(__name__)
 
 
 class Command(BaseCommand):
@@ -18,4 +21,5 @@ class Command(BaseCommand):
         accountant = Accountant(settings.REDIS_URL, settings.POOL)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: accountant.stop.set())
+        log.info("the accountant is up")
         accountant.run()
