@@ -91,16 +91,19 @@ class AdapterLoader:
               adapters than there is room for, the later ones are left on disk.
         """
         most = max(self._limits.num_threads - 1, 1)
+        if not self._ahead or len(self._loading) >= most:
+            return
+        kept = {a.digest for a in self._in_host.values() if a.is_ahead}.union(keep)
         while self._ahead and len(self._loading) < most:
             adapter = self._ahead.pop(next(iter(self._ahead)))
             if adapter.state is not AdapterState.DISK or adapter.error is not None:
                 continue  # a request has had it read, or tried to
             if len(self._abandoned) >= _MAX_ABANDONED:
                 continue
-            unused = {a.digest for a in self._in_host.values() if a.is_ahead}
-            if self._make_room(adapter.num_pages, unused.union(keep)):
-                adapter.is_ahead = True
-                self._start(adapter)
+            if not self._make_room(adapter.num_pages, kept):
+                return  # thousands may be left: one look at all images a step
+            adapter.is_ahead = True
+            self._start(adapter)
 
     @property
     def is_loading_ahead(self) -> bool:
