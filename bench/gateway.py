@@ -15,17 +15,16 @@ import asyncio
 import json
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import psycopg
 
+from bench.live import live_platform
 from bench.machine import environment
-from demo.stack import EmbeddedStack
 from tests.fakes import FAKE_NAME
-from tests.live import LiveStack, live_stack, wait_for
+from tests.live import LiveStack, wait_for
 
 RESULTS = Path(__file__).parent / "results" / "gateway.json"
 MIN_TOKENS_PER_S = 5000.0
@@ -154,12 +153,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     result = environment("bench.gateway")
-    with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder)
-        (root / "live").mkdir()
-        with EmbeddedStack(root / "stack", durable=False) as stack:
-            with live_stack(stack.env, root / "live") as live:
-                figures = measure(live, args)
+    with live_platform() as live:
+        figures = measure(live, args)
     for name, value in figures.items():
         print(f"{name:18} {value:10.2f}")
     result |= {

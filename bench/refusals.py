@@ -16,7 +16,6 @@ import dataclasses
 import json
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,10 +23,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from bench.gateway import percentile
+from bench.live import live_platform
 from bench.machine import environment
-from demo.stack import EmbeddedStack
 from tests.fakes import FAKE_CONTEXT, FAKE_NAME
-from tests.live import LiveStack, live_stack
+from tests.live import LiveStack
 
 RESULTS = Path(__file__).parent / "results" / "refusals.json"
 MAX_P50_MS = 10.0
@@ -165,12 +164,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     result = environment("bench.refusals")
-    with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder)
-        (root / "live").mkdir()
-        with EmbeddedStack(root / "stack", durable=False) as stack:
-            with live_stack(stack.env, root / "live") as live:
-                rows = measure_all(live, args.requests)
+    with live_platform() as live:
+        rows = measure_all(live, args.requests)
     result |= {"requests": args.requests, "max_p50_ms": MAX_P50_MS, "cases": rows}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=2) + "\n")
