@@ -12,7 +12,7 @@ import contextlib
 import logging
 import uuid
 import weakref
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 import redis.asyncio
@@ -131,9 +131,9 @@ class Dispatcher:
         """Announce this gateway; workers cancel the jobs of one that they do not know."""
         await self._say_alive()
         await self._refresh_workers()
-        loops = (self._read_loop(), self._beat_loop(), self._refresh_loop(), self._reap_loop())
-        for loop in (*loops, self.recorder.run()):
-            self._spawn(loop)
+        loops = (self._read_loop, self._beat_loop, self._refresh_loop, self._reap_loop)
+        for loop in (*loops, self.recorder.run):
+            self._spawn(_keep_up(loop))
 
     async def close(self) -> None:
         """Say goodbye; workers stop what still runs for this gateway."""
@@ -330,8 +330,16 @@ class Dispatcher:
         self._workers = read_statuses(time, scores, await pipe.execute() if scores else [])
         self._speed.observe(self._workers)
 
+    def _known_workers(self) -> set[bytes]:
+        return {
+            worker.heartbeat.worker_id.encode() for worker in self._workers if worker.may_return
+        }
+
     async def _find_lost_replies(self) -> None:
-        """End the replies that nothing will come for: Redis forgot them, or their worker did."""
+        """End the replies that nothing will come for: Redis forgot them, or their worker did.
+
+        Those that only wait for a worker are the reaper's.
+        """
         now = asyncio.get_running_loop().time()
         silent = [
             reply
@@ -343,20 +351,30 @@ class Dispatcher:
         pipe = self._redis.pipeline(transaction=False)
         for reply in silent:
             pipe.hmget(protocol.job_key(self._pool, reply.request_id), "state", "worker")
-        known = {
-            worker.heartbeat.worker_id.encode() for worker in self._workers if worker.may_return
-        }
-        for reply, (state, worker_id) in zip(silent, await pipe.execute(), strict=True):
+        known = self._known_workers()
+        states = await pipe.execute()
+        await self._refresh_workers()  # one that took it may have come, and one may have left,
+        known |= self._known_workers()  # in the meantime
+        for reply, (state, worker_id) in zip(silent, states, strict=True):
             # A finished job's last event is read within moments; still silent, it is lost.
             if state is None or (state == b"done" and now - reply.heard_at > 2 * SILENCE_S):
                 lost = "The queue lost this request."
-            elif state == b"queued" and not is_served(self._workers, reply.base_model):
-                lost = "No worker is left that could answer."
             elif state == b"running" and worker_id not in known:
                 lost = "The worker is gone."
             else:
                 continue
             self._give_up(reply, Unavailable(lost, code=ErrorCode.WORKER_LOST))
+
+
+async def _keep_up(loop: Callable[[], Awaitable[None]]) -> None:
+    """Run a loop for ever: without it the gateway would go on, deaf. What it did not expect is
+    logged, and it begins again."""
+    while True:
+        try:
+            await loop()
+        except Exception:
+            log.exception("a loop of the dispatcher failed; it begins again")
+        await asyncio.sleep(RETRY_S)
 
 
 _dispatchers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Future[Dispatcher]] = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ from django.conf import settings
 from controlplane.redis_client import redis_client
 from worker import protocol
 from worker.protocol import Heartbeat
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,13 +56,22 @@ def workers() -> list[WorkerStatus]:
 def read_statuses(
     time: tuple[int, int], scores: Iterable[tuple[bytes, float]], heartbeats: list[bytes | None]
 ) -> list[WorkerStatus]:
-    """What Redis answered to TIME, ZRANGE of the pool, and HGET of each worker in it."""
+    """What Redis answered to TIME, ZRANGE of the pool, and HGET of each worker in it.
+
+    A heartbeat that cannot be read hides its worker alone.
+    """
     now = time[0] + time[1] / 1e6
-    return [
-        WorkerStatus(heartbeat=Heartbeat.decode(payload), silent_s=max(0.0, now - score))
-        for (_, score), payload in zip(scores, heartbeats, strict=True)
-        if payload is not None
-    ]
+    statuses = []
+    for (worker_id, score), payload in zip(scores, heartbeats, strict=True):
+        if payload is None:
+            continue
+        try:
+            heartbeat = Heartbeat.decode(payload)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            log.warning("the heartbeat of %r cannot be read: %r", worker_id, error)
+            continue
+        statuses.append(WorkerStatus(heartbeat=heartbeat, silent_s=max(0.0, now - score)))
+    return statuses
 
 
 def is_served(workers: Iterable[WorkerStatus], base_model: str) -> bool:

@@ -1,7 +1,7 @@
 """From a job to the engine's commands: prompts to token ids, wire names to the engine's.
 
 The engine takes one prompt at a time, so a job with several is as many of its requests, under
-`engine_ids`; a job with one goes by its own id.
+`engine_ids`.
 """
 
 from __future__ import annotations
@@ -32,17 +32,27 @@ class Prompt(NamedTuple):
     text: str = ""
 
 
-def engine_ids(job: GenerateJob) -> list[str]:
+class EngineId(NamedTuple):
+    """What the engine calls one prompt of a job. The lease is in it, since a worker may get a
+    request again while its engine still has an earlier attempt."""
+
+    request_id: str
+    lease: int
+    prompt: int
+
+    def __str__(self) -> str:
+        return f"{self.request_id}#{self.lease}.{self.prompt}"
+
+    @classmethod
+    def parse(cls, engine_id: str) -> EngineId:
+        request_id, _, rest = engine_id.rpartition("#")
+        lease, _, prompt = rest.partition(".")
+        return cls(request_id, int(lease), int(prompt))
+
+
+def engine_ids(job: GenerateJob, lease: int) -> list[str]:
     """The engine's names of the job's prompts."""
-    if not job.prompts:
-        return [job.request_id]
-    return [f"{job.request_id}#{number}" for number in range(len(job.prompts))]
-
-
-def split_engine_id(engine_id: str) -> tuple[str, int]:
-    """The job's id and the number of the prompt."""
-    request_id, _, number = engine_id.partition("#")
-    return request_id, int(number or 0)
+    return [str(EngineId(job.request_id, lease, prompt)) for prompt in range(len(job.prompts) or 1)]
 
 
 def read_prompts(job: GenerateJob, codec: TextCodec) -> list[Prompt]:
@@ -114,7 +124,9 @@ def _too_long(tokens: str, context_length: int, param: str) -> Refused:
     )
 
 
-def to_adds(job: GenerateJob, prompts: Sequence[Prompt], context_length: int) -> list[Add]:
+def to_adds(
+    job: GenerateJob, lease: int, prompts: Sequence[Prompt], context_length: int
+) -> list[Add]:
     """The engine's commands. An answer that would overrun the context is cut there."""
     calls = calls_grammar(job)
     return [
@@ -131,7 +143,7 @@ def to_adds(job: GenerateJob, prompts: Sequence[Prompt], context_length: int) ->
             deadline=job.deadline,
             is_batch=job.is_batch,
         )
-        for engine_id, prompt in zip(engine_ids(job), prompts, strict=True)
+        for engine_id, prompt in zip(engine_ids(job, lease), prompts, strict=True)
     ]
 
 

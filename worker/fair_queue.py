@@ -17,6 +17,7 @@ up a right to the whole pool by being idle.
     res:{p}:<worker>        set     digests in that worker's memory, as of its last heartbeat
     lim:{p}:<tenant>:<id>   hash    one policy's rates: `r`, `t`, times at which they are full again
     qs:{p}                  set     the queues that something was put into
+    srv:{p}                 zset    queue -> when a worker of its base model was last heard of
     quar:{p}                hash    adapter digest -> when it was found to end workers
     in:{p}                  set     workers whose inboxes may hold something
     lim:…:run, lim:…:wait   zset    requests of a policy that run or wait -> their deadline
@@ -61,6 +62,10 @@ def inboxes_key(pool: str) -> str:
 
 def queues_key(pool: str) -> str:
     return f"qs:{{{pool}}}"
+
+
+def served_key(pool: str) -> str:
+    return f"srv:{{{pool}}}"
 
 
 def quarantine_key(pool: str) -> str:

@@ -27,7 +27,7 @@ class Flusher:
     """Owns the requests that have news. While Redis is away they wait here, the ends among
     them on the disk too, and nothing is lost.
 
-    on_refused  called with the request ids whose lease belongs to another worker now
+    on_refused  called with the inbox entries of attempts whose lease is another's now
     """
 
     def __init__(
@@ -35,15 +35,16 @@ class Flusher:
         streams: Streams,
         *,
         interval_s: float,
-        on_refused: Callable[[list[str]], None],
+        on_refused: Callable[[list[bytes]], None],
         spool: Spool,
     ) -> None:
         self._streams = streams
         self._spool = spool
         self._interval_s = interval_s
         self._on_refused = on_refused
-        self._waiting: dict[str, ActiveRequest] = {}
-        self._sending: set[str] = set()
+        # By inbox entry: of one request, two attempts may be here.
+        self._waiting: dict[bytes, ActiveRequest] = {}
+        self._sending: set[bytes] = set()
         self._is_spooled = False
         self._news = asyncio.Event()
         self._urgent = asyncio.Event()
@@ -54,18 +55,18 @@ class Flusher:
         """Send this request's news with the next flush."""
         if not request.has_news:
             return
-        self._waiting[request.job.request_id] = request
+        self._waiting[request.entry_id] = request
         self._idle.clear()
         self._news.set()
         if request.is_urgent:
             self._urgent.set()
 
-    def has(self, request_id: str) -> bool:
-        """Whether something of this request has not reached Redis yet."""
-        return request_id in self._waiting or request_id in self._sending
+    def has(self, entry_id: bytes) -> bool:
+        """Whether something of this attempt has not reached Redis yet."""
+        return entry_id in self._waiting or entry_id in self._sending
 
-    def forget(self, request_id: str) -> None:
-        self._waiting.pop(request_id, None)
+    def forget(self, entry_id: bytes) -> None:
+        self._waiting.pop(entry_id, None)
 
     async def run(self) -> None:
         """Flush for ever."""
@@ -114,7 +115,7 @@ class Flusher:
                 await asyncio.sleep(RETRY_S)
                 continue
             if refused:
-                self._on_refused(list(dict.fromkeys(item.event.request_id for item in refused)))
+                self._on_refused(list(dict.fromkeys(item.entry_id for item in refused)))
             return
 
     def _spool_waiting(self) -> None:

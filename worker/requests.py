@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 
 from worker.active import ActiveRequest
 from worker.adapters import AdapterCache, AdapterFetchError, Fetch
-from worker.admission import Refused, engine_ids, read_prompts, split_engine_id, to_adds
+from worker.admission import EngineId, Refused, engine_ids, read_prompts, to_adds
 from worker.channel import Cancel, Command, Output, Register, Unregister
 from worker.checks import checks_of
 from worker.choice import Choice
@@ -85,16 +85,17 @@ class Requests:
         self._active: dict[str, ActiveRequest] = {}
         self._registered: set[str] = set()  # digests that the engine knows
         self._tasks: set[asyncio.Task[None]] = set()
-        self._checking: set[str] = set()  # whose answers are being checked
+        self._checking: set[bytes] = set()  # inbox entries whose answers are being checked
         self._room = asyncio.Event()  # something ended since it was cleared
         self._alone = asyncio.Lock()  # held by what an earlier attempt may have died of
 
     def __len__(self) -> int:
         return len(self._active)
 
-    def knows(self, request_id: str) -> bool:
-        """Whether the request runs here, or its end has yet to reach Redis."""
-        return request_id in self._active or self.flusher.has(request_id)
+    def knows(self, entry_id: bytes, job: GenerateJob) -> bool:
+        """Whether this attempt runs here, or its end has yet to reach Redis."""
+        request = self._active.get(job.request_id)
+        return (request is not None and request.entry_id == entry_id) or self.flusher.has(entry_id)
 
     def num_free(self, max_running: int) -> int:
         """How many more requests may be taken up."""
@@ -109,8 +110,10 @@ class Requests:
 
     def take_up(self, entry_id: bytes, job: GenerateJob, dispatch: Dispatch) -> None:
         """Decide what becomes of a request whose lease was just taken."""
-        if self.knows(job.request_id):
+        if self.knows(entry_id, job):
             return  # the inbox was read twice
+        if earlier := self._active.get(job.request_id):
+            self._drop(earlier)  # this worker was taken for dead, and now has the request again
         now = time.time()
         request = ActiveRequest(
             job,
@@ -149,7 +152,7 @@ class Requests:
             if attempt > 1:
                 await self._wait_to_run_alone(request)
             prompts = await asyncio.to_thread(read_prompts, job, self._codec)
-            commands = to_adds(job, prompts, self._codec.context_length)
+            commands = to_adds(job, request.lease, prompts, self._codec.context_length)
             await self.grammars.admit(commands[0])
         except Refused as refused:
             request.fail(refused.code, refused.message, refused.param, now=time.time())
@@ -201,18 +204,18 @@ class Requests:
             self.note_progress()
         for output in outputs:
             self.num_tokens += len(output.token_ids)
-            request_id, prompt = split_engine_id(output.request_id)
-            request = self._active.get(request_id)
-            if request is None:
-                continue  # ended here already: a stop string, or another worker's lease
-            stopped = request.feed(output, now, prompt=prompt)
+            engine_id = EngineId.parse(output.request_id)
+            request = self._active.get(engine_id.request_id)
+            if request is None or request.lease != engine_id.lease:
+                continue  # ended here already: a stop string, or another lease
+            stopped = request.feed(output, now, prompt=engine_id.prompt)
             if request.is_finished:
                 if request.runs_on:
                     self._cancel_in_engine(request, FinishReason.STOP)
                 self._finish(request)
                 continue
-            if request.awaits_check and request_id not in self._checking:
-                self._checking.add(request_id)
+            if request.awaits_check and request.entry_id not in self._checking:
+                self._checking.add(request.entry_id)
                 self._run(self._check_answers(request))
             if stopped is not None:
                 self._send(Cancel(output.request_id, FinishReason.STOP, stopped))
@@ -228,7 +231,7 @@ class Requests:
             log.exception("the answer of %s could not be checked", request.job.request_id)
             message = "The worker failed on this request."
             request.fail(ErrorCode.INTERNAL, message, now=time.time())
-        self._checking.discard(request.job.request_id)
+        self._checking.discard(request.entry_id)
         self._finish(request)
 
     async def _check(self, choice: Choice, job: GenerateJob) -> None:
@@ -247,7 +250,7 @@ class Requests:
         task.add_done_callback(self._tasks.discard)
 
     def _cancel_in_engine(self, request: ActiveRequest, reason: FinishReason) -> None:
-        for engine_id in engine_ids(request.job):
+        for engine_id in engine_ids(request.job, request.lease):
             self._send(Cancel(engine_id, reason))
 
     def note_progress(self) -> None:
@@ -262,8 +265,9 @@ class Requests:
 
     def _finish(self, request: ActiveRequest) -> None:
         """Send the last event and the DoneRecord, and give back what the request held."""
-        if self._active.pop(request.job.request_id, None) is None:
+        if self._active.get(request.job.request_id) is not request:
             return
+        del self._active[request.job.request_id]
         self.flusher.add(request)
         self._release(request)
 
@@ -311,21 +315,27 @@ class Requests:
             self._finish(request)
             return
         self._active.pop(request.job.request_id, None)
-        self.flusher.forget(request.job.request_id)
+        self.flusher.forget(request.entry_id)
         with contextlib.suppress(RedisError, OSError):
             await self._streams.hand_back(request.job.request_id, request.lease, request.entry_id)
         self._release(request)
 
-    def _on_refused(self, request_ids: list[str]) -> None:
-        """Another run holds the lease now: whatever this one does with the request is void."""
-        log.warning("taken over by another lease: %s", " ".join(request_ids))
-        for request_id in request_ids:
-            self.flusher.forget(request_id)
-            if request := self._active.pop(request_id, None):
-                request.cancel(time.time())
-                if request.in_engine:
-                    self._cancel_in_engine(request, FinishReason.CANCELLED)
-                self._release(request)
+    def _on_refused(self, entry_ids: list[bytes]) -> None:
+        of_entry = {request.entry_id: request for request in self._active.values()}
+        for entry_id in entry_ids:
+            self.flusher.forget(entry_id)
+            if request := of_entry.get(entry_id):
+                self._drop(request)
+
+    def _drop(self, request: ActiveRequest) -> None:
+        """Another holds the lease now: whatever is done here with this attempt is void."""
+        log.warning("%s: lease %d was taken over", request.job.request_id, request.lease)
+        del self._active[request.job.request_id]
+        self.flusher.forget(request.entry_id)
+        request.cancel(time.time())
+        if request.in_engine:
+            self._cancel_in_engine(request, FinishReason.CANCELLED)
+        self._release(request)
 
     def _on_evict(self, digest: str) -> None:
         if digest in self._registered:

@@ -179,7 +179,7 @@ class Worker:
                 (entry_id, job)
                 for entry_id, payload in entries
                 if (job := await self._decode(entry_id, payload))
-                and not self._requests.knows(job.request_id)
+                and not self._requests.knows(entry_id, job)
             ]
             if jobs:
                 log.info("recovering %d requests", len(jobs))

@@ -17,13 +17,13 @@ from typing import Any
 import redis
 from redis.exceptions import RedisError
 
+from controlplane.workers import WorkerStatus, read_statuses
 from worker import fair_queue, protocol
 from worker.protocol import (
     DoneRecord,
     ErrorCode,
     FinishReason,
     GenerateJob,
-    Heartbeat,
     TokenEvent,
     Usage,
 )
@@ -108,6 +108,7 @@ class Reaper:
         self._pull = self._redis.register_script(fair_queue.PULL)
         self._forget = self._redis.register_script(FORGET)
         self._next_turn = 0.0
+        self._began = 0.0  # the first turn, by Redis's clock
 
     def close(self) -> None:
         self._redis.close()
@@ -127,13 +128,17 @@ class Reaper:
         lock = f"reap:{{{self._pool}}}"
         if not self._redis.set(lock, self._id, nx=True, px=int(INTERVAL_S * 900)):
             return
-        seconds, micros = self._redis.time()
-        now = seconds + micros / 1e6
+        time = self._redis.time()
+        now = time[0] + time[1] / 1e6
         scores = dict(self._redis.zrange(self._workers, 0, -1, withscores=True))
         for name in self._redis.smembers(self._inboxes):
             if now - scores.get(name, 0.0) >= protocol.HEARTBEAT_TIMEOUT_S:
                 self._reap(name.decode())
-        self._end_unserved(now, scores)
+        heartbeats = [
+            self._redis.hget(protocol.worker_key(self._pool, name.decode()), protocol.PAYLOAD_FIELD)
+            for name in scores
+        ]
+        self._end_unserved(now, read_statuses(time, scores.items(), heartbeats))
 
     def _reap(self, worker_id: str) -> None:
         inbox = protocol.inbox_key(self._pool, worker_id)
@@ -186,19 +191,25 @@ class Reaper:
             ],
         )
 
-    def _end_unserved(self, now: float, scores: dict[bytes, float]) -> None:
-        """End what waits for a base model that no worker has served for a while."""
+    def _end_unserved(self, now: float, workers: list[WorkerStatus]) -> None:
+        """End what waits for a base model that no worker has served for a while.
+
+        Remembered is when, since a worker that leaves on purpose takes its heartbeat with it. After
+        a stop of the whole installation the workers get that while again.
+        """
         waiting = self._redis.smembers(fair_queue.queues_key(self._pool))
         if not waiting:
             return
-        served = set()
-        for name, heard in scores.items():
-            worker = protocol.worker_key(self._pool, name.decode())
-            payload = self._redis.hget(worker, protocol.PAYLOAD_FIELD)
-            if payload and now - heard < protocol.WORKER_GRACE_S:
-                base_model = Heartbeat.decode(payload).base_model
-                served.add(fair_queue.queue_key(self._pool, base_model).encode())
-        for queue in waiting - served:
+        served = fair_queue.served_key(self._pool)
+        self._redis.zadd(served, dict.fromkeys(waiting, now), nx=True)
+        for worker in workers:
+            queue = fair_queue.queue_key(self._pool, worker.heartbeat.base_model)
+            self._redis.zadd(served, {queue: now - worker.silent_s}, gt=True)
+        self._began = self._began or now
+        if now - self._began < protocol.WORKER_GRACE_S:
+            return
+        long_ago = self._redis.zrangebyscore(served, "-inf", now - protocol.WORKER_GRACE_S)
+        for queue in waiting.intersection(long_ago):
             self._end_queue(queue.decode())
 
     def _end_queue(self, queue: str) -> None:

@@ -141,7 +141,7 @@ def test_every_wire_field_reaches_the_engine() -> None:
         is_batch=True,
         adapters=(AdapterRef(digest="d", config_key="", tensors_key="", num_bytes=0, weight=0.5),),
     )
-    (add,) = to_adds(job, [Prompt([1, 2])], context_length=100)
+    (add,) = to_adds(job, 1, [Prompt([1, 2])], context_length=100)
     request = to_request(add)
     for field in dataclasses.fields(Sampling):
         if field.name in ("stop", "logit_bias"):
@@ -156,7 +156,7 @@ def test_every_wire_field_reaches_the_engine() -> None:
 @pytest.mark.parametrize("max_tokens,expected", [(None, 98), (5, 5), (98, 98), (1000, 98)], ids=str)
 def test_an_answer_is_cut_at_the_end_of_the_context(max_tokens: int | None, expected: int) -> None:
     job = make_job(sampling=Sampling(max_tokens=max_tokens))
-    (add,) = to_adds(job, [Prompt([1, 2])], context_length=100)
+    (add,) = to_adds(job, 1, [Prompt([1, 2])], context_length=100)
     assert add.sampling["max_tokens"] == expected
 
 

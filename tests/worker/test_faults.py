@@ -314,6 +314,22 @@ def test_a_job_that_redis_forgot_ends(
         wait_for(lambda: scene.pending(worker_id(request)) == 0, what="the empty inbox")
 
 
+def test_a_paused_worker_gets_its_own_requests_again(
+    scene: Scene, worker: Process, request: pytest.FixtureRequest
+) -> None:
+    """Taken for dead and the only one: what its engine still has is not what it has pulled."""
+    name = worker_id(request)
+    calls = scene.calls(streamed=0, whole=2)
+    wait_for(lambda: scene.pending(name) == 2, what="taking up")
+    os.killpg(worker.pid, signal.SIGSTOP)
+    wait_for(lambda: scene.pending(name) == 0, timeout_s=30, what="the reaper's turn")
+    os.killpg(worker.pid, signal.SIGCONT)
+    for call in calls:
+        assert call.wait().error is None, call.error
+        assert scene.usage(call)["completion_tokens"] == TOKENS
+    assert scene.pending(name) == 0
+
+
 def test_a_paused_worker_that_was_replaced_can_do_no_harm(
     scene: Scene, worker: Process, request: pytest.FixtureRequest
 ) -> None:

@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 REQUESTS = 2000
 AT_A_TIME = 64
 STEP_S = 0.005
+#: No request takes longer than the longest fault and the wait for what repairs it.
+LONGEST_S = 90.0
 
 
 class FaultProxy:
@@ -112,7 +114,7 @@ def redis_server(tmp_path: Path) -> Iterator[Redis]:
     server.process.stop()
 
 
-async def one(scene: Scene, client: httpx.AsyncClient, number: int) -> Outcome:
+async def one(scene: Scene, client: httpx.AsyncClient, number: int, outcome: Outcome) -> None:
     """One request of words that nobody else asks for."""
     chance = random.Random(number)
     tenant = ("acme", "globex")[number % 2]
@@ -125,7 +127,6 @@ async def one(scene: Scene, client: httpx.AsyncClient, number: int) -> Outcome:
     }
     headers = {"Authorization": f"Bearer {scene.live.tenants[tenant].key}"}
     url = f"{scene.urls[number % len(scene.urls)]}/v1/chat/completions"
-    outcome = Outcome()
     try:
         async with client.stream("POST", url, json=body, headers=headers) as response:
             outcome.status = response.status_code
@@ -139,7 +140,6 @@ async def one(scene: Scene, client: httpx.AsyncClient, number: int) -> Outcome:
         outcome.is_broken = True
     assert text.startswith(outcome.words), (text, outcome)
     assert not outcome.is_whole or outcome.words == text, (text, outcome)
-    return outcome
 
 
 def _read_line(outcome: Outcome, line: str) -> None:
@@ -199,7 +199,7 @@ async def scene_of(live: LiveStack, server: Redis, through: int) -> AsyncIterato
     workers = {}
     for name in ("w1", "w2", "w3"):
         workers[name] = await asyncio.to_thread(live.start_worker, name, step_s=STEP_S)
-    live.start_accountant()
+    await asyncio.to_thread(live.start_accountant)
     yield Scene(live, server, proxy, [url for _, url in webs], [web for web, _ in webs], workers)
     listener.close()
     proxy.cut()
@@ -216,7 +216,13 @@ async def play(live: LiveStack, server: Redis, through: int) -> list[Outcome]:
 
             async def send() -> None:
                 for number in numbers:
-                    outcomes.append(await one(scene, client, number))
+                    outcome = Outcome()
+                    try:
+                        async with asyncio.timeout(LONGEST_S):
+                            await one(scene, client, number, outcome)
+                    except TimeoutError:
+                        pytest.fail(f"{outcome} never ended; not done: {unfinished(live)}")
+                    outcomes.append(outcome)
                     if not faults.done():  # so that the requests outlast the faults
                         await asyncio.sleep(0.5)
 
@@ -239,6 +245,11 @@ def settle(live: LiveStack) -> None:
         )
 
     wait_for(is_quiet, timeout_s=90, what="the end of everything")
+
+
+def unfinished(live: LiveStack) -> list[dict[bytes, bytes]]:
+    jobs = [live.redis.hgetall(key) for key in job_keys(live)]
+    return [job for job in jobs if job.get(b"state") != b"done"]
 
 
 def job_keys(live: LiveStack) -> list[bytes]:

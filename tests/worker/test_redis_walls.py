@@ -45,7 +45,7 @@ OF_RECORDS = [rf"job:{P}:.+", rf"in:{P}:.+", rf"done:{P}", rf"dlq:{P}", r"out:.+
 #: Keys of the platform: names of workers and digests, sums of tokens by tenant, counters of
 #: attempts to sign in by hash.
 OF_NOBODY = [
-    *(rf"wk:{P}(?::.+)?", rf"ctl:{P}:.+", rf"res:{P}:.+", rf"in:{P}", rf"qs:{P}"),
+    *(rf"wk:{P}(?::.+)?", rf"ctl:{P}:.+", rf"res:{P}:.+", rf"in:{P}", rf"qs:{P}", rf"srv:{P}"),
     *(
         rf"quar:{P}",
         rf"reap:{P}",

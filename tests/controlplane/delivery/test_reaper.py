@@ -43,6 +43,16 @@ class Ward:
     def die(self, worker: str = "w") -> None:
         self.rig.beat(worker, silent_s=protocol.HEARTBEAT_TIMEOUT_S + 1)
 
+    def forget_service(self) -> None:
+        """Let it be long ago that a worker was last heard of."""
+        served = fair_queue.served_key(self.rig.pool)
+        for queue in self.rig.client.zrange(served, 0, -1):
+            self.rig.client.zadd(served, {queue: 0})
+
+    def wait_out(self) -> None:
+        """Let the reaper have watched for as long as it waits for workers."""
+        self.reaper._began -= protocol.WORKER_GRACE_S
+
     def events(self) -> list[TokenEvent]:
         entries = self.rig.client.xrange(protocol.out_key(f"g-{self.rig.pool}"))
         return [event for _, fields in entries for event in protocol.unpack_events(fields[b"m"])]
@@ -150,8 +160,26 @@ def test_what_no_worker_will_ever_serve_ends(ward: Ward) -> None:
     for _ in range(10):
         ward.rig.accept()
     ward.reap()
+    ward.forget_service()
+    assert ward.rig.done() == [], "a reaper that has only just begun knows of no worker yet"
+    ward.wait_out()
+    ward.reap()
     assert {record.error_code for record in ward.rig.done()} == {ErrorCode.WORKER_LOST}
     assert len(ward.rig.done()) == 10
+
+
+def test_what_waits_outlasts_a_worker_that_leaves_on_purpose(ward: Ward) -> None:
+    rig = ward.rig
+    rig.beat("w")
+    rig.accept()
+    ward.reap()
+    ward.wait_out()
+    ward.reap()
+    rig.client.zrem(protocol.workers_key(rig.pool), "w")
+    rig.client.delete(protocol.worker_key(rig.pool, "w"))
+    ward.reap()
+    assert rig.done() == []
+    assert len(rig.pull("w")) == 1, "the worker that came back"
 
 
 @pytest.mark.django_db
