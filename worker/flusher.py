@@ -61,9 +61,10 @@ class Flusher:
         if request.is_urgent:
             self._urgent.set()
 
-    def has(self, entry_id: bytes) -> bool:
-        """Whether something of this attempt has not reached Redis yet."""
-        return entry_id in self._waiting or entry_id in self._sending
+    @property
+    def unsent(self) -> set[bytes]:
+        """The attempts of which something has not reached Redis yet."""
+        return self._sending.union(self._waiting)
 
     def forget(self, entry_id: bytes) -> None:
         self._waiting.pop(entry_id, None)

@@ -95,7 +95,14 @@ class Requests:
     def knows(self, entry_id: bytes, job: GenerateJob) -> bool:
         """Whether this attempt runs here, or its end has yet to reach Redis."""
         request = self._active.get(job.request_id)
-        return (request is not None and request.entry_id == entry_id) or self.flusher.has(entry_id)
+        is_active = request is not None and request.entry_id == entry_id
+        return is_active or entry_id in self.flusher.unsent
+
+    @property
+    def num_held(self) -> int:
+        """The attempts whose end Redis has not heard of yet, as far as is known here."""
+        active = {request.entry_id for request in self._active.values()}
+        return len(active | self.flusher.unsent)
 
     def num_free(self, max_running: int) -> int:
         """How many more requests may be taken up."""

@@ -35,6 +35,8 @@ RETRY_S = 0.5
 DRAIN_POLL_S = 0.05
 #: A worker with room looks for work so often, should a poke get lost.
 IDLE_POLL_S = 1.0
+#: And so often whether its inbox holds what it does not know of.
+INBOX_CHECK_S = 2.0
 
 _T = TypeVar("_T")
 
@@ -153,10 +155,16 @@ class Worker:
         where the next free worker finds it."""
         await _insist(self._requests.flusher.replay)
         await _insist(self._recover)
+        clock = asyncio.get_running_loop().time
+        checked_at = clock()
         while not self._draining.is_set():
             await self._requests.room(self._stats.max_running)
             self._poked.clear()
             try:
+                if clock() - checked_at > INBOX_CHECK_S:
+                    checked_at = clock()
+                    if await self._streams.inbox_length() > self._requests.num_held:
+                        await self._recover()
                 pulled = await self._streams.pull(
                     self._config.base_model, self._requests.num_free(self._stats.max_running)
                 )

@@ -182,9 +182,9 @@ class Streams:
     async def pull(self, base_model: str, count: int) -> list[Pulled]:
         """Take requests from the fair queue into the inbox, under a new lease each.
 
-        More than `count` only by such as nobody waits for any more. After an error some may have
-        been taken all the same: `read_pending` has them. Nothing pulled: a poke will follow as
-        soon as there is something.
+        More than `count` only by such as nobody waits for any more. After a lost reply, which the
+        client may have answered by asking again, more have been taken: `inbox_length` tells, and
+        `read_pending` has them. Nothing pulled: a poke will follow as soon as there is something.
         """
         reply = await self._run(
             "pull",
@@ -208,6 +208,10 @@ class Streams:
             )
             for entry_id, payload, lease, attempt, is_cancelled in reply
         ]
+
+    async def inbox_length(self) -> int:
+        """The requests that this worker has taken and not finished, as far as Redis knows."""
+        return int(await self._redis.xlen(self._inbox))
 
     async def read_pending(self) -> AsyncIterator[list[tuple[bytes, bytes]]]:
         """What an earlier run of this worker took and did not finish, in batches."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import signal
 import threading
@@ -22,6 +23,7 @@ from openai import OpenAI
 
 from tests.fakes import DEADLY_SEED, FAKE_NAME
 from tests.live import LiveStack, Process, wait_for
+from worker import fair_queue, protocol
 
 STEP_S = 0.02
 TOKENS = 80  # of a request: about two seconds
@@ -312,6 +314,21 @@ def test_a_job_that_redis_forgot_ends(
     assert (error.status_code, error.code) == (503, "worker_lost")
     with restarted(scene.live, worker_id(request)):  # nor does it come back
         wait_for(lambda: scene.pending(worker_id(request)) == 0, what="the empty inbox")
+
+
+def test_what_was_taken_with_a_lost_reply_is_found(
+    scene: Scene, worker: Process, request: pytest.FixtureRequest
+) -> None:
+    """The connection broke between the script and its reply, and Redis's client asked again."""
+    live, name = scene.live, worker_id(request)
+    os.killpg(worker.pid, signal.SIGSTOP)
+    (call,) = scene.calls(streamed=0, whole=1)
+    inbox, queue = protocol.inbox_key(live.pool, name), fair_queue.queue_key(live.pool, FAKE_NAME)
+    args = [live.pool, name, live.heartbeat(name).boot_id, 4, protocol.INBOX_GROUP]  # type: ignore[union-attr]
+    take = functools.partial(live.redis.eval, fair_queue.PULL, 3, queue, inbox, "-", *args)
+    wait_for(take, what="the request in the queue")
+    os.killpg(worker.pid, signal.SIGCONT)
+    assert call.wait().error is None, call.error
 
 
 def test_a_paused_worker_gets_its_own_requests_again(
