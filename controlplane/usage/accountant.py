@@ -16,7 +16,9 @@ from typing import Any
 
 import redis
 from django.db import DataError, IntegrityError, InterfaceError, OperationalError, connection
+from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
+from redis.retry import Retry
 
 from controlplane.delivery.reaper import Reaper
 from controlplane.delivery.services import dead_letters_collect, quarantine_sync
@@ -50,7 +52,12 @@ class Accountant:
     def __init__(self, redis_url: str, pool: str, *, name: str | None = None) -> None:
         self.stop = Event()
         self._redis: Any = redis.Redis.from_url(
-            redis_url, protocol=2, socket_connect_timeout=5, socket_timeout=5 + BLOCK_MS / 1000
+            redis_url,
+            protocol=2,
+            socket_connect_timeout=5,
+            socket_timeout=5 + BLOCK_MS / 1000,
+            # Asked again by the client, Redis would skip what the lost reply had brought.
+            retry=Retry(NoBackoff(), 0),
         )
         self._pool = pool
         self._reaper = Reaper(redis_url, pool)

@@ -1,4 +1,5 @@
-"""A long history with faults: 2,000 requests while workers, a gateway, Redis and its lines fail.
+"""Long histories with faults: 2,000 requests while workers, a gateway, Redis and its lines fail,
+in a fixed order or, in `make test-long`, in a storm of them.
 
 Whatever happens, every accepted request ends exactly once, has one usage row, its stream has no gap
 and no repetition, and nobody gets another's words.
@@ -16,7 +17,7 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -34,10 +35,12 @@ from tests.live import LiveStack, Process, live_stack, wait_for
 log = logging.getLogger(__name__)
 
 REQUESTS = 2000
+STORM_REQUESTS = 6000
+STORM_S = 80.0
 AT_A_TIME = 64
 STEP_S = 0.005
 #: No request takes longer than the longest fault and the wait for what repairs it.
-LONGEST_S = 90.0
+LONGEST_S = 120.0
 
 
 class FaultProxy:
@@ -92,6 +95,29 @@ class Scene:
     urls: list[str]
     webs: list[Process]
     workers: dict[str, Process]
+
+    def replace(self, name: str) -> None:
+        """Kill a worker, and start the next under its name."""
+        self.workers[name].end()
+        self.workers[name] = self.live.start_worker(name, step_s=STEP_S, wait=False)
+
+    async def pause(self, process: Process, seconds: float) -> None:
+        os.killpg(process.pid, signal.SIGSTOP)
+        await asyncio.sleep(seconds)
+        os.killpg(process.pid, signal.SIGCONT)
+
+    async def slow_down(self, delay_s: float, seconds: float) -> None:
+        self.proxy.delay_s = delay_s
+        await asyncio.sleep(seconds)
+        self.proxy.delay_s = 0
+
+    async def restart_redis(self, after_s: float) -> None:
+        process = self.server.process
+        await asyncio.to_thread(process._popen.kill)  # type: ignore[union-attr]
+        await asyncio.to_thread(process._popen.wait)  # type: ignore[union-attr]
+        await asyncio.sleep(after_s)
+        process.start()
+        await asyncio.to_thread(process.wait_until, self.server.is_ready, timeout_s=20)
 
 
 @dataclasses.dataclass
@@ -167,28 +193,38 @@ async def misfortune(scene: Scene) -> None:
     """What goes wrong, in turn."""
     for name in ("w1", "w2"):
         await asyncio.sleep(2)
-        scene.workers[name].end()
-        scene.workers[name] = scene.live.start_worker(name, step_s=STEP_S, wait=False)
+        scene.replace(name)
     scene.proxy.cut()
     await asyncio.sleep(1)
-    scene.proxy.delay_s = 0.05
-    await asyncio.sleep(1)
-    scene.proxy.delay_s = 0
-    paused = scene.workers["w3"].pid  # past its lease: the reaper takes over
-    os.killpg(paused, signal.SIGSTOP)
-    await asyncio.sleep(12)
-    os.killpg(paused, signal.SIGCONT)
-    await asyncio.to_thread(scene.server.process._popen.kill)  # type: ignore[union-attr]
-    await asyncio.to_thread(scene.server.process._popen.wait)  # type: ignore[union-attr]
-    await asyncio.sleep(0.5)
-    scene.server.process.start()
+    await scene.slow_down(0.05, seconds=1)
+    await scene.pause(scene.workers["w3"], 12)  # past its lease: the reaper takes over
+    await scene.restart_redis(after_s=0.5)
     await asyncio.sleep(2)
-    os.killpg(scene.webs[1].pid, signal.SIGSTOP)
-    await asyncio.sleep(1)
-    os.killpg(scene.webs[1].pid, signal.SIGCONT)
+    await scene.pause(scene.webs[1], 1)
     scene.proxy.cut()
     scene.webs[0].kill()
     scene.urls = scene.urls[1:]
+
+
+async def storm(scene: Scene, seed: int) -> None:
+    """Whatever goes wrong, at any moment, again and again."""
+    chance = random.Random(seed)
+    until = time.monotonic() + STORM_S
+    while time.monotonic() < until:
+        await asyncio.sleep(chance.choice([0.02, 0.1, 0.5, 1.5]))
+        match chance.choice(["cut"] * 3 + ["slow", "redis", "kill", "worker", "web"]):
+            case "cut":
+                scene.proxy.cut()
+            case "slow":
+                await scene.slow_down(chance.choice([0.02, 0.1, 0.3]), seconds=0.7)
+            case "redis":
+                await scene.restart_redis(after_s=chance.choice([0.05, 0.5, 2]))
+            case "kill":
+                scene.replace(chance.choice(["w1", "w2"]))
+            case "worker":
+                await scene.pause(scene.workers["w3"], chance.choice([3, 12]))
+            case "web":
+                await scene.pause(chance.choice(scene.webs), chance.choice([1, 6]))
 
 
 @contextlib.asynccontextmanager
@@ -205,14 +241,20 @@ async def scene_of(live: LiveStack, server: Redis, through: int) -> AsyncIterato
     proxy.cut()
 
 
-async def play(live: LiveStack, server: Redis, through: int) -> list[Outcome]:
+async def play(
+    live: LiveStack,
+    server: Redis,
+    through: int,
+    faults_of: Callable[[Scene], Awaitable[None]],
+    num_requests: int,
+) -> list[Outcome]:
     outcomes: list[Outcome] = []
     async with scene_of(live, server, through) as scene:
         async with httpx.AsyncClient(
             timeout=60, limits=httpx.Limits(max_connections=200)
         ) as client:
-            faults = asyncio.create_task(misfortune(scene))
-            numbers = iter(range(REQUESTS))
+            faults = asyncio.ensure_future(faults_of(scene))
+            numbers = iter(range(num_requests))
 
             async def send() -> None:
                 for number in numbers:
@@ -265,6 +307,25 @@ def usage(live: LiveStack) -> Counter[str]:
 def test_two_thousand_requests_among_faults(
     stack: EmbeddedStack, redis_server: Redis, tmp_path: Path
 ) -> None:
+    check_history(stack, redis_server, tmp_path, misfortune, REQUESTS)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(3))
+def test_requests_in_a_storm(
+    stack: EmbeddedStack, redis_server: Redis, tmp_path: Path, seed: int
+) -> None:
+    check_history(stack, redis_server, tmp_path, lambda scene: storm(scene, seed), STORM_REQUESTS)
+
+
+def check_history(
+    stack: EmbeddedStack,
+    redis_server: Redis,
+    tmp_path: Path,
+    faults_of: Callable[[Scene], Awaitable[None]],
+    num_requests: int,
+) -> None:
     through = choose_ports(1)[0]
     parts = urlsplit(stack.env["REDIS_URL"])
     env = {**stack.env, "REDIS_URL": parts._replace(netloc=f"{HOST}:{redis_server.port}").geturl()}
@@ -272,7 +333,7 @@ def test_two_thousand_requests_among_faults(
     (tmp_path / "live").mkdir()
     with live_stack(env, tmp_path / "live", database="lorikeet_histories") as live:
         live.env["REDIS_URL"] = f"redis://{HOST}:{through}/5"
-        outcomes = asyncio.run(play(live, redis_server, through))
+        outcomes = asyncio.run(play(live, redis_server, through, faults_of, num_requests))
         jobs = {key.rpartition(b":")[2].decode() for key in job_keys(live)}
         rows = usage(live)
         live.run("manage.py", "usage_totals")  # fails when a total is not the sum of its rows
@@ -282,11 +343,11 @@ def test_two_thousand_requests_among_faults(
         *(len(outcomes), time.monotonic() - started, len(whole)),
         Counter((outcome.status, outcome.code, outcome.is_broken) for outcome in outcomes),
     )
-    assert len(outcomes) == REQUESTS
+    assert len(outcomes) == num_requests
     assert set(rows.values()) == {1}
     assert set(rows) == jobs, "an accepted request without a row, or a row without a request"
     assert {outcome.request_id for outcome in whole} <= set(rows)
-    assert len(whole) > 0.8 * REQUESTS
+    assert len(whole) > 0.8 * num_requests
     assert all(
         outcome.is_whole or outcome.is_broken or outcome.code is not None for outcome in outcomes
     )
