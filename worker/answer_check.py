@@ -69,7 +69,9 @@ def _decimal(text: str) -> Decimal:
 
 def _message(error: Any) -> str:
     where = "/".join(str(step) for step in error.absolute_path)
-    return f"at /{where}: {error.message}"[:MAX_MESSAGE_CHARS]
+    message = f"at /{where}: {error.message}"[:MAX_MESSAGE_CHARS]
+    # A name in the answer may be half a surrogate pair, which no event can carry.
+    return message.encode("utf-8", "replace").decode()
 
 
 @functools.lru_cache(_NUM_KEPT)

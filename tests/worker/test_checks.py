@@ -18,7 +18,7 @@ from worker.active import ActiveRequest
 from worker.answer_check import set_up
 from worker.checks import checks_of
 from worker.patterns import not_beginning_with
-from worker.protocol import CALL_BEGIN, GenerateJob
+from worker.protocol import CALL_BEGIN, GenerateJob, TokenEvent
 from worker.requests import Requests
 from worker.text import TextCodec
 from worker.tool_calls import BLANKS, CallReader, read_calls
@@ -141,6 +141,13 @@ def test_what_is_no_finished_call_is_not_looked_at(
     assert not request.awaits_check
     assert request.is_finished
     assert news_of(request).event.schema_error is None
+
+
+def test_half_a_surrogate_pair_in_an_answer_can_be_told_of() -> None:
+    numbers = json.dumps({"type": "object", "additionalProperties": {"type": "number"}})
+    problem = set_up()(numbers, r'{"\ud800": "x"}')
+    assert problem == "at /?: 'x' is not of type 'number'"
+    assert TokenEvent(request_id="r", lease=1, seq=0, schema_error=problem).encode()
 
 
 def test_calls_are_read_from_a_whole_answer() -> None:
