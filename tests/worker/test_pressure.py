@@ -373,7 +373,7 @@ def test_a_zombie_changes_nothing(site: Site) -> None:
     (out,) = {protocol.out_key(job[b"gateway"].decode()) for job in jobs.values()}
     before = client.xrange(out)
     os.killpg(zombie.pid, signal.SIGCONT)
-    wait_for(lambda: "another lease" in zombie.log.read_text(), what="the refusal")
+    wait_for(lambda: "was taken over" in zombie.log.read_text(), what="the refusal")
     wait_for(lambda: client.xlen(protocol.inbox_key(site.live.pool, "zombie")) == 0, what="acks")
     beat = site.live.heartbeat("zombie")
     time.sleep(2.5)  # beyond its next heartbeat and every flush of what it had
