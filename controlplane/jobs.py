@@ -123,6 +123,7 @@ class Dispatcher:
         self._replies: dict[str, Reply] = {}
         self._workers: list[WorkerStatus] = []
         self._speed = Speed()
+        self._contact = protocol.Contact()
         self._last_id: bytes = b"0-0"
         self._tasks: set[asyncio.Task[Any]] = set()
         self.recorder = Recorder()
@@ -298,7 +299,9 @@ class Dispatcher:
             await asyncio.sleep(protocol.HEARTBEAT_INTERVAL_S)
             with contextlib.suppress(*AWAY):
                 await self._say_alive()
-                await self._find_lost_replies()
+                self._contact.note()
+                if self._contact.is_steady:
+                    await self._find_lost_replies()
 
     async def _reap_loop(self) -> None:
         """Any process may reap: there is always a gateway where somebody waits."""

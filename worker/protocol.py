@@ -42,7 +42,8 @@ import dataclasses
 import enum
 import hashlib
 import json
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from typing import Any, Self
 
 PROTOCOL_VERSION = 1
@@ -56,6 +57,8 @@ PAYLOAD_FIELD = b"m"
 HEARTBEAT_INTERVAL_S = 2.0
 #: A worker or gateway silent for this long is dead.
 HEARTBEAT_TIMEOUT_S = 10.0
+#: Who could not ask Redis for longer than this begins to count others' silence anew.
+MAX_UNWATCHED_S = 5.0
 #: A worker silent for less than this may be restarting: work still waits for it.
 WORKER_GRACE_S = 60.0
 WORKER_TTL_S = 120
@@ -103,6 +106,26 @@ def workers_key(pool: str) -> str:
 
 def worker_key(pool: str, worker_id: str) -> str:
     return f"wk:{{{pool}}}:{worker_id}"
+
+
+class Contact:
+    """Whether Redis has answered without a break for long enough that others' silence means
+    something: while it was away, nobody's heartbeat reached it."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last = self._since = clock()
+
+    def note(self) -> None:
+        """Redis has taken a heartbeat."""
+        now = self._clock()
+        if now - self._last > MAX_UNWATCHED_S:
+            self._since = now
+        self._last = now
+
+    @property
+    def is_steady(self) -> bool:
+        return self._last - self._since >= HEARTBEAT_TIMEOUT_S
 
 
 class ErrorCode(enum.StrEnum):

@@ -22,7 +22,7 @@ from worker.adapters import Fetch, S3Fetch
 from worker.channel import Stats, StepReport
 from worker.config import WorkerConfig
 from worker.engine_link import EngineLink
-from worker.protocol import HEARTBEAT_INTERVAL_S, Control, GenerateJob, Heartbeat
+from worker.protocol import HEARTBEAT_INTERVAL_S, Contact, Control, GenerateJob, Heartbeat
 from worker.requests import Requests
 from worker.streams import Streams
 
@@ -80,6 +80,7 @@ class Worker:
         # A test's engine has seldom a grammar to obey.
         self._prepares_helpers = engine_factory is None
         self._stats = Stats()
+        self._contact = Contact()
         self._tokens_per_s = 0.0
         self._is_loaded = asyncio.Event()
         self._draining = asyncio.Event()
@@ -232,7 +233,9 @@ class Worker:
     async def _beat(self) -> None:
         with contextlib.suppress(RedisError, OSError):
             silence_s = await self._streams.beat(self._heartbeat())
-            self._requests.cancel_for_dead_gateways(silence_s)
+            self._contact.note()
+            if self._contact.is_steady:
+                self._requests.cancel_for_dead_gateways(silence_s)
 
     def _heartbeat(self) -> Heartbeat:
         stats = self._stats

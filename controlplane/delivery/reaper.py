@@ -3,7 +3,10 @@
 A request of which nothing was delivered goes back to the front of its queue; one that was half
 delivered, cancelled or given up ends here. Each step is one script that checks first that the
 worker is still dead and fences it with a new lease, so that two reapers, or a reaper and a worker
-that wakes up, do no harm to each other: the short lock only spares them the work.
+that wakes up, do no harm to each other: that they take turns only spares them the work.
+
+Silence counts from when the reapers began to watch. While Redis is away nobody watches, and nobody
+is heard: when it is back, the workers have as long as ever to say that they live.
 """
 
 from __future__ import annotations
@@ -11,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-import uuid
 from typing import Any
 
 import redis
@@ -74,6 +76,19 @@ return {'end', now[1], now[2], now[3] or '0', now[4] or '0', now[5] or '0', now[
 """
 )
 
+# KEYS reaper | ARGV seconds of a turn, seconds after which nobody has watched
+# -> time as Redis gives it, since when the pool is watched; nothing: it is another's turn
+LOOK = """
+redis.replicate_commands()
+local time = redis.call('TIME')
+local now = time[1] + time[2] / 1e6
+local passed = now - (redis.call('HGET', KEYS[1], 'looked') or 0)
+if passed >= 0 and passed < tonumber(ARGV[1]) then return {} end
+if passed < 0 or passed > tonumber(ARGV[2]) then redis.call('HSET', KEYS[1], 'since', now) end
+redis.call('HSET', KEYS[1], 'looked', now)
+return {time[1], time[2], redis.call('HGET', KEYS[1], 'since')}
+"""
+
 # KEYS inbox, inboxes, workers | ARGV worker
 FORGET = """
 if redis.call('XLEN', KEYS[1]) > 0 or redis.call('ZSCORE', KEYS[3], ARGV[1]) then return 0 end
@@ -100,15 +115,15 @@ class Reaper:
             redis_url, protocol=2, socket_connect_timeout=5, socket_timeout=5
         )
         self._pool = pool
-        self._id = uuid.uuid4().hex
+        self._watch = f"reap:{{{pool}}}"
         self._workers = protocol.workers_key(pool)
         self._inboxes = fair_queue.inboxes_key(pool)
         self._seize = self._redis.register_script(SEIZE)
         self._publish = self._redis.register_script(fair_queue.PUBLISH)
         self._pull = self._redis.register_script(fair_queue.PULL)
         self._forget = self._redis.register_script(FORGET)
+        self._look = self._redis.register_script(LOOK)
         self._next_turn = 0.0
-        self._began = 0.0  # the first turn, by Redis's clock
 
     def close(self) -> None:
         self._redis.close()
@@ -125,20 +140,21 @@ class Reaper:
 
     def turn(self) -> None:
         """Take over what workers that are dead by now left."""
-        lock = f"reap:{{{self._pool}}}"
-        if not self._redis.set(lock, self._id, nx=True, px=int(INTERVAL_S * 900)):
+        args = [INTERVAL_S * 0.9, protocol.MAX_UNWATCHED_S]
+        if not (looked := self._look(keys=[self._watch], args=args)):
             return
-        time = self._redis.time()
+        time, since = (int(looked[0]), int(looked[1])), float(looked[2])
         now = time[0] + time[1] / 1e6
         scores = dict(self._redis.zrange(self._workers, 0, -1, withscores=True))
         for name in self._redis.smembers(self._inboxes):
-            if now - scores.get(name, 0.0) >= protocol.HEARTBEAT_TIMEOUT_S:
+            if now - max(since, scores.get(name, 0.0)) >= protocol.HEARTBEAT_TIMEOUT_S:
                 self._reap(name.decode())
         heartbeats = [
             self._redis.hget(protocol.worker_key(self._pool, name.decode()), protocol.PAYLOAD_FIELD)
             for name in scores
         ]
-        self._end_unserved(now, read_statuses(time, scores.items(), heartbeats))
+        statuses = read_statuses(time, scores.items(), heartbeats)
+        self._end_unserved(now, statuses, is_new=now - since < protocol.WORKER_GRACE_S)
 
     def _reap(self, worker_id: str) -> None:
         inbox = protocol.inbox_key(self._pool, worker_id)
@@ -191,11 +207,13 @@ class Reaper:
             ],
         )
 
-    def _end_unserved(self, now: float, workers: list[WorkerStatus]) -> None:
+    def _end_unserved(self, now: float, workers: list[WorkerStatus], *, is_new: bool) -> None:
         """End what waits for a base model that no worker has served for a while.
 
         Remembered is when, since a worker that leaves on purpose takes its heartbeat with it. After
         a stop of the whole installation the workers get that while again.
+
+        is_new  nobody has watched for that while yet
         """
         waiting = self._redis.smembers(fair_queue.queues_key(self._pool))
         if not waiting:
@@ -205,8 +223,7 @@ class Reaper:
         for worker in workers:
             queue = fair_queue.queue_key(self._pool, worker.heartbeat.base_model)
             self._redis.zadd(served, {queue: now - worker.silent_s}, gt=True)
-        self._began = self._began or now
-        if now - self._began < protocol.WORKER_GRACE_S:
+        if is_new:
             return
         long_ago = self._redis.zrangebyscore(served, "-inf", now - protocol.WORKER_GRACE_S)
         for queue in waiting.intersection(long_ago):

@@ -47,13 +47,13 @@ class FaultProxy:
     """Between processes and Redis: cuts every connection, or holds what they say for a while."""
 
     def __init__(self, port: int, target: int) -> None:
-        self._port, self._target = port, target
+        self.port, self._target = port, target
         self._writers: set[asyncio.StreamWriter] = set()
         self.delay_s = 0.0
         self.cuts = 0
 
     async def start(self) -> asyncio.Server:
-        return await asyncio.start_server(self._serve, HOST, self._port)
+        return await asyncio.start_server(self._serve, HOST, self.port)
 
     def cut(self) -> None:
         self.cuts += 1

@@ -37,8 +37,14 @@ class Ward:
     reaper: Reaper
 
     def reap(self) -> None:
-        self.rig.client.delete(f"reap:{{{self.rig.pool}}}")
+        """A turn, some seconds after the last."""
+        self._let_pass("looked", 2.0)
         self.reaper.turn()
+
+    def _let_pass(self, field: str, seconds: float) -> None:
+        watch = f"reap:{{{self.rig.pool}}}"
+        if self.rig.client.exists(watch):
+            self.rig.client.hincrbyfloat(watch, field, -seconds)
 
     def die(self, worker: str = "w") -> None:
         self.rig.beat(worker, silent_s=protocol.HEARTBEAT_TIMEOUT_S + 1)
@@ -50,8 +56,18 @@ class Ward:
             self.rig.client.zadd(served, {queue: 0})
 
     def wait_out(self) -> None:
-        """Let the reaper have watched for as long as it waits for workers."""
-        self.reaper._began -= protocol.WORKER_GRACE_S
+        """Let the reapers have watched for as long as they wait for workers."""
+        self._let_pass("since", protocol.WORKER_GRACE_S)
+
+    def lose_redis(self, seconds: float) -> None:
+        """Let Redis have been away until now: nobody was heard, and nobody watched."""
+        self._let_pass("looked", seconds)
+        workers = protocol.workers_key(self.rig.pool)
+        for name in self.rig.client.zrange(workers, 0, -1):
+            self.rig.client.zincrby(workers, -seconds, name)
+        served = fair_queue.served_key(self.rig.pool)
+        for queue in self.rig.client.zrange(served, 0, -1):
+            self.rig.client.zincrby(served, -seconds, queue)
 
     def events(self) -> list[TokenEvent]:
         entries = self.rig.client.xrange(protocol.out_key(f"g-{self.rig.pool}"))
@@ -62,6 +78,8 @@ class Ward:
 def ward(stack: EmbeddedStack) -> Iterator[Ward]:
     rig = QueueRig(stack.env["REDIS_URL"])
     made = Ward(rig, Reaper(rig.url, rig.pool))
+    made.reap()
+    made._let_pass("since", protocol.HEARTBEAT_TIMEOUT_S)
     yield made
     made.reaper.close()
     rig.close()
@@ -87,6 +105,27 @@ def test_a_living_worker_is_left_alone(ward: Ward) -> None:
     (taken,) = ward.rig.pull()
     ward.reap()
     assert ward.rig.publish(taken)
+
+
+def test_a_redis_that_was_away_makes_no_worker_dead(ward: Ward) -> None:
+    rig = ward.rig
+    rig.beat("w")
+    waiting = [rig.accept() for _ in range(2)]
+    (taken,) = rig.pull()
+    ward.wait_out()
+    ward.reap()
+    ward.lose_redis(2 * protocol.WORKER_GRACE_S)
+    ward.reap()
+    assert rig.done() == []
+    rig.beat("w")
+    ward._let_pass("since", protocol.HEARTBEAT_TIMEOUT_S)
+    ward.reap()
+    assert rig.publish(taken), "what ran went on under its lease"
+    assert rig.state(waiting[1])[b"state"] == b"queued"
+    (second,) = rig.pull()
+    ward.die()
+    ward.reap()
+    assert not rig.publish(second), "one that stayed silent is dead all the same"
 
 
 def test_what_was_half_told_ends_once_and_is_billed_so_far(ward: Ward) -> None:
