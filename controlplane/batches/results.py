@@ -45,8 +45,15 @@ def keep_refusals(lease: Lease, refusals: list[Refusal]) -> None:
 
 
 def keep(lease: Lease, found: list[Result]) -> None:
-    """Write results, once each, and count them. Raises LeaseLost."""
+    """Write results, once each, and count them; again, it changes nothing. Raises LeaseLost."""
     with lease.held() as batch:
+        # Kept already when the connection ended behind the commit.
+        kept = set(
+            batch.results.filter(line__in=[result.line for result in found]).values_list(
+                "line", flat=True
+            )
+        )
+        found = [result for result in found if result.line not in kept]
         BatchResult.objects.bulk_create(
             BatchResult(
                 batch=batch,
