@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +14,7 @@ import httpx
 import psycopg
 from openai import OpenAI
 
-from tests.live import LiveStack, Process
+from tests.live import ROOT, LiveStack, Process
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,3 +43,20 @@ class Site:
     def run_python(self, code: str) -> str:
         """A piece of the control plane's code, as `manage.py shell` runs it; -> what it printed."""
         return self.live.run("manage.py", "shell", "--no-imports", "-c", code)
+
+    @contextlib.contextmanager
+    def talk_to_python(self, code: str) -> Iterator[subprocess.Popen[str]]:
+        """The same, that may be talked to while it runs; killed in the end."""
+        process = subprocess.Popen(
+            [sys.executable, "manage.py", "shell", "--no-imports", "-c", code],
+            env={**os.environ, **self.live.env},
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.communicate()

@@ -8,9 +8,8 @@ from controlplane.batches import results
 from controlplane.batches.leases import Lease
 from controlplane.batches.lines import LineFault, parse_line, unfinished_line
 from controlplane.batches.models import Batch, BatchResult
-from controlplane.files.contents import FileWriter
 from controlplane.files.models import File, Purpose
-from controlplane.files.services import FileForm, file_begin, file_drop, file_written
+from controlplane.files.services import FileForm, file_begin, file_drop, file_writer, file_written
 from controlplane.scoping import tenant_scope
 
 _PAGE = 100
@@ -67,7 +66,7 @@ def _file(batch: Batch, name: str, found: Iterator[str]) -> File | None:
     if first is None:
         return None
     file = file_begin(max_bytes=0, is_bounded=False)
-    writer = FileWriter(file.key, max_bytes=_MAX_BYTES)
+    writer = file_writer(file, max_bytes=_MAX_BYTES)
     form = FileForm(
         purpose=Purpose.BATCH_OUTPUT,
         filename=f"{batch.public_id}_{name}.jsonl",

@@ -111,6 +111,7 @@ def file_body(file: File) -> dict[str, Any]:
 
 def upload_body(upload: Upload) -> dict[str, Any]:
     is_assembling = upload.status == Upload.Status.ASSEMBLING
+    file = None if is_assembling else upload.file
     return {
         "id": upload.public_id,
         "object": "upload",
@@ -120,7 +121,7 @@ def upload_body(upload: Upload) -> dict[str, Any]:
         "filename": upload.filename,
         "purpose": upload.purpose,
         "status": "pending" if is_assembling else upload.status,
-        "file": file_body(upload.file) if upload.file is not None else None,
+        "file": file_body(file) if file is not None else None,
     }
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 
 from controlplane import storage
 from controlplane.errors import InvalidRequest, PayloadTooLarge
@@ -15,6 +16,8 @@ MAX_FILE_BYTES = 512 * 1024**2
 MAX_BATCH_BYTES = 200 * 1024**2
 #: Of a file for training, what a dataset may have: it is one.
 MAX_BYTES = {Purpose.FINE_TUNE: MAX_DATASET_BYTES, Purpose.BATCH: MAX_BATCH_BYTES}
+#: Whoever writes a file says so as often as this.
+_SAY_ALIVE_S = 15.0
 #: A read of the store is this long, so that no connection to it stays open between lines.
 _WINDOW_BYTES = 4 * 1024**2
 
@@ -23,14 +26,24 @@ class FileWriter:
     """Writes a file's bytes to the store as they come, and says what they were.
 
     max_bytes  PayloadTooLarge is raised by the byte after them
+    alive      called now and then while bytes come
     """
 
-    def __init__(self, key: str, *, max_bytes: int, has_md5: bool = False) -> None:
+    def __init__(
+        self,
+        key: str,
+        *,
+        max_bytes: int,
+        has_md5: bool = False,
+        alive: Callable[[], None] = lambda: None,
+    ) -> None:
         self._object = storage.ObjectWriter(key)
         self._max_bytes = max_bytes
         self._sha256 = hashlib.sha256()
         self._md5 = hashlib.md5(usedforsecurity=False) if has_md5 else None
         self.num_bytes = 0
+        self._alive = alive
+        self._said_alive_at = time.monotonic()
 
     def write(self, data: bytes) -> None:
         self.num_bytes += len(data)
@@ -40,6 +53,9 @@ class FileWriter:
         if self._md5 is not None:
             self._md5.update(data)
         self._object.write(data)
+        if time.monotonic() - self._said_alive_at >= _SAY_ALIVE_S:
+            self._said_alive_at = time.monotonic()
+            self._alive()
 
     def finish(self) -> None:
         self._object.finish()

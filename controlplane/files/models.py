@@ -7,6 +7,8 @@ after them, so nothing in the store is without a row that leads to it.
 from __future__ import annotations
 
 from django.db import models
+from django.db.models.functions import Now
+from django.utils import timezone
 
 from controlplane.public_ids import PublicIdModel
 
@@ -41,6 +43,8 @@ class File(PublicIdModel):
     num_bytes = models.BigIntegerField()
     sha256 = models.CharField(max_length=64, blank=True)
     expires_at = models.DateTimeField(null=True, db_index=True)
+    #: While it is uploaded: when whoever writes it last said that it does.
+    alive_at = models.DateTimeField(default=timezone.now, db_default=Now())
 
     class Meta:
         indexes = [
@@ -77,6 +81,7 @@ class Upload(PublicIdModel):
     #: Of the upload; what the client wants of the file is `file_expires_s`, from its creation on.
     expires_at = models.DateTimeField(db_index=True)
     file_expires_s = models.PositiveIntegerField(null=True)
+    #: What it became or, while it is assembled, may become: the fence of whoever assembles it.
     file = models.ForeignKey(File, null=True, on_delete=models.SET_NULL, related_name="+")
 
     class Meta:

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Iterator
 
 from django.conf import settings
+from django.db import Error as DatabaseError
 from django.db import close_old_connections, transaction
 from django.db.models import Q, QuerySet, Sum
 from django.utils import timezone
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 #: A batch's input and output are kept for so long unless their maker says otherwise, as OpenAI's.
 BATCH_FILE_LIFETIME_S = 30 * 24 * 3600
 UPLOAD_LIFETIME = dt.timedelta(hours=1)
+#: Of a file that is uploaded nobody said for so long that they write it: they are gone.
+SILENCE = dt.timedelta(minutes=3)
 MAX_PART_BYTES = 64 * 1024**2
 MAX_PARTS = 10_000
 
@@ -93,6 +96,21 @@ def file_begin(*, max_bytes: int, is_bounded: bool = True) -> File:
     if is_bounded:
         _check_room(max_bytes)
     return File.objects.create(num_bytes=max_bytes)
+
+
+def file_writer(file: File, *, max_bytes: int, has_md5: bool = False) -> FileWriter:
+    """What the file's bytes are written with; as long as they come, the sweep leaves it alone."""
+
+    def say_alive() -> None:
+        rows = File.objects.filter(pk=file.pk, status=File.Status.UPLOADING)
+        try:
+            rows.update(alive_at=timezone.now())
+        except DatabaseError as error:
+            log.warning("file %s comes without the database's knowing: %r", file.pk, error)
+        finally:
+            close_old_connections()
+
+    return FileWriter(file.key, max_bytes=max_bytes, has_md5=has_md5, alive=say_alive)
 
 
 def file_written(file: File, form: FileForm, writer: FileWriter) -> None:
@@ -196,7 +214,24 @@ def upload_get(public_id: str) -> Upload:
     upload = Upload.objects.select_related("file").filter(pk=pk).first() if pk else None
     if upload is None:
         raise NotFound("There is no such upload.")
+    if upload.status == Upload.Status.ASSEMBLING and _is_left(upload.file):
+        _reopen(upload, upload.file)
+        upload.refresh_from_db()
     return upload
+
+
+def _is_left(file: File | None) -> bool:
+    """Whether nobody puts an upload's file together any more."""
+    if file is None or file.status != File.Status.UPLOADING:
+        return True
+    return file.alive_at <= timezone.now() - SILENCE
+
+
+def _reopen(upload: Upload, file: File | None) -> None:
+    """End the attempt to make this file of the upload; another may follow."""
+    rows = Upload.objects.filter(pk=upload.pk, status=Upload.Status.ASSEMBLING)
+    # Without a file: its row is gone already.
+    rows.filter(Q(file=file) | Q(file=None)).update(status=Upload.Status.PENDING, file=None)
 
 
 @transaction.atomic
@@ -233,11 +268,13 @@ def part_drop(part: UploadPart) -> None:
 
 
 def upload_complete(upload: Upload, *, part_ids: list[str], md5: str | None) -> Upload:
-    """Put a file together from parts, in the order given.
+    """Put a file together from parts, in the order given. One that is together stays as it is.
 
-    Raises Conflict for an upload that has ended, InvalidRequest for parts that are none of its
-    own or do not make up the bytes that were announced; the upload then goes on.
+    Raises Conflict for an upload that has ended otherwise, InvalidRequest for parts that are none
+    of its own or do not make up the bytes that were announced; the upload then goes on.
     """
+    if upload.status == Upload.Status.COMPLETED:
+        return upload  # the answer was lost
     parts = _parts(upload, part_ids)
     total = sum(part.num_bytes for part in parts)
     if total != upload.num_bytes:
@@ -245,13 +282,15 @@ def upload_complete(upload: Upload, *, part_ids: list[str], md5: str | None) -> 
             f"The parts have {total} bytes, and the upload was to have {upload.num_bytes}.",
             param="part_ids",
         )
-    _move(upload, Upload.Status.PENDING, Upload.Status.ASSEMBLING)
+    with transaction.atomic():
+        file = File.objects.create(num_bytes=0)  # its bytes are counted with the upload
+        _move(upload, Upload.Status.PENDING, Upload.Status.ASSEMBLING, file=file)
     try:
-        _assemble(upload, parts, md5)
-    except BaseException:
-        Upload.objects.filter(pk=upload.pk, status=Upload.Status.ASSEMBLING).update(
-            status=Upload.Status.PENDING
-        )
+        _assemble(upload, file, parts, md5)
+    except BaseException as error:
+        _reopen(upload, file)
+        if isinstance(error, storage.ObjectMissing):  # another has put it together meanwhile
+            raise _ended(upload) from error
         raise
     parts_drop(upload)
     return upload_get(upload.public_id)
@@ -270,9 +309,8 @@ def _parts(upload: Upload, part_ids: list[str]) -> list[UploadPart]:
     return [found[part_id] for part_id in part_ids]
 
 
-def _assemble(upload: Upload, parts: list[UploadPart], md5: str | None) -> None:
-    file = File.objects.create(num_bytes=0)  # its bytes are counted with the upload
-    writer = FileWriter(file.key, max_bytes=upload.num_bytes, has_md5=True)
+def _assemble(upload: Upload, file: File, parts: list[UploadPart], md5: str | None) -> None:
+    writer = file_writer(file, max_bytes=upload.num_bytes, has_md5=True)
     form = FileForm(
         purpose=Purpose(upload.purpose),
         filename=upload.filename,
@@ -287,14 +325,18 @@ def _assemble(upload: Upload, parts: list[UploadPart], md5: str | None) -> None:
             raise InvalidRequest(f"The parts' MD5 is {writer.md5}.", param="md5")
 
     def complete() -> None:
-        _move(upload, Upload.Status.ASSEMBLING, Upload.Status.COMPLETED, file=file)
+        rows = Upload.objects.filter(pk=upload.pk, status=Upload.Status.ASSEMBLING, file=file)
+        if not rows.update(status=Upload.Status.COMPLETED):
+            raise _ended(upload)
         record("completed", upload, after={"file": file.public_id})
 
     file_finish(file, form, writer, also=complete)
 
 
 def upload_cancel(upload: Upload) -> Upload:
-    """End an upload without a file. Raises Conflict for one that has ended."""
+    """End an upload without a file. Raises Conflict for one that has ended otherwise."""
+    if upload.status == Upload.Status.CANCELLED:
+        return upload
     with transaction.atomic():
         _move(upload, Upload.Status.PENDING, Upload.Status.CANCELLED)
         record("cancelled", upload)
@@ -311,13 +353,21 @@ def parts_drop(upload: Upload) -> None:
 def _move(upload: Upload, before: str, after: str, **values: object) -> None:
     moved = Upload.objects.filter(pk=upload.pk, status=before).update(status=after, **values)
     if moved != 1:
-        raise Conflict(f"The upload is {upload_get(upload.public_id).status}.")
+        raise _ended(upload)
     upload.status = after
+
+
+def _ended(upload: Upload) -> Conflict:
+    """Why an upload cannot go on: what it is now."""
+    status = Upload.objects.filter(pk=upload.pk).values_list("status", flat=True).first()
+    if status == Upload.Status.ASSEMBLING:
+        return Conflict("The upload is being put together at this moment.")
+    return Conflict(f"The upload is {status}.")
 
 
 def _check_open(upload: Upload) -> None:
     if upload.status != Upload.Status.PENDING:
-        raise Conflict(f"The upload is {upload.status}.")
+        raise _ended(upload)
     if upload.expires_at <= timezone.now():
         raise Conflict("The upload is expired.")
 

@@ -17,7 +17,7 @@ from controlplane.scoping import all_tenants, tenant_scope
 
 log = logging.getLogger(__name__)
 
-#: Nothing takes longer than this to come; what has not come by then will not.
+#: Nothing takes longer than this to be written; the store keeps its parts for so long.
 ABANDONED_AFTER = dt.timedelta(hours=3)
 #: Removed in one turn; the next one goes on.
 MAX_PER_TURN = 1000
@@ -45,7 +45,7 @@ def _expire_files(now: dt.datetime) -> None:
 
 def _drop_unready(now: dt.datetime) -> None:
     """Files that never came, and those whose deletion was cut off."""
-    abandoned = Q(status=File.Status.UPLOADING, created_at__lte=now - ABANDONED_AFTER)
+    abandoned = Q(status=File.Status.UPLOADING, alive_at__lte=now - services.SILENCE)
     with all_tenants(reason="files of every tenant are left half-done"):
         rows = File.objects.filter(abandoned | Q(status=File.Status.DELETING))
         due = list(rows.order_by("created_at")[:MAX_PER_TURN])
@@ -56,20 +56,16 @@ def _drop_unready(now: dt.datetime) -> None:
 
 def _expire_uploads(now: dt.datetime) -> None:
     """Uploads past their hour, and the parts of those that ended."""
-    pending = Q(status=Upload.Status.PENDING, expires_at__lte=now)
-    stuck = Q(status=Upload.Status.ASSEMBLING, expires_at__lte=now - ABANDONED_AFTER)
-    ended = Q(parts__isnull=False) & ~Q(
-        status__in=[Upload.Status.PENDING, Upload.Status.ASSEMBLING]
-    )
+    is_over = Q(status__in=services.PENDING, expires_at__lte=now)
+    has_parts = Q(parts__isnull=False) & ~Q(status__in=services.PENDING)
     with all_tenants(reason="uploads of every tenant grow old"):
-        due = list(Upload.objects.filter(pending | stuck | ended).distinct()[:MAX_PER_TURN])
+        due = list(Upload.objects.filter(is_over | has_parts).distinct()[:MAX_PER_TURN])
     for upload in due:
         with tenant_scope(upload.tenant_id):
+            upload = services.upload_get(upload.public_id)  # one that was left half-done is pending
             with transaction.atomic():
-                moved = Upload.objects.filter(pk=upload.pk, status=upload.status).filter(
-                    pending | stuck
-                )
-                if moved.update(status=Upload.Status.EXPIRED):
+                pending = Upload.objects.filter(pk=upload.pk, status=Upload.Status.PENDING)
+                if pending.filter(expires_at__lte=now).update(status=Upload.Status.EXPIRED):
                     record("expired", upload)
             if Upload.objects.get(pk=upload.pk).status not in services.PENDING:
                 services.parts_drop(upload)

@@ -42,7 +42,7 @@ async def file_create(request: HttpRequest, *, body: Body, place: Place) -> Http
         file = await access.in_thread(
             acting(request, principal, lambda: services.file_begin(max_bytes=max_bytes))
         )
-        writer = FileWriter(file.key, max_bytes=MAX_FILE_BYTES)
+        writer = services.file_writer(file, max_bytes=MAX_FILE_BYTES)
 
         def take_in() -> File:
             with undone_on_failure(writer.abort, lambda: services.file_drop(file)):

@@ -46,8 +46,10 @@ def test_parts_of_any_size_and_order_become_a_file(site: Site) -> None:
     assert done.file.expires_at == done.file.created_at + 7200
     assert site.client().files.content(done.file.id).content == content
     assert not any("/uploads/" in key for key in objects(site, "acme"))
+    again = site.client().uploads.complete(upload.id, part_ids=ids)  # its answer was lost
+    assert again == done
     with pytest.raises(openai.ConflictError):
-        site.client().uploads.complete(upload.id, part_ids=ids)
+        site.client().uploads.cancel(upload.id)
     site.client().files.delete(done.file.id)
 
 
@@ -99,10 +101,10 @@ def test_a_cancelled_upload_is_over(site: Site) -> None:
     part = add(site, upload, b"abc")
     assert site.client().uploads.cancel(upload.id).status == "cancelled"
     assert not any("/uploads/" in key for key in objects(site, "acme"))
+    assert site.client().uploads.cancel(upload.id).status == "cancelled"
     for call in (
         lambda: add(site, upload, b"abc"),
         lambda: site.client().uploads.complete(upload.id, part_ids=[part]),
-        lambda: site.client().uploads.cancel(upload.id),
     ):
         with pytest.raises(openai.ConflictError):
             call()
@@ -153,6 +155,49 @@ def test_an_upload_that_expires_while_it_is_put_together_leaves_no_file(site: Si
     assert client.files.list().data == []
 
 
+def test_an_upload_whose_server_was_killed_can_be_completed_again(site: Site) -> None:
+    """Minutes later; and if that server was only paused, it finds its file refused."""
+    client, before = site.client("globex"), objects(site, "globex")
+    upload = begin_as(client, 4)
+    part = client.uploads.parts.create(upload.id, data=b"half").id
+    code = (
+        "import uuid\n"
+        "from controlplane.errors import Conflict\n"
+        "from controlplane.files import contents, services\n"
+        "from controlplane.scoping import tenant_scope\n"
+        "check = contents.check\n"
+        "def pause(file):\n"
+        "    print('paused', flush=True)\n"
+        "    input()\n"
+        "    check(file)\n"
+        "contents.check = pause\n"
+        f"with tenant_scope(uuid.UUID('{site.live.tenants['globex'].id}')):\n"
+        f"    upload = services.upload_get('{upload.id}')\n"
+        "    try:\n"
+        f"        services.upload_complete(upload, part_ids=['{part}'], md5=None)\n"
+        "    except Conflict:\n"
+        "        print('refused')\n"
+    )
+    with site.talk_to_python(code) as paused:
+        assert paused.stdout is not None
+        assert paused.stdout.readline() == "paused\n"
+        for call in (
+            lambda: client.uploads.complete(upload.id, part_ids=[part]),
+            lambda: client.uploads.cancel(upload.id),
+        ):
+            with pytest.raises(openai.ConflictError, match="being put together"):
+                call()
+        with site.database() as database:
+            database.execute("update files_file set alive_at = now() - interval '5 minutes'")
+        done = client.uploads.complete(upload.id, part_ids=[part])
+        assert paused.communicate("\n")[0] == "refused\n"
+    assert done.file is not None
+    assert client.files.content(done.file.id).content == b"half"
+    assert [file.id for file in client.files.list()] == [done.file.id]
+    client.files.delete(done.file.id)
+    assert objects(site, "globex") == before
+
+
 def begin_as(client: Any, num_bytes: int) -> Any:
     return client.uploads.create(
         filename="x", purpose="evals", bytes=num_bytes, mime_type="text/plain"
@@ -174,11 +219,15 @@ def test_the_sweep_removes_what_a_killed_server_left(site: Site) -> None:
         "    writer = storage.ObjectWriter(file.key)\n"
         "    writer.write(bytes(9 * 1024**2))\n"
         "    storage.put_bytes(file.key, b'half')\n"
-        "    File.objects.filter(pk=file.pk).update(\n"
-        "        created_at=timezone.now() - dt.timedelta(hours=4))\n"
+        "    slow = services.file_begin(max_bytes=10)\n"
+        "    long_ago = timezone.now() - dt.timedelta(hours=1)\n"
+        "    File.objects.update(created_at=long_ago)\n"
+        "    File.objects.filter(pk=file.pk).update(alive_at=long_ago)\n"
         "print(file.pk, storage.object_size(file.key))\n"
         "files_sweep()\n"
         "print(storage.object_size(file.key))\n"
+        f"with tenant_scope(uuid.UUID('{site.live.tenants['acme'].id}')):\n"
+        "    File.objects.get(pk=slow.pk).delete()\n"
         "for _ in range(2):\n"
         "    soon = timezone.now() + dt.timedelta(hours=1)\n"
         "    print(storage.abort_old_parts(before=soon))\n"
