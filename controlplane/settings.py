@@ -109,6 +109,17 @@ DATABASES = {
         disable_server_side_cursors=True,
     )
 }
+# Nobody waits for ever for a server that fell silent, or for the locks of a process that stands
+# still in the middle of a transaction. DATABASE_URL may say otherwise.
+DATABASES["default"]["OPTIONS"] = {
+    "connect_timeout": 10,
+    "keepalives_idle": 20,
+    "keepalives_interval": 5,
+    "keepalives_count": 4,
+    "tcp_user_timeout": 40_000,
+    "options": "-c idle_in_transaction_session_timeout=60s",
+    **DATABASES["default"].get("OPTIONS", {}),
+}
 #: The role that everything but migrations connects as; it owns nothing.
 DATABASE_APPLICATION_ROLE = DATABASES["default"]["USER"]
 #: Who owns the tables; only `manage.py migrate` connects as this role.
@@ -118,7 +129,7 @@ if DATABASE_OWNER["NAME"] != DATABASES["default"]["NAME"]:
 if DATABASE_POOL_SIZE:
     # Else a connection that died with PostgreSQL's restart would fail the request that gets it.
     DATABASES["default"]["CONN_HEALTH_CHECKS"] = True
-    DATABASES["default"].setdefault("OPTIONS", {})["pool"] = {
+    DATABASES["default"]["OPTIONS"]["pool"] = {
         "min_size": 1,
         "max_size": DATABASE_POOL_SIZE,
         "timeout": 10,
@@ -232,8 +243,14 @@ CELERY_TASK_ROUTES = {
     "controlplane.adapters.tasks.*": {"queue": "ingest"},
     "controlplane.training.tasks.training_run_execute": {"queue": "train"},
 }
-# Longer than any training run: Redis hands out an unacknowledged task again after this.
-CELERY_BROKER_TRANSPORT_OPTIONS = {"visibility_timeout": 12 * 3600}
+CELERY_BROKER_TRANSPORT_OPTIONS = {
+    # Longer than any training run: Redis hands out an unacknowledged task again after this.
+    "visibility_timeout": 12 * 3600,
+    # Without them whoever queues a task, beat too, waits for ever for a Redis that fell silent.
+    "socket_timeout": 5,
+    "socket_connect_timeout": 5,
+    "socket_keepalive": True,
+}
 CELERY_BEAT_SCHEDULE = {
     "fire due schedules": {
         "task": "controlplane.training.tasks.schedules_fire",
