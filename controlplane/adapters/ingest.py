@@ -10,13 +10,11 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import logging
-import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from django.conf import settings
 from django.db import transaction
 from django.utils import timezone
 
@@ -26,7 +24,8 @@ from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
 from controlplane.adapters.rejection import Reason, Rejected, shown
 from controlplane.adapters.validation import BaseShape, CheckedAdapter, check_adapter
 from controlplane.audit.services import record
-from controlplane.scoping import all_tenants
+from controlplane.scoping import all_tenants, tenant_scope
+from controlplane.scratch import scratch_folder
 from worker.protocol import adapter_digest
 
 log = logging.getLogger(__name__)
@@ -36,6 +35,8 @@ Status = AdapterVersion.Status
 _OVERDUE = dt.timedelta(minutes=10)
 _ABANDONED = dt.timedelta(days=1)
 _SWEEP_SIZE = 500
+_NOT_UPLOADED = "the files were not uploaded within a day"
+_NOT_CHECKED = "they could not be checked within a day: upload a new version"
 
 
 def version_ingest(version_id: uuid.UUID) -> None:
@@ -78,20 +79,32 @@ def versions_overdue() -> list[AdapterVersion]:
 
 
 def versions_abandon() -> int:
-    """Reject the versions of all tenants that were never uploaded; how many there were."""
-    rejected = Rejected.because("", "the files were not uploaded within a day")
+    """Reject the versions of all tenants that come to nothing; how many there were.
+
+    Such were not uploaded within a day, or their check has not ended for a day longer: it ends the
+    process that does it.
+    """
+    now = timezone.now()
+    checks = (Status.UPLOADED, Status.VALIDATING)
     with all_tenants(reason="unfinished uploads are looked for everywhere"):
-        rows = AdapterVersion.objects.filter(
-            status=Status.UPLOADING, created_at__lt=timezone.now() - _ABANDONED
-        )
-        abandoned = [
-            version
-            for version in rows[:_SWEEP_SIZE]
-            if _reject(version, rejected, expected=Status.UPLOADING)
-        ]
-    for version in abandoned:
+        rows = AdapterVersion.objects.order_by("created_at")
+        never = rows.filter(status=Status.UPLOADING, created_at__lt=now - _ABANDONED)
+        stuck = rows.filter(status__in=checks, created_at__lt=now - 2 * _ABANDONED)
+        found = [(version, _NOT_UPLOADED) for version in never[:_SWEEP_SIZE]]
+        found += [(version, _NOT_CHECKED) for version in stuck[:_SWEEP_SIZE]]
+    return sum(version_drop(version, why) for version, why in found)
+
+
+def version_drop(version: AdapterVersion, why: str) -> bool:
+    """Reject a version as it stands, and forget its files; False when it has moved on meanwhile.
+
+    Raises storage.STORAGE_ERRORS; it is not rejected then.
+    """
+    with tenant_scope(version.tenant_id):
+        # The files first: of a version that has ended nobody would remove them.
         storage.delete([version.staged_config_key, version.staged_tensors_key])
-    return len(abandoned)
+        rejected = Rejected.because("", why)
+        return _reject(version, rejected, expected=Status(version.status))
 
 
 def _check_and_keep(version: AdapterVersion) -> CheckedAdapter:
@@ -113,10 +126,11 @@ def _check_and_keep(version: AdapterVersion) -> CheckedAdapter:
 
 @contextlib.contextmanager
 def _scratch_file() -> Iterator[BinaryIO]:
-    settings.WORK_DIR.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=settings.WORK_DIR, prefix="ingest-") as folder:
-        with (Path(folder) / tensor_file.FILE).open("w+b") as file:
-            yield file
+    with (
+        scratch_folder("ingest-") as folder,
+        (folder / tensor_file.FILE).open("w+b") as file,
+    ):
+        yield file
 
 
 def _check(version: AdapterVersion, config: bytes, start: bytes) -> CheckedAdapter:

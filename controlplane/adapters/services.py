@@ -155,7 +155,8 @@ def adapter_version_create(
     many versions wait for their files.
     """
     _check_files(files)
-    _check_unfinished()
+    if source == AdapterVersion.Source.UPLOAD:
+        _check_unfinished()
     adapter, is_new = _find(name), False
     if adapter is None:
         adapter = _adapter(name, base_model_name, "")

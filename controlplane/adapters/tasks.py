@@ -27,6 +27,6 @@ def adapter_version_validate(tenant_id: str, version_id: str) -> None:
 @shared_task
 def adapter_versions_sweep() -> None:
     """Queue the checks that got lost, and end the uploads that nobody finished."""
+    ingest.versions_abandon()
     for version in ingest.versions_overdue():
         adapter_version_validate.delay(str(version.tenant_id), str(version.pk))
-    ingest.versions_abandon()

@@ -212,6 +212,40 @@ class TestSweep:
         assert (old.status, new.status) == (Status.REJECTED, Status.UPLOADING)
         assert is_staging_empty(old)
 
+    @pytest.mark.parametrize("status", [Status.UPLOADED, Status.VALIDATING])
+    def test_a_check_that_ends_its_process_every_time_ends_after_a_day(
+        self, scope: None, status: str
+    ) -> None:
+        stuck, busy = upload(), upload()
+        AdapterVersion.objects.update(status=status)
+        self.age(stuck, hours=49)
+        self.age(busy, hours=47)
+        tasks.adapter_versions_sweep()
+        stuck.refresh_from_db()
+        busy.refresh_from_db()
+        assert (stuck.status, busy.status) == (Status.REJECTED, status)
+        assert "could not be checked" in stuck.reasons[0]["message"]
+        assert is_staging_empty(stuck)
+        assert not is_staging_empty(busy)
+
+    def test_an_unfinished_upload_whose_files_cannot_be_removed_waits(
+        self, scope: None, settings: Any
+    ) -> None:
+        there = settings.S3_ENDPOINT_URL
+        version = services.adapter_version_create(
+            name="invoices", files={"adapter_config.json": 2, "adapter_model.safetensors": 2}
+        )
+        storage.put_bytes(version.staged_config_key, b"{}")
+        self.age(version, hours=25)
+        settings.S3_ENDPOINT_URL = "http://127.0.0.1:9"
+        with pytest.raises(storage.STORAGE_ERRORS):
+            tasks.adapter_versions_sweep()
+        settings.S3_ENDPOINT_URL = there
+        tasks.adapter_versions_sweep()
+        version.refresh_from_db()
+        assert version.status == Status.REJECTED
+        assert is_staging_empty(version)
+
 
 def test_task_sees_its_tenant_only(acme: Party, globex: Party, base_model: BaseModel) -> None:
     with tenant_scope(acme.tenant.id):

@@ -1,0 +1,56 @@
+"""Folders for the files of a task, on this machine's disk."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from django.conf import settings
+
+_LOCK = ".lock"
+
+
+@contextlib.contextmanager
+def scratch_folder(prefix: str) -> Iterator[Path]:
+    """A folder that is removed in the end: by whoever made it or, were that killed, by the next
+    who makes one. Its owner holds a lock on it, which the kernel lets go with the process.
+    """
+    settings.WORK_DIR.mkdir(parents=True, exist_ok=True)
+    _remove_left(prefix)
+    folder, lock = _make(prefix)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _make(prefix: str) -> tuple[Path, int]:
+    """A new folder, and the file that is locked as long as it is open."""
+    while True:
+        folder = Path(tempfile.mkdtemp(dir=settings.WORK_DIR, prefix=prefix))
+        lock = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if (folder / _LOCK).exists():
+            return folder, lock
+        os.close(lock)  # another took it for one that was left, before it was locked
+
+
+def _remove_left(prefix: str) -> None:
+    for folder in settings.WORK_DIR.glob(f"{prefix}*"):
+        try:
+            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            continue  # it is being made, or removed
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        except OSError:
+            pass  # its owner lives
+        finally:
+            os.close(lock)
