@@ -8,26 +8,34 @@ the same transaction that moves the run to `publishing`: at most one version com
 
 from __future__ import annotations
 
-import datetime as dt
 import json
 import logging
-import tempfile
 import uuid
 from pathlib import Path
 from typing import Any
 
 from django.conf import settings
-from django.db import transaction
-from django.db.models import F, QuerySet
+from django.db import connection, transaction
+from django.db.models import F
 from django.utils import timezone
 
 from controlplane import storage
 from controlplane.adapters import services as adapter_services
+from controlplane.adapters.ingest import version_drop
 from controlplane.adapters.models import AdapterVersion, BaseModel
 from controlplane.audit.services import record
 from controlplane.errors import ApiError
 from controlplane.scoping import all_tenants, tenant_scope
+from controlplane.scratch import scratch_folder
 from controlplane.training import services
+from controlplane.training.holding import (
+    DATABASE_AWAY,
+    PUBLISHING_LEASE,
+    RUNNING_LEASE,
+    held,
+    hold,
+    patiently,
+)
 from controlplane.training.loss_curve import LossCurve
 from controlplane.training.models import TrainingRun
 from controlplane.training.trainer import (
@@ -42,9 +50,6 @@ log = logging.getLogger(__name__)
 
 #: How often progress is written, and a cancel noticed.
 TICK_S = 2.0
-#: A trainer silent for this long is lost. Many ticks, so that a slow database loses no run.
-RUNNING_LEASE = dt.timedelta(seconds=90)
-PUBLISHING_LEASE = dt.timedelta(minutes=15)
 MAX_RUN_S = 8 * 3600  # below the broker's visibility timeout
 MAX_ATTEMPTS = 3
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -58,10 +63,9 @@ def training_run_execute(run_id: uuid.UUID) -> None:
     if run is None:
         return
     log.info("training begins", extra={"run_id": str(run.pk), "attempt": run.attempts})
-    settings.WORK_DIR.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=settings.WORK_DIR, prefix="train-") as folder:
+    with scratch_folder("train-") as folder:
         try:
-            _publish(run, _train(run, Path(folder)))
+            _publish(run, _train(run, folder))
         except TrainingAbandoned:
             # Either its cancel was asked for, or somebody else has the run now.
             _finish(run, Status.RUNNING, Status.CANCELLED)
@@ -71,11 +75,13 @@ def training_run_execute(run_id: uuid.UUID) -> None:
             _finish(run, Status.RUNNING, Status.FAILED, str(error))
         except storage.ObjectMissing:
             _finish(run, Status.RUNNING, Status.FAILED, "The dataset's rows are gone: upload it.")
+        except storage.STORAGE_ERRORS:
+            _finish(run, Status.RUNNING, Status.FAILED, "The object store does not answer.")
         except Exception:
             log.exception("a training run failed", extra={"run_id": str(run.pk)})
             _give_back(run)
             # Its version may have everything it needs; the tick finds out now, not later.
-            _held(run, Status.PUBLISHING).update(lease_until=timezone.now())
+            held(run, Status.PUBLISHING).update(lease_until=timezone.now())
 
 
 def _claim(run_id: uuid.UUID) -> TrainingRun | None:
@@ -93,14 +99,9 @@ def _claim(run_id: uuid.UUID) -> TrainingRun | None:
     return TrainingRun.objects.select_related("adapter__base_model", "created_by").get(pk=run_id)
 
 
-def _held(run: TrainingRun, status: Status) -> QuerySet[TrainingRun]:
-    """The run's row, if it is still in this status and this attempt."""
-    return TrainingRun.objects.filter(pk=run.pk, status=status, attempts=run.attempts)
-
-
 @transaction.atomic
 def _finish(run: TrainingRun, expected: Status, status: Status, error: str = "") -> None:
-    moved = _held(run, expected).update(
+    moved = held(run, expected).update(
         status=status, error=error[:1000], finished_at=timezone.now(), lease_until=None
     )
     if moved:
@@ -109,17 +110,17 @@ def _finish(run: TrainingRun, expected: Status, status: Status, error: str = "")
         log.info("training ended", extra=extra)
 
 
-def _give_back(run: TrainingRun) -> None:
-    """Queue a run whose training was cut short through no fault of its own, or give it up."""
+def _give_back(run: TrainingRun, status: Status = Status.RUNNING) -> None:
+    """Queue a run that was cut short through no fault of its own, or give it up."""
     if run.attempts >= MAX_ATTEMPTS:
         error = (
             f"The trainer was lost {run.attempts} times. If it ran out of memory, a smaller "
             "batch_size or max_length helps; its log says more."
         )
-        _finish(run, Status.RUNNING, Status.FAILED, error)
+        _finish(run, status, Status.FAILED, error)
         return
     # Not sent now: the trainer may be shutting down. The reconcile tick sends it.
-    _held(run, Status.RUNNING).update(status=Status.QUEUED, lease_until=timezone.now())
+    held(run, status).update(status=Status.QUEUED, lease_until=timezone.now())
     services.training_run_drop(run=run)
 
 
@@ -131,19 +132,25 @@ def _train(run: TrainingRun, folder: Path) -> Path:
         output_dir=folder / "adapter",
         hyperparameters=run.hyperparameters,
     )
-    job.dataset.write_bytes(
-        storage.read_bytes(run.dataset_key, max_bytes=services.MAX_DATASET_BYTES)
+    rows = patiently(
+        run,
+        Status.RUNNING,
+        lambda: storage.read_bytes(run.dataset_key, max_bytes=services.MAX_DATASET_BYTES),
     )
-
+    job.dataset.write_bytes(rows)
     curve = LossCurve()
 
     def report(progress: dict[str, Any]) -> bool:
         if progress.get("loss") is not None:
             curve.add(progress["step"], progress["loss"])
             progress = {**progress, "losses": curve.points}
-        lease_until = timezone.now() + RUNNING_LEASE
-        rows = _held(run, Status.RUNNING).filter(cancel_requested=False)
-        return rows.update(progress=progress, lease_until=lease_until) == 1
+        try:
+            return hold(run, Status.RUNNING, progress=progress)
+        except DATABASE_AWAY as error:
+            # Nobody else can take the run meanwhile; when it is back, it says whose the run is.
+            log.warning("training goes on without the database: %r", error)
+            connection.close()
+            return True
 
     run_trainer(job, folder, report, tick_s=TICK_S, timeout_s=MAX_RUN_S)
     return job.output_dir
@@ -169,33 +176,53 @@ def _base_model_dir(base_model: BaseModel) -> Path:
 def _publish(run: TrainingRun, folder: Path) -> None:
     """Make the adapter folder the next version, through the checks of an upload."""
     config_path, tensors_path = (folder / name for name in ADAPTER_FILES)
-    with transaction.atomic():
-        moved = (
-            _held(run, Status.RUNNING)
-            .filter(cancel_requested=False)
-            .update(status=Status.PUBLISHING, lease_until=timezone.now() + PUBLISHING_LEASE)
+    sizes = {path.name: path.stat().st_size for path in (config_path, tensors_path)}
+    version = patiently(run, Status.RUNNING, lambda: _version_of(run, sizes))
+
+    def upload() -> None:
+        uploaded = adapter_services.adapter_version_upload_files(
+            version=version, config_path=config_path, tensors_path=tensors_path
         )
-        if not moved:
-            raise TrainingAbandoned
-        version = adapter_services.adapter_version_create(
-            name=run.adapter.name,
-            files={path.name: path.stat().st_size for path in (config_path, tensors_path)},
-            created_by=run.created_by,
-            source=AdapterVersion.Source.TRAINING,
-        )
-        _held(run, Status.PUBLISHING).update(version=version)
-    version = adapter_services.adapter_version_upload_files(
-        version=version, config_path=config_path, tensors_path=tensors_path
+        _conclude(run, uploaded)
+
+    patiently(run, Status.PUBLISHING, upload)
+
+
+@transaction.atomic
+def _version_of(run: TrainingRun, sizes: dict[str, int]) -> AdapterVersion:
+    """The version that the run publishes, made when the run moves on; again, the same one.
+
+    Raises TrainingAbandoned.
+    """
+    moved = (
+        held(run, Status.RUNNING)
+        .filter(cancel_requested=False)
+        .update(status=Status.PUBLISHING, lease_until=timezone.now() + PUBLISHING_LEASE)
     )
-    _conclude(run, version)
+    if not moved:
+        made = AdapterVersion.objects.filter(training_runs__in=held(run, Status.PUBLISHING)).first()
+        if made is None:
+            raise TrainingAbandoned
+        return made  # the connection ended behind the commit
+    version = adapter_services.adapter_version_create(
+        name=run.adapter.name,
+        files=sizes,
+        created_by=run.created_by,
+        source=AdapterVersion.Source.TRAINING,
+    )
+    held(run, Status.PUBLISHING).update(version=version)
+    return version
 
 
 def _conclude(run: TrainingRun, version: AdapterVersion | None) -> None:
-    """End a publishing run by what became of its version."""
-    if version is None or version.status == AdapterVersion.Status.UPLOADING:
-        error = "The trainer was lost while it published: run the training again."
-        _finish(run, Status.PUBLISHING, Status.FAILED, error)
-    elif version.status == AdapterVersion.Status.READY:
+    """End a publishing run by what became of its version; one that never came is trained again."""
+    if version is not None and version.status == AdapterVersion.Status.UPLOADING:
+        # Before another trainer gets the run: a lost one that wakes publishes nothing then.
+        if version_drop(version, "the trainer was lost before its files were there"):
+            _give_back(run, Status.PUBLISHING)
+    elif version is None:
+        _give_back(run, Status.PUBLISHING)
+    elif version.status in {AdapterVersion.Status.READY, AdapterVersion.Status.RETIRED}:
         _finish(run, Status.PUBLISHING, Status.SUCCEEDED)
     elif version.status == AdapterVersion.Status.REJECTED:
         reasons = "; ".join(f"{reason['field']}: {reason['message']}" for reason in version.reasons)
@@ -221,10 +248,8 @@ def training_runs_reconcile() -> None:
         with tenant_scope(run.tenant_id):
             try:
                 _reconcile(run)
-            except ApiError as error:
-                log.warning(
-                    "a lost run waits", extra={"run_id": str(run.pk), "error": error.message}
-                )
+            except Exception:  # the others are taken care of all the same
+                log.exception("a lost run waits", extra={"run_id": str(run.pk)})
 
 
 def _reconcile(run: TrainingRun) -> None:
@@ -247,7 +272,7 @@ def _reconcile_publishing(run: TrainingRun) -> None:
         AdapterVersion.Status.UPLOADED,
         AdapterVersion.Status.VALIDATING,
     }:
-        _held(run, Status.PUBLISHING).update(lease_until=timezone.now() + RUNNING_LEASE)
+        held(run, Status.PUBLISHING).update(lease_until=timezone.now() + RUNNING_LEASE)
         adapter_services.adapter_version_complete(version=version)
     else:
         _conclude(run, version)

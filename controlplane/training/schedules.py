@@ -40,7 +40,10 @@ def schedules_fire(now: dt.datetime | None = None) -> int:
     num_fired = 0
     for schedule_id, tenant_id in due:
         with tenant_scope(tenant_id):
-            num_fired += _fire(schedule_id, now)
+            try:
+                num_fired += _fire(schedule_id, now)
+            except Exception:  # the others fire all the same
+                log.exception("a schedule failed", extra={"schedule_id": str(schedule_id)})
     return num_fired
 
 

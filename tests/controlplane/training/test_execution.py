@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from django.db import connection
+from django.db import OperationalError, connection
 from django.db.models import RestrictedError
 from django.utils import timezone
 
@@ -24,7 +24,7 @@ from controlplane.adapters import services as adapter_services
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
 from controlplane.adapters.resolution import model_resolve
 from controlplane.scoping import all_tenants, tenant_scope
-from controlplane.training import execution, services, tasks
+from controlplane.training import execution, holding, services, tasks
 from controlplane.training.models import Dataset, Schedule, TrainingRun
 from tests.controlplane.conftest import Party
 from tests.controlplane.training.conftest import FAST
@@ -150,6 +150,11 @@ def trainers() -> list[psutil.Process]:
 @pytest.fixture
 def quick_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execution, "TICK_S", 0.05)
+
+
+@pytest.fixture
+def quick_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holding, "RETRY_S", 0.05)
 
 
 @pytest.fixture
@@ -289,7 +294,7 @@ def publishing_run(adapter: Adapter, status: str) -> TrainingRun:
 
 @pytest.mark.parametrize(
     ("version_status", "status"),
-    [("ready", "succeeded"), ("rejected", "failed"), ("uploading", "failed")],
+    [("ready", "succeeded"), ("retired", "succeeded"), ("rejected", "failed")],
 )
 def test_a_run_lost_while_publishing_ends_as_its_version_did(
     adapter: Adapter, dataset: Dataset, version_status: str, status: str
@@ -299,6 +304,150 @@ def test_a_run_lost_while_publishing_ends_as_its_version_did(
     run.refresh_from_db()
     assert run.status == status
     assert AdapterVersion.objects.count() == 1
+
+
+def test_a_run_lost_before_its_versions_files_were_there_is_trained_again(
+    adapter: Adapter, dataset: Dataset
+) -> None:
+    run = publishing_run(adapter, "uploading")
+    execution.training_runs_reconcile()
+    run.refresh_from_db()
+    assert (run.status, run.attempts) == ("queued", 1)
+    lost = AdapterVersion.objects.get()
+    assert lost.status == "rejected"
+    assert "the trainer was lost" in lost.reasons[0]["message"]
+    run = execute(run)
+    assert run.version is not None
+    assert (run.status, run.version.number) == ("succeeded", 2)
+
+
+def test_a_run_is_not_trained_again_for_ever(adapter: Adapter, dataset: Dataset) -> None:
+    run = publishing_run(adapter, "uploading")
+    TrainingRun.objects.update(attempts=execution.MAX_ATTEMPTS)
+    execution.training_runs_reconcile()
+    run.refresh_from_db()
+    assert (run.status, "lost 3 times" in run.error) == ("failed", True)
+
+
+def test_a_trainer_that_wakes_after_its_run_was_given_back_publishes_nothing(
+    adapter: Adapter, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upload = storage.upload
+
+    def lose_it(path: Path, key: str) -> None:
+        TrainingRun.objects.filter(status="publishing").update(lease_until=timezone.now() + PAST)
+        execution.training_runs_reconcile()
+        upload(path, key)
+
+    monkeypatch.setattr(storage, "upload", lose_it)
+    run = execute(make_run())
+    version = AdapterVersion.objects.get()
+    assert (run.status, version.status) == ("queued", "rejected")
+    assert storage.object_size(version.staged_tensors_key) is None
+
+
+@pytest.mark.parametrize("step", ["_version_of", "_conclude"])
+def test_a_commit_whose_answer_is_lost_costs_no_training(
+    adapter: Adapter,
+    dataset: Dataset,
+    quick_waits: None,
+    monkeypatch: pytest.MonkeyPatch,
+    step: str,
+) -> None:
+    real, calls = getattr(execution, step), []
+
+    def lost_once(*args: Any) -> Any:
+        calls.append(real(*args))
+        if len(calls) == 1:
+            raise OperationalError("the connection was lost")
+        return calls[-1]
+
+    monkeypatch.setattr(execution, step, lost_once)
+    run = execute(make_run())
+    assert (run.status, run.attempts) == ("succeeded", 1)
+    assert AdapterVersion.objects.get().status == "ready"
+
+
+def test_a_restart_of_the_database_costs_no_training(
+    endless: TrainingRun, quick_waits: None
+) -> None:
+    thread = background(endless, lambda: execution.training_run_execute(endless.pk))
+    wait_for(lambda: is_begun(endless, 1))
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "select count(pg_terminate_backend(pid)) from pg_stat_activity"
+            " where pid <> pg_backend_pid() and datname = current_database()"
+            " and usename = current_user"
+        )
+        assert cursor.fetchone()[0] >= 1
+    before = progress_of(endless)["step"]
+    wait_for(lambda: progress_of(endless)["step"] > before + 1)
+    assert (endless.status, endless.attempts) == ("running", 1)
+    services.training_run_cancel(run=endless)
+    thread.join(60)
+    endless.refresh_from_db()
+    assert endless.status == "cancelled"
+
+
+def test_a_store_that_is_away_is_waited_for(
+    adapter: Adapter, dataset: Dataset, quick_waits: None, settings: Any
+) -> None:
+    there = settings.S3_ENDPOINT_URL
+    settings.S3_ENDPOINT_URL = "http://127.0.0.1:9"
+    run = make_run()
+    thread = background(run, lambda: execution.training_run_execute(run.pk))
+    wait_for(lambda: is_running(run))
+    begun = run.lease_until
+    assert begun is not None
+    wait_for(lambda: is_running(run) and run.lease_until > begun)
+    settings.S3_ENDPOINT_URL = there
+    thread.join(60)
+    run.refresh_from_db()
+    assert (run.status, run.attempts) == ("succeeded", 1)
+
+
+def test_a_run_that_waits_for_the_store_can_be_cancelled(
+    adapter: Adapter, dataset: Dataset, quick_waits: None, settings: Any
+) -> None:
+    settings.S3_ENDPOINT_URL = "http://127.0.0.1:9"
+    run = make_run()
+    thread = background(run, lambda: execution.training_run_execute(run.pk))
+    wait_for(lambda: is_running(run))
+    services.training_run_cancel(run=run)
+    thread.join(60)
+    run.refresh_from_db()
+    assert run.status == "cancelled"
+
+
+def is_running(run: TrainingRun) -> bool:
+    run.refresh_from_db()
+    return run.status == "running"
+
+
+def test_versions_that_wait_for_their_files_stop_no_training(
+    adapter: Adapter, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter_services, "MAX_UNFINISHED", 0)
+    assert execute(make_run()).status == "succeeded"
+
+
+def test_one_lost_run_that_cannot_be_taken_care_of_keeps_no_other_from_it(
+    adapter: Adapter, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = make_run(), make_run()
+    expire_lease(first, status="running", attempts=1)
+    expire_lease(second, status="running", attempts=1)
+    real = execution._reconcile
+
+    def reconcile(run: TrainingRun) -> None:
+        if run.pk == first.pk:
+            raise ValueError("a fault of ours")
+        real(run)
+
+    monkeypatch.setattr(execution, "_reconcile", reconcile)
+    execution.training_runs_reconcile()
+    second.refresh_from_db()
+    assert second.status == "queued"
 
 
 def test_a_run_lost_before_its_versions_check_waits_for_the_check(

@@ -130,6 +130,25 @@ def test_one_schedule_that_fails_keeps_no_other_from_firing(
     assert schedule.is_paused
 
 
+def test_one_schedule_that_meets_a_fault_of_ours_keeps_no_other_from_firing(
+    schedule: Schedule, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = services.training_run_create(adapter_name="second", dataset_name="chats")
+    finish_runs()
+    services.schedule_set(adapter=run.adapter, dataset_name="chats", cron_line="0 * * * *")
+    enqueue = services.training_run_enqueue
+
+    def fail(*, adapter: Adapter, **fields: Any) -> TrainingRun:
+        if adapter == schedule.adapter:
+            raise TypeError("a fault of ours")
+        return enqueue(adapter=adapter, **fields)
+
+    monkeypatch.setattr(services, "training_run_enqueue", fail)
+    assert schedules.schedules_fire(schedule.next_run_at) == 1
+    fired = ScheduleRun.objects.get()
+    assert fired.training_run.adapter == run.adapter
+
+
 @pytest.mark.django_db(transaction=True)
 def test_ticks_at_the_same_moment_fire_a_slot_once(schedule: Schedule) -> None:
     """Eight threads with connections of their own, many times over."""

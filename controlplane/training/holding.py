@@ -1,0 +1,69 @@
+"""A trainer's hold on its run: a lease, kept while the database or the store is waited for."""
+
+from __future__ import annotations
+
+import datetime as dt
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from django.db import InterfaceError, OperationalError, connection
+from django.db.models import QuerySet
+from django.utils import timezone
+
+from controlplane import storage
+from controlplane.training.models import TrainingRun
+from controlplane.training.trainer import TrainingAbandoned
+
+log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+Status = TrainingRun.Status
+
+#: A trainer silent for this long is lost. Many ticks, so that a slow database loses no run.
+RUNNING_LEASE = dt.timedelta(seconds=90)
+PUBLISHING_LEASE = dt.timedelta(minutes=15)
+_LEASES = {Status.RUNNING: RUNNING_LEASE, Status.PUBLISHING: PUBLISHING_LEASE}
+
+DATABASE_AWAY = (OperationalError, InterfaceError)
+AWAY = (*DATABASE_AWAY, *storage.STORAGE_ERRORS)
+#: Hours of training are not thrown away because a server restarts.
+MAX_WAIT_S = 3600.0
+RETRY_S = 2.0
+
+
+def held(run: TrainingRun, status: Status) -> QuerySet[TrainingRun]:
+    """The run's row, if it is still in this status and this attempt."""
+    return TrainingRun.objects.filter(pk=run.pk, status=status, attempts=run.attempts)
+
+
+def hold(run: TrainingRun, status: Status, **fields: Any) -> bool:
+    """Renew the lease, and write `fields`; False when the run is no longer this trainer's."""
+    rows = held(run, status)
+    if status == Status.RUNNING:
+        rows = rows.filter(cancel_requested=False)
+    return rows.update(lease_until=timezone.now() + _LEASES[status], **fields) == 1
+
+
+def patiently(run: TrainingRun, status: Status, work: Callable[[], _T]) -> _T:
+    """Do what may be done twice, again while the database or the store is away.
+
+    Raises TrainingAbandoned when the run is somebody else's meanwhile, or is to be cancelled.
+    """
+    give_up_at = time.monotonic() + MAX_WAIT_S
+    is_sure = True
+    while True:
+        try:
+            if not is_sure and not hold(run, status):
+                # A commit whose answer was lost has moved it on; `work` knows.
+                if status != Status.RUNNING or not held(run, Status.PUBLISHING).exists():
+                    raise TrainingAbandoned
+            return work()
+        except AWAY as error:
+            if time.monotonic() >= give_up_at:
+                raise
+            log.warning("a training run waits: %r", error, extra={"run_id": str(run.pk)})
+            connection.close()
+        is_sure = False
+        time.sleep(RETRY_S)
