@@ -38,10 +38,12 @@ class ActiveRequest:
         worker_id: str,
         codec: TextCodec,
         now: float,
+        attempt: int = 1,
     ) -> None:
         self.job = job
         self.entry_id = entry_id
         self.lease = lease
+        self.attempt = attempt
         self.timings = Timings(taken_up=now)
         self.in_engine = False
         self.held_digests: tuple[str, ...] = ()  # acquired from the adapter cache
@@ -206,29 +208,20 @@ class ActiveRequest:
         started = timings.started or timings.finished
         load_ms = max(0.0, ((timings.loaded or timings.taken_up) - timings.taken_up) * 1000)
         first_token = timings.first_token
-        return DoneRecord(
-            request_id=job.request_id,
-            tenant_id=job.tenant_id,
-            api_key_id=job.api_key_id,
+        return DoneRecord.of(
+            job,
             worker_id=self._worker_id,
             lease=self.lease,
-            model=job.model,
-            base_model=job.base_model,
-            adapter_version_id=job.adapter_version_id,
-            digests=tuple(ref.digest for ref in job.adapters),
+            attempts=self.attempt,
             finish_reason=self.finish_reason,
             error_code=self._error[0] if self._error else None,
             prompt_tokens=usage.prompt_tokens,
             cached_tokens=usage.cached_tokens,
             completion_tokens=usage.completion_tokens,
-            created_at=job.created_at,
             queue_ms=max(0.0, since_accepted(started) - load_ms),
             load_ms=load_ms,
             first_token_ms=None if first_token is None else since_accepted(first_token),
             total_ms=since_accepted(timings.finished),
-            stream=job.stream,
-            endpoint=job.endpoint,
-            is_batch=job.is_batch,
         )
 
 

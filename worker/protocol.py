@@ -237,6 +237,11 @@ class Sampling(Message):
     logprobs: int | None = None  # None: off; k: the chosen token's and the k best
     ignore_eos: bool = False
 
+    def told(self) -> dict[str, Any]:
+        """What of it is not as usual, without the client's words."""
+        fields = self.to_dict()
+        return {name: fields[name] for name in fields if name not in ("stop", "logit_bias")}
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateJob(Message):
@@ -359,6 +364,29 @@ class DoneRecord(Message):
     stream: bool = False
     endpoint: str = ""
     is_batch: bool = False
+    weights: tuple[float, ...] = ()  # of the digests
+    sampling: dict[str, Any] | None = None  # `Sampling.told`
+    attempts: int | None = None  # how often workers took it up; more than one: some were lost
+
+    @classmethod
+    def of(cls, job: GenerateJob, **fields: Any) -> DoneRecord:
+        """With what the job says already."""
+        return cls(
+            request_id=job.request_id,
+            tenant_id=job.tenant_id,
+            api_key_id=job.api_key_id,
+            model=job.model,
+            base_model=job.base_model,
+            adapter_version_id=job.adapter_version_id,
+            digests=tuple(ref.digest for ref in job.adapters),
+            weights=tuple(ref.weight for ref in job.adapters),
+            sampling=job.sampling.told(),
+            created_at=job.created_at,
+            stream=job.stream,
+            endpoint=job.endpoint,
+            is_batch=job.is_batch,
+            **fields,
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -129,6 +129,7 @@ class Requests:
             worker_id=self._config.worker_id,
             codec=self._codec,
             now=now,
+            attempt=dispatch.attempt,
         )
         self._active[job.request_id] = request
         if dispatch.emitted:

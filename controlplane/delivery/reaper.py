@@ -272,28 +272,19 @@ def _last_words(
         usage=usage,
     )
     total_ms = max(0.0, (now - job.created_at) * 1000)
-    done = DoneRecord(
-        request_id=job.request_id,
-        tenant_id=job.tenant_id,
-        api_key_id=job.api_key_id,
+    done = DoneRecord.of(
+        job,
         worker_id=worker_id,
         lease=seized.lease,
-        model=job.model,
-        base_model=job.base_model,
-        adapter_version_id=job.adapter_version_id,
-        digests=tuple(ref.digest for ref in job.adapters),
+        attempts=seized.attempt,
         finish_reason=reason,
         error_code=code,
         prompt_tokens=seized.prompt_tokens,
         cached_tokens=seized.cached_tokens,
         completion_tokens=seized.emitted,
-        created_at=job.created_at,
         queue_ms=total_ms,
         load_ms=0.0,
         first_token_ms=None,
         total_ms=total_ms,
-        stream=job.stream,
-        endpoint=job.endpoint,
-        is_batch=job.is_batch,
     )
     return event, done

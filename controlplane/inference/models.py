@@ -24,6 +24,12 @@ class InferenceRequest(TenantModel):
     is_batch = models.BooleanField(default=False)
     #: Of the adapters that answered.
     digests = models.JSONField(default=list, blank=True)
+    #: Of the digests, in a blend. Null in this and the next two: from before they were kept.
+    weights = models.JSONField(null=True)
+    #: What the request said of it, less its stop strings and biases: those are its words.
+    sampling = models.JSONField(null=True)
+    #: How often workers took it up.
+    attempts = models.PositiveIntegerField(null=True)
     prompt_tokens = models.PositiveIntegerField(default=0)
     cached_tokens = models.PositiveIntegerField(default=0)
     completion_tokens = models.PositiveIntegerField(default=0)

@@ -40,6 +40,14 @@ class InferenceRequestSerializer(serializers.ModelSerializer[InferenceRequest]):
     digests = serializers.ListField(
         child=serializers.CharField(), help_text="Of the adapters that answered."
     )
+    weights = serializers.ListField(
+        child=serializers.FloatField(), allow_null=True, help_text="Of the digests, in a blend."
+    )
+    sampling = serializers.DictField(
+        allow_null=True,
+        help_text="What it asked for that is not as usual: temperature, max_tokens, seed, …; "
+        "never its stop strings or biases.",
+    )
     has_content = serializers.BooleanField(
         default=False, help_text="Whether its words are stored: `/content` has them."
     )
@@ -48,7 +56,17 @@ class InferenceRequestSerializer(serializers.ModelSerializer[InferenceRequest]):
         model = InferenceRequest
         fields = (
             *("id", "object", "cursor", "endpoint", "model", "base_model", "adapter_version_id"),
-            *("digests", "api_key_id", "stream", "is_batch", "status", "finish_reason"),
+            *(
+                "digests",
+                "weights",
+                "sampling",
+                "attempts",
+                "api_key_id",
+                "stream",
+                "is_batch",
+                "status",
+                "finish_reason",
+            ),
             *("error_code", "accepted_at", "queue_ms", "load_ms", "first_token_ms", "total_ms"),
             *("prompt_tokens", "cached_tokens", "completion_tokens", "has_content"),
         )

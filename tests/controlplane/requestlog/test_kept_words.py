@@ -101,6 +101,8 @@ def test_words_and_line_of_a_request(site: Site) -> None:
     assert 0 <= line["queue_ms"] <= line["total_ms"]
     assert 0 < line["first_token_ms"] <= line["total_ms"]
     assert len(line["digests"]) == 1
+    assert (line["weights"], line["attempts"]) == ([1.0], 1)
+    assert "stop" not in line["sampling"]
     listed = site.management("requests?endpoint=/v1/chat/completions&stream=false").json()
     assert request_id in {row["id"] for row in listed["data"]}
 

@@ -224,7 +224,15 @@ class TestApi:
         services.contents_keep([words(acme)])
         usage_settle(
             [
-                record(acme, "req_1", endpoint="/v1/completions", digests=("d1", "d2")),
+                record(
+                    acme,
+                    "req_1",
+                    endpoint="/v1/completions",
+                    digests=("d1", "d2"),
+                    weights=(0.3, 0.7),
+                    sampling={"temperature": 0.5, "seed": 7},
+                    attempts=2,
+                ),
                 record(acme, "req_2", finish_reason="cancelled"),
                 record(acme, "req_3", finish_reason="error", error_code="context_length_exceeded"),
             ]
@@ -233,6 +241,8 @@ class TestApi:
         line = client.get(f"{REQUESTS}/req_1").json()
         assert line["endpoint"] == "/v1/completions"
         assert line["digests"] == ["d1", "d2"]
+        assert (line["weights"], line["attempts"]) == ([0.3, 0.7], 2)
+        assert line["sampling"] == {"temperature": 0.5, "seed": 7}
         assert (line["prompt_tokens"], line["cached_tokens"], line["completion_tokens"]) == (
             *(11, 4, 7),
         )
