@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 
 from engine.adapter_files import AdapterReader
 from engine.adapter_record import Adapter, AdapterState
@@ -22,7 +23,16 @@ from engine.memory import PagePool
 log = logging.getLogger(__name__)
 
 # Threads that were given up and may hang for ever; beyond these nothing more is read.
-_MAX_ABANDONED = 16
+_MAX_HUNG = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Hung:
+    """A thread that was given up; it may write to `room` until it ends, if it ever does."""
+
+    path: Path
+    future: Future[None]
+    room: HostPages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +71,7 @@ class AdapterLoader:
         self._in_host: dict[str, Adapter] = {}  # whose image is whole
         self._loading: set[Adapter] = set()
         self._failed: dict[str, Adapter] = {}  # that may not be tried again yet
-        self._abandoned: list[tuple[Future[None], HostPages]] = []
+        self._hung: list[_Hung] = []
         self._ahead: dict[str, Adapter] = {}  # to be read when nothing else is, in this order
 
     # Reading
@@ -70,8 +80,13 @@ class AdapterLoader:
         """Begin to read an adapter, if there are a thread and room in host memory.
 
         keep  digests whose images stay, while they are yet to go to the arena
+
+        What cannot be read while threads hang has failed: nobody knows how long that would be.
         """
-        if len(self._loading) >= self._limits.num_threads or len(self._abandoned) >= _MAX_ABANDONED:
+        if self._is_out_of_reach(adapter):
+            self.note_failure(adapter, AdapterUnavailable("the adapter's disk does not answer"))
+            return
+        if len(self._loading) >= self._limits.num_threads:
             return
         if self._make_room(adapter.num_pages, keep):
             self._start(adapter)
@@ -98,7 +113,7 @@ class AdapterLoader:
             adapter = self._ahead.pop(next(iter(self._ahead)))
             if adapter.state is not AdapterState.DISK or adapter.error is not None:
                 continue  # a request has had it read, or tried to
-            if len(self._abandoned) >= _MAX_ABANDONED:
+            if self._is_out_of_reach(adapter) or adapter.num_pages > self._host.num_pages:
                 continue
             if not self._make_room(adapter.num_pages, kept):
                 return  # thousands may be left: one look at all images a step
@@ -133,9 +148,9 @@ class AdapterLoader:
             elif self._clock() - adapter.loading_since > self._limits.timeout_s:
                 self._abandon(adapter)
                 ended.append(adapter)
-        for entry in [entry for entry in self._abandoned if entry[0].done()]:
-            self._abandoned.remove(entry)
-            self._host.release(entry[1])
+        for hung in [hung for hung in self._hung if hung.future.done()]:
+            self._hung.remove(hung)
+            self._host.release(hung.room)
         for adapter in [a for a in self._failed.values() if a.retry_at <= self._clock()]:
             del self._failed[adapter.digest]
             adapter.error = None
@@ -166,12 +181,17 @@ class AdapterLoader:
     def _abandon(self, adapter: Adapter) -> None:
         """Stop waiting for a thread. Its host pages are the thread's until it ends."""
         assert adapter.loading is not None and adapter.host is not None
-        self._abandoned.append((adapter.loading, adapter.host))
+        self._hung.append(_Hung(adapter.path, adapter.loading, adapter.host))
+        self._host.give_up(adapter.host)
         self._loading.discard(adapter)
         adapter.loading = adapter.host = None
         self.note_failure(
             adapter, AdapterUnavailable(f"reading took more than {self._limits.timeout_s:g} s")
         )
+
+    def _is_out_of_reach(self, adapter: Adapter) -> bool:
+        """Whether reading it would only make one more thread hang."""
+        return len(self._hung) >= _MAX_HUNG or any(h.path == adapter.path for h in self._hung)
 
     # Failures
 
@@ -232,7 +252,7 @@ class AdapterLoader:
 
     def check_integrity(self, adapters: Iterable[Adapter]) -> None:
         """Raise AssertionError unless states, images and failures of all adapters agree."""
-        rooms = [room for _, room in self._abandoned]
+        rooms = [hung.room for hung in self._hung]
         for adapter in adapters:
             assert (adapter.error is not None) == (adapter.digest in self._failed)
             assert (adapter.state is AdapterState.LOADING) == (adapter in self._loading)

@@ -19,13 +19,15 @@ from engine.memory import PagePool, PageUse
 class HostPages:
     """Room for one adapter's image: image page i is row `numbers[i]` of `open()`.
 
-    is_own  whether the room is outside the slab, for this adapter alone
-    tiles   where the image's tiles lie, at offsets of the image; None: it is not there yet
+    is_own       whether the room is outside the slab, for this adapter alone
+    is_given_up  whether somebody has it who may never let go
+    tiles        where the image's tiles lie, at offsets of the image; None: it is not there yet
     """
 
     numbers: list[int]
     is_own: bool
     allocate: Callable[[], torch.Tensor]
+    is_given_up: bool = False
     memory: torch.Tensor | None = None
     tiles: TileMap | None = None
 
@@ -52,10 +54,12 @@ class HostMemory:
         self._is_pinned = arena.is_cuda
         self._pool = PagePool(num_bytes // (self._page_elems * self._dtype.itemsize))
         self._slab = self._empty(self._pool.num_pages)
+        self._num_given_up = 0
 
     @property
     def num_pages(self) -> int:
-        return self._pool.num_pages
+        """Pages of the slab, less those that were given up."""
+        return self._pool.num_pages - self._num_given_up
 
     @property
     def num_free(self) -> int:
@@ -64,11 +68,11 @@ class HostMemory:
 
     def can_take(self, num_pages: int) -> bool:
         """Whether `take` has room; always for an adapter that the whole slab could not hold."""
-        return num_pages > self._pool.num_pages or self._pool.can_take(num_pages)
+        return num_pages > self.num_pages or self._pool.can_take(num_pages)
 
     def take(self, num_pages: int) -> HostPages:
         """Room for `num_pages`; the caller has asked `can_take`."""
-        if num_pages <= self._pool.num_pages:
+        if num_pages <= self.num_pages:
             numbers = self._pool.take(num_pages, PageUse.ADAPTER)
             return HostPages(numbers, is_own=False, allocate=lambda: self._slab)
         return HostPages(
@@ -79,6 +83,14 @@ class HostMemory:
         """Nobody reads or writes `pages` any more."""
         if not pages.is_own:
             self._pool.release(pages.numbers)
+            if pages.is_given_up:
+                self._num_given_up -= len(pages.numbers)
+
+    def give_up(self, pages: HostPages) -> None:
+        """Count on `pages` no more: until `release`, who needs more than the rest has its own."""
+        pages.is_given_up = True
+        if not pages.is_own:
+            self._num_given_up += len(pages.numbers)
 
     def _empty(self, num_pages: int) -> torch.Tensor:
         return torch.empty(
@@ -87,4 +99,7 @@ class HostMemory:
 
     def check_integrity(self, owned: Iterable[HostPages]) -> None:
         """Raise AssertionError unless every page of the slab has one owner or none."""
-        self._pool.check_integrity(pages.numbers for pages in owned if not pages.is_own)
+        taken = [pages for pages in owned if not pages.is_own]
+        self._pool.check_integrity(pages.numbers for pages in taken)
+        given_up = sum(len(pages.numbers) for pages in taken if pages.is_given_up)
+        assert given_up == self._num_given_up

@@ -61,7 +61,7 @@ class HangingDisk:
 
     def __init__(self, engine: Engine, source: Path, folder: Path) -> None:
         self._file = copy_of(source, folder) / TENSORS
-        self._source = source / TENSORS
+        self._source, self._engine = source / TENSORS, engine
         engine.register_adapter("hanging", folder)
         self._file.unlink()
         os.mkfifo(self._file)
@@ -78,8 +78,11 @@ class HangingDisk:
                 time.sleep(0.01)
 
     def mend(self) -> None:
+        """The file is there again, and the thread that hung has ended."""
         self._file.unlink()
         shutil.copyfile(self._source, self._file)
+        while self._engine._store._loader._hung:
+            self._engine._store.poll(())
 
 
 def test_a_disk_that_hangs_stops_nobody_else(

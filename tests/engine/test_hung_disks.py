@@ -1,0 +1,120 @@
+"""Reading that hangs for good: it costs the requests that need those files, and nobody else."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import AdapterUnavailable, Engine
+from engine.adapter_loader import _MAX_HUNG
+from tests.engine.conftest import MakeEngine, Oracle, prompt, request, run
+from tests.engine.test_tiers import copy_of
+
+PAGE_BYTES = 2048 * 4
+TIMEOUT_S = 30.0
+
+
+class Disk:
+    """Reading from some folders hangs until `let_go`; the clock is moved by hand."""
+
+    def __init__(self, make_engine: MakeEngine) -> None:
+        self.now = 100.0
+        self._make_engine = make_engine
+        self._is_fine = threading.Event()
+        self.hanging: set[Path] = set()
+        self.num_read = 0
+        self.engine: Engine
+
+    def start(self, **config: Any) -> Engine:
+        self.engine = self._make_engine(clock=lambda: self.now, load_timeout_s=TIMEOUT_S, **config)
+        reader: Any = self.engine._store._loader._reader
+        load: Callable[..., None] = reader.load
+
+        def held_up(digest: str, path: Path, room: Any) -> None:
+            self.num_read += 1
+            if path in self.hanging:
+                self._is_fine.wait()
+            load(digest, path, room)
+
+        reader.load = held_up
+        return self.engine
+
+    def hang(self, digest: str, path: Path) -> None:
+        """Register an adapter that cannot be read, and give up reading it."""
+        self.hanging.add(path)
+        self.engine.register_adapter(digest, path)
+        self.engine.add(request(digest, prompt(0, 5), adapter=digest, max_tokens=2))
+        assert not self.engine.step()
+        self.now += TIMEOUT_S + 1
+        [output] = self.engine.step()
+        assert isinstance(output.error, AdapterUnavailable)
+        self.engine.check_integrity()
+
+    def let_go(self) -> None:
+        self._is_fine.set()
+        while self.engine._store._loader._hung:
+            self.engine._store.poll(())
+
+
+@pytest.fixture
+def disk(make_engine: MakeEngine) -> Iterator[Disk]:
+    disk = Disk(make_engine)
+    yield disk
+    disk.let_go()
+
+
+def test_a_file_whose_reading_hangs_is_not_read_twice(
+    disk: Disk, adapters: dict[str, Path], oracle: Oracle, tmp_path: Path
+) -> None:
+    engine = disk.start()
+    disk.hang("hanging", copy_of(adapters["all-4"], tmp_path / "hanging"))
+    for i in range(3):
+        disk.now += 100  # past every pause
+        again = request(f"again-{i}", prompt(0, 5), adapter="hanging", max_tokens=2)
+        error = run(engine, again, max_steps=3, check=True)[f"again-{i}"].error
+        assert isinstance(error, AdapterUnavailable)
+    assert disk.num_read == 1
+    disk.let_go()
+    disk.now += 100
+    got = run(engine, request("r", prompt(0, 5), adapter="hanging", max_tokens=6))
+    assert got["r"].token_ids == oracle.generate(prompt(0, 5), 6, "all-4")
+
+
+def test_nothing_is_read_while_too_many_threads_hang_and_nobody_waits_for_it(
+    disk: Disk, adapters: dict[str, Path], oracle: Oracle, tmp_path: Path
+) -> None:
+    engine = disk.start()
+    for i in range(_MAX_HUNG):
+        disk.hang(f"hanging-{i}", copy_of(adapters["ko-1"], tmp_path / str(i)))
+    requests = [
+        request("adapter", prompt(0, 5), adapter="qv-16", max_tokens=6),
+        request("base", prompt(0, 5), max_tokens=6),
+    ]
+    engine.load_ahead("mlp-rs")
+    got = run(engine, *requests, max_steps=20, check=True)
+    assert isinstance(got["adapter"].error, AdapterUnavailable)
+    assert got["base"].token_ids == oracle.generate(prompt(0, 5), 6)
+    disk.let_go()
+    disk.now += 100
+    got = run(engine, request("r", prompt(0, 5), adapter="qv-16", max_tokens=6))
+    assert got["r"].token_ids == oracle.generate(prompt(0, 5), 6, "qv-16")
+
+
+def test_host_memory_that_hanging_threads_hold_is_done_without(
+    disk: Disk, adapters: dict[str, Path], oracle: Oracle, tmp_path: Path
+) -> None:
+    """Adapters that it had room for get memory of their own, as those larger than all of it."""
+    engine = disk.start(host_cache_bytes=5 * PAGE_BYTES)
+    disk.hang("hanging", copy_of(adapters["all-4"], tmp_path / "hanging"))
+    engine.load_ahead("qv-16")
+    for name in ("mlp-rs", "all-4", "qv-16"):
+        got = run(engine, request(name, prompt(0, 5), adapter=name, max_tokens=6), check=True)
+        assert got[name].token_ids == oracle.generate(prompt(0, 5), 6, name)
+    host = engine._store._loader._host
+    assert host.num_pages < 5
+    disk.let_go()
+    assert host.num_pages == 5
