@@ -227,15 +227,18 @@ class AdapterLoader:
     def _make_room(self, num_pages: int, keep: Collection[str]) -> bool:
         """Drop whole images until `num_pages` can be taken: first those that are in the arena too.
 
-        An image on its way to the arena stays, and so do those of `keep` that are yet to go there.
-        False, and nothing is dropped, when all others are not enough.
+        An image on its way to the arena stays, and so do those of `keep` that are yet to go there,
+        and those outside the slab. False, and nothing is dropped, when all others are not enough.
         """
         if self._host.can_take(num_pages):
             return True
         holdings = []
         for adapter in self._in_host.values():
+            assert adapter.host is not None
             is_copy = adapter.state is AdapterState.RESIDENT
-            if adapter.arrival is not None or (adapter.digest in keep and not is_copy):
+            if adapter.host.is_own or adapter.arrival is not None:
+                continue
+            if adapter.digest in keep and not is_copy:
                 continue
             reload_s = 0.0 if is_copy else self._costs.adapter(adapter.num_pages, is_in_host=False)
             holdings.append(Holding(adapter, adapter.num_pages, reload_s, adapter.last_use))

@@ -104,7 +104,7 @@ class AdapterStore:
         adapter = self._adapters.get(digest)
         if adapter is not None:
             adapter.is_unregistered = True
-            self._forget_if_unused(adapter)
+            self._tidy_up(adapter)
 
     def check_known(self, digests: Iterable[str]) -> None:
         """Raise UnknownAdapter unless all are registered."""
@@ -128,7 +128,7 @@ class AdapterStore:
             adapter.users -= 1
             if adapter.users == 0:
                 adapter.lacks_room = False
-            self._forget_if_unused(adapter)
+            self._tidy_up(adapter)
 
     # What the scheduler asks
 
@@ -220,7 +220,7 @@ class AdapterStore:
         """
         self._pool.time += 1
         for adapter in self._loader.poll():
-            self._forget_if_unused(adapter)
+            self._tidy_up(adapter)
         for adapter in list(self._arriving.values()):
             self._look_at_arrival(adapter)
         seen: set[str] = set()
@@ -293,7 +293,7 @@ class AdapterStore:
             self._end_arrival(adapter)
             adapter.tiles = None
             self._fail(adapter, error)
-            self._forget_if_unused(adapter)
+            self._tidy_up(adapter)
             return
         if is_usable and adapter.digest not in self._resident:
             adapter.last_use = self._pool.time
@@ -304,19 +304,24 @@ class AdapterStore:
             assert adapter.host is not None
             if adapter.host.is_own:
                 self._loader.drop(adapter)
-            self._forget_if_unused(adapter)
+            self._tidy_up(adapter)
 
     def _end_arrival(self, adapter: Adapter) -> None:
         del self._arriving[adapter.digest]
         adapter.arrival = None
 
-    def _forget_if_unused(self, adapter: Adapter) -> None:
-        if not adapter.is_unregistered or adapter.users or adapter.loading or adapter.arrival:
+    def _tidy_up(self, adapter: Adapter) -> None:
+        """Give up what is held for nobody: memory beside the slab; all, once unregistered."""
+        if adapter.users or adapter.loading or adapter.arrival:
             return
-        if adapter.state is AdapterState.RESIDENT:
-            self._evict(adapter)
-        self._loader.forget(adapter)
-        self._adapters.pop(adapter.digest, None)
+        if adapter.is_unregistered:
+            if adapter.state is AdapterState.RESIDENT:
+                self._evict(adapter)
+            self._loader.forget(adapter)
+            self._adapters.pop(adapter.digest, None)
+        elif adapter.host is not None and adapter.host.is_own:
+            self._loader.drop(adapter)
+            adapter.state = AdapterState.DISK
 
     # Statistics and integrity
 

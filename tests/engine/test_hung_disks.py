@@ -11,6 +11,8 @@ import pytest
 
 from engine import AdapterUnavailable, Engine
 from engine.adapter_loader import _MAX_HUNG
+from engine.request import Priority
+from engine.stats import AdapterStatus
 from tests.engine.conftest import MakeEngine, Oracle, prompt, request, run
 from tests.engine.test_tiers import copy_of
 
@@ -118,3 +120,43 @@ def test_host_memory_that_hanging_threads_hold_is_done_without(
     assert host.num_pages < 5
     disk.let_go()
     assert host.num_pages == 5
+
+
+def test_what_lies_beside_host_memory_makes_no_room_in_it(
+    disk: Disk, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    """All of it is a thread's that hangs; a larger adapter's image waits for room in the arena."""
+    engine = disk.start(arena_bytes=70 * PAGE_BYTES, host_cache_bytes=PAGE_BYTES, loader_threads=2)
+    engine.add(request("long", prompt(1, 220), max_tokens=90))
+    engine.step()
+    large = request("large", prompt(0, 5), adapter="all-64", max_tokens=2, priority=Priority.BATCH)
+    engine.add(large)
+    while engine.adapter_status("all-64") != AdapterStatus("host"):
+        engine.step()
+    disk.hanging.add(folder := copy_of(adapters["ko-1"], tmp_path / "hanging"))
+    engine.register_adapter("hanging", folder)
+    for name in ("hanging", "ko-1"):
+        engine.add(request(name, prompt(0, 5), adapter=name, max_tokens=2))
+    for _ in range(3):
+        engine.step()
+        engine.check_integrity()
+    disk.let_go()
+    assert run(engine, check=True)["ko-1"].error is None
+
+
+def test_memory_beside_host_memory_is_not_kept_for_nobody(disk: Disk) -> None:
+    """Whether its request is cancelled before or after it has been read."""
+    engine = disk.start(arena_bytes=70 * PAGE_BYTES, host_cache_bytes=0)
+    engine.add(request("long", prompt(1, 220), max_tokens=90))
+    engine.step()
+    for is_read in (False, True):
+        engine.add(request("large", prompt(0, 5), adapter="all-64", max_tokens=2))
+        engine.step()
+        while is_read and engine.adapter_status("all-64") != AdapterStatus("host"):
+            engine.step()
+        engine.cancel("large")
+        engine.step()
+        while engine.adapter_status("all-64") == AdapterStatus("loading"):
+            engine.step()
+        assert engine.adapter_status("all-64") == AdapterStatus("disk")
+        engine.check_integrity()
