@@ -232,6 +232,8 @@ local time = redis.call('TIME')
 local now = time[1] + time[2] / 1e6
 local want = tonumber(ARGV[4])
 local taken, seen, pulled = 0, 0, {}
+-- A later run has this worker's id, and its inbox.
+if (redis.call('HGET', 'wk:{' .. pool .. '}:' .. worker, 'boot') or boot) ~= boot then return {} end
 if redis.call('EXISTS', inbox) == 0 then
   redis.call('XGROUP', 'CREATE', inbox, group, '0', 'MKSTREAM')
 end

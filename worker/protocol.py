@@ -16,7 +16,7 @@ Redis keys, all of one worker pool `{p}` (the braces keep a pool on one cluster 
     out:<gateway>           stream  worker          packed TokenEvents, one entry per flush
     done:{p}                stream  worker          DoneRecord; group "acct", drained to Postgres
     wk:{p}                  zset    worker          worker id -> time of its last heartbeat
-    wk:{p}:<worker>         hash    worker          Heartbeat
+    wk:{p}:<worker>         hash    worker          Heartbeat; `boot`, the run that has this id
     dlq:{p}                 stream  all             what nothing could make sense of, and requests
                                                     that were given up
     gw                      zset    gateway         gateway id -> time of its last heartbeat

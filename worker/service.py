@@ -24,7 +24,7 @@ from worker.config import WorkerConfig
 from worker.engine_link import EngineLink
 from worker.protocol import HEARTBEAT_INTERVAL_S, Contact, Control, GenerateJob, Heartbeat
 from worker.requests import Requests
-from worker.streams import Streams
+from worker.streams import Replaced, Streams
 
 if TYPE_CHECKING:
     from worker.engine_process import EngineFactory
@@ -196,7 +196,7 @@ class Worker:
             for (entry_id, job), dispatch in zip(jobs, dispatches, strict=True):
                 if dispatch.state in ("done", "gone"):
                     await self._streams.acknowledge(entry_id)
-                else:
+                elif dispatch.state != "replaced":
                     self._requests.take_up(entry_id, job, dispatch)
 
     async def _decode(self, entry_id: bytes, payload: bytes) -> GenerateJob | None:
@@ -231,11 +231,17 @@ class Worker:
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
 
     async def _beat(self) -> None:
-        with contextlib.suppress(RedisError, OSError):
+        try:
             silence_s = await self._streams.beat(self._heartbeat())
-            self._contact.note()
-            if self._contact.is_steady:
-                self._requests.cancel_for_dead_gateways(silence_s)
+        except (RedisError, OSError):
+            return
+        except Replaced:
+            log.error("another run has taken the place of this one, %s", self._boot_id)
+            self._end.set()
+            return
+        self._contact.note()
+        if self._contact.is_steady:
+            self._requests.cancel_for_dead_gateways(silence_s)
 
     def _heartbeat(self) -> Heartbeat:
         stats = self._stats
@@ -263,8 +269,7 @@ class Worker:
         """Once asked to: finish what runs as far as the time allows, hand back the rest."""
         await self._draining.wait()
         log.info("draining %d requests", len(self._requests))
-        with contextlib.suppress(RedisError, OSError):
-            await self._streams.beat(self._heartbeat())  # gateways choose another worker
+        await self._beat()  # gateways choose another worker
         deadline = time.monotonic() + self._config.drain_timeout_s
         while len(self._requests) and time.monotonic() < deadline:
             await asyncio.sleep(DRAIN_POLL_S)

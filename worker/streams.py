@@ -22,9 +22,10 @@ from worker.protocol import ControlMessage, DoneRecord, Heartbeat, TokenEvent, U
 READ_COUNT = 64
 BLOCK_MS = 2000
 
-# KEYS job, inbox | ARGV worker, boot, inbox entry
+# KEYS job, inbox, worker | ARGV worker, boot, inbox entry
 # -> state as it was, lease, attempt, emitted, prompt, cached, cancel
 BEGIN = """
+if (redis.call('HGET', KEYS[3], 'boot') or ARGV[2]) ~= ARGV[2] then return {'replaced'} end
 -- No longer here: this worker was taken for dead meanwhile, and the request is another's.
 if #redis.call('XRANGE', KEYS[2], ARGV[3], ARGV[3]) == 0 then return {'gone'} end
 local state, boot = unpack(redis.call('HMGET', KEYS[1], 'state', 'boot'))
@@ -62,21 +63,31 @@ redis.call('HSET', KEYS[1], 'alone', 1)
 return 1
 """
 
-# KEYS workers, worker, gateways, residents | ARGV worker id, heartbeat, ttl, digest …
-# -> time, gateway, its time, …
+# KEYS workers, worker, gateways, residents | ARGV worker id, boot, whether it comes now, heartbeat,
+# ttl, digest …
+# -> time, gateway, its time, …; nothing: another run came later under this id
 BEAT = """
 redis.replicate_commands()
+local boot = redis.call('HGET', KEYS[2], 'boot')
+if ARGV[3] == '0' and boot and boot ~= ARGV[2] then return {} end
 local time = redis.call('TIME')
 local now = time[1] + time[2] / 1e6
 redis.call('ZADD', KEYS[1], now, ARGV[1])
-redis.call('HSET', KEYS[2], 'm', ARGV[2])
-redis.call('EXPIRE', KEYS[2], ARGV[3])
+redis.call('HSET', KEYS[2], 'm', ARGV[4], 'boot', ARGV[2])
+redis.call('EXPIRE', KEYS[2], ARGV[5])
 redis.call('DEL', KEYS[4])
-for i = 4, #ARGV do redis.call('SADD', KEYS[4], ARGV[i]) end
-redis.call('EXPIRE', KEYS[4], ARGV[3])
+for i = 6, #ARGV do redis.call('SADD', KEYS[4], ARGV[i]) end
+redis.call('EXPIRE', KEYS[4], ARGV[5])
 local gateways = redis.call('ZRANGE', KEYS[3], 0, -1, 'WITHSCORES')
 table.insert(gateways, 1, tostring(now))
 return gateways
+"""
+
+# KEYS workers, worker, residents | ARGV worker id, boot
+UNREGISTER = """
+if (redis.call('HGET', KEYS[2], 'boot') or ARGV[2]) ~= ARGV[2] then return end
+redis.call('ZREM', KEYS[1], ARGV[1])
+redis.call('DEL', KEYS[2], KEYS[3])
 """
 
 SCRIPTS = {
@@ -86,14 +97,20 @@ SCRIPTS = {
     "hand_back": HAND_BACK,
     "publish": fair_queue.PUBLISH,
     "pull": fair_queue.PULL,
+    "unregister": UNREGISTER,
 }
+
+
+class Replaced(Exception):
+    """Another run has this worker's id now: this one was paused, and thought to be dead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dispatch:
     """Where a request stands as this worker takes it up; the counts are of earlier attempts."""
 
-    state: str  # "queued", "running" (an attempt was lost), "done" or "gone"
+    #: "queued", "running" (an attempt was lost), "done", "gone", or "replaced": another run's.
+    state: str
     lease: int = 0
     attempt: int = 0
     emitted: int = 0
@@ -150,6 +167,7 @@ class Streams:
         self._boot_id = boot_id
         self._inbox = protocol.inbox_key(pool, worker_id)
         self._control = protocol.control_key(pool, worker_id)
+        self._has_come = False  # told that it lives
         self._sha: dict[str, str] = {}
 
     async def close(self) -> None:
@@ -244,11 +262,12 @@ class Streams:
 
         What this run itself took keeps its lease.
         """
+        worker = protocol.worker_key(self._pool, self._worker_id)
         replies = await self._run_many(
             "begin",
             [
                 (
-                    [protocol.job_key(self._pool, request_id), self._inbox],
+                    [protocol.job_key(self._pool, request_id), self._inbox, worker],
                     [self._worker_id, self._boot_id, entry_id],
                 )
                 for entry_id, request_id in requests
@@ -309,7 +328,10 @@ class Streams:
         await self.acknowledge(entry_id)
 
     async def beat(self, heartbeat: Heartbeat) -> dict[str, float]:
-        """Say that this worker lives. -> gateway id -> seconds since it last said so."""
+        """Say that this worker lives. -> gateway id -> seconds since it last said so.
+
+        Raises Replaced when a later run said so under the same id.
+        """
         reply = await self._run(
             "beat",
             [
@@ -319,10 +341,14 @@ class Streams:
                 fair_queue.residents_key(self._pool, self._worker_id),
             ],
             [
-                *(self._worker_id, heartbeat.encode(), protocol.WORKER_TTL_S),
+                *(self._worker_id, self._boot_id, int(not self._has_come)),
+                *(heartbeat.encode(), protocol.WORKER_TTL_S),
                 *heartbeat.resident_digests,
             ],
         )
+        if not reply:
+            raise Replaced
+        self._has_come = True
         now = float(reply[0])
         return {
             gateway_id.decode(): now - float(score)
@@ -331,11 +357,15 @@ class Streams:
 
     async def unregister(self) -> None:
         """Say that this worker goes on purpose."""
-        async with self._redis.pipeline() as pipe:
-            pipe.zrem(protocol.workers_key(self._pool), self._worker_id)
-            pipe.delete(fair_queue.residents_key(self._pool, self._worker_id))
-            pipe.delete(protocol.worker_key(self._pool, self._worker_id))
-            await pipe.execute()
+        await self._run(
+            "unregister",
+            [
+                protocol.workers_key(self._pool),
+                protocol.worker_key(self._pool, self._worker_id),
+                fair_queue.residents_key(self._pool, self._worker_id),
+            ],
+            [self._worker_id, self._boot_id],
+        )
 
     async def _run(self, script: str, keys: list[str], args: list[Any]) -> Any:
         return (await self._run_many(script, [(keys, args)]))[0]

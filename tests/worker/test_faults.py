@@ -253,7 +253,6 @@ def test_a_paused_worker_that_was_replaced_can_do_no_harm(
             assert len(call.text) == len(calls[2].text)
         for call in calls:
             assert scene.usage(call)["finish_reason"] == ("error" if call.stream else "length")
-        wait_for(lambda: "was taken over" in worker.log.read_text(), what="the refusal")
     for call in calls:
         assert len(scene.live.usage_rows(call.request_id)) == 1
 
