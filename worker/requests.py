@@ -42,6 +42,8 @@ MAX_ACTIVE = 1024
 #: Held beyond what the engine runs, so that the next is prepared when one ends; few, because
 #: nobody can pull ahead of them any more.
 LOOKAHEAD = 4
+#: While there is no room, the inbox is looked into so often.
+ROOM_WAIT_S = 2.0
 LOST = "The worker that ran this request was lost before it finished."
 GIVEN_UP = "This request ended the workers that ran it."
 STOPPED = "The worker was stopped before this request finished."
@@ -87,6 +89,7 @@ class Requests:
         self._tasks: set[asyncio.Task[None]] = set()
         self._checking: set[bytes] = set()  # inbox entries whose answers are being checked
         self._room = asyncio.Event()  # something ended since it was cleared
+        self._cancelled_early: set[str] = set()  # ids, since `expect`, of none that was here
         self._alone = asyncio.Lock()  # held by what an earlier attempt may have died of
 
     def __len__(self) -> int:
@@ -99,21 +102,26 @@ class Requests:
         return is_active or entry_id in self.flusher.unsent
 
     @property
-    def num_held(self) -> int:
+    def held(self) -> set[bytes]:
         """The attempts whose end Redis has not heard of yet, as far as is known here."""
-        active = {request.entry_id for request in self._active.values()}
-        return len(active | self.flusher.unsent)
+        return self.flusher.unsent | {request.entry_id for request in self._active.values()}
 
     def num_free(self, max_running: int) -> int:
         """How many more requests may be taken up."""
         held = sum(request.job.num_choices for request in self._active.values())
         return min(MAX_ACTIVE, (max_running or MAX_ACTIVE) + LOOKAHEAD) - held
 
-    async def room(self, max_running: int) -> None:
-        """Wait until another request may be taken up."""
-        while self.num_free(max_running) <= 0:
+    async def has_room(self, max_running: int) -> bool:
+        """Whether another request may be taken up; waits a while for it."""
+        if self.num_free(max_running) <= 0:
             self._room.clear()
-            await self._room.wait()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._room.wait(), ROOM_WAIT_S)
+        return self.num_free(max_running) > 0
+
+    def expect(self) -> None:
+        """Requests are about to be taken: who is cancelled from now on may be one of them."""
+        self._cancelled_early.clear()
 
     def take_up(self, entry_id: bytes, job: GenerateJob, dispatch: Dispatch) -> None:
         """Decide what becomes of a request whose lease was just taken."""
@@ -135,7 +143,7 @@ class Requests:
         if dispatch.emitted:
             # Its client has seen part of an answer that cannot be continued.
             request.remember(dispatch.usage)
-        if dispatch.is_cancelled:
+        if dispatch.is_cancelled or job.request_id in self._cancelled_early:
             request.cancel(now)
         elif dispatch.emitted:
             request.fail(ErrorCode.WORKER_LOST, LOST, now=now)
@@ -290,8 +298,8 @@ class Requests:
         """Stop a request whose answer nobody wants; the engine's last output counts its tokens."""
         request = self._active.get(request_id)
         if request is None:
-            return
-        if request.in_engine:
+            self._cancelled_early.add(request_id)
+        elif request.in_engine:
             self._cancel_in_engine(request, FinishReason.CANCELLED)
         else:
             request.cancel(time.time())
@@ -312,21 +320,25 @@ class Requests:
                 request.fail(ErrorCode.DEADLINE_EXCEEDED, TOO_LATE, now=now)
                 self._finish(request)
 
-    async def leave_all(self) -> None:
-        """Part with the requests that did not finish in time."""
-        for request in list(self._active.values()):
-            await self._leave(request)
+    async def leave_all(self) -> bool:
+        """Part with the requests that did not finish in time. -> whether all are parted with"""
+        return all([await self._leave(request) for request in list(self._active.values())])
 
-    async def _leave(self, request: ActiveRequest) -> None:
+    async def _leave(self, request: ActiveRequest) -> bool:
         if request.job.stream and request.generated:
             request.fail(ErrorCode.WORKER_LOST, STOPPED, now=time.time())
             self._finish(request)
-            return
+            return True
         self._active.pop(request.job.request_id, None)
         self.flusher.forget(request.entry_id)
-        with contextlib.suppress(RedisError, OSError):
+        try:
             await self._streams.hand_back(request.job.request_id, request.lease, request.entry_id)
-        self._release(request)
+        except (RedisError, OSError) as error:
+            log.warning("%s is left in the inbox: %r", request.job.request_id, error)
+            return False
+        finally:
+            self._release(request)
+        return True
 
     def _on_refused(self, entry_ids: list[bytes]) -> None:
         of_entry = {request.entry_id: request for request in self._active.values()}

@@ -85,13 +85,18 @@ class Worker:
         self._is_loaded = asyncio.Event()
         self._draining = asyncio.Event()
         self._poked = asyncio.Event()
+        self._has_pulled = asyncio.Event()  # for the last time
         self._end = asyncio.Event()  # the engine is lost, or a second signal came
 
     def drain(self) -> None:
         """Take no more work, finish what runs, then stop. A second call stops at once."""
         if self._draining.is_set() or not self._is_loaded.is_set():
             self._end.set()
+        self._stop_pulling()
+
+    def _stop_pulling(self) -> None:
         self._draining.set()
+        self._poked.set()
 
     async def run(self) -> int:
         """Serve until drained. -> 0; 1 when the engine died or the drain was cut short."""
@@ -159,13 +164,16 @@ class Worker:
         clock = asyncio.get_running_loop().time
         checked_at = clock()
         while not self._draining.is_set():
-            await self._requests.room(self._stats.max_running)
+            has_room = await self._requests.has_room(self._stats.max_running)
             self._poked.clear()
             try:
                 if clock() - checked_at > INBOX_CHECK_S:
                     checked_at = clock()
-                    if await self._streams.inbox_length() > self._requests.num_held:
+                    if await self._streams.inbox() - self._requests.held:
                         await self._recover()
+                if not has_room or self._draining.is_set():
+                    continue
+                self._requests.expect()
                 pulled = await self._streams.pull(
                     self._config.base_model, self._requests.num_free(self._stats.max_running)
                 )
@@ -177,9 +185,10 @@ class Worker:
             for item in pulled:
                 if job := await self._decode(item.entry_id, item.payload):
                     self._requests.take_up(item.entry_id, job, item.dispatch)
-            if not pulled:
+            if not pulled and not self._draining.is_set():
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._poked.wait(), IDLE_POLL_S)
+        self._has_pulled.set()
 
     async def _recover(self) -> None:
         """Take up what lies in the inbox unbeknown: an earlier run's, or a lost reply's."""
@@ -192,6 +201,7 @@ class Worker:
             ]
             if jobs:
                 log.info("recovering %d requests", len(jobs))
+            self._requests.expect()
             dispatches = await self._streams.begin([(at, job.request_id) for at, job in jobs])
             for (entry_id, job), dispatch in zip(jobs, dispatches, strict=True):
                 if dispatch.state in ("done", "gone"):
@@ -216,7 +226,7 @@ class Worker:
                 if message.action == Control.CANCEL and message.request_id:
                     self._requests.cancel(message.request_id)
                 elif message.action == Control.DRAIN:
-                    self._draining.set()
+                    self._stop_pulling()
                 elif message.action == Control.POKE:
                     self._poked.set()
 
@@ -271,13 +281,18 @@ class Worker:
         log.info("draining %d requests", len(self._requests))
         await self._beat()  # gateways choose another worker
         deadline = time.monotonic() + self._config.drain_timeout_s
+        with contextlib.suppress(TimeoutError):  # what is on its way here counts as well
+            await asyncio.wait_for(self._has_pulled.wait(), self._config.drain_timeout_s)
         while len(self._requests) and time.monotonic() < deadline:
             await asyncio.sleep(DRAIN_POLL_S)
-        await self._requests.leave_all()
-        with contextlib.suppress(TimeoutError):
+        has_left_all = await self._requests.leave_all()
+        try:
             await asyncio.wait_for(self._requests.flusher.drained(), self._config.drain_timeout_s)
-        with contextlib.suppress(RedisError, OSError):
-            await self._streams.unregister()
+        except TimeoutError:
+            has_left_all = False
+        if has_left_all:  # or else gateways would give up what is left, before it is taken over
+            with contextlib.suppress(RedisError, OSError):
+                await self._streams.unregister()
 
 
 async def _insist(call: Callable[[], Awaitable[_T]]) -> _T:

@@ -20,6 +20,8 @@ from worker import fair_queue, protocol
 from worker.protocol import ControlMessage, DoneRecord, Heartbeat, TokenEvent, Usage
 
 READ_COUNT = 64
+#: Beyond what a worker ever holds.
+INBOX_COUNT = 4096
 BLOCK_MS = 2000
 
 # KEYS job, inbox, worker | ARGV worker, boot, inbox entry
@@ -201,7 +203,7 @@ class Streams:
         """Take requests from the fair queue into the inbox, under a new lease each.
 
         More than `count` only by such as nobody waits for any more. After a lost reply, which the
-        client may have answered by asking again, more have been taken: `inbox_length` tells, and
+        client may have answered by asking again, more have been taken: `inbox` tells, and
         `read_pending` has them. Nothing pulled: a poke will follow as soon as there is something.
         """
         reply = await self._run(
@@ -227,9 +229,12 @@ class Streams:
             for entry_id, payload, lease, attempt, is_cancelled in reply
         ]
 
-    async def inbox_length(self) -> int:
+    async def inbox(self) -> set[bytes]:
         """The requests that this worker has taken and not finished, as far as Redis knows."""
-        return int(await self._redis.xlen(self._inbox))
+        entries = await self._redis.xpending_range(
+            self._inbox, protocol.INBOX_GROUP, "-", "+", INBOX_COUNT
+        )
+        return {entry["message_id"] for entry in entries}
 
     async def read_pending(self) -> AsyncIterator[list[tuple[bytes, bytes]]]:
         """What an earlier run of this worker took and did not finish, in batches."""
