@@ -78,7 +78,8 @@ class Flusher:
             delay = last + self._interval_s - clock()
             if delay > 0:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._urgent.wait(), delay)
+                    async with asyncio.timeout(delay):
+                        await self._urgent.wait()
             self._news.clear()
             self._urgent.clear()
             last = clock()

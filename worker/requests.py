@@ -116,7 +116,8 @@ class Requests:
         if self.num_free(max_running) <= 0:
             self._room.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._room.wait(), ROOM_WAIT_S)
+                async with asyncio.timeout(ROOM_WAIT_S):
+                    await self._room.wait()
         return self.num_free(max_running) > 0
 
     def expect(self) -> None:

@@ -187,7 +187,8 @@ class Worker:
                     self._requests.take_up(item.entry_id, job, item.dispatch)
             if not pulled and not self._draining.is_set():
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._poked.wait(), IDLE_POLL_S)
+                    async with asyncio.timeout(IDLE_POLL_S):
+                        await self._poked.wait()
         self._has_pulled.set()
 
     async def _recover(self) -> None:
@@ -282,12 +283,14 @@ class Worker:
         await self._beat()  # gateways choose another worker
         deadline = time.monotonic() + self._config.drain_timeout_s
         with contextlib.suppress(TimeoutError):  # what is on its way here counts as well
-            await asyncio.wait_for(self._has_pulled.wait(), self._config.drain_timeout_s)
+            async with asyncio.timeout(self._config.drain_timeout_s):
+                await self._has_pulled.wait()
         while len(self._requests) and time.monotonic() < deadline:
             await asyncio.sleep(DRAIN_POLL_S)
         has_left_all = await self._requests.leave_all()
         try:
-            await asyncio.wait_for(self._requests.flusher.drained(), self._config.drain_timeout_s)
+            async with asyncio.timeout(self._config.drain_timeout_s):
+                await self._requests.flusher.drained()
         except TimeoutError:
             has_left_all = False
         if has_left_all:  # or else gateways would give up what is left, before it is taken over
