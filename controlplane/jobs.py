@@ -66,6 +66,7 @@ AWAY = (RedisError, OSError, RuntimeError)
 
 BLOCK_MS = 2000
 RETRY_S = 0.2
+CANCEL_RETRY_S = 1.0
 WORKERS_REFRESH_S = 1.0
 #: A request without news for this long is looked up in Redis.
 SILENCE_S = 5.0
@@ -184,16 +185,20 @@ class Dispatcher:
         if isinstance(verdict, Refusal):
             del self._replies[job.request_id]
             raise refusal_error(verdict, limits)
+        reply.note_accepted()
         return reply, verdict
 
     async def _admit(
         self, job: GenerateJob, limits: Limits, context_length: int
     ) -> Admitted | Refusal:
         class_ = fair_queue.BATCH if job.is_batch else fair_queue.INTERACTIVE
+        deadline = job.deadline or job.created_at + protocol.JOB_TTL_S
+        # Longer than the deadline: who waits until then still has to be ended, and settled.
+        ttl_s = protocol.JOB_TTL_S + max(0, int(deadline - job.created_at))
         args = [
             *(self._pool, fair_queue.queue_key(self._pool, job.base_model), job.request_id),
             *(job.encode(), job.tenant_id, class_, ",".join(ref.digest for ref in job.adapters)),
-            *(job.deadline or job.created_at + protocol.JOB_TTL_S, protocol.JOB_TTL_S),
+            *(deadline, ttl_s),
             *(self.gateway_id, prompt_estimate(job), output_estimate(job)),
             output_bound(job, context_length),
             self._speed.tokens_per_s(job.base_model),
@@ -248,18 +253,22 @@ class Dispatcher:
             self._spawn(self._send_cancel(reply))
 
     async def _send_cancel(self, reply: Reply) -> None:
+        """Have it cancelled, if need be when Redis is back."""
         message = ControlMessage(action=Control.CANCEL, request_id=reply.request_id)
-        try:
-            await self._cancel(
-                keys=[protocol.job_key(self._pool, reply.request_id)],
-                args=[
-                    message.encode(),
-                    protocol.CONTROL_STREAM_MAX_LEN,
-                    protocol.control_key(self._pool, ""),
-                ],
-            )
-        except AWAY as error:
-            log.warning("could not cancel %s: %r", reply.request_id, error)
+        while True:
+            try:
+                await self._cancel(
+                    keys=[protocol.job_key(self._pool, reply.request_id)],
+                    args=[
+                        message.encode(),
+                        protocol.CONTROL_STREAM_MAX_LEN,
+                        protocol.control_key(self._pool, ""),
+                    ],
+                )
+                return
+            except AWAY as error:
+                log.warning("could not cancel %s yet: %r", reply.request_id, error)
+                await asyncio.sleep(CANCEL_RETRY_S)
 
     async def _read_loop(self) -> None:
         """Deliver events for ever. The last id read makes a reconnection lose nothing."""
@@ -347,7 +356,7 @@ class Dispatcher:
         silent = [
             reply
             for reply in self._replies.values()
-            if not reply.is_ended and now - reply.heard_at > SILENCE_S
+            if reply.is_accepted and not reply.is_ended and now - reply.heard_at > SILENCE_S
         ]
         if not silent:
             return

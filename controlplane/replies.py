@@ -25,8 +25,9 @@ class Reply:
     def __init__(self, job: GenerateJob, transcript: Transcript | None = None) -> None:
         self.request_id = job.request_id
         self.base_model = job.base_model
+        self.is_accepted = False  # the queue has it, so far as is known here
         self.is_ended = False
-        self.heard_at = asyncio.get_running_loop().time()
+        self.note_heard()
         self._has_one_choice = job.num_choices == 1
         self._max_unread = MAX_UNREAD_EVENTS * job.num_choices
         self._transcript = transcript
@@ -37,9 +38,18 @@ class Reply:
         self._failure: ApiError | None = None
         self._wake = asyncio.Event()
 
+    def note_heard(self) -> None:
+        """There is news of it."""
+        self.heard_at = asyncio.get_running_loop().time()
+
+    def note_accepted(self) -> None:
+        """The queue has it; the silence counts from now."""
+        self.is_accepted = True
+        self.note_heard()
+
     def push(self, event: TokenEvent) -> None:
         """Take in an event from the stream. Raises ApiError when the reply cannot be continued."""
-        self.heard_at = asyncio.get_running_loop().time()
+        self.note_heard()
         if event.lease < self._lease or self.is_ended:
             return
         if event.lease > self._lease:

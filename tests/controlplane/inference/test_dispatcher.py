@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator
+from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
 from controlplane import jobs
 from controlplane.jobs import Dispatcher
 from controlplane.workers import is_served
+from demo.ports import HOST, choose_ports
 from demo.stack import EmbeddedStack
 from tests.queue_rig import BASE, QueueRig
+from tests.worker.test_histories import FaultProxy
 from worker import protocol
 
 
@@ -64,3 +69,65 @@ async def test_a_loop_that_fails_begins_again(
     await asyncio.wait_for(failed.wait(), 10)
     rig.beat("w")
     await until_served(dispatcher)
+
+
+async def test_what_is_not_in_the_queue_yet_is_not_missed_there(
+    rig: QueueRig, dispatcher: Dispatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its admission takes longer than a reply may be silent."""
+    monkeypatch.setattr(jobs, "SILENCE_S", 0.0)
+    rig.beat("w")
+    admit = dispatcher._admit
+
+    async def admit_late(*args: Any) -> Any:
+        await dispatcher._find_lost_replies()
+        return await admit(*args)
+
+    monkeypatch.setattr(dispatcher, "_admit", admit_late)
+    job = rig.job("0" * 32)
+    reply, _ = await dispatcher.submit(job)
+    assert not reply.is_ended
+    rig.client.delete(protocol.job_key(rig.pool, job.request_id))
+    await dispatcher._find_lost_replies()
+    assert reply.is_ended, "now it should have been there"
+    dispatcher.leave(reply)
+
+
+async def test_a_batchs_request_is_there_when_its_day_is_over(
+    rig: QueueRig, dispatcher: Dispatcher
+) -> None:
+    """Nobody may have had room for it: whoever pulls it then ends it, and gives its budget back."""
+    rig.beat("w")
+    job = rig.job("0" * 32, batch=True)
+    day_s = 24 * 3600
+    job = dataclasses.replace(job, deadline=job.created_at + day_s)
+    reply, _ = await dispatcher.submit(job)
+    assert rig.client.ttl(protocol.job_key(rig.pool, job.request_id)) > day_s + 3600
+    dispatcher.leave(reply)
+
+
+async def test_who_leaves_while_redis_is_away_is_not_forgotten(
+    rig: QueueRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "CANCEL_RETRY_S", 0.05)
+    parts = urlsplit(rig.url)
+    proxy = FaultProxy(choose_ports(1)[0], parts.port or 0)
+    listener = await proxy.start()
+    rig.beat("w")
+    through = parts._replace(netloc=f"{HOST}:{proxy.port}").geturl()
+    dispatcher = Dispatcher(through, rig.pool)
+    await dispatcher.start()
+    job = rig.job("0" * 32)
+    reply, _ = await dispatcher.submit(job)
+    listener.close()
+    proxy.cut()
+    dispatcher.leave(reply)
+    await asyncio.sleep(2.5)  # longer than Redis's client tries by itself
+    assert b"cancel" not in rig.state(job.request_id)
+    listener = await proxy.start()
+    async with asyncio.timeout(10):
+        while b"cancel" not in rig.state(job.request_id):
+            await asyncio.sleep(0.02)
+    await dispatcher.close()
+    listener.close()
+    proxy.cut()
