@@ -351,7 +351,10 @@ local has_both = redis.call('EXISTS', q .. ':i') == 1 and redis.call('EXISTS', q
 if has_both and redis.call('HINCRBY', q .. ':sums', 'turn', 1) % SHARE == 0 then serve('b', 1) end
 if taken < want then serve('i', want - taken) end
 if taken < want then serve('b', want - taken) end
-if #pulled == 0 then redis.call('ZADD', q .. ':idle', now, worker) end
+if #pulled == 0 then
+  redis.call('ZADD', q .. ':idle', now, worker)
+  redis.call('ZREMRANGEBYSCORE', q .. ':idle', '-inf', now - 60)
+end
 if #pulled > 0 then
   redis.call('SADD', 'in:{' .. pool .. '}', worker)
   redis.call('XREADGROUP', 'GROUP', group, worker, 'COUNT', #pulled, 'STREAMS', inbox, '>')

@@ -85,11 +85,11 @@ table.insert(gateways, 1, tostring(now))
 return gateways
 """
 
-# KEYS workers, worker, residents | ARGV worker id, boot
+# KEYS workers, worker, residents, control | ARGV worker id, boot
 UNREGISTER = """
 if (redis.call('HGET', KEYS[2], 'boot') or ARGV[2]) ~= ARGV[2] then return end
 redis.call('ZREM', KEYS[1], ARGV[1])
-redis.call('DEL', KEYS[2], KEYS[3])
+redis.call('DEL', KEYS[2], KEYS[3], KEYS[4])
 """
 
 SCRIPTS = {
@@ -368,6 +368,7 @@ class Streams:
                 protocol.workers_key(self._pool),
                 protocol.worker_key(self._pool, self._worker_id),
                 fair_queue.residents_key(self._pool, self._worker_id),
+                self._control,
             ],
             [self._worker_id, self._boot_id],
         )

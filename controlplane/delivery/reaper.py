@@ -89,10 +89,12 @@ redis.call('HSET', KEYS[1], 'looked', now)
 return {time[1], time[2], redis.call('HGET', KEYS[1], 'since')}
 """
 
-# KEYS inbox, inboxes, workers | ARGV worker
+# KEYS inbox, inboxes, workers, worker, control | ARGV worker
+# What is left of a worker that said that it goes, or has not been heard of for WORKER_TTL_S.
 FORGET = """
-if redis.call('XLEN', KEYS[1]) > 0 or redis.call('ZSCORE', KEYS[3], ARGV[1]) then return 0 end
-redis.call('DEL', KEYS[1])
+if redis.call('XLEN', KEYS[1]) > 0 or redis.call('EXISTS', KEYS[4]) == 1 then return 0 end
+redis.call('ZREM', KEYS[3], ARGV[1])
+redis.call('DEL', KEYS[1], KEYS[5])
 return redis.call('SREM', KEYS[2], ARGV[1])
 """
 
@@ -146,7 +148,7 @@ class Reaper:
         time, since = (int(looked[0]), int(looked[1])), float(looked[2])
         now = time[0] + time[1] / 1e6
         scores = dict(self._redis.zrange(self._workers, 0, -1, withscores=True))
-        for name in self._redis.smembers(self._inboxes):
+        for name in self._redis.smembers(self._inboxes).union(scores):
             if now - max(since, scores.get(name, 0.0)) >= protocol.HEARTBEAT_TIMEOUT_S:
                 self._reap(name.decode())
         heartbeats = [
@@ -164,7 +166,10 @@ class Reaper:
                 if not self._take_over(worker_id, inbox, entry_id, fields):
                     return
             after = f"({entries[-1][0].decode()}"
-        self._forget(keys=[inbox, self._inboxes, self._workers], args=[worker_id])
+        worker = protocol.worker_key(self._pool, worker_id)
+        control = protocol.control_key(self._pool, worker_id)
+        keys = [inbox, self._inboxes, self._workers, worker, control]
+        self._forget(keys=keys, args=[worker_id])
 
     def _take_over(
         self, worker_id: str, inbox: str, entry_id: bytes, fields: dict[bytes, bytes]

@@ -99,6 +99,28 @@ def test_what_told_nothing_goes_back_to_the_front(ward: Ward) -> None:
     assert second.lease == 1
 
 
+@pytest.mark.parametrize("has_pulled", [True, False])
+def test_nothing_stays_of_a_worker_that_never_comes_back(ward: Ward, has_pulled: bool) -> None:
+    rig = ward.rig
+    keys = set(rig.client.scan_iter(f"*{rig.pool}*"))
+    ward.die("pod-1")
+    rig.client.xadd(protocol.control_key(rig.pool, "pod-1"), {"m": b"{}"})
+    if has_pulled:
+        rig.accept()
+        rig.pull("pod-1")
+    ward.reap()
+    assert rig.client.zscore(protocol.workers_key(rig.pool), "pod-1"), "it may be restarting"
+    rig.client.delete(protocol.worker_key(rig.pool, "pod-1"))  # expired
+    ward.reap()
+    if has_pulled:
+        rig.publish(*rig.pull("w"))
+        rig.beat("w")
+    assert rig.client.zscore(protocol.workers_key(rig.pool), "pod-1") is None
+    left = {key for key in rig.client.scan_iter(f"*{rig.pool}*") if b"pod-1" in key}
+    assert left - keys == set()
+    assert not rig.client.sismember(fair_queue.inboxes_key(rig.pool), "pod-1")
+
+
 def test_a_living_worker_is_left_alone(ward: Ward) -> None:
     ward.rig.beat("w")
     ward.rig.accept()
