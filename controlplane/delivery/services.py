@@ -152,7 +152,8 @@ def dead_letter_requeue(letter: DeadLetter) -> str:
 
 @transaction.atomic
 def _claim(letter: DeadLetter, request_id: str) -> None:
-    waiting = DeadLetter.objects.filter(pk=letter.pk, requeued_at=None)
+    # One whose prompt is still there may have been claimed by somebody who died at it.
+    waiting = DeadLetter.objects.filter(pk=letter.pk, job__isnull=False)
     if not waiting.update(requeued_at=timezone.now(), requeued_as=request_id):
         raise Conflict("This request was put back already.")
     record("requeued", letter, after={"requeued_as": request_id})

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from django.utils import timezone
 
+from controlplane.delivery import services
 from controlplane.delivery.models import DeadLetter
 from controlplane.delivery.reaper import Reaper
 from controlplane.delivery.services import (
@@ -269,6 +270,29 @@ def test_a_dead_letter_is_a_row_and_can_be_put_back(
             dead_letter_requeue(letter)
     (taken,) = rig.pull()
     assert (taken.job.request_id, taken.job.is_batch) == (again, True)
+
+
+@pytest.mark.django_db
+def test_a_letter_that_somebody_died_at_can_be_put_back(
+    ward: Ward, acme: Party, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, settings.POOL = ward.rig, ward.rig.pool
+    job = rig.job(str(acme.tenant.id))
+    with tenant_scope(acme.tenant.id):
+        letter = DeadLetter.objects.create(
+            request_id=job.request_id, model="m", reason="given up", job=job.to_dict()
+        )
+        with monkeypatch.context() as patch:
+            patch.setattr(services, "redis_client", lambda: 1 // 0)
+            with pytest.raises(ZeroDivisionError):
+                dead_letter_requeue(letter)
+        letter.refresh_from_db()
+        assert letter.requeued_at is not None
+        ids = {dead_letter_requeue(letter)}
+        letter.job = job.to_dict()
+        with pytest.raises(Conflict, match="already"):
+            dead_letter_requeue(letter)
+    assert {taken.job.request_id for taken in rig.pull()} == ids
 
 
 @pytest.mark.django_db
