@@ -148,14 +148,19 @@ class Grammars:
             grammar = grammars.popleft()
             if grammars:
                 self._waiting[tenant_id] = grammars
-            await self._trial.start()  # after one that was killed: not this tenant's doing
             started, until = time.monotonic(), math.inf
             try:
+                await self._trial.start()  # after one that was killed: not this tenant's doing
+                started = time.monotonic()
                 problem = await self._trial.call(*grammar, timeout_s=TRIAL_TIMEOUT_S)
             except HelperLost as error:
                 until = time.monotonic() + RETRY_S
                 log.warning("tenant %s: a grammar was given up: %s", tenant_id, error)
                 problem = f"compiling it was given up: {error}"
+            except Exception:  # no file or thread is left for it: whoever waits must hear of it
+                until = time.monotonic() + RETRY_S
+                log.exception("tenant %s: a grammar could not be tried", tenant_id)
+                problem = "it could not be tried"
             spent = self._spent.setdefault(tenant_id, deque())
             spent.append((started, time.monotonic() - started))
             _remember(self._found, _key(*grammar), _Verdict(problem, until))

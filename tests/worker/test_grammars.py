@@ -238,6 +238,17 @@ async def test_who_waits_for_a_helper_that_cannot_be_started_is_told(
     assert "cannot be started" in refused.message
 
 
+async def test_who_waits_for_a_trial_that_fails_unforeseen_is_told(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_file() -> None:
+        raise OSError("Too many open files")
+
+    monkeypatch.setattr(grammars._trial, "_started", no_file)
+    refused = await asyncio.wait_for(refusal(grammars, add(regex="x")), timeout=5)
+    assert "could not be tried" in refused.message
+
+
 def _eats(num_bytes: int) -> Any:
     def eat(count: int) -> int:
         return len(bytes(count * num_bytes))
