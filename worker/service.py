@@ -81,6 +81,8 @@ class Worker:
         self._prepares_helpers = engine_factory is None
         self._stats = Stats()
         self._contact = Contact()
+        self._telling = asyncio.Lock()  # that it lives, or leaves
+        self._has_left = False
         self._tokens_per_s = 0.0
         self._is_loaded = asyncio.Event()
         self._draining = asyncio.Event()
@@ -242,6 +244,11 @@ class Worker:
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
 
     async def _beat(self) -> None:
+        async with self._telling:
+            if not self._has_left:
+                await self._say_alive()
+
+    async def _say_alive(self) -> None:
         try:
             silence_s = await self._streams.beat(self._heartbeat())
         except (RedisError, OSError):
@@ -294,8 +301,10 @@ class Worker:
         except TimeoutError:
             has_left_all = False
         if has_left_all:  # or else gateways would give up what is left, before it is taken over
-            with contextlib.suppress(RedisError, OSError):
-                await self._streams.unregister()
+            async with self._telling:  # no heartbeat under way comes after it
+                self._has_left = True
+                with contextlib.suppress(RedisError, OSError):
+                    await self._streams.unregister()
 
 
 async def _insist(call: Callable[[], Awaitable[_T]]) -> _T:
