@@ -126,8 +126,10 @@ class Scheduler:
             waiting = self._line.of(urgency) if urgency is Urgency.OVERDUE else []
             num_before = sum(s.rank < waiting[0].rank for s in own) if waiting else len(own)
             self._continue_prompts(step, own[:num_before])
+            # Who has been preempted by now waits: being admitted again, it has had its turn.
+            after = [sequence for sequence in own[num_before:] if sequence.is_running]
             is_open = is_open and self._admit(step, urgency)
-            self._continue_prompts(step, own[num_before:])
+            self._continue_prompts(step, after)
         _group_by_adapter(step)
         return step
 

@@ -97,6 +97,20 @@ def test_pages_for_an_interactive_requests_adapter_come_from_batch_work() -> Non
     assert not machine.running and machine._pool.num_free >= 1
 
 
+def test_who_gives_way_and_comes_back_in_one_step_runs_once() -> None:
+    """The youngest yields a page, and gets others that an older one takes from the second."""
+    machine = scheduler(8, max_wait_s=0.0, max_step_tokens=128)  # everybody is overdue
+    add(machine, 0, 15)
+    older = add(machine, 1, 40)
+    older.is_waiting_for_grammar = True
+    add(machine, 2, 70)
+    add(machine, 3, 30)
+    assert rows(play(machine)) == [(0, 15), (2, 70), (3, 30)]
+    assert rows(play(machine)) == [(0, 1), (2, 1), (3, 1)]
+    older.is_waiting_for_grammar = False
+    assert rows(play(machine)) == [(0, 1), (1, 40), (3, 32)]
+
+
 # Clustering
 
 
