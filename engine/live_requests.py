@@ -53,17 +53,24 @@ class LiveRequests:
         return len(self._sequences)
 
     def enter(self, request: Request) -> None:
-        """Accept a request that `Intake` has checked."""
+        """Accept a request that `Intake` has checked; what this raises leaves nothing behind."""
         sequences = Sequence.of(request, self._num_arrivals, self._stop_ids(request))
+        try:
+            for sequence in sequences:
+                self._sampler.add(sequence)
+                self._grammars.add(sequence)
+        except BaseException:
+            for sequence in sequences:
+                self._sampler.remove(sequence)
+                self._grammars.remove(sequence)
+            raise
         self._num_arrivals += len(sequences)
         self._sequences[request.request_id] = live = list(sequences)
         self._deadlines.add(live)
         now = self._clock()
         for sequence in sequences:
             self._store.add_user(sequence.digests)
-            self._sampler.add(sequence)
             self._scheduler.add(sequence, now)
-            self._grammars.add(sequence)
 
     def release(self, sequence: Sequence) -> None:
         """Give back what a sequence held; a step under way may still write to its pages.

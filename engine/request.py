@@ -133,7 +133,9 @@ class Request:
         _check_integer("n", self.n, 1, MAX_SEQUENCES)
         if self.priority not in tuple(Priority):
             raise RequestError(f"there is no priority {self.priority!r}", param="priority")
-        if self.deadline is not None and not isinstance(self.deadline, Real):
+        # Not a number is equal to nothing, itself included.
+        is_number = isinstance(self.deadline, Real) and self.deadline == self.deadline
+        if self.deadline is not None and not is_number:
             raise RequestError(f"deadline is {self.deadline!r}, not a number", param="deadline")
         self._check_adapters()
         self._check_grammar()

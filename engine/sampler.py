@@ -56,7 +56,7 @@ class _State:
         if params.logit_bias:
             self.bias = (
                 torch.tensor(list(params.logit_bias), device=device),
-                torch.tensor(list(params.logit_bias.values()), device=device),
+                torch.tensor(list(map(float, params.logit_bias.values())), device=device),
             )
         self.stop_ids = torch.tensor(sorted(sequence.stop_ids), dtype=torch.int64, device=device)
 

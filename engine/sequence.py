@@ -117,7 +117,7 @@ class Sequence:
     def seed(self) -> int | None:
         """What its randomness starts from: sequence i of a request has the request's seed + i."""
         seed = self.request.sampling.seed
-        return None if seed is None else seed + self.index
+        return None if seed is None else int(seed) + self.index
 
     def output(self) -> RequestOutput:
         """Where it stands, without news."""

@@ -84,6 +84,7 @@ def test_bad_requests_are_refused_by_field(
         ({"stop_token_ids": None}, "stop_token_ids"),
         ({"n": 1.5}, "n"),
         ({"deadline": "soon"}, "deadline"),
+        ({"deadline": float("nan")}, "deadline"),
         ({"priority": "urgent"}, "priority"),
         ({"json_schema": {}}, "json_schema"),
         ({"adapter": {"all-4": 1e39}}, "adapters"),

@@ -139,6 +139,32 @@ def test_a_defect_met_by_one_request_ends_that_request(
     assert got["drawn"].token_ids == alone["drawn"].token_ids
 
 
+def test_a_request_that_cannot_be_set_up_leaves_nothing_behind(
+    make_engine: MakeEngine, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory runs out for the last of its three continuations."""
+    engine = make_engine()
+    set_up: list[Any] = []
+    add = engine._sampler.add
+
+    def fails_at_the_third(sequence: Any) -> None:
+        add(sequence)
+        set_up.append(sequence)
+        if len(set_up) == 3:
+            raise MemoryError
+
+    monkeypatch.setattr(engine._sampler, "add", fails_at_the_third)
+    asked = request("r", prompt(1, 20), adapter="all-4", max_tokens=8, n=3, regex="[ab]+")
+    with pytest.raises(MemoryError):
+        engine.add(asked)
+    assert not engine.has_work()
+    engine.check_integrity()
+    engine.unregister_adapter("all-4")
+    assert engine.adapter_status("all-4") is None
+    got = run(engine, request("r", prompt(1, 20), max_tokens=8), check=True)
+    assert got["r"].token_ids == oracle.generate(prompt(1, 20), 8)
+
+
 def test_a_defect_of_nobody_stays_fatal(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

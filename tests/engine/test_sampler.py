@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -110,6 +112,17 @@ def test_logit_bias_and_min_tokens() -> None:
     got = adjusted(row, [0], [], logit_bias={1: 3.0, 2: -100.0}, min_tokens=2)
     assert got == [0.0, 3.0, -100.0, 0.0, -math.inf]
     assert adjusted(row, [0], [1, 1], min_tokens=2)[4] == 0.0
+
+
+def test_numbers_of_other_libraries_are_numbers(make_engine: MakeEngine) -> None:
+    drawn: dict[str, Any] = {"temperature": 1.0, "max_tokens": 6}
+    got = run(
+        make_engine(),
+        request("own", [1, 2], seed=5, logit_bias={3: 0.5}, n=2, **drawn),
+        request("other", [1, 2], seed=np.int64(5), logit_bias={3: Fraction(1, 2)}, n=2, **drawn),
+    )
+    assert got["own"].token_ids == got["other"].token_ids
+    assert got["own/1"].token_ids == got["other/1"].token_ids
 
 
 def test_a_seed_gives_the_same_tokens_in_any_batch(make_engine: MakeEngine) -> None:
