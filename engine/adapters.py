@@ -335,7 +335,13 @@ class AdapterStore:
 
     @property
     def is_loading(self) -> bool:
-        return self._loader.is_loading or bool(self._arriving)
+        """Whether anything is on its way to host memory or to the arena."""
+        return self._loader.is_loading or self.is_copying
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether anything is on its way to the arena, whose pages may be had when it is there."""
+        return bool(self._arriving)
 
     @property
     def is_loading_ahead(self) -> bool:

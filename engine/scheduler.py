@@ -50,7 +50,7 @@ class Adapters(Protocol):
     def num_pages(self, digest: str) -> int: ...
 
     @property
-    def is_loading(self) -> bool: ...
+    def is_copying(self) -> bool: ...
 
     def pin(self, digest: str) -> None: ...
 
@@ -222,7 +222,7 @@ class Scheduler:
             if victim is sequence and len(self.running) == 1:
                 if self._is_free_at_last(num_new, sequence):
                     break
-                if not self._adapters.is_loading:
+                if not self._adapters.is_copying:
                     step.failed.append((sequence, _too_small(self._pool, num_new)))
                 return False
             self._preempt(step, victim)
@@ -363,7 +363,7 @@ class Scheduler:
                 if not self.running and self._is_free_at_last(num_new, sequence):
                     break
                 self._tables.give_back(pages)
-                if not self.running and not self._adapters.is_loading:
+                if not self.running and not self._adapters.is_copying:
                     step.failed.append((sequence, _too_small(self._pool, num_new)))
                 return False
         self._start(sequence, pages)

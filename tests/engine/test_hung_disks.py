@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine import AdapterUnavailable, Engine
+from engine import AdapterUnavailable, Engine, FinishReason, OutOfPages
 from engine.adapter_loader import _MAX_HUNG
 from engine.request import Priority
 from engine.stats import AdapterStatus
@@ -160,3 +160,21 @@ def test_memory_beside_host_memory_is_not_kept_for_nobody(disk: Disk) -> None:
             engine.step()
         assert engine.adapter_status("all-64") == AdapterStatus("disk")
         engine.check_integrity()
+
+
+def test_who_outgrows_the_arena_ends_though_something_is_read(
+    disk: Disk, adapters: dict[str, Path], oracle: Oracle, tmp_path: Path
+) -> None:
+    """What is read takes no room in the arena: nobody need wait for the end of it."""
+    engine = disk.start(arena_bytes=70 * PAGE_BYTES, min_adapter_bytes=66 * PAGE_BYTES)
+    disk.hanging.add(folder := copy_of(adapters["ko-1"], tmp_path / "hanging"))
+    engine.register_adapter("hanging", folder)
+    engine.load_ahead("hanging")
+    engine.add(request("large", prompt(0, 40), max_tokens=60))
+    engine.add(request("small", prompt(1, 5), max_tokens=6))
+    ends = {}
+    for _ in range(60):
+        ends |= {o.request_id: o for o in engine.step() if o.finish_reason}
+    assert isinstance(ends["large"].error, OutOfPages)
+    assert ends["small"].finish_reason == FinishReason.LENGTH
+    assert engine.adapter_status("hanging") == AdapterStatus("loading")

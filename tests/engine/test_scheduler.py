@@ -20,7 +20,7 @@ class Residents:
         self.pages = {digest: pool.take(1, PageUse.ADAPTER) for digest in digests}
         self.pins = dict.fromkeys(digests, 0)
         self.without_room: set[str] = set()
-        self.is_loading = False
+        self.is_copying = False
 
     def is_resident(self, digest: str) -> bool:
         return digest in self.pages
@@ -204,7 +204,7 @@ def test_a_request_too_large_for_the_pool_fails_alone() -> None:
 def test_it_waits_while_an_adapter_is_being_copied() -> None:
     machine = scheduler(2)
     assert isinstance(machine._adapters, Residents)
-    machine._adapters.is_loading = True
+    machine._adapters.is_copying = True
     add(machine, 0, 33)
     step = machine.schedule(0.0)
     assert not step.rows and not step.failed
