@@ -16,7 +16,10 @@ T = TypeVar("T")
 
 
 def start_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-    """Call `function` on a new thread; what it returns or raises is the future's."""
+    """Call `function` on a new thread; what it returns or raises is the future's.
+
+    So is the error where the process may have no more threads.
+    """
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
 
@@ -26,5 +29,8 @@ def start_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) ->
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=run, name="adapter-loader", daemon=True).start()
+    try:
+        threading.Thread(target=run, name="adapter-loader", daemon=True).start()
+    except RuntimeError as error:
+        future.set_exception(error)
     return future

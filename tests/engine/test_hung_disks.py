@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -178,3 +179,23 @@ def test_who_outgrows_the_arena_ends_though_something_is_read(
     assert isinstance(ends["large"].error, OutOfPages)
     assert ends["small"].finish_reason == FinishReason.LENGTH
     assert engine.adapter_status("hanging") == AdapterStatus("loading")
+
+
+@pytest.mark.parametrize("is_read", [False, True], ids=["reading", "copying"])
+def test_a_process_without_threads_to_spare_fails_what_needs_one(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch, oracle: Oracle, is_read: bool
+) -> None:
+    engine = disk.start()
+    if is_read:
+        engine.load_ahead("qv-16")
+        run(engine)
+    with monkeypatch.context() as context:
+        no_thread = RuntimeError("can't start new thread")
+        context.setattr(threading.Thread, "start", Mock(side_effect=no_thread))
+        asked = [request("r", prompt(0, 5), adapter="qv-16"), request("s", [1, 2], max_tokens=2)]
+        got = run(engine, *asked, check=True)
+    assert isinstance(got["r"].error, AdapterUnavailable)
+    assert got["s"].finish_reason == FinishReason.LENGTH
+    disk.now += 1
+    again = run(engine, request("again", prompt(0, 5), adapter="qv-16", max_tokens=6))["again"]
+    assert again.token_ids == oracle.generate(prompt(0, 5), 6, "qv-16")
