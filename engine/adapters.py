@@ -72,15 +72,18 @@ class AdapterStore:
         """Know the adapter at `path` by `digest`.
 
         Reads the config and the tensor header, not the tensors. Does nothing when the digest is
-        already known, except that one whose last load failed is read from `path` at once. Raises
+        already known, except that one whose last load failed is read from `path` at once, and one
+        that was unregistered while requests have it, when it is read the next time. Raises
         AdapterMismatch when they do not fit the base, AdapterUnavailable when they cannot be
         read, OutOfPages when the arena could not hold the adapter even if it held nothing else.
         """
         known = self._adapters.get(digest)
         if known is not None:
+            if known.is_unregistered or known.error is not None:
+                known.path = path
             known.is_unregistered = False
             if known.error is not None:
-                known.path, known.retry_at = path, self._clock()
+                known.retry_at = self._clock()
             return
         tiles = self._reader.place(self._reader.read_plan(path))
         num_pages, tail = tiles.num_pages, tiles.tail_slots

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -179,6 +180,26 @@ def test_who_outgrows_the_arena_ends_though_something_is_read(
     assert isinstance(ends["large"].error, OutOfPages)
     assert ends["small"].finish_reason == FinishReason.LENGTH
     assert engine.adapter_status("hanging") == AdapterStatus("loading")
+
+
+def test_an_adapter_that_comes_back_is_read_where_it_is_now(
+    disk: Disk, adapters: dict[str, Path], oracle: Oracle, tmp_path: Path
+) -> None:
+    """It was unregistered, and its folder deleted, while a request ran with it."""
+    engine = disk.start(host_cache_bytes=0, arena_bytes=70 * PAGE_BYTES)
+    folder = copy_of(adapters["qv-16"], tmp_path / "before")
+    engine.register_adapter("moving", folder)
+    engine.add(request("r", prompt(0, 5), adapter="moving", max_tokens=60))
+    while engine.adapter_status("moving") != AdapterStatus("resident"):
+        engine.step()
+    engine.unregister_adapter("moving")
+    shutil.rmtree(folder)
+    engine.register_adapter("moving", adapters["qv-16"])
+    run(engine)
+    engine._store.evict_idle(engine.stats().num_pages, keep=())
+    assert engine.adapter_status("moving") == AdapterStatus("disk")
+    got = run(engine, request("again", prompt(0, 5), adapter="moving", max_tokens=6))["again"]
+    assert got.token_ids == oracle.generate(prompt(0, 5), 6, "qv-16")
 
 
 @pytest.mark.parametrize("is_read", [False, True], ids=["reading", "copying"])
