@@ -155,6 +155,15 @@ class AdapterStore:
     def num_pages(self, digest: str) -> int:
         return self._adapters[digest].num_pages
 
+    def most_pages(self, digests: Iterable[str]) -> int:
+        """Pages that registered adapters take together at most, beside no others.
+
+        What others left of the pages that they shared may be a page more for each but two of them.
+        """
+        adapters = [self._adapters[digest] for digest in digests]
+        num_tails = sum(adapter.tail_slots > 0 for adapter in adapters)
+        return sum(adapter.num_pages for adapter in adapters) + max(num_tails - 2, 0)
+
     def pin(self, digest: str) -> None:
         """Keep a resident adapter's pages until `unpin`."""
         adapter = self._resident[digest]

@@ -66,7 +66,7 @@ class Intake:
         """Raise unless the arena could hold one of the request's sequences and its adapters."""
         num_tokens = len(request.token_ids) + 1
         num_kv = self._most_held(num_tokens)
-        num_adapter = sum(self._store.num_pages(part.digest) for part in request.adapters)
+        num_adapter = self._store.most_pages(part.digest for part in request.adapters)
         num_pinned = self._pins.num_pages
         if num_pinned:
             num_all = -(-num_tokens // self._config.page_size)

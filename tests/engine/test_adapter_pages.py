@@ -188,3 +188,29 @@ def test_pages_come_and_go(steps: list[tuple[bool, int, int, int]]) -> None:
     for place in places:
         pages.release(place)
     assert pool.num_free == 60
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_others_leave_costs_a_blend_a_page_less_two_of_its_parts(seed: int) -> None:
+    """`AdapterStore.most_pages`: tails lie where others made it worth while, who have gone."""
+    choose = random.Random(seed)
+    worst = 0
+    for _ in range(300):
+        pool = PagePool(100)
+        pages = AdapterPages(pool)
+        own: list[Place] = []
+        others: list[Place] = []
+        num_parts = choose.randint(2, 5)
+        for _ in range(num_parts - 1):
+            others += [pages.take(1, choose.randint(1, SLOTS - 1)) for _ in range(4)]
+            choose.shuffle(others)
+            for _ in range(choose.randint(0, 4)):
+                pages.release(others.pop())
+            own.append(pages.take(1, choose.randint(1, SLOTS - 1)))
+        for place in others:
+            pages.release(place)
+        needed = pages.num_needed(1, choose.randint(1, SLOTS - 1))
+        total = pool.num_pages - pool.num_free + needed
+        assert total <= num_parts + max(num_parts - 2, 0)
+        worst = max(worst, total - num_parts)
+    assert worst > 0

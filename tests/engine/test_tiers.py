@@ -339,6 +339,27 @@ def test_adapters_stay_within_their_limit(
     assert raised.value.param == "adapters"
 
 
+def test_a_blend_fits_wherever_others_have_left_its_parts(
+    tiny_model: Path, adapters: dict[str, Path]
+) -> None:
+    """Three parts that end in shared pages may take a page more than they would alone."""
+    parts = ("one", "two", "three")
+    asked = request("r", [1], adapter=dict.fromkeys(parts, 1.0), max_tokens=2)
+    for num_pages, fits in ((3, False), (4, True)):
+        limit = num_pages * PAGE_BYTES
+        engine = Engine(
+            EngineConfig(model_dir=tiny_model, arena_bytes=4 << 20, max_adapter_bytes=limit)
+        )
+        for name in parts:
+            engine.register_adapter(name, adapters["ko-1"])
+        if fits:
+            assert run(engine, asked, check=True)["r"].error is None
+        else:
+            with pytest.raises(OutOfPages, match="adapters need 4 pages; there are 3"):
+                engine.add(asked)
+        engine.close()
+
+
 def test_adapters_leave_kv_its_floor(
     make_small: MakeEngine, oracle: Oracle, num_pages: dict[str, int]
 ) -> None:
