@@ -16,12 +16,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from asgiref.sync import sync_to_async
+from django.db import Error as DatabaseError
 from django.db import InterfaceError, OperationalError, close_old_connections
 from django.utils import timezone
 
 from controlplane import storage
 from controlplane.batches import lines, output, results
-from controlplane.batches.feeding import Feeder
+from controlplane.batches.feeding import Drained, Feeder
 from controlplane.batches.leases import LEASE, RENEW_S, Lease, LeaseLost
 from controlplane.batches.lines import Line, LineFault
 from controlplane.batches.models import Batch
@@ -72,6 +73,14 @@ class Execution:
         self._pace = pace
         self._halt = threading.Event()
         self._principal: Principal | None = None
+        self._feeder: Feeder | None = None
+
+    def hand_over(self) -> bool:
+        """Leave the batch to others once the lines under way are answered; False if none is."""
+        if self._feeder is None:
+            return False
+        self._feeder.drain()
+        return True
 
     async def run(self) -> None:
         """Bring the batch to its end. Returns early when another runner has it.
@@ -85,6 +94,9 @@ class Execution:
             await self._while_held(self._write_files(), is_answering=False)
         except LeaseLost:
             log.info("batch %s has ended, or is somebody else's", self._lease.batch_id)
+        except Drained:
+            with contextlib.suppress(DatabaseError):
+                await in_thread(self._lease.release)
         except asyncio.CancelledError:
             with contextlib.suppress(Exception):
                 await in_thread(self._lease.release)
@@ -164,7 +176,7 @@ class Execution:
     async def _feed(self, batch: Batch) -> None:
         """Answer the lines that have no result yet."""
         done = await self._patiently(lambda: results.done_lines(self._lease))
-        feeder = Feeder(
+        feeder = self._feeder = Feeder(
             batch_id=batch.pk,
             endpoint=batch.endpoint,
             deadline=batch.expires_at.timestamp(),
@@ -172,8 +184,11 @@ class Execution:
             pace=self._pace,
             keep=self._keep,
         )
-        with self._pace.joined(batch.pk):
-            await feeder.run(self._lines(batch, done))
+        try:
+            with self._pace.joined(batch.pk):
+                await feeder.run(self._lines(batch, done))
+        finally:
+            self._feeder = None
 
     def _known_principal(self) -> Principal:
         assert self._principal is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import uuid
@@ -36,6 +37,10 @@ class _Refused(Exception):
     """The request was not accepted now; later it may be."""
 
 
+class Drained(Exception):
+    """The feeder was told to begin no more lines, and none is under way now."""
+
+
 class Feeder:
     """Answers lines until there are no more. Cancelled, it cancels what is under way.
 
@@ -66,9 +71,11 @@ class Feeder:
         self._num_held = self._bytes_held = 0
         self._submitting = asyncio.Lock()
         self._closed_until = 0.0  # event loop's time; before it nothing is submitted
+        self._is_draining = False
+        self._waiting: set[asyncio.Task[None]] = set()  # lines that are not under way
 
     async def run(self, found: AsyncIterator[Line]) -> None:
-        """Have every line answered and its result kept. Raises what `keep` raises."""
+        """Have every line answered and its result kept. Raises what `keep` raises, and Drained."""
         writing = asyncio.create_task(self._write())
         feeding = asyncio.create_task(self._feed(found))
         try:
@@ -83,18 +90,36 @@ class Feeder:
             await asyncio.wait({writing})  # what was answered is kept, also when it stops here
         writing.result()
 
+    def drain(self) -> None:
+        """Begin no more lines; `run` ends with Drained once those under way are answered and kept.
+
+        Their tokens are billed: cut off, they would be generated and billed again.
+        """
+        self._is_draining = True
+        self._freed.set()
+        for task in self._waiting:
+            task.cancel()
+
     async def _feed(self, found: AsyncIterator[Line]) -> None:
         try:
             async with asyncio.TaskGroup() as group:
                 async for line in found:
                     await self._hold(line)
-                    group.create_task(self._line(line))
+                    if self._is_draining:
+                        break
+                    task = group.create_task(self._line(line))
+                    self._waiting.add(task)
+                    task.add_done_callback(self._waiting.discard)
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
+        if self._is_draining:
+            raise Drained
 
     async def _hold(self, line: Line) -> None:
         """Wait until the line has room in memory."""
         while self._num_held >= MAX_HELD or self._bytes_held >= MAX_HELD_BYTES:
+            if self._is_draining:
+                return
             self._freed.clear()
             await self._freed.wait()
         self._num_held += 1
@@ -102,19 +127,21 @@ class Feeder:
 
     async def _line(self, line: Line) -> None:
         try:
-            await self._unwritten.put(await self._answer(line))
+            result = await self._answer(line)
+            if result is not None:
+                await self._unwritten.put(result)
         finally:
             self._num_held -= 1
             self._bytes_held -= len(line.body)
             self._freed.set()
 
-    async def _answer(self, line: Line) -> Result:
-        """The line's result, after as many attempts as it takes."""
+    async def _answer(self, line: Line) -> Result | None:
+        """The line's result, after as many attempts as it takes; None when another is to do it."""
         attempt = 0
-        while True:
+        while not self._is_draining:
             request_id = new_request_id()
             try:
-                async with self._pace.place(self._batch_id):
+                async with self._pace.place(self._batch_id), self._under_way():
                     request = lines.parse_request(line, self._endpoint)
                     generation = await self._submit(request, request_id)
                     try:
@@ -131,6 +158,20 @@ class Feeder:
                     return Result(line=line.number, is_error=True, output=output)
                 await asyncio.sleep(min(MAX_WAIT_S, 2.0**attempt * random.uniform(0.25, 0.5)))
 
+        return None
+
+    @contextlib.asynccontextmanager
+    async def _under_way(self) -> AsyncIterator[None]:
+        """Meanwhile the line is not one of those that a drain cuts off."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._waiting.discard(task)
+        try:
+            yield
+        finally:
+            if not task.done():
+                self._waiting.add(task)
+
     def _told(self, line: Line, error: Exception) -> ApiError:
         """What the line's client is told; a fault of ours keeps no other line from its answer."""
         if isinstance(error, ApiError):
@@ -144,7 +185,7 @@ class Feeder:
         One at a time, so that the first refusal spares the others theirs.
         """
         async with self._submitting:
-            if self._closed_for_s() > 0:
+            if self._closed_for_s() > 0 or self._is_draining:
                 raise _Refused
             try:
                 return await submit(

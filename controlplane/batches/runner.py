@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 #: Batches that one runner has at a time.
 MAX_BATCHES = 64
 LOOK_S = 1.0
+#: Told to stop, a runner lets what is under way end for so long.
+DRAIN_S = 20.0
 #: A batch that was taken up so often and fails again is given up.
 MAX_TURNS = 20
 
@@ -36,10 +38,11 @@ class Runner:
     def __init__(self, *, max_in_flight: int) -> None:
         self.stop = asyncio.Event()
         self._max_in_flight = max_in_flight
-        self._running: set[asyncio.Task[None]] = set()
+        self._running: dict[asyncio.Task[None], Execution] = {}
 
     async def run(self) -> None:
-        """Returns when told to stop; what it was at is left to others, nothing of it lost."""
+        """Returns when told to stop: lines under way are answered first, within `DRAIN_S`; what is
+        left then is others', nothing of it lost."""
         dispatcher = await self._dispatcher()
         if dispatcher is None:
             return
@@ -48,11 +51,19 @@ class Runner:
             while not self.stop.is_set():
                 await self._take_up(pace)
                 await self._pause()
+            await self._drain()
         finally:
             for task in self._running:
                 task.cancel()
             await asyncio.gather(*self._running, return_exceptions=True)
             await jobs.close_dispatcher()
+
+    async def _drain(self) -> None:
+        draining = {task for task, execution in self._running.items() if execution.hand_over()}
+        for task in self._running.keys() - draining:
+            task.cancel()
+        if draining:
+            await asyncio.wait(draining, timeout=DRAIN_S)
 
     async def _dispatcher(self) -> jobs.Dispatcher | None:
         """The way to the workers, waited for; None when it is time to stop."""
@@ -80,13 +91,13 @@ class Runner:
                 return
             if lease is None:
                 return
-            task = asyncio.create_task(self._work(lease, pace))
-            self._running.add(task)
-            task.add_done_callback(self._running.discard)
+            execution = Execution(lease, pace)
+            task = asyncio.create_task(self._work(lease, execution))
+            self._running[task] = execution
+            task.add_done_callback(self._running.pop)
 
-    async def _work(self, lease: Lease, pace: Pace) -> None:
+    async def _work(self, lease: Lease, execution: Execution) -> None:
         log.info("batch %s is taken up", lease.batch_id)
-        execution = Execution(lease, pace)
         try:
             await execution.run()
         except Exception:  # the others go on; this one is tried again when its lease is over

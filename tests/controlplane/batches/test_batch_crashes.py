@@ -10,7 +10,7 @@ import pytest
 
 from tests.controlplane.batches.conftest import Batches, chat_line
 from tests.live import LiveStack, Process, wait_for
-from worker.protocol import GATEWAYS_KEY
+from worker.protocol import GATEWAYS_KEY, done_key
 
 #: More than a runner answers between two looks.
 NUM_LINES = 1000
@@ -55,6 +55,11 @@ def gateways(pool: LiveStack) -> int:
     """Web servers and runners that say that they live."""
     seconds, _ = pool.redis.time()
     return int(pool.redis.zcount(GATEWAYS_KEY, seconds - 3, "+inf"))
+
+
+def num_billed(pool: LiveStack) -> int:
+    """Requests that have ended, in whatever way: no accountant takes their records here."""
+    return int(pool.redis.xlen(done_key(pool.pool)))
 
 
 def check(batches: Batches, batch: Any) -> None:
@@ -122,6 +127,7 @@ def test_a_runner_that_was_paused_past_its_lease_and_wakes(
 
 @pytest.mark.long
 def test_a_runner_that_is_stopped_hands_its_batch_over(batches: Batches, pool: LiveStack) -> None:
+    billed_before = num_billed(pool)
     batch = create(batches)
     holder = pool.start_batch_runner("runner-first")
     wait_for_lines(batches, batch, 100)
@@ -134,6 +140,7 @@ def test_a_runner_that_is_stopped_hands_its_batch_over(batches: Batches, pool: L
     assert time.monotonic() - started < 20, "the other waited for the lease to pass"
     check(batches, batch)
     assert other.stop() == 0
+    assert num_billed(pool) - billed_before == NUM_LINES
 
 
 @pytest.mark.long

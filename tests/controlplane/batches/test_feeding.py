@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import time
 import uuid
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from controlplane.batches import feeding
-from controlplane.batches.feeding import Feeder
+from controlplane.batches.feeding import Drained, Feeder
 from controlplane.batches.lines import Line
 from controlplane.batches.pace import Pace
 from controlplane.batches.results import Result
@@ -67,3 +68,60 @@ async def test_a_line_that_the_server_fails_on_keeps_no_other_from_its_answer(
     (failed,) = [result for result in kept if result.is_error]
     told = json.loads(failed.output)
     assert (told["custom_id"], told["response"]["status_code"]) == ("c2", 500)
+
+
+async def test_told_to_drain_it_ends_what_is_under_way_and_begins_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept: list[int] = []
+    begun: list[str] = []
+    left: list[str] = []
+    answers = asyncio.Event()
+
+    @dataclasses.dataclass
+    class Slow:
+        prompt: str
+        is_ended: bool = False
+
+        async def whole(self) -> dict[str, Any]:
+            await answers.wait()
+            self.is_ended = True
+            return {"usage": USAGE}
+
+        def leave(self) -> None:
+            if not self.is_ended:
+                left.append(self.prompt)
+
+    async def submit(principal: Any, body: Any, **_: Any) -> Any:
+        begun.append(body.prompt)
+        return Slow(body.prompt)
+
+    async def keep(results: list[Result]) -> None:
+        kept.extend(result.line for result in results)
+
+    monkeypatch.setattr(feeding, "submit", submit)
+    pace = Pace(lambda: [], most=3)
+    monkeypatch.setattr(pace, "limit", lambda: 3)
+    batch_id = uuid.uuid4()
+    feeder = Feeder(
+        batch_id=batch_id,
+        endpoint="/v1/completions",
+        deadline=time.time() + 60,
+        principal=lambda: None,  # type: ignore[arg-type, return-value]
+        pace=pace,
+        keep=keep,
+    )
+    with pace.joined(batch_id):
+        running = asyncio.create_task(feeder.run(found(1000)))
+        async with asyncio.timeout(30):
+            while len(begun) < 3:
+                await asyncio.sleep(0.01)
+            feeder.drain()
+            await asyncio.sleep(0.1)
+            assert not running.done()
+            answers.set()
+            with pytest.raises(Drained):
+                await running
+    assert len(begun) == 3
+    assert sorted(kept) == [1, 2, 3]
+    assert left == []
