@@ -7,7 +7,7 @@ import uuid
 from typing import Any
 
 import pytest
-from django.db import connection
+from django.db import OperationalError, connection
 from django.utils import timezone
 from rest_framework.test import APIClient
 
@@ -18,7 +18,7 @@ from controlplane.requestlog import retention, sealing, services
 from controlplane.requestlog.models import LogPolicy, RefusalHour, RequestContent
 from controlplane.requestlog.refusals import Refusal, refusals_add
 from controlplane.requestlog.services import Words
-from controlplane.scoping import all_tenants, tenant_scope
+from controlplane.scoping import all_tenants, current_tenant_id, tenant_scope
 from controlplane.tenants import services as tenants
 from controlplane.tenants.models import Role
 from controlplane.usage.models import UsageRecord
@@ -210,6 +210,25 @@ class TestRetention:
             assert [row.request_id for row in InferenceRequest.objects.all()] == ["new"]
             assert UsageRecord.objects.count() == 6
         with tenant_scope(globex.tenant.id):
+            assert InferenceRequest.objects.count() == 1
+
+    def test_one_tenant_whose_log_cannot_be_deleted_keeps_no_other_waiting(
+        self, acme: Party, globex: Party, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        old = timezone.now().timestamp() - 100 * 86400
+        usage_settle(
+            [record(acme, "stays", created_at=old), record(globex, "goes", created_at=old)]
+        )
+        delete = retention._delete
+
+        def refuse(rows: Any) -> int:
+            if current_tenant_id() == acme.tenant.id:
+                raise OperationalError("canceling statement due to lock timeout")
+            return delete(rows)
+
+        monkeypatch.setattr(retention, "_delete", refuse)
+        assert self.forget()["requests"] == 1
+        with tenant_scope(acme.tenant.id):
             assert InferenceRequest.objects.count() == 1
 
 
