@@ -40,6 +40,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import hashlib
 import json
 import time
@@ -160,14 +161,10 @@ class Control(enum.StrEnum):
     POKE = "poke"  # there is something to pull
 
 
-_DEFAULTS: dict[type, dict[str, Any]] = {}
-
-
-def _fields(message: Any) -> dict[str, Any]:
-    """Field name -> default of a message class."""
-    if message not in _DEFAULTS:
-        _DEFAULTS[message] = {field.name: field.default for field in dataclasses.fields(message)}
-    return _DEFAULTS[message]
+#: Message class -> field name -> default.
+_fields: Callable[[Any], dict[str, Any]] = functools.cache(
+    lambda message: {field.name: field.default for field in dataclasses.fields(message)}
+)
 
 
 class Message:
@@ -236,11 +233,6 @@ class Sampling(Message):
     logit_bias: dict[str, float] = dataclasses.field(default_factory=dict)  # token id -> bias
     logprobs: int | None = None  # None: off; k: the chosen token's and the k best
     ignore_eos: bool = False
-
-    def told(self) -> dict[str, Any]:
-        """What of it is not as usual, without the client's words."""
-        fields = self.to_dict()
-        return {name: fields[name] for name in fields if name not in ("stop", "logit_bias")}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -365,28 +357,17 @@ class DoneRecord(Message):
     endpoint: str = ""
     is_batch: bool = False
     weights: tuple[float, ...] = ()  # of the digests
-    sampling: dict[str, Any] | None = None  # `Sampling.told`
+    sampling: dict[str, Any] | None = None  # what is not as usual, and no words of the client
     attempts: int | None = None  # how often workers took it up; more than one: some were lost
 
     @classmethod
     def of(cls, job: GenerateJob, **fields: Any) -> DoneRecord:
-        """With what the job says already."""
-        return cls(
-            request_id=job.request_id,
-            tenant_id=job.tenant_id,
-            api_key_id=job.api_key_id,
-            model=job.model,
-            base_model=job.base_model,
-            adapter_version_id=job.adapter_version_id,
-            digests=tuple(ref.digest for ref in job.adapters),
-            weights=tuple(ref.weight for ref in job.adapters),
-            sampling=job.sampling.told(),
-            created_at=job.created_at,
-            stream=job.stream,
-            endpoint=job.endpoint,
-            is_batch=job.is_batch,
-            **fields,
-        )
+        """With what the job says already, less the client's words."""
+        said = {n: getattr(job, n) for n in _fields(GenerateJob) if n in _fields(cls)} | fields
+        sampling = job.sampling.to_dict()
+        said["sampling"] = {k: sampling[k] for k in sampling if k not in ("stop", "logit_bias")}
+        said["digests"] = tuple(ref.digest for ref in job.adapters)
+        return cls(weights=tuple(ref.weight for ref in job.adapters), **said)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
