@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
-from engine.errors import EngineError
+from engine.errors import AdapterMismatch, EngineError, OutOfPages
 from engine.request import (
     AdapterPart,
     FinishReason,
@@ -45,6 +45,8 @@ log = logging.getLogger(__name__)
 #: Pause after a step without output: its requests may wait for an adapter that still loads.
 STALL_POLL_S = 0.001
 STATS_INTERVAL_S = 0.25
+#: A digest names content: what did not fit once never will. A disk's errors may pass.
+_LASTING = (AdapterMismatch, OutOfPages)
 
 
 class EngineStats(Protocol):
@@ -131,8 +133,7 @@ class EngineLoop:
     def __init__(self, engine: EngineLike, connection: Connection) -> None:
         self._engine = engine
         self._connection = connection
-        # A digest names content: what did not fit once never will.
-        self._failed_adapters: dict[str, Failure] = {}
+        self._refused: dict[str, tuple[Register, Exception]] = {}  # by digest
         self._is_stalled = False
         self._told_stats_at = 0.0
 
@@ -182,14 +183,14 @@ class EngineLoop:
                 case Register():
                     self._register(command)
                 case Unregister():
-                    self._failed_adapters.pop(command.digest, None)
+                    self._refused.pop(command.digest, None)
                     self._engine.unregister_adapter(command.digest)
         return refused
 
     def _add(self, command: Add) -> Output | None:
         for digest, _ in command.adapters:
-            if failure := self._failed_adapters.get(digest):
-                return _refusal(command, failure)
+            if error := self._refusal_of(digest):
+                return _refusal(command, to_failure(error))
         try:
             self._engine.add(to_request(command))
         except Exception as error:
@@ -200,8 +201,16 @@ class EngineLoop:
         try:
             self._engine.register_adapter(command.digest, Path(command.folder))
         except Exception as error:
-            self._failed_adapters[command.digest] = to_failure(error)
+            self._refused[command.digest] = command, error
             log.warning("adapter %s refused: %r", command.digest, error)
+        else:
+            self._refused.pop(command.digest, None)
+
+    def _refusal_of(self, digest: str) -> Exception | None:
+        """Why the engine does not take the adapter, if it does not now either."""
+        if digest in self._refused and not isinstance(self._refused[digest][1], _LASTING):
+            self._register(self._refused[digest][0])
+        return self._refused[digest][1] if digest in self._refused else None
 
     def _stats(self) -> Stats:
         stats = self._engine.stats()

@@ -94,6 +94,17 @@ def test_an_adapter_that_does_not_fit_fails_its_requests_alone(rig: Rig, tmp_pat
     assert outputs[1].token_ids == [10]
 
 
+def test_an_adapter_that_could_not_be_read_is_tried_again(rig: Rig, tmp_path: Path) -> None:
+    """It is registered once for all its requests: an error of the disk must not be for good."""
+    outputs = rig.turn(Register("d1", str(tmp_path)), add("r1", adapters=("d1",))).outputs
+    assert [output.failure is not None for output in outputs] == [True]
+    (output,) = rig.turn(add("r2", adapters=("d1",))).outputs
+    assert output.failure is not None
+    adapter_folder(tmp_path)
+    (output,) = rig.turn(add("r3", adapters=("d1",))).outputs
+    assert (output.failure, output.token_ids) == (None, [10])
+
+
 def test_an_unregistered_adapter_is_not_known(rig: Rig, tmp_path: Path) -> None:
     folder = adapter_folder(tmp_path)
     (output,) = rig.turn(Register("d1", folder), add("r1", adapters=("d1",))).outputs
