@@ -117,6 +117,8 @@ class Flusher:
                 await asyncio.sleep(RETRY_S)
                 continue
             if refused:
+                ids = dict.fromkeys(item.event.request_id for item in refused)
+                log.warning("refused, for the lease was taken over: %s", ", ".join(ids))
                 self._on_refused(list(dict.fromkeys(item.entry_id for item in refused)))
             return
 
