@@ -208,6 +208,15 @@ class AdapterStore:
 
         self._idle.free(num_pages, use, idle, num_freed, self._evict)
 
+    def makes_room(self, digest: str, keep: Collection[str]) -> bool:
+        """Whether there is room for an adapter, once what is idle and not in `keep` has gone."""
+        adapter = self._adapters[digest]
+        num_needed = self._pages.num_needed(adapter.num_pages, adapter.tail_slots)
+        self.evict_idle(num_needed, keep, PageUse.ADAPTER)
+        # Less, if somebody's tail has gone.
+        num_needed = self._pages.num_needed(adapter.num_pages, adapter.tail_slots)
+        return self._pool.can_take(num_needed, PageUse.ADAPTER)
+
     def _is_idle(self, adapter: Adapter) -> bool:
         return adapter.pins == 0 and adapter.arrival is None
 
@@ -282,11 +291,7 @@ class AdapterStore:
     # From host memory to the arena
 
     def _start_copying(self, adapter: Adapter, keep: Collection[str]) -> None:
-        num_needed = self._pages.num_needed(adapter.num_pages, adapter.tail_slots)
-        self.evict_idle(num_needed, keep, PageUse.ADAPTER)
-        # Less, if somebody's tail has gone.
-        num_needed = self._pages.num_needed(adapter.num_pages, adapter.tail_slots)
-        adapter.lacks_room = not self._pool.can_take(num_needed, PageUse.ADAPTER)
+        adapter.lacks_room = not self.makes_room(adapter.digest, keep)
         if adapter.lacks_room:
             return
         assert adapter.host is not None and adapter.host.tiles is not None

@@ -38,6 +38,7 @@ from engine.waiting import SchedulerLimits, Urgency, WaitingLine, insert_by_rank
 
 # Of the waiting that could run, so many of a class are looked at in one step.
 _WINDOW = 64
+_NO_ROOM = "the request's adapters need more pages than pinned prefixes leave"
 
 
 class Adapters(Protocol):
@@ -59,6 +60,8 @@ class Adapters(Protocol):
     def evict_idle(
         self, num_pages: int, keep: Collection[str], use: PageUse = PageUse.KV
     ) -> None: ...
+
+    def makes_room(self, digest: str, keep: Collection[str]) -> bool: ...
 
 
 class Scheduler:
@@ -264,12 +267,15 @@ class Scheduler:
             if not self._claim_slot(step, sequence) or not step.budget:
                 return False
             if not self._claim_adapters(step, sequence):
+                if _has_failed(step, sequence):
+                    del window[chosen]
+                    continue
                 if urgency is Urgency.OVERDUE:
                     return False
                 passed.append(window.pop(chosen))
                 continue
             if not self._claim_pages(step, sequence):
-                if step.failed and step.failed[-1][0] is sequence:
+                if _has_failed(step, sequence):
                     del window[chosen]
                     continue
                 return False
@@ -346,6 +352,8 @@ class Scheduler:
         num_pages = sum(self._adapters.num_pages(digest) for digest in missing)
         while self._has_too_many_adapters(sequence) or missing:
             if self._victim(sequence) is None:
+                if missing and self._is_out_of_reach(missing[0], sequence):
+                    step.failed.append((sequence, OutOfPages(_NO_ROOM)))
                 return False
             if not self._has_too_many_adapters(sequence) and self._is_free(
                 num_pages, sequence, PageUse.ADAPTER
@@ -353,6 +361,16 @@ class Scheduler:
                 return False  # until they have been copied
             self._preempt_for(step, sequence)
         return True
+
+    def _is_out_of_reach(self, digest: str, sequence: Sequence) -> bool:
+        """Whether an adapter of the first in line has no room though nobody else needs any.
+
+        So it may be when prefixes were pinned after the request had been accepted.
+        """
+        is_alone = not self.running and self.waiting[0] is sequence
+        if not is_alone or self._adapters.is_copying:
+            return False
+        return not self._adapters.makes_room(digest, sequence.digests)
 
     def _claim_pages(self, step: Step, sequence: Sequence) -> bool:
         """Start the sequence if there are pages for it, and put its first chunk into the step."""
@@ -419,6 +437,10 @@ def _group_by_adapter(step: Step) -> None:
     for row in step.rows:
         first_seen.setdefault(row.sequence.adapter_key, len(first_seen))
     step.rows.sort(key=lambda row: first_seen[row.sequence.adapter_key])
+
+
+def _has_failed(step: Step, sequence: Sequence) -> bool:
+    return bool(step.failed) and step.failed[-1][0] is sequence
 
 
 def _too_small(pool: PagePool, num_pages: int) -> OutOfPages:

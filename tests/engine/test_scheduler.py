@@ -42,6 +42,10 @@ class Residents:
             if not self.pool.can_take(num_pages) and not self.pins[digest] and digest not in keep:
                 self.pool.release(self.pages.pop(digest))
 
+    def makes_room(self, digest: str, keep: Collection[str]) -> bool:
+        self.evict_idle(1, keep)
+        return self.pool.can_take(1)
+
     def poll(self, wanted: Iterable[str]) -> None:
         """Load what is wanted and missing, in no time, where there is room."""
         earlier: set[str] = set()
@@ -208,6 +212,23 @@ def test_it_waits_while_an_adapter_is_being_copied() -> None:
     add(machine, 0, 33)
     step = machine.schedule(0.0)
     assert not step.rows and not step.failed
+
+
+def test_an_adapter_that_others_leave_no_room_for_fails_its_request_alone() -> None:
+    """As when prefixes are pinned after a request was accepted."""
+    machine = scheduler(4)
+    pinned = machine._pool.take(3, PageUse.KV)
+    for i, adapter in enumerate([None, "a"]):
+        add(machine, i, 3, adapter)
+    assert rows(play(machine)) == [(0, 3)]
+    machine._adapters.poll(["a"])
+    assert not play(machine).failed, "its room may come when the other ends"
+    machine.remove(machine.running[0])
+    pinned += machine._pool.take(1, PageUse.KV)
+    step = play(machine)
+    assert [(s.arrival, type(error)) for s, error in step.failed] == [(1, OutOfPages)]
+    machine._pool.release(pinned[:2])
+    assert not play(machine).failed, "it is copied now"
 
 
 def test_no_more_than_max_adapters_run_at_a_time() -> None:
