@@ -9,6 +9,7 @@ on GPU machines that have neither Django nor the embedded servers.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib.util
 import os
 import shutil
@@ -48,10 +49,14 @@ if HAS_SERVERS:
                     stop_leftover(pid_file)
                 shutil.rmtree(folder, ignore_errors=True)
 
-    _remove_leftovers()
-    # Not durable: the tests' data need not survive a power cut.
-    STACK = EmbeddedStack(FOLDER / str(os.getpid()), durable=False)
-    write_pid_file(STACK.folder / "session.json", os.getpid())
+    FOLDER.mkdir(exist_ok=True)
+    with (FOLDER / "lock").open("w") as lock:
+        # One at a time: `make test` starts two, and a folder just made looks like a leftover.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _remove_leftovers()
+        # Not durable: the tests' data need not survive a power cut.
+        STACK = EmbeddedStack(FOLDER / str(os.getpid()), durable=False)
+        write_pid_file(STACK.folder / "session.json", os.getpid())
     os.environ.update(STACK.env)
     os.environ.setdefault("LORIKEET_WORK_DIR", str(STACK.folder / "work"))
 
