@@ -1,0 +1,83 @@
+"""Random games: see `tests.engine.games`.
+
+To play chosen ones: `GAMES=20192,1000-1100 python -m pytest -m long tests/engine/test_games.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engine.game_world import LONG, SHORT, World, save_world
+from tests.engine.games import Score, play
+
+#: Games that found something, and what; all of them together take some seconds.
+FOUND = {
+    102: "an adapter that came back was read where it had been",
+    106: "the same, while tokens were chosen ahead",
+    114: "a request waited for room that a pinned prefix had",
+    135: "the same, behind another request",
+}
+#: Games that found nothing, so that each kind of model is played in both ways.
+OTHERS = (2, 3)
+NUM_GAMES = 400
+LIMIT_S = 900
+
+
+@pytest.fixture(scope="module")
+def worlds(
+    tiny_model: Path, adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[World]]:
+    folder = tmp_path_factory.mktemp("worlds")
+    made = [
+        World("llama", tiny_model, adapters),
+        save_world(folder / "mistral", "mistral", lengths=(*SHORT, *LONG)),
+        save_world(folder / "qwen3", "qwen3"),
+    ]
+    yield made
+    for world in made:
+        world.alone.close()
+
+
+def play_all(
+    seeds: Iterable[int], worlds: list[World], folder: Path, limit_s: float = 1e9
+) -> list[Score]:
+    """The scores of as many games as the time is enough for."""
+    begun = time.monotonic()
+    scores = []
+    for seed in seeds:
+        if time.monotonic() - begun > limit_s:
+            break
+        disk = folder / str(seed)
+        disk.mkdir()
+        scores.append(play(seed, worlds, disk))
+    return scores
+
+
+def test_known_games(worlds: list[World], tmp_path: Path) -> None:
+    scores = play_all((*FOUND, *OTHERS), worlds, tmp_path)
+    ends = sum((score.ends for score in scores), Counter[str]())
+    assert ends.keys() >= {
+        "length", "stop", "cancelled",
+        "AdapterUnavailable", "DeadlineExceeded", "DeadlineUnreachable", "OutOfPages",
+    }  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2 * LIMIT_S)
+def test_many_games(worlds: list[World], tmp_path: Path) -> None:
+    first = random.SystemRandom().randrange(1 << 32)
+    seeds = list(chosen_seeds()) or range(first, first + NUM_GAMES)
+    play_all(seeds, worlds, tmp_path, LIMIT_S)
+
+
+def chosen_seeds() -> Iterator[int]:
+    for part in filter(None, os.environ.get("GAMES", "").split(",")):
+        first, _, last = part.partition("-")
+        yield from range(int(first), int(last or first) + 1)
