@@ -17,15 +17,16 @@ import pytest
 from tests.engine.game_world import LONG, SHORT, World, save_world
 from tests.engine.games import Score, play
 
-#: Games that found something, and what; all of them together take some seconds.
+#: Games that found something, and what. Each kind of model is played, both in turn and ahead.
 FOUND = {
     102: "an adapter that came back was read where it had been",
-    106: "the same, while tokens were chosen ahead",
-    114: "a request waited for room that a pinned prefix had",
-    135: "the same, behind another request",
+    106: "the same, of another model",
+    114: "a request waited for ever for room that a pinned prefix had",
+    135: "the same, of another model",
+    202: "a request waited for ever for a disk that did not answer",
+    219: "the same, of another model",
+    232: "memory outside of the host's slab was counted as room in it",
 }
-#: Games that found nothing, so that each kind of model is played in both ways.
-OTHERS = (2, 3)
 NUM_GAMES = 400
 LIMIT_S = 900
 
@@ -61,7 +62,7 @@ def play_all(
 
 
 def test_known_games(worlds: list[World], tmp_path: Path) -> None:
-    scores = play_all((*FOUND, *OTHERS), worlds, tmp_path)
+    scores = play_all(FOUND, worlds, tmp_path)
     ends = sum((score.ends for score in scores), Counter[str]())
     assert ends.keys() >= {
         "length", "stop", "cancelled",
