@@ -123,6 +123,7 @@ class LiveStack:
             "REDIS_URL": self.redis_url,
             "LORIKEET_POOL": POOL,
             "LORIKEET_BASE_MODEL": str(self.base),
+            "LORIKEET_DEVICE": "cpu",  # whatever .env.example says, which mypy wants in a shell
             "PYTHONUNBUFFERED": "1",
         }
         self.redis = redis.Redis.from_url(self.redis_url, protocol=2)
