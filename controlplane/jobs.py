@@ -228,8 +228,20 @@ class Dispatcher:
         if not is_served(self._workers, base_model):  # perhaps it has only just come
             with contextlib.suppress(*AWAY):
                 await self._refresh_workers()
-            if not is_served(self._workers, base_model):
+            if not is_served(self._workers, base_model) and not await self._may_return(base_model):
                 raise Unavailable(f"No worker serves {base_model} now.", retry_after_s=5)
+
+    async def _may_return(self, base_model: str) -> bool:
+        """Whether a worker of it was heard of so lately that requests wait for the next, though it
+        left on purpose."""
+        pipe = self._redis.pipeline(transaction=False)
+        queue = fair_queue.queue_key(self._pool, base_model)
+        pipe.time().zscore(fair_queue.served_key(self._pool), queue)
+        try:
+            (seconds, _), heard = await pipe.execute()
+        except AWAY:
+            return False
+        return heard is not None and seconds - heard < protocol.WORKER_GRACE_S
 
     async def served_models(self) -> set[str]:
         """The base models that requests are taken for."""

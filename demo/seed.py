@@ -64,7 +64,7 @@ def _seed_tenant(env: Mapping[str, str], tenant: TenantState) -> None:
         "member_add",
         f"--tenant={tenant.slug}",
         f"--email={tenant.email}",
-        "--role=admin",
+        "--role=owner",
         "--password-stdin",
         stdin=tenant.password + "\n",
     )

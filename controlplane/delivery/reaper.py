@@ -220,14 +220,13 @@ class Reaper:
 
         is_new  nobody has watched for that while yet
         """
-        waiting = self._redis.smembers(fair_queue.queues_key(self._pool))
-        if not waiting:
-            return
         served = fair_queue.served_key(self._pool)
-        self._redis.zadd(served, dict.fromkeys(waiting, now), nx=True)
         for worker in workers:
             queue = fair_queue.queue_key(self._pool, worker.heartbeat.base_model)
             self._redis.zadd(served, {queue: now - worker.silent_s}, gt=True)
+        waiting = self._redis.smembers(fair_queue.queues_key(self._pool))
+        if waiting:
+            self._redis.zadd(served, dict.fromkeys(waiting, now), nx=True)
         if is_new:
             return
         long_ago = self._redis.zrangebyscore(served, "-inf", now - protocol.WORKER_GRACE_S)

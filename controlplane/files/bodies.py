@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field
 from controlplane.errors import InvalidRequest
 from controlplane.files.models import File, Purpose, Upload, UploadPart
 from controlplane.files.services import FileForm
-from controlplane.inference.bodies import Body
+from controlplane.inference.bodies import Body, without_nul
 
 MIN_EXPIRES_S, MAX_EXPIRES_S = 3600, 30 * 24 * 3600
 _FORM_FIELDS = {"purpose", "expires_after[anchor]", "expires_after[seconds]"}
@@ -37,10 +37,10 @@ class ExpiresAfter(Body):
 class UploadBody(Body):
     """POST /v1/uploads."""
 
-    filename: Annotated[str, Field(min_length=1, max_length=255)]
+    filename: Annotated[str, Field(min_length=1, max_length=255), AfterValidator(without_nul)]
     purpose: PurposeName
     bytes: Annotated[int, Field(ge=1)]
-    mime_type: Annotated[str, Field(min_length=1, max_length=255)]
+    mime_type: Annotated[str, Field(min_length=1, max_length=255), AfterValidator(without_nul)]
     expires_after: ExpiresAfter | None = None
 
     def form(self) -> FileForm:

@@ -25,8 +25,8 @@ from asgiref.sync import ThreadSensitiveContext, sync_to_async
 from django.core.exceptions import RequestDataTooBig, SuspiciousOperation
 from django.core.files.uploadhandler import FileUploadHandler
 from django.core.handlers.asgi import ASGIRequest
+from django.db import DataError, close_old_connections
 from django.db import Error as DatabaseError
-from django.db import close_old_connections
 from django.http import HttpRequest, HttpResponse, QueryDict
 from django.http.multipartparser import MultiPartParser, MultiPartParserError
 
@@ -69,6 +69,8 @@ async def in_file_thread(work: Callable[[], _T], *, reads_body: bool = False) ->
     def run() -> _T:
         try:
             return work()
+        except DataError as error:
+            raise InvalidRequest("The request has characters that cannot be stored.") from error
         except DatabaseError as error:
             raise Unavailable("The database does not answer.", retry_after_s=2) from error
         finally:

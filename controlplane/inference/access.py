@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from asgiref.sync import sync_to_async
+from django.db import DataError, close_old_connections
 from django.db import Error as DatabaseError
-from django.db import close_old_connections
 from django.http import HttpRequest
 
 from controlplane.adapters.models import AdapterVersion, BaseModel
@@ -298,6 +298,8 @@ async def in_thread(query: Callable[[], _T]) -> _T:
     def run() -> _T:
         try:
             return query()
+        except DataError as error:
+            raise InvalidRequest("The request has characters that cannot be stored.") from error
         except DatabaseError as error:
             raise Unavailable("The database does not answer.", retry_after_s=2) from error
         finally:

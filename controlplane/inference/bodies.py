@@ -26,6 +26,13 @@ class Body(BaseModel):
         return _bounded(value, MAX_FIELDS)
 
 
+def without_nul(value: str) -> str:
+    """Text that PostgreSQL can keep."""
+    if "\0" in value:
+        raise PydanticCustomError("value_error", "must not have null characters")
+    return value
+
+
 def at_most(number: int) -> BeforeValidator:
     """For objects with names of the client's: the bound comes before the look at each entry."""
     return BeforeValidator(lambda value: _bounded(value, number))

@@ -17,7 +17,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from controlplane.inference.bodies import Body, FirstFault, at_most
+from controlplane.inference.bodies import Body, FirstFault, at_most, without_nul
 from controlplane.inference.json_schema import checked_pattern, checked_schema
 from controlplane.inference.named import Named
 from controlplane.inference.tools import (
@@ -87,8 +87,8 @@ ModelName = Annotated[str, Field(min_length=1, max_length=MAX_MODEL_CHARS)]
 Label = Annotated[str | None, Field(max_length=512)]
 #: Those that OpenAI's clients know; what is served for them is `GenerationBody.tier`.
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"] | None
-MetadataKey = Annotated[str, Field(max_length=64)]
-MetadataValue = Annotated[str, Field(max_length=512)]
+MetadataKey = Annotated[str, Field(max_length=64), AfterValidator(without_nul)]
+MetadataValue = Annotated[str, Field(max_length=512), AfterValidator(without_nul)]
 MAX_METADATA = 16
 Metadata = Annotated[
     dict[MetadataKey, MetadataValue] | None, Field(max_length=MAX_METADATA), at_most(MAX_METADATA)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from controlplane import jobs
 from controlplane.adapters.models import BaseModel, is_serving
-from controlplane.errors import InvalidRequest, Unavailable
+from controlplane.errors import ApiError, InvalidRequest, NotFound, Unavailable
 from controlplane.inference.access import in_thread
 
 CACHE_S = 5.0
@@ -18,20 +18,32 @@ _known: tuple[float, Sequence[BaseModel]] = (0.0, ())
 async def default_base() -> BaseModel:
     """The base model that is served, if it is but one.
 
-    Raises Unavailable when there is none, InvalidRequest when there are several.
+    Raises Unavailable when there is none, NotFound when the last has been shut down,
+    InvalidRequest when there are several.
     """
     active = await _active()
     if len(active) > 1:
         served = await (await jobs.dispatcher()).served_models()
         active = [base for base in active if base.name in served] or active
     if not active:
-        raise Unavailable("There is no base model yet.")
+        raise await in_thread(_why_none)
     if len(active) > 1:
         names = ", ".join(base.name for base in active[:20])
         raise InvalidRequest(
             f"There are several base models: name one as the adapter_id ({names}).", param="model"
         )
     return active[0]
+
+
+def _why_none() -> ApiError:
+    last = BaseModel.objects.filter(is_active=True).order_by("-shutdown_date").first()
+    if last is None:
+        return Unavailable("There is no base model yet.")
+    return NotFound(
+        f"The model `{last.name}` was shut down on {last.shutdown_date}.",
+        param="model",
+        code="model_not_found",
+    )
 
 
 async def _active() -> Sequence[BaseModel]:

@@ -306,6 +306,25 @@ def test_a_worker_that_has_just_left_gets_nothing(
     assert scene.pending("leaves-now") == 0
 
 
+def test_who_asks_while_the_only_worker_is_replaced_waits(
+    scene: Scene, worker: Process, request: pytest.FixtureRequest
+) -> None:
+    live, name = scene.live, worker_id(request)
+    queue = fair_queue.queue_key(live.pool, FAKE_NAME)
+    begin = live.redis.time()[0]
+    wait_for(
+        lambda: (live.redis.zscore(fair_queue.served_key(live.pool), queue) or 0) >= begin,
+        what="a reaper's look at the worker",
+    )
+    assert worker.stop() == 0
+    time.sleep(1.5)  # until the gateway has seen that it is gone
+    calls = scene.calls(streamed=0, whole=2)
+    time.sleep(0.5)
+    with restarted(live, name):
+        for call in calls:
+            assert call.wait().error is None, call.error
+
+
 def test_another_worker_takes_over_from_a_dead_one(
     scene: Scene, worker: Process, request: pytest.FixtureRequest
 ) -> None:

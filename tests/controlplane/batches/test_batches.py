@@ -202,6 +202,7 @@ def test_an_empty_file_and_too_many_lines(batches: Batches) -> None:
         ({"endpoint": "/v1/embeddings"}, "endpoint"),
         ({"completion_window": "1h"}, "completion_window"),
         ({"metadata": {"k" * 65: "v"}}, "metadata"),
+        ({"metadata": {"k": "\0"}}, "metadata.k"),
         ({"output_expires_after": {"anchor": "now", "seconds": 3600}}, "output_expires_after"),
     ],
 )

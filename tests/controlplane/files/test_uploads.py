@@ -247,6 +247,8 @@ def test_the_sweep_removes_what_a_killed_server_left(site: Site) -> None:
         ({"purpose": "batch_output"}, "purpose"),
         ({"filename": ""}, "filename"),
         ({"mime_type": None}, "mime_type"),
+        ({"mime_type": "a/\0"}, "mime_type"),
+        ({"filename": "a\0b"}, "filename"),
         ({"expires_after": {"anchor": "created_at", "seconds": 5}}, "expires_after.seconds"),
         ({"unknown": 1}, "unknown"),
     ],
