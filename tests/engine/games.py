@@ -151,7 +151,10 @@ class Game:
             assert error.param == "adapters" and most is not None and len(digests) > most
         else:
             self.requests[request.request_id] = request
-            self._rooms[request.request_id] = room
+            # Beside others a tail may have come to lie in two pages, and stays there without them.
+            known = self.engine._store._adapters
+            num_tails = sum(known[digest].tail_slots > 0 for digest in digests)
+            self._rooms[request.request_id] = room + num_tails
             self.results |= {(request.request_id, i): Result() for i in range(request.n)}
 
     def _step(self) -> None:
