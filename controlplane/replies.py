@@ -24,7 +24,6 @@ class Reply:
 
     def __init__(self, job: GenerateJob, transcript: Transcript | None = None) -> None:
         self.request_id = job.request_id
-        self.base_model = job.base_model
         self.is_accepted = False  # the queue has it, so far as is known here
         self.is_ended = False
         self.note_heard()

@@ -127,7 +127,7 @@ class Demo:
             seed.migrate(env)
         if state.is_seeded:
             return
-        with self.screen.step("Tenants acme and globex, their admins and keys made"):
+        with self.screen.step("Tenants acme and globex, their owners and keys made"):
             try:
                 seed.seed(env, state, self.base_model_dir)
             finally:

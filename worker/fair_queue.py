@@ -18,6 +18,7 @@ up a right to the whole pool by being idle.
     lim:{p}:<tenant>:<id>   hash    one policy's rates: `r`, `t`, times at which they are full again
     qs:{p}                  set     the queues that something was put into
     srv:{p}                 zset    queue -> when a worker of its base model was last heard of
+    reap:{p}                hash    when a reaper last looked, and `since` when without a break
     quar:{p}                hash    adapter digest -> when it was found to end workers
     in:{p}                  set     workers whose inboxes may hold something
     lim:…:run, lim:…:wait   zset    requests of a policy that run or wait -> their deadline
