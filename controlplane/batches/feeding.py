@@ -156,8 +156,8 @@ class Feeder:
                 if not _is_passing(failure) or attempt >= MAX_ATTEMPTS:
                     output = lines.error_line(line.custom_id, request_id, failure, self._endpoint)
                     return Result(line=line.number, is_error=True, output=output)
-                await asyncio.sleep(min(MAX_WAIT_S, 2.0**attempt * random.uniform(0.25, 0.5)))
-
+                if not self._is_draining:  # which cuts off those that sleep, not those about to
+                    await asyncio.sleep(min(MAX_WAIT_S, 2.0**attempt * random.uniform(0.25, 0.5)))
         return None
 
     @contextlib.asynccontextmanager
@@ -204,7 +204,7 @@ class Feeder:
                 raise _Refused from error
 
     async def _wait_until_open(self) -> None:
-        while (seconds := self._closed_for_s()) > 0:
+        while not self._is_draining and (seconds := self._closed_for_s()) > 0:
             await asyncio.sleep(seconds)
 
     def _closed_for_s(self) -> float:

@@ -17,6 +17,7 @@ from controlplane.batches.feeding import Drained, Feeder
 from controlplane.batches.lines import Line
 from controlplane.batches.pace import Pace
 from controlplane.batches.results import Result
+from controlplane.errors import InternalError, Unavailable
 
 USAGE = {
     "prompt_tokens": 2,
@@ -125,3 +126,45 @@ async def test_told_to_drain_it_ends_what_is_under_way_and_begins_nothing(
     assert len(begun) == 3
     assert sorted(kept) == [1, 2, 3]
     assert left == []
+
+
+@pytest.mark.parametrize("refusal", ["asked", "answered"])
+async def test_told_to_drain_it_sits_out_no_refusal(
+    monkeypatch: pytest.MonkeyPatch, refusal: str
+) -> None:
+    """What is under way when the drain begins may be refused after it, and is another's then."""
+    begun, drained = asyncio.Event(), asyncio.Event()
+
+    class Failing(Answered):
+        async def whole(self) -> dict[str, Any]:
+            begun.set()
+            await drained.wait()
+            raise InternalError("The worker was lost.")
+
+    async def submit(principal: Any, body: Any, **_: Any) -> Any:
+        if refusal == "answered":
+            return Failing()
+        begun.set()
+        await drained.wait()
+        raise Unavailable("The queue is full.", retry_after_s=60)
+
+    async def keep(results: list[Result]) -> None:
+        raise AssertionError(results)
+
+    monkeypatch.setattr(feeding, "submit", submit)
+    monkeypatch.setattr("random.uniform", lambda low, high: 30.0)
+    feeder = Feeder(
+        batch_id=uuid.uuid4(),
+        endpoint="/v1/completions",
+        deadline=time.time() + 600,
+        principal=lambda: None,  # type: ignore[arg-type, return-value]
+        pace=Pace(lambda: [], most=4),
+        keep=keep,
+    )
+    async with asyncio.timeout(20):
+        running = asyncio.create_task(feeder.run(found(1)))
+        await begun.wait()
+        feeder.drain()
+        drained.set()
+        with pytest.raises(Drained):
+            await running
