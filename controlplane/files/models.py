@@ -95,7 +95,20 @@ class UploadPart(PublicIdModel):
 
     upload = models.ForeignKey(Upload, on_delete=models.CASCADE, related_name="parts")
     is_ready = models.BooleanField(default=False)
+    #: While its bytes come, what they may be.
     num_bytes = models.BigIntegerField()
+    #: While they come: when whoever writes them last said that it does. None: given up.
+    alive_at = models.DateTimeField(null=True, default=timezone.now, db_default=Now())
+
+    class Meta:
+        indexes = [
+            # What the sweep looks for.
+            models.Index(
+                fields=["created_at"],
+                condition=models.Q(is_ready=False),
+                name="files_parts_unready",
+            ),
+        ]
 
     @property
     def key(self) -> str:

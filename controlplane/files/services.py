@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 #: A batch's input and output are kept for so long unless their maker says otherwise, as OpenAI's.
 BATCH_FILE_LIFETIME_S = 30 * 24 * 3600
 UPLOAD_LIFETIME = dt.timedelta(hours=1)
-#: Of a file that is uploaded nobody said for so long that they write it: they are gone.
+#: Of a file, or a part, nobody said for so long that they write it: they are gone.
 SILENCE = dt.timedelta(minutes=3)
 MAX_PART_BYTES = 64 * 1024**2
 MAX_PARTS = 10_000
@@ -100,17 +100,23 @@ def file_begin(*, max_bytes: int, is_bounded: bool = True) -> File:
 
 def file_writer(file: File, *, max_bytes: int, has_md5: bool = False) -> FileWriter:
     """What the file's bytes are written with; as long as they come, the sweep leaves it alone."""
+    alive = _life_sign(file, status=File.Status.UPLOADING)
+    return FileWriter(file.key, max_bytes=max_bytes, has_md5=has_md5, alive=alive)
+
+
+def _life_sign(row: File | UploadPart, **unless_ended: object) -> Callable[[], None]:
+    """What says of a file, or a part, that its bytes still come."""
 
     def say_alive() -> None:
-        rows = File.objects.filter(pk=file.pk, status=File.Status.UPLOADING)
+        rows = type(row).objects.filter(pk=row.pk, **unless_ended)
         try:
             rows.update(alive_at=timezone.now())
         except DatabaseError as error:
-            log.warning("file %s comes without the database's knowing: %r", file.pk, error)
+            log.warning("%s comes without the database's knowing: %r", row, error)
         finally:
             close_old_connections()
 
-    return FileWriter(file.key, max_bytes=max_bytes, has_md5=has_md5, alive=say_alive)
+    return say_alive
 
 
 def file_written(file: File, form: FileForm, writer: FileWriter) -> None:
@@ -247,15 +253,32 @@ def part_begin(upload: Upload, *, max_bytes: int) -> UploadPart:
     return UploadPart.objects.create(upload=upload, num_bytes=max_bytes)
 
 
+def part_writer(part: UploadPart) -> FileWriter:
+    """What the part's bytes are written with; as long as they come, the sweep leaves it alone."""
+    alive = _life_sign(part, is_ready=False, alive_at__isnull=False)
+    return FileWriter(part.key, max_bytes=MAX_PART_BYTES, alive=alive)
+
+
 def part_finish(part: UploadPart, writer: FileWriter) -> None:
-    """Keep a written part. Raises Conflict when its upload has ended meanwhile."""
+    """Keep a written part. Raises Conflict when it was swept away, or its upload ended, before."""
     with undone_on_failure(lambda: part_drop(part)):
         writer.finish()
         part.num_bytes, part.is_ready = writer.num_bytes, True
         with transaction.atomic():
             upload = Upload.objects.select_for_update().get(pk=part.upload_id)
             _check_open(upload)
-            part.save()
+            rows = UploadPart.objects.filter(pk=part.pk, alive_at__isnull=False)
+            if not rows.update(num_bytes=part.num_bytes, is_ready=True):
+                raise Conflict("The part took too long to come.")
+
+
+def part_give_up(part: UploadPart) -> None:
+    """Remove a part whose bytes come no more, and give back the room that was kept for them."""
+    rows = UploadPart.objects.filter(pk=part.pk, is_ready=False)
+    # First the row's word that it will not be: who writes it may be paused, and wake.
+    rows.filter(alive_at__lte=timezone.now() - SILENCE).update(alive_at=None)
+    if rows.filter(alive_at=None).exists():
+        part_drop(part)
 
 
 def part_drop(part: UploadPart) -> None:

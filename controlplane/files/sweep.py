@@ -12,7 +12,7 @@ from django.utils import timezone
 from controlplane import storage
 from controlplane.audit.services import record
 from controlplane.files import services
-from controlplane.files.models import File, Upload
+from controlplane.files.models import File, Upload, UploadPart
 from controlplane.scoping import all_tenants, tenant_scope
 
 log = logging.getLogger(__name__)
@@ -28,6 +28,7 @@ def files_sweep() -> None:
     now = timezone.now()
     _expire_files(now)
     _drop_unready(now)
+    _give_up_parts(now)
     _expire_uploads(now)
     storage.abort_old_parts(before=now - ABANDONED_AFTER)
 
@@ -52,6 +53,17 @@ def _drop_unready(now: dt.datetime) -> None:
     for file in due:
         with tenant_scope(file.tenant_id):
             services.file_drop(file)
+
+
+def _give_up_parts(now: dt.datetime) -> None:
+    """Parts that never came whole; their uploads may go on."""
+    is_silent = Q(alive_at__lte=now - services.SILENCE) | Q(alive_at=None)
+    with all_tenants(reason="parts of every tenant's uploads are left half-done"):
+        rows = UploadPart.objects.filter(is_silent, is_ready=False)
+        due = list(rows.order_by("created_at")[:MAX_PER_TURN])
+    for part in due:
+        with tenant_scope(part.tenant_id):
+            services.part_give_up(part)
 
 
 def _expire_uploads(now: dt.datetime) -> None:

@@ -19,7 +19,7 @@ from controlplane.files.bodies import (
     part_body,
     upload_body,
 )
-from controlplane.files.contents import MAX_FILE_BYTES, FileWriter
+from controlplane.files.contents import MAX_FILE_BYTES
 from controlplane.files.models import File, Purpose, UploadPart
 from controlplane.files.receiving import FORM_BYTES, Body, Place, in_file_thread, read_form
 from controlplane.files.services import MAX_PART_BYTES, undone_on_failure
@@ -198,7 +198,7 @@ async def part_create(
 
     async with place(principal.tenant.id):
         part = await access.in_thread(acting(request, principal, begin))
-        writer = FileWriter(part.key, max_bytes=MAX_PART_BYTES)
+        writer = services.part_writer(part)
 
         def take_in() -> None:
             with undone_on_failure(writer.abort, lambda: services.part_drop(part)):

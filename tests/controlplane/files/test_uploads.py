@@ -238,6 +238,52 @@ def test_the_sweep_removes_what_a_killed_server_left(site: Site) -> None:
         assert database.execute("select 1 from files_file where id = %s", (pk,)).fetchone() is None
 
 
+def test_parts_that_a_killed_server_left_give_their_room_back(site: Site) -> None:
+    """Minutes later; one whose bytes still come keeps its own, one that wakes is refused."""
+    upload = begin(site, 3)
+    code = (
+        "import datetime as dt, uuid\n"
+        "from django.utils import timezone\n"
+        "from controlplane import storage\n"
+        "from controlplane.errors import Conflict, InvalidRequest\n"
+        "from controlplane.files import contents, services\n"
+        "from controlplane.files.models import UploadPart\n"
+        "from controlplane.files.sweep import files_sweep\n"
+        "from controlplane.scoping import tenant_scope\n"
+        "contents._SAY_ALIVE_S = 0\n"
+        f"with tenant_scope(uuid.UUID('{site.live.tenants['acme'].id}')):\n"
+        f"    upload = services.upload_get('{upload.id}')\n"
+        "    most = services.MAX_PART_BYTES\n"
+        "    lost, slow = [services.part_begin(upload, max_bytes=most) for _ in range(2)]\n"
+        "    storage.put_bytes(lost.key, b'half')\n"
+        "    lost_writer, slow_writer = services.part_writer(lost), services.part_writer(slow)\n"
+        "    long_ago = timezone.now() - dt.timedelta(minutes=5)\n"
+        "    UploadPart.objects.filter(upload=upload).update(alive_at=long_ago)\n"
+        "    slow_writer.write(b'abc')\n"
+        "    try:\n"
+        "        services.part_begin(upload, max_bytes=most)\n"
+        "    except InvalidRequest:\n"
+        "        print('full')\n"
+        "files_sweep()\n"
+        f"with tenant_scope(uuid.UUID('{site.live.tenants['acme'].id}')):\n"
+        "    print(storage.object_size(lost.key))\n"
+        "    services.part_drop(services.part_begin(upload, max_bytes=most))\n"
+        "    services.part_finish(slow, slow_writer)\n"
+        "    try:\n"
+        "        lost_writer.write(b'late')\n"
+        "        services.part_finish(lost, lost_writer)\n"
+        "    except Conflict:\n"
+        "        print('refused', storage.object_size(lost.key))\n"
+        "    print(*UploadPart.objects.filter(upload=upload))\n"
+    )
+    printed = site.run_python(code).split()
+    assert printed[:-1] == ["full", "None", "refused", "None"]
+    done = site.client().uploads.complete(upload.id, part_ids=[printed[-1]])
+    assert done.file is not None
+    assert site.client().files.content(done.file.id).content == b"abc"
+    site.client().files.delete(done.file.id)
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
