@@ -7,6 +7,9 @@ import random
 from typing import Any
 
 import pytest
+
+pytest.importorskip("hypothesis")  # GPU machines have none
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -12,8 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import hypothesis.strategies as st
 import pytest
+
+pytest.importorskip("hypothesis")  # GPU machines have none
+
+import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
