@@ -8,10 +8,13 @@ from typing import Any
 
 from django.conf import settings
 from django.db import transaction
+from django.db.models import Q
 from django.utils import timezone
 
 from controlplane.audit.services import record
 from controlplane.errors import Conflict, InvalidRequest, NotFound
+from controlplane.locks import lock_until_commit
+from controlplane.scoping import current_tenant_id
 from controlplane.tenants import auth, keys
 from controlplane.tenants.key_rules import KeyRules
 from controlplane.tenants.models import ApiKey, Membership, ServiceAccount, User
@@ -50,6 +53,24 @@ def api_key_create(
     )
     record("created", api_key, after=_told(api_key))
     return api_key, parts.text()
+
+
+@transaction.atomic
+def operator_key_ensure(*, name: str, is_rotated: bool) -> tuple[ApiKey, str | None, bool]:
+    """The key of this name that the operator made for the tenant in scope, or a new one.
+
+    -> the key; its text if it is new, or has another secret because it `is_rotated`; whether it is
+    new. A key that is revoked or expired is none. Raises InvalidRequest.
+    """
+    lock_until_commit(f"operator's key {current_tenant_id()} {name.strip()}")
+    is_current = Q(expires_at=None) | Q(expires_at__gt=timezone.now())
+    rows = ApiKey.objects.filter(is_current, owner=None, service_account=None, revoked_at=None)
+    found = rows.filter(name=name.strip()).order_by("-created_at").first()
+    if found is None:
+        return *api_key_create(name=name), True
+    if is_rotated:
+        return *api_key_rotate(public_id=found.public_id), False
+    return found, None, False
 
 
 def api_key_get(*, public_id: str) -> ApiKey:

@@ -48,7 +48,7 @@ class System:
 
     def api_key_create(self, tenant: str) -> dict[str, Any]:
         """{"public_id", "name", "key"}, made as an operator does at the command line."""
-        argv = ["api_key_create", f"--tenant={tenant}", "--name=test"]
+        argv = ["api_key_create", f"--tenant={tenant}", "--name=test", "--rotate"]
         return last_json(manage(self.env, *argv))
 
     def api_key_revoke(self, public_id: str) -> None:

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 from django.core.management import CommandError, call_command
+from django.utils import timezone
 
 from controlplane.adapters.models import BaseModel
-from controlplane.scoping import all_tenants
-from controlplane.tenants import auth
-from controlplane.tenants.models import Membership, Role, User
+from controlplane.scoping import all_tenants, tenant_scope
+from controlplane.tenants import auth, key_services
+from controlplane.tenants.models import ApiKey, Membership, Role, User
 from tests.controlplane.conftest import PASSWORD, TINY_CONFIG, Party
 
 pytestmark = pytest.mark.django_db
@@ -81,6 +82,43 @@ def test_key_from_the_command_opens(acme: Party) -> None:
     assert principal.tenant == acme.tenant
     assert principal.api_key is not None
     assert principal.api_key.public_id == made["public_id"]
+
+
+def test_key_again_is_the_same_and_keeps_its_secret(acme: Party) -> None:
+    arguments = ("api_key_create", "--tenant", "acme", "--name", " demo ")
+    first, second = run(*arguments), run(*arguments)
+    assert (first["created"], second["created"]) == (True, False)
+    assert second["public_id"] == first["public_id"]
+    assert "key" not in second
+    assert auth.authenticate(f"Bearer {first['key']}").tenant == acme.tenant
+    with tenant_scope(acme.tenant.id):
+        assert ApiKey.objects.filter(name="demo").count() == 1
+
+
+def test_key_rotated_has_another_secret(acme: Party) -> None:
+    arguments = ("api_key_create", "--tenant", "acme", "--name", "demo", "--rotate")
+    first, second = run(*arguments), run(*arguments)
+    assert (first["created"], second["created"]) == (True, False)
+    assert second["public_id"] == first["public_id"]
+    assert second["key"] != first["key"]
+    for text in (first["key"], second["key"]):  # the first for a day more
+        assert auth.authenticate(f"Bearer {text}").tenant == acme.tenant
+
+
+def test_key_again_is_new_when_the_first_is_over_or_anothers(acme: Party) -> None:
+    arguments = ("api_key_create", "--tenant", "acme", "--name", "demo")
+    with tenant_scope(acme.tenant.id):
+        owner = Membership.objects.get(user=acme.owner)
+        key_services.api_key_create(name="demo", owner=owner)
+    first = run(*arguments)
+    with tenant_scope(acme.tenant.id):
+        key_services.api_key_revoke(public_id=first["public_id"])
+    second = run(*arguments)
+    with tenant_scope(acme.tenant.id):
+        rows = ApiKey.objects.filter(public_id=second["public_id"])
+        rows.update(expires_at=timezone.now())
+    third = run(*arguments)
+    assert [made["created"] for made in (first, second, third)] == [True] * 3
 
 
 def test_key_of_an_unknown_tenant() -> None:

@@ -1,4 +1,8 @@
-"""Make an API key of a tenant: prints {"public_id", "name", "key"}, the key this once only."""
+"""Make an API key of a tenant, or find it: prints {"public_id", "name", "created"}.
+
+The output has "key", too, when the key is new or --rotate gives it another secret; a secret cannot
+be shown again. The secret before a rotation works for a day more.
+"""
 
 import json
 from typing import Any
@@ -7,7 +11,7 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 
 from controlplane.errors import ApiError
 from controlplane.scoping import tenant_scope
-from controlplane.tenants import services
+from controlplane.tenants.key_services import operator_key_ensure
 from controlplane.tenants.management.commands import find_tenant
 
 
@@ -17,13 +21,15 @@ class Command(BaseCommand):
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("--tenant", required=True, help="its slug")
         parser.add_argument("--name", required=True)
+        parser.add_argument(
+            "--rotate", action="store_true", help="if the key is there, give it another secret"
+        )
 
-    def handle(self, *, tenant: str, name: str, **options: Any) -> None:
+    def handle(self, *, tenant: str, name: str, rotate: bool, **options: Any) -> None:
         try:
             with tenant_scope(find_tenant(tenant).id):
-                api_key, text = services.api_key_create(name=name)
+                api_key, text, is_new = operator_key_ensure(name=name, is_rotated=rotate)
         except ApiError as error:
             raise CommandError(error.message) from error
-        self.stdout.write(
-            json.dumps({"public_id": api_key.public_id, "name": api_key.name, "key": text})
-        )
+        told = {"public_id": api_key.public_id, "name": api_key.name, "created": is_new}
+        self.stdout.write(json.dumps(told if text is None else {**told, "key": text}))
