@@ -31,7 +31,7 @@ from controlplane.tenants.models import (
     Tenant,
     User,
 )
-from controlplane.tenants.permissions import PERMISSIONS
+from controlplane.tenants.permissions import PERMISSIONS, Permission
 
 INVITE_LIFETIME = dt.timedelta(days=7)
 _NO_INVITE = "This invite does not exist, is used, or has expired."
@@ -49,11 +49,10 @@ def member_get(*, member_id: uuid.UUID) -> Membership:
 
 @transaction.atomic
 def member_role_set(*, by: Principal, member_id: uuid.UUID, role: Role) -> Membership:
-    """Raises NotFound, PermissionDenied; Conflict when it would leave no owner."""
-    member, num_owners = _lock_with_owners(member_id)
+    """Raises NotFound, PermissionDenied; Conflict when nobody could do what only they can."""
+    member, others = _lock_with_managers(member_id)
     authorize_grant(by, PERMISSIONS[Role(member.role)] | PERMISSIONS[role])
-    if member.role == Role.OWNER and role != Role.OWNER:
-        _check_other_owner(num_owners)
+    _check_dispensable(member, others, PERMISSIONS[role])
     before = {"role": member.role}
     member.role = role
     member.save(update_fields=["role"])
@@ -65,12 +64,11 @@ def member_role_set(*, by: Principal, member_id: uuid.UUID, role: Role) -> Membe
 def member_remove(*, by: Principal, member_id: uuid.UUID) -> None:
     """End a membership and revoke the keys it owns; the person remains a user.
 
-    Raises NotFound, PermissionDenied; Conflict for the last owner.
+    Raises NotFound, PermissionDenied; Conflict for the last owner or admin.
     """
-    member, num_owners = _lock_with_owners(member_id)
+    member, others = _lock_with_managers(member_id)
     authorize_grant(by, PERMISSIONS[Role(member.role)])
-    if member.role == Role.OWNER:
-        _check_other_owner(num_owners)
+    _check_dispensable(member, others, frozenset())
     _revoke_keys_of(member)
     record("deleted", member, before={"user": member.user.email, "role": member.role})
     member.delete()
@@ -233,23 +231,33 @@ def _revoke_keys_of(owner: Membership | ServiceAccount) -> None:
     owned.update(**{field: None})
 
 
-def _lock_with_owners(member_id: uuid.UUID) -> tuple[Membership, int]:
-    """A member as they are until the transaction ends, and how many owners there are.
+def _lock_with_managers(member_id: uuid.UUID) -> tuple[Membership, list[Membership]]:
+    """A member, and the others who manage members, as they are until the transaction ends.
 
-    Locked in one order, so that two owners cannot remove each other at once. Raises NotFound.
+    Locked in one order, so that two owners cannot remove each other at once. A closed account
+    manages nobody. Raises NotFound.
     """
-    wanted = Q(pk=member_id) | Q(role=Role.OWNER)
+    managing = [role for role in Role if Permission.MEMBERS_MANAGE in PERMISSIONS[role]]
+    wanted = Q(pk=member_id) | Q(role__in=managing)
     rows = Membership.objects.select_for_update(of=("self",)).select_related("user")
     found = list(rows.filter(wanted).order_by("pk"))
     member = next((row for row in found if row.pk == member_id), None)
     if member is None:
         raise NotFound("There is no such member.")
-    return member, sum(row.role == Role.OWNER for row in found)
+    return member, [row for row in found if row.pk != member_id and row.user.is_active]
 
 
-def _check_other_owner(num_owners: int) -> None:
-    if num_owners < 2:
+def _check_dispensable(
+    member: Membership, others: list[Membership], kept: frozenset[Permission]
+) -> None:
+    """Raises Conflict when of a member's permissions only `kept` stay and nobody has the others."""
+    lost = PERMISSIONS[Role(member.role)] - kept
+    if Permission.TENANT_MANAGE in lost and all(row.role != Role.OWNER for row in others):
         raise Conflict("A tenant needs an owner: make another member one first.")
+    if Permission.MEMBERS_MANAGE in lost and not others:
+        raise Conflict(
+            "Nobody else manages this tenant's members: make another member an admin first."
+        )
 
 
 def _token_hash(token: str) -> str:

@@ -144,7 +144,7 @@ class MemberView(TenantAPIView):
 
     @extend_schema(responses={204: None})
     def delete(self, request: Request, member_id: uuid.UUID) -> Response:
-        """End a membership and revoke the keys it owns. A tenant keeps an owner."""
+        """End a membership and revoke the keys it owns. The last owner, or admin, stays."""
         people.member_remove(by=self.principal, member_id=member_id)
         return Response(status=204)
 

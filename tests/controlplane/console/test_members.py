@@ -47,6 +47,16 @@ def test_the_last_owner_stays(acme: Party) -> None:
     assert membership(acme, "owner").role == Role.OWNER
 
 
+def test_the_last_who_manages_members_stays(acme: Party) -> None:
+    with tenant_scope(acme.tenant.id):
+        Membership.objects.filter(user=acme.owner).update(role=Role.ADMIN)
+    browser, admin = browser_of(acme.owner), membership(acme, "owner")
+    for path, form in (("role", {"role": "viewer"}), ("remove", {})):
+        answer = browser.post(f"/console/members/{admin.pk}/{path}", form, follow=True)
+        assert b"make another member an admin first" in answer.content
+    assert membership(acme, "owner").role == Role.ADMIN
+
+
 def test_an_admin_makes_no_owner(acme: Party) -> None:
     with tenant_scope(acme.tenant.id):
         Membership.objects.filter(user=acme.viewer).update(role=Role.ADMIN)

@@ -35,9 +35,9 @@ def path_of(invited: Any) -> str:
     return "/console/invites/" + invited["url"].rpartition("/")[2]
 
 
-def add(party: Party, role: Role) -> Membership:
+def add(party: Party, role: Role, name: str = "") -> Membership:
     with tenant_scope(party.tenant.id):
-        return services.member_add(email=f"{role.value}@more.example", role=role)
+        return services.member_add(email=f"{name or role.value}@more.example", role=role)
 
 
 class TestInvites:
@@ -147,6 +147,30 @@ class TestRanks:
         assert_error(client.patch(f"{MEMBERS}/{owner.pk}", {"role": "admin"}, format="json"), 409)
         add(acme, Role.OWNER)
         assert client.delete(f"{MEMBERS}/{owner.pk}").status_code == 204
+
+    def test_a_closed_account_is_no_other_owner(self, acme: Party) -> None:
+        client, closed = as_user(acme.owner), add(acme, Role.OWNER).user
+        User.objects.filter(pk=closed.pk).update(is_active=False)
+        with tenant_scope(acme.tenant.id):
+            owner = Membership.objects.get(user=acme.owner)
+        assert_error(client.delete(f"{MEMBERS}/{owner.pk}"), 409)
+
+    def test_a_tenant_without_an_owner_keeps_an_admin(self, acme: Party) -> None:
+        """As the operator may have made it."""
+        admin = add(acme, Role.ADMIN)
+        with tenant_scope(acme.tenant.id):
+            Membership.objects.filter(role=Role.OWNER).update(role=Role.DEVELOPER)
+        client = as_user(admin.user)
+        for role in (Role.DEVELOPER, Role.VIEWER, Role.BILLING):
+            error = assert_error(
+                client.patch(f"{MEMBERS}/{admin.pk}", {"role": role}, format="json"), 409
+            )
+            assert "make another member an admin first" in error["message"]
+        assert_error(client.delete(f"{MEMBERS}/{admin.pk}"), 409)
+        other = add(acme, Role.ADMIN, "second")
+        changed = client.patch(f"{MEMBERS}/{admin.pk}", {"role": "viewer"}, format="json")
+        assert changed.json()["role"] == "viewer"
+        assert_error(as_user(other.user).delete(f"{MEMBERS}/{other.pk}"), 409)
 
 
 class TestServiceAccounts:
