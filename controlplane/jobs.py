@@ -12,7 +12,7 @@ import contextlib
 import logging
 import uuid
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 import redis.asyncio
@@ -20,32 +20,24 @@ from asgiref.sync import sync_to_async
 from django.conf import settings
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
-from redis.exceptions import RedisError
 
 from controlplane.delivery.reaper import INTERVAL_S as REAP_INTERVAL_S
 from controlplane.delivery.reaper import Reaper
 from controlplane.errors import ApiError, Unavailable
-from controlplane.limits.admission import (
-    output_bound,
-    output_estimate,
-    prompt_estimate,
-    refusal_error,
-)
+from controlplane.limits.admission import admission_args, refusal_error
 from controlplane.limits.admit import (
     ADMIT,
-    MAX_TENANT_WAITING,
-    MAX_WAITING,
     NO_LIMITS,
     SEED,
     Admitted,
     BudgetPeriod,
     Limits,
     Refusal,
-    admit_args,
     budget_state_key,
     read_verdict,
 )
 from controlplane.limits.services import tokens_spent
+from controlplane.mailboxes import ADMIT_LINE, AWAY, BLOCK_MS, RETRY_S, Fenced, Mailbox, Post
 from controlplane.replies import Reply
 from controlplane.requestlog.recorder import Recorder
 from controlplane.workers import (
@@ -56,22 +48,15 @@ from controlplane.workers import (
     served_models,
 )
 from worker import fair_queue, protocol
-from worker.protocol import Control, ControlMessage, ErrorCode, GenerateJob
+from worker.protocol import Control, ControlMessage, ErrorCode, GenerateJob, TokenEvent
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-#: Redis or the line to it. uvloop says RuntimeError of a connection that was cut a moment ago.
-AWAY = (RedisError, OSError, RuntimeError)
-
-BLOCK_MS = 2000
-RETRY_S = 0.2
 CANCEL_RETRY_S = 1.0
 WORKERS_REFRESH_S = 1.0
 #: A request without news for this long is looked up in Redis.
 SILENCE_S = 5.0
-#: A batch request may wait so many times as long as one that somebody waits for.
-BATCH_PATIENCE = 10
 #: A budget's state outlives its period by this: its last requests still run.
 BUDGET_TTL_S = 2 * 24 * 3600
 
@@ -86,13 +71,13 @@ end
 return 1
 """
 
-# KEYS gateways, out | ARGV gateway, last id read, seconds after which a dead gateway is forgotten
+# KEYS gateways, out | ARGV last id read, seconds after which a dead gateway is forgotten, gateway …
 BEAT = """
 redis.replicate_commands()
 local now = redis.call('TIME')[1]
-redis.call('ZADD', KEYS[1], now, ARGV[1])
-redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now - ARGV[3])
-redis.call('XTRIM', KEYS[2], 'MINID', '~', ARGV[2])
+for i = 3, #ARGV do redis.call('ZADD', KEYS[1], now, ARGV[i]) end
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now - ARGV[2])
+redis.call('XTRIM', KEYS[2], 'MINID', '~', ARGV[1])
 return now
 """
 
@@ -118,6 +103,7 @@ class Dispatcher:
             )
         )
         self._admit_script = self._redis.register_script(ADMIT)
+        self._admit_line = self._redis.register_script(ADMIT_LINE)
         self._seed = self._redis.register_script(SEED)
         self._cancel = self._redis.register_script(CANCEL)
         self._beat = self._redis.register_script(BEAT)
@@ -125,7 +111,7 @@ class Dispatcher:
         self._workers: list[WorkerStatus] = []
         self._speed = Speed()
         self._contact = protocol.Contact()
-        self._last_id: bytes = b"0-0"
+        self._post = Post(self._redis, self._out, self._deliver)
         self._tasks: set[asyncio.Task[Any]] = set()
         self.recorder = Recorder()
 
@@ -133,7 +119,7 @@ class Dispatcher:
         """Announce this gateway; workers cancel the jobs of one that they do not know."""
         await self._say_alive()
         await self._refresh_workers()
-        loops = (self._read_loop, self._beat_loop, self._refresh_loop, self._reap_loop)
+        loops = (self._post.read_loop, self._beat_loop, self._refresh_loop, self._reap_loop)
         for loop in (*loops, self.recorder.run):
             self._spawn(_keep_up(loop))
 
@@ -158,19 +144,40 @@ class Dispatcher:
         task.add_done_callback(self._tasks.discard)
         return task
 
+    @contextlib.asynccontextmanager
+    async def mailbox(self, batch_id: uuid.UUID, fence: int) -> AsyncIterator[Mailbox]:
+        """A batch's mailbox, opened and read meanwhile. Raises Fenced, and Unavailable."""
+        mailbox = Mailbox(self._redis, self._pool, batch_id, fence)
+        await mailbox.open()
+        await self._post.add(mailbox)
+        try:
+            yield mailbox
+        finally:
+            self._post.remove(mailbox)
+
     async def submit(
-        self, job: GenerateJob, limits: Limits = NO_LIMITS, *, context_length: int = 0
+        self,
+        job: GenerateJob,
+        limits: Limits = NO_LIMITS,
+        *,
+        context_length: int = 0,
+        mailbox: Mailbox | None = None,
     ) -> tuple[Reply, Admitted]:
         """Have a job accepted. Whoever gets the reply must `leave` it in the end.
 
+        mailbox  the job is answered there, and goes on when it is left; one that is under way
+                 there is only waited for
         Raises RateLimited when the tenant's limits refuse it, Unavailable when no worker serves
-        the base model, too much is waiting, or the queue does not answer.
+        the base model, too much is waiting, or the queue does not answer; Fenced.
         """
+        if mailbox is not None and mailbox.is_under_way(job.request_id):
+            reply = self._expect(job, mailbox)
+            reply.note_accepted()
+            return reply, Admitted()
         await self._check_served(job.base_model)
-        reply = Reply(job, self.recorder.open(job))
-        self._replies[job.request_id] = reply
+        reply = self._expect(job, mailbox)
         # Shielded: were it cut off half-way, a cancellation could overtake the job itself.
-        sending = self._spawn(self._admit(job, limits, context_length))
+        sending = self._spawn(self._admit(job, limits, context_length, mailbox))
         try:
             verdict = await asyncio.shield(sending)
         except AWAY as error:
@@ -184,32 +191,36 @@ class Dispatcher:
             raise
         if isinstance(verdict, Refusal):
             del self._replies[job.request_id]
-            raise refusal_error(verdict, limits)
+            raise Fenced if verdict.reason == "fenced" else refusal_error(verdict, limits)
         reply.note_accepted()
+        if mailbox is not None:
+            mailbox.note_admitted(job.request_id)
         return reply, verdict
 
+    def _expect(self, job: GenerateJob, mailbox: Mailbox | None) -> Reply:
+        """From now on what comes for the job is its reply's, with what came before."""
+        reply = self._replies[job.request_id] = Reply(job, self.recorder.open(job))
+        for event in mailbox.unread(job.request_id) if mailbox is not None else ():
+            self._deliver(event)
+        return reply
+
     async def _admit(
-        self, job: GenerateJob, limits: Limits, context_length: int
+        self, job: GenerateJob, limits: Limits, context_length: int, mailbox: Mailbox | None
     ) -> Admitted | Refusal:
-        class_ = fair_queue.BATCH if job.is_batch else fair_queue.INTERACTIVE
-        deadline = job.deadline or job.created_at + protocol.JOB_TTL_S
-        # Longer than the deadline: who waits until then still has to be ended, and settled.
-        ttl_s = protocol.JOB_TTL_S + max(0, int(deadline - job.created_at))
-        args = [
-            *(self._pool, fair_queue.queue_key(self._pool, job.base_model), job.request_id),
-            *(job.encode(), job.tenant_id, class_, ",".join(ref.digest for ref in job.adapters)),
-            *(deadline, ttl_s),
-            *(self.gateway_id, prompt_estimate(job), output_estimate(job)),
-            output_bound(job, context_length),
-            self._speed.tokens_per_s(job.base_model),
-            settings.MAX_WAIT_S * (BATCH_PATIENCE if job.is_batch else 1),
-            *(MAX_WAITING, MAX_TENANT_WAITING),
-            *admit_args(limits, self._pool, job.tenant_id),
-        ]
+        args = admission_args(
+            job,
+            self._pool,
+            limits,
+            tokens_per_s=self._speed.tokens_per_s(job.base_model),
+            context_length=context_length,
+        )
+        keys = [protocol.job_key(self._pool, job.request_id)]
+        script = self._admit_script
+        if mailbox is not None:
+            more_keys, more_args = mailbox.admission(job.request_id)
+            script, keys, args = self._admit_line, keys + more_keys, more_args + args
         while True:
-            reply = await self._admit_script(
-                keys=[protocol.job_key(self._pool, job.request_id)], args=args
-            )
+            reply = await script(keys=keys, args=args)
             verdict = read_verdict(reply, limits)
             if not isinstance(verdict, Refusal) or verdict.reason != "unknown":
                 return verdict
@@ -257,20 +268,25 @@ class Dispatcher:
         return {beat.device for beat in beats if beat.base_model == base_model}
 
     def leave(self, reply: Reply) -> None:
-        """Be done with a reply; if it has not ended, its generation is cancelled."""
+        """Be done with a reply; if it has not ended, its generation is cancelled, unless it goes
+        on without its client."""
         if self._replies.pop(reply.request_id, None) is None:
             return
-        if not reply.is_ended:
+        if not reply.is_ended and not reply.goes_on:
             reply.abandon()
-            self._spawn(self._send_cancel(reply))
+            self.cancel(reply.request_id)
 
-    async def _send_cancel(self, reply: Reply) -> None:
+    def cancel(self, request_id: str) -> asyncio.Task[None]:
+        """Have a request end, as soon as can be; what has ended stays as it is."""
+        return self._spawn(self._send_cancel(request_id))
+
+    async def _send_cancel(self, request_id: str) -> None:
         """Have it cancelled, if need be when Redis is back."""
-        message = ControlMessage(action=Control.CANCEL, request_id=reply.request_id)
+        message = ControlMessage(action=Control.CANCEL, request_id=request_id)
         while True:
             try:
                 await self._cancel(
-                    keys=[protocol.job_key(self._pool, reply.request_id)],
+                    keys=[protocol.job_key(self._pool, request_id)],
                     args=[
                         message.encode(),
                         protocol.CONTROL_STREAM_MAX_LEN,
@@ -279,40 +295,22 @@ class Dispatcher:
                 )
                 return
             except AWAY as error:
-                log.warning("could not cancel %s yet: %r", reply.request_id, error)
+                log.warning("could not cancel %s yet: %r", request_id, error)
                 await asyncio.sleep(CANCEL_RETRY_S)
 
-    async def _read_loop(self) -> None:
-        """Deliver events for ever. The last id read makes a reconnection lose nothing."""
-        while True:
-            try:
-                entries = await self._redis.xread({self._out: self._last_id}, block=BLOCK_MS)
-            except AWAY as error:
-                log.warning("waiting for Redis: %r", error)
-                await asyncio.sleep(RETRY_S)
-                continue
-            for _, batch in entries:
-                for entry_id, fields in batch:
-                    self._last_id = entry_id
-                    self._deliver(fields[protocol.PAYLOAD_FIELD])
-
-    def _deliver(self, payload: bytes) -> None:
+    def _deliver(self, event: TokenEvent) -> bool:
+        """Hand an event to the request it belongs to. -> whether somebody waits for that"""
+        reply = self._replies.get(event.request_id)
+        if reply is None:
+            return False  # its client has left
         try:
-            events = protocol.unpack_events(payload)
-        except (ValueError, TypeError, KeyError, AttributeError):
-            log.exception("an entry of the event stream cannot be read")
-            return
-        for event in events:
-            reply = self._replies.get(event.request_id)
-            if reply is None:
-                continue  # its client has left
-            try:
-                reply.push(event)
-            except ApiError as error:
-                self._give_up(reply, error)
+            reply.push(event)
+        except ApiError as error:
+            self._give_up(reply, error)
+        return True
 
     def _give_up(self, reply: Reply, error: ApiError) -> None:
-        self._spawn(self._send_cancel(reply))
+        self.cancel(reply.request_id)
         reply.fail(error)
 
     async def _beat_loop(self) -> None:
@@ -336,7 +334,8 @@ class Dispatcher:
 
     async def _say_alive(self) -> None:
         await self._beat(
-            keys=[protocol.GATEWAYS_KEY, self._out], args=[self.gateway_id, self._last_id, 3600]
+            keys=[protocol.GATEWAYS_KEY, self._out],
+            args=[self._post.last_id, 3600, self.gateway_id, *self._post.mailbox_ids],
         )
 
     async def _refresh_loop(self) -> None:
@@ -382,7 +381,7 @@ class Dispatcher:
         for reply, (state, worker_id) in zip(silent, states, strict=True):
             # A finished job's last event is read within moments; still silent, it is lost.
             if state is None or (state == b"done" and now - reply.heard_at > 2 * SILENCE_S):
-                lost = "The queue lost this request."
+                lost, reply.is_forgotten = "The queue lost this request.", state is None
             elif state == b"running" and worker_id not in known:
                 lost = "The worker is gone."
             else:

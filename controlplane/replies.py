@@ -7,6 +7,7 @@ import dataclasses
 
 from controlplane.errors import ApiError, Unavailable, from_worker
 from controlplane.requestlog.recorder import Transcript
+from worker.mailboxes import is_mailbox
 from worker.protocol import ErrorCode, FinishReason, GenerateJob, TokenEvent
 
 #: Events of one request that its client has not taken; more means that it reads too slowly.
@@ -26,6 +27,9 @@ class Reply:
         self.request_id = job.request_id
         self.is_accepted = False  # the queue has it, so far as is known here
         self.is_ended = False
+        self.is_forgotten = False  # Redis has lost it
+        #: When its client leaves: somebody else will read the answer.
+        self.goes_on = is_mailbox(job.gateway_id)
         self.note_heard()
         self._has_one_choice = job.num_choices == 1
         self._max_unread = MAX_UNREAD_EVENTS * job.num_choices

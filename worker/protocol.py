@@ -1,10 +1,11 @@
 """What crosses a process boundary: messages, stream names, error codes. Standard library only.
 
 The control plane and the workers know each other through this file, `worker.fair_queue`, which
-holds the Lua that both run, and `worker.patterns` and `worker.tool_calls`, which say what a regular
-expression means and where the calls in a text are. Every message is a frozen dataclass; on the
-wire it is one JSON object, written by `encode` and read by the message's `decode`. Unknown fields
-are ignored on reading, so the two sides can be upgraded one after the other.
+holds the Lua that both run, `worker.mailboxes`, where batches are answered, and `worker.patterns`
+and `worker.tool_calls`, which say what a regular expression means and where the calls in a text
+are. Every message is a frozen dataclass; on the wire it is one JSON object, written by `encode` and
+read by the message's `decode`. Unknown fields are ignored on reading, so the two sides can be
+upgraded one after the other.
 
 Redis keys, all of one worker pool `{p}` (the braces keep a pool on one cluster slot):
 

@@ -24,6 +24,7 @@ from worker.choice import Choice
 from worker.config import WorkerConfig
 from worker.flusher import Flusher
 from worker.grammars import Grammars
+from worker.mailboxes import is_mailbox
 from worker.protocol import (
     HEARTBEAT_TIMEOUT_S,
     MAX_ATTEMPTS,
@@ -310,7 +311,9 @@ class Requests:
         """`silence_s`: gateway id -> seconds since it last said that it lives."""
         for request_id, request in list(self._active.items()):
             gateway_id = request.job.gateway_id  # empty: nobody waits, nor ever did
-            if gateway_id and silence_s.get(gateway_id, HEARTBEAT_TIMEOUT_S) >= HEARTBEAT_TIMEOUT_S:
+            if not gateway_id or is_mailbox(gateway_id):
+                continue
+            if silence_s.get(gateway_id, HEARTBEAT_TIMEOUT_S) >= HEARTBEAT_TIMEOUT_S:
                 self.cancel(request_id)
 
     def cancel_overdue(self) -> None:

@@ -16,7 +16,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 from redis.exceptions import NoScriptError, ResponseError
 
-from worker import fair_queue, protocol
+from worker import fair_queue, mailboxes, protocol
 from worker.protocol import ControlMessage, DoneRecord, Heartbeat, TokenEvent, Usage
 
 READ_COUNT = 64
@@ -294,7 +294,7 @@ class Streams:
         args: list[Any] = [
             protocol.INBOX_GROUP,
             protocol.OUT_STREAM_MAX_LEN,
-            protocol.OUT_STREAM_TTL_S,
+            mailboxes.out_ttl_s(gateway_id),
             protocol.DONE_JOB_TTL_S,
         ]
         for item in news:

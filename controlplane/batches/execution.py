@@ -3,6 +3,8 @@
 Every line's result is a row, unique by batch and line, written under the batch's fence; the files
 are made of the rows, and are there from the moment at which the batch says that it has ended. So
 whatever stops a runner, the next one answers what has no row yet, and no line is lost or doubled.
+What was under way is not sent again: it goes on, and the next runner finds it, or its answer, in
+the batch's mailbox (`controlplane.mailboxes`).
 """
 
 from __future__ import annotations
@@ -16,13 +18,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from asgiref.sync import sync_to_async
-from django.db import Error as DatabaseError
 from django.db import InterfaceError, OperationalError, close_old_connections
 from django.utils import timezone
 
-from controlplane import storage
+from controlplane import jobs, storage
 from controlplane.batches import lines, output, results
-from controlplane.batches.feeding import Drained, Feeder
+from controlplane.batches.collecting import collect
+from controlplane.batches.feeding import Feeder
 from controlplane.batches.leases import LEASE, RENEW_S, Lease, LeaseLost
 from controlplane.batches.lines import Line, LineFault
 from controlplane.batches.models import Batch
@@ -32,6 +34,7 @@ from controlplane.batches.validation import validate
 from controlplane.errors import ApiError, Unavailable
 from controlplane.files import contents
 from controlplane.files.models import File
+from controlplane.mailboxes import Fenced, Mailbox
 from controlplane.scoping import tenant_scope
 from controlplane.tenants import auth
 from controlplane.tenants.auth import Permission, Principal
@@ -73,19 +76,11 @@ class Execution:
         self._pace = pace
         self._halt = threading.Event()
         self._principal: Principal | None = None
-        self._feeder: Feeder | None = None
-
-    def hand_over(self) -> bool:
-        """Leave the batch to others once the lines under way are answered; False if none is."""
-        if self._feeder is None:
-            return False
-        self._feeder.drain()
-        return True
 
     async def run(self) -> None:
         """Bring the batch to its end. Returns early when another runner has it.
 
-        Cancelled, it leaves the batch to others.
+        Cancelled, it leaves the batch, and what is under way of it, to others.
         """
         try:
             batch = await self._renewed()
@@ -94,9 +89,6 @@ class Execution:
             await self._while_held(self._write_files(), is_answering=False)
         except LeaseLost:
             log.info("batch %s has ended, or is somebody else's", self._lease.batch_id)
-        except Drained:
-            with contextlib.suppress(DatabaseError):
-                await in_thread(self._lease.release)
         except asyncio.CancelledError:
             with contextlib.suppress(Exception):
                 await in_thread(self._lease.release)
@@ -176,19 +168,29 @@ class Execution:
     async def _feed(self, batch: Batch) -> None:
         """Answer the lines that have no result yet."""
         done = await self._patiently(lambda: results.done_lines(self._lease))
-        feeder = self._feeder = Feeder(
-            batch_id=batch.pk,
-            endpoint=batch.endpoint,
-            deadline=batch.expires_at.timestamp(),
-            principal=self._known_principal,
-            pace=self._pace,
-            keep=self._keep,
-        )
-        try:
+        async with self._mailbox() as mailbox:
+            await mailbox.settle(done)
+            feeder = Feeder(
+                batch_id=batch.pk,
+                endpoint=batch.endpoint,
+                deadline=batch.expires_at.timestamp(),
+                principal=self._known_principal,
+                pace=self._pace,
+                mailbox=mailbox,
+                keep=self._keep,
+            )
             with self._pace.joined(batch.pk):
-                await feeder.run(self._lines(batch, done))
-        finally:
-            self._feeder = None
+                await feeder.run(self._lines(batch, lambda number: number not in done))
+
+    @contextlib.asynccontextmanager
+    async def _mailbox(self) -> AsyncIterator[Mailbox]:
+        """The batch's, with all that came so far. Raises LeaseLost, and Unavailable."""
+        dispatcher = await jobs.dispatcher()
+        try:
+            async with dispatcher.mailbox(self._lease.batch_id, self._lease.fence) as mailbox:
+                yield mailbox
+        except Fenced as error:
+            raise LeaseLost from error
 
     def _known_principal(self) -> Principal:
         assert self._principal is not None
@@ -225,15 +227,15 @@ class Execution:
         except storage.ObjectMissing:
             raise gone from None
 
-    async def _lines(self, batch: Batch, done: set[int]) -> AsyncIterator[Line]:
-        """The lines that have no result yet, read as they are wanted."""
+    async def _lines(self, batch: Batch, wants: Callable[[int], bool]) -> AsyncIterator[Line]:
+        """The lines of these numbers, read as they are asked for."""
         numbered = enumerate(self._raw_lines(batch), start=1)
 
         def read() -> list[Line]:
             found: list[Line] = []
             num_bytes = 0
             for number, raw in numbered:
-                if number in done or not raw.strip():
+                if not wants(number) or not raw.strip():
                     continue
                 found.append(lines.parse_line(number, raw, batch.endpoint))
                 num_bytes += len(raw)
@@ -249,8 +251,37 @@ class Execution:
         """The end: files of what there is. A batch that has failed already has none."""
         self._halt.clear()
         batch = await self._renewed()
-        if not batch.has_ended:
-            await self._patiently(lambda: output.write(self._lease, batch, self._left(batch)))
+        if batch.has_ended:
+            return
+        while True:
+            try:
+                await self._collect(batch)
+                break
+            except AWAY as error:
+                log.warning("batch %s waits: %r", self._lease.batch_id, error)
+                await asyncio.sleep(RETRY_S)
+        await self._patiently(lambda: output.write(self._lease, batch, self._left(batch)))
+
+    async def _collect(self, batch: Batch) -> None:
+        """Keep what was answered by the time at which the batch was stopped, and end the rest."""
+        done = await self._patiently(lambda: results.done_lines(self._lease))
+        async with self._mailbox() as mailbox:
+            await mailbox.settle(done)
+            if left := mailbox.lines_under_way:
+                found = await collect(
+                    self._lines_left(batch, left),
+                    endpoint=batch.endpoint,
+                    principal=self._principal,
+                    mailbox=mailbox,
+                )
+                await self._keep(found)
+            await mailbox.close()
+
+    async def _lines_left(self, batch: Batch, left: set[int]) -> AsyncIterator[Line]:
+        """The lines of these numbers, as far as there still are any."""
+        with contextlib.suppress(_Stop):
+            async for line in self._lines(batch, left.__contains__):
+                yield line
 
     def _left(self, batch: Batch) -> Iterator[bytes]:
         """The input's lines, as far as there still are any."""

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+from controlplane import jobs
 from controlplane.batches import lines
+from controlplane.batches.leases import LeaseLost
 from controlplane.batches.lines import Line, Request
 from controlplane.batches.pace import Pace
 from controlplane.batches.results import Result
 from controlplane.errors import ApiError, GivenUp, InternalError
-from controlplane.inference.service import Generation, new_request_id, submit
+from controlplane.inference.service import Generation, submit
+from controlplane.mailboxes import Fenced, Mailbox
 from controlplane.tenants.auth import Principal
 
 log = logging.getLogger(__name__)
@@ -37,15 +39,17 @@ class _Refused(Exception):
     """The request was not accepted now; later it may be."""
 
 
-class Drained(Exception):
-    """The feeder was told to begin no more lines, and none is under way now."""
+class _Forgotten(Exception):
+    """Redis has lost the request, and whatever became of it."""
 
 
 class Feeder:
-    """Answers lines until there are no more. Cancelled, it cancels what is under way.
+    """Answers lines until there are no more. Cancelled, it leaves what is under way to whoever
+    opens the mailbox next.
 
     deadline   Unix seconds; past it nobody wants the answers
     principal  who asks, as it stands at that moment
+    mailbox    the batch's, opened
     keep       writes results; it is not called twice at a time
     """
 
@@ -57,6 +61,7 @@ class Feeder:
         deadline: float,
         principal: Callable[[], Principal],
         pace: Pace,
+        mailbox: Mailbox,
         keep: Callable[[list[Result]], Awaitable[None]],
     ) -> None:
         self._batch_id = batch_id
@@ -64,6 +69,7 @@ class Feeder:
         self._deadline = deadline
         self._principal = principal
         self._pace = pace
+        self._mailbox = mailbox
         self._keep = keep
         self._unwritten: asyncio.Queue[Result] = asyncio.Queue(MAX_UNWRITTEN)
         self._is_over = asyncio.Event()  # nothing more comes to be written
@@ -71,11 +77,10 @@ class Feeder:
         self._num_held = self._bytes_held = 0
         self._submitting = asyncio.Lock()
         self._closed_until = 0.0  # event loop's time; before it nothing is submitted
-        self._is_draining = False
-        self._waiting: set[asyncio.Task[None]] = set()  # lines that are not under way
 
     async def run(self, found: AsyncIterator[Line]) -> None:
-        """Have every line answered and its result kept. Raises what `keep` raises, and Drained."""
+        """Have every line answered and its result kept. Raises what `keep` raises, and
+        LeaseLost."""
         writing = asyncio.create_task(self._write())
         feeding = asyncio.create_task(self._feed(found))
         try:
@@ -90,36 +95,18 @@ class Feeder:
             await asyncio.wait({writing})  # what was answered is kept, also when it stops here
         writing.result()
 
-    def drain(self) -> None:
-        """Begin no more lines; `run` ends with Drained once those under way are answered and kept.
-
-        Their tokens are billed: cut off, they would be generated and billed again.
-        """
-        self._is_draining = True
-        self._freed.set()
-        for task in self._waiting:
-            task.cancel()
-
     async def _feed(self, found: AsyncIterator[Line]) -> None:
         try:
             async with asyncio.TaskGroup() as group:
                 async for line in found:
                     await self._hold(line)
-                    if self._is_draining:
-                        break
-                    task = group.create_task(self._line(line))
-                    self._waiting.add(task)
-                    task.add_done_callback(self._waiting.discard)
+                    group.create_task(self._line(line))
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
-        if self._is_draining:
-            raise Drained
 
     async def _hold(self, line: Line) -> None:
         """Wait until the line has room in memory."""
         while self._num_held >= MAX_HELD or self._bytes_held >= MAX_HELD_BYTES:
-            if self._is_draining:
-                return
             self._freed.clear()
             await self._freed.wait()
         self._num_held += 1
@@ -127,50 +114,61 @@ class Feeder:
 
     async def _line(self, line: Line) -> None:
         try:
-            result = await self._answer(line)
-            if result is not None:
-                await self._unwritten.put(result)
+            await self._unwritten.put(await self._answer(line))
         finally:
             self._num_held -= 1
             self._bytes_held -= len(line.body)
             self._freed.set()
 
-    async def _answer(self, line: Line) -> Result | None:
-        """The line's result, after as many attempts as it takes; None when another is to do it."""
-        attempt = 0
-        while not self._is_draining:
-            request_id = new_request_id()
+    async def _answer(self, line: Line) -> Result:
+        """The line's result, after as many attempts as it takes."""
+        while True:
+            request_id = self._mailbox.request_id(line.number)
             try:
-                async with self._pace.place(self._batch_id), self._under_way():
-                    request = lines.parse_request(line, self._endpoint)
-                    generation = await self._submit(request, request_id)
-                    try:
-                        return _answered(line, request_id, await request.answer(generation))
-                    finally:
-                        generation.leave()
+                return await self._attempt(line, request_id)
             except _Refused:
                 await self._wait_until_open()
+            except _Forgotten:
+                self._mailbox.send_again(line.number)
+            except Fenced as error:
+                raise LeaseLost from error
             except Exception as error:
-                attempt += 1
+                num_attempts = self._mailbox.num_attempts(line.number)
                 failure = self._told(line, error)
-                if not _is_passing(failure) or attempt >= MAX_ATTEMPTS:
-                    output = lines.error_line(line.custom_id, request_id, failure, self._endpoint)
-                    return Result(line=line.number, is_error=True, output=output)
-                if not self._is_draining:  # which cuts off those that sleep, not those about to
-                    await asyncio.sleep(min(MAX_WAIT_S, 2.0**attempt * random.uniform(0.25, 0.5)))
-        return None
+                if not is_passing(failure) or num_attempts >= MAX_ATTEMPTS:
+                    return refused(line, request_id, failure, self._endpoint)
+                self._mailbox.try_again(line.number)
+                pause_s = 2.0**num_attempts * random.uniform(0.25, 0.5)
+                await asyncio.sleep(min(MAX_WAIT_S, pause_s))
 
-    @contextlib.asynccontextmanager
-    async def _under_way(self) -> AsyncIterator[None]:
-        """Meanwhile the line is not one of those that a drain cuts off."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._waiting.discard(task)
-        try:
-            yield
-        finally:
-            if not task.done():
-                self._waiting.add(task)
+    async def _attempt(self, line: Line, request_id: str) -> Result:
+        """What comes of one request, also of one that was under way when this runner came.
+
+        Raises _Refused, _Forgotten, Fenced; ApiError and whatever else when there is no answer.
+        """
+        is_under_way = self._mailbox.is_under_way(request_id)
+        generation: Generation | None = None
+        async with self._pace.place(self._batch_id, is_taken=is_under_way):
+            try:
+                request = lines.parse_request(line, self._endpoint)
+                generation = await self._submit(request, request_id)
+                return answered(line, request_id, await request.answer(generation))
+            except (_Refused, Fenced):
+                raise
+            except Exception as error:
+                if generation is not None and generation.reply.is_forgotten:
+                    raise _Forgotten from error
+                if generation is None or not generation.reply.is_ended:
+                    await self._end(request_id)
+                raise
+            finally:
+                if generation is not None:
+                    generation.leave()
+
+    async def _end(self, request_id: str) -> None:
+        """Let nothing go on that nobody will hear."""
+        if self._mailbox.is_under_way(request_id):
+            (await jobs.dispatcher()).cancel(request_id)
 
     def _told(self, line: Line, error: Exception) -> ApiError:
         """What the line's client is told; a fault of ours keeps no other line from its answer."""
@@ -185,7 +183,7 @@ class Feeder:
         One at a time, so that the first refusal spares the others theirs.
         """
         async with self._submitting:
-            if self._closed_for_s() > 0 or self._is_draining:
+            if self._closed_for_s() > 0:
                 raise _Refused
             try:
                 return await submit(
@@ -195,6 +193,7 @@ class Feeder:
                     endpoint=self._endpoint,
                     is_batch=True,
                     deadline=self._deadline,
+                    mailbox=self._mailbox,
                 )
             except ApiError as error:
                 if error.status not in (429, 503):
@@ -204,7 +203,7 @@ class Feeder:
                 raise _Refused from error
 
     async def _wait_until_open(self) -> None:
-        while not self._is_draining and (seconds := self._closed_for_s()) > 0:
+        while (seconds := self._closed_for_s()) > 0:
             await asyncio.sleep(seconds)
 
     def _closed_for_s(self) -> float:
@@ -219,11 +218,13 @@ class Feeder:
                 found = [self._unwritten.get_nowait() for _ in range(self._unwritten.qsize())]
                 if found:
                     await self._keep(found)
+                    await self._mailbox.settle({result.line for result in found})
         finally:
             over.cancel()
 
 
-def _answered(line: Line, request_id: str, body: dict[str, Any]) -> Result:
+def answered(line: Line, request_id: str, body: dict[str, Any]) -> Result:
+    """The result of a line whose answer is `body`."""
     usage = body["usage"]
     # A response has other words for it.
     prompt, completion = (
@@ -239,6 +240,12 @@ def _answered(line: Line, request_id: str, body: dict[str, Any]) -> Result:
     )
 
 
-def _is_passing(error: ApiError) -> bool:
+def refused(line: Line, request_id: str, error: ApiError, endpoint: str) -> Result:
+    """The result of a line that has no answer."""
+    output = lines.error_line(line.custom_id, request_id, error, endpoint)
+    return Result(line=line.number, is_error=True, output=output)
+
+
+def is_passing(error: ApiError) -> bool:
     """Whether it is worth another attempt."""
     return error.status in (429, 500, 503) and not isinstance(error, GivenUp)

@@ -49,13 +49,15 @@ class Pace:
             self._last_served.pop(batch_id, None)
 
     @contextlib.asynccontextmanager
-    async def place(self, batch_id: uuid.UUID) -> AsyncIterator[None]:
-        """One of the batch's places; waits for it."""
-        async with self._turns[batch_id]:
-            while not self._has_room(batch_id):
-                await self._wait(batch_id)
-            self._taken[batch_id] += 1
-            self._last_served[batch_id] = next(self._served)
+    async def place(self, batch_id: uuid.UUID, *, is_taken: bool = False) -> AsyncIterator[None]:
+        """One of the batch's places; waits for it, unless the request is under way already."""
+        if is_taken:
+            self._take(batch_id)
+        else:
+            async with self._turns[batch_id]:
+                while not self._has_room(batch_id):
+                    await self._wait(batch_id)
+                self._take(batch_id)
         self._wake()  # there may be more room, for those who let this one go first
         try:
             yield
@@ -64,6 +66,10 @@ class Pace:
             if not self._taken[batch_id]:
                 del self._taken[batch_id]
             self._wake()
+
+    def _take(self, batch_id: uuid.UUID) -> None:
+        self._taken[batch_id] += 1
+        self._last_served[batch_id] = next(self._served)
 
     async def _wait(self, batch_id: uuid.UUID) -> None:
         """Until a place is free, or it is time to look how large the pool is now."""

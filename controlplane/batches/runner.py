@@ -1,7 +1,8 @@
 """The process that works on batches; several may run, each with batches of its own.
 
-It is a gateway to the workers: its requests wait in the fair queue's batch class, and if it dies,
-its requests are cancelled and its batches taken up by another within `leases.LEASE`.
+Its requests wait in the fair queue's batch class. If it dies, they go on, and another takes its
+batches up within `leases.LEASE`, with what is under way of them; told to stop, it leaves them so at
+once.
 """
 
 from __future__ import annotations
@@ -23,8 +24,6 @@ log = logging.getLogger(__name__)
 #: Batches that one runner has at a time.
 MAX_BATCHES = 64
 LOOK_S = 1.0
-#: Told to stop, a runner lets what is under way end for so long.
-DRAIN_S = 20.0
 #: A batch that was taken up so often and fails again is given up.
 MAX_TURNS = 20
 
@@ -41,8 +40,7 @@ class Runner:
         self._running: dict[asyncio.Task[None], Execution] = {}
 
     async def run(self) -> None:
-        """Returns when told to stop: lines under way are answered first, within `DRAIN_S`; what is
-        left then is others', nothing of it lost."""
+        """Returns when told to stop; the batches are others' then, and nothing of them is lost."""
         dispatcher = await self._dispatcher()
         if dispatcher is None:
             return
@@ -51,19 +49,11 @@ class Runner:
             while not self.stop.is_set():
                 await self._take_up(pace)
                 await self._pause()
-            await self._drain()
         finally:
             for task in self._running:
                 task.cancel()
             await asyncio.gather(*self._running, return_exceptions=True)
             await jobs.close_dispatcher()
-
-    async def _drain(self) -> None:
-        draining = {task for task, execution in self._running.items() if execution.hand_over()}
-        for task in self._running.keys() - draining:
-            task.cancel()
-        if draining:
-            await asyncio.wait(draining, timeout=DRAIN_S)
 
     async def _dispatcher(self) -> jobs.Dispatcher | None:
         """The way to the workers, waited for; None when it is time to stop."""

@@ -20,7 +20,7 @@ import redis
 from redis.exceptions import RedisError
 
 from controlplane.workers import WorkerStatus, read_statuses
-from worker import fair_queue, protocol
+from worker import fair_queue, mailboxes, protocol
 from worker.protocol import (
     DoneRecord,
     ErrorCode,
@@ -198,6 +198,7 @@ class Reaper:
 
     def _end(self, job: GenerateJob, worker_id: str, entry_id: bytes, seized: _Seized) -> None:
         event, done = _last_words(job, worker_id, seized, time.time())
+        ttl_s = mailboxes.out_ttl_s(job.gateway_id)
         self._publish(
             keys=[
                 protocol.out_key(job.gateway_id),
@@ -206,7 +207,7 @@ class Reaper:
                 protocol.job_key(self._pool, job.request_id),
             ],
             args=[
-                *(protocol.INBOX_GROUP, protocol.OUT_STREAM_MAX_LEN, protocol.OUT_STREAM_TTL_S),
+                *(protocol.INBOX_GROUP, protocol.OUT_STREAM_MAX_LEN, ttl_s),
                 *(protocol.DONE_JOB_TTL_S, seized.lease, 0, event.encode(), seized.emitted),
                 *(seized.prompt_tokens, seized.cached_tokens, done.encode(), entry_id),
             ],

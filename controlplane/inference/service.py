@@ -37,6 +37,7 @@ from controlplane.inference.json_schema import schema_headers
 from controlplane.inference.schemas import ChatBody, CompletionBody, GenerationBody
 from controlplane.limits.admission import rate_headers
 from controlplane.limits.admit import Admitted
+from controlplane.mailboxes import Mailbox
 from controlplane.replies import Reply
 from controlplane.scoping import new_id
 from controlplane.tenants.auth import Principal
@@ -57,6 +58,7 @@ async def submit(
     adjust: Callable[[GenerateJob], GenerateJob] | None = None,
     is_batch: bool = False,
     deadline: float | None = None,
+    mailbox: Mailbox | None = None,
 ) -> Generation:
     """Have a request accepted into the fair queue.
 
@@ -66,7 +68,10 @@ async def submit(
     adjust      a last change to the job, of what no field of the body says
     is_batch    served from what interactive requests leave
     deadline    Unix seconds past which nobody wants the answer; None: `DEADLINE_S` from now
+    mailbox     where it is answered, instead of in this process's own stream: who leaves it does
+                not cancel it then, and one that is under way there is not submitted again
     Raises ApiError: PermissionDenied, NotFound, InvalidRequest, RateLimited, Unavailable.
+    With a mailbox, Fenced.
     """
     named = body.named()
     target = await access.target_of(principal, named)
@@ -75,7 +80,7 @@ async def submit(
         principal=principal,
         target=target,
         request_id=request_id,
-        gateway_id=dispatcher.gateway_id,
+        gateway_id=dispatcher.gateway_id if mailbox is None else mailbox.gateway_id,
         endpoint=endpoint or body.endpoint,
         is_batch=is_batch or body.is_flex,
         deadline=deadline,
@@ -88,7 +93,7 @@ async def submit(
         job = adjust(job)
     limits = await access.limits_of(principal, named)
     reply, admitted = await dispatcher.submit(
-        job, limits, context_length=target.base_model.context_length
+        job, limits, context_length=target.base_model.context_length, mailbox=mailbox
     )
     return Generation(
         job=job,

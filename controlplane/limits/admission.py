@@ -6,8 +6,19 @@ import json
 import math
 from typing import Any
 
+from django.conf import settings
+
 from controlplane.errors import ApiError, Conflict, RateLimited, Unavailable
-from controlplane.limits.admit import Admitted, Limits, Rate, Refusal
+from controlplane.limits.admit import (
+    MAX_TENANT_WAITING,
+    MAX_WAITING,
+    Admitted,
+    Limits,
+    Rate,
+    Refusal,
+    admit_args,
+)
+from worker import fair_queue, protocol
 from worker.protocol import ErrorCode, GenerateJob
 
 #: What an answer without max_tokens is taken for by the queue and by rates; its end corrects it.
@@ -17,6 +28,8 @@ MESSAGE_TOKENS = 8
 #: Of what a prompt says about tools beside their definitions.
 TOOL_TEXT_TOKENS = 1024
 MAX_RETRY_AFTER_S = 60.0
+#: A batch request may wait so many times as long as one that somebody waits for.
+BATCH_PATIENCE = 10
 
 
 def prompt_estimate(job: GenerateJob) -> int:
@@ -42,6 +55,29 @@ def output_estimate(job: GenerateJob) -> int:
 def output_bound(job: GenerateJob, context_length: int) -> int:
     """What the answers can take at most."""
     return min(job.sampling.max_tokens or context_length, context_length) * job.num_choices
+
+
+def admission_args(
+    job: GenerateJob, pool: str, limits: Limits, *, tokens_per_s: float, context_length: int
+) -> list[Any]:
+    """The admit script's arguments.
+
+    tokens_per_s  of all workers of the job's base model; 0: not known
+    """
+    class_ = fair_queue.BATCH if job.is_batch else fair_queue.INTERACTIVE
+    deadline = job.deadline or job.created_at + protocol.JOB_TTL_S
+    # Longer than the deadline: who waits until then still has to be ended, and settled.
+    ttl_s = protocol.JOB_TTL_S + max(0, int(deadline - job.created_at))
+    return [
+        *(pool, fair_queue.queue_key(pool, job.base_model), job.request_id),
+        *(job.encode(), job.tenant_id, class_, ",".join(ref.digest for ref in job.adapters)),
+        *(deadline, ttl_s),
+        *(job.gateway_id, prompt_estimate(job), output_estimate(job)),
+        *(output_bound(job, context_length), tokens_per_s),
+        settings.MAX_WAIT_S * (BATCH_PATIENCE if job.is_batch else 1),
+        *(MAX_WAITING, MAX_TENANT_WAITING),
+        *admit_args(limits, pool, job.tenant_id),
+    ]
 
 
 def rate_headers(admitted: Admitted) -> dict[str, str]:

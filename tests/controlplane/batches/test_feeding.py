@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import redis.asyncio
 
 from controlplane.batches import feeding
-from controlplane.batches.feeding import Drained, Feeder
+from controlplane.batches.feeding import Feeder
 from controlplane.batches.lines import Line
 from controlplane.batches.pace import Pace
 from controlplane.batches.results import Result
-from controlplane.errors import InternalError, Unavailable
+from controlplane.mailboxes import Mailbox
+from demo.stack import EmbeddedStack
 
 USAGE = {
     "prompt_tokens": 2,
@@ -27,6 +29,8 @@ USAGE = {
 
 
 class Answered:
+    reply = SimpleNamespace(is_ended=True, is_forgotten=False)
+
     async def whole(self) -> dict[str, Any]:
         return {"usage": USAGE}
 
@@ -40,8 +44,35 @@ async def found(num: int) -> AsyncIterator[Line]:
         yield Line(number=number, custom_id=f"c{number}", body=body, model="tiny")
 
 
+BATCH = uuid.uuid4()
+
+
+@pytest.fixture
+async def mailbox(stack: EmbeddedStack) -> AsyncIterator[Mailbox]:
+    client = redis.asyncio.Redis.from_url(stack.env["REDIS_URL"], protocol=2)
+    made = Mailbox(client, f"feeding-{uuid.uuid4().hex[:8]}", BATCH, fence=1)
+    await made.open()
+    yield made
+    await made.close()
+    await client.aclose()
+
+
+def a_feeder(
+    mailbox: Mailbox, keep: Callable[[list[Result]], Awaitable[None]], pace: Pace
+) -> Feeder:
+    return Feeder(
+        batch_id=BATCH,
+        endpoint="/v1/completions",
+        deadline=time.time() + 60,
+        principal=lambda: None,  # type: ignore[arg-type, return-value]
+        pace=pace,
+        mailbox=mailbox,
+        keep=keep,
+    )
+
+
 async def test_a_line_that_the_server_fails_on_keeps_no_other_from_its_answer(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, mailbox: Mailbox
 ) -> None:
     kept: list[Result] = []
 
@@ -55,14 +86,7 @@ async def test_a_line_that_the_server_fails_on_keeps_no_other_from_its_answer(
 
     monkeypatch.setattr(feeding, "submit", submit)
     monkeypatch.setattr(feeding, "MAX_ATTEMPTS", 2)
-    feeder = Feeder(
-        batch_id=uuid.uuid4(),
-        endpoint="/v1/completions",
-        deadline=time.time() + 60,
-        principal=lambda: None,  # type: ignore[arg-type, return-value]
-        pace=Pace(lambda: [], most=4),
-        keep=keep,
-    )
+    feeder = a_feeder(mailbox, keep, Pace(lambda: [], most=4))
     async with asyncio.timeout(20):
         await feeder.run(found(4))
     assert sorted(result.line for result in kept) == [1, 2, 3, 4]
@@ -71,100 +95,75 @@ async def test_a_line_that_the_server_fails_on_keeps_no_other_from_its_answer(
     assert (told["custom_id"], told["response"]["status_code"]) == ("c2", 500)
 
 
-async def test_told_to_drain_it_ends_what_is_under_way_and_begins_nothing(
-    monkeypatch: pytest.MonkeyPatch,
+async def test_cancelled_it_leaves_what_is_under_way_and_keeps_what_is_answered(
+    monkeypatch: pytest.MonkeyPatch, mailbox: Mailbox
 ) -> None:
     kept: list[int] = []
     begun: list[str] = []
-    left: list[str] = []
-    answers = asyncio.Event()
+    cancelled: list[str] = []
 
-    @dataclasses.dataclass
-    class Slow:
-        prompt: str
-        is_ended: bool = False
+    class Slow(Answered):
+        def __init__(self, prompt: str) -> None:
+            self.prompt = prompt
 
         async def whole(self) -> dict[str, Any]:
-            await answers.wait()
-            self.is_ended = True
+            if self.prompt != "prompt 2":
+                await asyncio.Event().wait()
             return {"usage": USAGE}
 
-        def leave(self) -> None:
-            if not self.is_ended:
-                left.append(self.prompt)
-
-    async def submit(principal: Any, body: Any, **_: Any) -> Any:
+    async def submit(principal: Any, body: Any, *, request_id: str, **_: Any) -> Any:
         begun.append(body.prompt)
+        mailbox.note_admitted(request_id)
         return Slow(body.prompt)
 
     async def keep(results: list[Result]) -> None:
+        await asyncio.sleep(0.05)
         kept.extend(result.line for result in results)
 
+    async def end(feeder: Feeder, request_id: str) -> None:
+        cancelled.append(request_id)
+
     monkeypatch.setattr(feeding, "submit", submit)
+    monkeypatch.setattr(Feeder, "_end", end)
     pace = Pace(lambda: [], most=3)
     monkeypatch.setattr(pace, "limit", lambda: 3)
-    batch_id = uuid.uuid4()
-    feeder = Feeder(
-        batch_id=batch_id,
-        endpoint="/v1/completions",
-        deadline=time.time() + 60,
-        principal=lambda: None,  # type: ignore[arg-type, return-value]
-        pace=pace,
-        keep=keep,
-    )
-    with pace.joined(batch_id):
+    feeder = a_feeder(mailbox, keep, pace)
+    with pace.joined(BATCH):
         running = asyncio.create_task(feeder.run(found(1000)))
         async with asyncio.timeout(30):
-            while len(begun) < 3:
-                await asyncio.sleep(0.01)
-            feeder.drain()
-            await asyncio.sleep(0.1)
-            assert not running.done()
-            answers.set()
-            with pytest.raises(Drained):
+            while "prompt 4" not in begun:
+                await asyncio.sleep(0.001)
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
                 await running
-    assert len(begun) == 3
-    assert sorted(kept) == [1, 2, 3]
-    assert left == []
+    assert len(begun) == 4
+    assert (kept, cancelled) == ([2], [])
+    assert mailbox.lines_under_way == {1, 3, 4}
 
 
-@pytest.mark.parametrize("refusal", ["asked", "answered"])
-async def test_told_to_drain_it_sits_out_no_refusal(
-    monkeypatch: pytest.MonkeyPatch, refusal: str
+async def test_what_was_under_way_takes_its_place_without_waiting(
+    monkeypatch: pytest.MonkeyPatch, mailbox: Mailbox
 ) -> None:
-    """What is under way when the drain begins may be refused after it, and is another's then."""
-    begun, drained = asyncio.Event(), asyncio.Event()
-
-    class Failing(Answered):
-        async def whole(self) -> dict[str, Any]:
-            begun.set()
-            await drained.wait()
-            raise InternalError("The worker was lost.")
+    for line in (1, 2, 3):
+        mailbox.note_admitted(mailbox.request_id(line))
+    asked: list[str] = []
 
     async def submit(principal: Any, body: Any, **_: Any) -> Any:
-        if refusal == "answered":
-            return Failing()
-        begun.set()
-        await drained.wait()
-        raise Unavailable("The queue is full.", retry_after_s=60)
+        asked.append(body.prompt)
+        return Answered() if len(asked) > 3 else Forever()
+
+    class Forever(Answered):
+        async def whole(self) -> dict[str, Any]:
+            while len(asked) < 3:
+                await asyncio.sleep(0.01)
+            return {"usage": USAGE}
 
     async def keep(results: list[Result]) -> None:
-        raise AssertionError(results)
+        pass
 
     monkeypatch.setattr(feeding, "submit", submit)
-    monkeypatch.setattr("random.uniform", lambda low, high: 30.0)
-    feeder = Feeder(
-        batch_id=uuid.uuid4(),
-        endpoint="/v1/completions",
-        deadline=time.time() + 600,
-        principal=lambda: None,  # type: ignore[arg-type, return-value]
-        pace=Pace(lambda: [], most=4),
-        keep=keep,
-    )
+    feeder = a_feeder(mailbox, keep, Pace(lambda: [], most=1))
     async with asyncio.timeout(20):
-        running = asyncio.create_task(feeder.run(found(1)))
-        await begun.wait()
-        feeder.drain()
-        drained.set()
-        with pytest.raises(Drained):
-            await running
+        await feeder.run(found(5))
+    assert sorted(asked) == [f"prompt {number}" for number in range(1, 6)]
+    assert mailbox.lines_under_way == set()

@@ -1,0 +1,97 @@
+"""What was under way when a batch was stopped: the answers that there are, an end to the rest."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+from collections.abc import AsyncIterator
+
+from controlplane import jobs
+from controlplane.batches import lines
+from controlplane.batches.feeding import answered, is_passing, refused
+from controlplane.batches.lines import Line, Request
+from controlplane.batches.results import Result
+from controlplane.errors import ApiError
+from controlplane.inference.service import Generation, submit
+from controlplane.mailboxes import Mailbox
+from controlplane.tenants.auth import Principal
+
+log = logging.getLogger(__name__)
+
+#: Workers need a moment to end what is cancelled; dead ones take longer than anybody waits.
+PATIENCE_S = 10.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Waiting:
+    line: Line
+    request_id: str
+    request: Request
+    generation: Generation
+
+
+async def collect(
+    found: AsyncIterator[Line], *, endpoint: str, principal: Principal | None, mailbox: Mailbox
+) -> list[Result]:
+    """The results of those lines that were answered, or are before they can be cancelled.
+
+    found      the lines that are under way, as far as they are still known
+    principal  who asks; None: nobody any more, and nothing of it is told
+    """
+    waiting: list[_Waiting] = []
+    left = mailbox.lines_under_way
+    dispatcher = await jobs.dispatcher()
+    try:
+        async for line in found:
+            with contextlib.suppress(ApiError):
+                if principal is not None:
+                    waiting.append(await _wait_for(line, endpoint, principal, mailbox))
+        ended = {each.request_id for each in waiting if each.generation.reply.is_ended}
+        running = {mailbox.request_id(number) for number in left} - ended
+        if cancelling := [dispatcher.cancel(request_id) for request_id in running]:
+            await asyncio.wait(cancelling, timeout=PATIENCE_S)
+        return await _results(waiting, endpoint)
+    finally:
+        for each in waiting:
+            each.generation.leave()
+
+
+async def _wait_for(line: Line, endpoint: str, principal: Principal, mailbox: Mailbox) -> _Waiting:
+    """Raises ApiError when its answer could not be told."""
+    request = lines.parse_request(line, endpoint)
+    request_id = mailbox.request_id(line.number)
+    generation = await submit(
+        principal,
+        request.body,
+        request_id=request_id,
+        endpoint=endpoint,
+        is_batch=True,
+        mailbox=mailbox,
+    )
+    return _Waiting(line, request_id, request, generation)
+
+
+async def _results(waiting: list[_Waiting], endpoint: str) -> list[Result]:
+    """Those that there are soon."""
+    tasks = [asyncio.create_task(_result(each, endpoint)) for each in waiting]
+    if not tasks:
+        return []
+    ended, running = await asyncio.wait(tasks, timeout=PATIENCE_S)
+    for task in running:
+        task.cancel()
+    if running:
+        log.warning("%d lines were given up", len(running))
+    return [result for task in ended if (result := task.result()) is not None]
+
+
+async def _result(waiting: _Waiting, endpoint: str) -> Result | None:
+    """None when it was cancelled, or failed in a way that would have been tried again."""
+    try:
+        body = await waiting.request.answer(waiting.generation)
+    except ApiError as error:
+        if is_passing(error):
+            return None
+        return refused(waiting.line, waiting.request_id, error, endpoint)
+    return answered(waiting.line, waiting.request_id, body)

@@ -1,0 +1,308 @@
+"""The streams in which workers answer: a gateway's own, and the mailboxes of batches.
+
+What is answered to a gateway is of use to nobody else, and goes with it. A batch outlives its
+runners, so its lines are answered into a stream of the batch's own. Whoever runs the batch opens
+it as its `Mailbox`, which reads it from the start: what was answered while nobody read, what is
+still under way, and under which id. Nothing of it is removed before the lines' results are kept.
+
+A line's attempts have ids that follow from the batch, the line and a number. So a line that is sent
+twice, by whatever accident, is one request: the queue takes it once while it knows of it, and the
+database bills it once for ever. Who may send is decided by a fencing token, in the script that
+admits: a runner that was given up for lost and wakes up can begin nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from controlplane.errors import Unavailable
+from controlplane.limits.admit import ADMIT
+from worker import mailboxes, protocol
+from worker.protocol import TokenEvent
+
+log = logging.getLogger(__name__)
+
+#: Redis or the line to it. uvloop says RuntimeError of a connection that was cut a moment ago.
+AWAY = (RedisError, OSError, RuntimeError)
+
+BLOCK_MS = 2000
+RETRY_S = 0.2
+_PAGE = 100
+#: An entry without events: who waits for news looks what else there is to wait for.
+_NUDGE = b"[]"
+
+# ADMIT for a line of a batch.
+# KEYS job, flights | ARGV fence, line, attempt, ADMIT's …
+# -> ADMIT's, or fenced
+ADMIT_LINE = f"""
+local function admit(KEYS, ARGV)
+{ADMIT}
+end
+local fence = redis.call('HGET', KEYS[2], 'fence')
+if fence and tonumber(fence) > tonumber(ARGV[1]) then return {{'fenced', 0, '0', '0'}} end
+local verdict = admit(KEYS, {{unpack(ARGV, 4)}})
+if verdict[1] == 'ok' then
+  redis.call('HSET', KEYS[2], 'fence', ARGV[1], ARGV[2], ARGV[3])
+  redis.call('EXPIRE', KEYS[2], {mailboxes.MAILBOX_TTL_S})
+  -- Had Redis lost the job and a worker still has it, their leases must differ.
+  if #verdict > 1 then redis.call('HSET', KEYS[1], 'lease', redis.call('TIME')[1]) end
+end
+return verdict
+"""
+
+# KEYS flights | ARGV fence -> the hash; nothing when a later runner has it
+OPEN = f"""
+local fence = redis.call('HGET', KEYS[1], 'fence')
+if fence and tonumber(fence) > tonumber(ARGV[1]) then return {{}} end
+redis.call('HSET', KEYS[1], 'fence', ARGV[1])
+redis.call('EXPIRE', KEYS[1], {mailboxes.MAILBOX_TTL_S})
+return redis.call('HGETALL', KEYS[1])
+"""
+
+# KEYS flights, out | ARGV fence
+# The fence stays: of the runners that were given up one may still wake.
+CLOSE = f"""
+local fence = redis.call('HGET', KEYS[1], 'fence')
+if fence and tonumber(fence) > tonumber(ARGV[1]) then return end
+redis.call('DEL', KEYS[1], KEYS[2])
+redis.call('HSET', KEYS[1], 'fence', ARGV[1])
+redis.call('EXPIRE', KEYS[1], {mailboxes.MAILBOX_TTL_S})
+"""
+
+
+class Fenced(Exception):
+    """The batch is another runner's now."""
+
+
+def line_request_id(batch_id: uuid.UUID, line: int, attempt: int) -> str:
+    """The id of an attempt at a line. Those of a batch lie together in the database's index."""
+    return f"req_{batch_id.hex[:12]}{uuid.uuid5(batch_id, f'{line} {attempt}').hex[12:]}"
+
+
+class Mailbox:
+    """One batch's, in the hands of the runner that holds its lease. `open` it first.
+
+    redis  asyncio's client, of protocol 2
+    fence  of the lease
+    """
+
+    def __init__(self, redis: Any, pool: str, batch_id: uuid.UUID, fence: int) -> None:
+        self.gateway_id = mailboxes.mailbox_id(batch_id.hex)
+        self.out = protocol.out_key(self.gateway_id)
+        self.last_id = b"0-0"
+        self._redis = redis
+        self._batch_id = batch_id
+        self._fence = fence
+        self._flights = mailboxes.flights_key(pool, batch_id.hex)
+        self._attempts: dict[int, int] = {}
+        self._under_way: set[int] = set()
+        self._lines: dict[str, int] = {}  # request id -> line, of the attempts that count
+        self._unread: dict[str, list[TokenEvent]] = {}
+        self._entries: dict[bytes, set[str]] = {}  # -> the requests that still need them
+        self._spent: list[bytes] = []
+        self._landed: list[int] = []  # lines that are not under way any more
+
+    async def open(self) -> None:
+        """Read what there is. Raises Fenced, and Unavailable."""
+        try:
+            await self._open()
+        except AWAY as error:
+            raise Unavailable("The queue does not answer.") from error
+
+    async def _open(self) -> None:
+        found = await self._redis.eval(OPEN, 1, self._flights, self._fence)
+        if not found:
+            raise Fenced
+        for field, value in zip(found[::2], found[1::2], strict=True):
+            if field != b"fence":
+                self._attempts[int(field)] = int(value)
+                self._under_way.add(int(field))
+                self.request_id(int(field))
+        while True:
+            after = f"({self.last_id.decode()}"
+            entries = await self._redis.xrange(self.out, after, count=_PAGE)
+            for entry_id, fields in entries:
+                self.take_in(entry_id, fields, lambda _: False)
+            if len(entries) < _PAGE:
+                return
+
+    @property
+    def lines_under_way(self) -> set[int]:
+        """Those that were admitted, by whomever, and whose results are not kept yet."""
+        return self._under_way.copy()
+
+    def is_under_way(self, request_id: str) -> bool:
+        """Whether it was admitted, so that its answer is here or will come."""
+        return self._lines.get(request_id) in self._under_way
+
+    def num_attempts(self, line: int) -> int:
+        return self._attempts.get(line, 1)
+
+    def request_id(self, line: int) -> str:
+        """Under which the line is sent, or was."""
+        request_id = line_request_id(self._batch_id, line, self.num_attempts(line))
+        self._lines[request_id] = line
+        return request_id
+
+    def try_again(self, line: int) -> None:
+        """The attempt has ended without an answer: there will be another, under its own id.
+
+        What it ended with is kept until that is admitted: to the next runner it says the same.
+        """
+        self._attempts[line] = self.num_attempts(line) + 1
+        self._under_way.discard(line)
+
+    def send_again(self, line: int) -> None:
+        """Redis has lost the request: it may be sent under its own id, and is billed once."""
+        self._under_way.discard(line)
+
+    def admission(self, request_id: str) -> tuple[list[str], list[Any]]:
+        """What ADMIT_LINE's keys and arguments begin with, behind the job's key."""
+        line = self._lines[request_id]
+        return [self._flights], [self._fence, line, self.num_attempts(line)]
+
+    def note_admitted(self, request_id: str) -> None:
+        line = self._lines[request_id]
+        self._under_way.add(line)
+        self._forget({other for other, of in self._lines.items() if of == line} - {request_id})
+
+    def take_in(
+        self,
+        entry_id: bytes,
+        fields: dict[bytes, bytes],
+        deliver: Callable[[TokenEvent], bool],
+    ) -> None:
+        """Give an entry's events to who waits for them, or keep them for who will."""
+        if _order(entry_id) <= _order(self.last_id):
+            return  # asked for before this mailbox was opened
+        self.last_id = entry_id
+        events = read_events(fields)
+        needed_by = {event.request_id for event in events} & self._lines.keys()
+        if not needed_by:
+            self._spent.append(entry_id)
+            return
+        self._entries[entry_id] = needed_by
+        for event in events:
+            if event.request_id in needed_by and not deliver(event):
+                self._unread.setdefault(event.request_id, []).append(event)
+
+    def unread(self, request_id: str) -> list[TokenEvent]:
+        """What came for a request before anybody waited for it; gone then."""
+        return self._unread.pop(request_id, [])
+
+    async def settle(self, lines: set[int]) -> None:
+        """The results of these lines are kept: forget what was only there for them.
+
+        What fails is done with the next call, or by the batch's next runner.
+        """
+        settled = {request_id for request_id, line in self._lines.items() if line in lines}
+        self._landed += {self._lines[request_id] for request_id in settled}
+        self._forget(settled)
+        for line in self._landed:
+            self._under_way.discard(line)
+            self._attempts.pop(line, None)
+        pipe = self._redis.pipeline(transaction=False)
+        if self._spent:
+            pipe.xdel(self.out, *self._spent)
+        if self._landed:
+            pipe.hdel(self._flights, *self._landed)
+        try:
+            await pipe.execute()
+        except AWAY as error:
+            log.warning("what was answered stays in %s: %r", self.out, error)
+        else:
+            self._spent, self._landed = [], []
+
+    async def close(self) -> None:
+        """The batch has ended: nothing is kept for it any more. Raises Unavailable."""
+        try:
+            await self._redis.eval(CLOSE, 2, self._flights, self.out, self._fence)
+        except AWAY as error:
+            raise Unavailable("The queue does not answer.") from error
+
+    def _forget(self, request_ids: set[str]) -> None:
+        for request_id in request_ids:
+            del self._lines[request_id]
+            self._unread.pop(request_id, None)
+        for entry_id, needed_by in list(self._entries.items()):
+            needed_by -= request_ids
+            if not needed_by:
+                del self._entries[entry_id]
+                self._spent.append(entry_id)
+
+
+class Post:
+    """Reads all streams of one process: its own, and those of the mailboxes that it has open.
+
+    redis    asyncio's client, of protocol 2
+    out      its own stream
+    deliver  gives an event to who waits for it. -> whether somebody does
+    """
+
+    def __init__(self, redis: Any, out: str, deliver: Callable[[TokenEvent], bool]) -> None:
+        self.last_id = b"0-0"
+        self._redis = redis
+        self._out = out
+        self._deliver = deliver
+        self._mailboxes: dict[str, Mailbox] = {}
+
+    @property
+    def mailbox_ids(self) -> list[str]:
+        """The gateway ids of those that are open."""
+        return [mailbox.gateway_id for mailbox in self._mailboxes.values()]
+
+    async def add(self, mailbox: Mailbox) -> None:
+        """Read this one, too, from where it has been read."""
+        self._mailboxes[mailbox.out] = mailbox
+        pipe = self._redis.pipeline(transaction=False)
+        pipe.xadd(self._out, {protocol.PAYLOAD_FIELD: _NUDGE})
+        pipe.expire(self._out, protocol.OUT_STREAM_TTL_S)
+        with contextlib.suppress(*AWAY):  # then it is read a moment later
+            await pipe.execute()
+
+    def remove(self, mailbox: Mailbox) -> None:
+        if self._mailboxes.get(mailbox.out) is mailbox:
+            del self._mailboxes[mailbox.out]
+
+    async def read_loop(self) -> None:
+        """Deliver events for ever. The last ids read make a reconnection lose nothing."""
+        while True:
+            streams = {box.out: box.last_id for box in self._mailboxes.values()}
+            streams[self._out] = self.last_id
+            try:
+                found = await self._redis.xread(streams, block=BLOCK_MS)
+            except AWAY as error:
+                log.warning("waiting for Redis: %r", error)
+                await asyncio.sleep(RETRY_S)
+                continue
+            for out, entries in found:
+                self._take_in(out.decode(), entries)
+
+    def _take_in(self, out: str, entries: list[tuple[bytes, dict[bytes, bytes]]]) -> None:
+        for entry_id, fields in entries:
+            if out == self._out:
+                self.last_id = entry_id
+                for event in read_events(fields):
+                    self._deliver(event)
+            elif (mailbox := self._mailboxes.get(out)) is not None:
+                mailbox.take_in(entry_id, fields, self._deliver)
+
+
+def _order(entry_id: bytes) -> tuple[int, ...]:
+    return tuple(map(int, entry_id.split(b"-")))
+
+
+def read_events(fields: dict[bytes, bytes]) -> list[TokenEvent]:
+    """The events of an entry; none of one that cannot be read."""
+    try:
+        return protocol.unpack_events(fields[protocol.PAYLOAD_FIELD])
+    except (ValueError, TypeError, KeyError, AttributeError):
+        log.exception("an entry of the event stream cannot be read")
+        return []
