@@ -174,7 +174,7 @@ def bench_lora(options: bool) -> Iterator[Case]:
                     {"block_k": 128}, {"block_k": 128, "num_stages": 3},
                     {"block_k": 128, "num_stages": 4}, {"num_stages": 3}, {"splits": 4},
                     {"splits": 8}, {"num_warps": 2}, {"num_warps": 2, "block_k": 128},
-                    {"splits": 4, "block_k": 128, "num_stages": 4}, {"row_k": 0},
+                    {"splits": 4, "block_k": 128, "num_stages": 4}, {"row_k": 0}, {"rows": 8},
                     {"row_k": 0, "num_warps": 2, "num_stages": 4},
                 ]  # fmt: skip
             elif options:
@@ -207,8 +207,8 @@ def bench_lora(options: bool) -> Iterator[Case]:
                 expand = lora_expand_decode_triton
             if options and plan.block_t == 16:
                 tries += [
-                    {"dot_n": 64, "max_registers": 128, "num_programs": 2112}, {"few": 1},
-                    {"few": 4}, {"num_programs": 3168},
+                    {"group_n": 256, "max_registers": 168, "num_programs": 1584}, {"few": 1},
+                    {"few": 4}, {"num_programs": 2112},
                 ]  # fmt: skip
             elif options:
                 tries += [{"num_stages": 3}, {"dot_n": 128}, {"block_n": 256}, {"block_n": 1024}]

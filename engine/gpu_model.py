@@ -3,9 +3,9 @@
 Per layer nine launches without adapters: norm, qkv, RoPE + KV write, attention, o, norm, gate/up,
 SiLU * mul, down. In a long pass o and down add themselves to the residual inside the product. The
 biases and norms that other families than Llama have ride along in these. Adapters add a shrink and
-an expand beside each of the four matrix products, on a second stream; whoever reads the product
-adds the two. Nothing here waits for the device, so a pass
-can be captured in a CUDA graph (engine/graphs.py).
+an expand beside each of the four matrix products, on a stream of their own; whoever reads the
+product adds the two. Nothing here waits for the device, so a pass can be captured in a CUDA graph
+(engine/graphs.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kernels.attention_prefill import attention_prefill_triton
 from kernels.linear import linear
 from kernels.lora_adjust import lora_adjust_triton
 from kernels.lora_expand import lora_expand_triton
-from kernels.lora_plan import LoraPlan
+from kernels.lora_plan import MANY_CHUNKS, RANK_BLOCK, LoraPlan
 from kernels.lora_shrink import lora_shrink_triton
 from kernels.lora_vocab import lora_embed, lora_head, sampled
 from kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
@@ -40,6 +40,10 @@ GATE_UP = (Projection.GATE, Projection.UP)
 
 # Rows from which on a pass is bound by its products, not by reading the weights.
 _LONG = 512
+
+# Of streams; the smaller goes first. A recorded graph keeps them.
+PRIORITY = -1  # of what is recorded
+_BEFORE, _AFTER = PRIORITY - 1, PRIORITY + 1
 
 Linear = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -113,9 +117,12 @@ class GpuModel:
         self._cos, self._sin = rope_tables(
             config.head_dim, config.rope_theta, config.rope_scaling, max_positions, self.device
         )
-        # High priority: its short kernels must find room beside a matrix product's many blocks.
-        make_stream: Any = torch.cuda.Stream
-        self._side = make_stream(self.device, priority=-1) if arena.is_cuda else None
+        self._before: torch.cuda.Stream | None = None
+        self._after: torch.cuda.Stream | None = None
+        if arena.is_cuda:
+            make_stream: Any = torch.cuda.Stream
+            self._before = make_stream(self.device, priority=_BEFORE)
+            self._after = make_stream(self.device, priority=_AFTER)
 
     def forward(self, batch: GpuBatch) -> torch.Tensor:
         """Logits [N, V] of the rows to sample; writes the new tokens' KV to the arena."""
@@ -236,10 +243,11 @@ class GpuModel:
         table, plan = batch.table, None if batch.is_mlp_plain else batch.plan
         if table is not None and plan is not None and plan.block_t > 16:
             # Many tokens: a delta of [T, 2I] would cost more to write and read than it hides.
-            with self._side_stream(batch):
+            side = self._side_stream(batch, GATE_UP)
+            with torch.cuda.stream(side):
                 h = self._shrink(batch, index, GATE_UP, x)
             gate_up = self._product(x, layer.gate_up, layer.gate_up_bias)
-            self._join(batch)
+            self._join(side)
             self._adjust(batch, index, GATE_UP, gate_up)
             return lora_silu_mul_triton(gate_up, h, self.arena, table, plan, index)
         return silu_mul_triton(
@@ -265,7 +273,8 @@ class GpuModel:
         is_plain = batch.is_mlp_plain and projections[0] >= Projection.GATE
         if batch.table is None or batch.plan is None or is_plain:
             return self._product(x, weight, bias, onto), None
-        with self._side_stream(batch):
+        side = self._side_stream(batch, projections)
+        with torch.cuda.stream(side):
             h = self._shrink(batch, index, projections, x)
             delta = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
             lora_expand_triton(
@@ -281,7 +290,7 @@ class GpuModel:
             )
         # The library's products leave the side stream more room than those for few rows do.
         out = self._product(x, weight, bias, onto, functional.linear)
-        self._join(batch)
+        self._join(side)
         self._adjust(batch, index, projections, out)
         return out, delta
 
@@ -318,13 +327,25 @@ class GpuModel:
         widths = (self.config.projection_widths[p][1] for p in projections)
         return tuple(itertools.accumulate(widths, initial=0))
 
-    def _side_stream(self, batch: GpuBatch) -> torch.cuda.StreamContext:
-        """Work from here on runs beside what the main stream is given, until `_join`."""
-        side = None if batch.is_in_line else self._side
-        if side is not None:
-            side.wait_stream(torch.cuda.current_stream(self.device))
-        return torch.cuda.stream(side)
+    def _side_stream(
+        self, batch: GpuBatch, projections: tuple[Projection, ...]
+    ) -> torch.cuda.Stream | None:
+        """Where adapters' kernels run beside what the main stream is given, until `_join`.
 
-    def _join(self, batch: GpuBatch) -> None:
-        if self._side is not None and not batch.is_in_line:
-            torch.cuda.current_stream(self.device).wait_stream(self._side)
+        Before the product as a rule: its blocks hold their processors from end to end, and short
+        kernels wait for them to go. Where many adapters are read, not so for gate and up in a
+        decode: that product leaves processors and some of the memory's bandwidth over, in which
+        the shrink is done by its end. None: adapters' kernels take turns with the products.
+        """
+        plan, side = batch.plan, self._before
+        if batch.is_in_line or plan is None or side is None:
+            return None
+        is_decode = plan.block_t <= RANK_BLOCK and plan.chunks.shape[0] > MANY_CHUNKS
+        if is_decode and projections == GATE_UP and self._after is not None:
+            side = self._after
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        return side
+
+    def _join(self, side: torch.cuda.Stream | None) -> None:
+        if side is not None:
+            torch.cuda.current_stream(self.device).wait_stream(side)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from engine.gpu_model import GpuBatch, GpuModel
+from engine.gpu_model import PRIORITY, GpuBatch, GpuModel
 from engine.lora_inputs import LoraInputs
 from engine.tile_entries import Reach
 from kernels import LoraBatch
@@ -39,11 +39,13 @@ def record(run: Callable[[], torch.Tensor], pool: Any) -> tuple[torch.cuda.CUDAG
     """Record what `run` launches; its result lies where every replay writes it.
 
     Other threads go on using the device meanwhile: a recording that they could spoil (torch's own
-    setting) would end with an error whenever an adapter is loaded beside it.
+    setting) would end with an error whenever an adapter is loaded beside it. A launch keeps the
+    priority of the stream that it was recorded on.
 
     pool  another graph's, whose memory this one may use in turn; None: a new one
     """
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    make_stream: Any = torch.cuda.Stream
+    stream = make_stream(priority=PRIORITY)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(2):  # compiles the kernels and sets up the libraries
@@ -51,7 +53,7 @@ def record(run: Callable[[], torch.Tensor], pool: Any) -> tuple[torch.cuda.CUDAG
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
         out = run()
     return graph, out
 

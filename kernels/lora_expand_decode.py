@@ -2,7 +2,7 @@
 
 A unit of work is an item of the plan times a group of output columns. A chunk of n items cuts each
 group into parts, the more the higher its rank, and its items share them out; so that a unit reads
-16 rank rows of 256 columns whatever the rank, or twice that beyond rank 128, and a long adapter
+16 rank rows of 512 columns whatever the rank, or twice that beyond rank 128, and a long adapter
 keeps nobody waiting. See `kernels.lora.lora_expand_ref`.
 """
 
@@ -13,7 +13,7 @@ import itertools
 import torch
 
 from kernels.backend import ceil_div, jit, tl
-from kernels.lora_plan import LoraPlan
+from kernels.lora_plan import FEW_TOKENS, LoraPlan
 from kernels.lora_shrink import load_record
 from kernels.lora_table import LoraTable
 
@@ -295,17 +295,19 @@ def lora_expand_decode_triton(
     out_offsets: tuple[int, ...],
     *,
     add: bool = True,
-    num_programs: int = 1584,
-    group_n: int = 256,
-    few: int = 2,
+    num_programs: int = 4224,
+    group_n: int = 512,
+    few: int = FEW_TOKENS,
     dot_n: int = 128,
-    max_registers: int = 168,
+    max_registers: int = 128,
 ) -> None:
     """Add to y, or with add=False write to it, zeros for base-only tokens included.
 
-    group_n        columns, eight a lane: 256 for a warp
+    num_programs   some times as many as the card holds: while a product holds most processors, one
+                   that starts late must not have much left to do
+    group_n        columns, eight a lane, 256 a warp; of rank 128 a row's eighth is read at a time
     few            most tokens in a chunk whose rows each are multiplied without tensor cores
-    max_registers  a thread; 168 let 12 programs run on a processor
+    max_registers  a thread; 128 let 16 warps run on a processor
     """
     widths = [high - low for low, high in itertools.pairwise(out_offsets)]
     num_groups = sum(ceil_div(width, group_n) for width in widths)
@@ -334,7 +336,7 @@ def lora_expand_decode_triton(
         BLOCK_T=plan.block_t,
         GROUP_N=group_n,
         DOT_N=min(group_n, dot_n),
-        num_warps=1,
+        num_warps=max(1, group_n // 256),
         num_stages=1,
         maxnreg=max_registers,
     )

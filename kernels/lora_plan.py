@@ -21,6 +21,8 @@ from kernels.backend import ceil_div, jit, next_power_of_2, tl
 from kernels.lora_table import LoraBatch
 
 RANK_BLOCK = 16  # the smallest inner dimension of a matrix product on tensor cores
+FEW_TOKENS = 2  # a segment's, that are multiplied one by one: on tensor cores most rows would idle
+MANY_CHUNKS = 16  # above so many, chunks fill a card without being split finely
 RECORD = 8  # int64 words of a chunk's record, 64 bytes
 
 
@@ -31,9 +33,9 @@ class LoraPlan:
     chunks    [C, 8] int64  first row, tokens, entry of (layer 0, projection 0, tile 0), tiles,
                             rank blocks (0: base only), first rank-space row
     items     [J, 8] int64  the same of its chunk, but the item's rank block and rank-space row;
-                            those of single tokens first, then those of longer segments, then
-                            one for every chunk without an adapter
-    counts    [4] int32     chunks, items with an adapter, items, items of single tokens
+                            those of segments of FEW_TOKENS first, then those of longer ones,
+                            then one for every chunk without an adapter
+    counts    [4] int32     chunks, items with an adapter, items, items of FEW_TOKENS
 
     An item repeats its chunk's record so that a kernel has what it needs after one load: at a
     decode's sizes the time is that of the loads that wait for each other.
@@ -78,6 +80,7 @@ def _plan_kernel(
     counts_ptr,
     num_segments,
     max_items,
+    FEW: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
@@ -92,14 +95,14 @@ def _plan_kernel(
     blocks = (tiles + 1) // 2
     chunks = (length + BLOCK_T - 1) // BLOCK_T
     first_chunk = tl.cumsum(chunks, axis=0) - chunks
-    # Items of single tokens, then those of several, then one for each chunk without an adapter.
-    single = tl.where(length == 1, blocks, 0)
-    several = tl.where(length > 1, chunks * blocks, 0)
+    # Items of few tokens, then those of several, then one for each chunk without an adapter.
+    few = tl.where(length <= FEW, chunks * blocks, 0)
+    several = tl.where(length > FEW, chunks * blocks, 0)
     bare = tl.where(blocks == 0, chunks, 0)
-    num_single = tl.sum(single, axis=0)
-    num_items = num_single + tl.sum(several, axis=0)
-    first_item = tl.cumsum(single, axis=0) - single
-    first_item = tl.where(length > 1, num_single + tl.cumsum(several, axis=0) - several, first_item)
+    num_few = tl.sum(few, axis=0)
+    num_items = num_few + tl.sum(several, axis=0)
+    first_item = tl.cumsum(few, axis=0) - few
+    first_item = tl.where(length > FEW, num_few + tl.cumsum(several, axis=0) - several, first_item)
     first_item = tl.where(blocks == 0, num_items + tl.cumsum(bare, axis=0) - bare, first_item)
     first_row = tl.cumsum(length * blocks, axis=0) - length * blocks
     slots = tl.maximum(blocks, 1)
@@ -129,7 +132,7 @@ def _plan_kernel(
     tl.store(counts_ptr, tl.sum(chunks, axis=0))
     tl.store(counts_ptr + 1, tl.minimum(num_items, max_items))
     tl.store(counts_ptr + 2, tl.minimum(num_items + tl.sum(bare, axis=0), max_items))
-    tl.store(counts_ptr + 3, tl.minimum(num_single, max_items))
+    tl.store(counts_ptr + 3, tl.minimum(num_few, max_items))
 
 
 def fill_plan(plan: LoraPlan, lora: LoraBatch) -> None:
@@ -148,6 +151,7 @@ def fill_plan(plan: LoraPlan, lora: LoraBatch) -> None:
         counts_ptr=plan.counts,
         num_segments=num_segments,
         max_items=plan.items.shape[0],
+        FEW=FEW_TOKENS,
         BLOCK_T=plan.block_t,
         BLOCK_G=next_power_of_2(num_segments),
         num_warps=4,

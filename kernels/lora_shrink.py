@@ -1,8 +1,8 @@
 """The shrink on a GPU: every token into its adapter's rank space, over tiles where they lie.
 
 A unit of work is an item of the plan (a chunk of tokens times 16 rank rows of each projection that
-shares the input) times a part of the inner dimension. Where a step has many segments of a single
-token, it is a tile's rows of one projection, whole: nobody waits for another's part.
+shares the input) times a part of the inner dimension. Where a step has many segments of one or two
+tokens, it is four rank rows of one projection, whole: nobody waits for another's part.
 See `kernels.lora.lora_shrink_ref`.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from kernels.backend import jit, next_power_of_2, tl
-from kernels.lora_plan import RANK_BLOCK, LoraPlan
+from kernels.lora_plan import MANY_CHUNKS, RANK_BLOCK, LoraPlan
 from kernels.lora_table import LoraTable
 
 
@@ -29,8 +29,10 @@ def load_record(record):
 
 
 @jit()
-def lora_tile_row(
+def lora_rows(
     x_row,
+    x_step,
+    first,
     entry,
     is_there,
     arena_ptr,
@@ -38,21 +40,28 @@ def lora_tile_row(
     rows_ptr,
     scale_ptr,
     width,
+    IS_PAIR: tl.constexpr,
+    ROWS: tl.constexpr,
     ROW_K: tl.constexpr,
 ):
-    """One token times the 8 rank rows of a tile, scaled: [8] fp32, zeros where there is no row.
+    """A token times ROWS rank rows of a tile, scaled: [ROWS] fp32, zeros where there is no row.
 
-    Without tensor cores: a thread has the same 8 columns of all rows, so that it has 8 loads in
+    Without tensor cores: a thread has the same 8 columns of all rows, so that it has ROWS loads in
     flight and sums its own products; threads exchange theirs once, at the end.
+
+    x_step   from the token to the next, which is multiplied as well if IS_PAIR
+    first    of the rows
+    returns  both tokens'; of a single token the same twice
     """
-    r = tl.arange(0, 8)
+    r = first + tl.arange(0, ROWS)
     offset = tl.load(a_offset_ptr + entry, mask=is_there, other=-1)
     rows = tl.load(rows_ptr + entry, mask=is_there, other=0)
     scale = tl.load(scale_ptr + entry, mask=is_there, other=0.0)
     rows = tl.where(offset >= 0, rows, 0)
     a_rows = arena_ptr + tl.multiple_of(tl.maximum(offset, 0), 8) + r * width
-    total = tl.zeros((8, ROW_K // 8), dtype=tl.float32)
-    for k in range(0, tl.where(rows > 0, width, 0), ROW_K):
+    total = tl.zeros((ROWS, ROW_K // 8), dtype=tl.float32)
+    other_total = total
+    for k in range(0, tl.where(rows > first, width, 0), ROW_K):
         columns = k + tl.arange(0, ROW_K)
         inside = columns < width
         x = tl.load(x_row + columns, mask=inside, other=0.0).to(tl.float32)
@@ -62,10 +71,88 @@ def lora_tile_row(
             mask=(r < rows)[:, None] & inside[None, :],
             other=0.0,
             eviction_policy="evict_first",
-        )
-        products = tl.reshape(a.to(tl.float32) * x[None, :], (8, ROW_K // 8, 8))
-        total += tl.sum(products, axis=2)
-    return tl.sum(total, axis=1) * scale
+        ).to(tl.float32)
+        total += tl.sum(tl.reshape(a * x[None, :], (ROWS, ROW_K // 8, 8)), axis=2)
+        if IS_PAIR:
+            x = tl.load(x_row + x_step + columns, mask=inside, other=0.0).to(tl.float32)
+            other_total += tl.sum(tl.reshape(a * x[None, :], (ROWS, ROW_K // 8, 8)), axis=2)
+    row = tl.sum(total, axis=1) * scale
+    return row, tl.sum(other_total, axis=1) * scale if IS_PAIR else row
+
+
+@jit()
+def shrink_few(
+    unit,
+    num_items,
+    x_ptr,
+    x_stride,
+    arena_ptr,
+    a_offset_ptr,
+    rows_ptr,
+    scale_ptr,
+    items_ptr,
+    h_ptr,
+    width,
+    layer,
+    P0: tl.constexpr,
+    P1: tl.constexpr,
+    P2: tl.constexpr,
+    NUM_P: tl.constexpr,
+    ROWS: tl.constexpr,
+    ROW_K: tl.constexpr,
+):
+    """The units of items of few tokens: ROWS rank rows of a projection each.
+
+    Returns the program's next unit, counted from the first behind these.
+    """
+    PARTS: tl.constexpr = 16 // ROWS
+    while unit < num_items * (NUM_P * PARTS):
+        record = items_ptr + (unit // (NUM_P * PARTS)).to(tl.int64) * 8
+        first_row, count, first_entry, tiles, block, out_row = load_record(record)
+        first, index = unit % PARTS * ROWS, unit // PARTS % NUM_P
+        projection = tl.where(index == 0, P0, tl.where(index == 1, P1, P2))
+        tile = block * 2 + first // 8
+        entry = first_entry + (layer * 7 + projection) * tiles + tile
+        x_row = x_ptr + first_row * x_stride
+        h_row = h_ptr + out_row * (NUM_P * 16) + index * 16 + first + tl.arange(0, ROWS)
+        # Two loops: the one for two tokens computes twice as much beside the same loads.
+        if count == 1:
+            row, _ = lora_rows(
+                x_row,
+                x_stride,
+                first % 8,
+                entry,
+                tile < tiles,
+                arena_ptr,
+                a_offset_ptr,
+                rows_ptr,
+                scale_ptr,
+                width,
+                False,
+                ROWS,
+                ROW_K,
+            )
+            tl.store(h_row, row.to(h_ptr.dtype.element_ty))
+        else:
+            row, other_row = lora_rows(
+                x_row,
+                x_stride,
+                first % 8,
+                entry,
+                tile < tiles,
+                arena_ptr,
+                a_offset_ptr,
+                rows_ptr,
+                scale_ptr,
+                width,
+                True,
+                ROWS,
+                ROW_K,
+            )
+            tl.store(h_row, row.to(h_ptr.dtype.element_ty))
+            tl.store(h_row + NUM_P * 16, other_row.to(h_ptr.dtype.element_ty))
+        unit += tl.num_programs(0)
+    return unit - num_items * (NUM_P * PARTS)
 
 
 @jit("layer", "max_items")
@@ -93,6 +180,7 @@ def _shrink_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr,
+    ROWS: tl.constexpr,
     ROW_K: tl.constexpr,
 ):
     n = tl.arange(0, BLOCK_R)  # 16 rank rows of each projection, one under the other
@@ -101,37 +189,37 @@ def _shrink_kernel(
     t = tl.arange(0, BLOCK_T)
     split_width = tl.cdiv(tl.cdiv(width, SPLITS), BLOCK_K) * BLOCK_K
     unit = tl.program_id(0)
-    num_singles = 0
+    num_few = 0
     if ROW_K > 0:
-        # Items of single tokens are the first, with a unit for each projection's two tiles.
-        num_singles = tl.load(counts_ptr + 3)
-        while unit < num_singles * (NUM_P * 2):
-            record = items_ptr + (unit // (NUM_P * 2)).to(tl.int64) * 8
-            first_row, count, first_entry, tiles, block, out_row = load_record(record)
-            half, part = unit % 2, unit // 2 % NUM_P
-            part_projection = tl.where(part == 0, P0, tl.where(part == 1, P1, P2))
-            row = lora_tile_row(
-                x_ptr + first_row * x_stride,
-                first_entry + (layer * 7 + part_projection) * tiles + block * 2 + half,
-                block * 2 + half < tiles,
-                arena_ptr,
-                a_offset_ptr,
-                rows_ptr,
-                scale_ptr,
-                width,
-                ROW_K,
-            )
-            row_ptrs = h_ptr + out_row * (NUM_P * 16) + part * 16 + half * 8 + tl.arange(0, 8)
-            tl.store(row_ptrs, row.to(h_ptr.dtype.element_ty))
-            unit += tl.num_programs(0)
-        unit -= num_singles * (NUM_P * 2)
+        # Items of few tokens are the first.
+        num_few = tl.load(counts_ptr + 3)
+        unit = shrink_few(
+            unit,
+            num_few,
+            x_ptr,
+            x_stride,
+            arena_ptr,
+            a_offset_ptr,
+            rows_ptr,
+            scale_ptr,
+            items_ptr,
+            h_ptr,
+            width,
+            layer,
+            P0,
+            P1,
+            P2,
+            NUM_P,
+            ROWS,
+            ROW_K,
+        )
     # The first record is loaded beside the count of records, not after it.
-    item = tl.minimum(num_singles + unit // SPLITS, max_items - 1)
+    item = tl.minimum(num_few + unit // SPLITS, max_items - 1)
     record = items_ptr + item.to(tl.int64) * 8
     first_row, count, first_entry, tiles, block, out_row = load_record(record)
-    num_units = (tl.load(counts_ptr + 1) - num_singles) * SPLITS
+    num_units = (tl.load(counts_ptr + 1) - num_few) * SPLITS
     while unit < num_units:
-        item = num_singles + unit // SPLITS
+        item = num_few + unit // SPLITS
         split = unit % SPLITS
         tile = block * 2 + (n % 16) // 8
         entry = first_entry + (layer * 7 + projection) * tiles + tile
@@ -181,7 +269,7 @@ def _shrink_kernel(
             tl.store(h_ptr + place, h, mask=mask)
         unit += tl.num_programs(0)
         if unit < num_units:
-            record = items_ptr + (num_singles + unit // SPLITS).to(tl.int64) * 8
+            record = items_ptr + (num_few + unit // SPLITS).to(tl.int64) * 8
             first_row, count, first_entry, tiles, block, out_row = load_record(record)
 
 
@@ -193,21 +281,26 @@ def shrink_splits(width: int, num_projections: int, plan: LoraPlan) -> int:
     """
     if plan.block_t > RANK_BLOCK:
         return 1
-    part = 256 if plan.chunks.shape[0] <= 16 else 512 if num_projections < 3 else 1024
+    part = 256 if plan.chunks.shape[0] <= MANY_CHUNKS else 512 if num_projections < 3 else 1024
     return max(1, min(32, width // (part if width <= 4096 else 2 * part)))
 
 
 def row_warps(plan: LoraPlan) -> int:
-    """Warps of a program where single tokens have units of their own; 0: they have none.
+    """Warps of a program where few tokens have units of their own; 0: they have none.
 
     Such a unit takes as long as it has steps, so they pay where there are enough for the card. More
     warps are fewer steps, but the product of longer segments, in the same kernel, wants four.
     Measured on an H200 (docs/performance.md).
     """
     chunks = plan.chunks.shape[0]
-    if plan.block_t > RANK_BLOCK or chunks <= 16:
+    if plan.block_t > RANK_BLOCK or chunks <= MANY_CHUNKS:
         return 0
     return 8 if chunks <= 64 else 4
+
+
+def row_elements(plan: LoraPlan, width: int, num_warps: int) -> int:
+    """Elements of x that such a program takes at a time, eight a thread; 0: there is none."""
+    return min(256 * num_warps, max(16, next_power_of_2(width))) if row_warps(plan) else 0
 
 
 def lora_shrink_triton(
@@ -220,6 +313,7 @@ def lora_shrink_triton(
     *,
     num_programs: int = 1056,
     block_k: int = 0,
+    rows: int = 4,
     row_k: int = -1,
     splits: int = 0,
     num_warps: int = 0,
@@ -227,20 +321,18 @@ def lora_shrink_triton(
 ) -> torch.Tensor:
     """x [T, in] -> h [plan.max_rows, len(projections) * 16] in x's dtype, scaled.
 
-    row_k  elements of x at a time where single tokens have units of their own; 0: they have none
+    rows, row_k  of units of few tokens: rank rows, elements of x at a time (0: no such units)
     """
     width = x.shape[1]
     splits = splits or shrink_splits(width, len(projections), plan)
     block_k = block_k or max(16, min(128, next_power_of_2(width)))
     num_warps = num_warps or row_warps(plan) or 4
-    if row_k < 0:
-        row_k = min(256 * num_warps, max(16, next_power_of_2(width))) if row_warps(plan) else 0
-    shape = (plan.max_rows, len(projections) * RANK_BLOCK)
-    planes = torch.empty(splits, *shape, dtype=torch.float32, device=x.device)
-    h = torch.empty(shape, dtype=x.dtype, device=x.device)
+    row_k = row_elements(plan, width, num_warps) if row_k < 0 else row_k
+    h = x.new_empty(plan.max_rows, len(projections) * RANK_BLOCK)
+    planes = torch.empty(splits, *h.shape, dtype=torch.float32, device=x.device)
     p0, p1, p2 = (*map(int, projections), -1, -1)[:3]
-    num_units = plan.items.shape[0] * max(splits, 2 * len(projections) if row_k else 1)
-    _shrink_kernel[(min(num_programs, num_units),)](
+    parts = RANK_BLOCK // rows * len(projections) if row_k else 1
+    _shrink_kernel[(min(num_programs, plan.items.shape[0] * max(splits, parts)),)](
         x_ptr=x,
         arena_ptr=arena,
         a_offset_ptr=table.a_offset,
@@ -264,9 +356,10 @@ def lora_shrink_triton(
         BLOCK_T=plan.block_t,
         BLOCK_K=block_k,
         SPLITS=splits,
+        ROWS=rows,
         ROW_K=row_k,
         num_warps=num_warps,
         num_stages=num_stages,
-        maxnreg=(80 if num_warps > 4 else 128) if row_k else None,
+        maxnreg=(64 if num_warps > 4 else 128) if row_k else None,
     )
     return h

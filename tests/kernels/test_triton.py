@@ -14,7 +14,7 @@ from kernels.attention_prefill import attention_prefill_triton
 from kernels.linear import linear_ref, skinny_linear_triton
 from kernels.lora_expand import lora_expand_triton
 from kernels.lora_expand_decode import lora_expand_decode_triton
-from kernels.lora_plan import make_plan
+from kernels.lora_plan import FEW_TOKENS, make_plan
 from kernels.lora_shrink import lora_shrink_triton, row_warps
 from kernels.mask_logits import apply_bitmask_ref, apply_bitmask_triton
 from kernels.rms_norm import (
@@ -144,20 +144,26 @@ def test_expand_without_add_writes_every_row(mix: str, dtype: torch.dtype, devic
     assert_near(y, expected, dtype)
 
 
-def test_single_tokens_of_many_segments(dtype: torch.dtype, device: str) -> None:
-    """With the launchers' own options, which then give single tokens units of their own."""
+@pytest.mark.parametrize("rows", [4, 8])
+def test_few_tokens_of_many_segments(rows: int, dtype: torch.dtype, device: str) -> None:
+    """With the launchers' own options, which then give one or two tokens units of their own."""
     adapters = make_adapters({3: (40, 48)}, [3, 9, 20], dtype=dtype, device=device)
-    segments = [(3, 0), *((1, v % 4 - 1) for v in range(17))]
-    x = torch.randn(20, 40, device=device).to(dtype)
-    y = torch.full((20, 48), float("nan"), device=device).to(dtype)
+    segments = [(3, 0), *((1 + v % 3 // 2, v % 4 - 1) for v in range(17)), (2, 2), (4, -1), (2, 1)]
+    num_tokens = sum(count for count, _ in segments)
+    x = torch.randn(num_tokens, 40, device=device).to(dtype)
+    y = torch.full((num_tokens, 48), float("nan"), device=device).to(dtype)
     expected = _add_deltas(torch.zeros_like(y), x, adapters, segments, {3: (0, 48)})
 
     lora = adapters.batch(segments)
-    plan = make_plan(lora, 20, 16)
+    plan = make_plan(lora, num_tokens, 16)
     args = (adapters.arena, lora.table, plan, 1, (3,))
-    lora_expand_triton(lora_shrink_triton(x, *args), *args, y, (0, 48), add=False)
+    h = lora_shrink_triton(x, *args, rows=rows)
+    lora_expand_triton(h, *args, y, (0, 48), add=False)
 
     assert row_warps(plan) == 8
+    blocks = [-(-rank // 16) for rank in (3, 9, 20)]
+    few = sum(blocks[v] for count, v in segments if count <= FEW_TOKENS and v >= 0)
+    assert plan.counts[3] == few
     assert_near(y, expected, dtype)
 
 
