@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,14 @@ class Engine:
             raise RequestError("the request id is already in use", param="request_id")
         self._intake.check(request)
         self._requests.enter(request)
+
+    def prepare_grammars(self) -> Future[None]:
+        """Read on a thread what the first grammar would wait for: seconds, and memory for good.
+
+        The future raises what is wrong, ImportError where Outlines is missing; requests without a
+        grammar need none of it.
+        """
+        return self._grammars.prepare()
 
     def pin_prefix(
         self,

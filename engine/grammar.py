@@ -2,8 +2,9 @@
 
 Outlines' own index takes seconds for an ordinary nested schema and ignores several keywords
 without a word; its llguidance backend takes milliseconds and refuses what it does not enforce.
-Both are imported, and the tokenizer is read, when a grammar is first asked for. Compiling happens
-on a thread of its own, outside the interpreter's lock; the step loop only advances matchers.
+Both are imported, and the tokenizer is read, when a grammar is first asked for or, before that, by
+`Grammars.prepare`. Compiling happens on a thread of its own, outside the interpreter's lock; the
+step loop only advances matchers.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from engine.sequence import Sequence
 from kernels import apply_bitmask
 
 _MAX_CACHED = 256
+_SMALLEST = Grammar(GrammarKind.REGEX, "a")
 
 
 class Matcher:
@@ -80,12 +82,11 @@ class _Backend:
         from outlines.backends.llguidance import LLGuidanceBackend
         from outlines.models.transformers import Transformers
         from outlines.types import JsonSchema
-        from transformers import AutoTokenizer
 
         self._llguidance, self._json_schema = llguidance, JsonSchema
         self._limits = parser_limits(llguidance)
         if isinstance(tokenizer, Path):
-            tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+            tokenizer = _read_tokenizer(tokenizer)
         # The backend wants an Outlines model but reads its tokenizer alone.
         self._outlines = LLGuidanceBackend(Transformers(None, tokenizer))
         self.eos_token_id = int(tokenizer.eos_token_id)
@@ -104,6 +105,20 @@ class _Backend:
         return self._llguidance.LLMatcher(
             self._outlines.llg_tokenizer, processor.grammar, log_level=0, limits=self._limits
         )
+
+
+def _read_tokenizer(folder: Path) -> Any:
+    """The model folder's fast tokenizer.
+
+    Without AutoTokenizer where that can be: to choose a class it imports a thousand modules.
+    """
+    if (folder / "tokenizer.json").exists():
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(folder)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
 
 
 class GrammarCompiler:
@@ -134,16 +149,29 @@ class GrammarCompiler:
             return ready
         return self._threads.submit(self._compile, grammar)
 
+    def prepare(self) -> Future[None]:
+        """Do now what the first grammar would wait for; one that comes meanwhile waits for this.
+
+        The future raises what importing the libraries, or reading the tokenizer, raises.
+        """
+        return self._threads.submit(self._prepare)
+
     def close(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _prepare(self) -> None:
+        if self._backend is None:
+            backend = _Backend(self._tokenizer)
+            backend.compile(_SMALLEST)  # Outlines imports more with its first grammar
+            self._backend = backend
 
     def _matcher(self, compiled: Any, grammar: Grammar) -> Matcher:
         assert self._backend is not None
         return Matcher(compiled.deep_copy(), self._backend.eos_token_id, grammar.param)
 
     def _compile(self, grammar: Grammar) -> Matcher:
-        if self._backend is None:
-            self._backend = _Backend(self._tokenizer)
+        self._prepare()
+        assert self._backend is not None
         with self._lock:
             compiled = self._cache.get(grammar)
         if compiled is not None:  # compiled while this one waited
@@ -186,6 +214,10 @@ class Grammars:
         self._num_words = -(-vocab_size // 32)
         self._compiling: dict[Sequence, Future[Matcher]] = {}
         self._matchers: dict[Sequence, Matcher] = {}
+
+    def prepare(self) -> Future[None]:
+        """See GrammarCompiler.prepare."""
+        return self._compiler.prepare()
 
     def add(self, sequence: Sequence) -> None:
         """Compile the sequence's grammar, if it has one; until then it waits."""

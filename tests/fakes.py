@@ -10,6 +10,7 @@ import functools
 import json
 import os
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 from engine.errors import AdapterMismatch, EngineError, UnknownAdapter
@@ -98,6 +99,11 @@ class FakeEngine:
 
     def unregister_adapter(self, digest: str) -> None:
         self._adapters.discard(digest)
+
+    def prepare_grammars(self) -> Future[None]:
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
     def add(self, request: Request) -> None:
         request.check(vocab_size=300)

@@ -12,6 +12,7 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
@@ -73,6 +74,7 @@ class EngineLike(Protocol):
 
     def register_adapter(self, digest: str, path: Path) -> None: ...
     def unregister_adapter(self, digest: str) -> None: ...
+    def prepare_grammars(self) -> Future[None]: ...
     def add(self, request: Request) -> None: ...
     def cancel(
         self, request_id: str, reason: FinishReason = ..., index: int | None = ...
@@ -139,6 +141,8 @@ class EngineLoop:
 
     def run(self) -> None:
         self._connection.send(StepReport(stats=self._stats()))
+        # Ready: what follows, on a thread, is for the first answer that a grammar constrains.
+        self._engine.prepare_grammars().add_done_callback(_on_prepared)
         while True:
             self.turn()
 
@@ -223,6 +227,13 @@ class EngineLoop:
             num_pages=stats.num_pages,
             resident_digests=tuple(stats.resident_digests),
         )
+
+
+def _on_prepared(prepared: Future[None]) -> None:
+    if error := prepared.exception():
+        log.warning("constrained answers will fail: grammars cannot be prepared: %r", error)
+    gc.collect()  # as in `main`, for what has come since
+    gc.freeze()
 
 
 def to_request(command: Add) -> Request:

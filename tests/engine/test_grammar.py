@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from typing import Any
 
 import pytest
 
-from engine import BadGrammar, FinishReason, RequestError
+from engine import BadGrammar, FinishReason, RequestError, grammar
 from engine.grammar import Matcher
 from engine.grammar_text import tool_calls
 from tests.engine.conftest import EOS, MakeEngine, Result, prompt, request, run
@@ -289,6 +290,34 @@ def test_cancelled_while_compiling(make_engine: MakeEngine) -> None:
     (output,) = engine.step()
     assert output.finish_reason == FinishReason.CANCELLED
     assert not engine.has_work()
+
+
+def test_prepared_once_for_whoever_asks_meanwhile(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared, may_go_on = threading.Event(), threading.Event()
+    made: list[object] = []
+
+    class Slow(grammar._Backend):
+        def __init__(self, tokenizer: Any) -> None:
+            made.append(self)
+            prepared.set()
+            assert may_go_on.wait(30)
+            super().__init__(tokenizer)
+
+    monkeypatch.setattr(grammar, "_Backend", Slow)
+    engine = make_engine()
+    preparing = engine.prepare_grammars()
+    assert prepared.wait(30)
+    engine.add(request("free", prompt(1, 4), max_tokens=3))
+    assert run(engine)["free"].finish_reason == FinishReason.LENGTH
+    engine.add(request("r", prompt(0, 4), regex="[0-9]{2}"))
+    engine.step()
+    may_go_on.set()
+    assert run(engine)["r"].finish_reason == FinishReason.STOP
+    preparing.result()
+    engine.prepare_grammars().result()
+    assert len(made) == 1
 
 
 def _space() -> int:

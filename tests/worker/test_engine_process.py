@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -175,3 +177,31 @@ def test_what_the_engine_did_not_foresee_is_internal() -> None:
     assert to_failure(ContextTooLong("long", param="token_ids")).code == "context_length_exceeded"
     assert to_failure(ZeroDivisionError("secret")).code == "internal"
     assert "secret" not in to_failure(ZeroDivisionError("secret")).message
+
+
+@pytest.mark.parametrize("error", [None, ImportError("No module named 'outlines'")], ids=repr)
+def test_grammars_are_prepared_when_the_engine_is_ready(error: Exception | None) -> None:
+    ours, theirs = Pipe()
+
+    class Engine(FakeEngine):
+        def prepare_grammars(self) -> Future[None]:
+            was_ready.append(ours.poll())
+            asked.set()
+            return preparing
+
+    was_ready: list[bool] = []
+    asked = threading.Event()
+    preparing: Future[None] = Future()
+    with ThreadPoolExecutor() as threads:
+        running = threads.submit(EngineLoop(Engine(), theirs).run)
+        assert asked.wait(10)
+        assert ours.recv().stats is not None
+        ours.send([add("before")])
+        assert ours.recv().outputs[0].token_ids == [10]
+        preparing.set_exception(error) if error else preparing.set_result(None)
+        ours.send([add("after")])
+        while not (outputs := ours.recv().outputs) or outputs[-1].request_id != "after":
+            pass
+        ours.close()
+        assert isinstance(running.exception(30), EOFError | BrokenPipeError | ConnectionResetError)
+    assert was_ready == [True]
