@@ -32,7 +32,7 @@ WRITE_S = 0.2
 MAX_ATTEMPTS = 8
 MAX_WAIT_S = 60.0
 #: A budget that is spent may be raised, or its period end.
-BUDGET_WAIT_S = 30.0
+BUDGET_WAIT_S = 10.0
 
 
 class _Refused(Exception):

@@ -125,6 +125,8 @@ class BudgetSpent(RateLimited):
     """The tenant's budget of this period is spent: trying again soon is of no use."""
 
     type, code, should_retry = "insufficient_quota", "insufficient_quota", False
+    # None, as OpenAI's has none: who obeys one sleeps until the period ends, or asks in vain.
+    retry_after_s = None
 
 
 _WHOSE = {"tenant": "your organization", "key": "this API key", "model": "this model"}
@@ -138,8 +140,7 @@ def refusal_error(refusal: Refusal, limits: Limits) -> ApiError:
         budget = limits.budgets[refusal.index - 1]
         return BudgetSpent(
             f"The token budget of this {budget.period} ({refusal.limit}) does not cover this "
-            "request.",
-            retry_after_s=None,
+            "request."
         )
     if refusal.reason == "quarantined":
         return Conflict(

@@ -122,6 +122,7 @@ def test_a_spent_budget_is_not_asked_of_again(served: Served) -> None:
     error = caught.value
     assert (error.code, error.type) == ("insufficient_quota", "insufficient_quota")
     assert error.response.headers["x-should-retry"] == "false"
+    assert "retry-after" not in error.response.headers
     assert error.response.request.headers["x-stainless-retry-count"] == "0"
     assert time.monotonic() - started < 2
 

@@ -144,7 +144,7 @@ def test_a_budget_refuses_and_says_not_to_retry(rig: QueueRig) -> None:
     refusal = refused(rig, limits, prompt=10, output=10)
     error = refusal_error(refusal, limits)
     assert isinstance(error, BudgetSpent)
-    assert (error.status, error.headers()["x-should-retry"]) == (429, "false")
+    assert (error.status, error.headers()) == (429, {"x-should-retry": "false"})
     assert error.body()["error"]["code"] == "insufficient_quota"
 
 
