@@ -9,7 +9,7 @@ from urllib.parse import quote
 from django.http import HttpRequest, HttpResponseBase, JsonResponse, StreamingHttpResponse
 
 from controlplane import storage
-from controlplane.errors import InvalidRequest, NotFound, PayloadTooLarge, Unavailable
+from controlplane.errors import ApiError, InvalidRequest, NotFound, PayloadTooLarge, Unavailable
 from controlplane.files import contents, services
 from controlplane.files.bodies import (
     CompleteBody,
@@ -30,7 +30,7 @@ from controlplane.inference.views import gateway_view
 from controlplane.tenants.permissions import Permission
 
 MAX_PAGE = 10_000
-_RANGE = re.compile(r"bytes=(\d{0,12})-(\d{0,12})")
+_RANGE = re.compile(r"bytes=(\d{0,20})-(\d{0,20})", re.ASCII)
 
 
 @gateway_view("POST")
@@ -130,17 +130,38 @@ async def file_content(request: HttpRequest, file_id: str) -> HttpResponseBase:
     return response
 
 
+class RangeNotSatisfiable(ApiError):
+    """None of the bytes that a Range header asks for are there."""
+
+    status, type, code = 416, "invalid_request_error", "range_not_satisfiable"
+    should_retry = False
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(f"The file has {num_bytes} bytes, and none of those asked for.")
+        self._num_bytes = num_bytes
+
+    def headers(self) -> dict[str, str]:
+        return {**super().headers(), "Content-Range": f"bytes */{self._num_bytes}"}
+
+
 def _range(header: str | None, num_bytes: int) -> tuple[int, int]:
-    """The first byte to send and the one after the last; of an odd header, everything."""
+    """The first byte to send and the one after the last; of an odd header, everything.
+
+    Raises RangeNotSatisfiable.
+    """
     found = _RANGE.fullmatch(header or "")
-    if found is None:
+    first, last = found.groups() if found else ("", "")
+    if not first and not last:
         return 0, num_bytes
-    first, last = found.groups()
     if not first:  # the last so many
-        start = max(0, num_bytes - int(last or 0))
-        return (start, num_bytes) if start < num_bytes else (0, num_bytes)
-    end = min(num_bytes, int(last) + 1) if last else num_bytes
-    return (int(first), end) if int(first) < end else (0, num_bytes)
+        start, end = max(0, num_bytes - int(last)), num_bytes
+    elif last and int(last) < int(first):
+        return 0, num_bytes
+    else:
+        start, end = int(first), min(num_bytes, int(last) + 1) if last else num_bytes
+    if start >= end:
+        raise RangeNotSatisfiable(num_bytes)
+    return start, end
 
 
 class _Content:

@@ -137,10 +137,12 @@ def test_a_body_in_chunks_of_unknown_length(site: Site) -> None:
         ("bytes=0-3", 206, b"0123", "bytes 0-3/10"),
         ("bytes=7-", 206, b"789", "bytes 7-9/10"),
         ("bytes=-2", 206, b"89", "bytes 8-9/10"),
-        ("bytes=-0", 200, b"0123456789", None),
+        ("bytes=-20", 200, b"0123456789", None),
         ("bytes=4-99", 206, b"456789", "bytes 4-9/10"),
         ("bytes=1-2,4-5", 200, b"0123456789", None),
         ("lines=1-2", 200, b"0123456789", None),
+        ("bytes=4-2", 200, b"0123456789", None),
+        ("bytes=-", 200, b"0123456789", None),
     ],
 )
 def test_a_range_of_the_content(
@@ -150,6 +152,15 @@ def test_a_range_of_the_content(
     answer = site.send("GET", f"/v1/files/{file.id}/content", headers={"Range": header})
     assert (answer.status_code, answer.content) == (status, part)
     assert answer.headers.get("Content-Range") == content_range
+    site.client().files.delete(file.id)
+
+
+@pytest.mark.parametrize("header", ["bytes=10-", "bytes=10-12", "bytes=-0", f"bytes={10**19}-"])
+def test_a_range_of_which_nothing_is_there(site: Site, header: str) -> None:
+    file = upload(site, b"0123456789")
+    answer = site.send("GET", f"/v1/files/{file.id}/content", headers={"Range": header})
+    assert (answer.status_code, answer.headers["Content-Range"]) == (416, "bytes */10")
+    assert answer.json()["error"]["code"] == "range_not_satisfiable"
     site.client().files.delete(file.id)
 
 
