@@ -242,6 +242,16 @@ def test_chat_logprobs(gateway: Gateway) -> None:
     assert [len(entry.top_logprobs) for entry in entries] == [2] * len(entries)
 
 
+def test_logprobs_go_on_through_the_stop_string(gateway: Gateway) -> None:
+    answer = gateway.client().chat.completions.create(
+        model=FAKE_NAME, messages=say("one. two"), stop=[". t"], logprobs=True
+    )
+    choice = answer.choices[0]
+    assert choice.logprobs is not None
+    told = bytes(byte for entry in choice.logprobs.content or [] for byte in entry.bytes or [])
+    assert (choice.message.content, told) == ("one", b"one. t")
+
+
 def test_models_are_the_tenants_own(gateway: Gateway) -> None:
     client = gateway.client()
     ids = [model.id for model in client.models.list()]
