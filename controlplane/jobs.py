@@ -37,7 +37,16 @@ from controlplane.limits.admit import (
     read_verdict,
 )
 from controlplane.limits.services import tokens_spent
-from controlplane.mailboxes import ADMIT_LINE, AWAY, BLOCK_MS, RETRY_S, Fenced, Mailbox, Post
+from controlplane.mailboxes import (
+    ADMIT_LINE,
+    AWAY,
+    BLOCK_MS,
+    RETRY_S,
+    Fenced,
+    Mailbox,
+    Post,
+    uncut,
+)
 from controlplane.replies import Reply
 from controlplane.requestlog.recorder import Recorder
 from controlplane.workers import (
@@ -71,16 +80,6 @@ end
 return 1
 """
 
-# KEYS gateways, out | ARGV last id read, seconds after which a dead gateway is forgotten, gateway …
-BEAT = """
-redis.replicate_commands()
-local now = redis.call('TIME')[1]
-for i = 3, #ARGV do redis.call('ZADD', KEYS[1], now, ARGV[i]) end
-redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now - ARGV[2])
-redis.call('XTRIM', KEYS[2], 'MINID', '~', ARGV[1])
-return now
-"""
-
 
 class Dispatcher:
     """Owns the requests that this process has accepted and not yet answered."""
@@ -89,7 +88,6 @@ class Dispatcher:
         self.gateway_id = f"gw-{uuid.uuid4().hex[:12]}"
         self._redis_url = redis_url
         self._pool = pool
-        self._out = protocol.out_key(self.gateway_id)
         # Any: the client's own types cover every protocol version at once.
         self._redis: Any = redis.asyncio.Redis.from_pool(
             redis.asyncio.BlockingConnectionPool.from_url(
@@ -106,18 +104,17 @@ class Dispatcher:
         self._admit_line = self._redis.register_script(ADMIT_LINE)
         self._seed = self._redis.register_script(SEED)
         self._cancel = self._redis.register_script(CANCEL)
-        self._beat = self._redis.register_script(BEAT)
         self._replies: dict[str, Reply] = {}
         self._workers: list[WorkerStatus] = []
         self._speed = Speed()
         self._contact = protocol.Contact()
-        self._post = Post(self._redis, self._out, self._deliver)
+        self._post = Post(self._redis, self.gateway_id, self._deliver)
         self._tasks: set[asyncio.Task[Any]] = set()
         self.recorder = Recorder()
 
     async def start(self) -> None:
         """Announce this gateway; workers cancel the jobs of one that they do not know."""
-        await self._say_alive()
+        await self._post.say_alive()
         await self._refresh_workers()
         loops = (self._post.read_loop, self._beat_loop, self._refresh_loop, self._reap_loop)
         for loop in (*loops, self.recorder.run):
@@ -125,9 +122,10 @@ class Dispatcher:
 
     async def close(self) -> None:
         """Say goodbye; workers stop what still runs for this gateway."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        while tasks := list(self._tasks):  # a cancellation may get lost: see `uncut`
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks, timeout=CANCEL_RETRY_S)
         await self.recorder.close()
         with contextlib.suppress(*AWAY):
             await self._redis.zrem(protocol.GATEWAYS_KEY, self.gateway_id)
@@ -174,7 +172,7 @@ class Dispatcher:
             reply = self._expect(job, mailbox)
             reply.note_accepted()
             return reply, Admitted()
-        await self._check_served(job.base_model)
+        await uncut(self._check_served(job.base_model))
         reply = self._expect(job, mailbox)
         # Shielded: were it cut off half-way, a cancellation could overtake the job itself.
         sending = self._spawn(self._admit(job, limits, context_length, mailbox))
@@ -317,7 +315,7 @@ class Dispatcher:
         while True:
             await asyncio.sleep(protocol.HEARTBEAT_INTERVAL_S)
             with contextlib.suppress(*AWAY):
-                await self._say_alive()
+                await self._post.say_alive()
                 self._contact.note()
                 if self._contact.is_steady:
                     await self._find_lost_replies()
@@ -331,12 +329,6 @@ class Dispatcher:
                 await asyncio.to_thread(reaper.turn_if_due)
         finally:
             reaper.close()
-
-    async def _say_alive(self) -> None:
-        await self._beat(
-            keys=[protocol.GATEWAYS_KEY, self._out],
-            args=[self._post.last_id, 3600, self.gateway_id, *self._post.mailbox_ids],
-        )
 
     async def _refresh_loop(self) -> None:
         while True:

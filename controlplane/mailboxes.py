@@ -17,8 +17,8 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 from redis.exceptions import RedisError
 
@@ -28,12 +28,15 @@ from worker import mailboxes, protocol
 from worker.protocol import TokenEvent
 
 log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 #: Redis or the line to it. uvloop says RuntimeError of a connection that was cut a moment ago.
 AWAY = (RedisError, OSError, RuntimeError)
 
 BLOCK_MS = 2000
 RETRY_S = 0.2
+#: A gateway that said nothing for so long is forgotten.
+FORGET_S = 3600
 _PAGE = 100
 #: An entry without events: who waits for news looks what else there is to wait for.
 _NUDGE = b"[]"
@@ -77,6 +80,17 @@ redis.call('EXPIRE', KEYS[1], {mailboxes.MAILBOX_TTL_S})
 """
 
 
+# KEYS gateways, out | ARGV last id read, seconds after which a dead gateway is forgotten, gateway …
+BEAT = """
+redis.replicate_commands()
+local now = redis.call('TIME')[1]
+for i = 3, #ARGV do redis.call('ZADD', KEYS[1], now, ARGV[i]) end
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now - ARGV[2])
+redis.call('XTRIM', KEYS[2], 'MINID', '~', ARGV[1])
+return now
+"""
+
+
 class Fenced(Exception):
     """The batch is another runner's now."""
 
@@ -112,7 +126,7 @@ class Mailbox:
     async def open(self) -> None:
         """Read what there is. Raises Fenced, and Unavailable."""
         try:
-            await self._open()
+            await uncut(self._open())
         except AWAY as error:
             raise Unavailable("The queue does not answer.") from error
 
@@ -214,7 +228,7 @@ class Mailbox:
         if self._landed:
             pipe.hdel(self._flights, *self._landed)
         try:
-            await pipe.execute()
+            await uncut(pipe.execute())
         except AWAY as error:
             log.warning("what was answered stays in %s: %r", self.out, error)
         else:
@@ -223,7 +237,7 @@ class Mailbox:
     async def close(self) -> None:
         """The batch has ended: nothing is kept for it any more. Raises Unavailable."""
         try:
-            await self._redis.eval(CLOSE, 2, self._flights, self.out, self._fence)
+            await uncut(self._redis.eval(CLOSE, 2, self._flights, self.out, self._fence))
         except AWAY as error:
             raise Unavailable("The queue does not answer.") from error
 
@@ -241,22 +255,28 @@ class Mailbox:
 class Post:
     """Reads all streams of one process: its own, and those of the mailboxes that it has open.
 
-    redis    asyncio's client, of protocol 2
-    out      its own stream
-    deliver  gives an event to who waits for it. -> whether somebody does
+    redis       asyncio's client, of protocol 2
+    gateway_id  its own
+    deliver     gives an event to who waits for it. -> whether somebody does
     """
 
-    def __init__(self, redis: Any, out: str, deliver: Callable[[TokenEvent], bool]) -> None:
-        self.last_id = b"0-0"
+    def __init__(self, redis: Any, gateway_id: str, deliver: Callable[[TokenEvent], bool]) -> None:
         self._redis = redis
-        self._out = out
+        self._beat = redis.register_script(BEAT)
+        self._gateway_id = gateway_id
+        self._out = protocol.out_key(gateway_id)
+        self._last_id = b"0-0"
         self._deliver = deliver
         self._mailboxes: dict[str, Mailbox] = {}
 
-    @property
-    def mailbox_ids(self) -> list[str]:
-        """The gateway ids of those that are open."""
-        return [mailbox.gateway_id for mailbox in self._mailboxes.values()]
+    async def say_alive(self) -> None:
+        """So that workers go on with what was asked for here; those that know mailboxes go on with
+        these in any case. Raises what Redis's client raises."""
+        open_now = [mailbox.gateway_id for mailbox in self._mailboxes.values()]
+        await self._beat(
+            keys=[protocol.GATEWAYS_KEY, self._out],
+            args=[self._last_id, FORGET_S, self._gateway_id, *open_now],
+        )
 
     async def add(self, mailbox: Mailbox) -> None:
         """Read this one, too, from where it has been read."""
@@ -265,7 +285,7 @@ class Post:
         pipe.xadd(self._out, {protocol.PAYLOAD_FIELD: _NUDGE})
         pipe.expire(self._out, protocol.OUT_STREAM_TTL_S)
         with contextlib.suppress(*AWAY):  # then it is read a moment later
-            await pipe.execute()
+            await uncut(pipe.execute())
 
     def remove(self, mailbox: Mailbox) -> None:
         if self._mailboxes.get(mailbox.out) is mailbox:
@@ -275,7 +295,7 @@ class Post:
         """Deliver events for ever. The last ids read make a reconnection lose nothing."""
         while True:
             streams = {box.out: box.last_id for box in self._mailboxes.values()}
-            streams[self._out] = self.last_id
+            streams[self._out] = self._last_id
             try:
                 found = await self._redis.xread(streams, block=BLOCK_MS)
             except AWAY as error:
@@ -288,11 +308,20 @@ class Post:
     def _take_in(self, out: str, entries: list[tuple[bytes, dict[bytes, bytes]]]) -> None:
         for entry_id, fields in entries:
             if out == self._out:
-                self.last_id = entry_id
+                self._last_id = entry_id
                 for event in read_events(fields):
                     self._deliver(event)
             elif (mailbox := self._mailboxes.get(out)) is not None:
                 mailbox.take_in(entry_id, fields, self._deliver)
+
+
+async def uncut(work: Coroutine[Any, Any, _T]) -> _T:
+    """What it comes to. Cancelled, it goes on by itself, and who waits for it ends.
+
+    For what asks Redis: before Python 3.12 `asyncio.wait_for`, with which its client sends, may
+    lose a cancellation, so that who was cancelled goes on instead.
+    """
+    return await asyncio.shield(asyncio.create_task(work))
 
 
 def _order(entry_id: bytes) -> tuple[int, ...]:

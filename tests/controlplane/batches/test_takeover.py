@@ -90,6 +90,7 @@ def test_what_is_under_way_goes_on_without_a_runner(
     assert last.stop() == 0, last.log.read_text()
 
 
+@pytest.mark.long
 def test_runners_that_are_killed_while_they_take_over(
     batches: Batches, pool: LiveStack, worker: Process
 ) -> None:

@@ -131,3 +131,26 @@ async def test_who_leaves_while_redis_is_away_is_not_forgotten(
     await dispatcher.close()
     listener.close()
     proxy.cut()
+
+
+async def test_it_ends_also_when_a_cancellation_gets_lost(
+    rig: QueueRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in `asyncio.wait_for` of Python 3.11, when what it waits for ends at that moment."""
+    monkeypatch.setattr(jobs, "CANCEL_RETRY_S", 0.05)
+    dispatcher = Dispatcher(rig.url, rig.pool)
+    await dispatcher.start()
+    lost = asyncio.Event()
+
+    async def lose_one() -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            lost.set()
+        await asyncio.sleep(60)
+
+    dispatcher._spawn(lose_one())
+    await asyncio.sleep(0)
+    async with asyncio.timeout(10):
+        await dispatcher.close()
+    assert lost.is_set()

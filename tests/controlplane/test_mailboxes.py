@@ -1,0 +1,211 @@
+"""A batch's mailbox against a real Redis: what is in it, for whom, and who may send."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import uuid
+from collections.abc import AsyncIterator
+
+import pytest
+
+from controlplane.errors import RateLimited
+from controlplane.jobs import Dispatcher
+from controlplane.limits.admit import Limits, Policy
+from controlplane.mailboxes import Fenced, Mailbox, line_request_id
+from demo.stack import EmbeddedStack
+from tests.queue_rig import QueueRig
+from worker.mailboxes import flights_key, mailbox_id
+from worker.protocol import GenerateJob, out_key
+
+
+@dataclasses.dataclass
+class Scene:
+    """A pool with a worker, and a batch."""
+
+    rig: QueueRig
+    batch_id: uuid.UUID = dataclasses.field(default_factory=uuid.uuid4)
+
+    def job(self, mailbox: Mailbox, line: int) -> GenerateJob:
+        return dataclasses.replace(
+            self.rig.job("0" * 32, batch=True),
+            request_id=mailbox.request_id(line),
+            gateway_id=mailbox.gateway_id,
+        )
+
+    @property
+    def flights(self) -> dict[bytes, bytes]:
+        return dict(self.rig.client.hgetall(flights_key(self.rig.pool, self.batch_id.hex)))
+
+    @property
+    def num_entries(self) -> int:
+        return int(self.rig.client.xlen(out_key(mailbox_id(self.batch_id.hex))))
+
+    def answer(self, num: int = 1) -> None:
+        """Have the worker answer so many of what waits."""
+        for _ in range(num):
+            (taken,) = self.rig.pull()
+            assert self.rig.publish(taken)
+
+
+@pytest.fixture
+def scene(stack: EmbeddedStack) -> Scene:
+    rig = QueueRig(stack.env["REDIS_URL"])
+    rig.beat("w")
+    return Scene(rig)
+
+
+@pytest.fixture
+async def runner(scene: Scene) -> AsyncIterator[Dispatcher]:
+    made = Dispatcher(scene.rig.url, scene.rig.pool)
+    await made.start()
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def other(scene: Scene) -> AsyncIterator[Dispatcher]:
+    made = Dispatcher(scene.rig.url, scene.rig.pool)
+    await made.start()
+    yield made
+    await made.close()
+
+
+async def test_the_next_runner_reads_what_came_and_waits_for_the_rest(
+    scene: Scene, runner: Dispatcher, other: Dispatcher
+) -> None:
+    async with runner.mailbox(scene.batch_id, 1) as mailbox:
+        for line in (1, 2, 3):
+            reply, _ = await runner.submit(scene.job(mailbox, line), mailbox=mailbox)
+            runner.leave(reply)
+    scene.answer(2)
+    async with other.mailbox(scene.batch_id, 2) as mailbox:
+        assert mailbox.lines_under_way == {1, 2, 3}
+        replies = [
+            (await other.submit(scene.job(mailbox, line), mailbox=mailbox))[0] for line in (1, 2, 3)
+        ]
+        assert [reply.is_ended for reply in replies] == [True, True, False]
+        assert b"cancel" not in scene.rig.state(replies[2].request_id)
+        scene.answer()
+        async with asyncio.timeout(5):
+            assert [event.text for event in await replies[2].take()] == ["x"]
+    assert len(scene.rig.done()) == 3
+
+
+async def test_news_come_at_once_to_a_mailbox_that_was_just_opened(
+    scene: Scene, runner: Dispatcher
+) -> None:
+    """The reader waits for its own stream at that moment."""
+    await asyncio.sleep(0.2)
+    async with runner.mailbox(scene.batch_id, 1) as mailbox:
+        reply, _ = await runner.submit(scene.job(mailbox, 1), mailbox=mailbox)
+        scene.answer()
+        async with asyncio.timeout(1):
+            await reply.take()
+
+
+async def test_who_was_given_up_can_neither_open_nor_begin(
+    scene: Scene, runner: Dispatcher, other: Dispatcher
+) -> None:
+    async with runner.mailbox(scene.batch_id, 1) as old, other.mailbox(scene.batch_id, 2) as new:
+        job = scene.job(old, 7)
+        with pytest.raises(Fenced):
+            await runner.submit(job, mailbox=old)
+        assert scene.rig.state(job.request_id) == {}
+        assert scene.flights == {b"fence": b"2"}
+        with pytest.raises(Fenced):
+            async with runner.mailbox(scene.batch_id, 1):
+                raise AssertionError
+        await new.close()
+        with pytest.raises(Fenced):  # nor when the batch has ended
+            await runner.submit(job, mailbox=old)
+
+
+async def test_a_refusal_leaves_nothing(scene: Scene, runner: Dispatcher) -> None:
+    limits = Limits(policies=(Policy(id="p", requests_per_minute=1),))
+    async with runner.mailbox(scene.batch_id, 1) as mailbox:
+        await runner.submit(scene.job(mailbox, 1), limits, mailbox=mailbox)
+        with pytest.raises(RateLimited):
+            await runner.submit(scene.job(mailbox, 2), limits, mailbox=mailbox)
+        assert mailbox.lines_under_way == {1}
+    assert scene.flights == {b"fence": b"1", b"1": b"1"}
+
+
+async def test_redis_holds_what_is_under_way_and_not_the_batch(
+    scene: Scene, runner: Dispatcher
+) -> None:
+    async with runner.mailbox(scene.batch_id, 1) as mailbox:
+        for line in range(1, 101):
+            reply, _ = await runner.submit(scene.job(mailbox, line), mailbox=mailbox)
+            scene.answer()
+            async with asyncio.timeout(5):
+                await reply.take()
+            runner.leave(reply)
+            if line % 10 == 0:
+                await mailbox.settle(set(range(line - 9, line + 1)))
+            assert len(scene.flights) <= 11 and scene.num_entries <= 10
+        assert scene.flights == {b"fence": b"1"} and scene.num_entries == 0
+        await mailbox.settle({1, 2, 3})  # again, it does nothing
+
+
+async def test_a_runner_killed_before_it_could_tidy_up_leaves_it_to_the_next(
+    scene: Scene, runner: Dispatcher, other: Dispatcher
+) -> None:
+    async with runner.mailbox(scene.batch_id, 1) as mailbox:
+        for line in (1, 2):
+            await runner.submit(scene.job(mailbox, line), mailbox=mailbox)
+    scene.answer(2)
+    async with other.mailbox(scene.batch_id, 2) as mailbox:
+        await mailbox.settle({1, 5})  # 1 has a result
+        assert mailbox.lines_under_way == {2}
+        assert scene.flights == {b"fence": b"2", b"2": b"1"}
+        assert scene.num_entries == 1
+
+
+async def test_an_attempt_that_failed_tells_the_next_runner_so(
+    scene: Scene, runner: Dispatcher, other: Dispatcher
+) -> None:
+    """It was killed between the failure and the next attempt."""
+    async with runner.mailbox(scene.batch_id, 1) as mailbox:
+        first, _ = await runner.submit(scene.job(mailbox, 1), mailbox=mailbox)
+        scene.answer()
+        mailbox.try_again(1)
+        await mailbox.settle(set())
+        assert mailbox.request_id(1) != first.request_id
+    async with other.mailbox(scene.batch_id, 2) as mailbox:
+        assert mailbox.request_id(1) == first.request_id
+        reply, _ = await other.submit(scene.job(mailbox, 1), mailbox=mailbox)
+        assert reply.is_ended
+        mailbox.try_again(1)
+        second, _ = await other.submit(scene.job(mailbox, 1), mailbox=mailbox)
+        assert not second.is_ended
+        await mailbox.settle(set())
+        assert scene.num_entries == 0
+        assert scene.flights == {b"fence": b"2", b"1": b"2"}
+
+
+async def test_a_request_that_redis_lost_and_gets_again_has_other_leases(
+    scene: Scene, runner: Dispatcher
+) -> None:
+    """The worker that still runs the lost one can end nothing but its own."""
+    async with runner.mailbox(scene.batch_id, 1) as mailbox:
+        job = scene.job(mailbox, 1)
+        await runner.submit(job, mailbox=mailbox)
+        (lost,) = scene.rig.pull("w1")
+        scene.rig.client.delete(f"job:{{{scene.rig.pool}}}:{job.request_id}")
+        mailbox.send_again(1)
+        await asyncio.sleep(1.1)  # it is noticed after seconds; leases count them
+        await runner.submit(job, mailbox=mailbox)
+        (taken,) = scene.rig.pull("w2")
+        assert not scene.rig.publish(lost, worker="w1")
+        assert scene.rig.publish(taken, worker="w2")
+    assert {record.request_id for record in scene.rig.done()} == {job.request_id}
+
+
+def test_ids_of_a_batch_lie_together_and_are_all_different() -> None:
+    batch_id = uuid.uuid4()
+    ids = {line_request_id(batch_id, line, attempt) for line in range(1000) for attempt in (1, 2)}
+    assert len(ids) == 2000
+    assert {len(each) for each in ids} == {len("req_") + 32}
+    assert {each[: len("req_") + 12] for each in ids} == {f"req_{batch_id.hex[:12]}"}
+    assert line_request_id(uuid.uuid4(), 1, 1) not in ids
