@@ -13,11 +13,12 @@ COPY requirements/controlplane.txt requirements/controlplane.txt
 RUN pip install -r requirements/controlplane.txt
 COPY manage.py manage.py
 COPY controlplane controlplane
-# Of the GPU side the control plane may know the protocol, the queue, what is allowed in patterns and
-# where calls are in a text.
+# Of the GPU side the control plane may know the protocol, the queue, the mailboxes, what is allowed in
+# patterns and where calls are in a text.
 COPY worker/__init__.py worker/__init__.py
 COPY worker/protocol.py worker/protocol.py
 COPY worker/fair_queue.py worker/fair_queue.py
+COPY worker/mailboxes.py worker/mailboxes.py
 COPY worker/patterns.py worker/patterns.py
 COPY worker/tool_calls.py worker/tool_calls.py
 COPY .env.example .env.example
