@@ -64,6 +64,7 @@ class Platform:
             "--timeout-graceful-shutdown=5",
             # Opening a connection takes longer than all else that the gateway does.
             DATABASE_POOL_SIZE="8",
+            FORWARDED_ALLOW_IPS="",  # there is no proxy to believe
         )
         self.worker = self._process("worker", python, "-m", "worker")
         self.accountant = self._process("accountant", python, "manage.py", "accountant")

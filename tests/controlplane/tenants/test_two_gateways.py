@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.live import LiveStack, wait_for
+from tests.live import ROOT, LiveStack, wait_for
 
+DOCKERFILE = ROOT / "Dockerfile"
 #: What docs/security.md promises for revocations and other changes of a key.
 PROMISED_S = 1.0
 
@@ -62,7 +64,10 @@ class Gateways:
 def gateways(live: LiveStack) -> Iterator[Gateways]:
     pool = live.with_pool("two-gateways")
     env = {"DATABASE_POOL_SIZE": "2", "DJANGO_SETTINGS_MODULE": "controlplane.settings"}
-    first, second = (pool.start_web(name, **env) for name in ("first", "second"))
+    # The first as the image has it, the second as if these tests were its proxy.
+    (image,) = re.findall(r'^ENV FORWARDED_ALLOW_IPS="(.*)"$', DOCKERFILE.read_text(), re.M)
+    first = pool.start_web("first", **env, FORWARDED_ALLOW_IPS=image)
+    second = pool.start_web("second", **env, FORWARDED_ALLOW_IPS="127.0.0.1")
     pool.env["DJANGO_SETTINGS_MODULE"] = "controlplane.settings"
     yield Gateways((first[1], second[1]), pool.run("-c", _MANAGER).strip())
     for process, _ in (first, second):
@@ -104,3 +109,16 @@ def test_key_is_held_to_its_models_and_addresses(gateways: Gateways) -> None:
         assert (answer.status_code, error["code"]) == (403, "model_not_allowed")
     gateways.change(made["public_id"], {"allowed_ips": ["192.0.2.1"]})
     wait_for(lambda: gateways.statuses(made["key"]) == (403, 403), timeout_s=PROMISED_S)
+
+
+def test_who_is_no_proxy_cannot_say_where_it_comes_from(gateways: Gateways) -> None:
+    rules = {"name": "fenced", "scopes": ["infer"], "allowed_ips": ["203.0.113.7"]}
+    headers = {
+        **bearer(gateways.manage("", rules)["key"]),
+        "X-Forwarded-For": "203.0.113.7",
+    }
+    here, there = (
+        httpx.get(f"{url}/v1/models", headers=headers) for url in (gateways.here, gateways.there)
+    )
+    assert here.json()["error"]["code"] == "address_not_allowed"
+    assert there.status_code == 200, there.text
