@@ -137,7 +137,8 @@ class PayloadTooLarge(ApiError):
 class RateLimited(ApiError):
     """The tenant's own limit is reached."""
 
-    status, type, code, retry_after_s = 429, "rate_limit_error", "rate_limit_exceeded", 1.0
+    status, type, code = 429, "rate_limit_error", "rate_limit_exceeded"
+    retry_after_s: float | None = 1.0
 
 
 class Unavailable(ApiError):
