@@ -38,11 +38,13 @@ from engine.batch import BatchBuilder
 from engine.config import ModelConfig
 from engine.eviction import ReloadCosts
 from engine.host_memory import HostMemory
+from engine.lora_inputs import MAX_ENTRIES
 from engine.memory import PagePool
 from engine.prefix_cache import PrefixCache
 from engine.request import AdapterPart, Priority, Request, SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence, Step
+from engine.tile_entries import EntryBuffers
 from engine.waiting import SchedulerLimits
 from engine.weights import Weights
 from kernels import PageLayout
@@ -136,6 +138,7 @@ class Rig:
             page_size=LAYOUT.page_size,
             device="cpu",
             adapter_order=lambda _: {},  # a GPU's; a CPU's order belongs to its kernels
+            buffers=EntryBuffers(MAX_ENTRIES, torch.device("cpu")),
         )
         self._num_arrivals = 0
         for i in range(num_running):

@@ -64,7 +64,7 @@ class Batch:
 class BatchBuilder:
     """Builds batches; keeps the adapters' table from one step to the next while it stays true.
 
-    buffers  where entries of the table stay on the device; None: the table is joined anew
+    buffers  where entries of the table stay on the device
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class BatchBuilder:
         page_size: int,
         device: str,
         adapter_order: AdapterOrder,
-        buffers: EntryBuffers | None = None,
+        buffers: EntryBuffers,
     ) -> None:
         self._store, self._page_size, self._device = store, page_size, device
         self._adapter_order, self._buffers = adapter_order, buffers
@@ -180,8 +180,8 @@ class BatchBuilder:
         self._extras = (
             ExtrasTable(keys, [own.tiles for own in entries], self._tensor) if has_extras else None
         )
-        starts = None if self._buffers is None else self._buffers.starts(keys, entries)
-        if self._buffers is None or starts is None:
+        starts = self._buffers.starts(keys, entries)
+        if starts is None:
             return join(entries, self._device)
         num_tiles = np.array([own.num_tiles for own in entries], np.int32)
         return self._buffers.table(*upload([starts, num_tiles], self._device))

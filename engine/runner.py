@@ -13,6 +13,7 @@ from engine.batch import Batch
 from engine.config import EngineConfig, ModelConfig
 from engine.errors import OutOfMemory
 from engine.gpu_runner import GpuRunner
+from engine.lora_inputs import MAX_ENTRIES
 from engine.model import (
     Adapters,
     Attention,
@@ -38,6 +39,8 @@ class ModelRunner:
     arena    [P, page_elems]; pages are handed out by `PagePool`
     base     the weights one by one, for adapters that depend on them
     weights  given, nothing is read from the model folder
+
+    entry_buffers  where the adapters' table stays from one step to the next
     """
 
     def __init__(
@@ -78,9 +81,11 @@ class ModelRunner:
         if config.runs_triton:
             self.base = BaseWeights(model, PlainWeights(weights))
             self._gpu = make_gpu(arena=self.arena)
+            self.entry_buffers = self._gpu.entry_buffers
             if config.capture_graphs:
                 self._gpu.warm_up()
             return
+        self.entry_buffers = EntryBuffers(MAX_ENTRIES, self.arena.device)
         self._layout, self._model = layout, model
         self._decoder = Decoder(model, weights)
         self.base = BaseWeights(model, self._decoder)
@@ -127,11 +132,6 @@ class ModelRunner:
     def gpu(self) -> GpuRunner | None:
         """None: steps run on the CPU, and `run` returns when they have."""
         return self._gpu
-
-    @property
-    def entry_buffers(self) -> EntryBuffers | None:
-        """Where the adapters' table stays on a GPU; None on a CPU."""
-        return None if self._gpu is None else self._gpu.entry_buffers
 
     def _attention(self, batch: Batch) -> Attention:
         if self._cpu_attention is None:

@@ -1,8 +1,8 @@
 """The adapters' table from one step to the next: what was said of an adapter is not said again.
 
 An adapter has an entry for every tile of every layer and projection, 224 for rank 8 and 3,584 for
-rank 128 in a model of 32 layers. On a GPU the entries stay in buffers where they were put when a
-step first read the adapter, and a step says only where each of its adapters' entries begin.
+rank 128 in a model of 32 layers. The entries stay in buffers on the device, where they were put
+when a step first read the adapter, and a step says only where each of its adapters' entries begin.
 """
 
 from __future__ import annotations

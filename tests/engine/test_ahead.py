@@ -194,6 +194,21 @@ def test_entries_are_put_once_and_anew_when_tiles_or_room_change() -> None:
     assert buffers.starts([*keys, (("b", 2.0),)], cache.get([*keys, (("b", 2.0),)])) is None
 
 
+def test_an_engine_puts_an_adapters_entries_once(make_engine: MakeEngine, oracle: Oracle) -> None:
+    engine = make_engine()
+    buffers, ends = engine._runner.entry_buffers, []
+    for names in (["all-4"], ["qv-16", "all-4"], ["all-4"], ["qv-16"]):
+        requests = [request(str(i), prompt(i, 5), adapter=n) for i, n in enumerate(names)]
+        results = run(engine, *requests)
+        for i, name in enumerate(names):
+            expected = oracle.generate(prompt(i, 5), len(results[str(i)].token_ids), name)
+            assert results[str(i)].token_ids == expected
+        ends.append(buffers._end)
+    first, both = ends[:2]
+    assert 0 < first < both
+    assert ends == [first, both, both, both]
+
+
 def test_a_blends_entries_carry_its_weights() -> None:
     own = Entries.of((("a", 2.0), ("b", -1.0)), [tiles(0, 1), tiles(100, 2)])
     assert own.num_tiles == 3
