@@ -27,6 +27,7 @@ from engine.rope import rope_tables
 from engine.tile_entries import EntryBuffers
 from engine.weights import Weights, load_weights
 from kernels.attention_cpu import CpuAttention
+from kernels.huge_pages import keep_freed_memory
 from kernels.lora_cpu import CpuLora
 
 # Copies of decoding adapters that make a CPU step fast, in all; see kernels/lora_cpu.py.
@@ -96,6 +97,8 @@ class ModelRunner:
             config.context_limit(model),
             weights.norm.device,
         )
+        if config.is_cpu:
+            keep_freed_memory()
         if config.is_cpu and dtype == torch.float32:
             self._cpu_lora = CpuLora(
                 arena=self.arena,
