@@ -1,14 +1,14 @@
 """What the host decides per step, without a model: adapters, scheduling, batch building.
 
-    python -m bench.scheduler [--steps 200] [--adapters 2000] [--out FILE]
+    python -m bench.scheduler [--steps 600] [--adapters 2000] [--out FILE]
 
 Every running request decodes with an adapter of its own. *Steady*: the same requests go on.
 *Turnover*: in every step the oldest ends and another begins, so that the adapters' table is made
 anew. *Crowded*: the same, while as many more wait, every second of them batch work, and grow
 overdue. The arena has no storage; everything else is what the engine uses. Times are medians of the
-thread's own time in the quietest of five rounds, so that neighbours on the machine count little.
-Prints a table and one JSON line per case, writes bench/results/scheduler.json, and exits with 1
-when a bar is missed.
+thread's own time in the quietest of fifteen rounds, each of which goes through all sizes, so that
+neighbours on the machine count little, and as much for one size as for another. Prints a table and
+one JSON line per case, writes bench/results/scheduler.json, and exits with 1 when a bar is missed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ KINDS = ("steady", "turnover", "crowded")
 SIZES = (32, 64, 128, 256, 512)
 PROMPT_TOKENS = 64
 RANK = 16
-ROUNDS = 5
+ROUNDS = 15
 
 BAR_SIZE = 256
 MAX_STEP_MS = 1.5
@@ -210,14 +210,16 @@ class Rig:
 def measure_steps(adapter: Path, sizes: tuple[int, ...], num_steps: int) -> list[dict[str, Any]]:
     """The cases: each kind at every size."""
     cases = []
-    for size in sizes:
-        rig = Rig(adapter, size)
-        for kind in KINDS:
-            if kind == "crowded":
+    rigs = [Rig(adapter, size) for size in sizes]
+    for kind in KINDS:
+        if kind == "crowded":
+            for rig in rigs:
                 rig.crowd()
-            rounds = [_round(rig, kind, num_steps // ROUNDS) for _ in range(ROUNDS)]
-            quietest = min(rounds, key=lambda medians: medians["step_ms"])
+        rounds = [[_round(rig, kind, num_steps // ROUNDS) for rig in rigs] for _ in range(ROUNDS)]
+        for size, own in zip(sizes, zip(*rounds, strict=True), strict=True):
+            quietest = min(own, key=lambda medians: medians["step_ms"])
             cases.append({"case": kind, "running": size, **quietest})
+    for rig in rigs:
         rig.close()
     return cases
 
@@ -304,7 +306,7 @@ def run(sizes: tuple[int, ...], num_steps: int, num_adapters: int, size: int) ->
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Time the host side of a step, without a model.")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--adapters", type=int, default=2000)
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
