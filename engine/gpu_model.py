@@ -42,8 +42,7 @@ GATE_UP = (Projection.GATE, Projection.UP)
 _LONG = 512
 
 # Of streams; the smaller goes first. A recorded graph keeps them.
-PRIORITY = -1  # of what is recorded
-_BEFORE, _AFTER = PRIORITY - 1, PRIORITY + 1
+_AFTER, _RECORDED, _BEFORE = 0, -1, -2
 
 Linear = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -98,7 +97,10 @@ class GpuBatch:
 
 
 class GpuModel:
-    """Weights, arena and rotation tables; `forward` turns a batch into logits."""
+    """Weights, arena and rotation tables; `forward` turns a batch into logits.
+
+    recording_stream  where its graphs are recorded; None without a GPU
+    """
 
     def __init__(
         self,
@@ -119,10 +121,12 @@ class GpuModel:
         )
         self._before: torch.cuda.Stream | None = None
         self._after: torch.cuda.Stream | None = None
+        self.recording_stream: torch.cuda.Stream | None = None
         if arena.is_cuda:
             make_stream: Any = torch.cuda.Stream
             self._before = make_stream(self.device, priority=_BEFORE)
             self._after = make_stream(self.device, priority=_AFTER)
+            self.recording_stream = make_stream(self.device, priority=_RECORDED)
 
     def forward(self, batch: GpuBatch) -> torch.Tensor:
         """Logits [N, V] of the rows to sample; writes the new tokens' KV to the arena."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from engine.gpu_model import PRIORITY, GpuBatch, GpuModel
+from engine.gpu_model import GpuBatch, GpuModel
 from engine.lora_inputs import LoraInputs
 from engine.tile_entries import Reach
 from kernels import LoraBatch
@@ -35,17 +35,18 @@ class _Graph:
     logits: torch.Tensor
 
 
-def record(run: Callable[[], torch.Tensor], pool: Any) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+def record(
+    run: Callable[[], torch.Tensor], pool: Any, stream: torch.cuda.Stream
+) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
     """Record what `run` launches; its result lies where every replay writes it.
 
     Other threads go on using the device meanwhile: a recording that they could spoil (torch's own
     setting) would end with an error whenever an adapter is loaded beside it. A launch keeps the
     priority of the stream that it was recorded on.
 
-    pool  another graph's, whose memory this one may use in turn; None: a new one
+    pool    another graph's, whose memory this one may use in turn; None: a new one
+    stream  the same for all graphs of a pool: torch lends a stream's memory to no other
     """
-    make_stream: Any = torch.cuda.Stream
-    stream = make_stream(priority=PRIORITY)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(2):  # compiles the kernels and sets up the libraries
@@ -121,7 +122,9 @@ class DecodeGraphs:
             return
         batch = self._batch(size, reach)
         self.clear()
-        graph, logits = record(lambda: self._run(batch, size), self.pool)
+        stream = self._model.recording_stream
+        assert stream is not None
+        graph, logits = record(lambda: self._run(batch, size), self.pool, stream)
         self.pool = self.pool or graph.pool()
         self._graphs[size, reach] = _Graph(graph=graph, logits=logits)
 

@@ -107,7 +107,9 @@ class MixedGraphs:
             return
         self._clear()
         run_args = (self._batch(size, reach), self._shape(size))
-        graph, _ = record(lambda: self._run(*run_args), pool)
+        stream = self._model.recording_stream
+        assert stream is not None
+        graph, _ = record(lambda: self._run(*run_args), pool, stream)
         self._graphs[size, reach] = graph
 
     def bytes_of_others(self) -> int:

@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -235,12 +236,30 @@ def test_graphs_are_recorded_beside_threads_that_use_the_device() -> None:
 
     thread = start_thread(load)
     x = torch.ones(64, 64, device=DEVICE)
+    stream = torch.cuda.Stream()
     try:
         for size in range(1, 9):
-            graph, out = record(lambda size=size: (x * size) @ x, None)
+            graph, out = record(lambda size=size: (x * size) @ x, None, stream)
             graph.replay()
             torch.cuda.synchronize()
             assert out.eq(64 * size).all()
     finally:
         done.set()
         thread.result(timeout=10)
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="only a card records graphs")
+def test_graphs_use_the_same_memory_in_turn() -> None:
+    """The arena gets what the largest of them leaves: each its own would not fit beside it."""
+    make_stream: Any = torch.cuda.Stream
+    stream, graphs = make_stream(priority=-1), []
+    x = torch.ones(64 << 20, dtype=torch.uint8, device=DEVICE)
+    pool = reserved = None
+    for _ in range(4):
+        graph, out = record(lambda: (x + 1).sum(), pool, stream)
+        graphs.append((graph, out))
+        torch.cuda.empty_cache()
+        if pool is None:
+            pool, reserved = graph.pool(), torch.cuda.memory_reserved()
+    assert reserved is not None
+    assert torch.cuda.memory_reserved() - reserved < 64 << 20
