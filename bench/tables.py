@@ -125,7 +125,7 @@ def sentences(figures: Figures) -> list[str]:
         lines.append(
             f"S-LoRA's workload with {many['many']['adapters']} registered adapters: {all_:,} "
             f"tokens/s, {all_ / few:.1%} of that with 5 (target 95%) and {all_ / none:.1%} of that "
-            "with none (target 90%)."
+            f"with none (target 90%; commit {many['many']['commit']})."
         )
     if {"resident", "overcommitted"} <= many.keys():
         here, over = (many[name]["ttft_p99_ms"] for name in ("resident", "overcommitted"))
