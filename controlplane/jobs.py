@@ -215,7 +215,7 @@ class Dispatcher:
         keys = [protocol.job_key(self._pool, job.request_id)]
         script = self._admit_script
         if mailbox is not None:
-            more_keys, more_args = mailbox.admission(job.request_id)
+            more_keys, more_args = mailbox.admission(job)
             script, keys, args = self._admit_line, keys + more_keys, more_args + args
         while True:
             reply = await script(keys=keys, args=args)

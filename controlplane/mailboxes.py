@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import json
 import logging
 import uuid
 from collections.abc import Callable, Coroutine
@@ -25,7 +27,7 @@ from redis.exceptions import RedisError
 from controlplane.errors import Unavailable
 from controlplane.limits.admit import ADMIT
 from worker import mailboxes, protocol
-from worker.protocol import TokenEvent
+from worker.protocol import AdapterRef, GenerateJob, TokenEvent
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -42,7 +44,7 @@ _PAGE = 100
 _NUDGE = b"[]"
 
 # ADMIT for a line of a batch.
-# KEYS job, flights | ARGV fence, line, attempt, ADMIT's …
+# KEYS job, flights | ARGV fence, line, flight, ADMIT's …
 # -> ADMIT's, or fenced
 ADMIT_LINE = f"""
 local function admit(KEYS, ARGV)
@@ -114,10 +116,11 @@ class Mailbox:
         self._redis = redis
         self._batch_id = batch_id
         self._fence = fence
-        self._flights = mailboxes.flights_key(pool, batch_id.hex)
+        self._key = mailboxes.flights_key(pool, batch_id.hex)
         self._attempts: dict[int, int] = {}
         self._under_way: set[int] = set()
         self._lines: dict[str, int] = {}  # request id -> line, of the attempts that count
+        self._flights: dict[str, dict[str, Any]] = {}  # of requests that were found under way
         self._unread: dict[str, list[TokenEvent]] = {}
         self._entries: dict[bytes, set[str]] = {}  # -> the requests that still need them
         self._spent: list[bytes] = []
@@ -131,14 +134,15 @@ class Mailbox:
             raise Unavailable("The queue does not answer.") from error
 
     async def _open(self) -> None:
-        found = await self._redis.eval(OPEN, 1, self._flights, self._fence)
+        found = await self._redis.eval(OPEN, 1, self._key, self._fence)
         if not found:
             raise Fenced
         for field, value in zip(found[::2], found[1::2], strict=True):
             if field != b"fence":
-                self._attempts[int(field)] = int(value)
-                self._under_way.add(int(field))
-                self.request_id(int(field))
+                line, flight = int(field), json.loads(value)
+                self._attempts[line] = flight["attempt"]
+                self._under_way.add(line)
+                self._flights[self.request_id(line)] = flight
         while True:
             after = f"({self.last_id.decode()}"
             entries = await self._redis.xrange(self.out, after, count=_PAGE)
@@ -176,11 +180,25 @@ class Mailbox:
     def send_again(self, line: int) -> None:
         """Redis has lost the request: it may be sent under its own id, and is billed once."""
         self._under_way.discard(line)
+        self._flights.pop(self.request_id(line), None)
 
-    def admission(self, request_id: str) -> tuple[list[str], list[Any]]:
+    def admission(self, job: GenerateJob) -> tuple[list[str], list[Any]]:
         """What ADMIT_LINE's keys and arguments begin with, behind the job's key."""
-        line = self._lines[request_id]
-        return [self._flights], [self._fence, line, self.num_attempts(line)]
+        line = self._lines[job.request_id]
+        flight = {
+            "attempt": self.num_attempts(line),
+            "created_at": job.created_at,
+            "adapters": [ref.to_dict() for ref in job.adapters],
+        }
+        return [self._key], [self._fence, line, json.dumps(flight, separators=(",", ":"))]
+
+    def as_admitted(self, job: GenerateJob) -> GenerateJob:
+        """The job as it is under way: by now its model's name may mean other weights."""
+        flight = self._flights.get(job.request_id)
+        if flight is None:
+            return job
+        adapters = tuple(AdapterRef.from_dict(ref) for ref in flight["adapters"])
+        return dataclasses.replace(job, created_at=flight["created_at"], adapters=adapters)
 
     def note_admitted(self, request_id: str) -> None:
         line = self._lines[request_id]
@@ -226,7 +244,7 @@ class Mailbox:
         if self._spent:
             pipe.xdel(self.out, *self._spent)
         if self._landed:
-            pipe.hdel(self._flights, *self._landed)
+            pipe.hdel(self._key, *self._landed)
         try:
             await uncut(pipe.execute())
         except AWAY as error:
@@ -237,13 +255,14 @@ class Mailbox:
     async def close(self) -> None:
         """The batch has ended: nothing is kept for it any more. Raises Unavailable."""
         try:
-            await uncut(self._redis.eval(CLOSE, 2, self._flights, self.out, self._fence))
+            await uncut(self._redis.eval(CLOSE, 2, self._key, self.out, self._fence))
         except AWAY as error:
             raise Unavailable("The queue does not answer.") from error
 
     def _forget(self, request_ids: set[str]) -> None:
         for request_id in request_ids:
             del self._lines[request_id]
+            self._flights.pop(request_id, None)
             self._unread.pop(request_id, None)
         for entry_id, needed_by in list(self._entries.items()):
             needed_by -= request_ids

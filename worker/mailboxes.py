@@ -7,8 +7,9 @@ admits it (`controlplane.mailboxes`):
 
     key                  type    written by    what
     out:batch-<batch>    stream  worker        as any gateway's; entries stay until they are kept
-    fly:{p}:<batch>      hash    runner        line -> its attempt that is under way; `fence`, the
-                                               lowest fencing token that may still admit lines
+    fly:{p}:<batch>      hash    runner        line -> its attempt that is under way, with what
+                                               answers it; `fence`, the lowest fencing token that
+                                               may still admit lines
 
 Both are bounded by what is under way at a time, not by the batch, and go with its end.
 """

@@ -91,6 +91,8 @@ async def submit(
         job = completion_job(body, call)
     if adjust is not None:
         job = adjust(job)
+    if mailbox is not None:
+        job = mailbox.as_admitted(job)
     limits = await access.limits_of(principal, named)
     reply, admitted = await dispatcher.submit(
         job, limits, context_length=target.base_model.context_length, mailbox=mailbox
@@ -129,10 +131,11 @@ class Generation:
     @property
     def fingerprint(self) -> str:
         """Changes when the weights that answer do."""
-        digests = [f"{version.digest} {weight}" for version, weight in self.target.parts]
-        if len(digests) > 1:
-            return f"fp_{hashlib.sha256(' '.join(digests).encode()).hexdigest()[:12]}"
-        digest = digests[0] if digests else self.target.base_model.revision
+        parts = self.job.adapters
+        if len(parts) > 1:
+            digests = " ".join(f"{part.digest} {part.weight}" for part in parts)
+            return f"fp_{hashlib.sha256(digests.encode()).hexdigest()[:12]}"
+        digest = parts[0].digest if parts else self.target.base_model.revision
         return f"fp_{digest[:12]}"
 
     async def take(self, timeout_s: float | None = None) -> list[TokenEvent]:

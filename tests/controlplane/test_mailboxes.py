@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import uuid
 from collections.abc import AsyncIterator
+from unittest.mock import ANY
 
 import pytest
 
@@ -16,7 +18,7 @@ from controlplane.mailboxes import Fenced, Mailbox, line_request_id
 from demo.stack import EmbeddedStack
 from tests.queue_rig import QueueRig
 from worker.mailboxes import flights_key, mailbox_id
-from worker.protocol import GenerateJob, out_key
+from worker.protocol import AdapterRef, GenerateJob, out_key
 
 
 @dataclasses.dataclass
@@ -104,6 +106,27 @@ async def test_news_come_at_once_to_a_mailbox_that_was_just_opened(
             await reply.take()
 
 
+async def test_what_answers_is_what_was_admitted_whatever_its_name_means_now(
+    scene: Scene, runner: Dispatcher, other: Dispatcher
+) -> None:
+    blend = (
+        AdapterRef(digest="a" * 64, config_key="c", tensors_key="t", num_bytes=1, weight=0.5),
+        AdapterRef(digest="b" * 64, config_key="c", tensors_key="t", num_bytes=1),
+    )
+    async with runner.mailbox(scene.batch_id, 1) as mailbox:
+        job = dataclasses.replace(scene.job(mailbox, 1), adapters=blend, created_at=1.5)
+        await runner.submit(job, mailbox=mailbox)
+        assert mailbox.as_admitted(job) is job
+    async with other.mailbox(scene.batch_id, 2) as mailbox:
+        now = scene.job(mailbox, 1)
+        admitted = mailbox.as_admitted(now)
+        assert (admitted.adapters, admitted.created_at) == (blend, 1.5)
+        assert mailbox.as_admitted(scene.job(mailbox, 2)).created_at != 1.5
+        mailbox.try_again(1)
+        again = scene.job(mailbox, 1)
+        assert mailbox.as_admitted(again) is again
+
+
 async def test_who_was_given_up_can_neither_open_nor_begin(
     scene: Scene, runner: Dispatcher, other: Dispatcher
 ) -> None:
@@ -128,7 +151,7 @@ async def test_a_refusal_leaves_nothing(scene: Scene, runner: Dispatcher) -> Non
         with pytest.raises(RateLimited):
             await runner.submit(scene.job(mailbox, 2), limits, mailbox=mailbox)
         assert mailbox.lines_under_way == {1}
-    assert scene.flights == {b"fence": b"1", b"1": b"1"}
+    assert scene.flights == {b"fence": b"1", b"1": ANY}
 
 
 async def test_redis_holds_what_is_under_way_and_not_the_batch(
@@ -158,7 +181,7 @@ async def test_a_runner_killed_before_it_could_tidy_up_leaves_it_to_the_next(
     async with other.mailbox(scene.batch_id, 2) as mailbox:
         await mailbox.settle({1, 5})  # 1 has a result
         assert mailbox.lines_under_way == {2}
-        assert scene.flights == {b"fence": b"2", b"2": b"1"}
+        assert scene.flights == {b"fence": b"2", b"2": ANY}
         assert scene.num_entries == 1
 
 
@@ -181,7 +204,7 @@ async def test_an_attempt_that_failed_tells_the_next_runner_so(
         assert not second.is_ended
         await mailbox.settle(set())
         assert scene.num_entries == 0
-        assert scene.flights == {b"fence": b"2", b"1": b"2"}
+        assert json.loads(scene.flights[b"1"])["attempt"] == 2
 
 
 async def test_a_request_that_redis_lost_and_gets_again_has_other_leases(
