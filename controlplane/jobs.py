@@ -268,8 +268,9 @@ class Dispatcher:
     def leave(self, reply: Reply) -> None:
         """Be done with a reply; if it has not ended, its generation is cancelled, unless it goes
         on without its client."""
-        if self._replies.pop(reply.request_id, None) is None:
-            return
+        if self._replies.get(reply.request_id) is not reply:
+            return  # done with, or somebody else here waits for the request now
+        del self._replies[reply.request_id]
         if not reply.is_ended and not reply.goes_on:
             reply.abandon()
             self.cancel(reply.request_id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from django.db import transaction
@@ -61,10 +61,12 @@ class Lease:
             Batch.objects.filter(pk=self.batch_id, fence=self.fence).update(lease_until=None)
 
 
-def claim() -> Lease | None:
+def claim(but_not: Collection[uuid.UUID] = ()) -> Lease | None:
     """The batch whose turn it is, for this runner; None when there is none.
 
     Tenants with the fewest running batches come first, and of each its oldest batch.
+
+    but_not  those that the runner is at: it renews their leases, also such as are over
     """
     now = timezone.now()
     is_free = Q(lease_until=None) | Q(lease_until__lte=now)
@@ -72,8 +74,8 @@ def claim() -> Lease | None:
         active = Batch.objects.filter(status__in=Batch.ACTIVE)
         running = _count_by_tenant(active.filter(lease_until__gt=now))
         full = [tenant for tenant, num in running.items() if num >= MAX_TENANT_RUNNING]
-        oldest = active.filter(is_free).exclude(tenant_id__in=full).order_by("tenant_id", "pk")
-        waiting = list(oldest.distinct("tenant_id"))
+        free = active.filter(is_free).exclude(tenant_id__in=full).exclude(pk__in=but_not)
+        waiting = list(free.order_by("tenant_id", "pk").distinct("tenant_id"))
     for batch in sorted(waiting, key=lambda batch: (running.get(batch.tenant_id, 0), batch.pk)):
         with tenant_scope(batch.tenant_id):
             rows = Batch.objects.filter(is_free, pk=batch.pk, fence=batch.fence)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import uuid
+from functools import partial
 
 from django.db import Error as DatabaseError
 
@@ -37,7 +39,7 @@ class Runner:
     def __init__(self, *, max_in_flight: int) -> None:
         self.stop = asyncio.Event()
         self._max_in_flight = max_in_flight
-        self._running: dict[asyncio.Task[None], Execution] = {}
+        self._running: dict[asyncio.Task[None], uuid.UUID] = {}
 
     async def run(self) -> None:
         """Returns when told to stop; the batches are others' then, and nothing of them is lost."""
@@ -74,8 +76,9 @@ class Runner:
     async def _take_up(self, pace: Pace) -> None:
         """Claim what is waiting, as far as there is room."""
         while len(self._running) < MAX_BATCHES:
+            at_work = list(self._running.values())
             try:
-                lease = await in_thread(claim)
+                lease = await in_thread(partial(claim, at_work))
             except DatabaseError as error:
                 log.warning("waiting for the database: %r", error)
                 return
@@ -83,7 +86,7 @@ class Runner:
                 return
             execution = Execution(lease, pace)
             task = asyncio.create_task(self._work(lease, execution))
-            self._running[task] = execution
+            self._running[task] = lease.batch_id
             task.add_done_callback(self._running.pop)
 
     async def _work(self, lease: Lease, execution: Execution) -> None:

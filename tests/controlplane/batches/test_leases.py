@@ -53,6 +53,7 @@ def test_a_batch_is_claimed_once_until_its_lease_is_over(acme: Party) -> None:
     assert first.batch_id == batch.pk
     assert claim() is None
     lapse(first)
+    assert claim([batch.pk]) is None  # not by who is at it, and only has to renew it
     second = claimed()
     assert (second.batch_id, second.fence) == (batch.pk, first.fence + 1)
 
