@@ -188,6 +188,7 @@ class Mailbox:
         flight = {
             "attempt": self.num_attempts(line),
             "created_at": job.created_at,
+            "base_model": job.base_model,
             "adapters": [ref.to_dict() for ref in job.adapters],
         }
         return [self._key], [self._fence, line, json.dumps(flight, separators=(",", ":"))]
@@ -199,6 +200,11 @@ class Mailbox:
             return job
         adapters = tuple(AdapterRef.from_dict(ref) for ref in flight["adapters"])
         return dataclasses.replace(job, created_at=flight["created_at"], adapters=adapters)
+
+    def base_model_of(self, request_id: str) -> str | None:
+        """What answers a request that was found under way; None of another."""
+        flight = self._flights.get(request_id)
+        return None if flight is None else flight.get("base_model")
 
     def note_admitted(self, request_id: str) -> None:
         line = self._lines[request_id]

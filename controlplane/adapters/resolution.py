@@ -42,6 +42,14 @@ def model_resolve(name: str) -> ResolvedModel:
     raise no_such_model(name)
 
 
+def base_model_resolve(name: str) -> ResolvedModel:
+    """The base model of this name, whether or not requests may name it now. Raises NotFound."""
+    base_model = _only(BaseModel.objects.filter(name=name))
+    if base_model is None:
+        raise no_such_model(name)
+    return _resolved_base(base_model)
+
+
 def check_serving(model: ResolvedModel, *, param: str = "model") -> None:
     """Return if requests may name the model today.
 

@@ -183,7 +183,7 @@ class Feeder:
         One at a time, so that the first refusal spares the others theirs.
         """
         async with self._submitting:
-            if self._closed_for_s() > 0:
+            if self._closed_for_s() > 0 and not self._mailbox.is_under_way(request_id):
                 raise _Refused
             try:
                 return await submit(

@@ -23,6 +23,7 @@ from controlplane.adapters.models import AdapterVersion, BaseModel
 from controlplane.adapters.names import plain_name
 from controlplane.adapters.resolution import (
     ResolvedModel,
+    base_model_resolve,
     check_serving,
     model_resolve,
     models_list,
@@ -116,6 +117,15 @@ def target_now(principal: Principal, named: Named) -> Target:
     """`target_of`, for code that is in a thread already and may query."""
     _check(principal, named)
     return _load_target(principal, named)
+
+
+async def target_under_way(named: Named, base_model: str) -> Target:
+    """What answers a request that was let in when its name meant something, less its adapters.
+
+    Raises NotFound.
+    """
+    model = await in_thread(lambda: base_model_resolve(base_model))
+    return Target(name=named.label, models=(model,), parts=())
 
 
 async def limits_of(principal: Principal, named: Named) -> Limits:

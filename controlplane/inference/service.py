@@ -28,12 +28,19 @@ import hashlib
 from collections.abc import AsyncIterator, Callable
 
 from controlplane import jobs
-from controlplane.errors import ApiError, Unavailable
+from controlplane.errors import (
+    ApiError,
+    InvalidRequest,
+    NotFound,
+    PermissionDenied,
+    Unavailable,
+)
 from controlplane.inference import access
 from controlplane.inference.access import Target
 from controlplane.inference.answers import Answer, ChatAnswer, CompletionAnswer, Json
 from controlplane.inference.generation import Call, chat_job, client_param, completion_job
 from controlplane.inference.json_schema import schema_headers
+from controlplane.inference.named import Named
 from controlplane.inference.schemas import ChatBody, CompletionBody, GenerationBody
 from controlplane.limits.admission import rate_headers
 from controlplane.limits.admit import Admitted
@@ -74,7 +81,7 @@ async def submit(
     With a mailbox, Fenced.
     """
     named = body.named()
-    target = await access.target_of(principal, named)
+    target = await _target_of(principal, named, mailbox and mailbox.base_model_of(request_id))
     dispatcher = await jobs.dispatcher()
     call = Call(
         principal=principal,
@@ -105,6 +112,19 @@ async def submit(
         reply=reply,
         leave=lambda: dispatcher.leave(reply),
     )
+
+
+async def _target_of(principal: Principal, named: Named, under_way: str | None) -> Target:
+    """What is to answer, or does already, whatever became of its name since then.
+
+    under_way  the base model that answers; None: nothing does yet
+    """
+    try:
+        return await access.target_of(principal, named)
+    except (InvalidRequest, NotFound, PermissionDenied):
+        if under_way is None:
+            raise
+        return await access.target_under_way(named, under_way)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

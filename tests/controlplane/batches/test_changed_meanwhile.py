@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from controlplane.batches.runner import LOOK_S
 from tests.controlplane.batches.conftest import Batches
-from tests.controlplane.batches.test_batch_crashes import lapse
+from tests.controlplane.batches.test_batch_crashes import lapse, records
 from tests.controlplane.batches.test_takeover import check, create, fence, under_way
 from tests.live import LiveStack, Process, wait_for
 from worker.protocol import done_key
@@ -41,3 +42,32 @@ def test_a_runner_that_finds_its_own_lease_over(
     check(batches, pool, batch, NUM_LINES)
     assert fence(pool, batch) == before
     assert runner.stop() == 0, runner.log.read_text()
+
+
+def test_a_key_that_may_not_name_the_model_any_more(
+    batches: Batches, pool: LiveStack, worker: Process
+) -> None:
+    """What was answered and billed by then is told."""
+    batch = create(batches, NUM_LINES, NUM_TOKENS)
+    runner = pool.start_batch_runner("changer-first")
+    wait_for(lambda: len(under_way(pool, batch)) == NUM_LINES, timeout_s=60, what="its lines")
+    runner.kill()
+    wait_for(lambda: len(records(pool)) == NUM_LINES, timeout_s=60, what="their ends")
+    try:
+        set_models(batches, batch, '["another"]')
+        lapse(batches, batch)
+        last = pool.start_batch_runner("changer-last")
+        check(batches, pool, batch, NUM_LINES)
+    finally:
+        set_models(batches, batch, "[]")
+    assert last.stop() == 0, last.log.read_text()
+
+
+def set_models(batches: Batches, batch: Any, allowed: str) -> None:
+    """What the batch's key may name, as JSON."""
+    with batches.site.database() as database:
+        database.execute(
+            "update tenants_apikey k set allowed_models = %s::jsonb from batches_batch b"
+            " where b.id = %s and b.api_key_id = k.id",
+            (allowed, batch.id.removeprefix("batch_")),
+        )

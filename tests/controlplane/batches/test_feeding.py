@@ -18,6 +18,7 @@ from controlplane.batches.feeding import Feeder
 from controlplane.batches.lines import Line
 from controlplane.batches.pace import Pace
 from controlplane.batches.results import Result
+from controlplane.errors import RateLimited
 from controlplane.mailboxes import Mailbox
 from demo.stack import EmbeddedStack
 
@@ -167,3 +168,26 @@ async def test_what_was_under_way_takes_its_place_without_waiting(
         await feeder.run(found(5))
     assert sorted(asked) == [f"prompt {number}" for number in range(1, 6)]
     assert mailbox.lines_under_way == set()
+
+
+async def test_what_is_under_way_waits_for_no_limit(
+    monkeypatch: pytest.MonkeyPatch, mailbox: Mailbox
+) -> None:
+    mailbox.note_admitted(mailbox.request_id(2))
+    kept: list[int] = []
+
+    async def submit(principal: Any, body: Any, **_: Any) -> Any:
+        if body.prompt == "prompt 1":
+            raise RateLimited("spent", retry_after_s=60)
+        return Answered()
+
+    async def keep(results: list[Result]) -> None:
+        kept.extend(result.line for result in results)
+
+    monkeypatch.setattr(feeding, "submit", submit)
+    running = asyncio.create_task(a_feeder(mailbox, keep, Pace(lambda: [], most=4)).run(found(2)))
+    async with asyncio.timeout(10):
+        while kept != [2]:
+            await asyncio.sleep(0.01)
+    running.cancel()
+    await asyncio.wait({running})
