@@ -81,7 +81,8 @@ async def submit(
     With a mailbox, Fenced.
     """
     named = body.named()
-    target = await _target_of(principal, named, mailbox and mailbox.base_model_of(request_id))
+    under_way = mailbox.base_model_of(request_id) if mailbox is not None else None
+    target = await _target_of(principal, named, under_way)
     dispatcher = await jobs.dispatcher()
     call = Call(
         principal=principal,
