@@ -38,7 +38,7 @@ AWAY = (RedisError, OSError, RuntimeError)
 BLOCK_MS = 2000
 RETRY_S = 0.2
 #: A gateway that said nothing for so long is forgotten.
-FORGET_S = 3600
+FORGET_S = 60
 _PAGE = 100
 #: An entry without events: who waits for news looks what else there is to wait for.
 _NUDGE = b"[]"

@@ -18,7 +18,7 @@ from controlplane.mailboxes import Fenced, Mailbox, line_request_id
 from demo.stack import EmbeddedStack
 from tests.queue_rig import QueueRig
 from worker.mailboxes import flights_key, mailbox_id
-from worker.protocol import AdapterRef, GenerateJob, out_key
+from worker.protocol import GATEWAYS_KEY, WORKER_GRACE_S, AdapterRef, GenerateJob, out_key
 
 
 @dataclasses.dataclass
@@ -232,3 +232,17 @@ def test_ids_of_a_batch_lie_together_and_are_all_different() -> None:
     assert {len(each) for each in ids} == {len("req_") + 32}
     assert {each[: len("req_") + 12] for each in ids} == {f"req_{batch_id.hex[:12]}"}
     assert line_request_id(uuid.uuid4(), 1, 1) not in ids
+
+
+async def test_who_is_silent_is_forgotten_before_there_are_many(
+    scene: Scene, runner: Dispatcher
+) -> None:
+    """Workers read all of them with each heartbeat, and batches come and go."""
+    client, ended = scene.rig.client, mailbox_id(scene.batch_id.hex)
+    async with runner.mailbox(scene.batch_id, 1):
+        await runner._post.say_alive()
+    now = client.zscore(GATEWAYS_KEY, ended)
+    client.zadd(GATEWAYS_KEY, {ended: now - WORKER_GRACE_S - 1})
+    await runner._post.say_alive()
+    assert client.zscore(GATEWAYS_KEY, ended) is None
+    assert client.zscore(GATEWAYS_KEY, runner.gateway_id) is not None
