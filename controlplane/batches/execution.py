@@ -168,7 +168,7 @@ class Execution:
     async def _feed(self, batch: Batch) -> None:
         """Answer the lines that have no result yet."""
         done = await self._patiently(lambda: results.done_lines(self._lease))
-        async with self._mailbox() as mailbox:
+        async with self._mailbox(is_ending=False) as mailbox:
             await mailbox.settle(done)
             feeder = Feeder(
                 batch_id=batch.pk,
@@ -183,11 +183,15 @@ class Execution:
                 await feeder.run(self._lines(batch, lambda number: number not in done))
 
     @contextlib.asynccontextmanager
-    async def _mailbox(self) -> AsyncIterator[Mailbox]:
-        """The batch's, with all that came so far. Raises LeaseLost, and Unavailable."""
+    async def _mailbox(self, *, is_ending: bool) -> AsyncIterator[Mailbox]:
+        """The batch's, with all that came so far. Raises LeaseLost, and Unavailable.
+
+        is_ending  nothing more is sent, and what this runner was sending is refused if it comes
+        """
         dispatcher = await jobs.dispatcher()
+        fence = 2 * self._lease.fence + is_ending
         try:
-            async with dispatcher.mailbox(self._lease.batch_id, self._lease.fence) as mailbox:
+            async with dispatcher.mailbox(self._lease.batch_id, fence) as mailbox:
                 yield mailbox
         except Fenced as error:
             raise LeaseLost from error
@@ -265,7 +269,7 @@ class Execution:
     async def _collect(self, batch: Batch) -> None:
         """Keep what was answered by the time at which the batch was stopped, and end the rest."""
         done = await self._patiently(lambda: results.done_lines(self._lease))
-        async with self._mailbox() as mailbox:
+        async with self._mailbox(is_ending=True) as mailbox:
             await mailbox.settle(done)
             if left := mailbox.lines_under_way:
                 found = await collect(

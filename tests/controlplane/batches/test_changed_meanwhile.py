@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from controlplane.batches.runner import LOOK_S
+from controlplane.mailboxes import line_request_id
 from tests.controlplane.batches.conftest import Batches
-from tests.controlplane.batches.test_batch_crashes import lapse, records
+from tests.controlplane.batches.test_batch_crashes import lapse, nothing_is_left, records
 from tests.controlplane.batches.test_takeover import check, create, fence, under_way
 from tests.live import LiveStack, Process, wait_for
-from worker.protocol import done_key
+from worker.protocol import done_key, job_key
 
 NUM_LINES = 10
 NUM_TOKENS = 200
@@ -40,7 +42,7 @@ def test_a_runner_that_finds_its_own_lease_over(
         lapse(batches, batch)
         time.sleep(LOOK_S / 2)
     check(batches, pool, batch, NUM_LINES)
-    assert fence(pool, batch) == before
+    assert fence(pool, batch) == before + 1  # its end
     assert runner.stop() == 0, runner.log.read_text()
 
 
@@ -71,3 +73,38 @@ def set_models(batches: Batches, batch: Any, allowed: str) -> None:
             " where b.id = %s and b.api_key_id = k.id",
             (allowed, batch.id.removeprefix("batch_")),
         )
+
+
+def test_a_line_that_is_being_sent_when_its_batch_is_cancelled_is_not_begun(
+    batches: Batches, pool: LiveStack, worker: Process
+) -> None:
+    """It reaches Redis after the batch has ended: the database took its time."""
+    settings = f"""
+import uuid
+from controlplane.limits import services
+from controlplane.scoping import tenant_scope
+with tenant_scope(uuid.UUID("{pool.tenants["acme"].id}")):
+    services."""
+    batches.site.run_python(f"{settings}budget_set(period='month', hard_limit=10**12)")
+    try:
+        with batches.site.database() as database:
+            database.autocommit = False
+            database.execute("lock table usage_usageday in access exclusive mode")
+            batch = create(batches, 1, 20)
+            runner = pool.start_batch_runner("changer-slow")
+            with batches.site.database() as other:
+                blocked = "select 1 from pg_locks where not granted"
+                wait_for(lambda: other.execute(blocked).fetchone(), timeout_s=60, what="its wait")
+            batches.site.client().batches.cancel(batch.id)
+            done = batches.ended(batch)
+            assert (done.status, done.request_counts.completed) == ("cancelled", 0)
+        budgets = f"bud:{{{pool.pool}}}:*"
+        wait_for(lambda: pool.redis.keys(budgets), timeout_s=30, what="the answer of the database")
+        time.sleep(0.5)  # it would be there at once
+        assert runner.stop() == 0, runner.log.read_text()
+    finally:
+        batches.site.run_python(f"{settings}budget_remove(period='month')")
+    sent = line_request_id(uuid.UUID(batch.id.removeprefix("batch_")), 1, 1)
+    assert not pool.redis.exists(job_key(pool.pool, sent))
+    assert not records(pool)
+    assert nothing_is_left(pool, batch)
