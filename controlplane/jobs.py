@@ -309,7 +309,8 @@ class Dispatcher:
         return True
 
     def _give_up(self, reply: Reply, error: ApiError) -> None:
-        self.cancel(reply.request_id)
+        if not reply.is_forgotten:  # it would meet the one that is sent in its place
+            self.cancel(reply.request_id)
         reply.fail(error)
 
     async def _beat_loop(self) -> None:

@@ -12,7 +12,7 @@ from unittest.mock import ANY
 import pytest
 
 from controlplane.errors import RateLimited
-from controlplane.jobs import Dispatcher
+from controlplane.jobs import SILENCE_S, Dispatcher
 from controlplane.limits.admit import Limits, Policy
 from controlplane.mailboxes import Fenced, Mailbox, line_request_id
 from demo.stack import EmbeddedStack
@@ -246,3 +246,30 @@ async def test_who_is_silent_is_forgotten_before_there_are_many(
     await runner._post.say_alive()
     assert client.zscore(GATEWAYS_KEY, ended) is None
     assert client.zscore(GATEWAYS_KEY, runner.gateway_id) is not None
+
+
+async def test_what_redis_lost_is_not_cancelled_when_it_is_sent_again(
+    scene: Scene, runner: Dispatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Redis is hardly back, and what is sent there comes in any order."""
+    is_back = asyncio.Event()
+    cancel = runner._send_cancel
+
+    async def late(request_id: str) -> None:
+        await is_back.wait()
+        await cancel(request_id)
+
+    monkeypatch.setattr(runner, "_send_cancel", late)
+    async with runner.mailbox(scene.batch_id, 1) as mailbox:
+        job = scene.job(mailbox, 1)
+        lost, _ = await runner.submit(job, mailbox=mailbox)
+        scene.rig.client.delete(f"job:{{{scene.rig.pool}}}:{job.request_id}")
+        lost.heard_at -= SILENCE_S + 1
+        await runner._find_lost_replies()
+        assert lost.is_forgotten
+        runner.leave(lost)
+        mailbox.send_again(1)
+        await runner.submit(job, mailbox=mailbox)
+        is_back.set()
+        await asyncio.sleep(0.3)
+        assert b"cancel" not in scene.rig.state(job.request_id)
