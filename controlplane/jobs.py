@@ -198,7 +198,7 @@ class Dispatcher:
     def _expect(self, job: GenerateJob, mailbox: Mailbox | None) -> Reply:
         """From now on what comes for the job is its reply's, with what came before."""
         reply = self._replies[job.request_id] = Reply(job, self.recorder.open(job))
-        for event in mailbox.unread(job.request_id) if mailbox is not None else ():
+        for event in mailbox.news(job.request_id) if mailbox is not None else ():
             self._deliver(event)
         return reply
 
@@ -297,16 +297,15 @@ class Dispatcher:
                 log.warning("could not cancel %s yet: %r", request_id, error)
                 await asyncio.sleep(CANCEL_RETRY_S)
 
-    def _deliver(self, event: TokenEvent) -> bool:
-        """Hand an event to the request it belongs to. -> whether somebody waits for that"""
+    def _deliver(self, event: TokenEvent) -> None:
+        """Hand an event to the request it belongs to."""
         reply = self._replies.get(event.request_id)
         if reply is None:
-            return False  # its client has left
+            return  # its client has left
         try:
             reply.push(event)
         except ApiError as error:
             self._give_up(reply, error)
-        return True
 
     def _give_up(self, reply: Reply, error: ApiError) -> None:
         if not reply.is_forgotten:  # it would meet the one that is sent in its place

@@ -121,7 +121,7 @@ class Mailbox:
         self._under_way: set[int] = set()
         self._lines: dict[str, int] = {}  # request id -> line, of the attempts that count
         self._flights: dict[str, dict[str, Any]] = {}  # of requests that were found under way
-        self._unread: dict[str, list[TokenEvent]] = {}
+        self._news: dict[str, list[TokenEvent]] = {}  # of requests that are not settled
         self._entries: dict[bytes, set[str]] = {}  # -> the requests that still need them
         self._spent: list[bytes] = []
         self._landed: list[int] = []  # lines that are not under way any more
@@ -147,7 +147,7 @@ class Mailbox:
             after = f"({self.last_id.decode()}"
             entries = await self._redis.xrange(self.out, after, count=_PAGE)
             for entry_id, fields in entries:
-                self.take_in(entry_id, fields, lambda _: False)
+                self.take_in(entry_id, fields, lambda _: None)
             if len(entries) < _PAGE:
                 return
 
@@ -215,9 +215,9 @@ class Mailbox:
         self,
         entry_id: bytes,
         fields: dict[bytes, bytes],
-        deliver: Callable[[TokenEvent], bool],
+        deliver: Callable[[TokenEvent], None],
     ) -> None:
-        """Give an entry's events to who waits for them, or keep them for who will."""
+        """Give an entry's events to who waits for them, and keep them for who may again."""
         if _order(entry_id) <= _order(self.last_id):
             return  # asked for before this mailbox was opened
         self.last_id = entry_id
@@ -228,12 +228,13 @@ class Mailbox:
             return
         self._entries[entry_id] = needed_by
         for event in events:
-            if event.request_id in needed_by and not deliver(event):
-                self._unread.setdefault(event.request_id, []).append(event)
+            if event.request_id in needed_by:
+                self._news.setdefault(event.request_id, []).append(event)
+                deliver(event)
 
-    def unread(self, request_id: str) -> list[TokenEvent]:
-        """What came for a request before anybody waited for it; gone then."""
-        return self._unread.pop(request_id, [])
+    def news(self, request_id: str) -> list[TokenEvent]:
+        """What came so far for a request, whoever has heard it."""
+        return self._news.get(request_id, []).copy()
 
     async def settle(self, lines: set[int]) -> None:
         """The results of these lines are kept: forget what was only there for them.
@@ -269,7 +270,7 @@ class Mailbox:
         for request_id in request_ids:
             del self._lines[request_id]
             self._flights.pop(request_id, None)
-            self._unread.pop(request_id, None)
+            self._news.pop(request_id, None)
         for entry_id, needed_by in list(self._entries.items()):
             needed_by -= request_ids
             if not needed_by:
@@ -282,10 +283,10 @@ class Post:
 
     redis       asyncio's client, of protocol 2
     gateway_id  its own
-    deliver     gives an event to who waits for it. -> whether somebody does
+    deliver     gives an event to who waits for it, if somebody does
     """
 
-    def __init__(self, redis: Any, gateway_id: str, deliver: Callable[[TokenEvent], bool]) -> None:
+    def __init__(self, redis: Any, gateway_id: str, deliver: Callable[[TokenEvent], None]) -> None:
         self._redis = redis
         self._beat = redis.register_script(BEAT)
         self._gateway_id = gateway_id

@@ -7,11 +7,12 @@ import dataclasses
 import json
 import uuid
 from collections.abc import AsyncIterator
+from typing import Any
 from unittest.mock import ANY
 
 import pytest
 
-from controlplane.errors import RateLimited
+from controlplane.errors import RateLimited, Unavailable
 from controlplane.jobs import SILENCE_S, Dispatcher
 from controlplane.limits.admit import Limits, Policy
 from controlplane.mailboxes import Fenced, Mailbox, line_request_id
@@ -273,3 +274,26 @@ async def test_what_redis_lost_is_not_cancelled_when_it_is_sent_again(
         is_back.set()
         await asyncio.sleep(0.3)
         assert b"cancel" not in scene.rig.state(job.request_id)
+
+
+async def test_what_came_before_its_admission_was_heard_of_is_not_lost(
+    scene: Scene, runner: Dispatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Redis took the line, the worker answered it, and the word of the first got lost."""
+    admit = runner._admit
+
+    async def unheard(*args: Any) -> Any:
+        await admit(*args)
+        scene.answer()
+        await asyncio.sleep(0.3)  # it is read
+        raise ConnectionError
+
+    async with runner.mailbox(scene.batch_id, 1) as mailbox:
+        job = scene.job(mailbox, 1)
+        monkeypatch.setattr(runner, "_admit", unheard)
+        with pytest.raises(Unavailable):
+            await runner.submit(job, mailbox=mailbox)
+        monkeypatch.setattr(runner, "_admit", admit)
+        reply, _ = await runner.submit(job, mailbox=mailbox)
+        assert reply.is_ended
+        assert [event.text for event in await reply.take()] == ["x"]
