@@ -15,6 +15,7 @@ from collections.abc import Callable
 from redis.exceptions import RedisError
 
 from worker.active import ActiveRequest
+from worker.mailboxes import is_mailbox
 from worker.spool import Spool
 from worker.streams import News, Streams
 
@@ -94,10 +95,8 @@ class Flusher:
     async def _flush(self) -> None:
         waiting, self._waiting = self._waiting, {}
         self._sending = set(waiting)
-        by_gateway = sorted(waiting.values(), key=lambda request: request.job.gateway_id)
-        for gateway_id, requests in itertools.groupby(
-            by_gateway, key=lambda request: request.job.gateway_id
-        ):
+        by_gateway = sorted(waiting.values(), key=turn)
+        for (_, gateway_id), requests in itertools.groupby(by_gateway, key=turn):
             news = [item for request in requests for item in request.take_news()]
             await self._publish(gateway_id, news)
         self._sending = set()
@@ -133,3 +132,9 @@ class Flusher:
         for gateway_id, news in self._spool.read():
             await self._streams.publish(gateway_id, [news])
         self._spool.clear()
+
+
+def turn(request: ActiveRequest) -> tuple[bool, str]:
+    """Gateways' news first: nobody waits for a batch's, of which there may be many."""
+    gateway_id = request.job.gateway_id
+    return is_mailbox(gateway_id), gateway_id
