@@ -120,7 +120,7 @@ class KeyRulesForm(forms.Form):
         label="It may", widget=forms.CheckboxSelectMultiple, help_text=""
     )
     allowed_models = Lines(
-        label="Only these models", help_text="invoices also stands for invoices@3. Empty: all."
+        label="Only these models", help_text="“invoices” also stands for invoices@3. Empty: all."
     )
     allowed_ips = Lines(
         label="Only from these addresses", help_text="192.0.2.7 or 192.0.2.0/24. Empty: all."
@@ -363,13 +363,13 @@ class LimitForm(_LimitedForm):
     model = forms.CharField(
         required=False,
         max_length=200,
-        help_text="invoices holds for all its versions. Empty: all models.",
+        help_text="“invoices” holds for all its versions. Empty: all models.",
         widget=forms.TextInput(attrs={"autocomplete": "off", "spellcheck": "false"}),
     )
     requests_per_minute = _at_least(1, MAX_INT, label="Requests a minute")
     tokens_per_minute = _at_least(1, MAX_INT, label="Tokens a minute")
-    max_concurrent = _at_least(1, MAX_INT, label="At a time")
-    max_waiting = _at_least(1, MAX_INT, label="Waiting")
+    max_concurrent = _at_least(1, MAX_INT, label="Requests at a time")
+    max_waiting = _at_least(1, MAX_INT, label="Requests waiting")
 
     def clean(self) -> dict[str, Any]:
         data = super().clean() or {}
@@ -381,10 +381,10 @@ class LimitForm(_LimitedForm):
 class BudgetForm(_LimitedForm):
     period = forms.ChoiceField(choices=Budget.Period.choices)
     soft_limit = _at_least(
-        0, MAX_BIGINT, label="Soft", help_text="Tokens past which answers say so."
+        0, MAX_BIGINT, label="Soft limit", help_text="Tokens past which answers say so."
     )
     hard_limit = _at_least(
-        0, MAX_BIGINT, label="Hard", help_text="Tokens past which requests are refused."
+        0, MAX_BIGINT, label="Hard limit", help_text="Tokens past which requests are refused."
     )
 
 

@@ -7,6 +7,7 @@ import datetime as dt
 import itertools
 import uuid
 from collections.abc import Mapping, Sequence
+from http import HTTPStatus
 from typing import Self
 
 from django.db.models import Q, QuerySet, Sum
@@ -128,15 +129,27 @@ def phases(row: InferenceRequest) -> list[Phase]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One of the adapters that answered.
+
+    version  None: it was deleted
+    weight   in a blend; None for one that answered alone, as it is
+    """
+
+    digest: str
+    version: AdapterVersion | None
+    weight: float | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
     """A request with what its row only points to."""
 
     row: InferenceRequest
-    #: ok, cut (it had no room for more), cancelled or failed.
-    state: str
+    state: str  # see state_of
     key: ApiKey | None
-    #: Those that answered; one of them for each digest, unless it was deleted.
-    versions: tuple[AdapterVersion, ...]
+    #: One for each digest.
+    parts: tuple[Part, ...]
     picture: StackedBar
     is_past_scale: bool
 
@@ -145,7 +158,8 @@ class Line:
         """What answered, where the request's own words for it say less."""
         if not self.row.digests:
             return ""
-        names = " + ".join(f"{version.adapter.name}@{version.number}" for version in self.versions)
+        versions = [part.version for part in self.parts if part.version is not None]
+        names = " + ".join(f"{version.adapter.name}@{version.number}" for version in versions)
         return "" if names == self.row.model else names or "a version that is gone"
 
 
@@ -199,6 +213,11 @@ def log_page(
     )
 
 
+def state_of(row: InferenceRequest) -> str:
+    """ok, cut (it had no room for more), cancelled or failed."""
+    return "failed" if row.error_code else _ENDS.get(row.finish_reason, "failed")
+
+
 def line_of(row: InferenceRequest) -> Line:
     """One request alone, its picture as wide as its time."""
     [line] = _lines([row], row.total_ms)
@@ -218,20 +237,27 @@ def _lines(rows: Sequence[InferenceRequest], scale_ms: float) -> list[Line]:
         .select_related("adapter")
         .order_by("pk")
     )
-    by_id = {version.pk: version for version in known}
+    by_id: dict[uuid.UUID | None, AdapterVersion] = {version.pk: version for version in known}
     by_digest = {version.digest: version for version in known}
     lines = []
     for row in rows:
-        if row.adapter_version_id is not None:
-            versions = [by_id.get(row.adapter_version_id)]
-        else:  # a blend, which is of several
-            versions = [by_digest.get(digest) for digest in row.digests]
+        parts = []
+        for at, digest in enumerate(row.digests):
+            # The one that answered alone is known by its id: two may have the same content.
+            alone = by_id.get(row.adapter_version_id) if len(row.digests) == 1 else None
+            parts.append(
+                Part(
+                    digest=digest,
+                    version=alone or by_digest.get(digest),
+                    weight=row.weights[at] if row.weights and row.weights != [1.0] else None,
+                )
+            )
         lines.append(
             Line(
                 row=row,
-                state="failed" if row.error_code else _ENDS.get(row.finish_reason, "failed"),
+                state=state_of(row),
                 key=keys.get(row.api_key_id),
-                versions=tuple(version for version in versions if version is not None),
+                parts=tuple(parts),
                 picture=_picture(row, scale_ms),
                 is_past_scale=row.total_ms > scale_ms,
             )
@@ -277,6 +303,11 @@ class Reason:
     chart: BarChart
     #: For who does not see the chart: "3 at 14:00, 5 at 16:00".
     hours: str
+
+    @property
+    def status_name(self) -> str:
+        """What HTTP calls it, for a refusal without a code."""
+        return HTTPStatus(self.status).phrase if self.status in set(HTTPStatus) else "other"
 
 
 def refusals_of_last_day(now: dt.datetime) -> list[Reason]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from django import template
@@ -12,6 +13,8 @@ from django.utils.safestring import SafeString, mark_safe
 from controlplane.limits.models import Budget
 
 register = template.Library()
+
+_PART = re.compile(r"[^_.]*[_.]|[^_.]+")
 
 #: The colour of a state's badge.
 _TONES = {
@@ -39,9 +42,6 @@ _TONES = {
     "paused": "warn",
     "ok": "good",
     "cut": "warn",
-    "stop": "good",
-    "length": "good",
-    "error": "bad",
 }
 
 
@@ -77,8 +77,8 @@ def exact_milliseconds(value: float) -> str:
 
 @register.filter
 def breakable(code: str) -> SafeString:
-    """A code in snake case that may be broken after its underscores."""
-    return format_html_join(mark_safe("_<wbr>"), "{}", ((part,) for part in code.split("_")))
+    """A code in snake case, or a dotted name, that may be broken after its underscores and dots."""
+    return format_html_join(mark_safe("<wbr>"), "{}", ((part,) for part in _PART.findall(code)))
 
 
 @register.filter

@@ -11,6 +11,7 @@ from django.views.decorators.http import require_safe
 from controlplane.adapters.models import BaseModel, is_serving
 from controlplane.console import overview as reads
 from controlplane.console.access import ConsoleRequest, member_page
+from controlplane.console.request_log import state_of
 
 
 @require_safe
@@ -22,7 +23,7 @@ def overview(request: ConsoleRequest) -> HttpResponse:
         "day": reads.last_day(timezone.now()),
         "adapters": adapters,
         "adapters_busy": any(row.is_busy for row in adapters),
-        "requests": requests,
+        "requests": [(row, state_of(row)) for row in requests],
         "tokens": reads.num_tokens_by_request(requests),
         "example_model": _example_model(adapters),
         "base_url": settings.BASE_URL,

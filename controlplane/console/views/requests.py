@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import uuid
 from typing import Any
 
@@ -15,9 +16,11 @@ from controlplane.console import request_log as reads
 from controlplane.console.access import ConsoleRequest, member_page
 from controlplane.console.said import answer_passages, prompt_passages
 from controlplane.errors import NotFound, from_worker
+from controlplane.inference.models import InferenceRequest
 from controlplane.requestlog import services
 from controlplane.tenants.auth import Permission
 from controlplane.usage.models import UsageRecord
+from worker.protocol import Sampling
 
 
 @require_safe
@@ -60,6 +63,7 @@ def request(request: ConsoleRequest, request_id: str) -> HttpResponse:
     decode_ms = row.total_ms - (row.first_token_ms or row.total_ms)
     context = {
         "line": reads.line_of(row),
+        "sampling": _sampling(row),
         "phases": reads.phase_bars(row),
         "status": from_worker(row.error_code, "").status if row.error_code else None,
         "tokens_per_s": (row.completion_tokens - 1) / decode_ms * 1000 if decode_ms > 0 else 0,
@@ -69,6 +73,17 @@ def request(request: ConsoleRequest, request_id: str) -> HttpResponse:
         **_words(request, row.request_id),
     }
     return render(request, "console/request.html", context)
+
+
+#: In this order; the database keeps them in one of its own.
+_SAMPLING = tuple(field.name for field in dataclasses.fields(Sampling))
+
+
+def _sampling(row: InferenceRequest) -> list[tuple[str, Any]]:
+    """What the request said of it."""
+    said = row.sampling or {}
+    known = [(name, said[name]) for name in _SAMPLING if name in said]
+    return known + sorted(item for item in said.items() if item[0] not in _SAMPLING)
 
 
 def _words(request: ConsoleRequest, request_id: str) -> dict[str, Any]:

@@ -28,6 +28,7 @@ def usage(request: ConsoleRequest) -> HttpResponse:
         "measure": measure,
         "measure_label": reads.MEASURES[measure],
         "span_label": reads.SPANS[span][0],
+        "bucket_label": "an hour" if reads.SPANS[span][2] else "a day",
         "spans": [(name, label) for name, (label, _, _) in reads.SPANS.items()],
         "groups": [("model", "By model"), ("key", "By key")],
         "measures": list(reads.MEASURES.items()),

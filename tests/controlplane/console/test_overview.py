@@ -78,4 +78,4 @@ def test_requests_are_for_those_who_may_read_the_log(acme: Party) -> None:
     for user, is_shown in ((acme.viewer, True), (payer, False)):
         page = browser_of(user).get("/console/").content.decode()
         assert ("Recent requests" in page) == is_shown
-        assert ('<span class="badge bad">error</span>' in page) == is_shown
+        assert ('<span class="badge bad">failed</span>' in page) == is_shown

@@ -75,6 +75,28 @@ class TestList:
         assert belongings.ready.digest in body
         assert ">gone<" in body
 
+    def test_details_say_each_parts_weight(self, acme: Party, belongings: Belongings) -> None:
+        sampling = {"seed": 7, "top_p": 0.9, "temperature": 0.5}
+        digests = (belongings.ready.digest, "gone")
+        settle(acme, "req_1", digests=digests, weights=(0.7, -0.25), sampling=sampling, attempts=2)
+        settle(acme, "req_2", digests=digests[:1], weights=(1.0,), finish_reason="length")
+        browser = browser_of(acme.viewer)
+        body = browser.get(f"{PAGE}/req_1").content.decode()
+        text = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", "", body))
+        assert f"0.7 × invoices@1{digests[0]}-0.25 × a version that is gone" in text
+        assert "temperature 0.5, top_p 0.9, seed 7" in text
+        assert "attempt 2" in text
+        alone = browser.get(f"{PAGE}/req_2").content.decode()
+        assert "×" not in alone
+        assert "length" in alone
+        assert "the context was full" in alone
+
+    def test_the_overview_says_the_same(self, acme: Party) -> None:
+        settle(acme, "req_cut", finish_reason="length")
+        body = browser_of(acme.viewer).get("/console/").content.decode()
+        assert '<span class="badge warn">cut</span>' in body
+        assert 'href="/console/requests/req_cut"' in body
+
     def test_filters(self, acme: Party) -> None:
         now = timezone.now().timestamp()
         settle(acme, "req_1", model="invoices@2", created_at=now - 30 * 3600)
@@ -167,7 +189,8 @@ class TestList:
             )
         with tenant_scope(acme.tenant.id), django_assert_num_queries(3):
             page = request_log.log_page(request_log.Wanted.read({}), now=timezone.now(), after=None)
-            assert [line.versions[0].adapter.name for line in page.lines] == ["invoices"] * num
+            versions = [line.parts[0].version for line in page.lines]
+            assert [each and each.adapter.name for each in versions] == ["invoices"] * num
         browser = browser_of(acme.viewer)
         browser.get(PAGE)
         with CaptureQueriesContext(connection) as captured:
@@ -415,6 +438,11 @@ class TestRefusals:
         assert found[0].hours in body
         assert '<a href="#refusals">10 more</a> were refused' in body
         assert "<img src=x" not in body
+
+    def test_one_without_a_code_has_its_status_said(self, acme: Party) -> None:
+        hour = timezone.now().replace(minute=0, second=0, microsecond=0)
+        refusals_add({Refusal(acme.tenant.id, hour, "/v1/completions", 400, ""): 2})
+        assert b"<td>Bad Request</td>" in browser_of(acme.viewer).get(PAGE).content
 
     def test_none_is_said_too(self, acme: Party) -> None:
         assert b"No request was refused." in browser_of(acme.viewer).get(PAGE).content
