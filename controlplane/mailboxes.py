@@ -209,7 +209,8 @@ class Mailbox:
     def note_admitted(self, request_id: str) -> None:
         line = self._lines[request_id]
         self._under_way.add(line)
-        self._forget({other for other, of in self._lines.items() if of == line} - {request_id})
+        if self.num_attempts(line) > 1:
+            self._forget({other for other, of in self._lines.items() if of == line} - {request_id})
 
     def take_in(
         self,

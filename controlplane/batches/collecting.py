@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import logging
 from collections.abc import AsyncIterator
@@ -13,7 +12,7 @@ from controlplane.batches import lines
 from controlplane.batches.feeding import answered, is_passing, refused
 from controlplane.batches.lines import Line, Request
 from controlplane.batches.results import Result
-from controlplane.errors import ApiError
+from controlplane.errors import ApiError, Unavailable
 from controlplane.inference.service import Generation, submit
 from controlplane.mailboxes import Mailbox
 from controlplane.tenants.auth import Principal
@@ -39,15 +38,21 @@ async def collect(
 
     found      the lines that are under way, as far as they are still known
     principal  who asks; None: nobody any more, and nothing of it is told
+    Raises Unavailable.
     """
     waiting: list[_Waiting] = []
     left = mailbox.lines_under_way
     dispatcher = await jobs.dispatcher()
     try:
         async for line in found:
-            with contextlib.suppress(ApiError):
-                if principal is not None:
-                    waiting.append(await _wait_for(line, endpoint, principal, mailbox))
+            if principal is None:
+                break
+            try:
+                waiting.append(await _wait_for(line, endpoint, principal, mailbox))
+            except Unavailable:
+                raise  # that says nothing of the line
+            except ApiError as error:
+                log.info("the answer of line %d cannot be told: %r", line.number, error)
         ended = {each.request_id for each in waiting if each.generation.reply.is_ended}
         running = {mailbox.request_id(number) for number in left} - ended
         if cancelling := [dispatcher.cancel(request_id) for request_id in running]:

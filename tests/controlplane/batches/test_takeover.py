@@ -108,35 +108,45 @@ def test_runners_that_are_killed_while_they_take_over(
     check(batches, pool, batch, num)
 
 
-@pytest.mark.parametrize("how", ["cancelled", "expired"])
-def test_a_batch_that_is_stopped_while_no_runner_lives(
-    batches: Batches, pool: LiveStack, worker: Process, how: str
+@pytest.mark.parametrize(
+    ("how", "has_runner"),
+    [
+        ("cancelled", False),
+        ("expired", False),
+        pytest.param("cancelled", True, marks=pytest.mark.long),
+        pytest.param("expired", True, marks=pytest.mark.long),
+    ],
+)
+def test_a_batch_that_is_stopped_with_lines_under_way(
+    batches: Batches, pool: LiveStack, worker: Process, how: str, has_runner: bool
 ) -> None:
     """What was answered by then is in its output, what runs is cancelled, nothing runs twice."""
-    lines = [
-        chat_line(f"line-{i}", max_tokens=(SHORT, LONG)[i % 2], ignore_eos=True) for i in range(60)
-    ]
-    batch = batches.create(lines)
+    num_tokens = (SHORT, LONG)
+    batch = batches.create(
+        [chat_line(f"line-{i}", max_tokens=num_tokens[i % 2], ignore_eos=True) for i in range(60)]
+    )
     runner = pool.start_batch_runner("taker-gone")
-    left = until_busy(pool, batch)
-    runner.kill()
-    wait_for(lambda: len(records(pool)) >= len(left) // 2, timeout_s=60, what="the short ones")
+    num_left = len(until_busy(pool, batch))
+    if not has_runner:
+        runner.kill()
+    wait_for(lambda: len(records(pool)) >= num_left // 2, timeout_s=60, what="the short ones")
     if how == "cancelled":
         assert batches.site.client().batches.cancel(batch.id).status == "cancelling"
     else:
         batches.set(batch, "expires_at = now()")
-    lapse(batches, batch)
-    last = pool.start_batch_runner("taker-ending")
+    if not has_runner:
+        lapse(batches, batch)
+        runner = pool.start_batch_runner("taker-ending")
     done = batches.ended(batch)
     assert done.status == how
     found = all_lines(batches, done)
     assert Counter(line["custom_id"] for line in found) == Counter(f"line-{i}" for i in range(60))
     answered = {line["response"]["request_id"] for line in batches.lines(done.output_file_id)}
-    assert len(answered) == done.request_counts.completed >= len(left) // 2
+    assert len(answered) == done.request_counts.completed >= num_left // 2
     ends = Counter((record.request_id, record.finish_reason) for record in records(pool))
     assert set(ends.values()) == {1}
     assert {request_id for request_id, reason in ends if reason == "length"} == answered
     assert {reason for _, reason in ends} == {"length", "cancelled"}
-    assert len(ends) == len(left)
+    assert len(ends) == num_left or has_runner
     assert nothing_is_left(pool, batch)
-    assert last.stop() == 0, last.log.read_text()
+    assert runner.stop() == 0, runner.log.read_text()
