@@ -133,3 +133,29 @@ def test_an_accountant_that_is_paused_and_killed_while_a_batch_runs(
     assert pool.run("manage.py", "usage_totals") == ""
     for process in (runner, again):
         assert process.stop() == 0, process.log.read_text()
+
+
+@pytest.mark.long
+def test_connections_that_are_cut_again_and_again(
+    batches: Batches, pool: LiveStack, worker: Process
+) -> None:
+    """To Redis and to PostgreSQL, whatever is under way on them; and runners are killed between."""
+    runner = pool.start_batch_runner("rival-cut-0")
+    batch = create(batches)
+    wait_for(lambda: num_done(batches, batch) >= 50, timeout_s=60, what="the first lines")
+    for number in range(1, 4):
+        for _ in range(8):
+            time.sleep(0.2)
+            pool.redis.execute_command("CLIENT", "KILL", "TYPE", "normal")
+            with psycopg.connect(pool.env["DATABASE_URL"], autocommit=True) as connection:
+                connection.execute(
+                    "select pg_terminate_backend(pid) from pg_stat_activity"
+                    " where datname = current_database() and usename = current_user"
+                    " and pid <> pg_backend_pid()"
+                )
+        runner.kill()
+        lapse(batches, batch)
+        runner = pool.start_batch_runner(f"rival-cut-{number}")
+    ids = check(batches, pool, batch)
+    assert Counter(record.request_id for record in records(pool)) == Counter(ids)
+    assert runner.stop() == 0, runner.log.read_text()
