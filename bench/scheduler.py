@@ -3,8 +3,8 @@
     python -m bench.scheduler [--steps 600] [--adapters 2000] [--out FILE]
 
 Every running request decodes with an adapter of its own. *Steady*: the same requests go on.
-*Turnover*: in every step the oldest ends and another begins, so that the adapters' table is made
-anew. *Crowded*: the same, while as many more wait, every second of them batch work, and grow
+*Turnover*: in every step the oldest ends and another begins, with another adapter for the
+table. *Crowded*: the same, while as many more wait, every second of them batch work, and grow
 overdue. The arena has no storage; everything else is what the engine uses. Times are medians of the
 thread's own time in the quietest of fifteen rounds, each of which goes through all sizes, so that
 neighbours on the machine count little, and as much for one size as for another. Prints a table and

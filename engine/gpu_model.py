@@ -245,7 +245,7 @@ class GpuModel:
     ) -> torch.Tensor:
         """What the down projection reads, [T, I]."""
         table, plan = batch.table, None if batch.is_mlp_plain else batch.plan
-        if table is not None and plan is not None and plan.block_t > 16:
+        if table is not None and plan is not None and plan.block_t > RANK_BLOCK:
             # Many tokens: a delta of [T, 2I] would cost more to write and read than it hides.
             side = self._side_stream(batch, GATE_UP)
             with torch.cuda.stream(side):
