@@ -25,6 +25,7 @@ from kernels import LoraBatch, LoraTable, PageLayout
 from kernels.attention import paged_attention_ref
 from kernels.attention_decode import DecodeWorkspace, attention_decode_triton
 from kernels.attention_prefill import attention_prefill_triton
+from kernels.gate_up import gate_up_silu_ref, gate_up_silu_triton
 from kernels.linear import skinny_linear_triton
 from kernels.lora import block_of, lora_expand_ref, lora_shrink_ref
 from kernels.lora_expand import lora_expand_triton
@@ -308,6 +309,12 @@ def bench_small() -> Iterator[Case]:
         ms = graph_ms(lambda: silu_mul_triton(gate_up))
         yield {"op": "silu_mul", "tokens": tokens, "error": wrong, "ms": ms,
                "gb_s": 3 * gate_up.numel() / ms / 1e6}  # fmt: skip
+        if tokens >= 2048:
+            weight = randn(2 * INNER, HIDDEN)
+            wrong = error(gate_up_silu_triton(x, weight), gate_up_silu_ref(x, weight))
+            ms = graph_ms(lambda: gate_up_silu_triton(x, weight))
+            yield {"op": "gate_up_silu", "tokens": tokens, "error": wrong, "ms": ms,
+                   "tflop_s": 2 * x.shape[0] * weight.numel() / ms / 1e9}  # fmt: skip
         if tokens <= 256:
             logits = randn(tokens, VOCAB)
             same = bool((greedy_triton(logits) == logits.argmax(-1)).all())

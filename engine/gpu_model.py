@@ -1,11 +1,11 @@
 """The decoder on a GPU: one forward pass over fused kernels and the page arena.
 
 Per layer nine launches without adapters: norm, qkv, RoPE + KV write, attention, o, norm, gate/up,
-SiLU * mul, down. In a long pass o and down add themselves to the residual inside the product. The
-biases and norms that other families than Llama have ride along in these. Adapters add a shrink and
-an expand beside each of the four matrix products, on a stream of their own; whoever reads the
-product adds the two. Nothing here waits for the device, so a pass can be captured in a CUDA graph
-(engine/graphs.py).
+SiLU * mul, down. In a long pass o and down add themselves to the residual inside the product, and
+gate/up and SiLU * mul are one launch. The biases and norms that other families than Llama have
+ride along in these. Adapters add a shrink and an expand beside each of the four matrix products, on
+a stream of their own; whoever reads the product adds the two. Nothing here waits for the device, so
+a pass can be captured in a CUDA graph (engine/graphs.py).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from engine.weights import LayerWeights, Weights
 from kernels import LoraExtras, LoraTable, PageLayout, Projection
 from kernels.attention_decode import DecodeWorkspace, attention_decode_triton
 from kernels.attention_prefill import attention_prefill_triton
+from kernels.gate_up import can_fuse, gate_up_silu_triton
 from kernels.linear import linear
 from kernels.lora_adjust import lora_adjust_triton
 from kernels.lora_expand import lora_expand_triton
@@ -40,6 +41,9 @@ GATE_UP = (Projection.GATE, Projection.UP)
 
 # Rows from which on a pass is bound by its products, not by reading the weights.
 _LONG = 512
+
+# Rows from which on gate, up and SiLU * mul are one launch, whose tiles are large.
+_FUSED = 2048
 
 # Of streams; the smaller goes first. A recorded graph keeps them.
 _AFTER, _RECORDED, _BEFORE = 0, -1, -2
@@ -74,6 +78,7 @@ class GpuBatch:
     arrivals  copies of adapters that the pass overtakes: each layer waits for its part
     is_in_line    whether adapters' kernels take turns with the products instead of running beside
     is_mlp_plain  whether no adapter of the pass changes gate, up or down
+    may_fuse   False: gate and up are written as in short passes, which takes the most memory
     extras     None when no adapter has more than tiles; in a graph without `segments`
     """
 
@@ -92,6 +97,7 @@ class GpuBatch:
     sample_plan: LoraPlan | None = None
     is_in_line: bool = False
     is_mlp_plain: bool = False
+    may_fuse: bool = True
     arrivals: tuple[Arrival, ...] = ()
     extras: LoraExtras | None = None
 
@@ -245,6 +251,12 @@ class GpuModel:
     ) -> torch.Tensor:
         """What the down projection reads, [T, I]."""
         table, plan = batch.table, None if batch.is_mlp_plain else batch.plan
+        has_more = batch.extras is not None or layer.gate_up_bias is not None
+        if x.shape[0] >= _FUSED and batch.may_fuse and not has_more and can_fuse(x):
+            h = None if plan is None else self._shrink(batch, index, GATE_UP, x)
+            return gate_up_silu_triton(
+                x, layer.gate_up, h=h, arena=self.arena, table=table, plan=plan, layer=index
+            )
         if table is not None and plan is not None and plan.block_t > RANK_BLOCK:
             # Many tokens: a delta of [T, 2I] would cost more to write and read than it hides.
             side = self._side_stream(batch, GATE_UP)

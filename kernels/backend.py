@@ -15,12 +15,14 @@ import torch
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:
     triton = None
     tl = None
+    TensorDescriptor = None
 
 
-__all__ = ["ceil_div", "jit", "next_power_of_2", "tl", "triton", "use_triton"]
+__all__ = ["TensorDescriptor", "ceil_div", "jit", "next_power_of_2", "tl", "triton", "use_triton"]
 
 
 class _MissingKernel:

@@ -24,6 +24,7 @@ RANK_BLOCK = 16  # the smallest inner dimension of a matrix product on tensor co
 FEW_TOKENS = 2  # a segment's, that are multiplied one by one: on tensor cores most rows would idle
 MANY_CHUNKS = 16  # above so many, chunks fill a card without being split finely
 RECORD = 8  # int64 words of a chunk's record, 64 bytes
+TILE_T = 128  # rows of a tile of a long product
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,15 +32,17 @@ class LoraPlan:
     """Where the work list of a step is.
 
     chunks    [C, 8] int64  first row, tokens, entry of (layer 0, projection 0, tile 0), tiles,
-                            rank blocks (0: base only), first rank-space row
-    items     [J, 8] int64  the same of its chunk, but the item's rank block and rank-space row;
-                            those of segments of FEW_TOKENS first, then those of longer ones,
+                            rank blocks (0: base only), first rank-space row; its segment's
+                            first row and tokens
+    items     [J, 8] int64  the first six of its chunk, but the item's rank block and rank-space
+                            row; those of segments of FEW_TOKENS first, then those of longer ones,
                             then one for every chunk without an adapter
     counts    [4] int32     chunks, items with an adapter, items, items of FEW_TOKENS
 
     An item repeats its chunk's record so that a kernel has what it needs after one load: at a
     decode's sizes the time is that of the loads that wait for each other.
 
+    tile_chunks  [ceil(T / TILE_T)] int32  the chunk in which each tile of rows begins
     arrived   [J] int32     splits of an item that are done; zero between launches
     block_t                 most tokens in a chunk
     max_rows                rows of rank-space vectors there may be
@@ -48,6 +51,7 @@ class LoraPlan:
     chunks: torch.Tensor
     items: torch.Tensor
     counts: torch.Tensor
+    tile_chunks: torch.Tensor
     arrived: torch.Tensor
     block_t: int
     max_rows: int
@@ -63,6 +67,7 @@ def empty_plan(
         chunks=torch.zeros(max_chunks, RECORD, dtype=torch.int64, device=device),
         items=torch.zeros(max_items, RECORD, dtype=torch.int64, device=device),
         counts=torch.zeros(4, dtype=torch.int32, device=device),
+        tile_chunks=torch.zeros(ceil_div(num_tokens, TILE_T), dtype=torch.int32, device=device),
         arrived=torch.zeros(max_items, dtype=torch.int32, device=device),
         block_t=block_t,
         max_rows=num_tokens * max(max_blocks, 1),
@@ -78,11 +83,13 @@ def _plan_kernel(
     chunks_ptr,
     items_ptr,
     counts_ptr,
+    tile_chunks_ptr,
     num_segments,
     max_items,
     FEW: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_G: tl.constexpr,
+    TILE_T: tl.constexpr,
 ):
     g = tl.arange(0, BLOCK_G)
     valid = g < num_segments
@@ -119,6 +126,11 @@ def _plan_kernel(
         tl.store(record + 3, tiles.to(tl.int64), mask=here)
         tl.store(record + 4, blocks.to(tl.int64), mask=here)
         tl.store(record + 5, out_row, mask=here)
+        tl.store(record + 6, start.to(tl.int64), mask=here)
+        tl.store(record + 7, length.to(tl.int64), mask=here)
+        tile = (row + TILE_T - 1) // TILE_T  # chunks are shorter: at most one begins in each
+        begins = here & (tile * TILE_T < row + count)
+        tl.store(tile_chunks_ptr + tile, first_chunk + c, mask=begins)
         for block in range(0, most_slots):
             item = first_item + c * slots + block
             fits = here & (block < slots) & (item < max_items)
@@ -149,11 +161,13 @@ def fill_plan(plan: LoraPlan, lora: LoraBatch) -> None:
         chunks_ptr=plan.chunks,
         items_ptr=plan.items,
         counts_ptr=plan.counts,
+        tile_chunks_ptr=plan.tile_chunks,
         num_segments=num_segments,
         max_items=plan.items.shape[0],
         FEW=FEW_TOKENS,
         BLOCK_T=plan.block_t,
         BLOCK_G=next_power_of_2(num_segments),
+        TILE_T=TILE_T,
         num_warps=4,
     )
 

@@ -195,9 +195,13 @@ def test_prefill_then_decode_is_hugging_faces(chosen: list[int]) -> None:
         assert graphs.token_ids[:3].tolist() == [tokens[-1] for tokens in sequences]
 
 
+@pytest.mark.parametrize("fused", [1 << 20, 16], ids=["", "fused"])
 @pytest.mark.parametrize("chosen", [[-1, -1, -1], [0, -1, 1]], ids=str)
-def test_a_long_pass_is_hugging_faces(chosen: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_pass_is_hugging_faces(
+    chosen: list[int], fused: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gpu_model, "_LONG", 16)
+    monkeypatch.setattr(gpu_model, "_FUSED", fused)
     rig = Rig([4, 19])
     logits, _ = prefill(rig, chosen)
     expected = [rig.expected(p, v) for p, v in zip(PROMPTS, chosen, strict=True)]
@@ -205,8 +209,12 @@ def test_a_long_pass_is_hugging_faces(chosen: list[int], monkeypatch: pytest.Mon
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter has no bf16 matrix product")
+@pytest.mark.parametrize("fused", [1 << 20, 16], ids=["", "fused"])
 @pytest.mark.parametrize("chosen", [[-1, -1, -1], [0, -1, 1]], ids=str)
-def test_bf16_is_as_near_as_hugging_faces_own(chosen: list[int]) -> None:
+def test_bf16_is_as_near_as_hugging_faces_own(
+    chosen: list[int], fused: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_model, "_FUSED", fused)
     rig = Rig([4, 19], torch.bfloat16)
     logits, _ = prefill(rig, chosen)
     wide = torch.cat([rig.expected(p, v) for p, v in zip(PROMPTS, chosen, strict=True)])

@@ -7,12 +7,21 @@ import os
 import pytest
 import torch
 
+from tests.kernels import bounds
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Every test that takes `device` is a GPU test as well; without a card it is only that."""
     for item in items:
         if "device" in getattr(item, "fixturenames", ()) and torch.cuda.is_available():
             item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture(autouse=True)
+def in_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter no kernel reaches past its tensors unnoticed."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        bounds.watch(monkeypatch)
 
 
 @pytest.fixture
