@@ -405,6 +405,7 @@ class Engine:
             if sequence.has_ended:  # in the step before, when this one was under way
                 continue
             if token.error is not None:
+                flight.tell_none(sequence)
                 outputs.append(self._requests.end(sequence, FinishReason.ERROR, token.error))
             else:
                 flight.tell(sequence, token.token_id)

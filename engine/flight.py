@@ -51,6 +51,11 @@ class Flight:
         else:
             sequence.token_ids.append(token_id)
 
+    def tell_none(self, sequence: Sequence) -> None:
+        """One of `sampling` has no token: an assumed one never was."""
+        if self.is_assumed:
+            sequence.token_ids.pop()
+
     @property
     def can_go_on(self) -> bool:
         """Whether `go_on` may follow: the rows are decodes, and all of them still have pages."""

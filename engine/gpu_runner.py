@@ -125,7 +125,8 @@ class GpuRunner:
             self._graphs.capture(recorded, reach)
             self._mixed.capture(self._mixed.sizes[-1], reach, self._graphs.pool)
         widest = _widest(self._max_tokens, self._max_running, self._model)
-        self._model.forward(self._gpu_batch(widest))
+        for may_fuse in (False, True):  # what a gain or bias forbids takes more memory
+            self._model.forward(replace(self._gpu_batch(widest), may_fuse=may_fuse))
         return self._graphs.bytes_of_others(recorded) + self._mixed.bytes_of_others()
 
     def takes(self, batch: Batch) -> bool:

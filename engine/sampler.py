@@ -1,7 +1,8 @@
 """Logits to tokens: greedy or drawn, each request by its own parameters and its own randomness.
 
-A drawn token is the inverse of the cumulative distribution at one uniform number, which comes from
-the request's own generator: the same seed gives the same tokens whatever else is in the batch.
+A token is drawn by noise (`engine.noise`) whose key comes from the request's own generator: the
+same seed gives the same noise whatever else is in the batch. Logits may be rounded otherwise in a
+batch of another size; that gives another token only where the two best are as close as that.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from engine.errors import EngineError
+from engine.noise import gumbel_noise, token_codes
 from engine.request import SamplingParams, TokenLogprob
 from engine.sequence import Sequence
 
@@ -22,6 +24,8 @@ from engine.sequence import Sequence
 _MIN_TEMPERATURE = 1e-4
 # Tokens looked at for top-p; the whole vocabulary is sorted only when they hold too little mass.
 _NUM_CANDIDATES = 512
+# Numbers of noise that a CPU makes at a time: what is made of them stays in its cache.
+_MAX_NOISE = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +45,12 @@ class Sampled:
 class _State:
     """What sampling remembers of one sequence."""
 
-    def __init__(self, sequence: Sequence, vocab_size: int, device: str) -> None:
+    def __init__(self, sequence: Sequence, vocab_size: int, device: torch.device) -> None:
         params = sequence.request.sampling
-        self._random, self._uniform = random.Random(sequence.seed), array("d")
+        seed = sequence.seed
+        # Random takes a number's size alone for a seed: -1 would draw what 1 draws.
+        self._random = random.Random(None if seed is None else seed % 2**64)
+        self._keys = array("q")
         self.is_flat = False  # its most likely tokens held too little: see `_NUM_CANDIDATES`
         self.counts: torch.Tensor | None = None  # [V] fp32, how often each token was generated
         self.seen: torch.Tensor | None = None  # [V] bool, in the prompt or generated
@@ -64,11 +71,11 @@ class _State:
     def adjusts(self) -> bool:
         return any(value is not None for value in (self.counts, self.seen, self.bias))
 
-    def uniform(self, index: int) -> float:
-        """The number in [0, 1) by which the sequence's token `index` is drawn."""
-        while len(self._uniform) <= index:
-            self._uniform.append(self._random.random())
-        return self._uniform[index]
+    def key(self, index: int) -> int:
+        """The key of the noise by which the sequence's token `index` is drawn: odd, int64."""
+        while len(self._keys) <= index:
+            self._keys.append((self._random.getrandbits(63) << 1) + 1 - (1 << 63))
+        return self._keys[index]
 
     def note(self, token_id: int) -> None:
         if self.counts is not None:
@@ -81,7 +88,8 @@ class Sampler:
     """Owns the sampling state of every sequence between `add` and `remove`."""
 
     def __init__(self, *, vocab_size: int, device: str) -> None:
-        self._vocab_size, self._device = vocab_size, device
+        self._vocab_size, self._device = vocab_size, torch.device(device)
+        self._codes = token_codes(vocab_size, self._device)
         self._states: dict[Sequence, _State] = {}
 
     def add(self, sequence: Sequence) -> None:
@@ -106,7 +114,7 @@ class Sampler:
         if not rows:
             return None
         drawn = [(sequences[i], self._states[sequences[i]]) for i in rows]
-        return Draw(rows, drawn, self._vocab_size, self._device)
+        return Draw(rows, drawn, self._codes)
 
     def adjust(self, logits: torch.Tensor, index: int, sequence: Sequence) -> None:
         """Apply penalties, bias and min_tokens to row `index` of `logits` [N, V] fp32, in place."""
@@ -150,10 +158,11 @@ class Sampler:
         params = _Parameters(
             [s.request.sampling for s in sequences], self._vocab_size, logits.device
         )
-        at = _upload([self._states[s].uniform(s.num_generated) for s in sequences], logits.device)
-        tokens, sure = _draw(logits, params, at, min(_NUM_CANDIDATES, self._vocab_size))
+        keys = _upload_keys([self._states[s].key(s.num_generated) for s in sequences], self._codes)
+        most = min(_NUM_CANDIDATES, self._vocab_size)
+        tokens, sure = _draw(logits, params, keys, self._codes, most)
         if sure is not None and not bool(sure.all()):
-            tokens, _ = _draw(logits, params, at, self._vocab_size)
+            tokens, _ = _draw(logits, params, keys, self._codes, self._vocab_size)
         token_ids: list[int] = tokens.tolist()
         return token_ids
 
@@ -163,42 +172,42 @@ class Draw:
 
     rows   of the batch, the drawn ones
     drawn  their sequences and states
+    codes  [V] of the vocabulary
     """
 
     def __init__(
         self,
         rows: list[int],
         drawn: list[tuple[Sequence, _State]],
-        vocab_size: int,
-        device: str,
+        codes: torch.Tensor,
     ) -> None:
         self._rows, self._drawn = rows, drawn
-        self._vocab_size, self._device = vocab_size, torch.device(device)
+        self._codes, self._vocab_size = codes, len(codes)
         own = [sequence.request.sampling for sequence, _ in drawn]
-        self._params = _Parameters(own, vocab_size, self._device)
-        self._row_ids = _upload(rows, self._device).long().squeeze(1)
+        self._params = _Parameters(own, self._vocab_size, codes.device)
+        self._row_ids = _upload(rows, codes.device).long().squeeze(1)
 
     def launch(self, logits: torch.Tensor, token_ids: torch.Tensor, marked: torch.Tensor) -> Drawn:
         """Write the rows' tokens into `token_ids` [N], for logits [N, V].
 
         marked  [N] the greedy tokens, as `kernels.sampling.mark_ref` has them
         """
-        uniform = [state.uniform(s.num_generated) for s, state in self._drawn]
-        at = _upload(uniform, self._device)
+        own_keys = [state.key(s.num_generated) for s, state in self._drawn]
+        keys = _upload_keys(own_keys, self._codes)
         own = logits.index_select(0, self._row_ids).float()
         most = min(_NUM_CANDIDATES, self._vocab_size)
-        tokens, sure = _draw(own, self._params, at, most)
+        tokens, sure = _draw(own, self._params, keys, self._codes, most)
         token_ids.index_copy_(0, self._row_ids, tokens)
         if sure is not None and most < self._vocab_size:
             tokens = torch.where(sure, tokens, ~tokens)
         was = marked.index_select(0, self._row_ids)
         tokens = torch.where(was < 0, was, tokens)
         marked = marked.index_copy(0, self._row_ids, tokens)
-        return Drawn(marked=marked, logits=own, at=at, draw=self)
+        return Drawn(marked=marked, logits=own, keys=keys, draw=self)
 
     def mend(self, token_ids: list[int], drawn: Drawn) -> None:
         """Put the right token in place of each that is not sure, which is below 0."""
-        tokens, _ = _draw(drawn.logits, self._params, drawn.at, self._vocab_size)
+        tokens, _ = _draw(drawn.logits, self._params, drawn.keys, self._codes, self._vocab_size)
         right = tokens.tolist()
         for i, (row, (_, state)) in enumerate(zip(self._rows, self._drawn, strict=True)):
             if token_ids[row] < 0:
@@ -215,7 +224,7 @@ class Drawn:
 
     marked: torch.Tensor
     logits: torch.Tensor
-    at: torch.Tensor
+    keys: torch.Tensor
     draw: Draw
 
 
@@ -250,43 +259,76 @@ def _upload(values: SequenceOf[float], device: torch.device) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64).unsqueeze(1).to(device, non_blocking=True)
 
 
+def _upload_keys(keys: SequenceOf[int], codes: torch.Tensor) -> torch.Tensor:
+    """keys [N] -> [N, 1] int64 where `codes` are; does not wait either."""
+    return torch.tensor(keys, dtype=torch.int64).unsqueeze(1).to(codes.device, non_blocking=True)
+
+
 class _Parameters:
-    """What rows are drawn by, as columns on the device."""
+    """What rows are drawn by, as columns on the device.
+
+    cut, whole  rows whose distribution is cut to its most likely tokens, and the others
+    """
 
     def __init__(self, params: SequenceOf[SamplingParams], vocab_size: int, device: Any) -> None:
         self.temperature = _upload([p.temperature for p in params], device).float()
-        # Rows whose distribution is cut to its most likely tokens.
         self.cut = [i for i, p in enumerate(params) if p.top_k or p.top_p < 1.0 or p.min_p > 0.0]
+        self.whole = sorted({*range(len(params))}.difference(self.cut))
         own = [params[i] for i in self.cut]
         self.cut_rows = _upload(self.cut, device).long().squeeze(1)
+        self.whole_rows = _upload(self.whole, device).long().squeeze(1)
         self.top_k = _upload([min(p.top_k or vocab_size, vocab_size) for p in own], device)
         self.top_p = _upload([p.top_p for p in own], device)
         self.min_p = _upload([p.min_p for p in own], device)
 
 
 def _draw(
-    logits: torch.Tensor, params: _Parameters, at: torch.Tensor, num_candidates: int
+    logits: torch.Tensor,
+    params: _Parameters,
+    keys: torch.Tensor,
+    codes: torch.Tensor,
+    num_candidates: int,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(tokens [N], which of them are sure [N]; None: all), at the quantiles `at` [N, 1].
+    """(tokens [N], which of them are sure [N]; None: all).
 
     logits          [N, V] fp32
+    keys, codes     [N, 1] of the rows' noise, [V] of the tokens
     num_candidates  most likely tokens that are looked at where a distribution is cut; a token is
                     not sure where they hold too little
     """
-    scaled = logits / params.temperature
-    tokens = _quantile(scaled.softmax(-1).double(), at)
+    # From the largest on, where fp32 is finest: a low temperature makes all else very small.
+    scaled = (logits - logits.amax(-1, keepdim=True)) / params.temperature
     if not params.cut:
-        return tokens, None
-    rows = params.cut_rows
-    own, is_enough = _draw_cut(scaled[rows], params, at[rows], num_candidates)
+        return _best(scaled, keys, codes), None
+    if not params.whole:
+        return _draw_cut(scaled, params, keys, codes, num_candidates)
+    rows, others = params.cut_rows, params.whole_rows
+    tokens = torch.empty(len(scaled), dtype=torch.int64, device=scaled.device)
+    tokens.index_copy_(0, others, _best(scaled[others], keys[others], codes))
+    own, is_enough = _draw_cut(scaled[rows], params, keys[rows], codes, num_candidates)
     sure = torch.ones(len(tokens), dtype=torch.bool, device=tokens.device)
-    return tokens.index_copy(0, rows, own), sure.index_copy(0, rows, is_enough)
+    return tokens.index_copy_(0, rows, own), sure.index_copy_(0, rows, is_enough)
+
+
+def _best(scaled: torch.Tensor, keys: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """The index [N] of the largest of scaled [N, K] with its noise; codes [K] or [N, K]."""
+    if scaled.device.type != "cpu" or scaled.numel() <= _MAX_NOISE:
+        return gumbel_noise(keys, codes).add_(scaled).argmax(-1)
+    codes, count = codes.expand_as(scaled), max(1, _MAX_NOISE // scaled.shape[1])
+    parts = [slice(i, i + count) for i in range(0, len(scaled), count)]
+    return torch.cat([
+        gumbel_noise(keys[part], codes[part]).add_(scaled[part]).argmax(-1) for part in parts
+    ])  # fmt: skip
 
 
 def _draw_cut(
-    scaled: torch.Tensor, params: _Parameters, at: torch.Tensor, num_candidates: int
+    scaled: torch.Tensor,
+    params: _Parameters,
+    keys: torch.Tensor,
+    codes: torch.Tensor,
+    num_candidates: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """scaled [C, V], at [C, 1] -> token ids, whether they are sure [C].
+    """scaled [C, V], keys [C, 1], codes [V] -> token ids, whether they are sure [C].
 
     Top-k, then top-p, then min-p.
     """
@@ -304,17 +346,8 @@ def _draw_cut(
     )
     # min_p alone keeps what is at least a share of the best: the last candidate tells.
     is_enough |= (min_p > 0) & (probs[:, -1:] < min_p * probs[:, :1])
-    probs = probs.masked_fill(cumulative - probs >= top_p * mass, 0.0)
-    probs = probs.masked_fill(probs < min_p * probs[:, :1], 0.0)
-    chosen = _quantile(probs, at)
+    is_cut = (
+        (order >= top_k) | (cumulative - probs >= top_p * mass) | (probs < min_p * probs[:, :1])
+    )
+    chosen = _best(values.masked_fill(is_cut, float("-inf")), keys, codes[token_ids])
     return token_ids.gather(1, chosen.unsqueeze(1)).squeeze(1), is_enough.squeeze(1)
-
-
-def _quantile(probs: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    """probs [N, K] of any sum, at [N, 1] in [0, 1) -> the first index whose share exceeds it."""
-    cumulative = probs.cumsum(-1)
-    wanted = (at * cumulative[:, -1:]).contiguous()
-    index = torch.searchsorted(cumulative, wanted, right=True).squeeze(1)
-    # Rounding may put `wanted` at the very end, past the last token that has any mass.
-    last = probs.shape[1] - 1 - (probs.flip(-1) > 0).int().argmax(-1)
-    return torch.minimum(index, last)

@@ -86,6 +86,7 @@ def test_bad_requests_are_refused_by_field(
         ({"deadline": "soon"}, "deadline"),
         ({"deadline": float("nan")}, "deadline"),
         ({"priority": "urgent"}, "priority"),
+        ({"tenant_id": b"acme"}, "tenant_id"),
         ({"json_schema": {}}, "json_schema"),
         ({"adapter": {"all-4": 1e39}}, "adapters"),
         ({"adapter": {"all-4": 10**400}}, "adapters"),
@@ -103,7 +104,7 @@ def test_what_is_no_number_is_refused_by_name(
     assert not engine.has_work()
 
 
-@pytest.mark.parametrize("token_ids", [[1, 2.5], ["1"], [None], [10**30], 5], ids=str)
+@pytest.mark.parametrize("token_ids", [[1, 2.5], ["1"], [None], [10**30], 5, b"abc"], ids=str)
 def test_a_prompt_that_is_no_token_ids_is_refused(make_engine: MakeEngine, token_ids: Any) -> None:
     with pytest.raises(InvalidPrompt):
         make_engine().add(request("r", token_ids))

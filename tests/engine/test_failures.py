@@ -64,6 +64,7 @@ def test_an_adapter_whose_numbers_overflow_is_named(
             assert got[name].error.code == "adapter_incompatible"
             assert "loud" in got[name].error.message
             assert got[name].token_ids == []
+            assert got[name].last is not None and got[name].last.num_generated == 0
         assert got["before"].token_ids == oracle.generate(prompt(1, 20), 8, "all-4")
         assert got["after"].token_ids == oracle.generate(prompt(3, 20), 8, "qv-16")
     assert engine.stats().step < 40

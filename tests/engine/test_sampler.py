@@ -125,6 +125,15 @@ def test_numbers_of_other_libraries_are_numbers(make_engine: MakeEngine) -> None
     assert got["own/1"].token_ids == got["other/1"].token_ids
 
 
+def test_a_seed_below_zero_is_a_seed_of_its_own(make_engine: MakeEngine) -> None:
+    """Python's Random takes -1 and 1 for the same; continuations draw with the seed + i."""
+    drawn: dict[str, Any] = {"temperature": 2.0, "seed": -1, "max_tokens": 12}
+    got = run(make_engine(), request("r", [1, 2], n=3, **drawn))
+    assert len({tuple(result.token_ids) for result in got.values()}) == 3
+    again = run(make_engine(), request("r", [1, 2], **drawn))
+    assert again["r"].token_ids == got["r"].token_ids
+
+
 def test_a_seed_gives_the_same_tokens_in_any_batch(make_engine: MakeEngine) -> None:
     sampling = {"temperature": 1.3, "top_p": 0.95, "seed": 11, "max_tokens": 24}
     alone = run(make_engine(), request("r", prompt(0, 9), adapter="all-4", **sampling))["r"]

@@ -18,12 +18,21 @@ from transformers import (
 )
 
 from engine import FinishReason, Request, SamplingParams
+from engine.noise import gumbel_noise, token_codes
 from engine.sampler import Sampler, _draw, _Parameters
 from engine.sequence import Sequence
 from tests.engine.conftest import MakeEngine, Oracle, prompt, request, run
 
 VOCAB = 1200  # more than the sampler looks at to begin with
-NUM_DRAWS = 4000
+NUM_DRAWS = 5000
+CPU = torch.device("cpu")
+CODES = token_codes(VOCAB, CPU)
+
+
+def keys(count: int) -> torch.Tensor:
+    """[count, 1] odd."""
+    generator = torch.Generator().manual_seed(9)
+    return torch.randint(-(1 << 62), 1 << 62, (count, 1), generator=generator) * 2 + 1
 
 
 def hugging_face(scores: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -62,28 +71,66 @@ def hugging_face(scores: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 def test_tokens_are_drawn_from_hugging_faces_distribution(
     fields: dict[str, Any], spread: float
 ) -> None:
-    """Evenly spaced quantiles hit each token as often as its probability says, one hit apart."""
     params = SamplingParams(**fields)
     scores = torch.randn(VOCAB, generator=torch.Generator().manual_seed(3)) * spread
-    at = ((torch.arange(NUM_DRAWS, dtype=torch.float64) + 0.5) / NUM_DRAWS).unsqueeze(1)
-    columns = _Parameters([params] * NUM_DRAWS, VOCAB, torch.device("cpu"))
-    tokens, _ = _draw(scores.expand(NUM_DRAWS, -1), columns, at, VOCAB)
+    columns = _Parameters([params] * NUM_DRAWS, VOCAB, CPU)
+    tokens, _ = _draw(scores.expand(NUM_DRAWS, -1), columns, keys(NUM_DRAWS), CODES, VOCAB)
     found = torch.bincount(tokens, minlength=VOCAB).double()
     wanted = hugging_face(scores, params).double() * NUM_DRAWS
-    assert (found - wanted).abs().max() <= 1.01
     assert not found[wanted == 0].any()
+    assert ((found - wanted).abs() <= 5 * wanted.sqrt() + 3).all()
+    common = wanted >= 5
+    square = ((found - wanted) ** 2 / wanted)[common].sum()
+    assert square <= common.sum() + 5 * (2 * common.sum()).sqrt()
 
 
 @pytest.mark.parametrize("fields", [{"top_p": 0.5}, {"min_p": 0.1}, {"top_k": 3, "top_p": 0.7}])
 def test_few_candidates_are_enough_or_say_so(fields: dict[str, Any]) -> None:
     generator = torch.Generator().manual_seed(5)
     scores = torch.randn(200, VOCAB, generator=generator) * torch.linspace(0.1, 6, 200)[:, None]
-    at = torch.rand(200, 1, generator=generator, dtype=torch.float64)
-    columns = _Parameters([SamplingParams(**fields)] * 200, VOCAB, torch.device("cpu"))
-    right, _ = _draw(scores, columns, at, VOCAB)
-    few, sure = _draw(scores, columns, at, 64)
+    columns = _Parameters([SamplingParams(**fields)] * 200, VOCAB, CPU)
+    right, _ = _draw(scores, columns, keys(200), CODES, VOCAB)
+    few, sure = _draw(scores, columns, keys(200), CODES, 64)
     assert sure is not None and sure.any()
     assert torch.equal(few[sure], right[sure])
+
+
+@pytest.mark.parametrize("fields", [{}, {"top_p": 0.9}, {"top_k": 40}, {"min_p": 0.01}], ids=str)
+def test_logits_that_are_rounded_otherwise_give_the_same_tokens(fields: dict[str, Any]) -> None:
+    """By the cumulative distribution, ten of these would differ, or by its order of size."""
+    count, vocab_size = 1000, 20_000
+    generator = torch.Generator().manual_seed(7)
+    scores = torch.randn(count, vocab_size, generator=generator) * 2
+    rounded = scores + 5e-6 * torch.randn(count, vocab_size, generator=generator)
+    columns = _Parameters([SamplingParams(**fields)] * count, vocab_size, CPU)
+    codes = token_codes(vocab_size, CPU)
+    drawn, _ = _draw(scores, columns, keys(count), codes, vocab_size)
+    again, _ = _draw(rounded, columns, keys(count), codes, vocab_size)
+    assert torch.equal(drawn, again)
+    assert len(drawn.unique()) > count / 20
+
+
+def test_rows_are_drawn_alike_alone_and_beside_others() -> None:
+    """Whole ones and cut ones, in one batch and each by itself."""
+    fields = [{}, {"top_p": 0.7}, {"temperature": 2.0}, {"top_k": 9}, {"min_p": 0.05}, {}]
+    params = [SamplingParams(**own) for own in fields]
+    scores = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(8)) * 2
+    together, _ = _draw(scores, _Parameters(params, VOCAB, CPU), keys(6), CODES, VOCAB)
+    for i, own in enumerate(params):
+        row = slice(i, i + 1)
+        alone, _ = _draw(scores[row], _Parameters([own], VOCAB, CPU), keys(6)[row], CODES, VOCAB)
+        assert alone[0] == together[i]
+
+
+def test_noise_is_gumbels_and_each_tokens_own() -> None:
+    noise = gumbel_noise(keys(4000), CODES).double()
+    assert noise.isfinite().all()
+    assert noise.mean() == pytest.approx(0.577216, abs=0.003)
+    assert noise.var() == pytest.approx(torch.pi**2 / 6, abs=0.01)
+    assert (noise.mean(0) - 0.577216).abs().max() < 0.11  # of each token over the keys
+    for one, other in [(noise, noise.roll(1, 0)), (noise, noise.roll(1, 1))]:
+        both = torch.stack((one.flatten(), other.flatten()))
+        assert abs(float(both.corrcoef()[0, 1])) < 0.003
 
 
 def test_penalty_and_bias_are_hugging_faces() -> None:

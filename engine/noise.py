@@ -1,0 +1,33 @@
+"""The noise by which tokens are drawn: a number for each key and token, whatever is drawn beside.
+
+A token is drawn as the largest of `logit / temperature + noise`, where the noise of each token is
+its own and Gumbel distributed; each is then drawn as often as its probability says. Source:
+Gumbel-max; Maddison et al., A* sampling (arXiv:1411.0030), section 2.
+
+The noise does not depend on the logits, so logits that are rounded otherwise, as in a batch of
+another size, give another token only where the two best are as close as the rounding is. Inverting
+the cumulative distribution at one number would not do: all tokens before one move its place.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_FACTOR = 0xBF58476D1CE4E5B9 - (1 << 64)  # odd; from SplitMix64 (Steele et al., OOPSLA'14)
+_SIGN = -(1 << 63)
+
+
+def token_codes(vocab_size: int, device: torch.device) -> torch.Tensor:
+    """[V] int64, what stands for each token: the same ones every time."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(_SIGN, -_SIGN - 1, (vocab_size,), generator=generator).to(device)
+
+
+def gumbel_noise(keys: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """Keys [N, 1] int64, odd, and codes [K] or [N, K] of tokens -> [N, K] fp32, finite."""
+    hashed = codes * keys  # enough for any few tokens; what follows is for many
+    hashed.bitwise_xor_(hashed >> 32)
+    hashed.mul_(_FACTOR).bitwise_or_(_SIGN)
+    # Uniform in [-1, 0), and as a float the finer the nearer to 0, where the noise is large.
+    uniform = hashed.float().mul_(2.0**-63).clamp_min_(2.0**-24 - 1)
+    return uniform.log1p_().neg_().log_().neg_()
