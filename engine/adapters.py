@@ -26,8 +26,9 @@ from engine.adapter_pages import AdapterPages
 from engine.adapter_record import Adapter, AdapterState
 from engine.adapter_tiles import TileMap
 from engine.errors import AdapterError, OutOfPages, UnknownAdapter
-from engine.eviction import Holding, ReloadCosts
+from engine.eviction import ReloadCosts
 from engine.host_memory import HostMemory
+from engine.idle_adapters import IdleAdapters
 from engine.idle_pages import IdlePages
 from engine.memory import PagePool, PageUse
 from engine.prefix_cache import PrefixCache
@@ -55,10 +56,11 @@ class AdapterStore:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pool = pool
-        self._idle: IdlePages[Adapter] = IdlePages(pool, prefixes, costs)
+        self._idle_pages: IdlePages[Adapter] = IdlePages(pool, prefixes, costs)
         self._reader, self._copier = reader, PageCopier(arena)
         self._pages, self._page_elems = AdapterPages(pool), arena.shape[1]
-        self._costs, self._limits, self._clock = costs, limits, clock
+        self._idle = IdleAdapters(self._pages, costs)
+        self._limits, self._clock = limits, clock
         self._adapters: dict[str, Adapter] = {}
         self._resident: OrderedDict[str, Adapter] = OrderedDict()  # least recently used first
         self._arriving: dict[str, Adapter] = {}
@@ -167,6 +169,8 @@ class AdapterStore:
     def pin(self, digest: str) -> None:
         """Keep a resident adapter's pages until `unpin`."""
         adapter = self._resident[digest]
+        if adapter in self._idle:
+            self._idle.remove(adapter)
         adapter.pins += 1
         adapter.last_use = self._pool.time
         self._resident.move_to_end(digest)
@@ -176,6 +180,8 @@ class AdapterStore:
         assert adapter.pins > 0
         adapter.pins -= 1
         adapter.last_use = self._pool.time
+        if self._is_idle(adapter):
+            self._idle.add(adapter)
 
     def tiles(self, digest: str) -> TileMap:
         """A resident adapter's tiles, at offsets of the arena."""
@@ -197,16 +203,21 @@ class AdapterStore:
 
         keep  digests that stay. Frees nothing when even all others would not be enough.
         """
-
-        def idle() -> Iterable[Holding[Adapter]]:
-            for adapter in self._resident.values():
-                if self._is_idle(adapter) and adapter.digest not in keep:
-                    yield self._holding(adapter)
-
-        def num_freed(adapters: Iterable[Adapter]) -> int:
-            return self._pages.num_freed(adapter.place for adapter in adapters)
-
-        self._idle.free(num_pages, use, idle, num_freed, self._evict)
+        if self._pool.can_take(num_pages, use):
+            return
+        resident = map(self._resident.get, keep)
+        kept = [a for a in resident if a is not None and a in self._idle]
+        for adapter in kept:
+            self._idle.remove(adapter)
+        self._idle_pages.free(
+            num_pages,
+            use,
+            lambda: self._idle.first(self._pool.time),
+            self._pages.num_idle,
+            self._evict,
+        )
+        for adapter in kept:
+            self._idle.add(adapter)
 
     def makes_room(self, digest: str, keep: Collection[str]) -> bool:
         """Whether there is room for an adapter, once what is idle and not in `keep` has gone."""
@@ -220,12 +231,9 @@ class AdapterStore:
     def _is_idle(self, adapter: Adapter) -> bool:
         return adapter.pins == 0 and adapter.arrival is None
 
-    def _holding(self, adapter: Adapter) -> Holding[Adapter]:
-        reload_s = self._costs.adapter(adapter.num_pages, is_in_host=adapter.host is not None)
-        return Holding(adapter, adapter.num_pages, reload_s, adapter.last_use)
-
     def _evict(self, adapter: Adapter) -> None:
         assert self._is_idle(adapter) and adapter.place is not None
+        self._idle.remove(adapter)
         del self._resident[adapter.digest]
         self._pages.release(adapter.place)
         adapter.place = adapter.tiles = None
@@ -321,6 +329,8 @@ class AdapterStore:
             assert adapter.host is not None
             if adapter.host.is_own:
                 self._loader.drop(adapter)
+            if self._is_idle(adapter):
+                self._idle.add(adapter)
             self._tidy_up(adapter)
 
     def _end_arrival(self, adapter: Adapter) -> None:
@@ -390,5 +400,8 @@ class AdapterStore:
             assert is_arriving == (adapter.digest in self._arriving)
             assert is_arriving or is_usable == (adapter.state is AdapterState.RESIDENT)
             assert is_usable or adapter.pins == 0
-        self._pages.check_integrity(adapter.place for adapter in self._adapters.values())
+        idle = {adapter for adapter in self._resident.values() if self._is_idle(adapter)}
+        self._idle.check_integrity(idle)
+        places = [adapter.place for adapter in self._adapters.values()]
+        self._pages.check_integrity(places, [adapter.place for adapter in idle])
         self._loader.check_integrity(self._adapters.values())

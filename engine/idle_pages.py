@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from engine.eviction import Holding, ReloadCosts, eviction_order
@@ -22,36 +22,33 @@ class IdlePages(Generic[T]):
         self,
         num_pages: int,
         use: PageUse,
-        adapters: Callable[[], Iterable[Holding[T]]],
-        num_freed: Callable[[Iterable[T]], int],
+        first: Callable[[], Holding[T] | None],
+        num_adapter: int,
         evict: Callable[[T], None],
     ) -> None:
         """Free pages until `num_pages` can be taken for `use`; none when all are not enough.
 
-        adapters   the idle ones; called only when something has to go
-        num_freed  pages that come free when all of such adapters go; they may share some
-        evict      frees an adapter's pages
+        first        the idle adapter that goes first; None: none is left
+        num_adapter  pages that come free when all idle adapters go
+        evict        frees an adapter's pages
 
         Where only the limit of `use` is in the way, its own kind alone helps.
         """
         own, free = self._pool.missing(num_pages, use)
         if own == free == 0:
             return
-        ranked = eviction_order(adapters(), self._pool.time)[::-1]
-        num_idle = {
-            PageUse.KV: self._prefixes.num_idle,
-            PageUse.ADAPTER: num_freed(holding.owner for holding in ranked),
-        }
+        num_idle = {PageUse.KV: self._prefixes.num_idle, PageUse.ADAPTER: num_adapter}
         if own > num_idle[use] or free > sum(num_idle.values()):
             return
         while (missing := self._pool.missing(num_pages, use)) != (0, 0):
             kinds = (use,) if missing[0] else (PageUse.KV, PageUse.ADAPTER)
             oldest = self._prefixes.oldest_use if PageUse.KV in kinds else None
-            adapter = ranked[-1] if ranked and PageUse.ADAPTER in kinds else None
+            adapter = first() if PageUse.ADAPTER in kinds else None
             if oldest is not None and self._goes_first(oldest, adapter):
                 self._prefixes.evict_oldest()
             else:
-                evict(ranked.pop().owner)
+                assert adapter is not None, "less came free than was counted"
+                evict(adapter.owner)
 
     def _goes_first(self, oldest_use: int, adapter: Holding[T] | None) -> bool:
         """Whether the prefix page last used then goes before the adapter."""

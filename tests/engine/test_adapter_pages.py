@@ -176,8 +176,12 @@ def test_pages_come_and_go(steps: list[tuple[bool, int, int, int]]) -> None:
         if goes and places:
             first = index % len(places)
             going = [places.pop(first) for _ in range(min(1 + index % 3, len(places) - first))]
-            wanted = pool.num_free + pages.num_freed(going)
             for place in going:
+                pages.set_idle(place, is_idle=True)
+            pages.check_integrity([*places, *going], going)
+            wanted = pool.num_free + pages.num_idle
+            for place in going:
+                pages.set_idle(place, is_idle=False)
                 pages.release(place)
             assert pool.num_free == wanted
         elif pool.can_take(needed := pages.num_needed(num_pages, tail_slots), PageUse.ADAPTER):

@@ -6,10 +6,18 @@ import pytest
 
 pytest.importorskip("hypothesis")  # GPU machines have none
 
+import random
+from pathlib import Path
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.adapter_pages import AdapterPages
+from engine.adapter_record import Adapter
 from engine.eviction import Holding, ReloadCosts, eviction_order, worth
+from engine.idle_adapters import IdleAdapters
+from engine.memory import PagePool
 
 
 def order(*holdings: Holding[str], now: int = 100) -> str:
@@ -66,3 +74,46 @@ def test_what_pages_of_an_8b_model_on_a_gpu_cost() -> None:
     assert 0.02 < costs.adapter(42, is_in_host=False) < 0.1
     assert costs.adapter(42, is_in_host=True) / 42 < costs.prefix
     assert costs.prefix < costs.adapter(42, is_in_host=False) / 42
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_idle_adapters_go_in_that_order_without_a_look_at_all(seed: int) -> None:
+    """They come and go, and host memory drops images of some, as time goes on."""
+    chance, now = random.Random(seed), 0
+    pages = AdapterPages(PagePool(2000))
+    costs = ReloadCosts(host=0.01, disk=0.02, prefix=1.0)
+    idle, image = IdleAdapters(pages, costs), object()
+    known: set[Adapter] = set()
+    for i in range(300):
+        now += chance.choice([0, 1, 20])
+        if not known or chance.random() < 0.5:
+            num_pages, tail = chance.choice([1, 2, 3, 9]), chance.randrange(8)
+            place = pages.take(num_pages, tail)
+            host: Any = chance.choice([None, image])
+            adapter = Adapter(digest=str(i), path=Path(), num_pages=num_pages, place=place)
+            adapter.host, adapter.last_use = host, now - chance.choice([0, 3, 40])
+            idle.add(adapter)
+            known.add(adapter)
+        for adapter in known:
+            if chance.random() < 0.05:
+                adapter.host = None
+        holdings = [idle._holding(adapter) for adapter in known]
+        first = idle.first(now)
+        assert first is not None
+        wanted = eviction_order(holdings, now)[0]
+        assert first == wanted or (worth(first, now), first.last_use) == (
+            worth(wanted, now),
+            wanted.last_use,
+        )
+        goes = first.owner if chance.random() < 0.7 else chance.choice(list(known))
+        if chance.random() < 0.4:
+            num_free = pages._pool.num_free
+            num_idle = pages.num_idle
+            idle.remove(goes)
+            known.remove(goes)
+            assert goes.place is not None
+            pages.release(goes.place)
+            assert num_idle - pages.num_idle == pages._pool.num_free - num_free
+        idle.check_integrity(known)
+        places = [adapter.place for adapter in known]
+        pages.check_integrity(places, places)

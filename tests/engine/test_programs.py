@@ -102,12 +102,37 @@ def test_the_gpu_table_runs_at_a_tiny_size() -> None:
     host = {"gpu": "none", "copy_tb_s": 0.01, "matmul_tflop_s": 0.01, "torch": "", "triton": ""}
     host["commit"] = "0"
     results = run_cases(bench, cases, host, rounds=1)
-    compare(bench, cases, host, results, steps=2)
+    compare(bench, cases, host, results, steps=100)  # fewer are lost in noise
     bench.close()
     keys = "kind batch adapters rank ms_step base_ratio floor_ms gpu copy_tb_s torch triton commit"
     assert all(set(keys.split()) <= row.keys() for row in results[:2])
     assert [row["adapters"] for row in results] == [0, 2, 2]
     assert results[2]["system"] == "peft" and results[2]["times_ours"] > 0
+
+
+def test_a_profile_names_what_took_the_time(capsys: pytest.CaptureFixture[str]) -> None:
+    from bench.engine import Bench, Case
+
+    bench = Bench("tiny", "cpu", arena_bytes=16 << 20, max_running=2)
+    bench.profile(Case(kind="decode", batch=2, adapters=1), num_steps=2)
+    bench.close()
+    title, *lines = capsys.readouterr().out.splitlines()
+    assert "ms on the device, a prefill and 2 decodes" in title
+    assert len(lines) > 5 and any("mm" in line for line in lines)
+    shares = [float(line.partition("%")[0]) for line in lines]
+    assert shares == sorted(shares, reverse=True) and 50 < sum(shares) < 101
+
+
+def test_a_machine_without_a_gpu_says_what_runs_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bench.device import provenance
+    from bench.engine import parse
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(SystemExit, match="--device cpu"):
+        provenance()
+    assert {"gpu", "torch", "triton", "commit"} == provenance("cpu").keys()
+    monkeypatch.setattr("sys.argv", ["engine", "--device", "cpu", "--shape", "tiny"])
+    assert parse().arena_gb == 0  # not the 34 GB of a GPU's
 
 
 def test_the_documents_figures_are_those_of_the_result_files() -> None:
