@@ -19,13 +19,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self
 
 from transformers import AutoTokenizer
 
 from engine.dash_adapters import AdapterNames, NamedAdapter, digest_of
 from engine.dash_config import DashConfig
 from engine.dash_loop import EngineLoop
+from engine.dash_prompts import Prompt, PromptReader, as_prompts
 from engine.dash_run import Completion, Job, Piece, Run
 from engine.dash_stats import DashStats, dash_stats
 from engine.engine import Engine
@@ -35,8 +36,6 @@ from engine.request import SamplingParams, is_finite
 
 # One prompt's adapters: none, one by name, or several by name with weights.
 Adapters = str | Mapping[str, float] | None
-# Text, token ids, or the messages of a chat.
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 _GREEDY = SamplingParams(temperature=0.0)
 
@@ -117,7 +116,8 @@ class DashEngine:
         What is wrong with one prompt or its adapters is in its completion's `error` and does not
         touch the others. An exception, Ctrl-C for one, cancels all of the call's requests.
 
-        prompts          strings, lists of token ids, or lists of chat messages
+        prompts          one or several, each of text, token ids (a list, an array, a tensor) or
+                         the messages of a chat
         active_adapters  for all prompts alike, or one for each: a name, a blend, or None
         n                continuations of each prompt; the others are the first's `alternatives`
         sampling         greedy unless given; `max_new_tokens` takes precedence over its max_tokens
@@ -188,19 +188,25 @@ class DashEngine:
         stop: tuple[str, ...],
         json_schema: str | None,
     ) -> Run:
-        prompts = _as_list(prompts)
+        prompts, reader = as_prompts(prompts), PromptReader(self.tokenizer)
         adapters = _spread(active_adapters, len(prompts))
         if n < 1:
             raise ValueError(f"n is {n}; it must be 1 or more")
         if stop or json_schema is not None:
-            self._need_tokenizer("stop strings and JSON schemas")
+            reader.need_tokenizer("stop strings and JSON schemas")
         jobs = []
         for prompt, own in zip(prompts, adapters, strict=True):
-            found, error = self._find(own)
+            token_ids: list[int] = []
+            found: dict[NamedAdapter, float] = {}
+            error: EngineError | None = None
+            try:
+                token_ids, found = reader.token_ids(prompt), self._find(own)
+            except EngineError as problem:
+                error = problem
             jobs.append(
                 Job(
                     request_id=str(next(self._ids)),
-                    token_ids=self._token_ids(prompt),
+                    token_ids=token_ids,
                     sampling=sampling,
                     n=n,
                     json_schema=json_schema,
@@ -210,38 +216,17 @@ class DashEngine:
             )
         return Run(self._loop, self._names, self.tokenizer, jobs, stop)
 
-    def _find(self, adapters: Adapters) -> tuple[dict[NamedAdapter, float], EngineError | None]:
-        """What the names mean now, with their weights, and what is wrong with them."""
+    def _find(self, adapters: Adapters) -> dict[NamedAdapter, float]:
+        """What the names mean now, with their weights; raises UnknownAdapter or RequestError."""
         weights = {adapters: 1.0} if isinstance(adapters, str) else adapters or {}
-        found: dict[NamedAdapter, float] = {}
+        if not isinstance(weights, Mapping):
+            problem = f"{weights!r} is neither an adapter's name nor names with weights"
+            raise RequestError(problem, param="active_adapters")
         for name, weight in weights.items():
             if not is_finite(weight):
                 problem = f"the weight of {name!r} is {weight!r}, not a finite number"
-                return {}, RequestError(problem, param="active_adapters")
-            try:
-                found[self._names.find(name)] = float(weight)
-            except EngineError as error:
-                return {}, error
-        return found, None
-
-    def _token_ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            self._need_tokenizer("prompts of text")
-            return list(self.tokenizer(prompt)["input_ids"])
-        if len(prompt) and isinstance(prompt[0], Mapping):
-            self._need_tokenizer("chats")
-            text = self.tokenizer.apply_chat_template(
-                prompt, add_generation_prompt=True, tokenize=False
-            )
-            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-        return list(cast(Sequence[int], prompt))
-
-    def _need_tokenizer(self, what: str) -> None:
-        if self.tokenizer is None:
-            raise ValueError(
-                f"{what} need a tokenizer, and none was found beside the model: give "
-                "DashEngine(tokenizer=…), or use token ids"
-            )
+                raise RequestError(problem, param="active_adapters")
+        return {self._names.find(name): float(weight) for name, weight in weights.items()}
 
 
 class _ProgressBar:
@@ -289,14 +274,6 @@ def _find_tokenizer(folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(str(folder))
     except (OSError, ValueError, KeyError):
         return None
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if len(prompts) and isinstance(prompts[0], int | Mapping):
-        return [cast(Prompt, prompts)]
-    return list(cast(Sequence[Prompt], prompts))
 
 
 def _as_stops(stop: str | Sequence[str]) -> tuple[str, ...]:

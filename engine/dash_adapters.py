@@ -7,12 +7,15 @@ before go on with the old one.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import shutil
+import stat
 import tempfile
 import threading
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,7 +45,8 @@ class AdapterNames:
     """
 
     def __init__(self, loop: EngineLoop, offload_dir: Path | None) -> None:
-        self._loop, self._offload_dir = loop, offload_dir
+        self._loop = loop
+        self._offload_dir = None if offload_dir is None else offload_dir.absolute()
         self._named: dict[str, NamedAdapter] = {}
         self._lock = threading.Lock()  # of `_named` and of its adapters' digests
         self._threads = ThreadPoolExecutor(_READERS, thread_name_prefix="adapter-reader")
@@ -51,7 +55,8 @@ class AdapterNames:
         """Let `name` mean the PEFT folder `path` from now on; it is read on another thread."""
         if not isinstance(name, str) or not name:
             raise ValueError(f"an adapter's name is a string of one character or more: {name!r}")
-        adapter = NamedAdapter(name, path)
+        # It is read again later, wherever the process may be by then.
+        adapter = NamedAdapter(name, path.absolute())
         with self._lock:
             replaced = self._named.get(name)
             self._named[name] = adapter
@@ -143,6 +148,7 @@ def digest_of(config_text: bytes, tensors_sha256: str) -> str:
 def _digest(folder: Path) -> str:
     """Of both files; raises AdapterUnavailable."""
     try:
+        _check_files(folder)
         with (folder / TENSORS_FILE).open("rb") as file:
             tensors_sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         with (folder / CONFIG_FILE).open("rb") as file:
@@ -153,7 +159,7 @@ def _digest(folder: Path) -> str:
 
 
 def _adopt(source: Path, folder: Path) -> tuple[str, Path]:
-    """Copy an adapter's two files to a folder named by their digest, unless it is there.
+    """Copy an adapter's two files to a folder named by their digest, unless it is there whole.
 
     The digest is the copy's: the source may change meanwhile. Raises AdapterUnavailable.
     """
@@ -163,11 +169,11 @@ def _adopt(source: Path, folder: Path) -> tuple[str, Path]:
     except OSError as error:
         raise _unreadable(folder, error) from error
     try:
+        _check_files(source)
         for name in (CONFIG_FILE, TENSORS_FILE):
             shutil.copyfile(source / name, staging / name)
         digest = _digest(staging)
-        if not (folder / digest).exists():
-            staging.rename(folder / digest)
+        _put(staging, folder / digest)
     except (OSError, ValueError) as error:
         raise _unreadable(source, error) from error
     finally:
@@ -175,6 +181,29 @@ def _adopt(source: Path, folder: Path) -> tuple[str, Path]:
     return digest, folder / digest
 
 
+def _check_files(folder: Path) -> None:
+    """Raise OSError unless both are files: a pipe or a device is never read to its end."""
+    for name in (CONFIG_FILE, TENSORS_FILE):
+        if not stat.S_ISREG((folder / name).stat().st_mode):
+            raise OSError(errno.EINVAL, "not a file", str(folder / name))
+
+
+def _put(staging: Path, folder: Path) -> None:
+    """Move a copy to its place, unless the same is there, whole; raises OSError."""
+    try:
+        staging.rename(folder)
+    except OSError:
+        with suppress(AdapterUnavailable):
+            if _digest(folder) == folder.name:
+                return
+        # What is there is not what was once copied: the disk has lost some of it.
+        aside = staging.with_name(f"{staging.name}-damaged")
+        folder.rename(aside)
+        shutil.rmtree(aside, ignore_errors=True)
+        staging.rename(folder)
+
+
 def _unreadable(folder: Path, error: OSError | ValueError) -> EngineError:
+    path = getattr(error, "filename", None) or folder  # one of its files may be what is missing
     reason = getattr(error, "strerror", None) or error
-    return AdapterUnavailable(f"{str(folder)!r} cannot be read: {reason}")
+    return AdapterUnavailable(f"{str(path)!r} cannot be read: {reason}")

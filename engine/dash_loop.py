@@ -76,10 +76,10 @@ class EngineLoop:
 
         self.call(action)
 
-    def cancel(self, request_id: str, reason: FinishReason) -> None:
-        """End a request; does nothing if it has ended, or the loop has."""
+    def cancel(self, request_id: str, reason: FinishReason, index: int | None = None) -> None:
+        """End a request, or one of its n; does nothing if it has ended, or the loop has."""
         try:
-            self.call(lambda engine: engine.cancel(request_id, reason))
+            self.call(lambda engine: engine.cancel(request_id, reason, index))
         except RuntimeError:
             return
 

@@ -238,8 +238,7 @@ class Run:
         completion.finish_reason, completion.error = output.finish_reason, output.error
         if output.token_ids and self._has_stop(completion.token_ids):
             completion.finish_reason = FinishReason.STOP
-            if all(each.finish_reason for each in [first, *first.alternatives]):
-                self._loop.cancel(output.request_id, FinishReason.STOP)
+            self._loop.cancel(output.request_id, FinishReason.STOP, output.index)
         if completion.finish_reason is not None and self._tokenizer is not None:
             completion.text = self._cut(completion.token_ids)
         return index

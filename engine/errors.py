@@ -24,20 +24,25 @@ hears of it.
 
 from __future__ import annotations
 
+MAX_MESSAGE_CHARS = 2000
+
 
 class EngineError(Exception):
     """The root; raised itself only for what the engine failed to foresee.
 
     message  one sentence for the person who sent the request
     param    the field of the request, or of the adapter's config, that is at fault
+
+    Both may quote files and requests of strangers: each is kept to `MAX_MESSAGE_CHARS`, and to what
+    a terminal shows and UTF-8 can carry.
     """
 
     code = "internal"
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.param = param
+        self.message = _printable(message)
+        self.param = None if param is None else _printable(param)
+        super().__init__(self.message)
 
 
 class RequestError(EngineError):
@@ -122,3 +127,10 @@ class OutOfMemory(EngineError):
 
 class UnsupportedModel(EngineError):
     """The base model folder asks for something the decoder does not implement."""
+
+
+def _printable(text: str) -> str:
+    text = text[: MAX_MESSAGE_CHARS + 1]
+    if not text.isprintable():
+        text = "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+    return text if len(text) <= MAX_MESSAGE_CHARS else f"{text[: MAX_MESSAGE_CHARS - 1]}…"

@@ -43,7 +43,8 @@ class SamplingParams:
     max_tokens          None: to the end of the context
     temperature         0: greedy
     top_k               0: off; applied before top_p, top_p before min_p
-    seed                the same seed gives the same tokens whatever else is in the batch
+    seed                the same seed gives the same tokens whatever else is in the batch, but where
+                        two are as close as rounding is (docs/scheduling.md, "Seeds")
     repetition_penalty  over prompt and generated tokens; the other two over generated ones
     logit_bias          token id -> number added to its logit
     logprobs            None: off; k: the chosen token's and those of the k best
@@ -131,6 +132,8 @@ class Request:
         self._check_prompt(vocab_size)
         self.sampling.check(vocab_size)
         _check_integer("n", self.n, 1, MAX_SEQUENCES)
+        if not isinstance(self.tenant_id, str):
+            raise RequestError(f"tenant_id is {self.tenant_id!r}, not text", param="tenant_id")
         if self.priority not in tuple(Priority):
             raise RequestError(f"there is no priority {self.priority!r}", param="priority")
         # Not a number is equal to nothing, itself included.
@@ -166,7 +169,7 @@ class Request:
     def _check_prompt(self, vocab_size: int) -> None:
         try:
             token_ids = array("q", self.token_ids)
-        except (TypeError, OverflowError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise InvalidPrompt(
                 f"the prompt is not token ids: {error}", param="token_ids"
             ) from error

@@ -401,3 +401,18 @@ def test_registering_is_idempotent(make_engine: MakeEngine, adapters: dict[str, 
     engine.register_adapter("all-4", adapters["all-4"])
     engine.register_adapter("all-4", Path("/nowhere"))
     assert engine.stats().num_adapters == before
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["x" * 1_000_000, "\ud800\x1b[31m" * 1000, "q_proj"],
+    ids=["long", "unprintable", "plain"],
+)
+def test_what_an_error_quotes_of_a_file_can_be_shown(name: str) -> None:
+    with pytest.raises(AdapterMismatch) as raised:
+        check_config({**PLAIN, name: 1})
+    error = raised.value
+    assert error.message == str(error) and len(str(error)) < 2001 and error.param is not None
+    for text in (str(error), error.param):
+        assert text.encode() and text.isprintable() and len(text) < 2001
+        assert (name in text) == (name == "q_proj")
