@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import sys
+import os
 
 from worker.config import ConfigError, WorkerConfig
 from worker.service import run
@@ -20,4 +20,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    logging.shutdown()
+    os._exit(status)  # at once: a download that is under way would keep the process

@@ -14,6 +14,13 @@ from worker.protocol import DoneRecord, ErrorCode, FinishReason, GenerateJob, To
 from worker.streams import News
 from worker.text import TextCodec
 
+#: Log-probabilities that one request may have to tell at a time: some 15 MB of JSON.
+MAX_LOGPROBS = 200_000
+TOO_MANY_LOGPROBS = (
+    f"This answer has more than {MAX_LOGPROBS:,} log-probabilities to be told at one time. "
+    "Ask for fewer, or for a stream."
+)
+
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Timings:
@@ -93,9 +100,14 @@ class ActiveRequest:
         )
 
     @property
+    def is_begun(self) -> bool:
+        """Whether some of its news was taken to be told."""
+        return self._seq > 0
+
+    @property
     def is_urgent(self) -> bool:
         """Whether its news should not wait for other requests'."""
-        return self.is_finished or self._seq == 0
+        return self.is_finished or not self.is_begun
 
     def show_prompts(self, texts: list[str]) -> None:
         """Let each choice's text begin with its prompt's."""
@@ -117,9 +129,17 @@ class ActiveRequest:
         if output.failure is not None:
             failure = output.failure
             self.fail(failure.code, failure.message, failure.param, now=now)
+        elif self._has_too_many_logprobs:
+            self.fail(ErrorCode.INVALID_REQUEST, TOO_MANY_LOGPROBS, "logprobs", now=now)
         elif not self.awaits_check:
             self.conclude(now)
         return output.index if choice.finish_reason is not None and choice.runs_on else None
+
+    @property
+    def _has_too_many_logprobs(self) -> bool:
+        if self.job.sampling.logprobs is None:
+            return False
+        return sum(choice.num_logprobs for choice in self._choices) > MAX_LOGPROBS
 
     @property
     def awaits_check(self) -> bool:

@@ -51,6 +51,11 @@ class Choice:
         return is_ended or bool(self._text or self._logprobs)
 
     @property
+    def num_logprobs(self) -> int:
+        """Tokens of which something is to be told, the alternatives among them."""
+        return len(self._logprobs) * (1 + (self._job.sampling.logprobs or 0))
+
+    @property
     def awaits_check(self) -> bool:
         """Whether it has ended as a whole answer that nobody has held against its schema."""
         return (
@@ -138,7 +143,7 @@ class Choice:
         piece = self._codec.pieces.of(token_id, is_first=self._is_first)
         shown: dict[str, Any] = {
             "token": piece.text,
-            "logprob": max(logprob, -9999.0),  # -inf is no JSON
+            "logprob": logprob if logprob > -9999.0 else -9999.0,  # neither -inf nor NaN is JSON
             "bytes": list(piece.bytes),
         }
         if self._job.token_details:

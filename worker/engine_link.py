@@ -10,8 +10,10 @@ import asyncio
 import contextlib
 import logging
 import multiprocessing
+import os
 import queue
 import threading
+import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
@@ -24,15 +26,24 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+#: A process that is killed ends at once, unless a driver holds it.
+END_TIMEOUT_S = 5.0
+
 
 def _child(
     connection: Connection, config: WorkerConfig, engine_factory: EngineFactory | None
 ) -> None:
     """Runs in the engine process, the only one that imports the engine."""
     let_threads_sleep()
-    from worker.engine_process import create_engine, main
+    try:
+        from worker.engine_process import create_engine, main
 
-    main(connection, config, engine_factory or create_engine)
+        main(connection, config, engine_factory or create_engine)
+    except BaseException:
+        try:
+            traceback.print_exc()
+        finally:
+            os._exit(1)  # at once: a thread of the engine's would keep the process and the pipe
 
 
 class EngineLink:
@@ -50,7 +61,10 @@ class EngineLink:
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
 
     def start(self, on_report: Callable[[StepReport], None], on_lost: Callable[[], None]) -> None:
-        """Start the process; both callbacks run in the current event loop."""
+        """Start the process; both callbacks run in the current event loop.
+
+        on_lost  called, perhaps twice, when the process has ended or can be spoken to no more
+        """
         loop = asyncio.get_running_loop()
         self._process.start()
         self._child_end.close()  # so that the child's death is the end of the stream
@@ -60,13 +74,22 @@ class EngineLink:
                 loop.call_soon_threadsafe(callback, *args)
 
         def read() -> None:
-            with contextlib.suppress(EOFError, OSError):
-                while True:
-                    post(on_report, self._connection.recv())
-            post(on_lost)
+            while True:
+                post(on_report, self._connection.recv())
 
-        threading.Thread(target=read, name="engine-reports", daemon=True).start()
-        threading.Thread(target=self._write, name="engine-commands", daemon=True).start()
+        def guarded(work: Callable[[], None]) -> None:
+            """Whatever ends a thread, the worker hears of it."""
+            try:
+                work()
+            except (EOFError, OSError):
+                pass
+            except BaseException:
+                log.exception("a thread of the engine's link failed")
+            finally:
+                post(on_lost)
+
+        for name, work in (("engine-reports", read), ("engine-commands", self._write)):
+            threading.Thread(target=guarded, args=(work,), name=name, daemon=True).start()
 
     def send(self, command: Command) -> None:
         """Queue a command; what is queued while the engine computes goes as one message."""
@@ -78,18 +101,15 @@ class EngineLink:
             with contextlib.suppress(queue.Empty):
                 while (more := self._commands.get_nowait()) is not None:
                     batch.append(more)
-            try:
-                self._connection.send(batch)
-            except OSError:  # the reader reports the loss
-                return
+            self._connection.send(batch)
 
     @property
     def exit_code(self) -> int | None:
         return self._process.exitcode
 
     def stop(self) -> None:
-        """End the process at once; it holds nothing that must be kept."""
+        """End the process at once; it holds nothing that must be kept. May be repeated."""
         self._commands.put(None)
         self._process.kill()
-        self._process.join()
+        self._process.join(END_TIMEOUT_S)
         self._connection.close()

@@ -32,7 +32,7 @@ its end gives back: lines of "run|rate|budget key seconds-per-token reserved-tok
 
 from __future__ import annotations
 
-from worker.protocol import MAX_ATTEMPTS
+from worker.protocol import CONTROL_STREAM_MAX_LEN, DEAD_LETTER_MAX_LEN, MAX_ATTEMPTS
 
 INTERACTIVE = "i"
 BATCH = "b"
@@ -105,13 +105,13 @@ local function poke(pool, q)
     local worker = redis.call('ZPOPMAX', q .. ':idle')[1]
     if not worker then return end
     if redis.call('EXISTS', 'wk:{' .. pool .. '}:' .. worker) == 1 then
-      redis.call('XADD', 'ctl:{' .. pool .. '}:' .. worker, 'MAXLEN', '~', 1000, '*',
+      redis.call('XADD', 'ctl:{' .. pool .. '}:' .. worker, 'MAXLEN', '~', CONTROL, '*',
         'm', '{"action":"poke"}')
       return
     end
   end
 end
-"""
+""".replace("CONTROL", str(CONTROL_STREAM_MAX_LEN))
 
 # Put a dispatched request back at the front, as if it had not been taken; once per lease.
 PUT_BACK = (
@@ -176,7 +176,7 @@ local function bury(job, done)
   local pool = string.match(done, '{(.*)}')
   local m, worker, item = unpack(redis.call('HMGET', job, 'm', 'worker', 'item'))
   if not m then return end
-  redis.call('XADD', 'dlq:{' .. pool .. '}', 'MAXLEN', '~', 10000, '*',
+  redis.call('XADD', 'dlq:{' .. pool .. '}', 'MAXLEN', '~', LETTERS, '*',
     'm', m, 'source', worker or '', 'reason', 'given up')
   for digest in string.gmatch(string.match(item, '%S+ %S+ (.*)'), '[^,]+') do
     redis.call('HSET', 'quar:{' .. pool .. '}', digest, redis.call('TIME')[1])
@@ -191,7 +191,8 @@ for i = 4, #KEYS do
     -- Redis has lost the job. What was done is recorded; a request is billed once in any case.
     redis.call('XADD', KEYS[2], '*', 'm', ARGV[at + 7])
   end
-  if lease ~= ARGV[at + 1] then
+  -- Handed back, though the reply may have been lost: it is whoever's pulls it next.
+  if lease ~= ARGV[at + 1] or state == 'queued' then
     stale[#stale + 1] = i - 4
   elseif state ~= 'done' and tonumber(seq) == tonumber(ARGV[at + 2]) then
     events[#events + 1] = ARGV[at + 3]
@@ -205,8 +206,12 @@ for i = 4, #KEYS do
       if tonumber(redis.call('HGET', job, 'attempt') or 0) > ATTEMPTS then
         bury(job, KEYS[2])
       end
-      redis.call('HSET', job, 'state', 'done')
-      redis.call('HDEL', job, 'm')
+      -- For who comes late. Redis packs a new hash of so little; the old one it would not.
+      local tenant, attempt = unpack(redis.call('HMGET', job, 'tenant', 'attempt'))
+      redis.call('DEL', job)
+      redis.call('HSET', job, 'state', 'done', 'tenant', tenant or '', 'lease', lease,
+        'attempt', attempt or 0, 'seq', seq + 1, 'emitted', ARGV[at + 4],
+        'prompt_tokens', ARGV[at + 5], 'cached_tokens', ARGV[at + 6])
       redis.call('EXPIRE', job, ARGV[4])
     end
   end
@@ -217,7 +222,7 @@ if #events > 0 then
   redis.call('EXPIRE', KEYS[1], ARGV[3])
 end
 return stale
-""".replace("ATTEMPTS", str(MAX_ATTEMPTS))
+""".replace("ATTEMPTS", str(MAX_ATTEMPTS)).replace("LETTERS", str(DEAD_LETTER_MAX_LEN))
 )
 
 # KEYS queue, inbox, residents | ARGV pool, worker, boot, how many, group
@@ -349,7 +354,10 @@ local function serve(class, count)
 end
 
 local has_both = redis.call('EXISTS', q .. ':i') == 1 and redis.call('EXISTS', q .. ':b') == 1
-if has_both and redis.call('HINCRBY', q .. ':sums', 'turn', 1) % SHARE == 0 then serve('b', 1) end
+-- Of the dispatches, not of the pulls: who takes many at a time passes the batch class's turn.
+if has_both and redis.call('HINCRBY', q .. ':sums', 'turn', want) % SHARE < want then
+  serve('b', 1)
+end
 if taken < want then serve('i', want - taken) end
 if taken < want then serve('b', want - taken) end
 if #pulled == 0 then

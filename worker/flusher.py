@@ -16,6 +16,7 @@ from redis.exceptions import RedisError
 
 from worker.active import ActiveRequest
 from worker.mailboxes import is_mailbox
+from worker.recent import Recent
 from worker.spool import Spool
 from worker.streams import News, Streams
 
@@ -41,6 +42,7 @@ class Flusher:
     ) -> None:
         self._streams = streams
         self._spool = spool
+        self.recent = Recent(streams)
         self._interval_s = interval_s
         self._on_refused = on_refused
         # By inbox entry: of one request, two attempts may be here.
@@ -115,6 +117,7 @@ class Flusher:
                 self._is_spooled = True
                 await asyncio.sleep(RETRY_S)
                 continue
+            self.recent.keep(gateway_id, news)
             if refused:
                 ids = dict.fromkeys(item.event.request_id for item in refused)
                 log.warning("refused, for the lease was taken over: %s", ", ".join(ids))

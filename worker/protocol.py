@@ -39,6 +39,7 @@ Times in the zsets are Redis's own clock, so hosts need not agree on theirs.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -71,7 +72,7 @@ JOB_TTL_S = 24 * 3600
 DONE_JOB_TTL_S = 600
 OUT_STREAM_MAX_LEN = 20_000
 OUT_STREAM_TTL_S = 600
-CONTROL_STREAM_MAX_LEN = 1_000
+CONTROL_STREAM_MAX_LEN = 4_000  # more than a worker has requests that can be cancelled
 DEAD_LETTER_MAX_LEN = 10_000
 
 #: Around each call of a tool in a model's text: {"name": …, "arguments": …} stands between them.
@@ -402,9 +403,13 @@ class Heartbeat(Message):
 def unpack_events(payload: bytes) -> list[TokenEvent]:
     """The events of one stream entry; `worker.streams` packs them inside Redis.
 
-    Many share an entry because the cost per entry is what limits a gateway.
+    Many share one because entries are what limits a gateway. What is no event costs no other.
     """
-    return [TokenEvent.from_dict(fields) for fields in json.loads(payload)]
+    events = []
+    for fields in json.loads(payload):
+        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+            events.append(TokenEvent.from_dict(fields))
+    return events
 
 
 def canonical_json(value: Any) -> str:
@@ -427,11 +432,7 @@ def adapter_digest(config: dict[str, Any], tensors: Iterable[bytes], base_revisi
 
 def adapter_digest_of(config: dict[str, Any], tensors_sha256: str, base_revision: str) -> str:
     """`adapter_digest` from the hex sha256 of the tensors file, for who has read it already."""
-    identity = {
-        "base_revision": base_revision,
-        "config": config,
-        "tensors_sha256": tensors_sha256,
-    }
+    identity = {"base_revision": base_revision, "config": config, "tensors_sha256": tensors_sha256}
     return hashlib.sha256(canonical_json(identity).encode()).hexdigest()
 
 

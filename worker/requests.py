@@ -10,8 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Set
 
 from redis.exceptions import RedisError
 
@@ -34,6 +33,7 @@ from worker.protocol import (
 )
 from worker.spool import Spool
 from worker.streams import Dispatch, Streams
+from worker.tasks import Tasks
 from worker.text import TextCodec
 
 log = logging.getLogger(__name__)
@@ -48,13 +48,15 @@ ROOM_WAIT_S = 2.0
 LOST = "The worker that ran this request was lost before it finished."
 GIVEN_UP = "This request ended the workers that ran it."
 STOPPED = "The worker was stopped before this request finished."
+FAILED = "The worker failed on this request."
 TOO_LATE = "The request waited longer than its deadline."
 
 
 class Requests:
     """Owns the requests that this worker holds a lease of.
 
-    send  hands a command to the engine
+    send   hands a command to the engine
+    tasks  of the worker
     """
 
     def __init__(
@@ -64,10 +66,12 @@ class Requests:
         *,
         send: Callable[[Command], None],
         fetch: Fetch,
+        tasks: Tasks,
     ) -> None:
         self._config = config
         self._streams = streams
         self._send = send
+        self._tasks = tasks
         self._codec = TextCodec(config.model_dir)
         self._cache = AdapterCache(
             config.adapter_dir,
@@ -87,7 +91,6 @@ class Requests:
         self.num_tokens = 0  # generated since the start
         self._active: dict[str, ActiveRequest] = {}
         self._registered: set[str] = set()  # digests that the engine knows
-        self._tasks: set[asyncio.Task[None]] = set()
         self._checking: set[bytes] = set()  # inbox entries whose answers are being checked
         self._room = asyncio.Event()  # something ended since it was cleared
         self._cancelled_early: set[str] = set()  # ids, since `expect`, of none that was here
@@ -105,7 +108,12 @@ class Requests:
     @property
     def held(self) -> set[bytes]:
         """The attempts whose end Redis has not heard of yet, as far as is known here."""
-        return self.flusher.unsent | {request.entry_id for request in self._active.values()}
+        return self.flusher.unsent | self.active
+
+    @property
+    def active(self) -> set[bytes]:
+        """The attempts that have not ended here."""
+        return {request.entry_id for request in self._active.values()}
 
     def num_free(self, max_running: int) -> int:
         """How many more requests may be taken up."""
@@ -156,7 +164,7 @@ class Requests:
         if request.is_finished:
             self._finish(request)
             return
-        self._run(self._prepare(request, dispatch.attempt))
+        self._tasks.start(self._prepare(request, dispatch.attempt))
 
     async def _prepare(self, request: ActiveRequest, attempt: int) -> None:
         """Bring the request into the engine, or end it with the reason why not."""
@@ -176,7 +184,7 @@ class Requests:
             request.fail(refused.code, refused.message, refused.param, now=time.time())
         except Exception:
             log.exception("request %s could not be prepared", job.request_id)
-            request.fail(ErrorCode.INTERNAL, "The worker failed on this request.", now=time.time())
+            request.fail(ErrorCode.INTERNAL, FAILED, now=time.time())
         if request.is_finished:  # here, or cancelled while it was being prepared
             self._finish(request)
             self._release(request)  # what came after the cancellation
@@ -196,7 +204,7 @@ class Requests:
             await request.released.wait()
             self._alone.release()
 
-        self._run(release_at_end())
+        self._tasks.start(release_at_end())
         with contextlib.suppress(RedisError, OSError):
             await self._streams.will_run_alone(request.job.request_id, request.lease)
 
@@ -226,7 +234,7 @@ class Requests:
             request = self._active.get(engine_id.request_id)
             if request is None or request.lease != engine_id.lease:
                 continue  # ended here already: a stop string, or another lease
-            stopped = request.feed(output, now, prompt=engine_id.prompt)
+            stopped = self._feed(request, output, now, engine_id.prompt)
             if request.is_finished:
                 if request.runs_on:
                     self._cancel_in_engine(request, FinishReason.STOP)
@@ -234,10 +242,19 @@ class Requests:
                 continue
             if request.awaits_check and request.entry_id not in self._checking:
                 self._checking.add(request.entry_id)
-                self._run(self._check_answers(request))
+                self._tasks.start(self._check_answers(request))
             if stopped is not None:
                 self._send(Cancel(output.request_id, FinishReason.STOP, stopped))
             self.flusher.add(request)
+
+    def _feed(self, request: ActiveRequest, output: Output, now: float, prompt: int) -> int | None:
+        """`ActiveRequest.feed`; what goes wrong there is this request's end, and no other's."""
+        try:
+            return request.feed(output, now, prompt=prompt)
+        except Exception:
+            log.exception("the output of %s cannot be taken in", request.job.request_id)
+            request.fail(ErrorCode.INTERNAL, FAILED, now=now)
+            return None
 
     async def _check_answers(self, request: ActiveRequest) -> None:
         """Hold the finished answers against their schema, and then end the request."""
@@ -247,8 +264,7 @@ class Requests:
             request.conclude(time.time())
         except Exception:
             log.exception("the answer of %s could not be checked", request.job.request_id)
-            message = "The worker failed on this request."
-            request.fail(ErrorCode.INTERNAL, message, now=time.time())
+            request.fail(ErrorCode.INTERNAL, FAILED, now=time.time())
         self._checking.discard(request.entry_id)
         self._finish(request)
 
@@ -261,11 +277,6 @@ class Requests:
                 choice.note_check(check.told(problem), check.param if check.is_strict else None)
                 return
         choice.note_check(None)
-
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     def _cancel_in_engine(self, request: ActiveRequest, reason: FinishReason) -> None:
         for engine_id in engine_ids(request.job, request.lease):
@@ -324,24 +335,45 @@ class Requests:
                 request.fail(ErrorCode.DEADLINE_EXCEEDED, TOO_LATE, now=now)
                 self._finish(request)
 
-    async def leave_all(self) -> bool:
-        """Part with the requests that did not finish in time. -> whether all are parted with"""
-        return all([await self._leave(request) for request in list(self._active.values())])
+    @property
+    def in_engine(self) -> set[bytes]:
+        """The attempts that the engine works on: what it dies of is among them."""
+        return {request.entry_id for request in self._active.values() if request.runs_on}
 
-    async def _leave(self, request: ActiveRequest) -> bool:
-        if request.job.stream and request.generated:
-            request.fail(ErrorCode.WORKER_LOST, STOPPED, now=time.time())
-            self._finish(request)
-            return True
-        self._active.pop(request.job.request_id, None)
-        self.flusher.forget(request.entry_id)
+    async def leave_all(self, message: str = STOPPED, suspects: Set[bytes] = frozenset()) -> bool:
+        """Part with all requests: end those of which something was told, with the message, and let
+        other workers have the rest. -> whether all are parted with
+
+        suspects  the attempts of which the engine, or this process, may have died
+        """
+        has_left_all = True
+        for request in list(self._active.values()):
+            if request.is_begun:
+                request.fail(ErrorCode.WORKER_LOST, message, now=time.time())
+                self._finish(request)
+            elif has_left_all:
+                has_left_all = await self._give_away(request, request.entry_id in suspects)
+            else:  # Redis does not answer: in the inbox it is found
+                self._forget(request)
+        return has_left_all
+
+    async def _give_away(self, request: ActiveRequest, is_suspect: bool) -> bool:
+        """Let another worker have it, or end it if it has ended too many. -> whether Redis knows"""
+        request_id, lease = request.job.request_id, request.lease
         try:
-            await self._streams.hand_back(request.job.request_id, request.lease, request.entry_id)
+            if is_suspect and request.attempt >= MAX_ATTEMPTS:
+                await self._streams.convict(request_id, lease)
+                request.fail(ErrorCode.GIVEN_UP, GIVEN_UP, now=time.time())
+                self._finish(request)
+            else:
+                self._forget(request)
+                await self._streams.hand_back(
+                    request_id, lease, request.entry_id, is_suspect=is_suspect
+                )
         except (RedisError, OSError) as error:
-            log.warning("%s is left in the inbox: %r", request.job.request_id, error)
+            log.warning("%s and what follows are left in the inbox: %r", request_id, error)
+            self._forget(request)
             return False
-        finally:
-            self._release(request)
         return True
 
     def _on_refused(self, entry_ids: list[bytes]) -> None:
@@ -354,7 +386,12 @@ class Requests:
     def _drop(self, request: ActiveRequest) -> None:
         """Another holds the lease now: whatever is done here with this attempt is void."""
         log.warning("%s: lease %d was taken over", request.job.request_id, request.lease)
-        del self._active[request.job.request_id]
+        self._forget(request)
+
+    def _forget(self, request: ActiveRequest) -> None:
+        """Stop what is done here with an attempt, and tell nothing more of it."""
+        if self._active.get(request.job.request_id) is request:
+            del self._active[request.job.request_id]
         self.flusher.forget(request.entry_id)
         request.cancel(time.time())
         if request.in_engine:

@@ -1,13 +1,15 @@
 """The worker's IO process: its loops, its heartbeat, its start and its end.
 
 Killing this process at any point leaves the requests in the inbox, where the next run under the
-same worker id finds them (`_recover`). The engine process's death ends this one too.
+same worker id finds them (`_recover`). The engine process's death ends this one too, but not before
+it has parted with them (`_part`): other workers have them at once then.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import functools
 import logging
 import signal
@@ -23,8 +25,9 @@ from worker.channel import Stats, StepReport
 from worker.config import WorkerConfig
 from worker.engine_link import EngineLink
 from worker.protocol import HEARTBEAT_INTERVAL_S, Contact, Control, GenerateJob, Heartbeat
-from worker.requests import Requests
+from worker.requests import LOST, Requests
 from worker.streams import Replaced, Streams
+from worker.tasks import Tasks
 
 if TYPE_CHECKING:
     from worker.engine_process import EngineFactory
@@ -37,6 +40,8 @@ DRAIN_POLL_S = 0.05
 IDLE_POLL_S = 1.0
 #: And so often whether its inbox holds what it does not know of.
 INBOX_CHECK_S = 2.0
+#: What a worker whose engine is gone takes at most to part with its requests.
+PARTING_S = 5.0
 
 _T = TypeVar("_T")
 
@@ -63,6 +68,15 @@ def run(
     return asyncio.run(serve())
 
 
+class _Outcome(enum.Enum):
+    """Why a run ends."""
+
+    DRAINED = "drained"
+    CUT = "cut short"  # asked for, or replaced: nothing is touched any more
+    LOST = "the engine is lost"  # or stuck
+    FAILED = "failed"  # this process met what it did not foresee
+
+
 class Worker:
     """One run of a worker. Owns the engine process and the loops that feed it."""
 
@@ -76,7 +90,10 @@ class Worker:
         self._streams = Streams(
             config.redis_url, pool=config.pool, worker_id=config.worker_id, boot_id=self._boot_id
         )
-        self._requests = Requests(config, self._streams, send=self._link.send, fetch=fetch)
+        self._tasks = Tasks(self._fail)
+        self._requests = Requests(
+            config, self._streams, send=self._link.send, fetch=fetch, tasks=self._tasks
+        )
         # A test's engine has seldom a grammar to obey.
         self._prepares_helpers = engine_factory is None
         self._stats = Stats()
@@ -88,13 +105,26 @@ class Worker:
         self._draining = asyncio.Event()
         self._poked = asyncio.Event()
         self._has_pulled = asyncio.Event()  # for the last time
-        self._end = asyncio.Event()  # the engine is lost, or a second signal came
+        self._end = asyncio.Event()
+        self._outcome: _Outcome | None = None
 
     def drain(self) -> None:
         """Take no more work, finish what runs, then stop. A second call stops at once."""
         if self._draining.is_set() or not self._is_loaded.is_set():
-            self._end.set()
+            self._stop(_Outcome.CUT)
         self._stop_pulling()
+
+    def _stop(self, outcome: _Outcome) -> None:
+        """End the run; what was first said of how stays."""
+        self._outcome = self._outcome or outcome
+        self._end.set()
+
+    def _fail(self, error: BaseException) -> None:
+        log.error("the worker ends: %r", error, exc_info=error)
+        self._stop(_Outcome.FAILED)
+
+    def _on_engine_lost(self) -> None:
+        self._stop(_Outcome.LOST)
 
     def _stop_pulling(self) -> None:
         self._draining.set()
@@ -102,61 +132,66 @@ class Worker:
 
     async def run(self) -> int:
         """Serve until drained. -> 0; 1 when the engine died or the drain was cut short."""
-        self._link.start(self._on_report, self._end.set)
-        tasks = [
-            asyncio.create_task(self._serve()),
-            asyncio.create_task(self._drain()),
-            asyncio.create_task(self._end.wait()),
-        ]
+        self._link.start(self._on_report, self._on_engine_lost)
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()  # a defect in a loop ends the process
-            if self._end.is_set():
-                log.error("stopped short; exit code of the engine: %s", self._link.exit_code)
-                return 1
-            return 0
+            self._tasks.start(self._serve())
+            self._tasks.start(self._drain())
+            await self._end.wait()
+            if self._outcome in (_Outcome.LOST, _Outcome.FAILED):
+                parting = self._tasks.start(self._part())
+                await asyncio.wait({parting}, timeout=PARTING_S)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._tasks.end()
             self._link.stop()
             self._requests.grammars.stop()
             await self._streams.close()
+        if self._outcome is _Outcome.DRAINED:
+            return 0
+        log.error("stopped short; exit code of the engine: %s", self._link.exit_code)
+        return 1
 
     def _on_report(self, report: StepReport) -> None:
-        self._is_loaded.set()
-        if report.stats is not None:
-            if report.stats.step != self._stats.step:
-                self._requests.note_progress()
-            self._stats = report.stats
-        self._requests.on_outputs(report.outputs)
+        try:
+            self._is_loaded.set()
+            if report.stats is not None:
+                if report.stats.step != self._stats.step:
+                    self._requests.note_progress()
+                self._stats = report.stats
+            self._requests.on_outputs(report.outputs)
+        except Exception as error:  # what else the report had is lost
+            self._fail(error)
 
     async def _serve(self) -> None:
+        """Start the loops, each when it is time."""
         control_id = await _insist(self._streams.last_control_id)
         await _insist(self._streams.prepare)
-        async with asyncio.TaskGroup() as group:
-            # From the beginning: jobs wait for a worker that loads, however long it takes.
-            group.create_task(self._beat_loop())
-            await self._is_loaded.wait()
-            log.info("the engine has loaded %s", self._config.base_model)
-            await self._beat()
-            if self._prepares_helpers:
-                group.create_task(self._requests.grammars.start())
-            group.create_task(self._requests.flusher.run())
-            group.create_task(self._control_loop(control_id))
-            group.create_task(self._pull_loop())
-            group.create_task(self._watch_loop())
+        # From the beginning: jobs wait for a worker that loads, however long it takes.
+        self._tasks.start(self._beat_loop())
+        await self._is_loaded.wait()
+        log.info("the engine has loaded %s", self._config.base_model)
+        await self._beat()
+        if self._prepares_helpers:
+            self._tasks.start(self._requests.grammars.start())
+        self._tasks.start(self._requests.flusher.run())
+        self._tasks.start(self._control_loop(control_id))
+        self._tasks.start(self._pull())
+        self._tasks.start(self._watch_loop())
 
     async def _watch_loop(self) -> None:
-        """End this process, and the engine's with it, when the engine stands still: the requests
-        are in the inbox, and whoever supervises the worker starts the next."""
+        """End this process, and the engine's with it, when the engine stands still: whoever
+        supervises the worker starts the next."""
         limit_s = self._config.stuck_timeout_s
         while True:
             await asyncio.sleep(min(1.0, limit_s / 4))
             if (stuck_s := self._requests.stuck_s()) > limit_s:
                 log.error("the engine is stuck, %.0f s at step %d", stuck_s, self._stats.step)
-                self._end.set()
+                self._stop(_Outcome.LOST)
+
+    async def _pull(self) -> None:
+        try:
+            await self._pull_loop()
+        finally:
+            self._has_pulled.set()
 
     async def _pull_loop(self) -> None:
         """Take requests as there is room for them, and not before: what waits, waits in Redis,
@@ -191,7 +226,6 @@ class Worker:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(IDLE_POLL_S):
                         await self._poked.wait()
-        self._has_pulled.set()
 
     async def _recover(self) -> None:
         """Take up what lies in the inbox unbeknown: an earlier run's, or a lost reply's."""
@@ -216,7 +250,7 @@ class Worker:
         """The job of an inbox entry; None, and the entry buried, when it is none."""
         try:
             return GenerateJob.decode(payload)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             log.error("an inbox entry is no job: %r", error)
             await _insist(functools.partial(self._streams.bury, entry_id, payload, repr(error)))
             return None
@@ -226,6 +260,8 @@ class Worker:
             read = functools.partial(self._streams.read_control, last_id)
             for entry_id, message in await _insist(read):
                 last_id = entry_id
+                if message is None:
+                    continue
                 if message.action == Control.CANCEL and message.request_id:
                     self._requests.cancel(message.request_id)
                 elif message.action == Control.DRAIN:
@@ -255,11 +291,13 @@ class Worker:
             return
         except Replaced:
             log.error("another run has taken the place of this one, %s", self._boot_id)
-            self._end.set()
+            self._stop(_Outcome.CUT)
             return
         self._contact.note()
         if self._contact.is_steady:
             self._requests.cancel_for_dead_gateways(silence_s)
+        with contextlib.suppress(RedisError, OSError):  # the next beat looks again
+            await self._requests.flusher.recent.look()
 
     def _heartbeat(self) -> Heartbeat:
         stats = self._stats
@@ -294,17 +332,40 @@ class Worker:
                 await self._has_pulled.wait()
         while len(self._requests) and time.monotonic() < deadline:
             await asyncio.sleep(DRAIN_POLL_S)
+        if self._end.is_set():
+            return  # `_part` sees to them
         has_left_all = await self._requests.leave_all()
         try:
             async with asyncio.timeout(self._config.drain_timeout_s):
                 await self._requests.flusher.drained()
         except TimeoutError:
             has_left_all = False
-        if has_left_all:  # or else gateways would give up what is left, before it is taken over
-            async with self._telling:  # no heartbeat under way comes after it
-                self._has_left = True
-                with contextlib.suppress(RedisError, OSError):
-                    await self._streams.unregister()
+        if has_left_all:
+            await self._unregister()
+        self._stop(_Outcome.DRAINED)
+
+    async def _part(self) -> None:
+        """Tell those who have part of an answer that there is no more, and let other workers have
+        the rest, before this one's silence would."""
+        requests = self._requests
+        suspects = requests.in_engine if self._outcome is _Outcome.LOST else requests.active
+        self._stop_pulling()
+        await asyncio.to_thread(self._link.stop)
+        if self._is_loaded.is_set():
+            await self._has_pulled.wait()
+        has_left_all = await requests.leave_all(LOST, suspects)
+        await requests.flusher.drained()
+        with contextlib.suppress(RedisError, OSError):
+            if has_left_all and not await self._streams.inbox():
+                await self._unregister()
+
+    async def _unregister(self) -> None:
+        """Say that this worker has left. With something left in its inbox gateways would give that
+        up, before it is taken over."""
+        async with self._telling:  # no heartbeat under way comes after it
+            self._has_left = True
+            with contextlib.suppress(RedisError, OSError):
+                await self._streams.unregister()
 
 
 async def _insist(call: Callable[[], Awaitable[_T]]) -> _T:

@@ -1,13 +1,9 @@
-"""Every Redis command of a worker. What the keys mean is in `worker.protocol`.
-
-All changes to a request go through a script that compares the lease first, so a worker that was
-paused and replaced can no longer tell anything, acknowledge anything or bill anything. Each
-script may be repeated after a lost reply without a second effect.
-"""
+"""Every Redis command of a worker. What the keys mean is in `worker.protocol`."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Sequence
+import logging
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,89 +14,17 @@ from redis.exceptions import NoScriptError, ResponseError
 
 from worker import fair_queue, mailboxes, protocol
 from worker.protocol import ControlMessage, DoneRecord, Heartbeat, TokenEvent, Usage
+from worker.scripts import SCRIPTS
+
+log = logging.getLogger(__name__)
 
 READ_COUNT = 64
 #: Beyond what a worker ever holds.
 INBOX_COUNT = 4096
 BLOCK_MS = 2000
-
-# KEYS job, inbox, worker | ARGV worker, boot, inbox entry
-# -> state as it was, lease, attempt, emitted, prompt, cached, cancel
-BEGIN = """
-if (redis.call('HGET', KEYS[3], 'boot') or ARGV[2]) ~= ARGV[2] then return {'replaced'} end
--- No longer here: this worker was taken for dead meanwhile, and the request is another's.
-if #redis.call('XRANGE', KEYS[2], ARGV[3], ARGV[3]) == 0 then return {'gone'} end
-local state, boot = unpack(redis.call('HMGET', KEYS[1], 'state', 'boot'))
-if not state then return {'gone'} end
-if state == 'done' then return {'done'} end
-if boot ~= ARGV[2] then
-  local attempt, alone = unpack(redis.call('HMGET', KEYS[1], 'attempt', 'alone'))
-  -- One that was only waiting for its turn to run alone did not cause the crash.
-  if tonumber(attempt or 0) < 2 or alone then redis.call('HINCRBY', KEYS[1], 'attempt', 1) end
-  redis.call('HINCRBY', KEYS[1], 'lease', 1)
-  redis.call('HDEL', KEYS[1], 'alone')
-  redis.call('HSET', KEYS[1], 'state', 'running', 'worker', ARGV[1], 'boot', ARGV[2], 'seq', 0)
-end
-local now = redis.call('HMGET', KEYS[1],
-  'lease', 'attempt', 'emitted', 'prompt_tokens', 'cached_tokens', 'cancel')
-return {state, now[1], now[2], now[3], now[4], now[5], now[6]}
-"""
-
-# KEYS job, inbox | ARGV lease, pool, inbox entry, group
-HAND_BACK = (
-    fair_queue.PUT_BACK
-    + """
-local lease, state = unpack(redis.call('HMGET', KEYS[1], 'lease', 'state'))
-if lease ~= ARGV[1] or state ~= 'running' then return 0 end
-redis.call('HINCRBY', KEYS[1], 'attempt', -1)
-put_back(ARGV[2], KEYS[1], KEYS[2], ARGV[3], ARGV[4])
-return 1
-"""
-)
-
-# KEYS job | ARGV lease -> whether the lease is held
-ALONE = """
-if redis.call('HGET', KEYS[1], 'lease') ~= ARGV[1] then return 0 end
-redis.call('HSET', KEYS[1], 'alone', 1)
-return 1
-"""
-
-# KEYS workers, worker, gateways, residents | ARGV worker id, boot, whether it comes now, heartbeat,
-# ttl, digest …
-# -> time, gateway, its time, …; nothing: another run came later under this id
-BEAT = """
-redis.replicate_commands()
-local boot = redis.call('HGET', KEYS[2], 'boot')
-if ARGV[3] == '0' and boot and boot ~= ARGV[2] then return {} end
-local time = redis.call('TIME')
-local now = time[1] + time[2] / 1e6
-redis.call('ZADD', KEYS[1], now, ARGV[1])
-redis.call('HSET', KEYS[2], 'm', ARGV[4], 'boot', ARGV[2])
-redis.call('EXPIRE', KEYS[2], ARGV[5])
-redis.call('DEL', KEYS[4])
-for i = 6, #ARGV do redis.call('SADD', KEYS[4], ARGV[i]) end
-redis.call('EXPIRE', KEYS[4], ARGV[5])
-local gateways = redis.call('ZRANGE', KEYS[3], 0, -1, 'WITHSCORES')
-table.insert(gateways, 1, tostring(now))
-return gateways
-"""
-
-# KEYS workers, worker, residents, control | ARGV worker id, boot
-UNREGISTER = """
-if (redis.call('HGET', KEYS[2], 'boot') or ARGV[2]) ~= ARGV[2] then return end
-redis.call('ZREM', KEYS[1], ARGV[1])
-redis.call('DEL', KEYS[2], KEYS[3], KEYS[4])
-"""
-
-SCRIPTS = {
-    "alone": ALONE,
-    "beat": BEAT,
-    "begin": BEGIN,
-    "hand_back": HAND_BACK,
-    "publish": fair_queue.PUBLISH,
-    "pull": fair_queue.PULL,
-    "unregister": UNREGISTER,
-}
+#: Of the events of one entry, unless one alone is longer: Redis and a gateway do nothing else
+#: while they take an entry in.
+MAX_ENTRY_BYTES = 2 * 1024**2
 
 
 class Replaced(Exception):
@@ -190,11 +114,11 @@ class Streams:
         newest = await self._redis.xrevrange(self._control, count=1)
         return newest[0][0] if newest else b"0-0"
 
-    async def read_control(self, after: bytes) -> list[tuple[bytes, ControlMessage]]:
-        """Control messages after an id; waits a while for one."""
+    async def read_control(self, after: bytes) -> list[tuple[bytes, ControlMessage | None]]:
+        """Control messages after an id, None for what is none; waits a while for one."""
         reply = await self._redis.xread({self._control: after}, block=BLOCK_MS)
         return [
-            (entry_id, ControlMessage.decode(fields[protocol.PAYLOAD_FIELD]))
+            (entry_id, _control_message(fields))
             for _, entries in reply
             for entry_id, fields in entries
         ]
@@ -283,8 +207,20 @@ class Streams:
     async def publish(self, gateway_id: str, news: Sequence[News]) -> list[News]:
         """Send one gateway its events, and finish the requests that ended, in one step.
 
+        News beyond MAX_ENTRY_BYTES are sent in several steps, one after the other.
         -> the news that were refused because another lease is current.
         """
+        events = [item.event.encode() for item in news]
+        refused: list[News] = []
+        for begin, end in _stretches([len(event) for event in events]):
+            part = news[begin:end]
+            stale = await self._publish(gateway_id, part, events[begin:end])
+            refused += [part[index] for index in stale]
+        return refused
+
+    async def _publish(
+        self, gateway_id: str, news: Sequence[News], events: Sequence[bytes]
+    ) -> list[int]:
         keys = [
             protocol.out_key(gateway_id),
             protocol.done_key(self._pool),
@@ -297,20 +233,31 @@ class Streams:
             mailboxes.out_ttl_s(gateway_id),
             protocol.DONE_JOB_TTL_S,
         ]
-        for item in news:
-            args += [item.event.lease, item.event.seq, item.event.encode()]
+        for item, event in zip(news, events, strict=True):
+            args += [item.event.lease, item.event.seq, event]
             args += [item.emitted, item.prompt_tokens, item.cached_tokens]
             args += [item.done.encode() if item.done else b"", item.entry_id]
-        stale = await self._run("publish", keys, args)
-        return [news[index] for index in stale]
+        stale: list[int] = await self._run("publish", keys, args)
+        return stale
 
-    async def hand_back(self, request_id: str, lease: int, entry_id: bytes) -> None:
-        """Put a request that delivered nothing back, as if it had not been taken."""
+    async def hand_back(
+        self, request_id: str, lease: int, entry_id: bytes, *, is_suspect: bool = False
+    ) -> None:
+        """Put a request that delivered nothing back at the front of its queue.
+
+        is_suspect  the engine may have died of it: its attempt counts
+        """
         await self._run(
             "hand_back",
             [protocol.job_key(self._pool, request_id), self._inbox],
-            [lease, self._pool, entry_id, protocol.INBOX_GROUP],
+            [lease, self._pool, entry_id, protocol.INBOX_GROUP, int(is_suspect)],
         )
+
+    async def convict(self, request_id: str, lease: int) -> None:
+        """Note that a request ended the engine, and not for the first time: its end makes a dead
+        letter of it."""
+        job = protocol.job_key(self._pool, request_id)
+        await self._run("convict", [job], [lease, protocol.MAX_ATTEMPTS + 1])
 
     async def will_run_alone(self, request_id: str, lease: int) -> bool:
         """Note that a request runs apart from others that were in a crash. -> lease still held."""
@@ -360,6 +307,13 @@ class Streams:
             for gateway_id, score in zip(reply[1::2], reply[2::2], strict=True)
         }
 
+    async def server_run(self) -> str:
+        """A word that each run of Redis has of its own; empty of one that does not tell."""
+        try:
+            return str((await self._redis.info("server")).get("run_id", ""))
+        except ResponseError:
+            return ""
+
     async def unregister(self) -> None:
         """Say that this worker goes on purpose."""
         await self._run(
@@ -391,6 +345,25 @@ class Streams:
             except NoScriptError:  # Redis was restarted; none of the calls took place
                 del self._sha[script]
         raise NoScriptError(script)
+
+
+def _stretches(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(begin, end) of stretches of at most MAX_ENTRY_BYTES, or of one that is longer."""
+    begin = total = 0
+    for index, size in enumerate(sizes):
+        if index > begin and total + size > MAX_ENTRY_BYTES:
+            yield begin, index
+            begin, total = index, 0
+        total += size
+    yield begin, len(sizes)
+
+
+def _control_message(fields: dict[bytes, bytes]) -> ControlMessage | None:
+    try:
+        return ControlMessage.decode(fields[protocol.PAYLOAD_FIELD])
+    except (ValueError, TypeError, KeyError, AttributeError):
+        log.exception("an entry of the control stream cannot be read")
+        return None
 
 
 def _dispatch(reply: list[bytes | None]) -> Dispatch:

@@ -155,6 +155,23 @@ return {'ok', r[1], r[2], r[3], t[1], t[2], t[3], soft}
 """.replace("WEIGHT", str(fair_queue.OUTPUT_WEIGHT))
 )
 
+# KEYS job | ARGV control message, length of a control stream, prefix of their keys, how long a job
+# that is over is known
+# One that is not known may still be on its way here, given up by who sent it: it comes too late.
+CANCEL = """
+local state, worker = unpack(redis.call('HMGET', KEYS[1], 'state', 'worker'))
+if state == 'done' then return end
+if not state then
+  redis.call('HSET', KEYS[1], 'state', 'done')
+  redis.call('EXPIRE', KEYS[1], ARGV[4])
+  return
+end
+redis.call('HSET', KEYS[1], 'cancel', 1)
+if worker then
+  redis.call('XADD', ARGV[3] .. worker, 'MAXLEN', '~', ARGV[2], '*', 'm', ARGV[1])
+end
+"""
+
 # KEYS budget | ARGV tokens spent so far, Unix seconds of the period's end
 # A budget that Redis has lost, or that has just begun: as the database knows it.
 SEED = """

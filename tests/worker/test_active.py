@@ -10,6 +10,7 @@ import pytest
 
 from tests.fakes import write_fake_base
 from tests.messages import make_job
+from worker import active
 from worker.active import ActiveRequest
 from worker.channel import Failure, Output
 from worker.protocol import Sampling
@@ -268,3 +269,53 @@ def test_an_engine_that_waits_for_checks_of_answers_is_not_stuck(codec: TextCode
     feed(request, codec, "", finish_reason="stop")
     assert request.awaits_check
     assert requests.stuck_s() < 1
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_log_probabilities_that_pile_up_end_their_request(
+    codec: TextCodec, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """No message may grow without a bound: the process at its other end serves others, too."""
+    monkeypatch.setattr(active, "MAX_LOGPROBS", 30)
+    request = make_request(codec, stream=stream, n=2, logprobs=4)
+    top = tuple((token_id, -1.0) for token_id in range(10, 14))
+
+    def feed_one(index: int) -> None:
+        number = request.usage.completion_tokens // 2 + 1
+        logprobs = [(10, -1.0, top)]
+        request.feed(
+            Output(
+                request_id="r",
+                index=index,
+                token_ids=[10],
+                logprobs=logprobs,
+                num_generated=number,
+            ),
+            101.0,
+        )
+
+    for index in (0, 1) * 3:
+        feed_one(index)
+    assert not request.is_finished
+    told = request.take_news() if stream else []
+    for index in (0, 1) * 3 if stream else ():
+        feed_one(index)
+    assert not request.is_finished, "what was told is not waiting"
+    assert len(told) == (2 if stream else 0)
+    feed_one(0)
+    last = news_of(request)
+    assert (last.event.error_code, last.event.error_param) == ("invalid_request", "logprobs")
+    assert (last.event.finish_reason, last.event.logprobs) == ("error", None)
+    assert last.done is not None
+
+
+@pytest.mark.parametrize("logprob", [float("-inf"), float("nan"), -12000.0], ids=str)
+def test_every_log_probability_is_a_number_of_json(codec: TextCodec, logprob: float) -> None:
+    request = make_request(codec, logprobs=1)
+    logprobs = [(10, logprob, ((10, logprob),))]
+    request.feed(Output(request_id="r", token_ids=[10], logprobs=logprobs, num_generated=1), 101.0)
+    event = news_of(request).event
+    assert event.logprobs is not None
+    (told,) = event.logprobs
+    assert (told["logprob"], told["top_logprobs"][0]["logprob"]) == (-9999.0, -9999.0)
+    assert b"NaN" not in event.encode()

@@ -34,6 +34,7 @@ from worker import fair_queue, protocol
 from worker.config import S3Config, WorkerConfig
 from worker.requests import LOOKAHEAD, Requests
 from worker.streams import Dispatch, Streams
+from worker.tasks import Tasks
 
 
 @pytest.fixture
@@ -54,8 +55,11 @@ def config(tmp_path: Path) -> WorkerConfig:
 
 async def test_a_cancellation_may_come_before_what_it_cancels(config: WorkerConfig) -> None:
     sent: list[Any] = []
+    errors: list[BaseException] = []
     streams = Streams(config.redis_url, pool="p", worker_id="w", boot_id="b")
-    requests = Requests(config, streams, send=sent.append, fetch=lambda *_: None)
+    requests = Requests(
+        config, streams, send=sent.append, fetch=lambda *_: None, tasks=Tasks(errors.append)
+    )
     requests.expect()
     requests.cancel("r1")
     for number in (1, 2):

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import redis
 
-from controlplane.limits.admit import ADMIT
+from controlplane.limits.admit import ADMIT, CANCEL
 from demo.stack import EmbeddedStack
 from tests.messages import make_heartbeat, make_job
 from worker import fair_queue, protocol
-from worker.protocol import DoneRecord, GenerateJob, Heartbeat, TokenEvent
-from worker.streams import Dispatch, News, Streams
+from worker.protocol import Control, ControlMessage, DoneRecord, GenerateJob, Heartbeat, TokenEvent
+from worker.requests import MAX_ACTIVE
+from worker.streams import MAX_ENTRY_BYTES, Dispatch, News, Streams
 
 WORKER = "w1"
 
@@ -143,6 +144,23 @@ async def test_a_request_from_inbox_to_record(pool: Pool, streams: Streams) -> N
     assert pool.inbox_length() == 0
 
 
+async def test_what_has_ended_takes_little_room_and_less_for_long(
+    pool: Pool, streams: Streams
+) -> None:
+    """Of a busy pool there are hundreds of thousands of them: they are kept for ten minutes."""
+    job = pool.submit()
+    entry_id, lease = await take(streams)
+    await streams.publish(job.gateway_id, [make_news(entry_id, lease=lease, ends=True)])
+    key = protocol.job_key(pool.name, "r1")
+    assert pool.client.object("encoding", key) == b"ziplist"
+    assert pool.client.memory_usage(key) < 400
+    assert 0 < pool.client.ttl(key) <= protocol.DONE_JOB_TTL_S
+    late = make_news(entry_id, lease=lease, seq=1)
+    assert await streams.publish(job.gateway_id, [late]) == []  # its own, and over
+    assert await streams.publish(job.gateway_id, [make_news(entry_id, lease=2)]) != []
+    assert len(pool.done()) == len(pool.events()) == 1
+
+
 async def test_repeating_a_flush_changes_nothing(pool: Pool, streams: Streams) -> None:
     job = pool.submit()
     entry_id, lease = await take(streams)
@@ -152,6 +170,36 @@ async def test_repeating_a_flush_changes_nothing(pool: Pool, streams: Streams) -
             assert await streams.publish(job.gateway_id, [news]) == []
     assert [event.seq for event in pool.events()] == [0, 1]
     assert len(pool.done()) == 1
+
+
+async def test_an_entry_has_no_more_than_may_be_taken_in_at_a_time(
+    pool: Pool, streams: Streams
+) -> None:
+    sizes = [MAX_ENTRY_BYTES // 2, MAX_ENTRY_BYTES // 3, MAX_ENTRY_BYTES, 2 * MAX_ENTRY_BYTES, 1, 1]
+    for number in range(len(sizes)):
+        pool.submit(f"r{number}")
+    pulled = []
+    while len(pulled) < len(sizes):
+        pulled += await streams.pull("b", 4)
+    news = [
+        make_news(
+            item.entry_id,
+            request_id=GenerateJob.decode(item.payload).request_id,
+            lease=99 if number == 4 else item.dispatch.lease,
+            text="a" * sizes[number],
+            ends=True,
+        )
+        for number, item in enumerate(pulled)
+    ]
+    for _ in range(2):  # the second time as after a lost reply
+        refused = await streams.publish(f"g-{pool.name}", news)
+        assert [item.event.request_id for item in refused] == ["r4"]
+    entries = pool.client.xrange(protocol.out_key(f"g-{pool.name}"))
+    lengths = [len(protocol.unpack_events(fields[b"m"])) for _, fields in entries]
+    assert lengths == [2, 1, 1, 1]
+    assert [len(event.text) for event in pool.events()] == [*sizes[:4], 1]
+    assert len(pool.done()) == 5
+    assert pool.inbox_length() == 1
 
 
 async def test_an_old_lease_can_tell_nothing_and_bill_nothing(pool: Pool, streams: Streams) -> None:
@@ -202,6 +250,9 @@ async def test_a_request_handed_back_is_not_counted_as_a_crash(
     for _ in range(2):  # repeated after a lost reply
         await streams.hand_back("r1", lease, entry_id)
     assert pool.inbox_length() == 0
+    news = make_news(entry_id, lease=lease, ends=True)
+    assert await streams.publish(f"g-{pool.name}", [news]) == [news], "it is another's to tell of"
+    assert (pool.events(), pool.done()) == ([], [])
     successor = pool.streams("boot-2")
     (pulled,) = await successor.pull("b", 10)
     assert (pulled.dispatch.attempt, pulled.dispatch.lease) == (1, 2)
@@ -244,6 +295,43 @@ async def test_an_entry_that_is_no_job_becomes_a_dead_letter(pool: Pool, streams
     assert pool.inbox_length() == 0
     ((_, letter),) = pool.client.xrange(protocol.dead_letter_key(pool.name))
     assert (letter[b"m"], letter[b"reason"]) == (b"\xff", b"no JSON")
+
+
+async def test_a_control_message_that_is_none_is_passed_over(pool: Pool, streams: Streams) -> None:
+    key = protocol.control_key(pool.name, WORKER)
+    cancel = ControlMessage(action=Control.CANCEL, request_id="r1")
+    for payload in (b"junk", b"[]", b"{}", cancel.encode()):
+        pool.client.xadd(key, {b"m": payload})
+    pool.client.xadd(key, {b"x": b"no payload"})
+    found = [message for _, message in await streams.read_control(b"0-0")]
+    assert found == [None, None, None, cancel, None]
+
+
+async def test_every_request_of_a_worker_can_be_cancelled_at_one_time(
+    pool: Pool, streams: Streams
+) -> None:
+    key = protocol.control_key(pool.name, WORKER)
+    script = pool.client.register_script(CANCEL)
+    ids = [f"r{number}" for number in range(MAX_ACTIVE)]
+    for begin_at in range(0, len(ids), 4):
+        for request_id in ids[begin_at : begin_at + 4]:
+            pool.submit(request_id)
+        assert len(await streams.pull("b", 4)) == 4
+    prefix = protocol.control_key(pool.name, "")
+    for request_id in ids:
+        message = ControlMessage(action=Control.CANCEL, request_id=request_id)
+        args = [message.encode(), protocol.CONTROL_STREAM_MAX_LEN, prefix, 600]
+        script(keys=[protocol.job_key(pool.name, request_id)], args=args)
+    for _ in range(200):  # and another tenant's come
+        pool.client.xadd(key, {b"m": b'{"action":"poke"}'}, maxlen=protocol.CONTROL_STREAM_MAX_LEN)
+    found = [message for _, message in await streams.read_control(b"0-0")]
+    assert [message.request_id for message in found if message and message.request_id] == ids
+
+
+def test_an_event_that_is_none_costs_no_other() -> None:
+    good = TokenEvent(request_id="r1", lease=1, seq=0, text="a")
+    packed = b'[%s,{},7,{"request_id":1},%s]' % (good.encode(), good.encode())
+    assert protocol.unpack_events(packed) == [good, good]
 
 
 async def test_the_heartbeat_brings_the_gateways_silence(pool: Pool, streams: Streams) -> None:

@@ -1,0 +1,60 @@
+"""The ends of requests that Redis took lately, told again when it has lost what it took.
+
+A record lies in Redis for a moment before the accountant has read it. A Redis that is restarted
+without its file, or whose replica took over a little behind, has lost those of that moment: their
+requests are answered and nobody has heard of it. So a worker keeps its last ones, looks with each
+heartbeat whether it still is the same Redis, and tells another one of them again. What that one
+does know of, the script refuses; and the database takes a request's usage once.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from worker.streams import News, Streams
+
+log = logging.getLogger(__name__)
+
+#: Longer than an accountant that runs is behind. Only while Redis answers does time pass.
+KEEP_S = 30.0
+MAX_KEPT = 10_000
+_AT_ONCE = 100
+
+
+class Recent:
+    """Owns the ends that were published in the last `KEEP_S` seconds."""
+
+    def __init__(self, streams: Streams, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._streams = streams
+        self._clock = clock
+        self._ends: deque[tuple[float, str, News]] = deque(maxlen=MAX_KEPT)
+        self._server_run = ""
+
+    def keep(self, gateway_id: str, news: Sequence[News]) -> None:
+        """Redis has taken these."""
+        now = self._clock()
+        self._ends.extend((now, gateway_id, item) for item in news if item.done is not None)
+
+    async def look(self) -> None:
+        """Tell the ends again if this is another Redis than the last time, and forget old ones.
+
+        Raises RedisError; the next look goes on then.
+        """
+        server_run = await self._streams.server_run()
+        if server_run != self._server_run and self._server_run:
+            log.warning("Redis was started anew: %d ends are told again", len(self._ends))
+            await self._tell()
+        self._server_run = server_run
+        while self._ends and self._ends[0][0] < self._clock() - KEEP_S:
+            self._ends.popleft()
+
+    async def _tell(self) -> None:
+        by_gateway: dict[str, list[News]] = {}
+        for _, gateway_id, item in self._ends:
+            by_gateway.setdefault(gateway_id, []).append(item)
+        for gateway_id, news in by_gateway.items():
+            for start in range(0, len(news), _AT_ONCE):
+                await self._streams.publish(gateway_id, news[start : start + _AT_ONCE])

@@ -1,0 +1,46 @@
+"""Tasks that end when they are told to, and whose failure somebody hears of.
+
+Before Python 3.12 `asyncio.wait_for`, with which Redis's client sends, may lose a cancellation: it
+returns its result when that came in the same turn of the loop, and whoever was cancelled goes on.
+So tasks are cancelled until they have ended. `asyncio.TaskGroup` and `asyncio.timeout` cancel once:
+neither is for what asks Redis.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+CANCEL_AGAIN_S = 0.2
+
+
+class Tasks:
+    """Owns the tasks of one purpose.
+
+    on_failure  called with the error of a task that failed, before `end`
+    """
+
+    def __init__(self, on_failure: Callable[[BaseException], None]) -> None:
+        self._on_failure = on_failure
+        self._running: set[asyncio.Task[None]] = set()
+        self._is_ending = False
+
+    def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._on_done)
+        return task
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        if not task.cancelled() and (error := task.exception()) and not self._is_ending:
+            self._on_failure(error)
+
+    async def end(self) -> None:
+        """Cancel what runs, and wait until it has ended."""
+        self._is_ending = True
+        while running := list(self._running):
+            for task in running:
+                task.cancel()
+            await asyncio.wait(running, timeout=CANCEL_AGAIN_S)
