@@ -27,6 +27,7 @@ from controlplane.errors import ApiError, Unavailable
 from controlplane.limits.admission import admission_args, refusal_error
 from controlplane.limits.admit import (
     ADMIT,
+    CANCEL,
     NO_LIMITS,
     SEED,
     Admitted,
@@ -68,17 +69,6 @@ WORKERS_REFRESH_S = 1.0
 SILENCE_S = 5.0
 #: A budget's state outlives its period by this: its last requests still run.
 BUDGET_TTL_S = 2 * 24 * 3600
-
-# KEYS job | ARGV control message, length of a control stream, prefix of their keys
-CANCEL = """
-local state, worker = unpack(redis.call('HMGET', KEYS[1], 'state', 'worker'))
-if not state or state == 'done' then return 0 end
-redis.call('HSET', KEYS[1], 'cancel', 1)
-if worker then
-  redis.call('XADD', ARGV[3] .. worker, 'MAXLEN', '~', ARGV[2], '*', 'm', ARGV[1])
-end
-return 1
-"""
 
 
 class Dispatcher:
@@ -290,6 +280,7 @@ class Dispatcher:
                         message.encode(),
                         protocol.CONTROL_STREAM_MAX_LEN,
                         protocol.control_key(self._pool, ""),
+                        protocol.DONE_JOB_TTL_S,
                     ],
                 )
                 return

@@ -19,7 +19,7 @@ from django.db import transaction
 from django.utils import timezone
 
 from controlplane import storage
-from controlplane.adapters import peft_config, tensor_file
+from controlplane.adapters import peft_config, remains, tensor_file
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
 from controlplane.adapters.rejection import Reason, Rejected, shown
 from controlplane.adapters.validation import BaseShape, CheckedAdapter, check_adapter
@@ -56,8 +56,9 @@ def version_ingest(version_id: uuid.UUID) -> None:
             # Another process may have decided and cleared the staging area meanwhile.
             _reject(version, Rejected.because("", "a file went missing: upload a new version"))
         else:
-            _accept(version, checked)
-    storage.delete([version.staged_config_key, version.staged_tensors_key])
+            if not _accept(version, checked):  # it was decided while the bytes were put there
+                remains.kept_forget(version, version.digest)
+    remains.staging_clear(version)
 
 
 def versions_overdue() -> list[AdapterVersion]:
@@ -101,8 +102,7 @@ def version_drop(version: AdapterVersion, why: str) -> bool:
     Raises storage.STORAGE_ERRORS; it is not rejected then.
     """
     with tenant_scope(version.tenant_id):
-        # The files first: of a version that has ended nobody would remove them.
-        storage.delete([version.staged_config_key, version.staged_tensors_key])
+        remains.staging_clear(version)  # first: when the store is away, the version stays
         rejected = Rejected.because("", why)
         return _reject(version, rejected, expected=Status(version.status))
 
@@ -119,6 +119,8 @@ def _check_and_keep(version: AdapterVersion) -> CheckedAdapter:
         file.seek(0)
         checked = _check(version, config, file.read(_header_end(checked)))
         _check_values(file, checked)
+        if not remains.kept_note(version):
+            return checked  # it is decided; nobody accepts this
         storage.upload(Path(file.name), version.tensors_key)
     storage.put_bytes(version.config_key, config)
     return checked
@@ -198,11 +200,11 @@ def _reject(
 
 
 @transaction.atomic
-def _accept(version: AdapterVersion, checked: CheckedAdapter) -> None:
-    """Make the version ready, and live unless a newer one is."""
+def _accept(version: AdapterVersion, checked: CheckedAdapter) -> bool:
+    """Make the version ready, and live unless a newer one is; False when it was decided before."""
     # The lock orders two versions that become ready at once.
     adapter = Adapter.objects.select_for_update().get(pk=version.adapter_id)
-    moved = version.move(
+    moved = remains.is_kept(version) and version.move(
         Status.VALIDATING,
         Status.READY,
         digest=version.digest,
@@ -211,7 +213,7 @@ def _accept(version: AdapterVersion, checked: CheckedAdapter) -> None:
         ready_at=timezone.now(),
     )
     if not moved:
-        return
+        return False
     record("accepted", version, after={"digest": version.digest})
     live = adapter.live_version
     if live is None or live.number < version.number:
@@ -222,3 +224,4 @@ def _accept(version: AdapterVersion, checked: CheckedAdapter) -> None:
     log.info(
         "adapter version ready", extra={"version_id": str(version.pk), "digest": version.digest}
     )
+    return True

@@ -99,6 +99,10 @@ class AdapterVersion(TenantModel):
     source = models.CharField(max_length=16, choices=Source, default=Source.UPLOAD)
     #: `worker.protocol.adapter_digest`; set when ready.
     digest = models.CharField(max_length=64, blank=True)
+    #: Under which checked bytes were put into the store, until it is sure that they are needed.
+    kept_digest = models.CharField(max_length=64, blank=True, default="", db_default="")
+    #: Whether all that it may have left in the store is removed: see `adapters.remains`.
+    is_cleared = models.BooleanField(default=False, db_default=False)
     #: Of adapter_model.safetensors and of adapter_config.json, as stated before the upload.
     num_bytes = models.BigIntegerField(default=0)
     config_num_bytes = models.PositiveIntegerField(default=0)
@@ -115,7 +119,19 @@ class AdapterVersion(TenantModel):
         constraints = [
             models.UniqueConstraint(fields=["adapter", "number"], name="version_number_once"),
         ]
-        indexes = [models.Index(fields=["tenant", "adapter", "number"])]
+        indexes = [
+            models.Index(fields=["tenant", "adapter", "number"]),
+            models.Index(
+                fields=["status_changed_at"],
+                condition=models.Q(is_cleared=False),
+                name="versions_uncleared",
+            ),
+            models.Index(
+                fields=["tenant", "kept_digest"],
+                condition=~models.Q(kept_digest=""),
+                name="versions_kept",
+            ),
+        ]
 
     def __str__(self) -> str:
         return f"{self.adapter_id}@{self.number}"

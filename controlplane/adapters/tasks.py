@@ -7,7 +7,7 @@ import uuid
 from celery import shared_task
 from django.db import InterfaceError, OperationalError
 
-from controlplane.adapters import ingest
+from controlplane.adapters import ingest, remains
 from controlplane.scoping import tenant_scope
 from controlplane.storage import STORAGE_ERRORS
 
@@ -26,7 +26,8 @@ def adapter_version_validate(tenant_id: str, version_id: str) -> None:
 
 @shared_task
 def adapter_versions_sweep() -> None:
-    """Queue the checks that got lost, and end the uploads that nobody finished."""
+    """Queue lost checks, end uploads that nobody finished, remove what versions left behind."""
     ingest.versions_abandon()
     for version in ingest.versions_overdue():
         adapter_version_validate.delay(str(version.tenant_id), str(version.pk))
+    remains.versions_clear()

@@ -76,6 +76,7 @@ class Execution:
         self._pace = pace
         self._halt = threading.Event()
         self._principal: Principal | None = None
+        self._has_input = True
 
     async def run(self) -> None:
         """Bring the batch to its end. Returns early when another runner has it.
@@ -139,11 +140,11 @@ class Execution:
                 self._check(batch)
 
     async def _renewed(self) -> Batch:
-        batch, self._principal = await in_thread(lambda: _load(self._lease))
+        batch, self._principal, self._has_input = await in_thread(lambda: _load(self._lease))
         return batch
 
     def _check(self, batch: Batch) -> None:
-        """Raises _Stop for a batch that is cancelled, or whose time or key has ended."""
+        """Raises _Stop for a batch that is cancelled, or whose time, key or file has ended."""
         if batch.status == Status.CANCELLING:
             raise _Stop(Status.CANCELLED)
         if timezone.now() >= batch.expires_at:
@@ -151,6 +152,8 @@ class Execution:
         if self._principal is None:
             message = "The API key that made this batch has ended, or may not do this any more."
             raise _Stop(Status.FAILED, LineFault("api_key_ended", message))
+        if not self._has_input:
+            raise _input_gone()
 
     async def _answer_all(self, batch: Batch) -> None:
         self._check(batch)
@@ -215,13 +218,15 @@ class Execution:
         results.end_validation(self._lease, found)
 
     def _raw_lines(self, batch: Batch) -> Iterator[bytes]:
-        """The lines of the input file. Raises _Stop when it is gone, _Halted when halted."""
+        """The lines of the input file, also of one that is deleted: what is done can be told.
+
+        Raises _Stop when it is gone, _Halted when halted.
+        """
         with tenant_scope(self._lease.tenant_id):
-            file = File.objects.filter(pk=batch.input_file_id, status=File.Status.READY).first()
+            file = File.objects.filter(pk=batch.input_file_id).first()
         close_old_connections()  # the store is asked now
-        gone = _Stop(Status.FAILED, LineFault("input_file_gone", "The input file was deleted."))
         if file is None:
-            raise gone
+            raise _input_gone()
         found = contents.lines(contents.pieces(file), max_bytes=lines.MAX_LINE_BYTES)
         try:
             for raw in found:
@@ -229,7 +234,7 @@ class Execution:
                     raise _Halted
                 yield raw
         except storage.ObjectMissing:
-            raise gone from None
+            raise _input_gone() from None
 
     async def _lines(self, batch: Batch, wants: Callable[[int], bool]) -> AsyncIterator[Line]:
         """The lines of these numbers, read as they are asked for."""
@@ -327,18 +332,32 @@ async def in_thread(work: Callable[[], _T]) -> _T:
     return await sync_to_async(run, thread_sensitive=False, executor=_threads)()
 
 
-def _load(lease: Lease) -> tuple[Batch, Principal | None]:
-    """The batch as it stands, its lease renewed, and who asks; None when that key has ended."""
+def _input_gone() -> _Stop:
+    return _Stop(Status.FAILED, LineFault("input_file_gone", "The input file was deleted."))
+
+
+def _load(lease: Lease) -> tuple[Batch, Principal | None, bool]:
+    """The batch as it stands, its lease renewed; who asks, None when that key has ended; and
+    whether its client has not deleted what it reads."""
     batch = lease.renew()
+    return batch, _principal_of(lease, batch), _has_input(lease, batch)
+
+
+def _has_input(lease: Lease, batch: Batch) -> bool:
+    with tenant_scope(lease.tenant_id):
+        return File.objects.filter(pk=batch.input_file_id, status=File.Status.READY).exists()
+
+
+def _principal_of(lease: Lease, batch: Batch) -> Principal | None:
     with tenant_scope(lease.tenant_id):
         keys = ApiKey.objects.select_related("tenant", "owner__user", "service_account")
         api_key = keys.filter(pk=batch.api_key_id).first() if batch.api_key_id else None
         if api_key is None:
-            return batch, None
+            return None
         try:
             principal = auth.standing_principal(api_key)
             auth.authorize(principal, Permission.INFER)
             auth.authorize(principal, Permission.BATCHES_WRITE)
         except ApiError:
-            return batch, None
-    return batch, principal
+            return None
+    return principal

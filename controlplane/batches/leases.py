@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Collection, Iterator
 from typing import Any
 
+from django.conf import settings
 from django.db import transaction
 from django.db.models import Count, F, Q
 from django.utils import timezone
@@ -18,7 +19,7 @@ from controlplane.scoping import all_tenants, tenant_scope
 #: Without a word from its runner for so long, a batch is taken up by another.
 LEASE = dt.timedelta(seconds=30)
 RENEW_S = 2.0
-#: A tenant's batches that are worked on at a time; the others wait for their turn.
+#: A tenant's batches that a pool works on at a time; the others wait for their turn.
 MAX_TENANT_RUNNING = 4
 
 
@@ -62,7 +63,7 @@ class Lease:
 
 
 def claim(but_not: Collection[uuid.UUID] = ()) -> Lease | None:
-    """The batch whose turn it is, for this runner; None when there is none.
+    """The batch of this pool whose turn it is, for this runner; None when there is none.
 
     Tenants with the fewest running batches come first, and of each its oldest batch.
 
@@ -71,7 +72,7 @@ def claim(but_not: Collection[uuid.UUID] = ()) -> Lease | None:
     now = timezone.now()
     is_free = Q(lease_until=None) | Q(lease_until__lte=now)
     with all_tenants(reason="batches of every tenant are run"):
-        active = Batch.objects.filter(status__in=Batch.ACTIVE)
+        active = Batch.objects.filter(status__in=Batch.ACTIVE, pool__in=(settings.POOL, ""))
         running = _count_by_tenant(active.filter(lease_until__gt=now))
         full = [tenant for tenant, num in running.items() if num >= MAX_TENANT_RUNNING]
         free = active.filter(is_free).exclude(tenant_id__in=full).exclude(pk__in=but_not)
@@ -79,7 +80,8 @@ def claim(but_not: Collection[uuid.UUID] = ()) -> Lease | None:
     for batch in sorted(waiting, key=lambda batch: (running.get(batch.tenant_id, 0), batch.pk)):
         with tenant_scope(batch.tenant_id):
             rows = Batch.objects.filter(is_free, pk=batch.pk, fence=batch.fence)
-            if rows.update(fence=F("fence") + 1, lease_until=timezone.now() + LEASE) == 1:
+            ours = {"fence": F("fence") + 1, "pool": settings.POOL}
+            if rows.update(**ours, lease_until=timezone.now() + LEASE) == 1:
                 batch.fence += 1
                 return Lease(batch)
     return None

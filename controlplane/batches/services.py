@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 
+from django.conf import settings
 from django.db import transaction
 from django.utils import timezone
 
@@ -46,6 +47,7 @@ def batch_create(
         raise RateLimited(f"{MAX_ACTIVE} batches of yours are under way.", retry_after_s=60)
     batch = Batch.objects.create(
         api_key=principal.api_key,
+        pool=settings.POOL,
         endpoint=endpoint,
         input_file_id=file.pk,
         metadata=metadata,

@@ -175,10 +175,8 @@ class Reaper:
         self, worker_id: str, inbox: str, entry_id: bytes, fields: dict[bytes, bytes]
     ) -> bool:
         """Requeue or end one request. -> False when its worker lives after all."""
-        try:
-            job = GenerateJob.decode(fields.get(protocol.PAYLOAD_FIELD, b""))
-        except (ValueError, TypeError, KeyError, AttributeError):
-            self._redis.xdel(inbox, entry_id)
+        job = self._read(inbox, entry_id, fields.get(protocol.PAYLOAD_FIELD, b""))
+        if job is None:
             return True
         verdict, *counts = self._seize(
             keys=[protocol.job_key(self._pool, job.request_id), inbox, self._workers],
@@ -195,6 +193,23 @@ class Reaper:
             seized = _Seized(lease, attempt, emitted, prompt, cached, bool(cancel))
             self._end(job, worker_id, entry_id, seized)
         return True
+
+    def _read(self, inbox: str, entry_id: bytes, payload: bytes) -> GenerateJob | None:
+        """The job of an inbox entry; None, and the entry a dead letter, when it is none."""
+        try:
+            return GenerateJob.decode(payload)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            log.error("an entry of %s is no job: %r", inbox, error)
+            pipe = self._redis.pipeline()
+            pipe.xadd(
+                protocol.dead_letter_key(self._pool),
+                {protocol.PAYLOAD_FIELD: payload, b"source": inbox, b"reason": repr(error)[:500]},
+                maxlen=protocol.DEAD_LETTER_MAX_LEN,
+            )
+            pipe.xack(inbox, protocol.INBOX_GROUP, entry_id)
+            pipe.xdel(inbox, entry_id)
+            pipe.execute()
+            return None
 
     def _end(self, job: GenerateJob, worker_id: str, entry_id: bytes, seized: _Seized) -> None:
         event, done = _last_words(job, worker_id, seized, time.time())
@@ -245,8 +260,9 @@ class Reaper:
         ]
         while pulled := self._pull(keys=keys, args=args):
             for entry_id, payload, lease, attempt, cancel in pulled:
-                job = GenerateJob.decode(payload)
-                self._end(job, REAPER, entry_id, _Seized(lease, attempt, 0, 0, 0, bool(cancel)))
+                if job := self._read(keys[1], entry_id, payload):
+                    seized = _Seized(lease, attempt, 0, 0, 0, bool(cancel))
+                    self._end(job, REAPER, entry_id, seized)
         self._redis.zrem(f"{queue}:idle", REAPER)
 
 

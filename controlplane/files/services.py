@@ -11,6 +11,7 @@ import dataclasses
 import datetime as dt
 import logging
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from django.conf import settings
 from django.db import Error as DatabaseError
@@ -40,6 +41,18 @@ MAX_PARTS = 10_000
 
 #: Uploads that may still become a file.
 PENDING = (Upload.Status.PENDING, Upload.Status.ASSEMBLING)
+
+#: Of the tenants in scope, ids of files that something accepted still reads: their bytes are kept
+#: until it has ended, and then the sweep removes them. Apps with such things add to it.
+READERS: list[Callable[[], QuerySet[Any, Any]]] = []
+
+
+def is_read() -> Q:
+    """Of files: that something still reads them."""
+    found = Q(pk__in=[])
+    for ids in READERS:
+        found |= Q(pk__in=ids())
+    return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,13 +171,13 @@ def file_publish(file: File) -> None:
 
 
 def file_drop(file: File) -> None:
-    """Remove a file that is not ready; what fails of it the sweep does."""
+    """Remove a file that is neither ready nor read; what fails of it the sweep does."""
     rows = File.objects.filter(pk=file.pk)
     try:
         # First the row's word that it will not be. A file may be ready although its maker was told
         # that it failed: when the connection ended behind the commit.
         rows.filter(status=File.Status.UPLOADING).update(status=File.Status.DELETING)
-        if rows.filter(status=File.Status.READY).exists():
+        if rows.filter(is_read() | Q(status=File.Status.READY)).exists():
             return
         storage.delete([file.key])
         rows.filter(status=File.Status.DELETING).delete()
@@ -173,7 +186,7 @@ def file_drop(file: File) -> None:
 
 
 def file_delete(file: File) -> None:
-    """Remove a file: it is gone at once, its bytes soon after. Raises NotFound."""
+    """Remove a file: it is gone at once, its bytes soon after what reads it. Raises NotFound."""
     if not _remove(file, "deleted"):
         raise NotFound("There is no such file.")
 

@@ -34,11 +34,10 @@ def files_sweep() -> None:
 
 
 def _expire_files(now: dt.datetime) -> None:
-    """Ready files past their time; each is deleted as its owner would."""
+    """Ready files past their time, once nothing reads them; each is deleted as its owner would."""
     with all_tenants(reason="files of every tenant grow old"):
-        due = list(
-            File.objects.filter(status=File.Status.READY, expires_at__lte=now)[:MAX_PER_TURN]
-        )
+        rows = File.objects.filter(status=File.Status.READY, expires_at__lte=now)
+        due = list(rows.exclude(services.is_read())[:MAX_PER_TURN])
     for file in due:
         with tenant_scope(file.tenant_id):
             services.file_expire(file)
@@ -48,7 +47,8 @@ def _drop_unready(now: dt.datetime) -> None:
     """Files that never came, and those whose deletion was cut off."""
     abandoned = Q(status=File.Status.UPLOADING, alive_at__lte=now - services.SILENCE)
     with all_tenants(reason="files of every tenant are left half-done"):
-        rows = File.objects.filter(abandoned | Q(status=File.Status.DELETING))
+        deleted = Q(status=File.Status.DELETING) & ~services.is_read()
+        rows = File.objects.filter(abandoned | deleted)
         due = list(rows.order_by("created_at")[:MAX_PER_TURN])
     for file in due:
         with tenant_scope(file.tenant_id):

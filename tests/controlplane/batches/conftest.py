@@ -76,7 +76,7 @@ class Batches:
 
 @pytest.fixture(scope="module")
 def pool(live: LiveStack, request: pytest.FixtureRequest) -> LiveStack:
-    """A pool for each module, so that none meets another's batches: they are of all pools."""
+    """A pool for each module, so that none meets another's batches."""
     return live.with_pool(request.module.__name__.rpartition(".")[2].replace("_", "-"))
 
 

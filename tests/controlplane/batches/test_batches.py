@@ -13,6 +13,7 @@ from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
 
 from tests.controlplane.batches.conftest import ENDPOINT, Batches, chat_line
+from tests.controlplane.files.test_files import objects, sweep
 from tests.fakes import FAKE_NAME
 from tests.live import LiveStack, wait_for
 
@@ -364,6 +365,19 @@ def test_a_deleted_input_file_ends_its_batch(batches: Batches) -> None:
     done = batches.ended(batch)
     assert done.status == "failed"
     assert done.errors.data[0].code == "input_file_gone"
+
+
+def test_an_input_file_that_expires_is_kept_for_its_batch(batches: Batches) -> None:
+    batch = batches.create(slow_lines(200))
+    pk = batch.input_file_id.removeprefix("file-")
+    with batches.site.database() as database:
+        database.execute("update files_file set expires_at = now() where id = %s", (pk,))
+    sweep(batches.site)
+    assert any(pk in key for key in objects(batches.site, "acme"))
+    done = batches.ended(batch)
+    assert (done.status, done.request_counts.completed) == ("completed", 200)
+    sweep(batches.site)
+    assert not any(pk in key for key in objects(batches.site, "acme"))
 
 
 def test_a_limit_is_waited_for_and_a_budget_too(batches: Batches) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import uuid
+from typing import Any
 
 import pytest
 from django.utils import timezone
@@ -138,6 +139,28 @@ def test_tenants_take_turns_and_none_has_more_than_its_share(acme: Party, globex
     ]
     leases[0].release()
     assert claimed().batch_id == leases[0].batch_id
+
+
+def test_a_pool_takes_up_its_own_batches_and_what_is_nobodys(acme: Party, settings: Any) -> None:
+    settings.POOL = "east"
+    theirs = make(acme, MAX_TENANT_RUNNING + 1, pool="east")
+    for _ in range(MAX_TENANT_RUNNING):
+        claimed()
+    settings.POOL = "west"
+    assert claim() is None
+    ours, old = make(acme, pool="west") + make(
+        acme, pool=""
+    )  # and one from before pools were noted
+    leases = [claimed(), claimed()]
+    assert [lease.batch_id for lease in leases] == [ours.pk, old.pk]
+    for lease in leases:
+        lapse(lease)
+    settings.POOL = "east"
+    *running, waiting = theirs
+    with tenant_scope(acme.tenant.id):
+        Batch.objects.filter(pk__in=[batch.pk for batch in running]).update(status="completed")
+    assert claimed().batch_id == waiting.pk
+    assert claim() is None  # the old one was adopted
 
 
 @pytest.mark.parametrize("is_cancelled", [True, False])

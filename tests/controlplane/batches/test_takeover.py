@@ -7,10 +7,13 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import openai
 import pytest
 
+from controlplane.batches.runner import LOOK_S
 from tests.controlplane.batches.conftest import Batches, chat_line
 from tests.controlplane.batches.test_batch_crashes import lapse, nothing_is_left, records
+from tests.controlplane.files.test_files import objects, sweep
 from tests.live import LiveStack, Process, wait_for
 from worker.mailboxes import flights_key
 from worker.protocol import HEARTBEAT_TIMEOUT_S, done_key
@@ -90,6 +93,19 @@ def test_what_is_under_way_goes_on_without_a_runner(
     assert last.stop() == 0, last.log.read_text()
 
 
+def test_a_batch_is_answered_where_it_was_taken_in(
+    batches: Batches, pool: LiveStack, worker: Process
+) -> None:
+    """A runner of another pool, on the same database, has neither its workers nor its mailbox."""
+    other = pool.with_pool("takeover-elsewhere").start_batch_runner("taker-stranger")
+    batch = create(batches, 3, SHORT)
+    time.sleep(2 * LOOK_S)
+    assert batches.site.client().batches.retrieve(batch.id).status == "validating"
+    runner = pool.start_batch_runner("taker-own")
+    check(batches, pool, batch, 3)
+    assert (runner.stop(), other.stop()) == (0, 0)
+
+
 @pytest.mark.long
 def test_runners_that_are_killed_while_they_take_over(
     batches: Batches, pool: LiveStack, worker: Process
@@ -113,6 +129,8 @@ def test_runners_that_are_killed_while_they_take_over(
     [
         ("cancelled", False),
         ("expired", False),
+        ("deleted", False),
+        ("deleted", True),
         pytest.param("cancelled", True, marks=pytest.mark.long),
         pytest.param("expired", True, marks=pytest.mark.long),
     ],
@@ -120,7 +138,10 @@ def test_runners_that_are_killed_while_they_take_over(
 def test_a_batch_that_is_stopped_with_lines_under_way(
     batches: Batches, pool: LiveStack, worker: Process, how: str, has_runner: bool
 ) -> None:
-    """What was answered by then is in its output, what runs is cancelled, nothing runs twice."""
+    """What was answered by then is in its output, what runs is cancelled, nothing runs twice.
+
+    deleted  its input file: its bytes are there until every line is told of, and then no more
+    """
     num_tokens = (SHORT, LONG)
     batch = batches.create(
         [chat_line(f"line-{i}", max_tokens=num_tokens[i % 2], ignore_eos=True) for i in range(60)]
@@ -130,15 +151,25 @@ def test_a_batch_that_is_stopped_with_lines_under_way(
     if not has_runner:
         runner.kill()
     wait_for(lambda: len(records(pool)) >= num_left // 2, timeout_s=60, what="the short ones")
+    client = batches.site.client()
     if how == "cancelled":
-        assert batches.site.client().batches.cancel(batch.id).status == "cancelling"
+        assert client.batches.cancel(batch.id).status == "cancelling"
+    elif how == "deleted":
+        client.files.delete(batch.input_file_id)
+        with pytest.raises(openai.NotFoundError):
+            client.files.content(batch.input_file_id)
     else:
         batches.set(batch, "expires_at = now()")
     if not has_runner:
         lapse(batches, batch)
         runner = pool.start_batch_runner("taker-ending")
     done = batches.ended(batch)
-    assert done.status == how
+    assert done.status == ("failed" if how == "deleted" else how)
+    if how == "deleted":
+        assert [error.code for error in done.errors.data] == ["input_file_gone"]
+        sweep(batches.site)
+        pk = batch.input_file_id.removeprefix("file-")
+        assert not any(pk in key for key in objects(batches.site, "acme"))
     found = all_lines(batches, done)
     assert Counter(line["custom_id"] for line in found) == Counter(f"line-{i}" for i in range(60))
     answered = {line["response"]["request_id"] for line in batches.lines(done.output_file_id)}

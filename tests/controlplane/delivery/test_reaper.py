@@ -13,7 +13,7 @@ from django.utils import timezone
 
 from controlplane.delivery import services
 from controlplane.delivery.models import DeadLetter
-from controlplane.delivery.reaper import Reaper
+from controlplane.delivery.reaper import REAPER, Reaper
 from controlplane.delivery.services import (
     dead_letter_prompts_forget,
     dead_letter_requeue,
@@ -216,6 +216,30 @@ def test_only_the_culprit_is_given_up_and_its_adapter_not_served(ward: Ward) -> 
     assert verdict.reason == "quarantined"
     rig.accept("u", digest="good")
     assert bystander in [taken.job.request_id for taken in rig.pull("w2", 4)]
+
+
+@pytest.mark.parametrize("is_pulled", [True, False], ids=["pulled", "waiting"])
+def test_what_is_no_job_is_a_dead_letter_and_harms_no_other(ward: Ward, is_pulled: bool) -> None:
+    rig = ward.rig
+    junk, other = rig.accept(), rig.accept()
+    rig.client.hset(protocol.job_key(rig.pool, junk), "m", b"[" * 100_000)
+    if is_pulled:
+        keys = [rig.queue, protocol.inbox_key(rig.pool, "w"), "-"]
+        args = [rig.pool, "w", "boot", 4, protocol.INBOX_GROUP]
+        assert len(rig.client.eval(fair_queue.PULL, 3, *keys, *args)) == 2
+        ward.die()
+        ward.reap()
+        assert rig.state(other)[b"state"] == b"queued"
+    else:
+        ward.reap()
+        ward.forget_service()
+        ward.wait_out()
+        ward.reap()
+        assert [record.request_id for record in rig.done()] == [other]
+    ((_, letter),) = rig.client.xrange(protocol.dead_letter_key(rig.pool))
+    assert letter[b"m"] == b"[" * 100_000
+    worker = "w" if is_pulled else REAPER
+    assert rig.client.xlen(protocol.inbox_key(rig.pool, worker)) == 0
 
 
 def test_what_no_worker_will_ever_serve_ends(ward: Ward) -> None:

@@ -1,0 +1,156 @@
+"""What versions leave in the object store is removed, and nothing that anybody may still read."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.utils import timezone
+
+from controlplane import storage
+from controlplane.adapters import ingest, remains, services, tasks
+from controlplane.adapters.models import AdapterVersion, BaseModel
+from controlplane.scoping import tenant_scope
+from tests.controlplane.adapters import files
+from tests.controlplane.adapters.files import GOOD_CONFIG, GOOD_TENSORS, put
+from tests.controlplane.adapters.test_ingest import is_staging_empty, upload, validate
+from tests.controlplane.conftest import Party
+
+Status = AdapterVersion.Status
+
+OTHER_CONFIG = files.config_bytes(lora_alpha=3)
+
+
+@pytest.fixture(autouse=True)
+def _scope(acme: Party, base_model: BaseModel) -> Iterator[None]:
+    with tenant_scope(acme.tenant.id):
+        yield
+
+
+def age(version: AdapterVersion, **ago: float) -> None:
+    then = timezone.now() - dt.timedelta(**ago)
+    AdapterVersion.objects.filter(pk=version.pk).update(status_changed_at=then)
+
+
+def is_there(version: AdapterVersion, digest: str) -> bool:
+    kept = AdapterVersion(tenant_id=version.tenant_id, digest=digest)
+    return storage.object_size(kept.tensors_key) is not None
+
+
+def checked_by_one_that_dies(version: AdapterVersion) -> str:
+    """Checks the version and puts its bytes under their digest, and no more. -> the digest"""
+    AdapterVersion.objects.filter(pk=version.pk).update(status=Status.VALIDATING)
+    doomed = AdapterVersion.objects.select_related("adapter__base_model").get(pk=version.pk)
+    ingest._check_and_keep(doomed)
+    return doomed.digest
+
+
+@pytest.mark.parametrize("tensors", [GOOD_TENSORS, b"no tensors"], ids=["ready", "rejected"])
+def test_what_is_put_after_the_decision_is_removed_when_no_url_works(tensors: bytes) -> None:
+    version = upload(tensors=tensors)
+    urls = services.adapter_version_upload_urls(version=version)
+    validate(version)
+    assert is_staging_empty(version)
+    assert put(urls["adapter_config.json"], GOOD_CONFIG) == 200
+    age(version, hours=23)
+    tasks.adapter_versions_sweep()
+    assert not is_staging_empty(version)
+    age(version, hours=25)
+    tasks.adapter_versions_sweep()
+    assert is_staging_empty(version)
+    version.refresh_from_db()
+    assert version.is_cleared
+    assert version.status == Status.REJECTED or is_there(version, version.digest)
+
+
+def test_an_upload_under_way_is_left_alone() -> None:
+    stated = {"adapter_config.json": 2, "adapter_model.safetensors": 2}
+    version = services.adapter_version_create(name="invoices", files=stated)
+    storage.put_bytes(version.staged_config_key, b"{}")
+    age(version, hours=25)
+    assert remains.versions_clear() == 0
+    assert storage.object_size(version.staged_config_key) == 2
+
+
+def test_bytes_of_a_version_that_was_never_decided_are_removed() -> None:
+    version = upload()
+    digest = checked_by_one_that_dies(version)
+    assert is_there(version, digest)
+    version.refresh_from_db()
+    assert ingest.version_drop(version, "its check ends its process")
+    age(version, hours=25)
+    tasks.adapter_versions_sweep()
+    assert not is_there(version, digest)
+
+
+@pytest.mark.parametrize("is_ready", [True, False])
+def test_bytes_that_another_version_has_too_stay(is_ready: bool) -> None:
+    dropped, other = upload(), upload()
+    digest = checked_by_one_that_dies(dropped)
+    checked_by_one_that_dies(other)
+    if is_ready:
+        validate(other)
+    dropped.refresh_from_db()
+    assert ingest.version_drop(dropped, "its check ends its process")
+    age(dropped, hours=25)
+    assert remains.versions_clear() == 1
+    assert is_there(other, digest)
+    assert validate(other).status == Status.READY
+
+
+def test_who_comes_too_late_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was paused for days with checked bytes in hand, and the version was given up."""
+    version = upload()
+    put_there, digests = storage.upload, []
+
+    def upload_late(path: Path, key: str) -> None:
+        version.refresh_from_db()
+        digests.append(version.kept_digest)
+        assert ingest.version_drop(version, "its check took too long")
+        age(version, hours=25)
+        assert remains.versions_clear() == 1
+        put_there(path, key)
+
+    monkeypatch.setattr(storage, "upload", upload_late)
+    assert validate(version).status == Status.REJECTED
+    (digest,) = digests
+    assert digest and not is_there(version, digest)
+
+
+def test_a_file_replaced_between_two_checks_leaves_one_copy() -> None:
+    """The first, when it wakes, does not make a version ready whose bytes are gone."""
+    version = upload(config=OTHER_CONFIG)
+    AdapterVersion.objects.filter(pk=version.pk).update(status=Status.VALIDATING)
+    first = AdapterVersion.objects.select_related("adapter__base_model").get(pk=version.pk)
+    checked = ingest._check_and_keep(first)
+    replaced = files.config_bytes(lora_alpha=5)
+    assert len(replaced) == len(OTHER_CONFIG)
+    storage.put_bytes(version.staged_config_key, replaced)
+    second = checked_by_one_that_dies(version)
+    assert second != first.digest
+    assert not is_there(version, first.digest)
+    assert not ingest._accept(first, checked)
+    version.refresh_from_db()
+    assert version.status == Status.VALIDATING
+    validate(version)
+    assert (version.status, version.digest) == (Status.READY, second)
+    assert is_there(version, second)
+
+
+def test_a_turn_is_bounded_and_begins_with_what_was_left(
+    monkeypatch: pytest.MonkeyPatch, settings: Any
+) -> None:
+    versions = [validate(upload(tensors=b"no tensors")) for _ in range(3)]
+    for version in versions:
+        storage.put_bytes(version.staged_config_key, b"late")
+        age(version, hours=25)
+    monkeypatch.setattr(remains, "MAX_PER_TURN", 2)
+    there, settings.S3_ENDPOINT_URL = settings.S3_ENDPOINT_URL, "http://127.0.0.1:9"
+    with pytest.raises(storage.STORAGE_ERRORS):
+        remains.versions_clear()
+    settings.S3_ENDPOINT_URL = there
+    assert [remains.versions_clear() for _ in range(3)] == [2, 1, 0]
+    assert all(is_staging_empty(version) for version in versions)
