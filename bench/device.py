@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,15 +63,16 @@ def matmul_tflop_s(size: int = 8192) -> float:
 
 def provenance(device: str = "cuda") -> dict[str, Any]:
     """What a figure must carry: card, its measured ceilings, versions, commit."""
+    versions = {"torch": torch.__version__, "triton": triton.__version__, "commit": commit()}
     if device == "cpu":
-        return {"gpu": None, "torch": torch.__version__, "commit": commit()}
+        return {"gpu": None, **versions}
+    if not torch.cuda.is_available():
+        sys.exit("there is no GPU here; on a CPU: --device cpu --shape tiny, where they exist")
     return {
         "gpu": torch.cuda.get_device_name(),
         "copy_tb_s": round(copy_tb_s(), 3),
         "matmul_tflop_s": round(matmul_tflop_s(), 1),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "commit": commit(),
+        **versions,
     }
 
 

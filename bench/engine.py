@@ -273,16 +273,19 @@ class Bench:
         is_decode = case.kind == "decode"
         new = num_steps + 1 if is_decode else 1
         self.run(case.batch, case.prompt, new, digests)
-        activity = torch.profiler.ProfilerActivity.CUDA
+        kinds = torch.profiler.ProfilerActivity
+        activity, field = kinds.CUDA, "device_time_total"
+        if self._is_cpu:
+            activity, field = kinds.CPU, "self_cpu_time_total"
         with torch.profiler.profile(activities=[activity]) as profiler:
             self.run(case.batch, case.prompt, new, digests)
-        events = sorted(profiler.key_averages(), key=lambda e: -e.device_time_total)
-        total = sum(event.device_time_total for event in events)
+        times = [(getattr(event, field), event) for event in profiler.key_averages()]
+        times.sort(key=lambda pair: -pair[0])
+        total = sum(took for took, _ in times)
         print(f"{case}: {total / 1e3:.2f} ms on the device, a prefill and {new - 1} decodes")
-        for event in events[:18]:
-            each = event.device_time_total / max(event.count, 1)
-            share = event.device_time_total / total
-            print(f"{share:6.1%} {event.count:7d} x {each:9.2f} us  {event.key[:90]}")
+        for took, event in times[:18]:
+            each = took / max(event.count, 1)
+            print(f"{took / total:6.1%} {event.count:7d} x {each:9.2f} us  {event.key[:90]}")
 
     def close(self) -> None:
         self.engine.close()
@@ -406,14 +409,19 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--adapters", type=int, default=0)
     parser.add_argument("--rank", type=int, nargs="+", default=[16])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--arena-gb", type=float, default=34.0, help="0: as the engine chooses")
+    parser.add_argument(
+        "--arena-gb", type=float, help="0: as the engine chooses; that, or 34 on a GPU, if absent"
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
     parser.add_argument("--compare", choices=["peft"])
     parser.add_argument("--compare-steps", type=int, default=3)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--out", type=Path, help="write host and results as JSON")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.arena_gb is None:
+        arguments.arena_gb = 0.0 if arguments.device == "cpu" else 34.0
+    return arguments
 
 
 def main() -> None:
