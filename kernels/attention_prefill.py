@@ -55,15 +55,16 @@ def _prefill_kernel(
     kv_head = tl.program_id(2)
     start = tl.load(query_start_ptr + s).to(tl.int64)
     num_new = (tl.load(query_start_ptr + s + 1) - start).to(tl.int32)
+    context = tl.load(context_lens_ptr + s)
     # Later blocks see more context: they go first, so that the short ones fill the end.
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_Q
-    if (num_new < MIN_NEW) | (first >= num_new):
+    if (num_new < MIN_NEW) | (first >= num_new) | (context == 0):
         return
     m = tl.arange(0, BLOCK_Q * GROUP_PAD)
     d = tl.arange(0, BLOCK_D)
     token = first + m // GROUP_PAD
     group = m % GROUP_PAD
-    before = tl.load(context_lens_ptr + s) - num_new
+    before = context - num_new
     position = before + token
     heads = (start + token) * H + kv_head * GROUP + group
     q_mask = ((token < num_new) & (group < GROUP))[:, None] & (d < D)[None, :]
@@ -132,8 +133,8 @@ def attention_prefill_triton(
 ) -> torch.Tensor:
     """q [T, H, D] -> out [T, H, D] for the sequences with at least `min_new` new tokens.
 
-    max_new is at least the longest chunk; rows of shorter chunks than min_new are kept. Shapes as
-    in `paged_attention_ref`.
+    max_new is at least the longest chunk; rows of shorter chunks than min_new are kept, and those
+    of a sequence with context 0, however many. Shapes as in `paged_attention_ref`.
     """
     out = torch.empty_like(q) if out is None else out
     group_pad = next_power_of_2(q.shape[1] // layout.num_kv_heads)
