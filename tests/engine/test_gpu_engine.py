@@ -189,6 +189,36 @@ def test_prompts_in_chunks_beside_decodes(make_engine: MakeEngine, oracle: Oracl
         assert results[str(i)].token_ids == oracle.generate(prompt(i, length), 6, adapter)
 
 
+@pytest.mark.long
+def test_more_prompts_than_a_graph_has(
+    make_engine: MakeEngine, oracle: Oracle, adapters: dict[str, Path]
+) -> None:
+    """Each with an adapter of its own, on its way to pages that others have to leave; they are
+    launched one by one, before the tokens of the decodes beside them are read."""
+    few, many = 4, MAX_PROMPTS + 2
+    engine = make_gpu_engine(make_engine, max_running=few + many, max_step_tokens=3 * many)
+    kinds = ["ko-1", "layer-1", "qv-16"]
+    names = [f"{kinds[i % 3]}/{i}" for i in range(few + many)]
+    for name in names:
+        engine.register_adapter(name, adapters[name.split("/")[0]])
+    prompts = [prompt(i, 2 + i % 2) for i in range(few + many)]
+    requests = [
+        request(name, tokens, adapter=name, max_tokens=3)
+        for name, tokens in zip(names, prompts, strict=True)
+    ]
+    run(engine, *(request(name, [1], adapter=name, max_tokens=1) for name in names[few:]))
+    results: dict[str, Result] = {name: Result() for name in names}
+    for group in (requests[:few], requests[few:]):
+        for each in group:
+            engine.add(each)
+        for output in engine.step():
+            results[output.request_id].add(output)
+    for name, result in run(engine, check=True).items():
+        results[name].token_ids += result.token_ids
+    for name, tokens in zip(names, prompts, strict=True):
+        assert results[name].token_ids == oracle.generate(tokens, 3, name.split("/")[0]), name
+
+
 def test_a_smaller_graph_may_be_recorded_after_a_larger_step(make_engine: MakeEngine) -> None:
     """Recording runs the pass over buffers that a larger bucket has filled."""
     engine = make_gpu_engine(make_engine, max_step_tokens=64)
