@@ -22,6 +22,7 @@ from engine.sampler import Sampled
 from engine.tile_entries import Reach
 from tests.engine.conftest import MakeEngine, Oracle, Result, prompt, request, run
 from tests.engine.test_failures import scale_tensors
+from tests.kernels import bounds
 
 if torch.cuda.is_available():
     pytestmark = pytest.mark.gpu
@@ -196,7 +197,8 @@ def test_more_prompts_than_a_graph_has(
     """Each with an adapter of its own, on its way to pages that others have to leave; they are
     launched one by one, before the tokens of the decodes beside them are read."""
     few, many = 4, MAX_PROMPTS + 2
-    engine = make_gpu_engine(make_engine, max_running=few + many, max_step_tokens=3 * many)
+    room = few + (2 + 3) * many // 2 - 2  # of the last prompt's three tokens one
+    engine = make_gpu_engine(make_engine, max_running=few + many, max_step_tokens=room)
     kinds = ["ko-1", "layer-1", "qv-16"]
     names = [f"{kinds[i % 3]}/{i}" for i in range(few + many)]
     for name in names:
@@ -217,6 +219,22 @@ def test_more_prompts_than_a_graph_has(
         results[name].token_ids += result.token_ids
     for name, tokens in zip(names, prompts, strict=True):
         assert results[name].token_ids == oracle.generate(tokens, 3, name.split("/")[0]), name
+
+
+def test_a_prompt_after_a_crowd_of_decodes(
+    make_engine: MakeEngine, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The decodes are one block to the prefill kernel, which has nothing to compute of it."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        bounds.watch(monkeypatch)
+    engine = make_gpu_engine(make_engine, max_running=80)
+    for i in range(78):
+        engine.add(request(f"{i}", prompt(i % 3, 1), max_tokens=2))
+    engine.step()
+    results = run(engine, request("last", prompt(9, 7), max_tokens=1))
+    assert results["last"].token_ids == oracle.generate(prompt(9, 7), 1)
+    for i in range(78):
+        assert results[str(i)].token_ids[-1:] == oracle.generate(prompt(i % 3, 1), 2)[1:]
 
 
 def test_a_smaller_graph_may_be_recorded_after_a_larger_step(make_engine: MakeEngine) -> None:
