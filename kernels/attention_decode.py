@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.backend import jit, next_power_of_2, tl
+from kernels.backend import jit, next_power_of_2, num_launched, tl
 from kernels.kv_pages import PageLayout
 
 # A part shorter than this costs more to combine than it saves (measured on an H200).
@@ -121,9 +121,10 @@ def _decode_kernel(
     tl.store(arrived_ptr + unit, 0)  # as the next launch wants to find it
 
 
-def num_parts(num_sequences: int, num_kv_heads: int) -> int:
+def num_parts(num_sequences: int, num_kv_heads: int, device: torch.device) -> int:
     """How many programs may share a context: enough to fill a card at small batches."""
-    return min(32, next_power_of_2(max(1, 528 // max(num_sequences * num_kv_heads, 1))))
+    most = num_launched(528, device)
+    return min(32, next_power_of_2(max(1, most // max(num_sequences * num_kv_heads, 1))))
 
 
 class DecodeWorkspace:
@@ -135,7 +136,7 @@ class DecodeWorkspace:
     def __init__(
         self, num_sequences: int, num_heads: int, layout: PageLayout, device: torch.device
     ) -> None:
-        self.parts = num_parts(num_sequences, layout.num_kv_heads)
+        self.parts = num_parts(num_sequences, layout.num_kv_heads, device)
         group = max(16, next_power_of_2(num_heads // layout.num_kv_heads))
         rows = num_sequences * layout.num_kv_heads * self.parts * group
         self.partial = torch.empty(

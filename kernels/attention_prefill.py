@@ -58,7 +58,7 @@ def _prefill_kernel(
     context = tl.load(context_lens_ptr + s)
     # Later blocks see more context: they go first, so that the short ones fill the end.
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_Q
-    if (num_new < MIN_NEW) | (first >= num_new) | (context == 0):
+    if (num_new < MIN_NEW) | (first >= num_new) | (context < num_new):
         return
     m = tl.arange(0, BLOCK_Q * GROUP_PAD)
     d = tl.arange(0, BLOCK_D)

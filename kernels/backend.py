@@ -22,7 +22,18 @@ except ImportError:
     TensorDescriptor = None
 
 
-__all__ = ["TensorDescriptor", "ceil_div", "jit", "next_power_of_2", "tl", "triton", "use_triton"]
+__all__ = [
+    "TensorDescriptor",
+    "ceil_div",
+    "jit",
+    "next_power_of_2",
+    "num_launched",
+    "tl",
+    "triton",
+    "use_triton",
+]
+
+_MOST_INTERPRETED = 8
 
 
 class _MissingKernel:
@@ -53,6 +64,14 @@ def jit(*varying: str) -> Callable[[Callable[..., Any]], Any]:
 def use_triton(tensor: torch.Tensor) -> bool:
     """Whether an operation on `tensor` runs its Triton kernel."""
     return tensor.is_cuda
+
+
+def num_launched(most: int, device: torch.device) -> int:
+    """Programs that share the units of a launch's work, `most` at most.
+
+    Few in Triton's interpreter, which runs one after the other, the idle ones as well.
+    """
+    return most if device.type == "cuda" else min(most, _MOST_INTERPRETED)
 
 
 def next_power_of_2(value: int) -> int:

@@ -10,7 +10,7 @@ import itertools
 
 import torch
 
-from kernels.backend import ceil_div, jit, next_power_of_2, tl
+from kernels.backend import ceil_div, jit, next_power_of_2, num_launched, tl
 from kernels.lora_expand_decode import lora_expand_decode_triton, put
 from kernels.lora_plan import RANK_BLOCK, LoraPlan
 from kernels.lora_shrink import load_record
@@ -173,7 +173,8 @@ def lora_expand_triton(
     num_blocks = sum(ceil_div(width, block_n) for width in widths)
     p0, p1, p2 = (*map(int, projections), -1, -1)[:3]
     bounds = (*out_offsets, 0, 0)[:4]
-    _expand_kernel[(min(num_programs, plan.chunks.shape[0] * num_blocks),)](
+    programs = min(num_launched(num_programs, h.device), plan.chunks.shape[0] * num_blocks)
+    _expand_kernel[(programs,)](
         h_ptr=h,
         arena_ptr=arena,
         b_offset_ptr=table.b_offset,

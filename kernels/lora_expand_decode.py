@@ -12,7 +12,7 @@ import itertools
 
 import torch
 
-from kernels.backend import ceil_div, jit, tl
+from kernels.backend import ceil_div, jit, num_launched, tl
 from kernels.lora_plan import FEW_TOKENS, LoraPlan
 from kernels.lora_shrink import load_record
 from kernels.lora_table import LoraTable
@@ -313,7 +313,8 @@ def lora_expand_decode_triton(
     num_groups = sum(ceil_div(width, group_n) for width in widths)
     p0, p1, p2 = (*map(int, projections), -1, -1)[:3]
     bounds = (*out_offsets, 0, 0)[:4]
-    _expand_decode_kernel[(min(num_programs, plan.items.shape[0] * num_groups),)](
+    programs = min(num_launched(num_programs, h.device), plan.items.shape[0] * num_groups)
+    _expand_decode_kernel[(programs,)](
         h_ptr=h,
         arena_ptr=arena,
         b_offset_ptr=table.b_offset,

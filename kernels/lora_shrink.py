@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.backend import jit, next_power_of_2, tl
+from kernels.backend import jit, next_power_of_2, num_launched, tl
 from kernels.lora_plan import MANY_CHUNKS, RANK_BLOCK, LoraPlan
 from kernels.lora_table import LoraTable
 
@@ -332,7 +332,8 @@ def lora_shrink_triton(
     planes = torch.empty(splits, *h.shape, dtype=torch.float32, device=x.device)
     p0, p1, p2 = (*map(int, projections), -1, -1)[:3]
     parts = RANK_BLOCK // rows * len(projections) if row_k else 1
-    _shrink_kernel[(min(num_programs, plan.items.shape[0] * max(splits, parts)),)](
+    programs = min(num_launched(num_programs, x.device), plan.items.shape[0] * max(splits, parts))
+    _shrink_kernel[(programs,)](
         x_ptr=x,
         arena_ptr=arena,
         a_offset_ptr=table.a_offset,

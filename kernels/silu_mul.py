@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from kernels.backend import ceil_div, jit, next_power_of_2, tl, use_triton
+from kernels.backend import ceil_div, jit, next_power_of_2, num_launched, tl, use_triton
 from kernels.lora_expand import tile_rows
 from kernels.lora_plan import LoraPlan
 from kernels.lora_shrink import load_record
@@ -126,7 +126,9 @@ def lora_silu_mul_triton(
     num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(num_tokens, width, dtype=gate_up.dtype, device=gate_up.device)
     block = min(block_n, max(16, next_power_of_2(width)))
-    programs = min(num_programs, plan.chunks.shape[0] * ceil_div(width, block))
+    programs = min(
+        num_launched(num_programs, h.device), plan.chunks.shape[0] * ceil_div(width, block)
+    )
     _lora_silu_mul_kernel[(programs,)](
         gate_up_ptr=gate_up,
         out_ptr=out,
