@@ -331,9 +331,8 @@ def lora_shrink_triton(
     h = x.new_empty(plan.max_rows, len(projections) * RANK_BLOCK)
     planes = torch.empty(splits, *h.shape, dtype=torch.float32, device=x.device)
     p0, p1, p2 = (*map(int, projections), -1, -1)[:3]
-    parts = RANK_BLOCK // rows * len(projections) if row_k else 1
-    programs = min(num_launched(num_programs, x.device), plan.items.shape[0] * max(splits, parts))
-    _shrink_kernel[(programs,)](
+    units = len(plan.items) * max(splits, RANK_BLOCK // rows * len(projections) if row_k else 1)
+    _shrink_kernel[(min(num_launched(num_programs, x.device), units),)](
         x_ptr=x,
         arena_ptr=arena,
         a_offset_ptr=table.a_offset,
