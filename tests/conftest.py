@@ -27,17 +27,23 @@ STANDALONE = ("kernels", "engine", "deploy", "test_architecture.py")
 #: Folders whose tests watch and kill processes, or drive a browser. They, and every test of the
 #: live platform, have the machine to themselves; of the others `make test` runs two at a time.
 ALONE = ("browser", "conformance", "demo", "e2e", "worker")
-#: Files among those whose tests ask what comes, and never how soon: they may run beside others.
+#: Files of such tests that ask what comes, and never how soon: they may run beside others.
 BESIDE = (
     "browser/test_console.py",
     "browser/test_pages.py",
+    "browser/test_requests.py",
     "browser/test_sign_in.py",
     "conformance/test_docs.py",
+    "conformance/test_leaving.py",
     "conformance/test_openai_chat.py",
     "conformance/test_openai_hostile.py",
     "conformance/test_openai_more.py",
     "conformance/test_openai_tools.py",
     "conformance/test_other_clients.py",
+    "controlplane/files/test_uploads.py",
+    "controlplane/lorax/test_client.py",
+    "controlplane/requestlog/test_kept_words.py",
+    "controlplane/responses/test_client.py",
     "e2e/test_bad_input.py",
     "e2e/test_nightly.py",
     "worker/test_grammars.py",
