@@ -402,7 +402,8 @@ class Scheduler:
 
     def _is_free_at_last(self, num_pages: int, sequence: Sequence) -> bool:
         """The same for the only one that can run: nobody else's adapters stay."""
-        self._adapters.evict_idle(num_pages, keep=sequence.digests)
+        if not self._adapters.is_copying:  # else parts of a blend would go before the last comes
+            self._adapters.evict_idle(num_pages, keep=sequence.digests)
         return self._pool.can_take(num_pages)
 
     def _has_too_many_adapters(self, sequence: Sequence) -> bool:
@@ -445,6 +446,5 @@ def _has_failed(step: Step, sequence: Sequence) -> bool:
 
 def _too_small(pool: PagePool, num_pages: int) -> OutOfPages:
     return OutOfPages(
-        f"the request alone needs {num_pages} pages more than there are; the arena has "
-        f"{pool.num_pages}"
+        f"the request alone needs {num_pages} pages more than there are of {pool.num_pages}"
     )
