@@ -21,7 +21,7 @@ from engine.request import (
     TokenLogprob,
 )
 from worker.channel import Stats
-from worker.config import WorkerConfig
+from worker.config import S3Config, WorkerConfig
 
 FAKE_NAME = "fake-base"
 FAKE_REVISION = "f" * 64
@@ -63,6 +63,22 @@ def write_fake_base(folder: Path) -> Path:
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))
     return folder
+
+
+def fake_config(folder: Path, *, worker_id: str, pool: str, redis_url: str) -> WorkerConfig:
+    """A worker of fake models that has no object store, in a folder of its own."""
+    return WorkerConfig(
+        worker_id=worker_id,
+        pool=pool,
+        redis_url=redis_url,
+        s3=S3Config(endpoint_url="", access_key_id="", secret_access_key="", bucket=""),
+        model_dir=write_fake_base(folder / "base"),
+        base_model=FAKE_NAME,
+        base_revision=FAKE_REVISION,
+        adapter_dir=folder / "adapters",
+        adapter_cache_bytes=1,
+        device="cpu",
+    )
 
 
 @dataclasses.dataclass

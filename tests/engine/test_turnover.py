@@ -1,7 +1,7 @@
 """Crowds with an adapter each, of which the arena holds few: what moves while steps run ahead.
 
 On a card thousands of steps in a minute, also under compute-sanitizer; elsewhere over the CPU's
-decoder, since Triton's interpreter would take an hour.
+decoder, since Triton's interpreter would take too long.
 """
 
 from __future__ import annotations

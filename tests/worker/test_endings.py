@@ -19,7 +19,7 @@ import pytest
 
 from demo.stack import EmbeddedStack
 from engine.request import RequestOutput
-from tests.fakes import FAKE_NAME, FAKE_REVISION, FakeEngine, fake_engine, write_fake_base
+from tests.fakes import FAKE_NAME, FakeEngine, fake_config, fake_engine
 from tests.live import wait_for
 from tests.messages import make_job
 from tests.worker.scenes import (  # noqa: F401
@@ -35,7 +35,7 @@ from tests.worker.test_streams import WORKER, Pool, make_news, take
 from tests.worker.test_streams import pool as queue  # noqa: F401
 from worker import protocol, service
 from worker.channel import Add, Output, StepReport
-from worker.config import S3Config, WorkerConfig
+from worker.config import WorkerConfig
 from worker.engine_link import EngineLink
 from worker.protocol import ErrorCode
 from worker.requests import Requests
@@ -46,18 +46,7 @@ from worker.tasks import Tasks
 
 @pytest.fixture
 def config(queue: Pool, tmp_path: Path) -> WorkerConfig:
-    return WorkerConfig(
-        worker_id=WORKER,
-        pool=queue.name,
-        redis_url=queue.url,
-        s3=S3Config(endpoint_url="", access_key_id="", secret_access_key="", bucket=""),
-        model_dir=write_fake_base(tmp_path / "base"),
-        base_model=FAKE_NAME,
-        base_revision=FAKE_REVISION,
-        adapter_dir=tmp_path / "adapters",
-        adapter_cache_bytes=1,
-        device="cpu",
-    )
+    return fake_config(tmp_path, worker_id=WORKER, pool=queue.name, redis_url=queue.url)
 
 
 async def test_tasks_end_though_some_cancellations_get_lost(stack: EmbeddedStack) -> None:

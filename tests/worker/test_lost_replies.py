@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from demo.ports import HOST, choose_ports
-from tests.fakes import FAKE_NAME, FAKE_REVISION, write_fake_base
+from tests.fakes import FAKE_NAME, fake_config
 from tests.live import wait_for
 from tests.messages import make_job
 from tests.worker.scenes import (  # noqa: F401
@@ -31,7 +31,7 @@ from tests.worker.scenes import (  # noqa: F401
 )
 from tests.worker.test_histories import FaultProxy
 from worker import fair_queue, protocol
-from worker.config import S3Config, WorkerConfig
+from worker.config import WorkerConfig
 from worker.requests import LOOKAHEAD, Requests
 from worker.streams import Dispatch, Streams
 from worker.tasks import Tasks
@@ -39,18 +39,7 @@ from worker.tasks import Tasks
 
 @pytest.fixture
 def config(tmp_path: Path) -> WorkerConfig:
-    return WorkerConfig(
-        worker_id="w",
-        pool="p",
-        redis_url="redis://localhost:1",
-        s3=S3Config(endpoint_url="", access_key_id="", secret_access_key="", bucket=""),
-        model_dir=write_fake_base(tmp_path / "base"),
-        base_model=FAKE_NAME,
-        base_revision=FAKE_REVISION,
-        adapter_dir=tmp_path / "adapters",
-        adapter_cache_bytes=1,
-        device="cpu",
-    )
+    return fake_config(tmp_path, worker_id="w", pool="p", redis_url="redis://localhost:1")
 
 
 async def test_a_cancellation_may_come_before_what_it_cancels(config: WorkerConfig) -> None:
