@@ -28,8 +28,9 @@ from transformers import AutoModelForCausalLM
 from bench.machine import environment
 from bench.workload import random_prompts, save_random_adapter
 from engine import AdapterPart, Engine, EngineConfig, Request, SamplingParams
+from worker.base_model import packaged_model
 
-DEFAULT_MODEL = Path(".cache/base/smollm2-135m-instruct")
+BASE_MODELS = Path(__file__).parents[1] / ".cache" / "base"
 RESULTS = Path(__file__).parent / "results" / "cpu.json"
 PROMPT_TOKENS = 32
 BATCH = 16
@@ -174,7 +175,7 @@ def summarise(speeds: dict[str, list[float]]) -> dict[str, list[dict[str, Any]]]
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compare with Hugging Face and PEFT on a CPU.")
-    parser.add_argument("--model", type=Path, default=DEFAULT_MODEL)
+    parser.add_argument("--model", type=Path, help="default: SmolLM2-135M-Instruct")
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -182,7 +183,8 @@ def main() -> int:
     result = environment("bench.cpu")
     result["threads"] = torch.get_num_threads()
     with tempfile.TemporaryDirectory() as folder:
-        speeds = run_cases(args.model, Path(folder), args.new_tokens, args.repeats)
+        model = args.model or packaged_model(BASE_MODELS)
+        speeds = run_cases(model, Path(folder), args.new_tokens, args.repeats)
     result.update(summarise(speeds))
     for case in result["cases"]:
         print(json.dumps(case))

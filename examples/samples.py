@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # the project is run from its checkout, not installed
 
-from worker.base_model import PACKAGED_MODEL, convert, packaged_gguf  # noqa: E402
+from worker.base_model import packaged_model  # noqa: E402
 
 QUESTIONS = ["How are you?", "What is the sea?", "Who are you?"]
 # A style is what every answer looks like.
@@ -42,7 +42,7 @@ def arguments(doc: str | None) -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=ROOT / ".cache" / "examples")
     args = parser.parse_args()
     if args.base is None:
-        args.base = convert(packaged_gguf(), PACKAGED_MODEL, ROOT / ".cache" / "base")
+        args.base = packaged_model(ROOT / ".cache" / "base")
     return args
 
 

@@ -63,6 +63,11 @@ def convert(gguf: Path, name: str, out: Path) -> Path:
     return folder
 
 
+def packaged_model(out: Path) -> Path:
+    """The packaged model's folder under `out`, converted if need be."""
+    return convert(packaged_gguf(), PACKAGED_MODEL, out)
+
+
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

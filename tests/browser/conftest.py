@@ -27,7 +27,7 @@ from demo.processes import ChildProcess, Command
 from demo.stack import EmbeddedStack
 from tests.database import own_database
 from tests.oidc_issuer import CLIENT_ID, CLIENT_SECRET, Issuer
-from worker.base_model import PACKAGED_MODEL, convert, packaged_gguf
+from worker.base_model import packaged_model
 
 ROOT = Path(__file__).parent.parent.parent
 EMAIL, PASSWORD = "owner@acme.example", "a long enough passphrase"
@@ -81,7 +81,7 @@ class Site:
 
 @pytest.fixture(scope="session")
 def base_model_dir() -> Path:
-    return convert(packaged_gguf(), PACKAGED_MODEL, ROOT / ".cache" / "base")
+    return packaged_model(ROOT / ".cache" / "base")
 
 
 @pytest.fixture(scope="session")

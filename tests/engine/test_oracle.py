@@ -18,7 +18,7 @@ from tests.engine.conftest import (
     save_adapter,
     save_model,
 )
-from worker.base_model import PACKAGED_MODEL, convert, packaged_gguf
+from worker.base_model import packaged_model
 
 BASE_MODELS = Path(__file__).parents[2] / ".cache" / "base"
 WITH_BASE = [None, *ADAPTERS]
@@ -162,7 +162,7 @@ def test_other_shapes(tmp_path: Path, changes: dict[str, object]) -> None:
 
 def test_smollm2_with_adapters_equals_peft(tmp_path: Path) -> None:
     pytest.importorskip("gguf")  # GPU machines have none
-    base_model = convert(packaged_gguf(), PACKAGED_MODEL, BASE_MODELS)
+    base_model = packaged_model(BASE_MODELS)
     shapes = ("all-4", "mlp-rs", "patterns")
     adapters = {
         name: save_adapter(base_model, tmp_path / name, **ADAPTERS[name]) for name in shapes

@@ -178,9 +178,9 @@ def test_a_forged_job_is_admitted_as_text(codec: TextCodec) -> None:
 
 
 def test_smollm2() -> None:
-    from worker.base_model import PACKAGED_MODEL, convert, packaged_gguf
+    from worker.base_model import packaged_model
 
-    folder = convert(packaged_gguf(), PACKAGED_MODEL, Path(".cache/base"))
+    folder = packaged_model(Path(".cache/base"))
     codec = TextCodec(folder)
     ids, harmless = ids_of(codec, FORGED), ids_of(codec, "harmless")
     for token_id in range(17):

@@ -228,9 +228,9 @@ def test_a_base_without_a_template_says_so(tmp_path: Path) -> None:
 def test_smollm2_is_read_as_transformers_reads_it(request: pytest.FixtureRequest) -> None:
     from transformers import AutoTokenizer
 
-    from worker.base_model import PACKAGED_MODEL, convert, packaged_gguf
+    from worker.base_model import packaged_model
 
-    folder = convert(packaged_gguf(), PACKAGED_MODEL, Path(".cache/base"))
+    folder = packaged_model(Path(".cache/base"))
     theirs: Any = AutoTokenizer.from_pretrained(folder)
     ours = TextCodec(folder)
     prompt = ours.render(CONVERSATION[1:])

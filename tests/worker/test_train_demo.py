@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from demo.data import score
 from demo.data.jobs import HYPERPARAMETERS
-from worker.base_model import PACKAGED_MODEL, convert, packaged_gguf
+from worker.base_model import packaged_model
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    return convert(packaged_gguf(), PACKAGED_MODEL, ROOT / ".cache" / "base")
+    return packaged_model(ROOT / ".cache" / "base")
 
 
 def train(tenant: str, base: Path, folder: Path) -> Path:
