@@ -36,6 +36,8 @@ _T = TypeVar("_T")
 AWAY = (RedisError, OSError, RuntimeError)
 
 BLOCK_MS = 2000
+#: Entries of a stream that are read at a time: a gateway that stood still has others to serve, too.
+READ_ENTRIES = 200
 RETRY_S = 0.2
 #: A gateway that said nothing for so long is forgotten.
 FORGET_S = 60
@@ -324,7 +326,7 @@ class Post:
             streams = {box.out: box.last_id for box in self._mailboxes.values()}
             streams[self._out] = self._last_id
             try:
-                found = await self._redis.xread(streams, block=BLOCK_MS)
+                found = await self._redis.xread(streams, count=READ_ENTRIES, block=BLOCK_MS)
             except AWAY as error:
                 log.warning("waiting for Redis: %r", error)
                 await asyncio.sleep(RETRY_S)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator
+from itertools import pairwise
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -12,12 +13,14 @@ import pytest
 
 from controlplane import jobs
 from controlplane.jobs import Dispatcher
+from controlplane.mailboxes import READ_ENTRIES
 from controlplane.workers import is_served
 from demo.ports import HOST, choose_ports
 from demo.stack import EmbeddedStack
 from tests.queue_rig import BASE, QueueRig
 from tests.worker.test_histories import FaultProxy
 from worker import protocol
+from worker.protocol import TokenEvent
 
 
 @pytest.fixture
@@ -104,6 +107,29 @@ async def test_a_batchs_request_is_there_when_its_day_is_over(
     reply, _ = await dispatcher.submit(job)
     assert rig.client.ttl(protocol.job_key(rig.pool, job.request_id)) > day_s + 3600
     dispatcher.leave(reply)
+
+
+async def test_a_backlog_is_read_beside_everything_else(
+    rig: QueueRig, dispatcher: Dispatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gateway that stood still finds a long stream: it reads it in order, and goes on serving."""
+    num_entries, out = 10 * READ_ENTRIES, protocol.out_key(dispatcher.gateway_id)
+    seen: list[int] = []
+    turns: list[int] = []  # of the event loop: how many events there were by then
+    monkeypatch.setattr(dispatcher._post, "_deliver", lambda event: seen.append(event.seq))
+    await asyncio.sleep(0)
+    with rig.client.pipeline(transaction=True) as backlog:
+        for seq in range(num_entries):
+            event = TokenEvent(request_id="0" * 32, lease=1, seq=seq, text="a")
+            backlog.xadd(out, {protocol.PAYLOAD_FIELD: b"[" + event.encode() + b"]"})
+        backlog.execute()
+    async with asyncio.timeout(10):
+        while len(seen) < num_entries:
+            turns.append(len(seen))
+            await asyncio.sleep(0)
+    assert seen == list(range(num_entries))
+    steps = [after - before for before, after in pairwise([*turns, num_entries])]
+    assert max(steps) <= READ_ENTRIES
 
 
 async def test_who_leaves_while_redis_is_away_is_not_forgotten(
