@@ -10,12 +10,14 @@ import logging
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from engine.adapter_files import AdapterReader
 from engine.adapter_record import Adapter, AdapterState
 from engine.errors import AdapterUnavailable
-from engine.eviction import Holding, ReloadCosts, eviction_order
+from engine.eviction import Holding, ReloadCosts
+from engine.eviction_index import EvictionIndex
 from engine.host_memory import HostMemory, HostPages
 from engine.loader_threads import start_thread
 from engine.memory import PagePool
@@ -67,8 +69,10 @@ class AdapterLoader:
         clock: Callable[[], float],
     ) -> None:
         self._reader, self._host, self._pool = reader, host, pool
-        self._costs, self._limits, self._clock = costs, limits, clock
+        self._limits, self._clock = limits, clock
         self._in_host: dict[str, Adapter] = {}  # whose image is whole
+        # Of these, those of the slab that are not on their way to the arena.
+        self._loose = EvictionIndex(partial(image_of, costs))
         self._loading: set[Adapter] = set()
         self._failed: dict[str, Adapter] = {}  # that may not be tried again yet
         self._hung: list[_Hung] = []
@@ -177,6 +181,7 @@ class AdapterLoader:
             adapter.state = AdapterState.HOST
             adapter.last_use = self._pool.time
             self._in_host[adapter.digest] = adapter
+            self.let_go(adapter)
 
     def _abandon(self, adapter: Adapter) -> None:
         """Stop waiting for a thread. Its host pages are the thread's until it ends."""
@@ -216,9 +221,21 @@ class AdapterLoader:
 
     # Host memory
 
+    def hold(self, adapter: Adapter) -> None:
+        """The adapter's image is on its way to the arena: it stays until `let_go`."""
+        if adapter in self._loose:
+            self._loose.remove(adapter)
+
+    def let_go(self, adapter: Adapter) -> None:
+        """The image may go, as soon as others need its room."""
+        assert adapter.host is not None
+        if not adapter.host.is_own:
+            self._loose.add(adapter)
+
     def drop(self, adapter: Adapter) -> None:
         """Give up an adapter's room in host memory, if it has any."""
         if adapter.host is not None:
+            self.hold(adapter)
             self._host.release(adapter.host)
             self._in_host.pop(adapter.digest, None)
             adapter.host = None
@@ -232,25 +249,26 @@ class AdapterLoader:
         """
         if self._host.can_take(num_pages):
             return True
-        holdings = []
-        for adapter in self._in_host.values():
-            assert adapter.host is not None
-            is_copy = adapter.state is AdapterState.RESIDENT
-            if adapter.host.is_own or adapter.arrival is not None:
-                continue
-            if adapter.digest in keep and not is_copy:
-                continue
-            reload_s = 0.0 if is_copy else self._costs.adapter(adapter.num_pages, is_in_host=False)
-            holdings.append(Holding(adapter, adapter.num_pages, reload_s, adapter.last_use))
-        if self._host.num_free + sum(holding.num_pages for holding in holdings) < num_pages:
+        in_host = (self._in_host[digest] for digest in keep if digest in self._in_host)
+        kept = {a for a in in_host if a in self._loose and a.state is AdapterState.HOST}
+        num_loose = self._loose.num_pages - sum(adapter.num_pages for adapter in kept)
+        if self._host.num_free + num_loose < num_pages:
             return False
-        for holding in eviction_order(holdings, self._pool.time):
-            self.drop(holding.owner)
-            if holding.owner.state is AdapterState.HOST:
-                holding.owner.state = AdapterState.DISK
-                holding.owner.lacks_room = False
-            if self._host.can_take(num_pages):
-                break
+        passed_over = []
+        while not self._host.can_take(num_pages):
+            first = self._loose.first(self._pool.time)
+            assert first is not None, "less came free than was counted"
+            adapter = first.owner
+            if adapter in kept:
+                self._loose.remove(adapter)
+                passed_over.append(adapter)
+                continue
+            self.drop(adapter)
+            if adapter.state is AdapterState.HOST:
+                adapter.state = AdapterState.DISK
+                adapter.lacks_room = False
+        for adapter in passed_over:
+            self._loose.add(adapter)
         return True
 
     def check_integrity(self, adapters: Iterable[Adapter]) -> None:
@@ -261,7 +279,18 @@ class AdapterLoader:
             assert (adapter.state is AdapterState.LOADING) == (adapter in self._loading)
             is_whole = adapter.host is not None and adapter.state is not AdapterState.LOADING
             assert is_whole == (adapter.digest in self._in_host)
+            is_loose = is_whole and adapter.arrival is None
             if adapter.host is not None:
                 rooms.append(adapter.host)
+                is_loose = is_loose and not adapter.host.is_own
+            assert is_loose == (adapter in self._loose)
             assert self._ahead.get(adapter.digest, adapter) is adapter
         self._host.check_integrity(rooms)
+        self._loose.check_integrity()
+
+
+def image_of(costs: ReloadCosts, adapter: Adapter) -> Holding[Adapter]:
+    """What an adapter's image holds; that of one in the arena is not missed."""
+    is_copy = adapter.state is AdapterState.RESIDENT
+    reload_s = 0.0 if is_copy else costs.adapter(adapter.num_pages, is_in_host=False)
+    return Holding(adapter, adapter.num_pages, reload_s, adapter.last_use)

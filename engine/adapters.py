@@ -222,10 +222,15 @@ class AdapterStore:
     def makes_room(self, digest: str, keep: Collection[str]) -> bool:
         """Whether there is room for an adapter, once what is idle and not in `keep` has gone."""
         adapter = self._adapters[digest]
-        num_needed = self._pages.num_needed(adapter.num_pages, adapter.tail_slots)
-        self.evict_idle(num_needed, keep, PageUse.ADAPTER)
-        # Less, if somebody's tail has gone.
-        num_needed = self._pages.num_needed(adapter.num_pages, adapter.tail_slots)
+
+        def count() -> int:
+            return self._pages.num_needed(adapter.num_pages, adapter.tail_slots)
+
+        before, num_needed = 0, count()
+        while before < num_needed and not self._pool.can_take(num_needed, PageUse.ADAPTER):
+            self.evict_idle(num_needed, keep, PageUse.ADAPTER)
+            # Less now, if others' tails have left a shared page; more, if it went with them.
+            before, num_needed = num_needed, count()
         return self._pool.can_take(num_needed, PageUse.ADAPTER)
 
     def _is_idle(self, adapter: Adapter) -> bool:
@@ -306,6 +311,7 @@ class AdapterStore:
         place = adapter.place = self._pages.take(adapter.num_pages, adapter.tail_slots)
         adapter.tiles = adapter.host.tiles.at(place.pages, self._page_elems, place.tail)
         adapter.state = AdapterState.COPYING
+        self._loader.hold(adapter)
         adapter.arrival = self._copier.start(adapter.host, place)
         self._arriving[adapter.digest] = adapter
         self._look_at_arrival(adapter)
@@ -329,6 +335,8 @@ class AdapterStore:
             assert adapter.host is not None
             if adapter.host.is_own:
                 self._loader.drop(adapter)
+            else:
+                self._loader.let_go(adapter)
             if self._is_idle(adapter):
                 self._idle.add(adapter)
             self._tidy_up(adapter)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from engine.arena import CPU_ARENA_BYTES, arena_pages
 from engine.config import ModelConfig
 from engine.gpu_runner import GpuRunner
 from engine.weights import load_weights
+from tests.engine.conftest import prompt, request, run
 
 GIB = 1 << 30
 
@@ -87,6 +90,34 @@ def test_the_rehearsal_writes_nothing(tiny_model: Path) -> None:
     )
     assert runner.rehearse() > 0
     assert page.isnan().all()
+
+
+@pytest.mark.parametrize("use_triton", [False, True])
+def test_it_goes_with_the_engine(
+    tiny_model: Path, adapters: dict[str, Path], use_triton: bool
+) -> None:
+    """At once: who makes the next engine cannot wait until Python looks for circles."""
+    engine = Engine(
+        EngineConfig(
+            model_dir=tiny_model,
+            arena_bytes=4 << 20,
+            dtype="float32",
+            use_triton=use_triton,
+            max_step_tokens=64,
+        )
+    )
+    engine.register_adapter("all-4", adapters["all-4"])
+    engine.add(request("a", prompt(8, 1), adapter="all-4", max_tokens=2))
+    run(engine)
+    engine.close()
+    arena = weakref.ref(engine._runner.arena)
+    gc.collect()
+    gc.disable()
+    try:
+        del engine
+        assert arena() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.gpu

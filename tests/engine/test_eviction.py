@@ -7,16 +7,21 @@ import pytest
 pytest.importorskip("hypothesis")  # GPU machines have none
 
 import random
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.adapter_loader import AdapterLoader, LoadLimits, image_of
 from engine.adapter_pages import AdapterPages
-from engine.adapter_record import Adapter
+from engine.adapter_record import Adapter, AdapterState
 from engine.eviction import Holding, ReloadCosts, eviction_order, worth
-from engine.idle_adapters import IdleAdapters
+from engine.eviction_index import EvictionIndex
+from engine.host_memory import HostMemory
+from engine.idle_adapters import IdleAdapters, holding_of
 from engine.memory import PagePool
 
 
@@ -97,7 +102,7 @@ def test_idle_adapters_go_in_that_order_without_a_look_at_all(seed: int) -> None
         for adapter in known:
             if chance.random() < 0.05:
                 adapter.host = None
-        holdings = [idle._holding(adapter) for adapter in known]
+        holdings = [holding_of(costs, adapter) for adapter in known]
         first = idle.first(now)
         assert first is not None
         wanted = eviction_order(holdings, now)[0]
@@ -117,3 +122,111 @@ def test_idle_adapters_go_in_that_order_without_a_look_at_all(seed: int) -> None
         idle.check_integrity(known)
         places = [adapter.place for adapter in known]
         pages.check_integrity(places, places)
+
+
+def test_of_ten_thousand_few_are_looked_at() -> None:
+    seen: list[int] = []
+
+    def look(owner: int) -> Holding[int]:
+        seen.append(owner)
+        return Holding(owner, 1 + owner % 3, 1.0, last_use=owner)
+
+    index = EvictionIndex(look)
+    for owner in random.Random(0).sample(range(10_000), 10_000):
+        index.add(owner)
+    for going in eviction_order(list(map(look, range(10_000))), 10_000)[:100]:
+        seen.clear()
+        assert index.first(10_000) == going
+        assert len(seen) <= 2 * 3  # kinds
+        index.remove(going.owner)
+
+
+class Images:
+    """Adapters in a small host memory that come and go, are copied, used and evicted."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance, self.pool = random.Random(seed), PagePool(8)
+        self.costs = ReloadCosts(host=0.01, disk=0.02, prefix=1.0)
+        self.host = HostMemory(torch.zeros(1, 1), 40 * 4)
+        limits = LoadLimits(num_threads=1)
+        reader: Any = None
+        self.loader = AdapterLoader(
+            reader=reader,
+            host=self.host,
+            pool=self.pool,
+            costs=self.costs,
+            limits=limits,
+            clock=lambda: 0.0,
+        )
+        self.all: list[Adapter] = []
+
+    @property
+    def there(self) -> list[Adapter]:
+        return [adapter for adapter in self.all if adapter.host is not None]
+
+    def load(self, num_pages: int) -> None:
+        """Room has been made; the image has been read."""
+        adapter = Adapter(digest=str(len(self.all)), path=Path(), num_pages=num_pages)
+        adapter.host = self.host.take(num_pages)
+        adapter.loading, adapter.state = Future(), AdapterState.LOADING
+        adapter.loading.set_result(None)
+        self.loader._finish(adapter)
+        self.all.append(adapter)
+
+    def move(self, adapter: Adapter) -> None:
+        """One thing that may happen to an image."""
+        if adapter.state is AdapterState.HOST and self.chance.random() < 0.5:
+            adapter.state, adapter.arrival = AdapterState.COPYING, cast(Any, object())
+            self.loader.hold(adapter)
+        elif adapter.state is AdapterState.COPYING:
+            adapter.state, adapter.arrival = AdapterState.RESIDENT, None
+            adapter.last_use = self.pool.time
+            self.loader.let_go(adapter)
+        elif adapter.state is AdapterState.RESIDENT and self.chance.random() < 0.5:
+            adapter.state = AdapterState.HOST
+        elif adapter.arrival is None and self.chance.random() < 0.2:
+            self.loader.drop(adapter)
+            adapter.state = AdapterState.DISK
+        else:
+            adapter.last_use = self.pool.time
+
+    def going(self, num_pages: int, keep: set[str]) -> list[Adapter] | None:
+        """Who has to go, by a look at all; None when that is not enough."""
+        loose = [
+            image_of(self.costs, adapter)
+            for adapter in self.there
+            if adapter.arrival is None
+            and (adapter.digest not in keep or adapter.state is AdapterState.RESIDENT)
+        ]
+        gone, num_free = [], self.host.num_free
+        for holding in eviction_order(loose, self.pool.time):
+            if num_free >= num_pages:
+                break
+            gone.append(holding.owner)
+            num_free += holding.num_pages
+        return gone if num_free >= num_pages else None
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_images_go_in_that_order_without_a_look_at_all(seed: int) -> None:
+    images = Images(seed)
+    chance, num_refused = images.chance, 0
+    for _ in range(400):
+        images.pool.time += chance.choice([1, 1, 20])
+        if there := images.there:
+            images.move(chance.choice(there))
+        images.pool.time += 1  # no two are as old
+        num_pages = chance.choice([1, 2, 3, 9, 30])
+        keep = {adapter.digest for adapter in images.there if chance.random() < 0.3}
+        wanted = images.going(num_pages, keep)
+        before = images.there
+        assert images.loader._make_room(num_pages, keep) == (wanted is not None)
+        gone = [adapter for adapter in before if adapter.host is None]
+        assert set(gone) == set(wanted or [])
+        assert all(a.state in (AdapterState.DISK, AdapterState.RESIDENT) for a in gone)
+        images.loader._loose.check_integrity()
+        if wanted is None:
+            num_refused += 1
+        else:
+            images.load(num_pages)
+    assert num_refused and len(images.all) > 100

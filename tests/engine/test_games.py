@@ -26,6 +26,7 @@ FOUND = {
     202: "a request waited for ever for a disk that did not answer",
     219: "the same, of another model",
     232: "memory outside of the host's slab was counted as room in it",
+    1023089590: "room was made for an adapter but for its tail, whose shared page went meanwhile",
     3578828988: "who ran while a blend's last part was copied took the others' pages, for ever",
 }
 NUM_GAMES = 400
