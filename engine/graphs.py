@@ -9,8 +9,11 @@ the host uploads nothing but a page now and then, and waits for nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+import threading
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,10 +32,30 @@ BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 GRAPH_BYTES = 4 << 20
 
 
+_uncollected_lock = threading.Lock()
+
+
 @dataclass(slots=True, kw_only=True)
 class _Graph:
     graph: torch.cuda.CUDAGraph
     logits: torch.Tensor
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Keep Python's collector from running inside, which one thread at a time may be.
+
+    It runs on whatever thread allocates. On one that records, the graph of a former engine that it
+    finds in a circle of references would end the recording: CUDA destroys none meanwhile.
+    """
+    with _uncollected_lock:
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if was_enabled:
+                gc.enable()
 
 
 def record(
@@ -54,7 +77,8 @@ def record(
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+    recording = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
+    with uncollected(), recording:
         out = run()
     return graph, out
 

@@ -92,15 +92,21 @@ def test_the_rehearsal_writes_nothing(tiny_model: Path) -> None:
     assert page.isnan().all()
 
 
-@pytest.mark.parametrize("use_triton", [False, True])
+ON_A_CARD = pytest.param("cuda", True, marks=[
+    pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+])  # fmt: skip
+
+
+@pytest.mark.parametrize(("device", "use_triton"), [("cpu", False), ("cpu", True), ON_A_CARD])
 def test_it_goes_with_the_engine(
-    tiny_model: Path, adapters: dict[str, Path], use_triton: bool
+    tiny_model: Path, adapters: dict[str, Path], device: str, use_triton: bool
 ) -> None:
     """At once: who makes the next engine cannot wait until Python looks for circles."""
     engine = Engine(
         EngineConfig(
             model_dir=tiny_model,
             arena_bytes=4 << 20,
+            device=device,
             dtype="float32",
             use_triton=use_triton,
             max_step_tokens=64,

@@ -7,10 +7,12 @@ fixed buffers without a graph.
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import json
 import os
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from engine import gpu_model
 from engine.config import ModelConfig
 from engine.gpu_model import GpuBatch, GpuModel
-from engine.graphs import DecodeGraphs, record
+from engine.graphs import DecodeGraphs, record, uncollected
 from engine.loader_threads import start_thread
 from engine.lora_inputs import LoraInputs
 from engine.tile_entries import Reach
@@ -254,6 +256,50 @@ def test_graphs_are_recorded_beside_threads_that_use_the_device() -> None:
     finally:
         done.set()
         thread.result(timeout=10)
+
+
+def test_nothing_is_collected_inside() -> None:
+    with uncollected():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with uncollected():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="only a card records graphs")
+def test_a_graph_is_recorded_while_another_is_garbage() -> None:
+    """As when an engine was dropped in a circle of references, and another one is made."""
+    make_stream: Any = torch.cuda.Stream
+    stream = make_stream()
+    x = torch.ones(64, 64, device=DEVICE)
+    former, _ = record(lambda: x + 1, None, stream)
+    alive, num_runs = [former], 0
+    is_gone = weakref.ref(former)
+    del former
+
+    def run() -> torch.Tensor:
+        nonlocal num_runs
+        num_runs += 1
+        if num_runs == 3:  # the one that is recorded
+            circle: list[object] = [alive.pop()]
+            circle.append(circle)
+            del circle
+            allocated: list[object] = []
+            for _ in range(100_000):  # many times what the collector waits for
+                allocated.append([])
+        return x @ x
+
+    graph, out = record(run, None, stream)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert out.eq(64).all()
+    gc.collect()
+    assert is_gone() is None
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="only a card records graphs")
