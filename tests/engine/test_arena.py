@@ -92,19 +92,11 @@ def test_the_rehearsal_writes_nothing(tiny_model: Path) -> None:
     assert page.isnan().all()
 
 
-ON_A_CARD = pytest.param("cuda", True, marks=[
-    pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-])  # fmt: skip
-
-
-@pytest.mark.parametrize(("device", "use_triton"), [("cpu", False), ("cpu", True), ON_A_CARD])
-def test_it_goes_with_the_engine(
-    tiny_model: Path, adapters: dict[str, Path], device: str, use_triton: bool
-) -> None:
+def check_that_it_goes(base: Path, adapter: Path, *, device: str, use_triton: bool) -> None:
     """At once: who makes the next engine cannot wait until Python looks for circles."""
     engine = Engine(
         EngineConfig(
-            model_dir=tiny_model,
+            model_dir=base,
             arena_bytes=4 << 20,
             device=device,
             dtype="float32",
@@ -112,8 +104,8 @@ def test_it_goes_with_the_engine(
             max_step_tokens=64,
         )
     )
-    engine.register_adapter("all-4", adapters["all-4"])
-    engine.add(request("a", prompt(8, 1), adapter="all-4", max_tokens=2))
+    engine.register_adapter("a", adapter)
+    engine.add(request("a", prompt(8, 1), adapter="a", max_tokens=2))
     run(engine)
     engine.close()
     arena = weakref.ref(engine._runner.arena)
@@ -124,6 +116,19 @@ def test_it_goes_with_the_engine(
         assert arena() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("use_triton", [False, True])
+def test_it_goes_with_the_engine(
+    tiny_model: Path, adapters: dict[str, Path], use_triton: bool
+) -> None:
+    check_that_it_goes(tiny_model, adapters["all-4"], device="cpu", use_triton=use_triton)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_it_goes_from_a_card(tiny_model: Path, adapters: dict[str, Path]) -> None:
+    check_that_it_goes(tiny_model, adapters["all-4"], device="cuda", use_triton=True)
 
 
 @pytest.mark.gpu
