@@ -1,9 +1,9 @@
-"""Writes the figures of a GPU run into README.md and docs/performance.md.
+"""Writes the figures of the committed runs into README.md and docs/performance.md.
 
     python -m bench.tables [--check]
 
 The parts between `<!-- bench.tables: NAME -->` and `<!-- end -->` are made of
-bench/results/targets-h200.json and many-h200.json alone, so that no figure is copied by hand.
+bench/results/targets-h200.json, many-h200.json and cpu.json alone, so that none is copied by hand.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Row = dict[str, Any]
 
 
 class Figures:
-    """The two result files, by case."""
+    """The result files, by case."""
 
-    def __init__(self, targets: dict[str, Any], many: dict[str, Any]) -> None:
+    def __init__(self, targets: dict[str, Any], many: dict[str, Any], cpu: dict[str, Any]) -> None:
         self.host: Row = targets["host"]
         rows = [row for row in targets["results"] if "system" not in row]
         self.decode: dict[tuple[int, int], Row] = {}
@@ -51,6 +51,13 @@ class Figures:
             else:
                 self.decode[key] = row
         self.many: dict[str, Row] = {row["case"]: row for row in many["results"]}
+        self.cpu: dict[tuple[str, int, int], Row] = {
+            (row["system"], row["batch"], row["adapters"]): row for row in cpu["cases"]
+        }
+        self.cpu_ratios: dict[tuple[str, str], Row] = {
+            (row["case"], row["compared_with"]): row for row in cpu["ratios"]
+        }
+        self.cpu_host: Row = cpu
 
     @property
     def mixed_share(self) -> float | None:
@@ -169,10 +176,38 @@ def many_adapters(figures: Figures) -> str:
     return "\n".join([f"Commit {', '.join(commits)}:", "", *many_table(figures)])
 
 
+def cpu_table(figures: Figures) -> str:
+    host = figures.cpu_host
+
+    def tok_s(system: str, batch: int, adapters: int = 0) -> str:
+        return f"{figures.cpu[system, batch, adapters]['tok_s']:.0f}"
+
+    def times(case: str, other: str, digits: int = 1) -> str:
+        return f"{figures.cpu_ratios[case, other]['ratio']:.{digits}f} ×"
+
+    base = figures.cpu_ratios["ours 16 adapters", "ours 16 base"]
+    return "\n".join(
+        [
+            f"| {host['cpus']} CPU cores, SmolLM2-135M, fp32, greedy, side by side | tokens/s | |",
+            "|---|---|---|",
+            f"| 16 requests with 16 adapters of rank 16 | {tok_s('ours', 16, 16)} "
+            f"| {times('ours 16 adapters', 'peft 16 adapters')} PEFT `adapter_names` "
+            f"({tok_s('peft', 16, 16)}); {times('ours 16 adapters', 'ours 16 base', 2)} the base "
+            f"beside it (target {base['at_least']}) |",
+            f"| 16 requests, base model | {tok_s('ours', 16)} "
+            f"| {times('ours 16 base', 'hf 16 base')} Hugging Face `generate` "
+            f"({tok_s('hf', 16)}) |",
+            f"| 1 request, base model | {tok_s('ours', 1)} "
+            f"| {times('ours 1 base', 'hf 1 base')} Hugging Face `generate` ({tok_s('hf', 1)}) |",
+        ]
+    )
+
+
 PARTS: dict[str, Callable[[Figures], str]] = {
     "readme": readme,
     "stands": stands,
     "many": many_adapters,
+    "cpu": cpu_table,
 }
 
 
@@ -186,7 +221,7 @@ def fill(text: str, figures: Figures) -> str:
 
 
 def load() -> Figures:
-    names = ("targets-h200.json", "many-h200.json")
+    names = ("targets-h200.json", "many-h200.json", "cpu.json")
     return Figures(*(json.loads((RESULTS / name).read_text()) for name in names))
 
 
