@@ -120,7 +120,7 @@ class AdapterLoader:
             if self._is_out_of_reach(adapter) or adapter.num_pages > self._host.num_pages:
                 continue
             if not self._make_room(adapter.num_pages, kept):
-                return  # thousands may be left: one look at all images a step
+                return  # thousands may be left: one look at all that stay a step
             adapter.is_ahead = True
             self._start(adapter)
 
