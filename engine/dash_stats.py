@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from engine.config import EngineConfig
 from engine.dash_adapters import NamedAdapter
 from engine.engine import Engine
+from engine.stats import PreemptionCause
 
 _STATES = {"disk": "on disk", "loading": "loading", "host": "ready", "resident": "resident"}
 
@@ -20,8 +21,10 @@ class DashStats:
     adapters         name -> "loading", "ready" (in host memory), "resident" (in the arena), "on
                      disk" (there was no room in host memory; it is read when it is needed) or
                      "failed: …", of the last attempt to read it
-    running, waiting requests
-    num_steps, num_generated, num_preemptions   so far
+    running, waiting requests; at most max_running run at once
+    max_step_tokens  tokens of one step at most
+    num_steps, num_generated   so far
+    preemptions      how often a running request was set back so far, by cause
     arena_bytes      all of the arena; of it, kv_bytes are running requests', adapter_bytes
                      adapters', cached_bytes prefixes that may be used again
     """
@@ -29,9 +32,11 @@ class DashStats:
     adapters: Mapping[str, str]
     running: int
     waiting: int
+    max_running: int
+    max_step_tokens: int
     num_steps: int
     num_generated: int
-    num_preemptions: int
+    preemptions: Mapping[PreemptionCause, int]
     arena_bytes: int
     kv_bytes: int
     adapter_bytes: int
@@ -40,6 +45,11 @@ class DashStats:
     @property
     def num_adapters(self) -> int:
         return len(self.adapters)
+
+    @property
+    def num_preemptions(self) -> int:
+        """Of all causes together."""
+        return sum(self.preemptions.values())
 
     def __str__(self) -> str:
         kinds = Counter(state.partition(":")[0] for state in self.adapters.values())
@@ -55,7 +65,7 @@ class DashStats:
         lines = [
             f"{self.num_adapters} adapters" + (f": {split}" if split else ""),
             f"requests: {self.running} running, {self.waiting} waiting, "
-            f"{self.num_preemptions} preemptions so far",
+            f"{self.num_preemptions} preemptions so far{_causes(self.preemptions)}",
             f"arena of {_size(self.arena_bytes)}: {parts}",
             f"{self.num_steps:,} steps, {self.num_generated:,} tokens",
         ]
@@ -73,9 +83,11 @@ def dash_stats(adapters: Sequence[NamedAdapter], engine: Engine, config: EngineC
         adapters={adapter.name: _state(adapter, engine) for adapter in adapters},
         running=stats.running,
         waiting=stats.waiting,
+        max_running=stats.max_running,
+        max_step_tokens=config.max_step_tokens,
         num_steps=stats.step,
         num_generated=stats.num_generated,
-        num_preemptions=stats.num_preemptions,
+        preemptions=stats.preemptions,
         arena_bytes=stats.num_pages * page_bytes,
         kv_bytes=stats.kv_pages * page_bytes,
         adapter_bytes=stats.adapter_pages * page_bytes,
@@ -94,6 +106,12 @@ def _state(adapter: NamedAdapter, engine: Engine) -> str:
     if status is None:
         return "loading"
     return f"failed: {status.failure}" if status.failure else _STATES[status.tier]
+
+
+def _causes(preemptions: Mapping[PreemptionCause, int]) -> str:
+    """ " (3 pages, 1 overdue)"; empty where there were none."""
+    causes = ", ".join(f"{count} {cause}" for cause, count in preemptions.items() if count)
+    return f" ({causes})" if causes else ""
 
 
 def _size(num_bytes: int) -> str:

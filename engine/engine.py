@@ -292,7 +292,7 @@ class Engine:
             resident_digests=self._store.resident_digests,
             num_adapters=self._store.num_registered,
             num_generated=self._num_generated,
-            num_preemptions=self._scheduler.num_preemptions,
+            preemptions=dict(self._scheduler.preemptions),
         )
 
     def check_integrity(self) -> None:

@@ -34,6 +34,7 @@ from engine.page_tables import PageTables
 from engine.prefix_cache import AdapterKey, PrefixCache
 from engine.request import Priority
 from engine.sequence import Row, Sequence, Step
+from engine.stats import PreemptionCause
 from engine.waiting import SchedulerLimits, Urgency, WaitingLine, insert_by_rank
 
 # Of the waiting that could run, so many of a class are looked at in one step.
@@ -86,7 +87,7 @@ class Scheduler:
         self._in_use: Counter[str] = Counter()  # digest -> running sequences
         self._line = WaitingLine(limits)
         self.running: list[Sequence] = []  # the highest rank first
-        self.num_preemptions = 0
+        self.preemptions: Counter[PreemptionCause] = Counter()  # so far
         self._now = float("-inf")  # of the newest call that told it
 
     @property
@@ -228,12 +229,12 @@ class Scheduler:
                 if not self._adapters.is_copying:
                     step.failed.append((sequence, _too_small(self._pool, num_new)))
                 return False
-            self._preempt(step, victim)
+            self._preempt(step, victim, PreemptionCause.PAGES)
             if victim is sequence:
                 return False
         return True
 
-    def _preempt(self, step: Step, victim: Sequence) -> None:
+    def _preempt(self, step: Step, victim: Sequence, cause: PreemptionCause) -> None:
         for row in step.rows:
             if row.sequence is victim:
                 step.rows.remove(row)
@@ -241,7 +242,7 @@ class Scheduler:
                 break
         self._stop(victim)
         self._line.enter(victim, self._now)
-        self.num_preemptions += 1
+        self.preemptions[cause] += 1
 
     def _stop(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
@@ -336,9 +337,12 @@ class Scheduler:
     def _preempt_for(self, step: Step, sequence: Sequence) -> bool:
         """Preempt one that has to make room for `sequence`; False when there is none."""
         victim = self._victim(sequence)
-        if victim is not None:
-            self._preempt(step, victim)
-        return victim is not None
+        if victim is None:
+            return False
+        is_outranked = victim.rank[0] is Urgency.BATCH and _is_interactive(sequence)
+        cause = PreemptionCause.PRIORITY if is_outranked else PreemptionCause.OVERDUE
+        self._preempt(step, victim, cause)
+        return True
 
     def _claim_slot(self, step: Step, sequence: Sequence) -> bool:
         return len(self.running) < self.max_running or self._preempt_for(step, sequence)

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from engine.errors import AdapterError
+
+
+class PreemptionCause(enum.StrEnum):
+    """Why a running request lost its pages.
+
+    PAGES     a request of a higher rank, or it itself, needed a page and none was left
+    PRIORITY  it is batch work, and an interactive request found no room
+    OVERDUE   a request that arrived before it had waited as long as it must (`max_wait_s`)
+    """
+
+    PAGES = "pages"
+    PRIORITY = "priority"
+    OVERDUE = "overdue"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +47,7 @@ class EngineStats:
     resident_digests    adapters in the arena, least recently used first
     num_adapters        registered ones
     num_generated       tokens so far
-    num_preemptions     requests that lost their pages so far
+    preemptions         how many requests lost their pages so far, by cause
     """
 
     step: int
@@ -48,4 +63,9 @@ class EngineStats:
     resident_digests: tuple[str, ...]
     num_adapters: int
     num_generated: int
-    num_preemptions: int
+    preemptions: Mapping[PreemptionCause, int]
+
+    @property
+    def num_preemptions(self) -> int:
+        """Of all causes together."""
+        return sum(self.preemptions.values())

@@ -5,6 +5,7 @@ A step takes one second. Adversaries never end and always have successors.
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from engine import Priority
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
+from engine.stats import PreemptionCause
 from tests.engine.test_scheduler import Residents, add, play, rows, scheduler
 
 BATCH, INTERACTIVE = Priority.BATCH, Priority.INTERACTIVE
@@ -45,7 +47,7 @@ def test_a_running_batch_prompt_yields_its_tokens_to_an_interactive_one() -> Non
     assert rows(play(machine)) == [(0, 20)]
     add(machine, 1, 18)
     assert rows(play(machine)) == [(1, 18), (0, 2)]
-    assert machine.num_preemptions == 0
+    assert not machine.preemptions
 
 
 def test_an_interactive_request_takes_a_slot_from_the_youngest_batch_request() -> None:
@@ -65,6 +67,7 @@ def test_an_interactive_request_takes_a_slot_from_the_youngest_batch_request() -
     play(machine)  # interactive requests do not displace one another
     assert arrivals(machine.running) == [2, 3, 5]
     assert arrivals(machine.waiting) == [6, 0, 1, 4]
+    assert machine.preemptions == {PreemptionCause.PRIORITY: 2}
 
 
 def test_an_interactive_request_takes_pages_from_batch_work() -> None:
@@ -209,10 +212,32 @@ def test_overdue_requests_go_in_order_of_arrival_and_the_first_is_never_preempte
     # 0 and 2 began; 1 came before 2, so 2 gave way to it; nobody else has a claim on them.
     assert arrivals(machine.running) == [0, 1] or arrivals(machine.running) == [1, 0]
     assert arrivals(machine.waiting) == [2, 3, 4, 5]
+    assert machine.preemptions == {PreemptionCause.OVERDUE: 1}
     for expected in (2, 3, 4, 5):
         machine.remove(machine.running[0])
         play(machine, 31.0)
         assert expected in arrivals(machine.running)
+
+
+def test_where_nobody_becomes_overdue_nobody_is_set_back_for_having_come_later() -> None:
+    """As a DashEngine runs: who was overtaken is next, and waits for a place to come free."""
+    machine = scheduler(200, "a", "b", max_running=2, max_wait_s=math.inf)  # max_skips is 3
+    add(machine, 0, 3, "a")
+    add(machine, 1, 3, "a")
+    play(machine)
+    outsider = add(machine, 2, 3, "b")
+    for arrival in range(3, 6):
+        add(machine, arrival, 3, "a")
+        machine.remove(machine.running[0])
+        play(machine, 1000.0 * arrival)
+    assert outsider.num_skips == 3
+    for arrival in range(6, 60):
+        add(machine, arrival, 3, "a")
+        play(machine, 1000.0 * arrival)
+    assert not outsider.is_running and not machine.preemptions
+    machine.remove(machine.running[0])
+    play(machine, 1e6)
+    assert outsider.is_running and not machine.preemptions
 
 
 def test_decodes_that_fill_the_budget_keep_nobody_out() -> None:

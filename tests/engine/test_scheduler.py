@@ -9,6 +9,7 @@ from engine.memory import PagePool, PageUse
 from engine.prefix_cache import PrefixCache
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence, Step
+from engine.stats import PreemptionCause
 from engine.waiting import SchedulerLimits
 
 
@@ -174,7 +175,7 @@ def test_the_youngest_is_preempted_and_returns_in_order() -> None:
         add(machine, i, 16)
     play(machine)
     assert rows(play(machine)) == [(0, 1)]  # the third page goes to the elder
-    assert machine.num_preemptions == 1
+    assert machine.preemptions == {PreemptionCause.PAGES: 1}
     assert [sequence.arrival for sequence in machine.waiting] == [1]
     late = add(machine, 2, 1)
     assert rows(play(machine)) == [(0, 1)]  # 1 needs two pages, and 2 does not overtake it
@@ -192,7 +193,7 @@ def test_idle_adapters_go_before_anyone_is_preempted() -> None:
     assert rows(play(machine)) == [(0, 1)]
     add(machine, 2, 16)
     assert rows(play(machine)) == [(0, 1), (2, 16)]
-    assert machine.num_preemptions == 0
+    assert not machine.preemptions
     assert not machine._adapters.is_resident("idle")
 
 
