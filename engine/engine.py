@@ -349,7 +349,7 @@ class Engine:
         batch = self._builder.build(step)
         sampling = [row.sequence for row in step.rows if row.samples]
         gpu = self._runner.gpu
-        if gpu is not None and gpu.takes(batch) and all(map(self._is_free, sampling)):
+        if gpu is not None and all(map(self._is_free, sampling)):
             draw = self._sampler.draw(sampling)
             tokens = gpu.start(batch, draw)
             return Flight(

@@ -1,4 +1,7 @@
-"""Batches on a GPU: decodes and short prompts replay graphs, the rest goes launch by launch."""
+"""Batches on a GPU: decodes and short prompts replay graphs, the rest goes launch by launch.
+
+Either way the tokens are chosen on the device, and the host need not wait for them.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +15,23 @@ import torch
 from engine.batch import Batch
 from engine.config import ModelConfig
 from engine.errors import UnsupportedModel
-from engine.gpu_model import GpuBatch, GpuModel
-from engine.graphs import DecodeGraphs
+from engine.gpu_model import ChunkBlocks, GpuBatch, GpuModel
+from engine.graphs import BUCKETS, DecodeGraphs
 from engine.lora_inputs import MAX_BLOCKS, MAX_ENTRIES, LoraInputs
-from engine.mixed_graphs import MixedGraphs
+from engine.mixed_graphs import BLOCK, MixedGraphs, cut_blocks
 from engine.sampler import Draw, Drawn, Sampled
 from engine.tile_entries import Reach
+from engine.uploads import upload
 from engine.weights import Weights
 from kernels import NUM_PROJECTIONS, LoraBatch, LoraTable, PageLayout
 from kernels.attention_decode import DecodeWorkspace
 from kernels.lora import block_of
 from kernels.lora_plan import RANK_BLOCK, make_plan
-from kernels.sampling import OVERFLOWED, fill_unread_triton
+from kernels.sampling import OVERFLOWED, fill_unread_triton, greedy_triton
+
+# Decodes in a step launch by launch from which on they take the decode kernel: to the prefill
+# kernel each of them is a block of its own, and empty but for one token.
+_MANY_DECODES = 16
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,6 +69,14 @@ class Tokens:
         ]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """Where a step launch by launch leaves its tokens, as `DecodeGraphs` has them."""
+
+    token_ids: torch.Tensor
+    marked: torch.Tensor
+
+
 class GpuRunner:
     """Owns the graphs and their buffers.
 
@@ -87,7 +103,7 @@ class GpuRunner:
         )
         self._num_heads, self._layout = model.num_heads, layout
         self._max_running, self._max_tokens = max_running, max_tokens
-        rows, max_pages = min(max_running, 256), -(-max_positions // layout.page_size)
+        rows, max_pages = min(max_running, BUCKETS[-1]), -(-max_positions // layout.page_size)
         lora = LoraInputs(
             arena.device,
             max_rows=rows,
@@ -99,6 +115,10 @@ class GpuRunner:
         self._graphs = DecodeGraphs(self._model, max_batch=rows, max_pages=max_pages, lora=lora)
         self._mixed = MixedGraphs(
             self._model, max_tokens=max_tokens, max_rows=rows, max_pages=max_pages, lora=lora
+        )
+        self._plain = Chosen(
+            token_ids=torch.zeros(max_running, dtype=torch.int64, device=arena.device),
+            marked=torch.zeros(max_running, dtype=torch.int64, device=arena.device),
         )
         # Two, because a step is launched before the tokens of the one before it are read.
         self._fetched = torch.empty(2, max_running, dtype=torch.int64, pin_memory=arena.is_cuda)
@@ -129,10 +149,6 @@ class GpuRunner:
             self._model.forward(replace(self._gpu_batch(widest), may_fuse=may_fuse))
         return self._graphs.bytes_of_others(recorded) + self._mixed.bytes_of_others()
 
-    def takes(self, batch: Batch) -> bool:
-        """Whether a graph holds the batch, so that `start` takes it."""
-        return self.can_go_on(batch) or self._mixed.fits(batch)
-
     def can_go_on(self, batch: Batch) -> bool:
         """Whether `go_on` may follow: the batch has decodes alone."""
         return (
@@ -159,10 +175,16 @@ class GpuRunner:
         return self._model.forward(self._gpu_batch(batch))
 
     def start(self, batch: Batch, draw: Draw | None) -> Tokens:
-        """Launch a batch that `takes` accepts, and the choice of its tokens."""
+        """Launch a batch and the choice of its tokens."""
         logits = self.run(batch)
-        graphs = self._graphs if self.can_go_on(batch) else self._mixed
-        return self._fetch(logits, graphs, draw)
+        if self.can_go_on(batch):
+            return self._fetch(logits, self._graphs, draw)
+        if self._mixed.fits(batch):
+            return self._fetch(logits, self._mixed, draw)
+        rows = slice(logits.shape[0])
+        if logits.shape[0]:
+            greedy_triton(logits, self._plain.token_ids[rows], self._plain.marked[rows])
+        return self._fetch(logits, self._plain, draw)
 
     def go_on(self, new_pages: SequenceOf[tuple[int, int, int]], draw: Draw | None) -> Tokens:
         """Run the same rows one token further: their inputs are on the device already.
@@ -173,11 +195,11 @@ class GpuRunner:
         return self._fetch(self._graphs.step(), self._graphs, draw)
 
     def _fetch(
-        self, logits: torch.Tensor, graphs: DecodeGraphs | MixedGraphs, draw: Draw | None
+        self, logits: torch.Tensor, chosen: DecodeGraphs | MixedGraphs | Chosen, draw: Draw | None
     ) -> Tokens:
-        """Draw what is not greedy, into the graphs' `token_ids`, and send all to the host."""
+        """Draw what is not greedy, into the `token_ids` of `chosen`, and send all to the host."""
         rows = slice(logits.shape[0])
-        token_ids, marked = graphs.token_ids[rows], graphs.marked[rows]
+        token_ids, marked = chosen.token_ids[rows], chosen.marked[rows]
         drawn = None if draw is None else draw.launch(logits, token_ids, marked)
         self._turn = 1 - self._turn
         self._chosen = token_ids
@@ -210,10 +232,13 @@ class GpuRunner:
             before = torch.searchsorted(batch.sample_rows, lora.seg_indptr.long(), out_int32=True)
             sampled = replace(lora, seg_indptr=before)
             sample_plan = make_plan(sampled, batch.sample_rows.shape[0], RANK_BLOCK)
-        workspace = None
-        if batch.max_new == 1:
+        workspace, blocks = None, None
+        num_rows, num_decodes = len(batch.lengths), int((batch.lengths == 1).sum())
+        if batch.max_new > 1 and num_decodes >= _MANY_DECODES:
+            blocks = _blocks(batch)
+        if batch.max_new == 1 or blocks is not None:
             workspace = DecodeWorkspace(
-                num_tokens, self._num_heads, self._layout, batch.token_ids.device
+                num_rows, self._num_heads, self._layout, batch.token_ids.device
             )
         return GpuBatch(
             token_ids=batch.token_ids,
@@ -223,6 +248,7 @@ class GpuRunner:
             context_lens=batch.context_lens,
             page_tables=batch.page_tables,
             max_new=batch.max_new,
+            blocks=blocks,
             workspace=workspace,
             sample_rows=batch.sample_rows,
             table=None if lora is None else lora.table,
@@ -231,6 +257,18 @@ class GpuRunner:
             arrivals=batch.arrivals,
             extras=None if lora is None else lora.extras,
         )
+
+
+def _blocks(batch: Batch) -> ChunkBlocks:
+    """The prompts of a step that has decodes too."""
+    device = batch.page_tables.device
+    start, context, row = upload(cut_blocks(batch.lengths, batch.contexts), device)
+    return ChunkBlocks(
+        query_start=start,
+        context_lens=context,
+        page_tables=batch.page_tables.index_select(0, row),
+        size=BLOCK,
+    )
 
 
 def _widest(num_tokens: int, max_running: int, model: GpuModel) -> Batch:

@@ -65,7 +65,11 @@ class _State:
                 torch.tensor(list(params.logit_bias), device=device),
                 torch.tensor(list(map(float, params.logit_bias.values())), device=device),
             )
-        self.stop_ids = torch.tensor(sorted(sequence.stop_ids), dtype=torch.int64, device=device)
+        # Made for whom it is needed: a copy to the device waits for what that is doing.
+        self.stop_ids: torch.Tensor | None = None  # where they may not come yet
+        if params.min_tokens:
+            stop_ids = sorted(sequence.stop_ids)
+            self.stop_ids = torch.tensor(stop_ids, dtype=torch.int64, device=device)
 
     @property
     def adjusts(self) -> bool:
@@ -121,7 +125,9 @@ class Sampler:
         state, params = self._states[sequence], sequence.request.sampling
         if state.adjusts:
             _penalise(logits[index], state, params)
-        if sequence.num_generated < params.min_tokens and sequence.request.grammar is None:
+        is_early = sequence.num_generated < params.min_tokens
+        if is_early and sequence.request.grammar is None:
+            assert state.stop_ids is not None
             logits[index, state.stop_ids] = float("-inf")
 
     def choose(

@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine import AdapterOverflow, Engine, FinishReason
+from engine import AdapterOverflow, Engine, FinishReason, gpu_runner, mixed_graphs
+from engine.batch import Batch
+from engine.gpu_model import ChunkBlocks
 from engine.gpu_runner import GpuRunner, Tokens
 from engine.mixed_graphs import MAX_PROMPTS, Shape, cut_blocks
 from engine.sampler import Sampled
@@ -98,6 +100,43 @@ def test_dora_in_a_long_prefill(make_engine: MakeEngine, oracle: Oracle) -> None
     )
     for name, tokens in chosen.items():
         assert results[name].token_ids == oracle.generate(tokens, 1, name)
+
+
+@pytest.mark.parametrize("adapter", [None, "all-4"])
+def test_steps_beyond_the_graphs_go_ahead_too(
+    make_engine: MakeEngine, oracle: Oracle, monkeypatch: pytest.MonkeyPatch, adapter: str | None
+) -> None:
+    """Launch by launch, the tokens are chosen on the device as well; decodes in such a step take
+    the decode kernel."""
+    monkeypatch.setattr(mixed_graphs, "BUCKETS", (4,))
+    monkeypatch.setattr(gpu_runner, "_MANY_DECODES", 2)
+    num_blocks = []
+
+    def counted(batch: Batch) -> ChunkBlocks:
+        blocks = cut(batch)
+        num_blocks.append(len(blocks.context_lens))
+        return blocks
+
+    cut = gpu_runner._blocks
+    monkeypatch.setattr(gpu_runner, "_blocks", counted)
+    engine = make_gpu_engine(make_engine, max_running=5, max_step_tokens=40)
+    ahead = 0
+    early = [prompt(70 + i, 5 + i) for i in range(3)]
+    late = [prompt(80, 45), prompt(81, 20)]
+    for i, tokens in enumerate(early):
+        engine.add(request(str(i), tokens, adapter=adapter, max_tokens=8))
+    results = {}
+    for step in range(40):
+        if step == 2:
+            for i, tokens in enumerate(late):
+                engine.add(request(str(3 + i), tokens, adapter=adapter, max_tokens=3))
+        for output in engine.step():
+            results.setdefault(output.request_id, []).extend(output.token_ids)
+        ahead += engine._flight is not None and engine._flight.tokens is not None
+    for i, tokens in enumerate(early + late):
+        count = 8 if i < 3 else 3
+        assert results[str(i)] == oracle.generate(tokens, count, adapter), i
+    assert num_blocks and ahead >= 8
 
 
 def test_a_chunk_that_samples_nothing(make_engine: MakeEngine, oracle: Oracle) -> None:
