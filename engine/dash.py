@@ -104,7 +104,7 @@ class DashEngine:
         prompts: Prompt | Sequence[Prompt],
         active_adapters: Adapters | Sequence[Adapters] = None,
         *,
-        max_new_tokens: int = 256,
+        max_new_tokens: int | Sequence[int] = 256,
         n: int = 1,
         sampling: SamplingParams | None = None,
         stop: str | Sequence[str] = (),
@@ -119,14 +119,16 @@ class DashEngine:
         prompts          one or several, each of text, token ids (a list, an array, a tensor) or
                          the messages of a chat
         active_adapters  for all prompts alike, or one for each: a name, a blend, or None
+        max_new_tokens   for all prompts alike, or one for each
         n                continuations of each prompt; the others are the first's `alternatives`
         sampling         greedy unless given; `max_new_tokens` takes precedence over its max_tokens
         stop             the text ends before the first of these
         json_schema      the text obeys it
         progress         show a progress bar; None: if stderr is a terminal
         """
-        sampling = replace(sampling or _GREEDY, max_tokens=max_new_tokens)
-        run = self._run(prompts, active_adapters, sampling, n, _as_stops(stop), json_schema)
+        run = self._run(
+            prompts, active_adapters, max_new_tokens, sampling, n, _as_stops(stop), json_schema
+        )
         is_shown = sys.stderr.isatty() if progress is None else progress
         with run, _ProgressBar(run, is_shown) as bar:
             for indices in run.changes():
@@ -138,7 +140,7 @@ class DashEngine:
         prompts: Prompt | Sequence[Prompt],
         active_adapters: Adapters | Sequence[Adapters] = None,
         *,
-        max_new_tokens: int = 256,
+        max_new_tokens: int | Sequence[int] = 256,
         sampling: SamplingParams | None = None,
         stop: str | Sequence[str] = (),
         json_schema: str | None = None,
@@ -147,8 +149,9 @@ class DashEngine:
 
         Closing the iterator cancels what is left.
         """
-        sampling = replace(sampling or _GREEDY, max_tokens=max_new_tokens)
-        run = self._run(prompts, active_adapters, sampling, 1, _as_stops(stop), json_schema)
+        run = self._run(
+            prompts, active_adapters, max_new_tokens, sampling, 1, _as_stops(stop), json_schema
+        )
         return _pieces(run)
 
     def stats(self) -> DashStats:
@@ -183,19 +186,23 @@ class DashEngine:
         self,
         prompts: Prompt | Sequence[Prompt],
         active_adapters: Adapters | Sequence[Adapters],
-        sampling: SamplingParams,
+        max_new_tokens: int | Sequence[int],
+        sampling: SamplingParams | None,
         n: int,
         stop: tuple[str, ...],
         json_schema: str | None,
     ) -> Run:
         prompts, reader = as_prompts(prompts), PromptReader(self.tokenizer)
         adapters = _spread(active_adapters, len(prompts))
+        lengths = _spread_lengths(max_new_tokens, len(prompts))
         if n < 1:
             raise ValueError(f"n is {n}; it must be 1 or more")
         if stop or json_schema is not None:
             reader.need_tokenizer("stop strings and JSON schemas")
+        base = sampling or _GREEDY
+        samplings = {length: replace(base, max_tokens=length) for length in set(lengths)}
         jobs = []
-        for prompt, own in zip(prompts, adapters, strict=True):
+        for prompt, own, length in zip(prompts, adapters, lengths, strict=True):
             token_ids: list[int] = []
             found: dict[NamedAdapter, float] = {}
             error: EngineError | None = None
@@ -207,7 +214,7 @@ class DashEngine:
                 Job(
                     request_id=str(next(self._ids)),
                     token_ids=token_ids,
-                    sampling=sampling,
+                    sampling=samplings[length],
                     n=n,
                     json_schema=json_schema,
                     adapters=found,
@@ -289,3 +296,11 @@ def _spread(adapters: Adapters | Sequence[Adapters], count: int) -> list[Adapter
     if len(adapters) != count:
         raise ValueError(f"{len(adapters)} active_adapters for {count} prompts")
     return list(adapters)
+
+
+def _spread_lengths(lengths: int | Sequence[int], count: int) -> list[int]:
+    if not isinstance(lengths, Sequence):
+        return [lengths] * count
+    if len(lengths) != count:
+        raise ValueError(f"{len(lengths)} max_new_tokens for {count} prompts")
+    return list(lengths)

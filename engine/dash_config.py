@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from engine.config import EngineConfig
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+_OPTIONAL_COUNTS = ("max_running", "max_step_tokens", "max_context", "num_threads")
+# On a GPU: (the most, bytes of the card for each). A step's activations take about 130 KB a token
+# of an 8B model, drawing a token 5 MB a request; either stays within some 2% of the card.
+_GPU_STEP_TOKENS = (16384, 8 << 20)
+_GPU_RUNNING = (512, 256 << 20)
+_CPU_STEP_TOKENS, _CPU_RUNNING = 512, 64
 
 
 def parse_bytes(size: str | int) -> int:
@@ -39,7 +50,12 @@ class DashConfig:
                              source may change or go away; None: sources are read when needed
     device, dtype            "cpu" or "cuda[:n]"; "float32" or "bfloat16". None: those of a loaded
                              model; for a folder a CPU, with float32, or bfloat16 on a GPU
-    max_running              requests that run at a time; the others wait
+    max_running              requests that run at a time; the others wait. None: 64 on a CPU, on a
+                             GPU up to 512, by its memory
+    max_step_tokens          tokens of one step, prompts' chunks and new ones together. More give
+                             more tokens a second; fewer give shorter steps, which is what a stream
+                             beside long prompts wants. None: 512 on a CPU, on a GPU up to 16,384,
+                             by its memory
     max_context              tokens of a prompt and its answer; None: as many as the model knows
     num_threads              torch's CPU threads; None: leave them
     pack_weights             for a loaded model on a CPU in float32: keep a second copy of its
@@ -53,15 +69,16 @@ class DashConfig:
     offload_dir: str | Path | None = None
     device: str | None = None
     dtype: str | None = None
-    max_running: int = 64
+    max_running: int | None = None
+    max_step_tokens: int | None = None
     max_context: int | None = None
     num_threads: int | None = None
     pack_weights: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("max_concurrent_adapters", "max_running", "max_context", "num_threads"):
+        for name in ("max_concurrent_adapters", *_OPTIONAL_COUNTS):
             value = getattr(self, name)
-            if value is None and name in ("max_context", "num_threads"):
+            if value is None and name in _OPTIONAL_COUNTS:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} is {value!r}; it must be a whole number, 1 or more")
@@ -90,16 +107,22 @@ class DashConfig:
         for name, wanted, given in (("device", self.device, device), ("dtype", self.dtype, dtype)):
             if given is not None and wanted not in (None, given, given.partition(":")[0]):
                 raise ValueError(f"{name} is {wanted!r}, but the loaded model's is {given!r}")
+        device = device or self.device or "cpu"
+        max_running, max_step_tokens = throughput_limits(_card_bytes(device))
         return EngineConfig(
             model_dir=model_dir,
-            device=device or self.device or "cpu",
+            device=device,
             dtype=dtype or self.dtype,
             arena_bytes=self._arena_bytes(),
             max_adapter_bytes=_bytes_or_none(self.adapter_vram_pool),
             min_kv_bytes=_bytes_or_none(self.kv_pool) or 0,
             host_cache_bytes=parse_bytes(self.host_cache),
-            max_running=self.max_running,
+            max_running=self.max_running or max_running,
+            max_step_tokens=self.max_step_tokens or max_step_tokens,
             max_adapters=self.max_concurrent_adapters,
+            # Nobody waits for one answer while others run: a request that has been overtaken for
+            # its adapter's sake is next when a place is free, and sets nobody back.
+            max_wait_s=math.inf,
             max_context=self.max_context,
             num_threads=self.num_threads,
         )
@@ -107,3 +130,23 @@ class DashConfig:
     def _arena_bytes(self) -> int | None:
         pools = [p for p in (self.adapter_vram_pool, self.kv_pool) if p is not None]
         return sum(map(parse_bytes, pools)) * 2 // len(pools) if pools else None
+
+
+def throughput_limits(card_bytes: int | None) -> tuple[int, int]:
+    """(max_running, max_step_tokens) for many prompts at once; powers of two on a GPU.
+
+    card_bytes  the GPU's memory; None: a CPU
+    """
+    if card_bytes is None:
+        return _CPU_RUNNING, _CPU_STEP_TOKENS
+    running, tokens = (
+        min(most, 1 << max(4, (card_bytes // bytes_each).bit_length() - 1))
+        for most, bytes_each in (_GPU_RUNNING, _GPU_STEP_TOKENS)
+    )
+    return running, tokens
+
+
+def _card_bytes(device: str) -> int | None:
+    if device == "cpu" or not torch.cuda.is_available():
+        return None
+    return int(torch.cuda.get_device_properties(device).total_memory)

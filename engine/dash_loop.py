@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
@@ -19,6 +20,10 @@ from engine.errors import EngineError
 from engine.request import FinishReason, RequestOutput
 
 log = logging.getLogger(__name__)
+
+# Seconds of calls between two steps: of many requests that come at once the first are under way
+# while the others are still being added.
+_CALLS_S = 0.02
 
 T = TypeVar("T")
 # The outputs of one step, or why there will be none any more.
@@ -120,14 +125,16 @@ class EngineLoop:
         engine.close()
 
     def _do_calls(self, engine: Engine) -> None:
-        """Do what was asked for; sleep until something is, when the engine has nothing to do."""
+        """Do what was asked for, for a while; sleep until something is, when the engine is idle."""
         is_idle = not engine.has_work()
-        while True:
+        end = None
+        while end is None or time.monotonic() < end:
             try:
                 action, future = self._calls.get(block=is_idle)
             except Empty:
                 return
             is_idle = False
+            end = end or time.monotonic() + _CALLS_S
             try:
                 future.set_result(action(engine))
             except Exception as error:

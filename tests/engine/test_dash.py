@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -24,15 +25,16 @@ from engine import (
     ContextTooLong,
     DashConfig,
     DashEngine,
+    Engine,
     FinishReason,
     InvalidPrompt,
     RequestError,
     SamplingParams,
     UnknownAdapter,
 )
-from engine.dash_config import parse_bytes
+from engine.dash_config import parse_bytes, throughput_limits
 from engine.dash_run import Completion
-from tests.engine.conftest import Oracle, edit_config, prompt
+from tests.engine.conftest import Oracle, edit_config, prompt, request
 
 GREEDY_TOKENS = 12
 
@@ -522,6 +524,7 @@ def test_completions_and_statistics_say_what_they_are(
     [
         {"max_concurrent_adapters": 0},
         {"max_running": True},
+        {"max_step_tokens": 0},
         {"max_context": -1},
         {"num_threads": 1.5},
         {"adapter_vram_pool": "lots"},
@@ -534,6 +537,56 @@ def test_completions_and_statistics_say_what_they_are(
 def test_config_fields_are_checked_by_name(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"^{next(iter(bad))} is "):
         DashConfig(**bad)
+
+
+@pytest.mark.parametrize(
+    ("card_bytes", "wanted"),
+    [
+        (None, (64, 512)),
+        (141 << 30, (512, 16384)),
+        (80 << 30, (256, 8192)),
+        (24 << 30, (64, 2048)),
+        (1 << 20, (16, 16)),
+    ],
+)
+def test_a_device_decides_how_much_runs_at_a_time(
+    card_bytes: int | None, wanted: tuple[int, int]
+) -> None:
+    assert throughput_limits(card_bytes) == wanted
+
+
+def test_the_tokens_of_a_step_are_the_users_to_choose(tiny_model: Path) -> None:
+    with DashEngine(tiny_model, DashConfig(max_step_tokens=16, max_running=3)) as dash:
+        dash.generate([prompt(1, 40)], max_new_tokens=1)
+        stats = dash.stats()
+    assert (stats.max_step_tokens, stats.max_running) == (16, 3)
+    assert stats.num_steps == 3  # 16, 16 and 8 tokens
+
+
+def test_each_prompt_has_its_own_length(dash: DashEngine) -> None:
+    short, long = dash.generate([prompt(1, 5), prompt(2, 5)], max_new_tokens=[1, 4])
+    assert (len(short.token_ids), len(long.token_ids)) == (1, 4)
+    with pytest.raises(ValueError, match="1 max_new_tokens for 2 prompts"):
+        dash.generate([prompt(1, 5), prompt(2, 5)], max_new_tokens=[1])
+
+
+def test_the_first_of_many_requests_runs_while_the_others_are_added(dash: DashEngine) -> None:
+    """Adding is the host's work; the device is not to wait for the last of them."""
+    seen: list[int] = []
+
+    def add_slowly(engine: Engine) -> None:
+        time.sleep(0.01)
+        seen.append(engine.stats().num_generated)
+
+    first: SimpleQueue[Any] = SimpleQueue()
+    own = request("first", prompt(1, 4), max_tokens=2)
+    gate = threading.Event()
+    dash._loop.call(lambda engine: gate.wait())  # all of it is asked for before the engine steps
+    dash._loop.add("first", 1, lambda engine: engine.add(own), first)
+    others = [dash._loop.call(add_slowly) for _ in range(30)]
+    gate.set()
+    others[-1].result()
+    assert seen[0] == 0 and seen[-1] > 0
 
 
 @pytest.mark.parametrize("name", ["", None, 3])
