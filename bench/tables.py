@@ -3,7 +3,7 @@
     python -m bench.tables [--check]
 
 The parts between `<!-- bench.tables: NAME -->` and `<!-- end -->` are made of
-bench/results/targets-h200.json, many-h200.json and cpu.json alone, so that none is copied by hand.
+the files in bench/results alone, so that none is copied by hand.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.engine import TARGETS
+from bench.engine import TARGETS, VLLM_TUNED
+from bench.offline import VLLM
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -30,7 +31,14 @@ Row = dict[str, Any]
 class Figures:
     """The result files, by case."""
 
-    def __init__(self, targets: dict[str, Any], many: dict[str, Any], cpu: dict[str, Any]) -> None:
+    def __init__(self, files: dict[str, dict[str, Any]]) -> None:
+        targets, many, cpu = files["targets-h200"], files["many-h200"], files["cpu"]
+        self.offline: dict[int, Row] = {
+            row["adapters"]: row for row in files["offline-h200"]["results"]
+        }
+        self.offline_host: Row = files["offline-h200"]["host"]
+        self.starts: list[Row] = files["start-h200"]["results"]
+        self.first_runs: list[Row] = files["first-token-h200"]["runs"]
         self.host: Row = targets["host"]
         rows = [row for row in targets["results"] if "system" not in row]
         self.decode: dict[tuple[int, int], Row] = {}
@@ -114,7 +122,9 @@ def sentences(figures: Figures) -> list[str]:
     if 0 in first and 1 in first:
         lines.append(
             f"First token of a prompt of 32: {first[0]['ms_first']:.1f} ms, with a resident "
-            f"adapter {first[1]['ms_first']:.1f} ms."
+            f"adapter {first[1]['ms_first']:.1f} ms; on {len(figures.first_runs)} cards "
+            f"{spread(figures.first_runs, 'ms_first')} and "
+            f"{spread(figures.first_runs, 'ms_first_adapter')}."
         )
     if figures.mixed_share is not None:
         lines.append(
@@ -140,6 +150,42 @@ def sentences(figures: Figures) -> list[str]:
             f"TTFT p99 with 16 times more adapters than fit: {over:.0f} ms, {over / here:.2f} × "
             "that with all resident (target 2)."
         )
+    return [*lines, *offline_sentences(figures), *other_sentences(figures)]
+
+
+def spread(rows: list[Row], field: str) -> str:
+    """5.6 to 7.0 ms."""
+    values = [row[field] for row in rows if field in row]
+    return f"{min(values):.1f} to {max(values):.1f} ms"
+
+
+def offline_sentences(figures: Figures) -> list[str]:
+    parts = []
+    for adapters, theirs in VLLM.items():
+        row = figures.offline[adapters]
+        who = f"with {adapters} adapters" if adapters else "without adapters"
+        parts.append(
+            f"{row['output_tok_s']:,} output tokens/s {who}, "
+            f"{row['output_tok_s'] / theirs:.2f} × vLLM's {theirs:,}"
+        )
+    return [
+        "DashEngine, 512 prompts of 128 to 1024 tokens at once, 32 to 256 new ones each: "
+        f"{'; '.join(parts)} (commit {figures.offline_host['commit']})."
+    ]
+
+
+def other_sentences(figures: Figures) -> list[str]:
+    lines = [
+        f"vLLM at {batch} / {adapters} with its own options `VLLM_LORA_ENABLE_DUAL_STREAM=1` and "
+        f"`specialize_active_lora`: {tuned} ms a step."
+        for (batch, adapters), tuned in VLLM_TUNED.items()
+    ]
+    [empty] = [row["start_s"] for row in figures.starts if row["kernel_cache"] == "empty"]
+    own = [row["start_s"] for row in figures.starts if row["kernel_cache"] == "own"]
+    lines.append(
+        f"A worker's engine is ready in {empty:.0f} s where Triton's cache is empty, in "
+        f"{max(own):.0f} s with a cache of its own, beside reading the weights."
+    )
     return lines
 
 
@@ -221,8 +267,10 @@ def fill(text: str, figures: Figures) -> str:
 
 
 def load() -> Figures:
-    names = ("targets-h200.json", "many-h200.json", "cpu.json")
-    return Figures(*(json.loads((RESULTS / name).read_text()) for name in names))
+    names = (
+        "targets-h200", "many-h200", "cpu", "offline-h200", "start-h200", "first-token-h200",
+    )  # fmt: skip
+    return Figures({n: json.loads((RESULTS / f"{n}.json").read_text()) for n in names})
 
 
 def main() -> int:
