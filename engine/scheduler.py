@@ -39,6 +39,7 @@ from engine.waiting import SchedulerLimits, Urgency, WaitingLine, insert_by_rank
 
 # Of the waiting that could run, so many of a class are looked at in one step.
 _WINDOW = 64
+_CAUSES = (PreemptionCause.OVERDUE, PreemptionCause.PRIORITY)
 _NO_ROOM = "the request's adapters need more pages than pinned prefixes leave"
 
 
@@ -145,8 +146,7 @@ class Scheduler:
             return False
         if len(self.running) < self.max_running or self._victim(self.waiting[0]):
             return True
-        is_batch_running = self.running[-1].rank[0] is Urgency.BATCH
-        return is_batch_running and any(_is_interactive(s) for s in self.waiting)
+        return any(_outranks(sequence, self.running[-1]) for sequence in self.waiting)
 
     def most_held(self, num_tokens: int) -> int:
         """See `PageTables.most_held`."""
@@ -235,11 +235,9 @@ class Scheduler:
         return True
 
     def _preempt(self, step: Step, victim: Sequence, cause: PreemptionCause) -> None:
-        for row in step.rows:
-            if row.sequence is victim:
-                step.rows.remove(row)
-                step.budget += row.num_tokens
-                break
+        for row in [row for row in step.rows if row.sequence is victim]:
+            step.rows.remove(row)
+            step.budget += row.num_tokens
         self._stop(victim)
         self._line.enter(victim, self._now)
         self.preemptions[cause] += 1
@@ -328,7 +326,7 @@ class Scheduler:
         """Who has to make room for a waiting sequence that finds none."""
         if not self.running:
             return None
-        if self.running[-1].rank[0] is Urgency.BATCH and _is_interactive(sequence):
+        if _outranks(sequence, self.running[-1]):
             return self.running[-1]
         if sequence.rank[0] is Urgency.OVERDUE:
             return next((s for s in reversed(self.running) if s.arrival > sequence.arrival), None)
@@ -337,12 +335,9 @@ class Scheduler:
     def _preempt_for(self, step: Step, sequence: Sequence) -> bool:
         """Preempt one that has to make room for `sequence`; False when there is none."""
         victim = self._victim(sequence)
-        if victim is None:
-            return False
-        is_outranked = victim.rank[0] is Urgency.BATCH and _is_interactive(sequence)
-        cause = PreemptionCause.PRIORITY if is_outranked else PreemptionCause.OVERDUE
-        self._preempt(step, victim, cause)
-        return True
+        if victim is not None:
+            self._preempt(step, victim, _CAUSES[_outranks(sequence, victim)])
+        return victim is not None
 
     def _claim_slot(self, step: Step, sequence: Sequence) -> bool:
         return len(self.running) < self.max_running or self._preempt_for(step, sequence)
@@ -426,8 +421,9 @@ class Scheduler:
             self._in_use[digest] += 1
 
 
-def _is_interactive(sequence: Sequence) -> bool:
-    return sequence.request.priority is Priority.INTERACTIVE
+def _outranks(sequence: Sequence, running: Sequence) -> bool:
+    """Whether one that is interactive meets running batch work that is not overdue."""
+    return sequence.request.priority is Priority.INTERACTIVE and running.rank[0] is Urgency.BATCH
 
 
 def _is_prompt_under_way(sequence: Sequence) -> bool:
