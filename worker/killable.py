@@ -1,4 +1,9 @@
-"""A process for work that may prove too much: it is killed then, and another takes its place."""
+"""A process for work that may prove too much: it is killed then, and another takes its place.
+
+How much is too much is counted in the process's own processor time, by the kernel: beside busy
+neighbours a job takes longer, but no more than that. The clock on the wall only ends a process that
+is given no time at all.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +13,11 @@ import multiprocessing
 import os
 import resource
 import signal
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 from worker.processes import die_with_parent
 
@@ -21,10 +27,26 @@ Setup = Callable[..., Callable[..., Any]]
 START_TIMEOUT_S = 60.0
 #: Beside a busy engine the helper gets a third of a processor, not half of one.
 NICENESS = 5
+#: A job of a second or two that has not ended by then is frozen, or on a machine that is.
+FROZEN_S = 60.0
+
+
+class Done(NamedTuple):
+    """What the function made of a job, and the processor time that it took."""
+
+    value: Any
+    cpu_s: float
 
 
 class HelperLost(Exception):
-    """The job was too much: it took too long, or more memory than there is for it."""
+    """The job was too much: it took too long, or more memory than there is for it.
+
+    cpu_s  processor time that it took; 0 when the machine gave it none
+    """
+
+    def __init__(self, message: str, cpu_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.cpu_s = cpu_s
 
 
 class JobFailed(HelperLost):
@@ -45,28 +67,40 @@ class Helper:
         self._connection: Connection | None = None
         self._turn = asyncio.Lock()
 
-    async def call(self, *job: Any, timeout_s: float) -> Any:
-        """What the function makes of the job. Raises HelperLost.
+    async def call(self, *job: Any, cpu_s: float) -> Done:
+        """Do the job within `cpu_s` of processor time. Raises HelperLost.
 
         Cancelled, the job goes on to its end: its answer must not be taken for the next one's.
         """
-        task = asyncio.create_task(self._call(job, timeout_s))
+        task = asyncio.create_task(self._call(job, cpu_s))
         task.add_done_callback(_note_failure)
         return await asyncio.shield(task)
 
-    async def _call(self, job: tuple[Any, ...], timeout_s: float) -> Any:
+    async def _call(self, job: tuple[Any, ...], cpu_s: float) -> Done:
         async with self._turn:
             connection = await asyncio.to_thread(self._started)
+            began = time.monotonic()
             try:
-                return await asyncio.to_thread(_ask, connection, job, timeout_s)
+                return await asyncio.to_thread(_ask, connection, job, cpu_s)
             except JobFailed:
                 raise
             except HelperLost:
                 self.stop()
                 raise
             except (EOFError, OSError) as error:
-                self.stop()
-                raise HelperLost("it used more memory than it may") from error
+                if self._has_run_out():
+                    message = f"it took longer than {cpu_s:g} s of processor time"
+                    raise HelperLost(message, cpu_s) from error
+                spent = min(time.monotonic() - began, cpu_s)  # no more than that
+                raise HelperLost("it used more memory than it may", spent) from error
+
+    def _has_run_out(self) -> bool:
+        """End the process, which has gone, and tell whether the kernel's timer ended it."""
+        process = self._process
+        if process is not None:
+            process.join(1.0)  # its end of the pipe closes a moment before it can be reaped
+        self.stop()
+        return process is not None and process.exitcode == -signal.SIGPROF
 
     async def start(self) -> None:
         """Be ready for the first job."""
@@ -118,14 +152,14 @@ def _note_failure(task: asyncio.Task[Any]) -> None:
         task.exception()
 
 
-def _ask(connection: Connection, job: tuple[Any, ...], timeout_s: float) -> Any:
-    connection.send(job)
-    if not connection.poll(timeout_s):
-        raise HelperLost(f"it took longer than {timeout_s:g} s")
-    failed, value = connection.recv()
+def _ask(connection: Connection, job: tuple[Any, ...], cpu_s: float) -> Done:
+    connection.send((job, cpu_s))
+    if not connection.poll(FROZEN_S):
+        raise HelperLost(f"the machine gave it no time within {FROZEN_S:g} s")
+    failed, value, spent = connection.recv()
     if failed:
-        raise JobFailed(value)
-    return value
+        raise JobFailed(value, spent)
+    return Done(value, spent)
 
 
 def _serve(connection: Connection, setup: Setup, args: tuple[Any, ...], memory_bytes: int) -> None:
@@ -133,6 +167,7 @@ def _serve(connection: Connection, setup: Setup, args: tuple[Any, ...], memory_b
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, whatever it is in
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
     work = setup(*args)
@@ -140,7 +175,9 @@ def _serve(connection: Connection, setup: Setup, args: tuple[Any, ...], memory_b
     connection.send(None)
     with contextlib.suppress(EOFError, OSError):
         while True:
-            job = connection.recv()
+            job, cpu_s = connection.recv()
+            began = time.process_time()
+            signal.setitimer(signal.ITIMER_PROF, cpu_s)  # of all its threads
             try:
                 answer = False, work(*job)
             except MemoryError:
@@ -150,7 +187,8 @@ def _serve(connection: Connection, setup: Setup, args: tuple[Any, ...], memory_b
             except Exception as error:  # a fault of one job is not to cost the next its process
                 traceback.print_tb(error.__traceback__)  # the message may have a client's words
                 answer = True, f"it failed with {type(error).__name__}"
-            connection.send(answer)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            connection.send((*answer, time.process_time() - began))
 
 
 def _limit_memory(num_bytes: int) -> None:

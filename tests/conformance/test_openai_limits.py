@@ -116,7 +116,6 @@ def test_the_client_waits_out_a_limit_of_requests(served: Served) -> None:
 
 def test_a_spent_budget_is_not_asked_of_again(served: Served) -> None:
     client = client_of(served, budget=5, max_retries=2)
-    started = time.monotonic()
     with pytest.raises(openai.RateLimitError) as caught:
         ask(client, max_tokens=50)
     error = caught.value
@@ -124,7 +123,6 @@ def test_a_spent_budget_is_not_asked_of_again(served: Served) -> None:
     assert error.response.headers["x-should-retry"] == "false"
     assert "retry-after" not in error.response.headers
     assert error.response.request.headers["x-stainless-retry-count"] == "0"
-    assert time.monotonic() - started < 2
 
 
 @pytest.mark.parametrize("is_chunked", [False, True], ids=["declared", "chunked"])

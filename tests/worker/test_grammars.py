@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,11 +15,12 @@ import pytest
 
 from tests.tiny_base import write_tiny_base
 from worker import grammars as grammars_module
+from worker import killable as killable_module
 from worker.admission import Refused
 from worker.answer_check import set_up
 from worker.channel import Add
 from worker.grammars import Grammars
-from worker.killable import Helper, HelperLost
+from worker.killable import Done, Helper, HelperLost
 from worker.protocol import ErrorCode
 
 BOMB = json.dumps({"type": "integer", "multipleOf": 10_000_019})
@@ -55,9 +57,9 @@ async def test_a_bomb_ends_alone_and_is_not_tried_twice(grammars: Grammars) -> N
     refused = await bomb
     assert refused.code == ErrorCode.INVALID_RESPONSE_FORMAT
     assert "longer than 2 s" in refused.message
-    started = time.monotonic()
+    process = grammars._trial._process
     await refusal(grammars, add("other", json_schema=BOMB))
-    assert time.monotonic() - started < 0.5
+    assert grammars._trial._process is process  # a second try would have ended it
 
 
 @pytest.mark.parametrize(
@@ -84,9 +86,10 @@ async def test_tenants_take_turns(grammars: Grammars, monkeypatch: pytest.Monkey
     """One tenant's many grammars put off another's by one of them at most."""
     order: list[str] = []
 
-    async def slow(kind: str, text: str, timeout_s: float) -> None:
+    async def slow(kind: str, text: str, cpu_s: float) -> Done:
         await asyncio.sleep(0.01)
         order.append(text)
+        return Done(None, 0.01)
 
     monkeypatch.setattr(grammars._trial, "call", slow)
     many = [asyncio.create_task(grammars.admit(add("a", regex=f"a{i}"))) for i in range(5)]
@@ -102,8 +105,8 @@ async def test_a_tenants_time_for_new_grammars_is_bounded(
     monkeypatch.setattr(grammars_module, "QUOTA_S", 0.05)
     monkeypatch.setattr(grammars_module, "QUOTA_WINDOW_S", 1.0)
 
-    async def slow(kind: str, text: str, timeout_s: float) -> None:
-        await asyncio.sleep(0.1)
+    async def slow(kind: str, text: str, cpu_s: float) -> Done:
+        return Done(None, 0.1)
 
     monkeypatch.setattr(grammars._trial, "call", slow)
     await grammars.admit(add("a", regex="1"))
@@ -119,9 +122,10 @@ async def test_many_who_want_the_same_wait_for_one_trial(
 ) -> None:
     calls: list[Any] = []
 
-    async def counted(*job: str, timeout_s: float) -> None:
+    async def counted(*job: str, cpu_s: float) -> Done:
         calls.append(job)
         await asyncio.sleep(0.01)
+        return Done(None, 0.01)
 
     monkeypatch.setattr(grammars._trial, "call", counted)
     await asyncio.gather(*(grammars.admit(add(f"t{i}", regex="x")) for i in range(20)))
@@ -161,7 +165,7 @@ def test_finished_answers_are_checked(
 ) -> None:
     started = time.process_time()
     found = set_up()(json.dumps(schema), answer)
-    assert time.process_time() - started < grammars_module.CHECK_TIMEOUT_S
+    assert time.process_time() - started < grammars_module.CHECK_CPU_S
     assert found is None if problem is None else problem in (found or "")
 
 
@@ -187,14 +191,101 @@ async def test_a_deep_answer_is_checked(grammars: Grammars) -> None:
     assert await grammars.problem_of(SMALL, "5", "t") is None
 
 
+async def test_a_check_on_a_machine_that_gives_it_no_time_is_not_given_up(
+    grammars: Grammars,
+) -> None:
+    """What counts is what the check costs, not how long its process waits for a processor."""
+    await grammars.start()
+    stopped = grammars._check._process.pid
+    os.kill(stopped, signal.SIGSTOP)
+    check = asyncio.create_task(grammars.problem_of(SMALL, "5", "t"))
+    await asyncio.sleep(2.5 * grammars_module.CHECK_CPU_S)
+    os.kill(stopped, signal.SIGCONT)
+    assert await check is None
+    assert await grammars.problem_of(SMALL, "1", "t") is not None
+
+
+async def test_a_trial_on_a_machine_that_gives_it_no_time_costs_its_tenant_nothing(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammars_module, "QUOTA_S", 1.0)
+    await grammars.start()
+    stopped = grammars._trial._process.pid
+    os.kill(stopped, signal.SIGSTOP)
+    trial = asyncio.create_task(grammars.admit(add("a", json_schema=SMALL)))
+    await asyncio.sleep(1.25 * grammars_module.TRIAL_CPU_S)
+    os.kill(stopped, signal.SIGCONT)
+    await trial
+    await grammars.admit(add("a", regex="b"))
+
+
+async def test_a_helper_that_is_frozen_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(killable_module, "FROZEN_S", 0.3)
+    helper = Helper("eater", _eats, 1, memory_bytes=64 << 20)
+    try:
+        await helper.start()
+        os.kill(helper._process.pid, signal.SIGSTOP)
+        with pytest.raises(HelperLost, match="gave it no time") as caught:
+            await helper.call(1, cpu_s=10)
+        assert caught.value.cpu_s == 0
+        monkeypatch.undo()
+        assert (await helper.call(7, cpu_s=10)).value == 7
+    finally:
+        helper.stop()
+
+
+def _turns(count: int) -> int:
+    while count:  # of the interpreter, or of one that is left and never comes back to it
+        count -= 1
+    return pow(7, 1 << 40)
+
+
+def _turns_set_up() -> Any:
+    return _turns
+
+
+@pytest.mark.parametrize("count", [10**12, 0], ids=["in Python", "in C"])
+async def test_processor_time_runs_out_wherever_it_is_spent(count: int) -> None:
+    helper = Helper("turner", _turns_set_up, memory_bytes=1 << 40)
+    try:
+        with pytest.raises(HelperLost, match=r"longer than 0.2 s of processor time") as caught:
+            await helper.call(count, cpu_s=0.2)
+        assert caught.value.cpu_s == 0.2
+    finally:
+        helper.stop()
+
+
+async def test_each_job_has_its_own_processor_time() -> None:
+    helper = Helper("counter", _counts_set_up, memory_bytes=64 << 20)
+    try:
+        first = await helper.call(0.3, cpu_s=0.5)
+        second = await helper.call(0.3, cpu_s=0.5)
+        assert first.value == second.value  # one process
+        assert 0.3 <= first.cpu_s < 0.5
+    finally:
+        helper.stop()
+
+
+def _counts(cpu_s: float) -> int:
+    until = time.process_time() + cpu_s
+    while time.process_time() < until:
+        pass
+    return os.getpid()
+
+
+def _counts_set_up() -> Any:
+    return _counts
+
+
 async def test_tenants_take_turns_at_checks(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
 
-    async def slow(schema: str, answer: str, timeout_s: float) -> None:
+    async def slow(schema: str, answer: str, cpu_s: float) -> Done:
         await asyncio.sleep(0.01)
         order.append(answer)
+        return Done(None, 0.01)
 
     monkeypatch.setattr(grammars._check, "call", slow)
     many = [asyncio.create_task(grammars.problem_of("{}", f"a{i}", "a")) for i in range(8)]
@@ -207,13 +298,14 @@ async def test_tenants_take_turns_at_checks(
 async def test_what_was_given_up_is_tried_again_later(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may have met a busy machine."""
+    """It may have met a frozen machine."""
     monkeypatch.setattr(grammars_module, "RETRY_S", 0.2)
     is_busy = True
 
-    async def call(*job: str, timeout_s: float) -> None:
+    async def call(*job: str, cpu_s: float) -> Done:
         if is_busy:
-            raise HelperLost("it took longer than 1 s")
+            raise HelperLost("the machine gave it no time")
+        return Done(None, 0.0)
 
     monkeypatch.setattr(grammars._trial, "call", call)
     monkeypatch.setattr(grammars._check, "call", call)
@@ -259,10 +351,10 @@ def _eats(num_bytes: int) -> Any:
 async def test_a_helper_that_needs_too_much_memory_is_replaced() -> None:
     helper = Helper("eater", _eats, 1 << 20, memory_bytes=64 << 20)
     try:
-        assert await helper.call(8, timeout_s=10) == 8 << 20
+        assert (await helper.call(8, cpu_s=10)).value == 8 << 20
         with pytest.raises(HelperLost, match="memory"):
-            await helper.call(256, timeout_s=10)
-        assert await helper.call(8, timeout_s=10) == 8 << 20
+            await helper.call(256, cpu_s=10)
+        assert (await helper.call(8, cpu_s=10)).value == 8 << 20
     finally:
         helper.stop()
 
@@ -278,10 +370,10 @@ def _fails_set_up() -> Any:
 async def test_a_job_that_fails_costs_the_next_no_process() -> None:
     helper = Helper("failing", _fails_set_up, memory_bytes=64 << 20)
     try:
-        before = await helper.call(1, timeout_s=10)
+        before = (await helper.call(1, cpu_s=10)).value
         with pytest.raises(HelperLost, match="ZeroDivisionError"):
-            await helper.call(0, timeout_s=10)
-        assert await helper.call(1, timeout_s=10) == before
+            await helper.call(0, cpu_s=10)
+        assert (await helper.call(1, cpu_s=10)).value == before
     finally:
         helper.stop()
 
@@ -289,11 +381,11 @@ async def test_a_job_that_fails_costs_the_next_no_process() -> None:
 async def test_a_cancelled_job_leaves_no_answer_behind() -> None:
     helper = Helper("eater", _eats, 1, memory_bytes=1 << 30)
     try:
-        job = asyncio.create_task(helper.call(500_000_000, timeout_s=10))
+        job = asyncio.create_task(helper.call(500_000_000, cpu_s=10))
         await asyncio.sleep(0.01)
         job.cancel()
         with pytest.raises(asyncio.CancelledError):
             await job
-        assert await helper.call(7, timeout_s=30) == 7
+        assert (await helper.call(7, cpu_s=30)).value == 7
     finally:
         helper.stop()

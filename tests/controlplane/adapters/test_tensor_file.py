@@ -125,19 +125,19 @@ BAD = {
 
 @pytest.mark.parametrize(("content", "words"), BAD.values(), ids=BAD)
 def test_bad_files_are_refused_with_the_reason(content: bytes, words: str) -> None:
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(Rejected, match=words) as caught:
         parse(content)
-    assert time.monotonic() - began < 2
+    assert time.process_time() - began < 2
     json.dumps(caught.value.as_json()).encode("ascii")
 
 
 def test_header_full_of_brackets_costs_little() -> None:
     """The dearest 4 MiB for a JSON parser: two million empty lists."""
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(Rejected):
         parse(text(b'{"a":[' + b"[]," * 1_398_000 + b"[]]}"))
-    assert time.monotonic() - began < 10
+    assert time.process_time() - began < 10
 
 
 _json = st.recursive(

@@ -201,9 +201,9 @@ BAD_CONFIG_FILES = {
 
 @pytest.mark.parametrize("content", BAD_CONFIG_FILES.values(), ids=BAD_CONFIG_FILES)
 def test_bad_config_files(content: bytes) -> None:
-    began = time.monotonic()
+    began = time.process_time()
     assert set(reasons_for(content, files.pack(TENSORS))) == {"adapter_config.json"}
-    assert time.monotonic() - began < 2
+    assert time.process_time() - began < 2
 
 
 def renamed(name: str) -> files.Tensors:
@@ -290,9 +290,9 @@ def test_reasons_are_bounded() -> None:
 def test_largest_config_costs_little() -> None:
     names = [f"{n:x}" for n in range(9000)]
     content = files.config_bytes(target_modules=names)[: peft_config.MAX_CONFIG_BYTES]
-    began = time.monotonic()
+    began = time.process_time()
     reasons_for(content, files.pack(TENSORS))
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 _json = st.recursive(
