@@ -172,8 +172,10 @@ def _llama3(given: _Parameters, max_position_embeddings: int) -> Llama3Scaling:
 
 
 def _yarn(given: _Parameters, max_position_embeddings: int) -> YarnScaling:
+    # Hugging Face takes a factor of null for the ratio, and refuses one that is not there at all.
+    has_null = given.is_null("factor")
     original = given.whole("original_max_position_embeddings", max_position_embeddings)
-    factor = given.number("factor", max_position_embeddings / original)
+    factor = given.number("factor", max_position_embeddings / original if has_null else None)
     mscale, mscale_all_dim = given.optional("mscale"), given.optional("mscale_all_dim")
     attention_factor = _mscale(factor, 1.0)
     if mscale and mscale_all_dim:
@@ -184,7 +186,7 @@ def _yarn(given: _Parameters, max_position_embeddings: int) -> YarnScaling:
         attention_factor=given.number("attention_factor", attention_factor),
         beta_fast=given.optional("beta_fast") or 32.0,
         beta_slow=given.optional("beta_slow") or 1.0,
-        truncate=bool(given.take("truncate", True)),
+        truncate=bool(given.take("truncate", not given.is_null("truncate"))),
     )
 
 
@@ -203,8 +205,13 @@ class _Parameters:
             raise UnsupportedModel(
                 "config.json: rope_parameters is not an object", param="rope_parameters"
             )
+        self._nulls = {name for name, value in given.items() if value is None}
         given = {name: value for name, value in given.items() if value is not None}
         self._given = {**defaults, **given}
+
+    def is_null(self, name: str) -> bool:
+        """Whether the name is there, and its value null."""
+        return name in self._nulls
 
     def take(self, name: str, default: Any = None) -> Any:
         return self._given.pop(name, default)
@@ -230,7 +237,8 @@ class _Parameters:
         return value
 
     def whole(self, name: str, default: int) -> int:
-        return int(self.number(name, default))
+        """As `number`; a null is none, as it is to Hugging Face."""
+        return int(self.number(name, None if self.is_null(name) else default))
 
     def check_all_taken(self) -> None:
         for name, value in self._given.items():

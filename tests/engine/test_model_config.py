@@ -115,6 +115,7 @@ def test_published_configs(name: str) -> None:
         {**YARN, "mscale": 0.5},
         {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 64},
         {"rope_type": "yarn", "factor": 2.5},
+        {**YARN, "truncate": None},
     ],
     ids=str,
 )
@@ -130,6 +131,27 @@ def test_rope_tables_are_hugging_faces(rope: dict[str, Any], theta: float, head_
     expected = theirs(torch.zeros(1), torch.arange(300)[None])
     assert torch.equal(cos, expected[0][0])
     assert torch.equal(sin, expected[1][0])
+
+
+@pytest.mark.parametrize(
+    ("rope", "param"),
+    [
+        ({"rope_type": "yarn"}, "factor"),
+        ({"rope_type": "yarn", "original_max_position_embeddings": 64}, "factor"),
+        ({**YARN, "original_max_position_embeddings": None}, "original_max_position_embeddings"),
+        ({**LLAMA3, "original_max_position_embeddings": None}, "original_max_position_embeddings"),
+        ({"rope_type": "linear"}, "factor"),
+        ({"rope_type": "linear", "factor": None}, "factor"),
+    ],
+    ids=str,
+)
+def test_rope_parameters_that_hugging_face_refuses(rope: dict[str, Any], param: str) -> None:
+    fields = {**COMMON, "rope_parameters": {**rope, "rope_theta": 100.0}}
+    with pytest.raises(Exception, match=r"factor|NoneType|original_max_position"):
+        LlamaRotaryEmbedding(AutoConfig.for_model("llama", **fields))
+    with pytest.raises(UnsupportedModel) as raised:
+        ModelConfig.from_fields({**LLAMA, **fields}, None)
+    assert raised.value.param == param
 
 
 def test_the_old_names_mean_the_same() -> None:
