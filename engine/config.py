@@ -175,3 +175,14 @@ class EngineConfig:
 
     def context_limit(self, model: ModelConfig) -> int:
         return min(self.max_context or model.max_positions, model.max_positions)
+
+    def position_limit(self, model: ModelConfig, num_pages: int) -> int:
+        """Positions that tokens can have: those of the context, as far as KV has pages for them.
+
+        Raises ValueError as `page_limits` does.
+        """
+        max_kv, _ = self.page_limits(model, num_pages)
+        limit = self.context_limit(model)
+        if self.reach(model) is not None:  # pages far behind are given back
+            return limit
+        return min(limit, max_kv * self.page_size)

@@ -44,7 +44,8 @@ class DashConfig:
     adapter_vram_pool        the most memory that adapters take; KV may use what they leave
     kv_pool                  memory that is always KV's. The two make one arena; None for both:
                              what the device has left (`EngineConfig.arena_bytes`), shared without
-                             limits; None for one: as much as the other
+                             limits; None for one: as much as the other. On a CPU memory is taken
+                             as it is used
     host_cache               host memory for adapters that are not in the arena
     offload_dir              a folder that gets a copy of every registered adapter, so that its
                              source may change or go away; None: sources are read when needed

@@ -14,8 +14,11 @@ from typing import Any, Protocol
 import torch
 
 from engine.errors import UnsupportedModel
+from kernels.huge_pages import lazy_zeros
 
 _DEFAULT_THETA = 10_000.0
+# Positions whose rows are worked out at a time: some milliseconds, some megabytes.
+_CHUNK = 4096
 
 
 class RopeScaling(Protocol):
@@ -103,24 +106,54 @@ class YarnScaling:
         return width * waves / (2 * math.log(theta))
 
 
+class RopeTables:
+    """cos and sin [M, D] fp32 by position, the first half repeated.
+
+    A position's rows are there once `reach` has been asked for it. On a CPU those that never were
+    take no memory, in whatever context the model knows.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        theta: float,
+        scaling: RopeScaling | None,
+        max_positions: int,
+        device: torch.device,
+    ) -> None:
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+        inverse = 1.0 / (theta**exponents)
+        self._inverse = inverse if scaling is None else scaling.scale(inverse, theta)
+        self._factor = 1.0 if scaling is None else scaling.attention_factor
+        shape = (max_positions, head_dim)
+        self.cos, self.sin = (
+            lazy_zeros(*shape) if device.type == "cpu" else torch.empty(shape, device=device)
+            for _ in range(2)
+        )
+        self._num_filled = 0
+
+    def reach(self, num_positions: int) -> None:
+        """Have the rows of the first `num_positions` positions."""
+        while self._num_filled < num_positions:
+            start, end = self._num_filled, min(self._num_filled + _CHUNK, len(self.cos))
+            angles = torch.outer(torch.arange(start, end).float(), self._inverse)
+            angles = torch.cat((angles, angles), dim=-1)
+            for table, values in ((self.cos, angles.cos()), (self.sin, angles.sin())):
+                table[start:end] = values if self._factor == 1.0 else values * self._factor
+            self._num_filled = end
+
+
 def rope_tables(
     head_dim: int,
     theta: float,
     scaling: RopeScaling | None,
-    max_context: int,
+    max_positions: int,
     device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [max_context, D] fp32 by position, the first half repeated."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    inverse = 1.0 / (theta**exponents)
-    if scaling is not None:
-        inverse = scaling.scale(inverse, theta)
-    angles = torch.outer(torch.arange(max_context).float(), inverse)
-    angles = torch.cat((angles, angles), dim=-1)
-    cos, sin = angles.cos(), angles.sin()
-    if scaling is not None:
-        cos, sin = cos * scaling.attention_factor, sin * scaling.attention_factor
-    return cos.to(device), sin.to(device)
+    """cos and sin [max_positions, D] fp32 of `RopeTables`, all rows."""
+    tables = RopeTables(head_dim, theta, scaling, max_positions, device)
+    tables.reach(max_positions)
+    return tables.cos, tables.sin
 
 
 def read_rope(

@@ -23,11 +23,11 @@ from engine.model import (
     TiledAdapters,
 )
 from engine.prefix_cache import AdapterKey
-from engine.rope import rope_tables
+from engine.rope import RopeTables
 from engine.tile_entries import EntryBuffers
 from engine.weights import Weights, load_weights
 from kernels.attention_cpu import CpuAttention
-from kernels.huge_pages import keep_freed_memory
+from kernels.huge_pages import keep_freed_memory, lazy_zeros
 from kernels.lora_cpu import CpuLora
 
 # Copies of decoding adapters that make a CPU step fast, in all; see kernels/lora_cpu.py.
@@ -69,19 +69,23 @@ class ModelRunner:
             model=model,
             weights=weights,
             layout=layout,
-            max_positions=config.context_limit(model),
             max_running=config.max_running,
             max_tokens=config.max_step_tokens,
         )
 
         def rehearse(arena: torch.Tensor) -> int:
-            return make_gpu(arena=arena).rehearse()
+            return make_gpu(arena=arena, max_positions=config.context_limit(model)).rehearse()
 
         num_pages = arena_pages(config, model, rehearse)
-        self.arena = torch.zeros(num_pages, layout.page_elems, dtype=dtype, device=config.device)
+        max_positions = config.position_limit(model, num_pages)
+        self.arena = (
+            lazy_zeros(num_pages, layout.page_elems, dtype=dtype)
+            if config.is_cpu
+            else torch.zeros(num_pages, layout.page_elems, dtype=dtype, device=config.device)
+        )
         if config.runs_triton:
             self.base = BaseWeights(model, PlainWeights(weights))
-            self._gpu = make_gpu(arena=self.arena)
+            self._gpu = make_gpu(arena=self.arena, max_positions=max_positions)
             self.entry_buffers = self._gpu.entry_buffers
             if config.capture_graphs:
                 self._gpu.warm_up()
@@ -90,11 +94,11 @@ class ModelRunner:
         self._layout, self._model = layout, model
         self._decoder = Decoder(model, weights)
         self.base = BaseWeights(model, self._decoder)
-        self._rope = rope_tables(
+        self._rope = RopeTables(
             model.head_dim,
             model.rope_theta,
             model.rope_scaling,
-            config.context_limit(model),
+            max_positions,
             weights.norm.device,
         )
         if config.is_cpu:
@@ -106,10 +110,9 @@ class ModelRunner:
                 num_layers=model.num_layers,
                 max_bytes=_MAX_STACK_BYTES,
             )
-            cos, sin = self._rope
             self._cpu_attention = CpuAttention(
-                cos=cos,
-                sin=sin,
+                cos=self._rope.cos,
+                sin=self._rope.sin,
                 arena=self.arena,
                 layout=layout,
                 num_heads=model.num_heads,
@@ -137,8 +140,10 @@ class ModelRunner:
         return self._gpu
 
     def _attention(self, batch: Batch) -> Attention:
+        self._rope.reach(int(batch.context_lens.max()))
         if self._cpu_attention is None:
-            return PagedAttention(batch, self._rope, self.arena, self._layout, self._model)
+            tables = (self._rope.cos, self._rope.sin)
+            return PagedAttention(batch, tables, self.arena, self._layout, self._model)
         return self._cpu_attention.plan(
             positions=batch.positions,
             slots=batch.slots,

@@ -72,10 +72,7 @@ class CpuAttention:
         windows: tuple[int | None, ...] = (),
     ) -> None:
         self.windows = windows or (None,) * layout.num_layers
-        half = layout.head_dim // 2
-        self._cos = cos
-        # The rotation swaps the halves and negates the first; the sign is kept here.
-        self._sin = torch.cat((-sin[:, :half], sin[:, half:]), dim=1)
+        self._cos, self._sin = cos, sin
         self.arena, self.layout, self.num_heads = arena, layout, num_heads
 
     def plan(
@@ -92,10 +89,13 @@ class CpuAttention:
             window: self._work(window, query_start, context_lens, page_tables)
             for window in set(self.windows)
         }
+        sin = self._sin[positions].unsqueeze(1)
+        # The rotation swaps the halves and negates the first; the sign is kept here.
+        sin[..., : self.layout.head_dim // 2].neg_()
         return CpuAttentionStep(
             self,
             cos=self._cos[positions].unsqueeze(1),
-            sin=self._sin[positions].unsqueeze(1),
+            sin=sin,
             kv_rows=self._kv_rows(slots),
             work=work,
         )

@@ -1,4 +1,4 @@
-"""Memory that does not come from the system page by page, each cleared at its first use."""
+"""Memory from the system: in huge pages, and as late as it is used."""
 
 from __future__ import annotations
 
@@ -22,10 +22,26 @@ def empty_fp32(*shape: int) -> torch.Tensor:
     num_bytes = 4 * math.prod(shape)
     if num_bytes < _HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape)
+    return _mapped(num_bytes).view(torch.float32).view(shape)
+
+
+def lazy_zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A tensor of zeros on the CPU; what was never written to takes no memory.
+
+    `torch.zeros` writes all of it at once.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes < _HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(shape, dtype=dtype)
+    return _mapped(num_bytes).view(dtype).view(shape)
+
+
+def _mapped(num_bytes: int) -> torch.Tensor:
+    """Fresh memory as [num_bytes] uint8, in huge pages where the system gives them."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.float32).view(shape)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def keep_freed_memory() -> None:
