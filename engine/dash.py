@@ -123,7 +123,8 @@ class DashEngine:
         n                continuations of each prompt; the others are the first's `alternatives`
         sampling         greedy unless given; `max_new_tokens` takes precedence over its max_tokens
         stop             the text ends before the first of these
-        json_schema      the text obeys it
+        json_schema      the text obeys it, as far as a decoder can see to that; a completion's
+                         `schema_error` says of each whether it does
         progress         show a progress bar; None: if stderr is a terminal
         """
         run = self._run(

@@ -34,6 +34,8 @@ class Completion:
     token_ids      without the EOS or stop token that ended it
     finish_reason  None while it is being written
     error          why it ended, when the reason is ERROR; what was written until then stays
+    schema_error   how the text that has ended breaks the `json_schema`, as one that was cut short
+                   does; None: it obeys it, or none was given
     logprobs       one for each token, when `sampling.logprobs` asks for them
     alternatives   the other n - 1 continuations of the prompt
     """
@@ -42,6 +44,7 @@ class Completion:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: EngineError | None = None
+    schema_error: str | None = None
     logprobs: list[TokenLogprob] | None = None
     alternatives: list[Completion] = field(default_factory=list)
 
@@ -52,7 +55,8 @@ class Completion:
         shown = self.text if len(self.text) <= 60 else f"{self.text[:57]}..."
         reason = None if self.finish_reason is None else self.finish_reason.value
         error = "" if self.error is None else f", error={self.error!r}"
-        return f"Completion({shown!r}, {len(self.token_ids)} tokens, {reason}{error})"
+        broken = "" if self.schema_error is None else f", schema_error={self.schema_error!r}"
+        return f"Completion({shown!r}, {len(self.token_ids)} tokens, {reason}{error}{broken})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,6 +245,7 @@ class Run:
             self._loop.cancel(output.request_id, FinishReason.STOP, output.index)
         if completion.finish_reason is not None and self._tokenizer is not None:
             completion.text = self._cut(completion.token_ids)
+            completion.schema_error = _schema_error(self._jobs[index], completion)
         return index
 
     def _has_stop(self, token_ids: list[int]) -> bool:
@@ -254,6 +259,17 @@ class Run:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         ends = [text.find(stop) for stop in self._stop]
         return text[: min((end for end in ends if end >= 0), default=len(text))]
+
+
+def _schema_error(job: Job, completion: Completion) -> str | None:
+    """See `Completion`."""
+    if job.json_schema is None:
+        return None
+    if completion.finish_reason is FinishReason.ERROR:
+        return "it ended with an error"
+    from engine.answer_check import schema_error  # with a library that nothing else needs
+
+    return schema_error(job.json_schema, completion.text)
 
 
 class TextStream:

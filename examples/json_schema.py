@@ -31,7 +31,7 @@ def main() -> None:
             [QUESTION] * 2, [None, "pirate"], json_schema=json.dumps(SCHEMA), max_new_tokens=100
         )
         for name, answer in zip(("base", "pirate"), answers, strict=True):
-            print(f"{name}: {json.loads(answer.text)}")
+            print(f"{name}: {answer.schema_error or json.loads(answer.text)}")
 
 
 if __name__ == "__main__":
