@@ -30,8 +30,9 @@ from engine.dash_prompts import Prompt, PromptReader, as_prompts
 from engine.dash_run import Completion, Job, Piece, Run
 from engine.dash_stats import DashStats, dash_stats
 from engine.engine import Engine
-from engine.errors import EngineError, RequestError
+from engine.errors import EngineError, RequestError, UnsupportedModel
 from engine.hf_weights import share_model
+from engine.hub import BASE_FILES, NotOnHub, fetch, find_id
 from engine.request import SamplingParams, is_finite
 
 # One prompt's adapters: none, one by name, or several by name with weights.
@@ -43,20 +44,32 @@ _GREEDY = SamplingParams(temperature=0.0)
 class DashEngine:
     """A base model in memory and any number of named adapters beside it.
 
-    base       a Hugging Face model folder, or a loaded AutoModelForCausalLM: its weights are used
-               where they are, and it goes on working
+    base       a Hugging Face model folder; a model's id on the Hub, `org/name` or
+               `org/name@revision`; or a loaded AutoModelForCausalLM: its weights are used where
+               they are, and it goes on working
     tokenizer  None: that of the folder, or of where the model was loaded from; where there is
                none, prompts are token ids
+    revision   of an id: a branch, a tag or a commit; None: the id's own, or else the main branch
 
-    Raises UnsupportedModel when the decoder does not know the model, naming what it does not know.
+    Raises UnsupportedModel when the decoder does not know the model, naming what it does not know,
+    and when the Hub does not have it or cannot be reached.
     """
 
     def __init__(
-        self, base: Any, config: DashConfig | None = None, *, tokenizer: Any = None
+        self,
+        base: Any,
+        config: DashConfig | None = None,
+        *,
+        tokenizer: Any = None,
+        revision: str | None = None,
     ) -> None:
         self._config = config or DashConfig()
         is_folder = isinstance(base, str | Path)
-        folder = Path(base if is_folder else getattr(base, "name_or_path", ""))
+        if revision is not None and not is_folder:
+            raise ValueError("a model that is loaded already has no revision to choose")
+        folder = (
+            _find_folder(base, revision) if is_folder else Path(getattr(base, "name_or_path", ""))
+        )
         self.tokenizer: Any = _find_tokenizer(folder) if tokenizer is None else tokenizer
         if is_folder:
             self._engine_config = self._config.engine_config(folder)
@@ -82,15 +95,17 @@ class DashEngine:
         # Ends the threads of an engine that nobody holds any more, and all at exit.
         self._finalizer = weakref.finalize(self, _close, self._names, self._loop)
 
-    def register_adapter(self, name: str, path: str | Path) -> None:
+    def register_adapter(self, name: str, path: str | Path, *, revision: str | None = None) -> None:
         """Call the PEFT folder `path` by `name`, in place of what had the name; returns at once.
 
+        Where there is no such folder, `path` may be an id on the Hub, `org/name` or
+        `org/name@revision`; `revision` is a branch, a tag or a commit.
         It is checked and read into host memory in the background, as far as `host_cache` has room
         for adapters that were never used; requests that name it wait for that. What is wrong with
         it ends them with its own error, and `stats` tells it. Requests made before go on with what
         the name meant then.
         """
-        self._names.register(name, Path(path))
+        self._names.register(name, path, revision)
 
     def unregister_adapter(self, name: str) -> None:
         """Forget the name, and the adapter when no other name means it too; raises UnknownAdapter.
@@ -272,6 +287,17 @@ def _pieces(run: Run) -> Iterator[Piece]:
 def _close(names: AdapterNames, loop: EngineLoop) -> None:
     loop.close()
     names.close()
+
+
+def _find_folder(base: str | Path, revision: str | None) -> Path:
+    """The folder itself, or that of a model on the Hub; raises UnsupportedModel."""
+    hub_id = find_id(base, revision)
+    if hub_id is None:
+        return Path(base)
+    try:
+        return fetch(hub_id, BASE_FILES)
+    except NotOnHub as error:
+        raise UnsupportedModel(str(error)) from error
 
 
 def _find_tokenizer(folder: Path) -> Any:

@@ -24,16 +24,21 @@ from engine.adapter_files import CONFIG_FILE, TENSORS_FILE
 from engine.dash_loop import EngineLoop
 from engine.engine import Engine
 from engine.errors import AdapterUnavailable, EngineError, UnknownAdapter
+from engine.hub import ADAPTER_FILES, HubId, NotOnHub, fetch, find_id
 
 _READERS = 2
 
 
 @dataclass(slots=True, eq=False)
 class NamedAdapter:
-    """One registration. `ready` has the error if its files cannot be read or do not fit."""
+    """One registration. `ready` has the error if its files cannot be read or do not fit.
+
+    hub_id  where its files come from, if not from a folder; `path` follows when they are there
+    """
 
     name: str
     path: Path
+    hub_id: HubId | None = None
     digest: str | None = None
     ready: Future[None] = field(default_factory=Future)
 
@@ -51,12 +56,13 @@ class AdapterNames:
         self._lock = threading.Lock()  # of `_named` and of its adapters' digests
         self._threads = ThreadPoolExecutor(_READERS, thread_name_prefix="adapter-reader")
 
-    def register(self, name: str, path: Path) -> None:
-        """Let `name` mean the PEFT folder `path` from now on; it is read on another thread."""
+    def register(self, name: str, source: str | Path, revision: str | None = None) -> None:
+        """Let `name` mean a PEFT folder, or an id of the Hub, from now on; it is read on another
+        thread."""
         if not isinstance(name, str) or not name:
             raise ValueError(f"an adapter's name is a string of one character or more: {name!r}")
         # It is read again later, wherever the process may be by then.
-        adapter = NamedAdapter(name, path.absolute())
+        adapter = NamedAdapter(name, Path(source).absolute(), find_id(source, revision))
         with self._lock:
             replaced = self._named.get(name)
             self._named[name] = adapter
@@ -120,6 +126,11 @@ class AdapterNames:
 
     def _read(self, adapter: NamedAdapter) -> None:
         """Learn the digest, have the engine check that the adapter fits, and load it."""
+        if adapter.hub_id is not None:
+            try:
+                adapter.path = fetch(adapter.hub_id, ADAPTER_FILES)
+            except NotOnHub as error:
+                raise AdapterUnavailable(str(error)) from error
         if self._offload_dir is not None:
             digest, adapter.path = _adopt(adapter.path, self._offload_dir)
         else:
