@@ -225,9 +225,9 @@ async def test_a_helper_that_is_frozen_is_replaced(monkeypatch: pytest.MonkeyPat
     try:
         await helper.start()
         os.kill(helper._process.pid, signal.SIGSTOP)
-        with pytest.raises(HelperLost, match="gave it no time") as caught:
+        with pytest.raises(HelperLost, match="too little time") as caught:
             await helper.call(1, cpu_s=10)
-        assert caught.value.cpu_s == 0
+        assert caught.value.cpu_s < 0.01
         monkeypatch.undo()
         assert (await helper.call(7, cpu_s=10)).value == 7
     finally:
@@ -242,6 +242,20 @@ def _turns(count: int) -> int:
 
 def _turns_set_up() -> Any:
     return _turns
+
+
+async def test_what_was_all_but_frozen_counts_with_the_time_it_had(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(killable_module, "FROZEN_S", 1.0)
+    helper = Helper("turner", _turns_set_up, memory_bytes=64 << 20)
+    try:
+        await helper.start()
+        with pytest.raises(HelperLost, match="too little time") as caught:
+            await helper.call(10**12, cpu_s=30)
+        assert 0.0 < caught.value.cpu_s < 2
+    finally:
+        helper.stop()
 
 
 @pytest.mark.parametrize("count", [10**12, 0], ids=["in Python", "in C"])
@@ -304,7 +318,7 @@ async def test_what_was_given_up_is_tried_again_later(
 
     async def call(*job: str, cpu_s: float) -> Done:
         if is_busy:
-            raise HelperLost("the machine gave it no time")
+            raise HelperLost("the machine gave it too little time")
         return Done(None, 0.0)
 
     monkeypatch.setattr(grammars._trial, "call", call)
