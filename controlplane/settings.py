@@ -227,8 +227,20 @@ CONTENT_BYTES_PER_TENANT = int(env("LORIKEET_CONTENT_BYTES_PER_TENANT", str(1024
 
 #: Requests that one batch runner has under way at a time, however large the pool is.
 BATCH_MAX_IN_FLIGHT = int(env("LORIKEET_BATCH_MAX_IN_FLIGHT", "512"))
-#: What one tenant's files may take in all.
-TENANT_STORAGE_BYTES = int(env("LORIKEET_TENANT_STORAGE_BYTES", str(50 * 1024**3)))
+#: What one tenant may have at a time, unless an operator says otherwise for it: see
+#: `controlplane.limits.models.TenantQuota`.
+TENANT_QUOTAS = {
+    "storage_bytes": int(env("LORIKEET_TENANT_STORAGE_BYTES", str(50 * 1024**3))),
+    "training_runs": int(env("LORIKEET_TENANT_TRAINING_RUNS", "20")),
+    "training_at_once": int(env("LORIKEET_TENANT_TRAINING_AT_ONCE", "1")),
+    "training_steps": int(env("LORIKEET_TENANT_TRAINING_STEPS", "20000")),
+    "training_tokens": int(env("LORIKEET_TENANT_TRAINING_TOKENS", "250000000")),
+    "adapter_checks": int(env("LORIKEET_TENANT_ADAPTER_CHECKS", "20")),
+}
+#: Longer no training run goes on; so long at most a tenant's first one keeps another's waiting.
+TRAINING_MAX_RUN_S = float(env("LORIKEET_TRAINING_MAX_RUN_S", str(4 * 3600)))
+if TRAINING_MAX_RUN_S > 11 * 3600:
+    raise ImproperlyConfigured("LORIKEET_TRAINING_MAX_RUN_S is above 39600")
 
 CELERY_BROKER_URL = env("CELERY_BROKER_URL", REDIS_URL)
 # Its log lines have the form, and the tenant, of all others.
@@ -255,6 +267,10 @@ CELERY_BEAT_SCHEDULE = {
     "fire due schedules": {
         "task": "controlplane.training.tasks.schedules_fire",
         "schedule": float(env("LORIKEET_SCHEDULE_TICK_S", "20")),
+    },
+    "remove replaced datasets": {
+        "task": "controlplane.training.tasks.datasets_sweep",
+        "schedule": 900.0,
     },
     "take up lost uploads": {
         "task": "controlplane.adapters.tasks.adapter_versions_sweep",

@@ -94,6 +94,14 @@ def read_pieces(key: str, *, max_bytes: int, start: int = 0) -> Iterator[bytes]:
         yield from body.iter_chunks(_PIECE_BYTES)
 
 
+def keys(prefix: str) -> Iterator[str]:
+    """The objects whose keys begin so."""
+    pages = _internal().get_paginator("list_objects_v2")
+    for page in pages.paginate(Bucket=settings.S3_BUCKET, Prefix=prefix):
+        for entry in page.get("Contents") or []:
+            yield entry["Key"]
+
+
 def upload(path: Path, key: str) -> None:
     _internal().upload_file(str(path), settings.S3_BUCKET, key)
 

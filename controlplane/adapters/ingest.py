@@ -24,6 +24,8 @@ from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
 from controlplane.adapters.rejection import Reason, Rejected, shown
 from controlplane.adapters.validation import BaseShape, CheckedAdapter, check_adapter
 from controlplane.audit.services import record
+from controlplane.limits import turns
+from controlplane.limits.models import Turn
 from controlplane.scoping import all_tenants, tenant_scope
 from controlplane.scratch import scratch_folder
 from worker.protocol import adapter_digest
@@ -59,6 +61,20 @@ def version_ingest(version_id: uuid.UUID) -> None:
             if not _accept(version, checked):  # it was decided while the bytes were put there
                 remains.kept_forget(version, version.digest)
     remains.staging_clear(version)
+
+
+def version_next() -> AdapterVersion | None:
+    """The version of all tenants whose check comes next, which is taken up; None without any."""
+    while True:
+        with all_tenants(reason="the next check is chosen among all tenants'"):
+            waiting = AdapterVersion.objects.filter(status=Status.UPLOADED)
+            version = turns.next_of(Turn.Kind.ADAPTER_CHECK, waiting)
+        if version is None:
+            return None
+        with tenant_scope(version.tenant_id), transaction.atomic():
+            if version.move(Status.UPLOADED, Status.VALIDATING):  # else another was faster
+                turns.taken(Turn.Kind.ADAPTER_CHECK)
+                return version
 
 
 def versions_overdue() -> list[AdapterVersion]:

@@ -103,6 +103,8 @@ class AdapterVersion(TenantModel):
     kept_digest = models.CharField(max_length=64, blank=True, default="", db_default="")
     #: Whether all that it may have left in the store is removed: see `adapters.remains`.
     is_cleared = models.BooleanField(default=False, db_default=False)
+    #: When the files of one that was retired were removed.
+    removed_at = models.DateTimeField(null=True, blank=True)
     #: Of adapter_model.safetensors and of adapter_config.json, as stated before the upload.
     num_bytes = models.BigIntegerField(default=0)
     config_num_bytes = models.PositiveIntegerField(default=0)
@@ -125,6 +127,16 @@ class AdapterVersion(TenantModel):
                 fields=["status_changed_at"],
                 condition=models.Q(is_cleared=False),
                 name="versions_uncleared",
+            ),
+            models.Index(
+                fields=["tenant", "created_at"],
+                condition=models.Q(status__in=("uploaded", "validating")),
+                name="versions_checking",
+            ),
+            models.Index(
+                fields=["status_changed_at"],
+                condition=models.Q(status="retired", removed_at=None),
+                name="versions_to_remove",
             ),
             models.Index(
                 fields=["tenant", "kept_digest"],

@@ -12,11 +12,12 @@ from typing import Any
 
 from django.core.exceptions import ValidationError
 from django.db import transaction
-from django.db.models import Max
+from django.db.models import Max, Q, Sum
+from django.utils import timezone
 from kombu.exceptions import OperationalError
 
 from controlplane import storage
-from controlplane.adapters import ingest, peft_config, tasks, tensor_file
+from controlplane.adapters import ingest, peft_config, remains, tasks, tensor_file
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel, is_serving
 from controlplane.adapters.resolution import model_resolve
 from controlplane.adapters.validation import BaseShape
@@ -30,6 +31,7 @@ from controlplane.errors import (
     Unavailable,
     from_validation,
 )
+from controlplane.limits import quotas
 from controlplane.tenants.models import SLUG_RULE, User, is_slug
 from worker.protocol import context_length
 
@@ -151,10 +153,11 @@ def adapter_version_create(
 
     files             the length in bytes of each of `FILES`
     base_model_name   may be left out for a known adapter, or when there is one base model only
-    Raises InvalidRequest, Conflict when the adapter has another base model, RateLimited when too
-    many versions wait for their files.
+    Raises InvalidRequest, also when there is no room for the files, Conflict when the adapter has
+    another base model, RateLimited when too many versions wait for their files.
     """
     _check_files(files)
+    quotas.check("storage_bytes", sum(files.values()))  # its lock counts the unfinished too
     if source == AdapterVersion.Source.UPLOAD:
         _check_unfinished()
     adapter, is_new = _find(name), False
@@ -204,14 +207,16 @@ def adapter_version_upload_urls(*, version: AdapterVersion) -> dict[str, str]:
 def adapter_version_complete(*, version: AdapterVersion) -> AdapterVersion:
     """Say that both files are uploaded; they are checked in the background.
 
-    Again, it changes nothing but to queue a check that got lost. Raises Conflict when a file is
-    not there with its stated length, Unavailable when the store or the queue does not answer.
+    Again, it changes nothing but to queue a check that has not begun; one that was begun and lost
+    is found by the sweep, so that nobody has a version checked twice at a time. Raises Conflict
+    when a file is not there with its stated length, RateLimited when too many of the tenant's
+    versions wait for their check, Unavailable when the store or the queue does not answer.
     """
     if version.status == Status.UPLOADING:
         _check_uploaded(version)
         _set_uploaded(version)
         version.refresh_from_db()
-    if version.status in {Status.UPLOADED, Status.VALIDATING}:
+    if version.status == Status.UPLOADED:
         transaction.on_commit(lambda: _queue_validation(version))
     return version
 
@@ -225,14 +230,17 @@ def adapter_version_upload_files(
     """
     storage.upload(config_path, version.staged_config_key)
     storage.upload(tensors_path, version.staged_tensors_key)
-    _set_uploaded(version)
+    _set_uploaded(version, is_bounded=False)
     ingest.version_ingest(version.pk)
     version.refresh_from_db()
     return version
 
 
 @transaction.atomic
-def _set_uploaded(version: AdapterVersion) -> None:
+def _set_uploaded(version: AdapterVersion, *, is_bounded: bool = True) -> None:
+    """is_bounded  False: it does not wait for its check, which is made at once."""
+    if is_bounded and AdapterVersion.objects.filter(pk=version.pk, status=Status.UPLOADING):
+        quotas.check("adapter_checks", retry_after_s=lambda: 30)
     if version.move(Status.UPLOADING, Status.UPLOADED):
         record("uploaded", version)
 
@@ -266,6 +274,25 @@ def model_delete(name: str) -> None:
         after = {"live_version": adapter.live_version.number if adapter.live_version else None}
         before = {"live_version": live.number if live else None}
         record("live_version_set", adapter, before=before, after=after)
+
+
+def storage_used() -> int:
+    """Bytes of the tenant's versions: stated, staged or kept, until nothing of them is left.
+
+    A version that was rejected counts until its URLs are dead and what they brought is removed.
+    """
+    decided_before = timezone.now() - remains.REJECTED_COUNTS
+    is_gone = Q(status=Status.REJECTED, status_changed_at__lt=decided_before)
+    is_gone |= Q(removed_at__isnull=False)
+    rows = AdapterVersion.objects.exclude(is_gone)
+    sums = rows.aggregate(tensors=Sum("num_bytes"), configs=Sum("config_num_bytes"))
+    return (sums["tensors"] or 0) + (sums["configs"] or 0)
+
+
+def checks_waiting() -> int:
+    """The tenant's versions that wait for their check, or have it."""
+    checks = (Status.UPLOADED, Status.VALIDATING)
+    return AdapterVersion.objects.filter(status__in=checks).count()
 
 
 def _find(name: str) -> Adapter | None:

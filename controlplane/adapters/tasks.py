@@ -11,15 +11,37 @@ from controlplane.adapters import ingest, remains
 from controlplane.scoping import tenant_scope
 from controlplane.storage import STORAGE_ERRORS
 
+_AWAY = (*STORAGE_ERRORS, OperationalError, InterfaceError)
+
 
 @shared_task(
-    autoretry_for=(*STORAGE_ERRORS, OperationalError, InterfaceError),
+    autoretry_for=(OperationalError, InterfaceError),
     retry_backoff=2,
     retry_backoff_max=60,
     max_retries=20,
 )
 def adapter_version_validate(tenant_id: str, version_id: str) -> None:
-    """Check an uploaded version. Running it twice does no harm."""
+    """Check the version whose turn it is: perhaps another than the one for which this was sent."""
+    version = ingest.version_next()
+    if version is None:
+        return
+    try:
+        with tenant_scope(version.tenant_id):
+            ingest.version_ingest(version.pk)
+    except _AWAY:
+        # This one again: it is taken up now, and no other message is for it.
+        ids = (str(version.tenant_id), str(version.pk))
+        adapter_version_validate_again.apply_async(ids, countdown=2)
+
+
+@shared_task(
+    autoretry_for=_AWAY,
+    retry_backoff=2,
+    retry_backoff_max=60,
+    max_retries=20,
+)
+def adapter_version_validate_again(tenant_id: str, version_id: str) -> None:
+    """Check a version whose check was begun and lost. Running it twice does no harm."""
     with tenant_scope(uuid.UUID(tenant_id)):
         ingest.version_ingest(uuid.UUID(version_id))
 
@@ -29,5 +51,7 @@ def adapter_versions_sweep() -> None:
     """Queue lost checks, end uploads that nobody finished, remove what versions left behind."""
     ingest.versions_abandon()
     for version in ingest.versions_overdue():
-        adapter_version_validate.delay(str(version.tenant_id), str(version.pk))
+        adapter_version_validate_again.delay(str(version.tenant_id), str(version.pk))
     remains.versions_clear()
+    remains.staging_sweep()
+    remains.retired_remove()

@@ -3,3 +3,9 @@ from django.apps import AppConfig
 
 class FilesConfig(AppConfig):
     name = "controlplane.files"
+
+    def ready(self) -> None:
+        from controlplane.files import services
+        from controlplane.limits import quotas
+
+        quotas.USES["storage_bytes"].append(services.storage_used)

@@ -13,7 +13,6 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from django.conf import settings
 from django.db import Error as DatabaseError
 from django.db import close_old_connections, transaction
 from django.db.models import Q, QuerySet, Sum
@@ -25,9 +24,8 @@ from controlplane.errors import Conflict, InvalidRequest, NotFound, Unavailable
 from controlplane.files import contents
 from controlplane.files.contents import MAX_FILE_BYTES, FileWriter
 from controlplane.files.models import File, Purpose, Upload, UploadPart
-from controlplane.locks import lock_until_commit
+from controlplane.limits import quotas
 from controlplane.public_ids import parse_id
-from controlplane.scoping import current_tenant_id
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +105,7 @@ def file_begin(*, max_bytes: int, is_bounded: bool = True) -> File:
     Raises InvalidRequest when they would not fit into the tenant's storage.
     """
     if is_bounded:
-        _check_room(max_bytes)
+        quotas.check("storage_bytes", max_bytes)
     return File.objects.create(num_bytes=max_bytes)
 
 
@@ -214,7 +212,7 @@ def upload_create(*, form: FileForm, num_bytes: int, mime_type: str) -> Upload:
     most = contents.MAX_BYTES.get(form.purpose, MAX_FILE_BYTES)
     if num_bytes > most:
         raise InvalidRequest(f"A file for {form.purpose} has {most} bytes at most.", param="bytes")
-    _check_room(num_bytes)
+    quotas.check("storage_bytes", num_bytes)
     upload = Upload.objects.create(
         purpose=form.purpose,
         filename=form.filename,
@@ -406,18 +404,6 @@ def _check_open(upload: Upload) -> None:
         raise _ended(upload)
     if upload.expires_at <= timezone.now():
         raise Conflict("The upload is expired.")
-
-
-def _check_room(num_bytes: int) -> None:
-    """Raises InvalidRequest when the tenant's storage does not have so many bytes left."""
-    # Counted alone, so that two files do not take the same room.
-    lock_until_commit(f"storage {current_tenant_id()}")
-    if storage_used() + num_bytes > settings.TENANT_STORAGE_BYTES:
-        raise InvalidRequest(
-            f"Your organization's files may have {settings.TENANT_STORAGE_BYTES} bytes in all: "
-            "delete some of them.",
-            code="storage_limit_exceeded",
-        )
 
 
 def storage_used() -> int:

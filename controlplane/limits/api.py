@@ -14,7 +14,7 @@ from rest_framework.response import Response
 
 from controlplane.api import PAGE_PARAMETERS, StrictSerializer, TenantAPIView, page, page_of
 from controlplane.errors import Conflict, NotFound, PermissionDenied
-from controlplane.limits import services
+from controlplane.limits import quotas, services
 from controlplane.limits.models import Budget, RateLimit
 from controlplane.tenants.auth import Permission
 from controlplane.tenants.key_services import api_key_get
@@ -24,6 +24,50 @@ _MAX_INT, _MAX_BIGINT = 2**31 - 1, 2**63 - 1
 _KEY_HELP = "The public id of the key it is for; null: all the tenant's."
 _MODEL_HELP = "`invoices` holds for every version, `invoices@3` for that one. Empty: all models."
 _OPERATORS = "The tenant's own limits are the operator's to set."
+
+
+_QUOTA_HELP = {
+    "storage_bytes": "Of files, adapters and datasets in all.",
+    "training_runs": "Training runs that wait or run.",
+    "training_at_once": "Training runs that run at a time.",
+    "training_steps": "Of one training run.",
+    "training_tokens": "Of one training run: steps x batch_size x max_length.",
+    "adapter_checks": "Adapter versions that wait for their check.",
+}
+
+
+class QuotaStateSerializer(serializers.Serializer[Any]):
+    limit = serializers.IntegerField()
+    used = serializers.IntegerField(
+        required=False, help_text="Now; left out of what bounds each run for itself."
+    )
+
+
+class QuotaSerializer(serializers.Serializer[Any]):
+    object = serializers.CharField(default="quota", read_only=True)
+
+    def get_fields(self) -> dict[str, serializers.Field[Any, Any, Any, Any]]:
+        own = {name: QuotaStateSerializer(help_text=text) for name, text in _QUOTA_HELP.items()}
+        return {**super().get_fields(), **own}
+
+
+class QuotaSetSerializer(StrictSerializer):
+    def get_fields(self) -> dict[str, serializers.Field[Any, Any, Any, Any]]:
+        own = {
+            name: serializers.IntegerField(
+                required=False,
+                allow_null=True,
+                default=None,
+                min_value=0,
+                max_value=_MAX_BIGINT if name in _LONG else _MAX_INT,
+                help_text=f"{text} Null: as for every tenant.",
+            )
+            for name, text in _QUOTA_HELP.items()
+        }
+        return {**super().get_fields(), **own}
+
+
+_LONG = ("storage_bytes", "training_tokens")
 
 
 class LimitSerializer(serializers.ModelSerializer[RateLimit]):
@@ -195,6 +239,13 @@ class BudgetView(TenantAPIView):
         if row is None:
             raise NotFound("There is no such budget.")
         return row
+
+
+class QuotaView(TenantAPIView):
+    @extend_schema("quota_retrieve", responses=QuotaSerializer)
+    def get(self, request: Request) -> Response:
+        """What the tenant may have at a time, and has. The operator sets it."""
+        return Response(QuotaSerializer(quotas.quota_state()).data)
 
 
 def _key_id(public_id: str | None) -> Any:

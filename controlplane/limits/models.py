@@ -1,4 +1,8 @@
-"""What bounds a tenant's use of the platform. How it is enforced: `controlplane.limits.admit`."""
+"""What bounds a tenant's use of the platform.
+
+How it is enforced: requests by `controlplane.limits.admit`, work and storage by
+`controlplane.limits.quotas`, whose work comes next by `controlplane.limits.turns`.
+"""
 
 from __future__ import annotations
 
@@ -90,3 +94,49 @@ class Budget(TenantModel):
     def clean(self) -> None:
         if self.hard_limit and self.soft_limit and self.soft_limit > self.hard_limit:
             raise ValidationError({"soft_limit": "The soft limit is above the hard one."})
+
+
+class TenantQuota(TenantModel):
+    """What an operator allows a tenant; a field that is null is as the settings have it."""
+
+    #: The fields that bound; `settings.TENANT_QUOTAS` has the same names.
+    NAMES = (
+        *("storage_bytes", "training_runs", "training_at_once", "training_steps"),
+        *("training_tokens", "adapter_checks"),
+    )
+
+    #: Of files, adapters and datasets in all.
+    storage_bytes = models.PositiveBigIntegerField(null=True)
+    #: That wait or run.
+    training_runs = models.PositiveIntegerField(null=True)
+    #: That run at a time.
+    training_at_once = models.PositiveIntegerField(null=True)
+    #: Of one run.
+    training_steps = models.PositiveIntegerField(null=True)
+    training_tokens = models.PositiveBigIntegerField(null=True)
+    #: Adapter versions that wait for their check.
+    adapter_checks = models.PositiveIntegerField(null=True)
+    updated_at = models.DateTimeField(auto_now=True)
+
+    class Meta:
+        constraints = [models.UniqueConstraint(fields=["tenant"], name="tenant_quota_once")]
+
+    def __str__(self) -> str:
+        return f"quota of {self.tenant_id}"
+
+
+class Turn(TenantModel):
+    """When a tenant's work of one kind was last taken up; the others' comes first then."""
+
+    class Kind(models.TextChoices):
+        TRAINING = "training"
+        ADAPTER_CHECK = "adapter_check"
+
+    kind = models.CharField(max_length=16, choices=Kind)
+    served_at = models.DateTimeField()
+
+    class Meta:
+        constraints = [models.UniqueConstraint(fields=["tenant", "kind"], name="turn_once")]
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.tenant_id}"

@@ -27,8 +27,14 @@ from controlplane.api import (
 from controlplane.delivery import services as delivery
 from controlplane.delivery.models import DeadLetter
 from controlplane.errors import NotFound, PermissionDenied
-from controlplane.limits.api import LimitSerializer, RatesSerializer
-from controlplane.limits.models import RateLimit
+from controlplane.limits import quotas
+from controlplane.limits.api import (
+    LimitSerializer,
+    QuotaSerializer,
+    QuotaSetSerializer,
+    RatesSerializer,
+)
+from controlplane.limits.models import RateLimit, TenantQuota
 from controlplane.limits.services import rate_limit_set
 from controlplane.operator import pool
 from controlplane.scoping import all_tenants, tenant_scope
@@ -184,6 +190,23 @@ class TenantLimitsView(OperatorAPIView):
         with tenant_scope(tenant.id):
             row = rate_limit_set(**{name: body[name] for name in RateLimit.RATES})
         return Response(LimitSerializer(row).data)
+
+
+class TenantQuotaView(OperatorAPIView):
+    @extend_schema("ops_tenants_quota", responses=QuotaSerializer)
+    def get(self, request: Request, slug: str) -> Response:
+        """What a tenant may have at a time, and has."""
+        with tenant_scope(_tenant(slug).id):
+            return Response(QuotaSerializer(quotas.quota_state()).data)
+
+    @extend_schema("ops_tenants_quota_set", request=QuotaSetSerializer, responses=QuotaSerializer)
+    def put(self, request: Request, slug: str) -> Response:
+        """Set what a tenant may have at a time. What it has already stays."""
+        tenant = _tenant(slug)
+        body = QuotaSetSerializer.parsed(request)
+        with tenant_scope(tenant.id):
+            quotas.quota_set(**{name: body[name] for name in TenantQuota.NAMES})
+            return Response(QuotaSerializer(quotas.quota_state()).data)
 
 
 class BaseModelsView(OperatorAPIView):

@@ -3,3 +3,10 @@ from django.apps import AppConfig
 
 class TrainingConfig(AppConfig):
     name = "controlplane.training"
+
+    def ready(self) -> None:
+        from controlplane.limits import quotas
+        from controlplane.training import contents, services
+
+        quotas.USES["training_runs"].append(services.runs_active)
+        quotas.USES["storage_bytes"].append(contents.num_bytes)

@@ -25,9 +25,11 @@ from controlplane.adapters.ingest import version_drop
 from controlplane.adapters.models import AdapterVersion, BaseModel
 from controlplane.audit.services import record
 from controlplane.errors import ApiError
+from controlplane.limits import quotas, turns
+from controlplane.limits.models import Turn
 from controlplane.scoping import all_tenants, tenant_scope
 from controlplane.scratch import scratch_folder
-from controlplane.training import services
+from controlplane.training import picking, services, size
 from controlplane.training.holding import (
     DATABASE_AWAY,
     PUBLISHING_LEASE,
@@ -50,18 +52,34 @@ log = logging.getLogger(__name__)
 
 #: How often progress is written, and a cancel noticed.
 TICK_S = 2.0
-MAX_RUN_S = 8 * 3600  # below the broker's visibility timeout
 MAX_ATTEMPTS = 3
+#: How often a trainer chooses anew when others were faster.
+_MAX_TRIES = 100
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 Status = TrainingRun.Status
 
 
-def training_run_execute(run_id: uuid.UUID) -> None:
-    """Train and publish a queued run of the tenant in scope; do nothing if it is not queued."""
+def training_run_next() -> None:
+    """Train and publish the run whose turn it is, if there is one."""
+    for _ in range(_MAX_TRIES):
+        run = picking.next_run()
+        if run is None:
+            return
+        with tenant_scope(run.tenant_id):
+            if training_run_execute(run.pk):  # else another trainer was faster
+                break
+    # What was sent for the tenant's next run may have come while this one was running, and gone.
+    waiting = picking.next_run()
+    if waiting is not None:
+        services.training_run_send(waiting)
+
+
+def training_run_execute(run_id: uuid.UUID) -> bool:
+    """Train and publish a queued run of the tenant in scope; False if it may not begin now."""
     run = _claim(run_id)
     if run is None:
-        return
+        return False
     log.info("training begins", extra={"run_id": str(run.pk), "attempt": run.attempts})
     with scratch_folder("train-") as folder:
         try:
@@ -82,10 +100,15 @@ def training_run_execute(run_id: uuid.UUID) -> None:
             _give_back(run)
             # Its version may have everything it needs; the tick finds out now, not later.
             held(run, Status.PUBLISHING).update(lease_until=timezone.now())
+    return True
 
 
+@transaction.atomic
 def _claim(run_id: uuid.UUID) -> TrainingRun | None:
+    quotas.lock("training_at_once")  # of two that would begin at once, one sees the other
     now = timezone.now()
+    if not picking.runs_that_may_begin().filter(pk=run_id).exists():
+        return None
     queued = TrainingRun.objects.filter(pk=run_id, status=Status.QUEUED, cancel_requested=False)
     moved = queued.update(
         status=Status.RUNNING,
@@ -96,7 +119,9 @@ def _claim(run_id: uuid.UUID) -> TrainingRun | None:
     )
     if not moved:
         return None
-    return TrainingRun.objects.select_related("adapter__base_model", "created_by").get(pk=run_id)
+    turns.taken(Turn.Kind.TRAINING)
+    related = ("adapter__base_model", "created_by", "dataset")
+    return TrainingRun.objects.select_related(*related).get(pk=run_id)
 
 
 @transaction.atomic
@@ -126,6 +151,7 @@ def _give_back(run: TrainingRun, status: Status = Status.RUNNING) -> None:
 
 def _train(run: TrainingRun, folder: Path) -> Path:
     """The folder of the trained adapter, in `folder`."""
+    size.check(run.hyperparameters, run.dataset)  # a schedule's dataset may have grown since
     job = TrainerJob(
         base_model_dir=_base_model_dir(run.adapter.base_model),
         dataset=folder / "dataset.jsonl",
@@ -152,7 +178,7 @@ def _train(run: TrainingRun, folder: Path) -> Path:
             connection.close()
             return True
 
-    run_trainer(job, folder, report, tick_s=TICK_S, timeout_s=MAX_RUN_S)
+    run_trainer(job, folder, report, tick_s=TICK_S, timeout_s=settings.TRAINING_MAX_RUN_S)
     return job.output_dir
 
 
@@ -262,8 +288,10 @@ def _reconcile(run: TrainingRun) -> None:
     # Also a run given back just now; of two ticks at once, one sends it.
     queued = TrainingRun.objects.filter(pk=run.pk, status=Status.QUEUED)
     now = timezone.now()
+    may_begin = picking.runs_that_may_begin().filter(pk=run.pk).exists()
     if queued.filter(lease_until__lte=now).update(lease_until=now + services.QUEUE_LEASE):
-        services.training_run_send(run)
+        if may_begin:  # else the end of one that is running sends it
+            services.training_run_send(run)
 
 
 def _reconcile_publishing(run: TrainingRun) -> None:

@@ -16,6 +16,27 @@ def dataset_key(tenant_id: uuid.UUID, sha256: str) -> str:
     return f"t/{tenant_id}/datasets/{sha256}.jsonl"
 
 
+class DatasetContent(TenantModel):
+    """Rows in the object store: of a dataset now, or of one before that a run still needs.
+
+    It is there before its bytes and goes after them: see `training.contents`.
+    """
+
+    sha256 = models.CharField(max_length=64)
+    num_bytes = models.BigIntegerField()
+    #: When somebody last said that they need it; before its bytes are put, too.
+    wanted_at = models.DateTimeField()
+
+    class Meta:
+        constraints = [
+            models.UniqueConstraint(fields=["tenant", "sha256"], name="dataset_content_once"),
+        ]
+        indexes = [models.Index(fields=["wanted_at"])]
+
+    def __str__(self) -> str:
+        return self.sha256
+
+
 class Dataset(TenantModel):
     """A JSONL file of chats. Uploading under an existing name replaces what later runs read."""
 
@@ -83,7 +104,15 @@ class TrainingRun(TenantModel):
     finished_at = models.DateTimeField(null=True)
 
     class Meta:
-        indexes = [models.Index(fields=["tenant", "created_at"])]
+        indexes = [
+            models.Index(fields=["tenant", "created_at"]),
+            # What waits or runs: counted at admission, and chosen from.
+            models.Index(
+                fields=["tenant", "status"],
+                condition=models.Q(status__in=("queued", "running", "publishing")),
+                name="training_runs_active",
+            ),
+        ]
 
     def __str__(self) -> str:
         return f"{self.id} {self.status}"

@@ -27,9 +27,10 @@ from controlplane.errors import (
     PayloadTooLarge,
     Unavailable,
 )
+from controlplane.limits import quotas
 from controlplane.scoping import current_tenant_id
 from controlplane.tenants.models import User, is_slug, slug_validator
-from controlplane.training import chat_rows, cron, hyperparameters
+from controlplane.training import chat_rows, contents, cron, dataset_checks, hyperparameters, size
 from controlplane.training.models import Dataset, Schedule, TrainingRun, dataset_key
 
 log = logging.getLogger(__name__)
@@ -44,14 +45,16 @@ Status = TrainingRun.Status
 def dataset_upload(*, name: str, content: bytes) -> Dataset:
     """Store chat JSONL under a name; later runs read it in place of what the name had before.
 
-    Raises InvalidRequest with the lines that are wrong, PayloadTooLarge, or Unavailable when the
-    store does not answer.
+    Raises InvalidRequest with the lines that are wrong, or when there is no room for them,
+    PayloadTooLarge, RateLimited when the tenant has several checked at this moment, or Unavailable
+    when the store does not answer.
     """
     if not is_slug(name):
         raise InvalidRequest(str(slug_validator.message), param="name")
     if len(content) > MAX_DATASET_BYTES:
         raise PayloadTooLarge(f"A dataset has at most {MAX_DATASET_BYTES} bytes.", param="body")
-    found = chat_rows.lint(content)
+    with dataset_checks.place(current_tenant_id()):
+        found = chat_rows.lint(content)
     if found.problems:
         raise InvalidRequest(found.complaint, param="body", code="invalid_dataset")
     fields = {
@@ -60,6 +63,7 @@ def dataset_upload(*, name: str, content: bytes) -> Dataset:
         "num_rows": found.num_rows,
     }
     tenant_id = current_tenant_id()
+    contents.content_begin(tenant_id, str(fields["sha256"]), len(content))
     try:
         storage.put_bytes(dataset_key(tenant_id, str(fields["sha256"])), content)
     except storage.STORAGE_ERRORS as error:
@@ -93,12 +97,15 @@ def training_run_create(
 
     base_model_name   for an adapter that is not there yet, which is then made; may be left out
                       when there is one base model only
-    Raises InvalidRequest, NotFound for the dataset, Conflict for another base model and for one
-    that has been shut down.
+    Raises InvalidRequest, also for more steps or tokens than a run may have, NotFound for the
+    dataset, Conflict for another base model and for one that has been shut down, RateLimited when
+    the tenant has too many runs.
     """
     checked = _checked_hyperparameters(hyperparameters)
     with transaction.atomic():
+        quotas.check("training_runs", retry_after_s=_room_in_s)
         dataset = dataset_get(name=dataset_name, param="dataset")
+        size.check(checked, dataset)
         adapter = _adapter_for(adapter_name, base_model_name)
         if adapter.base_model.is_shut_down:
             base_model = adapter.base_model
@@ -120,7 +127,13 @@ def training_run_enqueue(
     hyperparameters: dict[str, Any],
     created_by: User | None = None,
 ) -> TrainingRun:
-    """A queued run of checked hyperparameters, handed to Celery when the transaction commits."""
+    """A queued run of checked hyperparameters, handed to Celery when the transaction commits.
+
+    Raises RateLimited when the tenant has too many runs.
+    """
+    quotas.check("training_runs", retry_after_s=_room_in_s)
+    # Locked: its rows are not to be replaced, and removed, before the run that needs them is seen.
+    dataset = Dataset.objects.select_for_update().get(pk=dataset.pk)
     run = TrainingRun.objects.create(
         adapter=adapter,
         dataset=dataset,
@@ -138,6 +151,18 @@ def training_run_enqueue(
     record("created", run, after=after)
     transaction.on_commit(lambda: training_run_send(run))
     return run
+
+
+def runs_active() -> int:
+    """The tenant's runs that wait or run."""
+    return TrainingRun.objects.filter(status__in=TrainingRun.ACTIVE).count()
+
+
+def _room_in_s() -> float:
+    """When one of the tenant's runs may end: by what the trainer says, else in some minutes."""
+    running = TrainingRun.objects.filter(status=Status.RUNNING).values_list("progress", flat=True)
+    left = [progress["eta_s"] for progress in running if progress.get("eta_s")]
+    return float(min(max(min(left, default=300.0), 30.0), 3600.0))
 
 
 def training_run_send(run: TrainingRun) -> None:
@@ -205,6 +230,7 @@ def schedule_set(
     }
     with transaction.atomic():
         dataset = dataset_get(name=dataset_name, param="dataset")
+        size.check(checked, dataset)
         known = Schedule.objects.select_for_update().filter(adapter=adapter).first()
         before = _told(known) if known else None
         schedule, is_new = Schedule.objects.update_or_create(

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import uuid
-
 from celery import shared_task
 
-from controlplane.scoping import tenant_scope
-from controlplane.training import execution, schedules
+from controlplane.training import contents, execution, schedules
 
 
 @shared_task
@@ -19,6 +16,14 @@ def schedules_fire() -> None:
 
 @shared_task
 def training_run_execute(tenant_id: str, run_id: str) -> None:
-    """Train one run. Delivered twice, it trains once."""
-    with tenant_scope(uuid.UUID(tenant_id)):
-        execution.training_run_execute(uuid.UUID(run_id))
+    """Train the run whose turn it is: perhaps another than the one for which this was sent.
+
+    Delivered twice, each run is trained once.
+    """
+    execution.training_run_next()
+
+
+@shared_task
+def datasets_sweep() -> None:
+    """Remove rows that no dataset names and no run will read."""
+    contents.contents_sweep()

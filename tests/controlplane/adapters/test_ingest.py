@@ -39,7 +39,7 @@ def upload(
 
 
 def validate(version: AdapterVersion) -> AdapterVersion:
-    tasks.adapter_version_validate(str(version.tenant_id), str(version.pk))
+    ingest.version_ingest(version.pk)
     version.refresh_from_db()
     return version
 
@@ -121,8 +121,9 @@ class TestDecision:
 
     def test_newest_ready_version_stays_live(self) -> None:
         first, second = upload(), upload()
-        validate(second)
-        validate(first)
+        for version in (second, first):
+            ingest.version_ingest(version.pk)
+            version.refresh_from_db()
         assert first.status == Status.READY
         assert Adapter.objects.get().live_version == second
 
@@ -250,7 +251,8 @@ class TestSweep:
 def test_task_sees_its_tenant_only(acme: Party, globex: Party, base_model: BaseModel) -> None:
     with tenant_scope(acme.tenant.id):
         version = upload()
-    tasks.adapter_version_validate(str(globex.tenant.id), str(version.pk))
+    with tenant_scope(globex.tenant.id):
+        ingest.version_ingest(version.pk)
     with tenant_scope(acme.tenant.id):
         version.refresh_from_db()
     assert version.status == Status.UPLOADED

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from django.utils import timezone
@@ -13,11 +13,15 @@ from django.utils import timezone
 from controlplane import storage
 from controlplane.adapters import ingest, remains, services, tasks
 from controlplane.adapters.models import AdapterVersion, BaseModel
+from controlplane.errors import InvalidRequest
+from controlplane.files import services as file_services
+from controlplane.limits import quotas
 from controlplane.scoping import tenant_scope
+from controlplane.training import services as training_services
 from tests.controlplane.adapters import files
 from tests.controlplane.adapters.files import GOOD_CONFIG, GOOD_TENSORS, put
 from tests.controlplane.adapters.test_ingest import is_staging_empty, upload, validate
-from tests.controlplane.conftest import Party
+from tests.controlplane.conftest import Party, as_key, assert_error
 
 Status = AdapterVersion.Status
 
@@ -49,21 +53,106 @@ def checked_by_one_that_dies(version: AdapterVersion) -> str:
 
 
 @pytest.mark.parametrize("tensors", [GOOD_TENSORS, b"no tensors"], ids=["ready", "rejected"])
-def test_what_is_put_after_the_decision_is_removed_when_no_url_works(tensors: bytes) -> None:
+def test_what_is_put_after_the_decision_is_removed_by_the_next_sweep(tensors: bytes) -> None:
+    """However often: a URL works for a while, and a PUT that was begun with it may take long."""
     version = upload(tensors=tensors)
     urls = services.adapter_version_upload_urls(version=version)
     validate(version)
     assert is_staging_empty(version)
-    assert put(urls["adapter_config.json"], GOOD_CONFIG) == 200
-    age(version, hours=23)
-    tasks.adapter_versions_sweep()
-    assert not is_staging_empty(version)
+    for _ in range(2):
+        assert put(urls["adapter_config.json"], GOOD_CONFIG) == 200
+        assert put(urls["adapter_model.safetensors"], tensors) == 200
+        tasks.adapter_versions_sweep()
+        assert is_staging_empty(version)
     age(version, hours=25)
     tasks.adapter_versions_sweep()
-    assert is_staging_empty(version)
     version.refresh_from_db()
     assert version.is_cleared
+    assert put(urls["adapter_config.json"], GOOD_CONFIG) == 200
+    tasks.adapter_versions_sweep()
+    assert is_staging_empty(version)
     assert version.status == Status.REJECTED or is_there(version, version.digest)
+
+
+def test_the_sweep_leaves_alone_what_it_does_not_know(globex: Party) -> None:
+    version = upload()
+    strangers = AdapterVersion(tenant_id=version.tenant_id)
+    odd = f"t/{version.tenant_id}/u/readme"
+    storage.put_bytes(strangers.staged_config_key, b"{}")
+    storage.put_bytes(odd, b"{}")
+    tasks.adapter_versions_sweep()
+    assert not is_staging_empty(version)
+    assert storage.object_size(strangers.staged_config_key) == storage.object_size(odd) == 2
+
+
+def test_a_retired_versions_files_go_when_nothing_accepted_reads_them() -> None:
+    first, second = validate(upload()), validate(upload())
+    digest = first.digest
+    assert second.digest == digest
+    used = quotas.used("storage_bytes")
+    services.model_delete("invoices@1")
+    age(first, days=3)
+    tasks.adapter_versions_sweep()
+    assert is_there(second, digest)
+    assert quotas.used("storage_bytes") == used // 2
+    services.model_delete("invoices@2")
+    age(second, days=1)
+    tasks.adapter_versions_sweep()
+    assert is_there(second, digest)
+    age(second, days=3)
+    tasks.adapter_versions_sweep()
+    assert not is_there(second, digest)
+    assert quotas.used("storage_bytes") == 0
+    again = validate(upload())
+    assert (again.status, is_there(again, digest)) == (Status.READY, True)
+
+
+class TestQuota:
+    STATED: ClassVar = {
+        "adapter_config.json": len(GOOD_CONFIG),
+        "adapter_model.safetensors": len(GOOD_TENSORS),
+    }
+    SIZE = len(GOOD_CONFIG) + len(GOOD_TENSORS)
+
+    @pytest.fixture(autouse=True)
+    def _room_for_two(self, settings: Any) -> None:
+        settings.TENANT_QUOTAS = settings.TENANT_QUOTAS | {"storage_bytes": 2 * self.SIZE}
+
+    def test_an_adapter_is_refused_before_its_bytes(self, acme: Party) -> None:
+        for _ in range(2):
+            validate(upload())
+        url = "/api/v1/adapters/invoices/versions"
+        answer = as_key(acme).post(url, {"files": self.STATED}, format="json")
+        error = assert_error(answer, 400)
+        assert error["code"] == "storage_limit_exceeded"
+        assert f"{2 * self.SIZE} bytes" in error["message"]
+        assert AdapterVersion.objects.count() == 2
+
+    def test_a_rejected_version_counts_as_long_as_its_urls_work(self) -> None:
+        for _ in range(2):
+            version = validate(upload(tensors=b"\0" * len(GOOD_TENSORS)))
+            assert version.status == Status.REJECTED
+        with pytest.raises(InvalidRequest):
+            services.adapter_version_create(name="invoices", files=self.STATED)
+        age(version, minutes=services.UPLOAD_EXPIRES_S / 60)
+        with pytest.raises(InvalidRequest):
+            services.adapter_version_create(name="invoices", files=self.STATED)
+        age(version, minutes=31)
+        services.adapter_version_create(name="invoices", files=self.STATED)
+
+    def test_files_adapters_and_datasets_have_one_quota(self) -> None:
+        rows = b'{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", '
+        rows += b'"content": "%s"}]}\n' % (b"b" * self.SIZE)
+        training_services.dataset_upload(name="chats", content=rows)
+        with pytest.raises(InvalidRequest) as caught:
+            training_services.dataset_upload(name="more", content=rows.replace(b"?", b"!"))
+        assert caught.value.code == "storage_limit_exceeded"
+        with pytest.raises(InvalidRequest):
+            services.adapter_version_create(name="invoices", files=self.STATED)
+        with pytest.raises(InvalidRequest):
+            file_services.file_begin(max_bytes=self.SIZE)
+        file_services.file_begin(max_bytes=10)
+        assert quotas.used("storage_bytes") == len(rows) + 10
 
 
 def test_an_upload_under_way_is_left_alone() -> None:

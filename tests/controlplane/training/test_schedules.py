@@ -181,12 +181,13 @@ def test_now_is_the_default(schedule: Schedule) -> None:
 
 
 def test_celery_knows_the_tasks_by_the_names_in_the_settings(settings: Any) -> None:
-    (beat,) = [
+    beats = [
         entry["task"]
         for entry in settings.CELERY_BEAT_SCHEDULE.values()
         if "training" in entry["task"]
     ]
-    assert app.tasks[beat].run == tasks.schedules_fire.run  # a proxy stands for each
+    runs = {app.tasks[beat].run for beat in beats}  # a proxy stands for each
+    assert runs == {tasks.schedules_fire.run, tasks.datasets_sweep.run}
     route = settings.CELERY_TASK_ROUTES[tasks.training_run_execute.name]
     assert route == {"queue": "train"}
     assert settings.CELERY_TASK_ACKS_LATE

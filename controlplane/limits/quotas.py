@@ -1,0 +1,119 @@
+"""What one tenant may have at a time beside its requests: work that waits, and storage.
+
+Who makes more of it calls `check` in the transaction that makes it. The check holds a lock of the
+tenant's until that transaction ends, so that any number of requests at once take no more than there
+is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from django.conf import settings
+from django.db import transaction
+from django.db.models import OuterRef, Subquery, Value
+from django.db.models.functions import Coalesce
+
+from controlplane.audit.services import record
+from controlplane.errors import ApiError, InvalidRequest, RateLimited
+from controlplane.limits.models import TenantQuota
+from controlplane.locks import lock_until_commit
+from controlplane.scoping import current_tenant_id
+
+#: By the name of a quota, what of it the tenant in scope has. Apps with such things add to it.
+USES: dict[str, list[Callable[[], int]]] = {
+    "storage_bytes": [],
+    "training_runs": [],
+    "adapter_checks": [],
+}
+
+
+def allowed(name: str) -> int:
+    """The quota of the tenant in scope."""
+    own = TenantQuota.objects.values_list(name, flat=True).first()
+    return int(settings.TENANT_QUOTAS[name] if own is None else own)
+
+
+def used(name: str) -> int:
+    """What the tenant in scope has of one of `USES`."""
+    return sum(use() for use in USES[name])
+
+
+def allowed_to_each(name: str) -> Coalesce:
+    """For a query over all tenants: the quota of each row's tenant."""
+    own = TenantQuota.objects.filter(tenant_id=OuterRef("tenant_id")).values(name)[:1]
+    return Coalesce(Subquery(own), Value(settings.TENANT_QUOTAS[name]))
+
+
+def check(name: str, more: int = 1, *, retry_after_s: Callable[[], float] | None = None) -> None:
+    """That so much more fits; to be called in the transaction that makes it.
+
+    retry_after_s  when there may be room again, as far as one can tell
+    Raises InvalidRequest for storage, RateLimited for work.
+    """
+    lock(name)
+    if used(name) + more > allowed(name):
+        raise refusal(name, retry_after_s() if retry_after_s else None)
+
+
+def lock(name: str) -> None:
+    """Have the tenant's lock of a quota until the transaction ends.
+
+    Before `record`, whose lock others take last.
+    """
+    lock_until_commit(f"quota {name} {current_tenant_id()}")
+
+
+def refusal(name: str, retry_after_s: float | None = None) -> ApiError:
+    """What somebody is told who would have more than the quota allows."""
+    most = allowed(name)
+    if name == "storage_bytes":
+        return InvalidRequest(
+            f"Your organization's files, adapters and datasets may have {most} bytes in all: "
+            "delete some of them.",
+            code="storage_limit_exceeded",
+        )
+    message, code = _MESSAGES[name]
+    return RateLimited(message.format(most=most), code=code, retry_after_s=retry_after_s or 60)
+
+
+_MESSAGES = {
+    "training_runs": (
+        "Your organization may have {most} training runs that wait or run: cancel one, or wait "
+        "until one has ended.",
+        "too_many_training_runs",
+    ),
+    "adapter_checks": (
+        "{most} adapter versions of your organization wait for their check: come back when some "
+        "are ready.",
+        "too_many_adapter_checks",
+    ),
+}
+
+
+@transaction.atomic
+def quota_set(**values: int | None) -> TenantQuota:
+    """Allow the tenant in scope what is named; the rest is as the settings have it."""
+    row = TenantQuota.objects.select_for_update().first()
+    before = _told(row) if row else None
+    row = row or TenantQuota()
+    for name in TenantQuota.NAMES:
+        setattr(row, name, values.pop(name, None))
+    if values:
+        raise TypeError(f"no such quota: {', '.join(values)}")
+    row.save()
+    record("changed" if before else "created", row, before=before, after=_told(row))
+    return row
+
+
+def _told(row: TenantQuota) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in TenantQuota.NAMES}
+
+
+def quota_state() -> dict[str, Any]:
+    """For people to see: each quota of the tenant in scope, and what is used of it."""
+    state: dict[str, Any] = {name: {"limit": allowed(name)} for name in TenantQuota.NAMES}
+    for name in USES:
+        state[name]["used"] = used(name)
+    return state

@@ -1,0 +1,35 @@
+"""Which queued run is begun next. A tenant's runs beyond those it may have at a time wait."""
+
+from __future__ import annotations
+
+from django.db.models import Count, F, OuterRef, QuerySet, Subquery, Value
+from django.db.models.functions import Coalesce
+
+from controlplane.limits import quotas, turns
+from controlplane.limits.models import Turn
+from controlplane.scoping import all_tenants
+from controlplane.training.models import TrainingRun
+
+Status = TrainingRun.Status
+
+
+def next_run() -> TrainingRun | None:
+    """The run of all tenants whose turn it is; None when none may begin."""
+    with all_tenants(reason="the next run is chosen among all tenants'"):
+        return turns.next_of(Turn.Kind.TRAINING, runs_that_may_begin())
+
+
+def runs_that_may_begin() -> QuerySet[TrainingRun]:
+    """Of the tenants in scope: queued, and below what their tenant may have at a time."""
+    queued = TrainingRun.objects.filter(status=Status.QUEUED, cancel_requested=False)
+    return queued.annotate(
+        tenants_running=num_of_tenant(Status.RUNNING),
+        tenants_most=quotas.allowed_to_each("training_at_once"),
+    ).filter(tenants_running__lt=F("tenants_most"))
+
+
+def num_of_tenant(*statuses: str) -> Coalesce:
+    """For a query over all tenants: how many such runs each row's tenant has."""
+    rows = TrainingRun.objects.filter(tenant_id=OuterRef("tenant_id"), status__in=statuses)
+    counts = rows.order_by().values("tenant_id").annotate(num=Count("pk")).values("num")
+    return Coalesce(Subquery(counts), Value(0))

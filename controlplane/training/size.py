@@ -1,0 +1,51 @@
+"""How long a training would be: its steps, and the most tokens that those read."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from controlplane.errors import InvalidRequest
+from controlplane.limits import quotas
+from controlplane.training.models import Dataset
+
+#: What the trainer takes for what is left out; a test holds the two together.
+DEFAULTS = {"epochs": 1.0, "batch_size": 8, "max_length": 512}
+
+
+def num_steps(hyperparameters: dict[str, Any], num_rows: int) -> int:
+    """As the trainer counts them."""
+    if hyperparameters.get("max_steps"):
+        return int(hyperparameters["max_steps"])
+    a_pass = math.ceil(num_rows / _of(hyperparameters, "batch_size"))
+    return int(max(1, round(a_pass * _of(hyperparameters, "epochs"))))
+
+
+def most_tokens(hyperparameters: dict[str, Any], num_rows: int) -> int:
+    """Were each row as long as it may be."""
+    a_step = min(_of(hyperparameters, "batch_size"), num_rows) * _of(hyperparameters, "max_length")
+    return int(num_steps(hyperparameters, num_rows) * a_step)
+
+
+def check(hyperparameters: dict[str, Any], dataset: Dataset) -> None:
+    """That the tenant in scope may have so long a run. Raises InvalidRequest."""
+    steps, most = num_steps(hyperparameters, dataset.num_rows), quotas.allowed("training_steps")
+    if steps > most:
+        field = "max_steps" if hyperparameters.get("max_steps") else "epochs"
+        raise InvalidRequest(
+            f"The run would have {steps} steps; your organization's may have {most}.",
+            param=f"hyperparameters.{field}",
+            code="training_too_long",
+        )
+    tokens, most = most_tokens(hyperparameters, dataset.num_rows), quotas.allowed("training_tokens")
+    if tokens > most:
+        raise InvalidRequest(
+            f"The run would read up to {tokens} tokens (steps x batch_size x max_length); your "
+            f"organization's may read {most}.",
+            param="hyperparameters",
+            code="training_too_long",
+        )
+
+
+def _of(hyperparameters: dict[str, Any], name: str) -> Any:
+    return hyperparameters.get(name, DEFAULTS[name])

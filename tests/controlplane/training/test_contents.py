@@ -1,0 +1,73 @@
+"""Rows that nothing reads any more are removed from the store; those that something does stay."""
+
+from __future__ import annotations
+
+import datetime as dt
+
+from django.utils import timezone
+
+from controlplane import storage
+from controlplane.adapters.models import Adapter
+from controlplane.limits import quotas
+from controlplane.scoping import tenant_scope
+from controlplane.training import contents, services, tasks
+from controlplane.training.models import Dataset, DatasetContent, TrainingRun
+from tests.controlplane.conftest import Party
+from tests.controlplane.training.conftest import ROWS
+
+
+def grow_old() -> None:
+    then = timezone.now() - contents.KEPT - dt.timedelta(seconds=1)
+    DatasetContent.objects.update(wanted_at=then)
+
+
+def is_there(key: str) -> bool:
+    return storage.object_size(key) is not None
+
+
+def test_replaced_rows_go_and_give_their_room_back(in_acme: Party, dataset: Dataset) -> None:
+    old = dataset.key
+    new = services.dataset_upload(name="chats", content=ROWS * 2).key
+    assert quotas.used("storage_bytes") == 3 * len(ROWS)
+    tasks.datasets_sweep()
+    assert is_there(old)  # who has just put it may not have named it yet
+    grow_old()
+    tasks.datasets_sweep()
+    assert (is_there(old), is_there(new)) == (False, True)
+    assert quotas.used("storage_bytes") == 2 * len(ROWS)
+
+
+def test_rows_that_a_run_will_read_stay_until_it_has_ended(
+    adapter: Adapter, dataset: Dataset
+) -> None:
+    old = dataset.key
+    services.training_run_create(adapter_name=adapter.name, dataset_name="chats")
+    services.dataset_upload(name="chats", content=ROWS * 2)
+    for status in TrainingRun.ACTIVE:
+        TrainingRun.objects.update(status=status)
+        grow_old()
+        tasks.datasets_sweep()
+        assert is_there(old)
+    TrainingRun.objects.update(status="succeeded")
+    tasks.datasets_sweep()
+    assert not is_there(old)
+
+
+def test_rows_that_come_again_are_kept(in_acme: Party, dataset: Dataset) -> None:
+    services.dataset_upload(name="chats", content=ROWS * 2)
+    grow_old()
+    services.dataset_upload(name="other", content=ROWS)
+    tasks.datasets_sweep()
+    assert is_there(dataset.key)
+    assert quotas.used("storage_bytes") == 3 * len(ROWS)
+
+
+def test_another_tenants_same_rows_stay(in_acme: Party, dataset: Dataset, globex: Party) -> None:
+    with tenant_scope(globex.tenant.id):
+        theirs = services.dataset_upload(name="chats", content=ROWS)
+    services.dataset_upload(name="chats", content=ROWS * 2)
+    grow_old()
+    with tenant_scope(globex.tenant.id):
+        grow_old()
+    tasks.datasets_sweep()
+    assert (is_there(dataset.key), is_there(theirs.key)) == (False, True)
