@@ -19,6 +19,7 @@ from typing import Any
 import redis
 from redis.exceptions import RedisError
 
+from controlplane.delivery.forgetting import file_rewrite_if_due
 from controlplane.workers import WorkerStatus, read_statuses
 from worker import fair_queue, mailboxes, protocol
 from worker.protocol import (
@@ -141,7 +142,7 @@ class Reaper:
             log.warning("nothing is reaped while Redis is away: %r", error)
 
     def turn(self) -> None:
-        """Take over what workers that are dead by now left."""
+        """Take over what workers that are dead by now left, and have Redis's file forget."""
         args = [INTERVAL_S * 0.9, protocol.MAX_UNWATCHED_S]
         if not (looked := self._look(keys=[self._watch], args=args)):
             return
@@ -157,6 +158,7 @@ class Reaper:
         ]
         statuses = read_statuses(time, scores.items(), heartbeats)
         self._end_unserved(now, statuses, is_new=now - since < protocol.WORKER_GRACE_S)
+        file_rewrite_if_due(self._redis)
 
     def _reap(self, worker_id: str) -> None:
         inbox = protocol.inbox_key(self._pool, worker_id)

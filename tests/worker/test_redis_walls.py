@@ -49,6 +49,7 @@ OF_NOBODY = [
     *(
         rf"quar:{P}",
         rf"reap:{P}",
+        "aof:rewritten",
         rf"q:{P}:[^:]+:(?:sums|idle|[ib](?::(?:skip|vt))?)",
         r"cache:1:.+",
         "gw",
