@@ -124,6 +124,8 @@ def _read_tokenizer(folder: Path) -> Any:
 class GrammarCompiler:
     """Compiles grammars on a thread and remembers the latest ones.
 
+    Each tenant's for itself: how soon one is there does not tell what another tenant compiles.
+
     tokenizer  a Hugging Face tokenizer, or the model folder that has one
     """
 
@@ -134,20 +136,21 @@ class GrammarCompiler:
         )
         self._backend: _Backend | None = None
         self._lock = threading.Lock()  # of the cache, used by both sides
-        self._cache: OrderedDict[Grammar, Any] = OrderedDict()
+        self._cache: OrderedDict[tuple[str, Grammar], Any] = OrderedDict()
 
-    def submit(self, grammar: Grammar) -> Future[Matcher]:
+    def submit(self, grammar: Grammar, tenant_id: str = "") -> Future[Matcher]:
         """A matcher at the grammar's beginning, soon; the future raises BadGrammar if it cannot
         be compiled or nothing satisfies it."""
+        key = tenant_id, grammar
         with self._lock:
-            compiled = self._cache.get(grammar)
+            compiled = self._cache.get(key)
             if compiled is not None:
-                self._cache.move_to_end(grammar)
+                self._cache.move_to_end(key)
         if compiled is not None:
             ready: Future[Matcher] = Future()
             ready.set_result(self._matcher(compiled, grammar))
             return ready
-        return self._threads.submit(self._compile, grammar)
+        return self._threads.submit(self._compile, grammar, key)
 
     def prepare(self) -> Future[None]:
         """Do now what the first grammar would wait for; one that comes meanwhile waits for this.
@@ -169,11 +172,11 @@ class GrammarCompiler:
         assert self._backend is not None
         return Matcher(compiled.deep_copy(), self._backend.eos_token_id, grammar.param)
 
-    def _compile(self, grammar: Grammar) -> Matcher:
+    def _compile(self, grammar: Grammar, key: tuple[str, Grammar]) -> Matcher:
         self._prepare()
         assert self._backend is not None
         with self._lock:
-            compiled = self._cache.get(grammar)
+            compiled = self._cache.get(key)
         if compiled is not None:  # compiled while this one waited
             return self._matcher(compiled, grammar)
         try:
@@ -190,7 +193,7 @@ class GrammarCompiler:
         if not is_possible:
             raise BadGrammar("nothing satisfies the grammar", param=grammar.param)
         with self._lock:
-            self._cache[grammar] = compiled
+            self._cache[key] = compiled
             if len(self._cache) > _MAX_CACHED:
                 self._cache.popitem(last=False)
         return self._matcher(compiled, grammar)
@@ -224,7 +227,7 @@ class Grammars:
         grammar = sequence.request.grammar
         if grammar is not None:
             sequence.is_waiting_for_grammar = True
-            self._compiling[sequence] = self._compiler.submit(grammar)
+            self._compiling[sequence] = self._compiler.submit(grammar, sequence.request.tenant_id)
 
     def poll(self) -> list[tuple[Sequence, BaseException]]:
         """See what has been compiled; the sequences whose grammar cannot be, with the reason."""

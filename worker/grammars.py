@@ -2,8 +2,9 @@
 
 A grammar is tried in a process of its own first, with bounds on time and memory: one that proves
 too much ends there, with its own request, and the engine never sees it. What a tenant's new
-grammars may cost is bounded too, and tenants take turns. Nothing here is on the engine's path:
-a request whose grammar is being tried is not in the engine yet.
+grammars may cost is bounded too, and tenants take turns. What was found is each tenant's for
+itself: how soon an answer comes does not tell what another tenant compiles. Nothing here is on the
+engine's path: a request whose grammar is being tried is not in the engine yet.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ QUOTA_S, QUOTA_WINDOW_S = 10.0, 60.0
 RETRY_S = 60.0
 
 _Grammar = tuple[str, str]  # kind, text
+_Trial = tuple[str, _Grammar]  # tenant, and what it has tried
 
 
 class _Verdict(NamedTuple):
@@ -64,11 +66,11 @@ class Grammars:
             memory_bytes=TRIAL_MEMORY_BYTES,
         )
         self._check = Helper("answer-check", _check_set_up, memory_bytes=CHECK_MEMORY_BYTES)
-        # One tokenizer in a process's life: the grammar alone is the key.
+        # One tokenizer in a process's life: tenant and grammar alone are the key.
         self._found: OrderedDict[bytes, _Verdict] = OrderedDict()
-        self._too_slow: OrderedDict[bytes, float] = OrderedDict()  # schema -> until when
+        self._too_slow: OrderedDict[bytes, float] = OrderedDict()  # tenant, schema -> until when
         self._checks = Turns()
-        self._trials: dict[_Grammar, asyncio.Future[str | None]] = {}
+        self._trials: dict[_Trial, asyncio.Future[str | None]] = {}
         self._waiting: OrderedDict[str, deque[_Grammar]] = OrderedDict()  # by tenant
         self._spent: dict[str, deque[tuple[float, float]]] = {}  # tenant -> when, CPU s
         self._runner: asyncio.Task[None] | None = None
@@ -79,7 +81,7 @@ class Grammars:
         grammar = _grammar_of(command)
         if grammar is None:
             return
-        key = _key(*grammar)
+        key = _key(command.tenant_id, *grammar)
         known = self._found.get(key)
         if known is not None and time.monotonic() < known.until:
             self._found.move_to_end(key)
@@ -96,13 +98,13 @@ class Grammars:
     async def problem_of(self, schema: str, answer: str, tenant_id: str) -> str | None:
         """How a finished answer breaks its schema; None when it obeys it."""
         async with self._checks.turn(tenant_id):
-            if time.monotonic() < self._too_slow.get(_key(schema), 0.0):
+            if time.monotonic() < self._too_slow.get(_key(tenant_id, schema), 0.0):
                 return "checking it takes too long"
             try:
                 found = await self._check.call(schema, answer, cpu_s=CHECK_CPU_S)
             except HelperLost as error:
                 log.warning("tenant %s: an answer could not be checked: %s", tenant_id, error)
-                _remember(self._too_slow, _key(schema), time.monotonic() + RETRY_S)
+                _remember(self._too_slow, _key(tenant_id, schema), time.monotonic() + RETRY_S)
                 return f"it could not be checked: {error}"
             problem: str | None = found.value
             return problem
@@ -118,11 +120,12 @@ class Grammars:
         self._check.stop()
 
     async def _tried(self, grammar: _Grammar, tenant_id: str) -> str | None:
-        """Have a grammar tried, once for all who wait for it. -> what is wrong with it"""
-        future = self._trials.get(grammar)
+        """Have a grammar tried, once for all of its tenant's requests. -> what is wrong with it"""
+        trial = tenant_id, grammar
+        future = self._trials.get(trial)
         if future is None:
             self._check_quota(tenant_id)
-            future = self._trials[grammar] = asyncio.get_running_loop().create_future()
+            future = self._trials[trial] = asyncio.get_running_loop().create_future()
             self._waiting.setdefault(tenant_id, deque()).append(grammar)
             if self._runner is None or self._runner.done():
                 self._runner = asyncio.create_task(self._run())
@@ -163,8 +166,8 @@ class Grammars:
                 problem = "it could not be tried"
             spent = self._spent.setdefault(tenant_id, deque())
             spent.append((time.monotonic(), seconds))
-            _remember(self._found, _key(*grammar), _Verdict(problem, until))
-            future = self._trials.pop(grammar)
+            _remember(self._found, _key(tenant_id, *grammar), _Verdict(problem, until))
+            future = self._trials.pop((tenant_id, grammar))
             with contextlib.suppress(asyncio.InvalidStateError):
                 future.set_result(problem)
 

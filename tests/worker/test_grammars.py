@@ -58,7 +58,7 @@ async def test_a_bomb_ends_alone_and_is_not_tried_twice(grammars: Grammars) -> N
     assert refused.code == ErrorCode.INVALID_RESPONSE_FORMAT
     assert "longer than 2 s" in refused.message
     process = grammars._trial._process
-    await refusal(grammars, add("other", json_schema=BOMB))
+    await refusal(grammars, add("bomber", json_schema=BOMB))
     assert grammars._trial._process is process  # a second try would have ended it
 
 
@@ -80,6 +80,25 @@ async def test_what_the_decoder_refuses(
     assert refused.code == ErrorCode.INVALID_RESPONSE_FORMAT
     assert problem in refused.message
     assert refused.param in grammar
+
+
+async def test_what_one_tenant_compiled_is_new_to_another(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while the other waits for it: else the time would tell what another tenant uses."""
+    tried: list[str] = []
+
+    async def slow(kind: str, text: str, timeout_s: float) -> None:
+        await asyncio.sleep(0.02)
+        tried.append(text)
+
+    monkeypatch.setattr(grammars._trial, "call", slow)
+    commands = [add(tenant, regex="x") for tenant in ("a", "a", "b")]
+    await asyncio.gather(*(grammars.admit(command) for command in commands))
+    assert tried == ["x", "x"]
+    await grammars.admit(add("b", regex="x"))
+    await grammars.admit(add("c", regex="x"))
+    assert tried == ["x"] * 3
 
 
 async def test_tenants_take_turns(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +147,7 @@ async def test_many_who_want_the_same_wait_for_one_trial(
         return Done(None, 0.01)
 
     monkeypatch.setattr(grammars._trial, "call", counted)
-    await asyncio.gather(*(grammars.admit(add(f"t{i}", regex="x")) for i in range(20)))
+    await asyncio.gather(*(grammars.admit(add("t", regex="x")) for _ in range(20)))
     assert calls == [("regex", "x")]
 
 
