@@ -220,6 +220,8 @@ CACHES = {
 POOL = env("LORIKEET_POOL", "default")
 #: A request that would wait longer than this for a worker is refused at once.
 MAX_WAIT_S = float(env("LORIKEET_MAX_WAIT_S", "60"))
+#: Redis's file is written anew as often as this, so that what has ended is not in it any more.
+REDIS_REWRITE_S = int(env("LORIKEET_REDIS_REWRITE_S", "300"))
 #: The prompt of a request that was given up is kept for so long, for an operator to put it back.
 DEAD_LETTER_DAYS = float(env("LORIKEET_DEAD_LETTER_DAYS", "7"))
 #: Of stored prompts and answers a tenant has at most so many bytes; the oldest go first.
@@ -305,6 +307,23 @@ S3_ACCESS_KEY_ID = env("S3_ACCESS_KEY_ID")
 S3_SECRET_ACCESS_KEY = env("S3_SECRET_ACCESS_KEY")
 S3_BUCKET = env("S3_BUCKET", "lorikeet")
 S3_REGION = env("S3_REGION", "us-east-1")
+
+#: What a training child gets of this process's environment: none of the variables above. A worker's
+#: children get the same: `worker.config`.
+CHILD_VARIABLES = (
+    *("PATH", "HOME", "USER", "LOGNAME", "LANG", "TZ", "TMPDIR", "VIRTUAL_ENV"),
+    *("LD_LIBRARY_PATH", "XDG_CACHE_HOME", "PYTHONPATH", "PYTHONHOME", "PYTHONUNBUFFERED"),
+    *("PYTHONDONTWRITEBYTECODE", "CC"),
+)
+CHILD_PREFIXES = (
+    *("LC_", "OMP_", "MKL_", "KMP_", "CUDA_", "NVIDIA_", "NCCL_"),
+    *("TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "TRITON_"),
+)
+TRAINER_ENVIRONMENT = {
+    name: value
+    for name, value in os.environ.items()
+    if name in CHILD_VARIABLES or name.startswith(CHILD_PREFIXES)
+}
 
 #: Parent of the base models' folders, and scratch space; only training tasks use them.
 BASE_MODEL_DIR = Path(env("LORIKEET_BASE_MODEL_DIR", str(BASE_DIR / ".cache" / "base")))

@@ -6,11 +6,11 @@ import logging
 import sys
 
 from tests.fakes import fake_engine
-from worker.config import WorkerConfig
+from worker.config import WorkerConfig, drop_environment
 from worker.service import run
 
 if __name__ == "__main__":
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s", level="INFO")
-    sys.exit(
-        run(WorkerConfig.from_environment(), engine_factory=fake_engine(*map(float, sys.argv[1:])))
-    )
+    config = WorkerConfig.from_environment()
+    drop_environment()
+    sys.exit(run(config, engine_factory=fake_engine(*map(float, sys.argv[1:]))))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 
-from worker.config import ConfigError, WorkerConfig
+from worker.config import ConfigError, WorkerConfig, drop_environment
 from worker.service import run
 
 
@@ -16,6 +16,7 @@ def main() -> int:
     except ConfigError as error:
         logging.getLogger(__name__).error("%s", error)
         return 2
+    drop_environment()
     return run(config)
 
 

@@ -178,7 +178,14 @@ def _train(run: TrainingRun, folder: Path) -> Path:
             connection.close()
             return True
 
-    run_trainer(job, folder, report, tick_s=TICK_S, timeout_s=settings.TRAINING_MAX_RUN_S)
+    run_trainer(
+        job,
+        folder,
+        report,
+        environment=settings.TRAINER_ENVIRONMENT,
+        tick_s=TICK_S,
+        timeout_s=settings.TRAINING_MAX_RUN_S,
+    )
     return job.output_dir
 
 

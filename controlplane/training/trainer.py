@@ -14,7 +14,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +65,18 @@ Listener = Callable[[dict[str, Any]], bool]
 
 
 def run_trainer(
-    job: TrainerJob, folder: Path, listener: Listener, *, tick_s: float, timeout_s: float
+    job: TrainerJob,
+    folder: Path,
+    listener: Listener,
+    *,
+    environment: Mapping[str, str],
+    tick_s: float,
+    timeout_s: float,
 ) -> None:
     """Train; `job.output_dir` is there when this returns. `listener` is asked every `tick_s`.
 
-    folder   scratch space of this training
+    folder       scratch space of this training
+    environment  all that the child has of it: it reads what tenants sent, and needs no secret
     Raises TrainingFailed, TrainerStopped, or TrainingAbandoned when the listener said no.
     """
     job_path, stderr_path = folder / "job.json", folder / "stderr.log"
@@ -80,6 +87,7 @@ def run_trainer(
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=stderr,
+            env=dict(environment),
         )
     try:
         deadline = time.monotonic() + timeout_s

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -75,3 +78,34 @@ def test_numbers_may_lie_in_files_too(environment: dict[str, str], tmp_path: Pat
     (tmp_path / "threads").write_text("many\n")
     with pytest.raises(ConfigError, match="LORIKEET_THREADS"):
         WorkerConfig.from_environment(environment)
+
+
+def test_children_inherit_no_secret() -> None:
+    """As the kernel shows their environment to whoever may look."""
+    marks = {
+        "REDIS_URL": "mark-1",
+        "S3_SECRET_ACCESS_KEY": "mark-2",
+        "DATABASE_URL": "mark-3",
+        "LORIKEET_KEY_PEPPER": "mark-4",
+        "WHATEVER_ELSE": "mark-5",
+        "OMP_NUM_THREADS": "1",
+    }
+    code = (
+        "import multiprocessing, pathlib, time\n"
+        "from worker.config import drop_environment\n"
+        "if __name__ == '__main__':\n"
+        "    drop_environment()\n"
+        "    child = multiprocessing.get_context('spawn').Process(target=time.sleep, args=(60,))\n"
+        "    child.start()\n"
+        "    print(pathlib.Path(f'/proc/{child.pid}/environ').read_text())\n"
+        "    child.kill()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | marks,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "mark-" not in done.stdout
+    assert "OMP_NUM_THREADS=1" in done.stdout

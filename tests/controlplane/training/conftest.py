@@ -45,7 +45,8 @@ def tiny_base(
     db: None, base_models_dir: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> BaseModel:
     settings.BASE_MODEL_DIR = base_models_dir
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the trainer's, too
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    settings.TRAINER_ENVIRONMENT = settings.TRAINER_ENVIRONMENT | {"OMP_NUM_THREADS": "1"}
     config = json.loads((base_models_dir / TINY_NAME / "config.json").read_text())
     return base_model_add(name=TINY_NAME, revision=TINY_REVISION, config=config)
 

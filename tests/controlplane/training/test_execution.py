@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from django.conf import settings
 from django.db import OperationalError, connection
 from django.db.models import RestrictedError
 from django.utils import timezone
@@ -28,6 +29,7 @@ from controlplane.training import execution, holding, services, tasks
 from controlplane.training.models import Dataset, Schedule, TrainingRun
 from tests.controlplane.conftest import Party
 from tests.controlplane.training.conftest import FAST
+from worker import config as worker_config
 
 pytestmark = pytest.mark.django_db(transaction=True)
 PAST = dt.timedelta(seconds=-1)
@@ -462,6 +464,27 @@ def test_a_run_lost_before_its_versions_check_waits_for_the_check(
     execution.training_runs_reconcile()
     run.refresh_from_db()
     assert run.status == "succeeded"
+
+
+def test_the_trainer_gets_no_secret(endless: TrainingRun) -> None:
+    """It reads what tenants sent: it has no use for the database's or the store's."""
+    secrets = {"DATABASE_URL", "REDIS_URL", "LORIKEET_KEY_PEPPER", "S3_SECRET_ACCESS_KEY"}
+    assert secrets <= set(os.environ)
+    thread = background(endless, lambda: execution.training_run_execute(endless.pk))
+    wait_for(lambda: progress_of(endless).get("step", 0) > 0)
+    (trainer,) = trainers()
+    content = Path(f"/proc/{trainer.pid}/environ").read_bytes()
+    names = {entry.partition(b"=")[0].decode() for entry in content.split(b"\0") if entry}
+    services.training_run_cancel(run=endless)
+    thread.join(60)
+    allowed = (*settings.CHILD_PREFIXES, *settings.CHILD_VARIABLES)
+    assert "PATH" in names and all(name.startswith(allowed) for name in names), names
+    assert not any(os.environ[name].encode() in content for name in secrets)
+
+
+def test_workers_and_trainers_leave_the_same_to_their_children() -> None:
+    assert settings.CHILD_VARIABLES == worker_config.CHILD_VARIABLES
+    assert settings.CHILD_PREFIXES == worker_config.CHILD_PREFIXES
 
 
 def test_an_unknown_run_does_nothing(in_acme: Party) -> None:
