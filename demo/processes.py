@@ -28,12 +28,14 @@ class Command:
 
     env   None: this process's environment
     user  the account to run as; only root may ask
+    umask  of the files it makes; -1: this process's
     """
 
     argv: Sequence[str]
     env: Mapping[str, str] | None = None
     cwd: Path | None = None
     user: str | None = None
+    umask: int = -1
     stop_signal: signal.Signals = signal.SIGTERM
     stop_timeout_s: float = STOP_TIMEOUT_S
 
@@ -82,6 +84,7 @@ class ChildProcess:
                     env=self.command.env,
                     cwd=self.command.cwd,
                     start_new_session=True,
+                    umask=self.command.umask,
                     **_as_user(self.command.user),
                 )
             except OSError as error:

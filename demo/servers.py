@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import pwd
+import secrets
 import shutil
 import signal
 import stat
@@ -23,6 +24,7 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 from psycopg import sql
 
+from demo.certificates import ensure_certificate
 from demo.errors import StepFailed
 from demo.ports import HOST
 from demo.processes import ChildProcess, Command
@@ -198,45 +200,72 @@ def _open_the_way(path: Path) -> None:
             folder.chmod(stat.S_IMODE(mode) | stat.S_IXOTH)
 
 
-class Redis:
-    """One Redis server in `folder`; every write is on disk within a second."""
+def write_secret(path: Path, text: str) -> None:
+    """A file that nobody else may read, at no moment."""
+    path.unlink(missing_ok=True)
+    path.touch(mode=0o600)
+    path.write_text(text)
 
-    def __init__(self, folder: Path, *, port: int, run: Path) -> None:
+
+class Redis:
+    """One Redis server in `folder`; every write is on disk within a second.
+
+    password  empty: whoever reaches the port may do anything
+    """
+
+    def __init__(self, folder: Path, *, port: int, run: Path, password: str = "") -> None:
         self.data = folder / "redis"
         self.port = port
-        options = {
+        self._password = password
+        self._config = self.data / "redis.conf"
+        self._options = {
             "bind": HOST,
             "port": str(port),
-            "dir": str(self.data),
+            "dir": f'"{self.data}"',
             "appendonly": "yes",
             "appendfsync": "everysec",
-            "save": "",
+            "save": '""',
+            # Without: what was deleted from a stream would be in a file that is written anew.
+            "aof-use-rdb-preamble": "no",
             # Streams hold accepted work: refuse writes rather than forget some of it.
             "maxmemory-policy": "noeviction",
         }
-        argv = [str(program("redis-server"))]
-        for name, value in options.items():
-            argv += [f"--{name}", value]
+        if password:
+            self._options["requirepass"] = password
         self.process = ChildProcess(
             "Redis",
-            Command(argv=argv),
+            # By a file: a list of processes would show the password. Prompts rest in its own.
+            Command(argv=[str(program("redis-server")), str(self._config)], umask=0o077),
             log=folder / "logs" / "redis.log",
             pid_file=run / "redis.json",
         )
 
     def prepare(self) -> None:
         self.data.mkdir(parents=True, exist_ok=True)
+        self.data.chmod(0o700)
+        for left in self.data.glob("temp-*"):  # of a rewrite that was killed
+            left.unlink()
+        for file in self.data.glob("*.aof"):  # of a version that let others read it
+            file.chmod(0o600)
+        write_secret(self._config, "".join(f"{k} {v}\n" for k, v in self._options.items()))
 
     def is_ready(self) -> bool:
+        password = self._password or None
         try:
-            with redis.Redis(host=HOST, port=self.port, socket_timeout=5) as client:
+            with redis.Redis(
+                host=HOST, port=self.port, password=password, socket_timeout=5
+            ) as client:
                 return bool(client.ping())
         except (redis.ConnectionError, redis.TimeoutError):  # also while it reads its log back
             return False
 
 
 class SeaweedFS:
-    """SeaweedFS's master, volume, filer and S3 gateway in one process, open to one identity."""
+    """SeaweedFS's master, volume, filer and S3 gateway in one process, open to one identity.
+
+    Its parts have ports of their own: HTTP is switched off, or wants a token that only they can
+    make, and gRPC wants a certificate that only they have.
+    """
 
     def __init__(
         self,
@@ -252,6 +281,7 @@ class SeaweedFS:
     ) -> None:
         self.data = folder / "seaweedfs"
         self._identities = self.data / "identities.json"
+        self._keys = folder / "seaweedfs-keys"
         self._access_key_id = access_key_id
         self._secret_access_key = secret_access_key
         self.url = f"http://{HOST}:{s3_port}"
@@ -276,11 +306,15 @@ class SeaweedFS:
             f"-s3.config={self._identities}",
             "-s3.port.iceberg=0",
             "-s3.port.lance=0",
+            "-disableHttp",
+            "-filer.disableHttp",
+            "-master.telemetry=false",
         ]
         self.process = ChildProcess(
             "SeaweedFS",
             # It closes its volumes within a second, then waits for streams of its own parts.
-            Command(argv=argv, stop_timeout_s=3.0),
+            # It has sockets in /tmp, too, and its data: nobody else may open them.
+            Command(argv=argv, env=self._environment(), stop_timeout_s=3.0, umask=0o077),
             log=folder / "logs" / "seaweedfs.log",
             pid_file=run / "seaweedfs.json",
         )
@@ -295,8 +329,21 @@ class SeaweedFS:
             ],
             "actions": ["Admin", "Read", "Write", "List", "Tagging"],
         }
-        self._identities.touch(mode=0o600)
-        self._identities.write_text(json.dumps({"identities": [identity]}))
+        write_secret(self._identities, json.dumps({"identities": [identity]}))
+        ensure_certificate(self._keys)
+
+    def _environment(self) -> dict[str, str]:
+        """This process's, and by what SeaweedFS's parts know each other."""
+        cert, key = self._keys / "cert.pem", self._keys / "key.pem"
+        parts = [f"WEED_GRPC_{part}" for part in ("MASTER", "VOLUME", "FILER", "S3", "CLIENT")]
+        names = ("SIGNING", "SIGNING_READ", "FILER_SIGNING", "FILER_SIGNING_READ")
+        return {
+            **os.environ,
+            "WEED_GRPC_CA": str(cert),
+            **{f"{part}_CERT": str(cert) for part in parts},
+            **{f"{part}_KEY": str(key) for part in parts},
+            **{f"WEED_JWT_{name}_KEY": secrets.token_hex(32) for name in names},
+        }
 
     def _client(self) -> Any:
         return boto3.client(

@@ -42,6 +42,7 @@ class Ports:
 class Secrets:
     postgres_password: str
     application_password: str
+    redis_password: str
     s3_access_key_id: str
     s3_secret_access_key: str
     secret_key: str
@@ -68,7 +69,12 @@ class EmbeddedStack:
             durable=durable,
             run=self.run,
         )
-        self._redis = servers.Redis(self.folder, port=self.ports.redis, run=self.run)
+        self._redis = servers.Redis(
+            self.folder,
+            port=self.ports.redis,
+            password=self.secrets.redis_password,
+            run=self.run,
+        )
         self._s3 = servers.SeaweedFS(
             self.folder,
             master_port=self.ports.s3_master,
@@ -89,7 +95,7 @@ class EmbeddedStack:
     def env(self) -> dict[str, str]:
         """The variables by which every other process finds and opens these servers."""
         place = f"{HOST}:{self.ports.postgres}/{DATABASE}"
-        redis_url = f"redis://{HOST}:{self.ports.redis}"
+        redis_url = f"redis://:{self.secrets.redis_password}@{HOST}:{self.ports.redis}"
         return {
             "LORIKEET_SECRET_KEY": self.secrets.secret_key,
             "LORIKEET_KEY_PEPPER": self.secrets.key_pepper,
@@ -177,6 +183,7 @@ def _new_secrets() -> Secrets:
     return Secrets(
         postgres_password=secrets.token_hex(16),
         application_password=secrets.token_hex(16),
+        redis_password=secrets.token_hex(16),
         s3_access_key_id=secrets.token_hex(10).upper(),
         s3_secret_access_key=secrets.token_hex(20),
         secret_key=secrets.token_hex(32),

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
+import socket
+import ssl
 from pathlib import Path
 
 import boto3
+import httpx
 import psutil
 import psycopg
 import pytest
@@ -13,7 +17,7 @@ import redis
 from botocore.exceptions import ClientError
 
 from demo import servers
-from demo.ports import HeldPorts, are_free, choose_ports
+from demo.ports import GRPC_OFFSET, HOST, HeldPorts, are_free, choose_ports
 from demo.processes import ChildProcess, Command, recorded_process, stop_leftover, write_pid_file
 from demo.stack import EmbeddedStack, stop_stack
 
@@ -48,6 +52,67 @@ def test_wrong_passwords_are_refused(stack: EmbeddedStack) -> None:
         psycopg.connect(stack.env["DATABASE_URL"].replace(password, "wrong"))
     with pytest.raises(ClientError, match="SignatureDoesNotMatch"):
         _s3(stack.env, secret="wrong").list_buckets()
+
+
+def test_nothing_answers_a_stranger(stack: EmbeddedStack) -> None:
+    """On every port that the stack's servers listen on, with what anybody may send."""
+    listening = {
+        (found.laddr.ip, found.laddr.port)
+        for process in stack.processes
+        for found in psutil.Process(process.pid).net_connections("tcp")
+        if found.status == psutil.CONN_LISTEN
+    }
+    known = dataclasses.asdict(stack.ports)
+    s3_parts = [known[name] for name in ("s3_master", "s3_volume", "s3_filer", "s3")]
+    grpc = {port + GRPC_OFFSET for port in s3_parts}
+    assert listening == {(HOST, port) for port in {*known.values(), *grpc}}
+    _s3(stack.env).put_object(Bucket=stack.env["S3_BUCKET"], Key="t/x/private", Body=b"words")
+    # What the parts' own addresses are, without the pages that tell of versions and sizes.
+    paths = [
+        *("/buckets/", "/buckets/lorikeet/t/x/private", "/lorikeet/t/x/private"),
+        *("/lorikeet?list-type=2", "/dir/assign", "/dir/status", "/vol/status", "/vol/grow"),
+        *("/dir/lookup?volumeId=1", "/1,01637037d6", "/kv/any", "/submit"),
+    ]
+    for port in s3_parts:
+        for path in paths:
+            for method in ("GET", "PUT", "POST", "DELETE"):
+                url = f"http://{HOST}:{port}{path}"
+                answer = httpx.request(method, url, content=b"x", timeout=5)
+                told = (method, url, answer.status_code, answer.text[:200])
+                assert answer.status_code in (400, 401, 403, 404, 405), told
+                assert "words" not in answer.text, told
+    for port in grpc:
+        assert "certificate required" in _tls_as_nobody(port), port
+    with redis.Redis(host=HOST, port=stack.ports.redis) as client:
+        with pytest.raises(redis.AuthenticationError):
+            client.ping()
+
+
+def _tls_as_nobody(port: int) -> str:
+    """What a server says to who has no certificate."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    try:
+        with (
+            socket.create_connection((HOST, port), timeout=5) as plain,
+            context.wrap_socket(plain) as wrapped,
+        ):
+            wrapped.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(9))
+            return repr(wrapped.recv(100))
+    except ssl.SSLError as error:
+        return str(error)
+
+
+def test_seaweedfs_sockets_are_nobody_elses(stack: EmbeddedStack) -> None:
+    ports = {*dataclasses.asdict(stack.ports).values()}
+    ports |= {port + GRPC_OFFSET for port in ports}
+    found = [
+        path
+        for path in Path("/tmp").glob("seaweedfs-*.sock")
+        if int(path.stem.rpartition("-")[2]) in ports
+    ]
+    assert found and not any(path.stat().st_mode & 0o077 for path in found)
 
 
 def test_redis_refuses_writes_rather_than_evicting(stack: EmbeddedStack) -> None:
