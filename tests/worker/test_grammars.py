@@ -88,9 +88,10 @@ async def test_what_one_tenant_compiled_is_new_to_another(
     """Also while the other waits for it: else the time would tell what another tenant uses."""
     tried: list[str] = []
 
-    async def slow(kind: str, text: str, timeout_s: float) -> None:
+    async def slow(kind: str, text: str, cpu_s: float) -> Done:
         await asyncio.sleep(0.02)
         tried.append(text)
+        return Done(None, 0.02)
 
     monkeypatch.setattr(grammars._trial, "call", slow)
     commands = [add(tenant, regex="x") for tenant in ("a", "a", "b")]
