@@ -27,10 +27,10 @@ RUN set -a && . ./.env.example && LORIKEET_STATIC_ROOT=/app/staticfiles \
     python manage.py collectstatic --no-input --verbosity 0
 USER lorikeet
 EXPOSE 8000
-# Whose X-Forwarded-For and X-Forwarded-Proto uvicorn believes: nobody's. The proxy's address, if one
-# stands in front; uvicorn's own default is whoever connects from 127.0.0.1.
+# Whose X-Forwarded-For and X-Forwarded-Proto the server believes: nobody's. The proxy's address, if
+# one stands in front.
 ENV FORWARDED_ALLOW_IPS=""
-CMD ["uvicorn", "controlplane.asgi:application", "--host", "0.0.0.0", "--port", "8000"]
+CMD ["python", "-m", "controlplane.serve", "--host", "0.0.0.0", "--port", "8000"]
 
 # --- Celery's `train` queue: supervises children that train
 FROM base AS trainer

@@ -120,7 +120,8 @@ class TenantAPIView(ManagementAPIView):
         if not hasattr(self, method.lower()):
             return  # answered with 405
         default = Permission.READ if method in {"GET", "HEAD", "OPTIONS"} else None
-        permission = self.permissions.get(method, default)
+        asked = "GET" if method == "HEAD" else method  # which it runs
+        permission = self.permissions.get(asked, default)
         if permission is None:
             raise PermissionDenied(f"Nobody may {method} here.")
         authorize(self.principal, permission)

@@ -23,12 +23,14 @@ _django = get_asgi_application()
 # After Django is set up: these load models and settings.
 from django.conf import settings  # noqa: E402
 
-from controlplane import jobs  # noqa: E402
-from controlplane.body_limit import BodyLimit, Receive, Send  # noqa: E402
-from controlplane.errors import ApiError  # noqa: E402
+from controlplane import cross_origin, jobs  # noqa: E402
+from controlplane.body_limit import BodyLimit, Receive, Send, send_error  # noqa: E402
+from controlplane.errors import ApiError, UnsupportedMediaType  # noqa: E402
 from controlplane.files import receiving  # noqa: E402
+from controlplane.gzip_answers import Gzipping, takes_gzip  # noqa: E402
 from controlplane.inference import access  # noqa: E402
 from controlplane.inference.asgi import MAX_BODY_BYTES, GatewayHandler  # noqa: E402
+from controlplane.known_callers import is_known  # noqa: E402
 from controlplane.lorax.urls import PATHS as LORAX_PATHS  # noqa: E402
 from controlplane.training.services import MAX_DATASET_BYTES  # noqa: E402
 
@@ -38,19 +40,39 @@ MAX_SITE_BODY_BYTES = MAX_DATASET_BYTES + 1024**2
 _LAST_NOTES_S = 2.0
 
 _files = receiving.FileReceiver()
-_gateway = BodyLimit(GatewayHandler(), max_bytes=MAX_BODY_BYTES)
+_gateway = BodyLimit(GatewayHandler(), max_bytes=MAX_BODY_BYTES, is_known=is_known)
 _static = ServeStaticASGI(_django, root=str(settings.STATIC_ROOT), prefix=settings.STATIC_URL)
-_site = BodyLimit(_static, max_bytes=MAX_SITE_BODY_BYTES)
+_site = BodyLimit(_static, max_bytes=MAX_SITE_BODY_BYTES, is_known=is_known)
 
 
 async def application(scope: dict[str, Any], receive: Receive, send: Send) -> None:
-    if scope["type"] == "http":
-        scope = _readable(scope)
     if scope["type"] == "lifespan":
         await _lifespan(receive, send)
-    elif scope["type"] == "http" and receiving.is_ours(scope):
+    elif scope["type"] == "http":
+        await _answer(_readable(scope), receive, send)
+
+
+async def _answer(scope: dict[str, Any], receive: Receive, send: Send) -> None:
+    headers = dict(scope["headers"])
+    is_files = receiving.is_ours(scope)
+    is_gateways = is_files or _is_gateways(scope)
+    if is_gateways and b"origin" in headers:
+        if cross_origin.is_preflight(scope, headers):
+            await cross_origin.answer_preflight(headers, send)
+            return
+        asked = cross_origin.CrossOrigin(headers)
+        scope = {**scope, cross_origin.SCOPE_KEY: asked}
+        send = asked.telling(send)
+    if takes_gzip(headers):
+        send = Gzipping(send)
+    if headers.get(b"content-encoding", b"identity").lower() != b"identity":
+        error = UnsupportedMediaType(
+            "The body is compressed: send it as it is, without a Content-Encoding."
+        )
+        await send_error(send, error, (b"accept-encoding", b"identity"), (b"connection", b"close"))
+    elif is_files:
         await _files(scope, receive, send)
-    elif scope["type"] == "http" and _is_gateways(scope):
+    elif is_gateways:
         await _gateway(scope, receive, send)
     else:
         await _site(scope, receive, send)

@@ -7,8 +7,10 @@
     ├── PermissionDenied        403  permission_error
     ├── NotFound                404  invalid_request_error   not_found, model_not_found
     ├── MethodNotAllowed        405  invalid_request_error   Allow
+    ├── RequestTimeout          408  invalid_request_error
     ├── Conflict                409  invalid_request_error   never retried by clients
     ├── PayloadTooLarge         413  invalid_request_error
+    ├── UnsupportedMediaType    415  invalid_request_error
     ├── RateLimited             429  rate_limit_error        Retry-After
     │   └── limits.admission             requests, tokens, insufficient_quota
     ├── Unavailable             503  server_error            Retry-After
@@ -25,6 +27,7 @@ from typing import Any
 
 from django.core.exceptions import ObjectDoesNotExist, ValidationError
 from django.http import Http404, HttpRequest, HttpResponse, JsonResponse
+from django.urls import Resolver404
 from django.views import defaults
 from rest_framework import exceptions as drf
 from rest_framework.response import Response
@@ -122,6 +125,12 @@ class MethodNotAllowed(ApiError):
         return {**super().headers(), "Allow": ", ".join(self.allowed)}
 
 
+class RequestTimeout(ApiError):
+    """The request did not arrive in time."""
+
+    status, type, code = 408, "invalid_request_error", "request_timeout"
+
+
 class Conflict(ApiError):
     """The thing is not in a state that allows this."""
 
@@ -132,6 +141,13 @@ class PayloadTooLarge(ApiError):
     """The body is longer than the endpoint takes."""
 
     status, type, code, should_retry = 413, "invalid_request_error", "payload_too_large", False
+
+
+class UnsupportedMediaType(ApiError):
+    """The body is in a form that nothing here reads."""
+
+    status, type, code = 415, "invalid_request_error", "unsupported_media_type"
+    should_retry = False
 
 
 class RateLimited(ApiError):
@@ -216,9 +232,13 @@ _JSON_PATHS = ("/api/", "/ops/", "/v1/")
 
 def page_not_found(request: HttpRequest, exception: Exception) -> HttpResponse:
     """Django's hook for an address that leads nowhere."""
-    if request.path.startswith(_JSON_PATHS):
-        return NotFound(_NOTHING_HERE).response()
-    return defaults.page_not_found(request, exception)
+    from controlplane.addresses import is_page, no_such_address  # which need what is here
+
+    if is_page(request) and not request.path.startswith(_JSON_PATHS):
+        return defaults.page_not_found(request, exception)
+    if isinstance(exception, Resolver404):
+        return no_such_address(request).response()
+    return NotFound(_NOTHING_HERE).response()
 
 
 def server_error(request: HttpRequest) -> HttpResponse:

@@ -32,6 +32,12 @@ API_KEY_PEPPER = env("LORIKEET_KEY_PEPPER")
 BASE_URL = env("LORIKEET_BASE_URL", "http://127.0.0.1:8000")
 ALLOWED_HOSTS = env("LORIKEET_ALLOWED_HOSTS", "127.0.0.1,localhost").split(",")
 CSRF_TRUSTED_ORIGINS = [BASE_URL]
+#: Proxies whose X-Forwarded-For and X-Forwarded-Proto are believed: addresses and networks.
+FORWARDED_ALLOW_IPS = env("FORWARDED_ALLOW_IPS", "")
+#: That a web process holds of one address, or IPv6 network of 64 bits; 0: as many as it can.
+MAX_CONNECTIONS_PER_ADDRESS = int(env("LORIKEET_MAX_CONNECTIONS_PER_ADDRESS", "1000"))
+#: For so long browsers come by https alone, once they came by it.
+HSTS_S = 365 * 24 * 3600
 
 INSTALLED_APPS = [
     "unfold.apps.BasicAppConfig",

@@ -59,7 +59,7 @@ class Platform:
         beat_file = folder / "run" / "beat"
         self.web = self._process(
             "web",
-            *[python, "-m", "uvicorn", "controlplane.asgi:application"],
+            *[python, "-m", "controlplane.serve"],
             *[f"--host={HOST}", f"--port={port}", "--no-access-log"],
             "--timeout-graceful-shutdown=5",
             # Opening a connection takes longer than all else that the gateway does.

@@ -176,7 +176,7 @@ class LiveStack:
         url = f"http://127.0.0.1:{port}"
         process = self.start(
             name,
-            *("-m", "uvicorn", application, f"--port={port}"),
+            *("-m", "controlplane.serve", application, f"--port={port}"),
             *("--no-access-log", "--timeout-graceful-shutdown=2"),
             **env,
         )

@@ -1,4 +1,4 @@
-"""The gateway that also tells what it holds: `uvicorn tests.probed_gateway:application`."""
+"""The gateway that also tells what it holds, for `python -m controlplane.serve`."""
 
 from __future__ import annotations
 

@@ -319,6 +319,11 @@ class TenantForm(forms.Form):
         required=False,
         help_text="Who has none is led to set one up before anything else. Keys work as before.",
     )
+    allowed_origins = Lines(
+        label="Origins of pages that may call the API",
+        help_text="For apps in a browser: one a line, as https://app.example.com. Empty: none. "
+        "Whoever opens such a page can read the key in it: make one for it alone, with few rights.",
+    )
 
 
 class LogPolicyForm(forms.Form):

@@ -28,6 +28,7 @@ from controlplane.adapters.resolution import (
     model_resolve,
     models_list,
 )
+from controlplane.cross_origin import check_origin
 from controlplane.errors import ApiError, InvalidRequest, NotFound, PermissionDenied, Unavailable
 from controlplane.inference.named import Named
 from controlplane.limits.admit import Limits
@@ -71,9 +72,15 @@ async def authenticate(
     if principal is None:
         principal = await in_thread(lambda: auth.authenticate(*credentials, touches=False))
         _touch_beside(principal)
-    request.principal = principal  # type: ignore[attr-defined]
+    _let_in(request, principal)
     authorize(principal, permission)
     return principal
+
+
+def _let_in(request: HttpRequest, principal: Principal) -> None:
+    """The caller is known from here on. Raises PermissionDenied for a page of another origin."""
+    request.principal = principal  # type: ignore[attr-defined]
+    check_origin(request, principal.tenant)
 
 
 def known_tenant(request: HttpRequest) -> uuid.UUID | None:
@@ -97,7 +104,7 @@ async def admit(request: HttpRequest, named: Named) -> tuple[Principal, Target]:
             return await in_thread(lambda: _admit(request, credentials, named))
         finally:
             _touch_beside(getattr(request, "principal", None))
-    request.principal = principal  # type: ignore[attr-defined]
+    _let_in(request, principal)
     return principal, await target_of(principal, named)
 
 
@@ -200,7 +207,7 @@ def _admit(
     request: HttpRequest, credentials: tuple[str | None, str], named: Named
 ) -> tuple[Principal, Target]:
     principal = auth.authenticate(*credentials, touches=False)
-    request.principal = principal  # type: ignore[attr-defined]
+    _let_in(request, principal)
     _check(principal, named)
     return principal, _load_target(principal, named)
 

@@ -13,10 +13,11 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from django.http import HttpRequest, HttpResponseBase, JsonResponse
+from django.http import HttpRequest, HttpResponseBase, JsonResponse, StreamingHttpResponse
 
 from controlplane import jobs
-from controlplane.errors import ApiError, InternalError, MethodNotAllowed, NotFound
+from controlplane.addresses import no_such_address
+from controlplane.errors import ApiError, InternalError, MethodNotAllowed
 from controlplane.inference import access
 from controlplane.inference.answers import DONE, sse
 from controlplane.inference.event_stream import streamed
@@ -43,6 +44,8 @@ def gateway_view(
 ) -> Callable[[View], View]:
     """A view of the gateway: one of `methods`, OpenAI's headers on every answer.
 
+    HEAD is answered as GET where that is one of them; the server leaves the body out.
+
     errors  how failures are answered; else in OpenAI's body
     """
 
@@ -51,6 +54,9 @@ def gateway_view(
         async def wrapper(request: HttpRequest, **kwargs: Any) -> HttpResponseBase:
             started = time.perf_counter()
             request_id = request.request_id = new_request_id()  # type: ignore[attr-defined]
+            is_head = request.method == "HEAD" and "GET" in methods and "HEAD" not in methods
+            if is_head:
+                request.method = "GET"
             try:
                 if request.method not in methods:
                     raise MethodNotAllowed(f"{request.method} is not allowed here.", methods)
@@ -61,6 +67,8 @@ def gateway_view(
             except Exception:
                 log.exception("request %s failed", request_id)
                 response = errors(InternalError("The server failed on this request."))
+            if is_head and isinstance(response, StreamingHttpResponse):
+                response.streaming_content = ()  # nobody fetches what nobody gets
             for name, value in getattr(request, "rate_headers", {}).items():
                 response.setdefault(name, value)
             principal: Principal | None = getattr(request, "principal", None)
@@ -99,7 +107,7 @@ async def completions(request: HttpRequest) -> HttpResponseBase:
 
 @gateway_view("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 async def unknown(request: HttpRequest, path: str) -> HttpResponseBase:
-    raise NotFound(f"There is no {request.method} /v1/{path[:200]}.", code="unknown_url")
+    raise no_such_address(request)
 
 
 async def _generate(

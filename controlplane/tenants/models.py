@@ -46,6 +46,8 @@ class Tenant(models.Model):
     status = models.CharField(max_length=16, choices=Status, default=Status.ACTIVE)
     #: Its members enter only with a second factor; its keys have nothing to do with it.
     requires_second_factor = models.BooleanField(default=False)
+    #: Of pages that may call the gateway from a browser, as browsers write them; none by default.
+    allowed_origins = models.JSONField(default=list, blank=True)
     created_at = models.DateTimeField(auto_now_add=True)
 
     def __str__(self) -> str:

@@ -16,15 +16,20 @@ from controlplane.tenants import people, services
 from controlplane.tenants.auth import Permission
 from controlplane.tenants.invite_mail import invite_send, invite_url
 from controlplane.tenants.models import Invite, Membership, Role, ServiceAccount, Tenant
+from controlplane.tenants.origins import MAX_ORIGIN_CHARS, MAX_ORIGINS
+
+_ORIGINS_HELP = "Of pages that may call /v1 from a browser: `https://app.example.com`. Empty: none."
 
 
 class TenantSerializer(serializers.ModelSerializer[Tenant]):
     object = serializers.CharField(default="tenant", read_only=True)
+    allowed_origins = serializers.ListField(child=serializers.CharField(), help_text=_ORIGINS_HELP)
 
     class Meta:
         model = Tenant
         fields = (
-            *("id", "object", "slug", "name", "status", "requires_second_factor", "created_at"),
+            *("id", "object", "slug", "name", "status", "requires_second_factor"),
+            *("allowed_origins", "created_at"),
         )
 
 
@@ -32,6 +37,12 @@ class TenantUpdateSerializer(StrictSerializer):
     name = serializers.CharField(max_length=200, required=False)
     requires_second_factor = serializers.BooleanField(
         required=False, help_text="Members enter only with a second factor; keys are as before."
+    )
+    allowed_origins = serializers.ListField(
+        child=serializers.CharField(max_length=MAX_ORIGIN_CHARS),
+        max_length=MAX_ORIGINS,
+        required=False,
+        help_text=_ORIGINS_HELP,
     )
 
 

@@ -5,6 +5,8 @@ Those to keys are in `key_services`, those of invites and service accounts in `p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from django.contrib.auth.password_validation import validate_password
 from django.core.exceptions import ValidationError
 from django.db import transaction
@@ -15,6 +17,7 @@ from controlplane.signin.addresses import address_set
 from controlplane.tenants.key_services import api_key_create as api_key_create
 from controlplane.tenants.key_services import api_key_revoke as api_key_revoke
 from controlplane.tenants.models import Membership, Role, Tenant, User
+from controlplane.tenants.origins import checked_origins
 
 
 @transaction.atomic
@@ -35,14 +38,20 @@ def tenant_create(*, slug: str, name: str) -> Tenant:
 
 @transaction.atomic
 def tenant_update(
-    *, tenant: Tenant, name: str | None = None, requires_second_factor: bool | None = None
+    *,
+    tenant: Tenant,
+    name: str | None = None,
+    requires_second_factor: bool | None = None,
+    allowed_origins: Sequence[str] | None = None,
 ) -> Tenant:
-    """Change what is given. Raises InvalidRequest for a bad name."""
+    """Change what is given. Raises InvalidRequest for a bad name or origin."""
     wanted: dict[str, object] = {}
     if name is not None:
         wanted["name"] = name.strip()
     if requires_second_factor is not None:
         wanted["requires_second_factor"] = requires_second_factor
+    if allowed_origins is not None:
+        wanted["allowed_origins"] = checked_origins(allowed_origins)
     tenant = Tenant.objects.select_for_update().get(pk=tenant.pk)
     changed = {field: new for field, new in wanted.items() if getattr(tenant, field) != new}
     before = {field: getattr(tenant, field) for field in changed}

@@ -1,6 +1,6 @@
 """The whole control plane as it is deployed, and a browser in front of it.
 
-Everything runs in processes of its own, on a database of its own: uvicorn with the collected
+Everything runs in processes of its own, on a database of its own: the web server with the collected
 static files, and a Celery worker for the checks.
 """
 
@@ -121,7 +121,7 @@ def site(
     running.manage("tenant_create", "--slug=acme", "--name=Acme")
     assert running.add_person("owner", "owner") == EMAIL
     processes = [
-        _process("web", folder, env, "uvicorn", "controlplane.asgi:application", f"--port={port}"),
+        _process("web", folder, env, "controlplane.serve", f"--port={port}"),
         _process("ingest", folder, env, *"celery -A controlplane worker -Q ingest -P solo".split()),
     ]
     try:

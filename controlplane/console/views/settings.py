@@ -71,7 +71,7 @@ def _page(
 
 
 def _initial(tenant: Tenant) -> dict[str, object]:
-    return {"name": tenant.name, "requires_second_factor": tenant.requires_second_factor}
+    return {name: getattr(tenant, name) for name in TenantForm.base_fields}
 
 
 def _kept(policy: LogPolicy) -> dict[str, object]:

@@ -1,0 +1,87 @@
+"""What somebody meant who asked for an address that is none: the nearest that there is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from django.http import HttpRequest
+from django.urls import Resolver404, resolve
+
+from controlplane.errors import NotFound
+
+#: Longer addresses are not looked at.
+_MAX_CHARS = 300
+#: Pages, which browsers open, and not clients.
+_PAGES = ("/console", "/admin")
+_SAID = {
+    "metrics": "There are no metrics for scraping; GET /v1/organization/usage/completions has "
+    "usage, and GET /health says whether requests are served.",
+    "version": "GET /info says what model is served, GET /v1/models what `model` may be.",
+    "ping": "GET /healthz says whether this process answers, GET /health whether requests are "
+    "served.",
+    "openapi.json": "It is at /api/openapi.json.",
+    "docs": "They are at /api/docs.",
+}
+_SAID["health_generate"] = _SAID["healthcheck"] = _SAID["ready"] = _SAID["ping"]
+_SAID["get_model_info"] = _SAID["get_server_info"] = _SAID["server_info"] = _SAID["version"]
+_API_V1 = "/api/v1/"
+
+
+def is_page(request: HttpRequest) -> bool:
+    """Whether it is a person with a browser who asks, at an address that may be a page."""
+    if request.path.startswith(_PAGES):
+        return True
+    return "text/html" in request.headers.get("Accept", "")
+
+
+def no_such_address(request: HttpRequest) -> NotFound:
+    """The answer for clients, which names the address that was meant."""
+    path = request.path
+    said = f"There is no {request.method} {path[:200]}."
+    if meant := right_address(path):
+        said += f" Did you mean {meant}?"
+        if meant.startswith("/v1/") and "/v1" not in path:
+            said += " A client's base URL ends in /v1."
+        elif meant.startswith("/v1/") and path.count("/v1") > 1:
+            said += " A client's base URL ends in one /v1."
+    elif hint := _SAID.get(path.rstrip("/").rpartition("/")[2][:40]):
+        said += f" {hint}"
+    else:
+        said += " The API is at /v1, as in /v1/chat/completions; /api/docs lists all addresses."
+    return NotFound(said, code="unknown_url")
+
+
+def right_address(path: str) -> str | None:
+    """An address of an API that leads somewhere and is `path` but for a slip."""
+    if len(path) > _MAX_CHARS:
+        return None
+    plain = re.sub(r"/{2,}", "/", path).rstrip("/")
+    for candidate in _candidates(plain):
+        if candidate != path and _leads_somewhere(candidate):
+            return candidate
+    return None
+
+
+def _candidates(path: str) -> Iterator[str]:
+    yield path
+    _, found, tail = path.rpartition("/v1/")
+    if found:  # doubled, or behind something of another provider's
+        yield f"/v1/{tail}"
+        yield f"{_API_V1}{tail}"
+    yield f"/v1{path}"
+    yield f"{_API_V1}{path.removeprefix('/api').lstrip('/')}"
+    yield f"/{path.rpartition('/')[2]}"  # LoRAX's have no folder
+    for route in ("chat/completions", "completions", "responses", "models"):
+        if path.endswith(f"/{route}"):
+            yield f"/v1/{route}"
+
+
+def _leads_somewhere(path: str) -> bool:
+    if path in ("", "/") or path.startswith(_PAGES):
+        return False
+    try:
+        match = resolve(path)
+    except Resolver404:
+        return False
+    return not match.route.endswith("<path:path>")

@@ -1,0 +1,44 @@
+"""The web server: `python -m controlplane.serve [APPLICATION] [uvicorn's options]`.
+
+The one way to start it. Whatever else the options say, requests are bounded by
+`controlplane.bounded_http` before anything reads them, and nobody's X-Forwarded-For is believed
+but that of the proxies which FORWARDED_ALLOW_IPS names.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Sequence
+
+import uvicorn.main
+
+from controlplane import settings
+
+_APPLICATION = "controlplane.asgi:application"
+#: Files that the process may have open; each connection is one.
+_MAX_FILES = 65_536
+
+
+def arguments(argv: Sequence[str]) -> list[str]:
+    """uvicorn's command line: of an option that is there twice the last one counts."""
+    application, options = _APPLICATION, list(argv)
+    if options and not options[0].startswith("-"):
+        application = options.pop(0)
+    proxies = f"--forwarded-allow-ips={settings.FORWARDED_ALLOW_IPS}"
+    bounded = ["--http=controlplane.bounded_http:BoundedHttp", "--ws=none"]
+    if settings.BASE_URL.startswith("https://"):
+        bounded.append(f"--header=strict-transport-security:max-age={settings.HSTS_S}")
+    return [application, proxies, *options, *bounded]
+
+
+def main() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    uvicorn.main.main(arguments(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()
