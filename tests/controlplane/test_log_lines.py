@@ -6,6 +6,8 @@ import subprocess
 import sys
 
 TOKEN = "abc-def-123"
+SECRET = "h2Kq9sWmXv7"
+KEY = f"lk_live_{SECRET}_{SECRET}"
 #: As the process starts: uvicorn sets its own loggers up, and then the application its.
 PROGRAM = f"""
 import logging, uvicorn
@@ -13,6 +15,13 @@ uvicorn.Config("controlplane.asgi:application").load()
 for path in ("invites", "account/password/reset/key", "account/confirm-email"):
     args = ("127.0.0.1:9", "GET", f"/console/{{path}}/{TOKEN}?x=1", "1.1", 200)
     logging.getLogger("uvicorn.access").info('%s - "%s %s HTTP/%s" %d', *args)
+for query in (
+    "api_key={KEY}", "a=b&API-Key={KEY}", "key={TOKEN}", "token={TOKEN}&x=1", "x={KEY}",
+    "api%5Fkey={TOKEN}", "x={KEY.replace("_", "%5F")}",
+):
+    args = ("127.0.0.1:9", "POST", f"/v1/models?{{query}}", "1.1", 401)
+    logging.getLogger("uvicorn.access").info('%s - "%s %s HTTP/%s" %d', *args)
+logging.getLogger("django.request").warning("Not Found: %s", "/v1/{KEY}")
 """
 
 
@@ -22,5 +31,8 @@ def test_uvicorn_writes_no_token() -> None:
     )
     said = done.stdout + done.stderr
     assert said.count("GET /console/") == 3, said
+    assert said.count("POST /v1/models?") == 7, said
+    assert "Not Found: /v1/" in said
     assert TOKEN not in said
+    assert SECRET not in said
     assert "tenant=" in said
