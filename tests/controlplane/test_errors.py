@@ -75,15 +75,16 @@ def test_model_validation_names_the_field() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "kind"),
+    ("path", "accept", "kind"),
     [
-        ("/api/nowhere", "application/json"),
-        ("/v1/nowhere", "application/json"),
-        ("/x", "text/html"),
+        ("/api/nowhere", "text/html", "application/json"),
+        ("/v1/nowhere", "text/html", "application/json"),
+        ("/x", "text/html", "text/html"),
+        ("/x", "*/*", "application/json"),
     ],
 )
-def test_unknown_addresses(client: Client, path: str, kind: str) -> None:
-    answer = client.get(path)
+def test_unknown_addresses(client: Client, path: str, accept: str, kind: str) -> None:
+    answer = client.get(path, headers={"accept": accept})
     assert (answer.status_code, answer["Content-Type"].split(";")[0]) == (404, kind)
 
 
