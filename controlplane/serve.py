@@ -11,7 +11,7 @@ import resource
 import sys
 from collections.abc import Sequence
 
-import uvicorn.main
+from uvicorn.main import main as start
 
 from controlplane import settings
 
@@ -37,7 +37,7 @@ def main() -> None:
     wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    uvicorn.main.main(arguments(sys.argv[1:]))
+    start(arguments(sys.argv[1:]))
 
 
 if __name__ == "__main__":
