@@ -171,7 +171,7 @@ class GpuModel:
         self, batch: GpuBatch, index: int, layer: LayerWeights, x: torch.Tensor
     ) -> torch.Tensor:
         """What the heads gathered, [T, H D]; the o projection is yet to come."""
-        qkv, delta = self._beside(batch, index, QKV, x, layer.qkv)
+        qkv, delta = self._beside(batch, index, QKV, x, layer.qkv, later=layer.qkv_bias)
         q = rope_kv_write_triton(
             qkv,
             self._cos,
@@ -279,12 +279,14 @@ class GpuModel:
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
         onto: torch.Tensor | None = None,
+        later: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(x W^T + b, the adapters' part of it or None), computed side by side.
 
         Whoever reads the product adds the two: adding into it would have to wait for it.
 
-        onto  given, the product is added to it in place; there is no bias then
+        onto   given, the product is added to it in place; there is no bias then
+        later  the base's bias where whoever reads the product adds that as well: gains meet it
         """
         is_plain = batch.is_mlp_plain and projections[0] >= Projection.GATE
         if batch.table is None or batch.plan is None or is_plain:
@@ -307,7 +309,7 @@ class GpuModel:
         # The library's products leave the side stream more room than those for few rows do.
         out = self._product(x, weight, bias, onto, functional.linear)
         self._join(side)
-        self._adjust(batch, index, projections, out)
+        self._adjust(batch, index, projections, out, later)
         return out, delta
 
     def _product(
@@ -326,12 +328,17 @@ class GpuModel:
         return (linear or self._linear)(x, weight)
 
     def _adjust(
-        self, batch: GpuBatch, index: int, projections: tuple[Projection, ...], y: torch.Tensor
+        self,
+        batch: GpuBatch,
+        index: int,
+        projections: tuple[Projection, ...],
+        y: torch.Tensor,
+        later: torch.Tensor | None = None,
     ) -> None:
         """Apply the adapters' gains and shifts to the base's product y, in place."""
         if batch.extras is not None:
             offsets = self._offsets(projections)
-            lora_adjust_triton(y, self.arena, batch.extras, index, projections, offsets)
+            lora_adjust_triton(y, self.arena, batch.extras, index, projections, offsets, later)
 
     def _shrink(
         self, batch: GpuBatch, index: int, projections: tuple[Projection, ...], x: torch.Tensor

@@ -22,11 +22,15 @@ def lora_adjust_ref(
     layer: int,
     projections: tuple[int, ...],
     out_offsets: tuple[int, ...],
+    bias: torch.Tensor | None = None,
 ) -> None:
-    """Add weight * (gain * y + shift), summed over the parts of each row's adapter, to y, in place.
+    """Add weight * (gain * (y + bias) + shift), summed over the parts of each row's adapter, to y.
 
-    y            [T, sum of out widths]: the base's product, bias included, nothing of an adapter
+    In place; of an adapter there is nothing in y yet.
+
+    y            [T, sum of out widths]: the base's product
     out_offsets  projection i is y[:, out_offsets[i]:out_offsets[i + 1]]
+    bias         [sum of out widths] the base's, where it is not in y: somebody adds it to y later
     Source: DoRA, arXiv:2402.09353, equation 5.
     """
     if extras.adjust is None:
@@ -45,7 +49,8 @@ def lora_adjust_ref(
             )
             total = own.float()
             if gain is not None:
-                total = torch.addcmul(total, total, gain)
+                product = total if bias is None else total + bias[low:high].float()
+                total = torch.addcmul(total, product, gain)
             if shift is not None:
                 total = total + shift
             own.copy_(total)
@@ -73,6 +78,7 @@ def _weighted_sum(
 def _adjust_kernel(
     y_ptr,
     y_stride,
+    bias_ptr,
     arena_ptr,
     row_adapter_ptr,
     part_start_ptr,
@@ -88,6 +94,7 @@ def _adjust_kernel(
     P0: tl.constexpr,
     P1: tl.constexpr,
     P2: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -115,7 +122,10 @@ def _adjust_kernel(
             shift += weight * vector.to(tl.float32)
         place = y_ptr + row.to(tl.int64) * y_stride + low + columns
         y = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-        tl.store(place, (y + gain * y + shift).to(y_ptr.dtype.element_ty), mask=inside)
+        product = y
+        if HAS_BIAS:
+            product += tl.load(bias_ptr + low + columns, mask=inside, other=0.0).to(tl.float32)
+        tl.store(place, (y + gain * product + shift).to(y_ptr.dtype.element_ty), mask=inside)
 
 
 def lora_adjust_triton(
@@ -125,6 +135,7 @@ def lora_adjust_triton(
     layer: int,
     projections: tuple[int, ...],
     out_offsets: tuple[int, ...],
+    bias: torch.Tensor | None = None,
 ) -> None:
     """One program a row, projection and part of the columns; those of other rows end at once."""
     table = extras.adjust
@@ -137,6 +148,7 @@ def lora_adjust_triton(
     _adjust_kernel[(y.shape[0], len(projections), ceil_div(widest, block))](
         y_ptr=y,
         y_stride=y.stride(0),
+        bias_ptr=y if bias is None else bias,
         arena_ptr=arena,
         row_adapter_ptr=extras.row_adapter,
         part_start_ptr=table.part_start,
@@ -152,6 +164,7 @@ def lora_adjust_triton(
         P0=p0,
         P1=p1,
         P2=p2,
+        HAS_BIAS=bias is not None,
         BLOCK=block,
         num_warps=4,
     )
@@ -164,7 +177,8 @@ def lora_adjust(
     layer: int,
     projections: tuple[int, ...],
     out_offsets: tuple[int, ...],
+    bias: torch.Tensor | None = None,
 ) -> None:
     """Apply each row's gains and shifts to y in place; arguments as in `lora_adjust_ref`."""
     adjust = lora_adjust_triton if use_triton(y) else lora_adjust_ref
-    adjust(y, arena, extras, layer, projections, out_offsets)
+    adjust(y, arena, extras, layer, projections, out_offsets, bias)

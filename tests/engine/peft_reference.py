@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from peft.utils.other import get_pattern_key
 from safetensors.torch import load_file
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 PREFIX = "base_model.model."
 
@@ -47,7 +47,7 @@ class Reference:
     """A base model to which blends of adapters are applied without merging anything."""
 
     def __init__(self, base: Path) -> None:
-        self._model = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+        self._model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
 
     def logits(self, token_ids: list[int], blend: dict[Path, float]) -> torch.Tensor:
         """[tokens, V]"""

@@ -70,6 +70,7 @@ def make_extras(dtype: torch.dtype) -> tuple[torch.Tensor, LoraExtras]:
     return torch.cat(arena).to(DEVICE, dtype), extras
 
 
+@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "projections",
@@ -81,16 +82,17 @@ def make_extras(dtype: torch.dtype) -> tuple[torch.Tensor, LoraExtras]:
     ],
     ids=str,
 )
-def test_adjust(projections: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_adjust(projections: tuple[int, ...], dtype: torch.dtype, has_bias: bool) -> None:
     arena, extras = make_extras(dtype)
     offsets = [0]
     for projection in projections:
         offsets.append(offsets[-1] + WIDTHS[projection])
+    bias = torch.randn(offsets[-1], device=DEVICE, dtype=dtype) if has_bias else None
     for layer in range(LAYERS):
         before = torch.randn(len(extras.row_adapter), offsets[-1], device=DEVICE, dtype=dtype)
         wanted, got = before.clone(), before.clone()
-        lora_adjust_ref(wanted, arena, extras, layer, projections, tuple(offsets))
-        lora_adjust_triton(got, arena, extras, layer, projections, tuple(offsets))
+        lora_adjust_ref(wanted, arena, extras, layer, projections, tuple(offsets), bias)
+        lora_adjust_triton(got, arena, extras, layer, projections, tuple(offsets), bias)
         torch.testing.assert_close(
             got, wanted, atol=1e-5 if dtype == torch.float32 else 2e-2, rtol=1e-2
         )
