@@ -44,11 +44,6 @@ def share_model(model: Any, *, may_pack: bool = False) -> LoadedModel:
     for name, parameter in parameters.items():
         _check_parameter(name, parameter, first)
     config = _model_config(model)
-    if config.tie_embeddings and "lm_head.weight" in parameters:
-        raise UnsupportedModel(
-            "the model's lm_head is not its embedding, though its config ties them",
-            param="tie_word_embeddings",
-        )
     weights = build_weights(_Module(parameters), config, may_pack=may_pack)
     return LoadedModel(
         config=config, weights=weights, device=str(first.device), dtype=_DTYPES[first.dtype]
@@ -108,6 +103,9 @@ class _Module:
 
     def __init__(self, parameters: dict[str, torch.nn.Parameter]) -> None:
         self._parameters = parameters
+
+    def has(self, name: str) -> bool:
+        return name in self._parameters
 
     def load(self, name: str, *shape: int) -> torch.Tensor:
         return self._take(name, shape).data

@@ -56,6 +56,9 @@ class TensorSource(Protocol):
     All methods raise UnsupportedModel for a tensor that is missing or has another shape.
     """
 
+    def has(self, name: str) -> bool:
+        """Whether there is such a tensor that was not taken yet."""
+
     def load(self, name: str, *shape: int) -> torch.Tensor: ...
 
     def fuse(self, names: tuple[str, ...], heights: tuple[int, ...], width: int) -> torch.Tensor:
@@ -85,6 +88,9 @@ class _Checkpoint:
                 self._places.update(dict.fromkeys(handle.keys(), handle))
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise UnsupportedModel(f"{folder}: cannot read the weights: {error}") from error
+
+    def has(self, name: str) -> bool:
+        return name in self._places
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """The tensor as it lies in the file; raises UnsupportedModel unless it has `shape`."""
@@ -130,20 +136,33 @@ def build_weights(
     checkpoint: TensorSource, config: ModelConfig, *, may_pack: bool = True
 ) -> Weights:
     """The decoder's weights; raises UnsupportedModel naming what does not fit."""
-    hidden, vocab = config.hidden_size, config.vocab_size
-    embedding = checkpoint.load("model.embed_tokens.weight", vocab, hidden)
+    hidden = config.hidden_size
+    embedding, lm_head = _load_ends(checkpoint, config)
     layers = tuple(_load_layer(checkpoint, config, i) for i in range(config.num_layers))
     norm = checkpoint.load("model.norm.weight", hidden)
-    if config.tie_embeddings:
-        checkpoint.drop("lm_head.weight")
-        lm_head = embedding
-    else:
-        lm_head = checkpoint.load("lm_head.weight", vocab, hidden)
     checkpoint.drop("rotary_emb.inv_freq")  # old checkpoints carry this constant
     checkpoint.check_all_taken()
     return Weights(
         embedding=embedding, layers=layers, norm=norm, lm_head=lm_head, may_pack=may_pack
     )
+
+
+def _load_ends(
+    checkpoint: TensorSource, config: ModelConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The embedding and the last matrix, as transformers 5 ties them: the flag alone does not.
+
+    Where both are there and differ, each is used; where one of two tied ones is, it is both.
+    """
+    shape = config.vocab_size, config.hidden_size
+    names = "model.embed_tokens.weight", "lm_head.weight"
+    if config.tie_embeddings and not all(map(checkpoint.has, names)):
+        one = checkpoint.load(names[1] if checkpoint.has(names[1]) else names[0], *shape)
+        return one, one
+    embedding, lm_head = (checkpoint.load(name, *shape) for name in names)
+    if config.tie_embeddings and torch.equal(embedding, lm_head):
+        return embedding, embedding
+    return embedding, lm_head
 
 
 def _load_layer(checkpoint: TensorSource, config: ModelConfig, index: int) -> LayerWeights:

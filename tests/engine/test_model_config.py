@@ -287,6 +287,30 @@ def test_a_tied_checkpoint_may_carry_its_head(tmp_path: Path) -> None:
     assert weights.lm_head is weights.embedding
 
 
+@pytest.mark.parametrize("left_out", [None, "model.embed_tokens.weight"], ids=["both", "head"])
+@pytest.mark.parametrize("is_loaded", [False, True], ids=["folder", "loaded"])
+def test_a_tied_flag_with_another_head_means_what_it_means_to_hugging_face(
+    tmp_path: Path, left_out: str | None, is_loaded: bool
+) -> None:
+    """Both are used where they differ; where one is left out, the other is both."""
+    from safetensors.torch import load_file, save_file
+
+    base = save_family(tmp_path, "qwen2")
+    tensors = load_file(base / "model.safetensors")
+    torch.manual_seed(5)
+    tensors["lm_head.weight"] = torch.randn(257, 64) * 0.3
+    tensors.pop(left_out or "", None)
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    weights = share_model(model).weights if is_loaded else None
+    engine = Engine(EngineConfig(model_dir=base, arena_bytes=4 << 20), weights=weights)
+    got = run(engine, request("r", prompt(0, 20), max_tokens=6))["r"].token_ids
+    engine.close()
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt(0, 20) + got])).logits[0, 19:-1]
+    assert got == logits.argmax(-1).tolist()
+
+
 @pytest.mark.parametrize(
     ("name", "tensor"),
     [
