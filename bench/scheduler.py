@@ -139,6 +139,7 @@ class Rig:
             device="cpu",
             adapter_order=lambda _: {},  # a GPU's; a CPU's order belongs to its kernels
             buffers=EntryBuffers(MAX_ENTRIES, torch.device("cpu")),
+            has_row_tables=False,
         )
         self._num_arrivals = 0
         for i in range(num_running):

@@ -22,7 +22,8 @@ _MAX_ALPHA = 1e38
 HONOURED = frozenset({
     "peft_type", "task_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern",
     "bias", "init_lora_weights", "target_modules", "exclude_modules", "layers_to_transform",
-    "layers_pattern", "use_dora", "lora_bias", "ensure_weight_tying",
+    "layers_pattern", "use_dora", "lora_bias", "ensure_weight_tying", "modules_to_save",
+    "trainable_token_indices",
 })  # fmt: skip
 # What they choose is already written in the tensors, or matters to training alone.
 NEUTRAL = frozenset({

@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from engine.adapter_config import MAX_RANK, ModuleValues, check_config, is_target
+from engine.adapter_rows import Replacement, RowTensors
 from engine.config import ModelConfig
 from engine.errors import AdapterMismatch
 
@@ -31,7 +32,8 @@ _TENSOR_NAME = re.compile(
     r"(?P<module>model\.layers\.(?P<layer>0|[1-9][0-9]{0,3})\."
     r"(?P<block>self_attn|mlp)\.(?P<name>[a-z]+_proj)|model\.embed_tokens|lm_head)\."
     r"(?:(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
-    r"(?:\.default)?(?P<leaf>\.weight|\.bias|)|(?:base_layer\.)?weight)",
+    r"(?:\.default)?(?P<leaf>\.weight|\.bias|)|(?P<rows>token_adapter\.trainable_tokens_delta)"
+    r"(?:\.default)?|(?P<base>base_layer\.)?weight)",
     re.ASCII,
 )
 # (tensor, is of the embedding) -> part; a magnitude's ".weight" comes and goes with PEFT's version.
@@ -120,6 +122,8 @@ class AdapterPlan:
     targets     projections of layers, in layer order
     embedding   of the token embedding, if it is changed
     head        of the last matrix, if it is changed
+    new_embedding, new_head   rows that replace the base's; what LoRA adds is added to them. Equal
+                ones are one and the same
     copies      tensors that repeat a matrix of the base, as PEFT writes them beside an adapted
                 embedding or head: name -> its place; they must equal it
     is_tied     PEFT made the head's A and B from the embedding's; they must agree
@@ -130,6 +134,8 @@ class AdapterPlan:
     head: Target | None = None
     copies: Mapping[str, Site]
     is_tied: bool = False
+    new_embedding: Replacement | None = None
+    new_head: Replacement | None = None
     file_bytes: int
 
     @property
@@ -203,27 +209,35 @@ def plan_adapter(
 ) -> AdapterPlan:
     """What the adapter changes in `model`; raise AdapterMismatch naming what does not fit."""
     check_config(config)
+    shape_of_all = model.vocab_size, model.hidden_size
+    rows = RowTensors(config, *shape_of_all, is_tied=model.tie_embeddings)
     sites: dict[Site, dict[str, str]] = {}
     copies: dict[str, Site] = {}
     for name, (_, shape) in tensors.items():
         site, part = _locate(name, model)
-        if part == "copy":
-            _check_shape(name, shape, (model.vocab_size, model.hidden_size))
+        if part == "rows" or (part == "matrix" and site.module in rows.saved):
+            rows.note(name, site.module, shape, is_whole=part == "matrix")
+        elif part in ("copy", "matrix"):
+            _check_shape(name, shape, shape_of_all)
             copies[name] = site
-            continue
-        parts = sites.setdefault(site, {})
-        if part in parts:
-            raise AdapterMismatch(f"tensor {name} repeats {parts[part]}", param=name)
-        parts[part] = name
+        else:
+            parts = sites.setdefault(site, {})
+            if part in parts:
+                raise AdapterMismatch(f"tensor {name} repeats {parts[part]}", param=name)
+            parts[part] = name
     if not sites:
         raise AdapterMismatch("adapter_model.safetensors has no tensors")
+    rows.check(
+        adapted={site.module: next(iter(parts.values())) for site, parts in sites.items()},
+        copies={site.module: name for name, site in copies.items()},
+    )
     is_tied = _is_tied(config, sites, model)
     values = ModuleValues(config)
     targets = [
         _target(config, values, tensors, model, site, sites[site], is_tied)
         for site in sorted(sites)
     ]
-    _check_complete(config, sites, model)
+    _check_complete(config, sites, model, rows.saved)
     ends = {target.projection: target for target in targets if target.projection >= EMBEDDING}
     return AdapterPlan(
         targets=tuple(target for target in targets if target.projection < EMBEDDING),
@@ -231,12 +245,17 @@ def plan_adapter(
         head=ends.get(HEAD),
         copies=copies,
         is_tied=is_tied,
+        new_embedding=rows.embedding,
+        new_head=rows.head,
         file_bytes=file_bytes,
     )
 
 
 def _locate(name: str, model: ModelConfig) -> tuple[Site, str]:
-    """The matrix that a tensor belongs to, and which part it is: A, B, magnitude, bias or copy."""
+    """The matrix that a tensor belongs to, and which part of it.
+
+    A, B, magnitude, bias; rows of some tokens; a whole matrix; a copy of the base's.
+    """
     match = _TENSOR_NAME.fullmatch(name)
     if match is None:
         raise AdapterMismatch(f"tensor {name} is not one of a supported kind", param=name)
@@ -255,7 +274,8 @@ def _locate(name: str, model: ModelConfig) -> tuple[Site, str]:
                 param=name,
             )
     if match["part"] is None:
-        part = None if match["layer"] else "copy"
+        whole = "rows" if match["rows"] else "copy" if match["base"] else "matrix"
+        part = None if match["layer"] else whole
     else:
         part = _PARTS.get((match["part"] + match["leaf"], is_embedding))
     if part is None:
@@ -322,9 +342,15 @@ def _target(
 
 
 def _check_complete(
-    config: Mapping[str, Any], sites: Mapping[Site, Mapping[str, str]], model: ModelConfig
+    config: Mapping[str, Any],
+    sites: Mapping[Site, Mapping[str, str]],
+    model: ModelConfig,
+    saved: Set[str],
 ) -> None:
-    """Raise AdapterMismatch when a module that target_modules lists has no tensors."""
+    """Raise AdapterMismatch when a module that target_modules lists has no tensors.
+
+    saved  modules that PEFT does not adapt, because it saves them whole
+    """
     if not isinstance(config.get("target_modules"), list):
         return
     inner = [
@@ -334,7 +360,9 @@ def _check_complete(
     ]
     for site in (Site(-1, EMBEDDING), *inner, Site(model.num_layers, HEAD)):
         layer = site.layer if site.projection < EMBEDDING else None
-        if site not in sites and is_target(config, site.module, layer):
+        if site in sites or site.module in saved:
+            continue
+        if is_target(config, site.module, layer):
             raise AdapterMismatch(
                 f"adapter_model.safetensors has no tensors of {site.module}, which target_modules "
                 "names",

@@ -16,7 +16,13 @@ import torch
 
 from engine.adapter_format import EMBEDDING, AdapterPlan, Target
 from engine.adapter_pages import SLOTS
-from engine.adapter_values import AppliedValues, applied_values, check_copies
+from engine.adapter_rows import Replacement
+from engine.adapter_values import (
+    AppliedValues,
+    applied_values,
+    check_copies,
+    replaced_rows,
+)
 from engine.base_weights import BaseWeights
 from engine.config import ModelConfig
 from engine.host_values import write_rows
@@ -64,6 +70,20 @@ class VocabMap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RowMap:
+    """Where the rows are that replace the base's, see `kernels.NewRows`; offsets as in VocabMap.
+
+    token_ids  [tokens] whose rows they are, none twice; None: all tokens'
+    """
+
+    token_ids: Int64s | None
+    blocks: Blocks
+
+    def moved(self, move: Callable[[Int64s], Int64s]) -> RowMap:
+        return replace(self, blocks=replace(self.blocks, offsets=move(self.blocks.offsets)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TileMap:
     """Entries `[L * 7, num_tiles]` as in `kernels.LoraTable`, of one adapter.
 
@@ -73,6 +93,7 @@ class TileMap:
     gain_offset   [L * 7] of DoRA's row factors, less one; None: no projection has one
     shift_offset  [L * 7] likewise of the biases
     embedding, head   None: the adapter does not change them
+    new_embedding, new_head   None: it replaces nothing of them
     """
 
     num_pages: int
@@ -86,6 +107,13 @@ class TileMap:
     shift_offset: Int64s | None = None
     embedding: VocabMap | None = None
     head: VocabMap | None = None
+    new_embedding: RowMap | None = None
+    new_head: RowMap | None = None
+
+    @property
+    def replaces(self) -> bool:
+        """Whether it has rows of its own for the embedding or the last matrix."""
+        return self.new_embedding is not None or self.new_head is not None
 
     @property
     def adjusts(self) -> bool:
@@ -95,7 +123,8 @@ class TileMap:
     @property
     def has_extras(self) -> bool:
         """Whether there is more than tiles."""
-        return self.adjusts or self.embedding is not None or self.head is not None
+        changes_ends = self.embedding is not None or self.head is not None
+        return self.adjusts or changes_ends or self.replaces
 
     def layer_ends(self, page_elems: int) -> list[int]:
         """Of each layer, how many of the first pages hold all that is read up to its end.
@@ -110,6 +139,8 @@ class TileMap:
         if self.embedding is not None:
             ends_at = (blocks.offsets.max() for blocks in self.embedding.blocks)
             last[0] = max(last[0], *ends_at)
+        if self.new_embedding is not None:
+            last[0] = max(last[0], self.new_embedding.blocks.offsets.max())
         pages = np.maximum.accumulate(last // page_elems + 1)
         pages[-1] = self.num_pages
         ends: list[int] = pages.tolist()
@@ -139,6 +170,8 @@ class TileMap:
             shift_offset=None if self.shift_offset is None else move(self.shift_offset),
             embedding=None if self.embedding is None else self.embedding.moved(move),
             head=None if self.head is None else self.head.moved(move),
+            new_embedding=None if self.new_embedding is None else self.new_embedding.moved(move),
+            new_head=None if self.new_head is None else self.new_head.moved(move),
         )
 
 
@@ -234,6 +267,7 @@ def place_tiles(plan: AdapterPlan, model: ModelConfig, layout: PageLayout) -> Ti
     gain, shift = np.full(num_entries, -1, np.int64), np.full(num_entries, -1, np.int64)
     packer = _Packer(page_elems)
     embedding = _place_vocab(packer, plan.embedding, model)
+    new_embedding = _place_rows(packer, plan.new_embedding, model)
     for target in plan.targets:
         entry = target.layer * NUM_PROJECTIONS + target.projection
         counts = [min(tile_rows, target.rank - first) for first in range(0, target.rank, tile_rows)]
@@ -248,6 +282,8 @@ def place_tiles(plan: AdapterPlan, model: ModelConfig, layout: PageLayout) -> Ti
         if target.has_shift(model):
             packer.add(out_width, shift, entry)
     head = _place_vocab(packer, plan.head, model)
+    is_shared = plan.new_head == plan.new_embedding
+    new_head = new_embedding if is_shared else _place_rows(packer, plan.new_head, model)
     num_pages, tail_slots = packer.pack()
     return TileMap(
         num_pages=num_pages,
@@ -261,7 +297,20 @@ def place_tiles(plan: AdapterPlan, model: ModelConfig, layout: PageLayout) -> Ti
         shift_offset=shift if any(t.has_shift(model) for t in plan.targets) else None,
         embedding=embedding,
         head=head,
+        new_embedding=new_embedding,
+        new_head=new_head,
     )
+
+
+def _place_rows(
+    packer: _Packer, replacement: Replacement | None, model: ModelConfig
+) -> RowMap | None:
+    if replacement is None:
+        return None
+    if replacement.token_ids is None:
+        return RowMap(token_ids=None, blocks=packer.blocks(model.vocab_size, model.hidden_size))
+    token_ids = np.array(replacement.token_ids, np.int64)
+    return RowMap(token_ids=token_ids, blocks=packer.blocks(len(token_ids), model.hidden_size))
 
 
 def _place_vocab(packer: _Packer, target: Target | None, model: ModelConfig) -> VocabMap | None:
@@ -309,6 +358,11 @@ def fill_tiles(
     for end, places in ((plan.embedding, tiles.embedding), (plan.head, tiles.head)):
         if end is not None and places is not None:
             _fill_vocab(flat, end, places, applied_values(end, tensor, base))
+    if plan.new_embedding is not None and tiles.new_embedding is not None:
+        _write_blocks(flat, tiles.new_embedding.blocks, replaced_rows(plan.new_embedding, tensor))
+    is_shared = plan.new_head == plan.new_embedding
+    if plan.new_head is not None and tiles.new_head is not None and not is_shared:
+        _write_blocks(flat, tiles.new_head.blocks, replaced_rows(plan.new_head, tensor))
 
 
 def _fill_vocab(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.adapter_format import AdapterPlan, Target
+from engine.adapter_rows import Replacement
 from engine.base_weights import BaseWeights
 from engine.dora import row_gain
 from engine.errors import AdapterMismatch
@@ -64,6 +65,20 @@ def applied_values(
     return AppliedValues(a, b, gain, shift)
 
 
+def replaced_rows(replacement: Replacement, tensor: Callable[[str], torch.Tensor]) -> torch.Tensor:
+    """The new rows [tokens, hidden size], checked as in `applied_values`."""
+    rows = tensor(replacement.name)
+    if not are_finite(rows):
+        name = replacement.name
+        raise AdapterMismatch(f"tensor {name} has values that are not finite", param=name)
+    if replacement.twin is not None and not torch.equal(rows, tensor(replacement.twin)):
+        raise AdapterMismatch(
+            f"tensor {replacement.twin} is not the embedding's, as ensure_weight_tying says",
+            param="ensure_weight_tying",
+        )
+    return rows
+
+
 def check_copies(
     plan: AdapterPlan, tensor: Callable[[str], torch.Tensor], base: BaseWeights
 ) -> None:
@@ -78,8 +93,8 @@ def check_copies(
             rows = slice(first, first + _ROWS)
             if not _is_same(copy[rows].to(weight.device), weight[rows]):
                 raise AdapterMismatch(
-                    f"tensor {name} is not the base model's; save the adapter without it "
-                    "(save_embedding_layers=False), trained embeddings are not supported",
+                    f"tensor {name} is not the base model's: save the adapter without it "
+                    "(save_embedding_layers=False), or train the module whole (modules_to_save)",
                     param=name,
                 )
     if plan.is_tied:
@@ -94,6 +109,14 @@ def check_copies(
 
 
 def _is_same(copy: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Equal but for rounding to the coarser of the two dtypes."""
-    tolerance = max(torch.finfo(copy.dtype).eps, torch.finfo(weight.dtype).eps)
-    return torch.allclose(copy.float(), weight.float(), rtol=tolerance, atol=2**-24)
+    """Equal but for rounding to the coarser of the two dtypes.
+
+    Each of bfloat16 and float16 rounds what the other keeps: between them one rounding more counts.
+    """
+    dtypes = copy.dtype, weight.dtype
+    if torch.float32 in dtypes or copy.dtype == weight.dtype:
+        coarser = min(dtypes, key=lambda dtype: dtype.itemsize)
+        return torch.equal(copy.to(coarser), weight.to(coarser))
+    return torch.allclose(
+        copy.float(), weight.float(), rtol=torch.finfo(torch.bfloat16).eps, atol=2**-24
+    )

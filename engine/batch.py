@@ -64,7 +64,8 @@ class Batch:
 class BatchBuilder:
     """Builds batches; keeps the adapters' table from one step to the next while it stays true.
 
-    buffers  where entries of the table stay on the device
+    buffers         where entries of the table stay on the device
+    has_row_tables  whether the model's kernels take `kernels.RowTable`s
     """
 
     def __init__(
@@ -75,9 +76,11 @@ class BatchBuilder:
         device: str,
         adapter_order: AdapterOrder,
         buffers: EntryBuffers,
+        has_row_tables: bool,
     ) -> None:
         self._store, self._page_size, self._device = store, page_size, device
         self._adapter_order, self._buffers = adapter_order, buffers
+        self._has_row_tables = has_row_tables
         self._cache = EntryCache(store.tiles)
         self._table: LoraTable | None = None
         self._table_keys: tuple[AdapterKey, ...] = ()
@@ -176,10 +179,10 @@ class BatchBuilder:
     def _build_table(self, keys: tuple[AdapterKey, ...], entries: list[Entries]) -> LoraTable:
         self._max_tiles = max(own.num_tiles for own in entries)
         self._reach = max(own.reach for own in entries)
-        has_extras = any(own.has_extras for own in entries)
-        self._extras = (
-            ExtrasTable(keys, [own.tiles for own in entries], self._tensor) if has_extras else None
-        )
+        self._extras = None
+        if any(own.has_extras for own in entries):
+            tiles, has_tables = [own.tiles for own in entries], self._has_row_tables
+            self._extras = ExtrasTable(keys, tiles, self._tensor, has_tables=has_tables)
         starts = self._buffers.starts(keys, entries)
         if starts is None:
             return join(entries, self._device)

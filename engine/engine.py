@@ -98,13 +98,7 @@ class Engine:
             pins=self._pins,
             most_held=self._scheduler.most_held,
         )
-        self._builder = BatchBuilder(
-            store=self._store,
-            page_size=config.page_size,
-            device=config.device,
-            adapter_order=self._runner.adapter_order,
-            buffers=self._runner.entry_buffers,
-        )
+        self._builder = self._make_builder(config)
         self._sampler = Sampler(vocab_size=model.vocab_size, device=config.device)
         self._grammars = Grammars(tokenizer or config.model_dir, model.vocab_size)
         self._chooser = Chooser(self._sampler, self._grammars)
@@ -119,6 +113,16 @@ class Engine:
             clock=clock,
         )
         self._num_steps = self._num_generated = 0
+
+    def _make_builder(self, config: EngineConfig) -> BatchBuilder:
+        return BatchBuilder(
+            store=self._store,
+            page_size=config.page_size,
+            device=config.device,
+            adapter_order=self._runner.adapter_order,
+            buffers=self._runner.entry_buffers,
+            has_row_tables=config.runs_triton,
+        )
 
     def _make_pool(self, config: EngineConfig) -> PagePool:
         num_pages = self._runner.arena.shape[0]

@@ -30,6 +30,7 @@ from kernels.linear import linear
 from kernels.lora_adjust import lora_adjust_triton
 from kernels.lora_expand import lora_expand_triton
 from kernels.lora_plan import MANY_CHUNKS, RANK_BLOCK, LoraPlan
+from kernels.lora_rows import replace_embedded_triton, replace_logits_triton
 from kernels.lora_shrink import lora_shrink_triton
 from kernels.lora_vocab import lora_embed, lora_head, sampled
 from kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
@@ -141,7 +142,7 @@ class GpuModel:
         if batch.extras is not None:
             for arrival in batch.arrivals:
                 arrival.await_layer(0)
-            lora_embed(residual, batch.token_ids, self.arena, batch.extras)
+            self._embed(residual, batch.token_ids, batch.extras)
         normed = rms_norm_triton(residual, weights.layers[0].input_norm, eps)
         following = [layer.input_norm for layer in weights.layers[1:]] + [weights.norm]
         for index, (layer, next_norm) in enumerate(zip(weights.layers, following, strict=True)):
@@ -164,8 +165,19 @@ class GpuModel:
             )
         logits = self._linear(normed, weights.lm_head)
         if batch.extras is not None:
+            rows = batch.extras.head_rows
+            if rows is not None:
+                row_adapter = batch.extras.row_adapter
+                replace_logits_triton(logits, normed, self.arena, rows, row_adapter)
             lora_head(logits, normed, self.arena, batch.extras)
         return logits
+
+    def _embed(self, hidden: torch.Tensor, token_ids: torch.Tensor, extras: LoraExtras) -> None:
+        """Change the embeddings [T, E] of the rows whose adapters do, in place."""
+        rows = extras.embedding_rows
+        if rows is not None:
+            replace_embedded_triton(hidden, token_ids, self.arena, rows, extras.row_adapter)
+        lora_embed(hidden, token_ids, self.arena, extras)
 
     def _attention(
         self, batch: GpuBatch, index: int, layer: LayerWeights, x: torch.Tensor

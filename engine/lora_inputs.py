@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import torch
 
 from engine.tile_entries import EntryBuffers
-from kernels import AdjustTable, LoraBatch, LoraExtras, LoraTable
+from kernels import AdjustTable, LoraBatch, LoraExtras, LoraTable, RowTable
 
 # Blocks of 16 rank rows that one request's adapters may have in a graph: together rank 512.
 MAX_BLOCKS = 32
 MAX_ENTRIES = 1 << 21
 # Places where adapters of one step have a gain or a shift; 224 of each adapter with 32 layers.
 MAX_ADJUSTS = 1 << 17
+# Tokens for which adapters of one step have rows of their own, of the embedding or the last matrix.
+MAX_NEW_ROWS = 1 << 16
 
 
 class LoraInputs:
@@ -50,8 +54,21 @@ class LoraInputs:
             shift_offset=ints(MAX_ADJUSTS, torch.int64),
             weight=torch.zeros(MAX_ADJUSTS, dtype=torch.float32, device=device),
         )
+        self._rows = tuple(
+            RowTable(
+                first=ints(max_rows),
+                count=ints(max_rows),
+                token_id=ints(MAX_NEW_ROWS),
+                part_start=ints(MAX_NEW_ROWS),
+                num_parts=ints(MAX_NEW_ROWS),
+                offset=ints(MAX_NEW_ROWS, torch.int64),
+                weight=torch.zeros(MAX_NEW_ROWS, dtype=torch.float32, device=device),
+            )
+            for _ in range(2)
+        )  # of the embedding, of the last matrix
         self._loaded: LoraTable | None = None
-        self._adjusted: AdjustTable | None = None
+        # What the buffers hold: the vectors, and the two tables of rows.
+        self._extended: list[AdjustTable | RowTable | None] = [None, None, None]
 
     def fits(self, lora: LoraBatch | None) -> bool:
         return lora is None or (
@@ -82,31 +99,51 @@ class LoraInputs:
         self._loaded = lora.table
 
     def _fits_extras(self, extras: LoraExtras | None) -> bool:
-        """Gains and shifts fit; what changes the embedding or the last matrix takes no graph."""
+        """What tables say fits; what is as wide as the vocabulary takes no graph."""
         if extras is None:
             return True
-        adjust = extras.adjust
+        rows = (table for table in (extras.embedding_rows, extras.head_rows) if table is not None)
         return (
-            adjust is not None
-            and adjust.weight.shape[0] <= MAX_ADJUSTS
-            and not any(segment.embedding or segment.head for segment in extras.segments)
+            (extras.adjust is None or extras.adjust.weight.shape[0] <= MAX_ADJUSTS)
+            and all(table.weight.shape[0] <= MAX_NEW_ROWS for table in rows)
+            and not any(segment.is_wide for segment in extras.segments)
         )
 
     def _load_extras(self, extras: LoraExtras) -> None:
         num_tokens = extras.row_adapter.shape[0]
         self._row_adapter[:num_tokens].copy_(extras.row_adapter)
         self._row_adapter[num_tokens:].fill_(-1)
-        if extras.adjust is None or extras.adjust is self._adjusted:
+        self._extend(0, extras.adjust, self._adjust, self._adjust.num_parts)
+        for i, source in enumerate((extras.embedding_rows, extras.head_rows)):
+            self._extend(i + 1, source, self._rows[i], self._rows[i].count)
+
+    def _extend(
+        self,
+        i: int,
+        source: AdjustTable | RowTable | None,
+        buffers: AdjustTable | RowTable,
+        counts: torch.Tensor,
+    ) -> None:
+        """Copy a step's table to its buffers, or set their counts to none."""
+        if source is self._extended[i]:
             return
-        for name in ("part_start", "num_parts", "gain_offset", "shift_offset", "weight"):
-            source = getattr(extras.adjust, name)
-            getattr(self._adjust, name)[: source.shape[0]].copy_(source)
-        self._adjusted = extras.adjust
+        if source is None:
+            counts.zero_()
+        else:
+            for field in fields(source):
+                values = getattr(source, field.name)
+                getattr(buffers, field.name)[: values.shape[0]].copy_(values)
+        self._extended[i] = source
 
     def extras(self, num_tokens: int) -> LoraExtras:
-        """The gains and shifts of a step of so many tokens."""
-        rows = self._row_adapter[:num_tokens]
-        return LoraExtras(segments=(), row_adapter=rows, adjust=self._adjust)
+        """The gains, shifts and new rows of a step of so many tokens."""
+        return LoraExtras(
+            segments=(),
+            row_adapter=self._row_adapter[:num_tokens],
+            adjust=self._adjust,
+            embedding_rows=self._rows[0],
+            head_rows=self._rows[1],
+        )
 
     def batch(self, size: int, seg_indptr: torch.Tensor | None = None) -> LoraBatch:
         """The first `size` segments; with other bounds when given."""

@@ -37,7 +37,7 @@ class Reach(enum.IntEnum):
     NONE = 0
     ATTENTION = 1
     ALL = 2
-    ADJUSTED = 3  # the base's own products too: DoRA's gains, and biases
+    ADJUSTED = 3  # the base's own products too: DoRA's gains, biases, tokens' new rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ def _size(entries: Iterable[Entries]) -> int:
 
 def _reach(tiles: TileMap) -> Reach:
     """Where an adapter has tiles; its entries are [L * 7, tiles] in the projections' order."""
-    if tiles.adjusts:
+    if tiles.adjusts or tiles.replaces:
         return Reach.ADJUSTED
     is_mlp = np.arange(len(tiles.a_offset)) % NUM_PROJECTIONS >= Projection.GATE
     reaches_mlp = tiles.has_extras or (tiles.a_offset[is_mlp] >= 0).any()

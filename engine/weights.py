@@ -147,9 +147,7 @@ def build_weights(
     )
 
 
-def _load_ends(
-    checkpoint: TensorSource, config: ModelConfig
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _load_ends(checkpoint: TensorSource, config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """The embedding and the last matrix, as transformers 5 ties them: the flag alone does not.
 
     Where both are there and differ, each is used; where one of two tied ones is, it is both.

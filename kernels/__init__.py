@@ -26,7 +26,9 @@ from kernels.lora_table import (
     LoraBatch,
     LoraExtras,
     LoraTable,
+    NewRows,
     Projection,
+    RowTable,
     VocabPart,
 )
 from kernels.mask_logits import apply_bitmask
@@ -44,8 +46,10 @@ __all__ = [
     "LoraBatch",
     "LoraExtras",
     "LoraTable",
+    "NewRows",
     "PageLayout",
     "Projection",
+    "RowTable",
     "VocabPart",
     "add_rms_norm",
     "advance",

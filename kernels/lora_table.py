@@ -114,12 +114,55 @@ class VocabPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NewRows:
+    """Rows of the embedding or of the last matrix that one part of a virtual adapter replaces.
+
+    It adds weight * (new - base's) to what the base makes of those rows.
+
+    token_ids  [rows] int64 whose rows they are, none twice; None: all tokens', in their order
+    blocks     [rows, E]
+    """
+
+    weight: float
+    token_ids: npt.NDArray[np.int64] | None
+    blocks: Blocks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowTable:
+    """The new rows of the embedding, or of the last matrix, of virtual adapters that have few.
+
+    Tokens first[v]:first[v] + count[v] are virtual adapter v's; entries
+    part_start[i]:part_start[i] + num_parts[i] are the rows of token i, one of each part that has
+    one. A part replaces the base's row to the degree of its weight. All tensors are on the arena's
+    device.
+
+    first       [A] int32
+    count       [A] int32  0: the adapter has no such rows
+    token_id    [M] int32  no token twice in one adapter
+    part_start  [M] int32
+    num_parts   [M] int32
+    offset      [N] int64  element offset of the row [E] in the flat arena; multiples of 8 on a GPU
+    weight      [N] fp32
+    """
+
+    first: torch.Tensor
+    count: torch.Tensor
+    token_id: torch.Tensor
+    part_start: torch.Tensor
+    num_parts: torch.Tensor
+    offset: torch.Tensor
+    weight: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExtraSegment:
     """A segment of the step whose virtual adapter has more than tiles.
 
     start, end    its rows of the step's tokens
     first, last   those of them that sample, as rows of the logits; `last` is excluded
     adapter       index into the table
+    new_embedding, new_head   rows that replace the base's, where no RowTable has them
     """
 
     start: int
@@ -129,6 +172,13 @@ class ExtraSegment:
     adapter: int
     embedding: tuple[VocabPart, ...]
     head: tuple[VocabPart, ...]
+    new_embedding: tuple[NewRows, ...] = ()
+    new_head: tuple[NewRows, ...] = ()
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether there is something here that no table of a kernel says."""
+        return bool(self.embedding or self.head or self.new_embedding or self.new_head)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,11 +187,14 @@ class LoraExtras:
 
     row_adapter  [T] int32  the adapter whose vectors adjust this row; -1: nobody's
     adjust       None when no adapter of the step has such vectors
+    embedding_rows, head_rows   None when no adapter of the step has such rows
     """
 
     segments: tuple[ExtraSegment, ...]
     row_adapter: torch.Tensor
     adjust: AdjustTable | None
+    embedding_rows: RowTable | None = None
+    head_rows: RowTable | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

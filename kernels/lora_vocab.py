@@ -1,5 +1,6 @@
 """Adapters of the token embedding and of the last matrix, whose one side is the vocabulary.
 
+What they replace of the base's rows is here as well, where kernels/lora_rows.py has no table of it.
 Rare and few: a step's segments that have them are walked one by one, in plain torch on any device.
 The side as wide as the vocabulary lies by token, `[V, R]`, so that an embedding gathers R
 neighbours for a token.
@@ -7,11 +8,17 @@ neighbours for a token.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
+import numpy as np
 import torch
 
-from kernels.lora_table import Blocks, ExtraSegment, LoraExtras, VocabPart
+from kernels.lora_table import Blocks, ExtraSegment, LoraExtras, NewRows, VocabPart
+
+# Rows of a replaced matrix that are multiplied at a time: what they give lies beside the logits.
+_ROWS = 8192
 
 
 def lora_embed(
@@ -19,14 +26,45 @@ def lora_embed(
 ) -> None:
     """Add what each row's adapter makes of its token to hidden [T, E], in place."""
     for segment in extras.segments:
-        if segment.embedding:
-            own = hidden[segment.start : segment.end]
+        if segment.embedding or segment.new_embedding:
+            own, ids = hidden[segment.start : segment.end], token_ids[segment.start : segment.end]
+            base = _base_of(own, segment.embedding, segment.new_embedding)
             _adjust(own, arena, segment.embedding)
+            for new in segment.new_embedding:
+                _replace_embedded(own, base, ids, arena, new)
             for part in segment.embedding:
-                h = _gather(arena, part.a, token_ids[segment.start : segment.end])
+                h = _gather(arena, part.a, ids)
                 h = h * (part.scale * part.weight)
                 for low, high, block in _views(arena, part.b):
                     own += h[:, low:high] @ block
+
+
+def _replace_embedded(
+    own: torch.Tensor, base: torch.Tensor, ids: torch.Tensor, arena: torch.Tensor, new: NewRows
+) -> None:
+    """Add weight * (new - base) to the rows of `own` whose tokens are new."""
+    if new.token_ids is None:
+        rows, places = torch.arange(len(ids), device=ids.device), ids
+    else:
+        is_new = ids[:, None] == torch.from_numpy(new.token_ids).to(ids.device)
+        rows, places = is_new.nonzero(as_tuple=True)
+    values = _gather(arena, new.blocks, places).float()
+    own[rows] = _replaced(own[rows], base[rows], values, new.weight)
+
+
+def _replaced(
+    y: torch.Tensor, base: torch.Tensor, new: torch.Tensor, weight: float
+) -> torch.Tensor:
+    """y + weight * (new - base), which is `new` where y is the base and the weight is one."""
+    return (y.float() - weight * base.float() + weight * new).to(y.dtype)
+
+
+def _base_of(
+    own: torch.Tensor, parts: tuple[VocabPart, ...], new: tuple[NewRows, ...]
+) -> torch.Tensor:
+    """What the base gave, while `own` is changed; itself where nothing is changed twice."""
+    changes_twice = bool(new) and len(parts) + len(new) > 1
+    return own.to(torch.float32, copy=True) if changes_twice else own
 
 
 def lora_head(
@@ -40,15 +78,32 @@ def lora_head(
     The rows are those that sample, in their order.
     """
     for segment in extras.segments:
-        if segment.head and segment.first < segment.last:
+        if (segment.head or segment.new_head) and segment.first < segment.last:
             own = logits[segment.first : segment.last]
+            rows = x[segment.first : segment.last]
+            base = _base_of(own, segment.head, segment.new_head)
             _adjust(own, arena, segment.head)
+            for new in segment.new_head:
+                _replace_logits(own, base, rows, arena, new)
             for part in segment.head:
-                rows = x[segment.first : segment.last]
                 a = torch.cat([block for _, _, block in _views(arena, part.a)])
                 h = (rows @ a.T) * (part.scale * part.weight)
                 for low, high, block in _views(arena, part.b):
                     own[:, low:high] += h @ block.T
+
+
+def _replace_logits(
+    own: torch.Tensor, base: torch.Tensor, x: torch.Tensor, arena: torch.Tensor, new: NewRows
+) -> None:
+    """Add weight * (new - base) to the columns of `own` whose tokens are new."""
+    for first, _, run in _views(arena, new.blocks):
+        for low in range(first, first + len(run), _ROWS):
+            block = run[low - first : low - first + _ROWS]
+            columns: slice | torch.Tensor = slice(low, low + len(block))
+            if new.token_ids is not None:
+                columns = torch.from_numpy(new.token_ids[columns]).to(x.device)
+            values = (x @ block.T).float()
+            own[:, columns] = _replaced(own[:, columns], base[:, columns], values, new.weight)
 
 
 def sampled(extras: LoraExtras, sample_rows: torch.Tensor) -> LoraExtras:
@@ -62,14 +117,11 @@ def sampled(extras: LoraExtras, sample_rows: torch.Tensor) -> LoraExtras:
             adapter=segment.adapter,
             embedding=(),
             head=segment.head,
+            new_head=segment.new_head,
         )
         for segment in extras.segments
     )
-    return LoraExtras(
-        segments=segments,
-        row_adapter=extras.row_adapter[sample_rows],
-        adjust=extras.adjust,
-    )
+    return replace(extras, segments=segments, row_adapter=extras.row_adapter[sample_rows])
 
 
 def _adjust(y: torch.Tensor, arena: torch.Tensor, parts: tuple[VocabPart, ...]) -> None:
@@ -103,10 +155,14 @@ def _gather(arena: torch.Tensor, blocks: Blocks, rows: torch.Tensor) -> torch.Te
 
 
 def _views(arena: torch.Tensor, blocks: Blocks) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """(first row, end row, their values where they lie [rows, width]) of every block."""
-    flat = arena.view(-1)
-    for i, offset in enumerate(blocks.offsets.tolist()):
-        low = i * blocks.block_rows
-        high = min(low + blocks.block_rows, blocks.rows)
-        size = (high - low) * blocks.width
-        yield low, high, flat[offset : offset + size].view(high - low, blocks.width)
+    """(first row, end row, their values where they lie [rows, width]) of every run of blocks.
+
+    Blocks that are neighbours in the arena are one: a matrix in pages one after another is few.
+    """
+    flat, size = arena.view(-1), blocks.block_rows * blocks.width
+    starts = [0, *(np.nonzero(np.diff(blocks.offsets) != size)[0] + 1).tolist()]
+    for first, end in itertools.pairwise([*starts, len(blocks.offsets)]):
+        low, high = first * blocks.block_rows, min(end * blocks.block_rows, blocks.rows)
+        offset = int(blocks.offsets[first])
+        values = flat[offset : offset + (high - low) * blocks.width]
+        yield low, high, values.view(high - low, blocks.width)

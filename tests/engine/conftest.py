@@ -103,7 +103,7 @@ def save_model(folder: Path, seed: int = 0, **changes: Any) -> Path:
 
 
 def save_adapter(base: Path, folder: Path, seed: int = 0, **config: Any) -> Path:
-    """A PEFT adapter with random A and B."""
+    """A PEFT adapter with random A and B, and whatever else it has random."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(seed)
@@ -112,6 +112,8 @@ def save_adapter(base: Path, folder: Path, seed: int = 0, **config: Any) -> Path
     for name, parameter in adapted.named_parameters():
         if "magnitude" in name:
             parameter.data *= 1 + 0.3 * torch.randn_like(parameter)
+        elif "trainable_tokens_delta" in name or "modules_to_save" in name:
+            parameter.data += 0.3 * torch.randn_like(parameter)
         elif "lora_" in name:
             torch.nn.init.normal_(parameter, std=0.2)
     adapted.save_pretrained(folder)

@@ -16,6 +16,9 @@ from tests.engine.conftest import LINEARS, Result, prompt, request, run, save_ad
 from tests.engine.peft_reference import Reference
 from tests.engine.test_families import FamilyOracle
 
+# New tokens, which the prompts have as well.
+TOKENS = [3, 17, 91, 8]
+
 # What changes nothing as wide as the vocabulary: on a GPU these take graphs.
 NARROW: dict[str, dict[str, Any]] = {
     "plain": {"r": 8, "lora_alpha": 8, "target_modules": LINEARS},
@@ -39,6 +42,22 @@ NARROW: dict[str, dict[str, Any]] = {
         "target_modules": ["k_proj", "v_proj", "down_proj"],
     },
     "bias": {"r": 2, "lora_bias": True, "target_modules": LINEARS},
+    "tokens": {
+        "r": 4,
+        "target_modules": ["q_proj", "v_proj"],
+        "trainable_token_indices": [200, *TOKENS],
+    },
+    "tokens-apart": {
+        "r": 2,
+        "use_dora": True,
+        "target_modules": ["v_proj", "o_proj"],
+        "trainable_token_indices": {"embed_tokens": TOKENS, "lm_head": [9, 40, TOKENS[0]]},
+    },
+    "tokens-head": {
+        "r": 3,
+        "target_modules": ["up_proj"],
+        "trainable_token_indices": {"lm_head": list(range(0, 250, 5))},
+    },
 }
 WIDE: dict[str, dict[str, Any]] = {
     "ends": {"r": 5, "target_modules": ["embed_tokens", "lm_head", "q_proj"]},
@@ -48,14 +67,43 @@ WIDE: dict[str, dict[str, Any]] = {
         "target_modules": ["embed_tokens", "lm_head", "v_proj"],
     },
     "bias-head": {"r": 2, "lora_bias": True, "target_modules": ["v_proj", "lm_head"]},
+    "tokens-lora-head": {
+        "r": 2,
+        "target_modules": ["q_proj", "lm_head"],
+        "trainable_token_indices": TOKENS,
+    },
+    "saved": {
+        "r": 4,
+        "target_modules": ["q_proj", "lm_head"],
+        "modules_to_save": ["embed_tokens", "lm_head"],
+    },
+    "saved-embedding": {
+        "r": 3,
+        "use_dora": True,
+        "target_modules": ["k_proj", "lm_head"],
+        "modules_to_save": ["embed_tokens"],
+    },
+    "saved-head": {
+        "r": 2,
+        "target_modules": ["v_proj", "embed_tokens"],
+        "modules_to_save": ["lm_head"],
+    },
+    "saved-tied": {
+        "r": 2,
+        "target_modules": ["v_proj"],
+        "modules_to_save": ["embed_tokens"],
+        "ensure_weight_tying": True,
+    },
 }
 FORMATS = {**NARROW, **WIDE}
 NARROW_BLENDS: dict[str, dict[str, float]] = {
     "half a dora": {"dora": 0.5},
     "doras and plain": {"dora": 0.6, "dora-kv": -0.4, "plain": 0.7, "bias": 1.5},
+    "blended tokens": {"tokens": 0.5, "tokens-apart": -0.3, "tokens-head": 1.2, "plain": 0.4},
 }
 WIDE_BLENDS: dict[str, dict[str, float]] = {
-    "ends": {"ends": 0.7, "dora-ends": 0.5, "bias-head": 0.4, "dora": 0.3},
+    "blended ends": {"ends": 0.7, "dora-ends": 0.5, "bias-head": 0.4, "dora": 0.3},
+    "blended saved": {"saved": 0.6, "tokens": 0.7, "dora-ends": 0.5, "saved-head": -0.2},
 }
 BLENDS = {**NARROW_BLENDS, **WIDE_BLENDS}
 
@@ -69,13 +117,16 @@ class FormatOracle:
             name: save_adapter(base, folder / name, seed, **config)
             for seed, (name, config) in enumerate(FORMATS.items())
         }
-        self._peft = FamilyOracle(base, self.adapters)
+        # One model each: several that replace the same module do not go into one.
+        self._peft = {
+            name: FamilyOracle(base, {name: path}) for name, path in self.adapters.items()
+        }
         self._reference = Reference(base)
 
     def logprobs(self, token_ids: list[int], name: str | None) -> torch.Tensor:
         """[tokens, V]: of the token after each."""
         if name not in BLENDS:
-            return self._peft.logprobs(token_ids, name)
+            return self._peft[name or "plain"].logprobs(token_ids, name)
         blend = {self.adapters[part]: weight for part, weight in BLENDS[name].items()}
         return self._reference.logits(token_ids, blend).log_softmax(-1)
 
@@ -97,12 +148,13 @@ def make_engine(oracle: FormatOracle, **config: Any) -> Engine:
 
 
 def check(
-    engine: Engine, oracle: FormatOracle, names: list[str], first_length: int, num_tokens: int
+    engine: Engine, oracle: FormatOracle, names: list[str], lengths: list[int], num_tokens: int
 ) -> None:
-    """The base and all of `names` in one batch, prompts of growing length; blends by their name."""
+    """The base and all of `names`, blends too, in one batch; prompts of these lengths in turn."""
     chosen: dict[str, str | None] = {"base": None, **{name: name for name in names}}
     prompts = {
-        request_id: prompt(i, first_length + i % 7) for i, request_id in enumerate(chosen)
+        request_id: [*prompt(i, lengths[i % len(lengths)]), *TOKENS[: i % 4 + 1]]
+        for i, request_id in enumerate(chosen)
     }
     results = run(
         engine,

@@ -43,6 +43,22 @@ class Part:
         return self.weight * ((factor - 1) * product + factor * self.scaling * lora)
 
 
+@dataclass
+class NewRows:
+    """Rows of a module that one adapter replaces, to the degree of its weight in the blend."""
+
+    weight: float
+    token_ids: list[int]
+    rows: torch.Tensor
+
+    def delta(self, module: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """What is added to y, the module's own output for x."""
+        difference = torch.zeros_like(module.weight)
+        difference[self.token_ids] = self.rows - module.weight[self.token_ids]
+        is_embedding = isinstance(module, torch.nn.Embedding)
+        return self.weight * (difference[x] if is_embedding else x @ difference.T)
+
+
 class Reference:
     """A base model to which blends of adapters are applied without merging anything."""
 
@@ -51,10 +67,11 @@ class Reference:
 
     def logits(self, token_ids: list[int], blend: dict[Path, float]) -> torch.Tensor:
         """[tokens, V]"""
-        parts: dict[str, list[Part]] = {}
+        parts: dict[str, list[Part | NewRows]] = {}
         for folder, weight in blend.items():
-            for module, part in _parts(folder, weight).items():
-                parts.setdefault(module, []).append(part)
+            for found in (_parts(folder, weight), self._new_rows(folder, weight)):
+                for module, part in found.items():
+                    parts.setdefault(module, []).append(part)
         modules = dict(self._model.named_modules())
         handles = [modules[name].register_forward_hook(_hook(own)) for name, own in parts.items()]
         try:
@@ -65,8 +82,29 @@ class Reference:
                 handle.remove()
         return logits
 
+    def _new_rows(self, folder: Path, weight: float) -> dict[str, NewRows]:
+        config: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text())
+        vocab_size = self._model.config.vocab_size
+        given = config["trainable_token_indices"] or {}
+        given = given if isinstance(given, dict) else {"embed_tokens": given}
+        names = {"embed_tokens": "model.embed_tokens"}
+        token_ids = {names.get(name, name): ids for name, ids in given.items()}
+        for name in config["modules_to_save"] or ():
+            token_ids[names.get(name, name)] = list(range(vocab_size))
+        found = {}
+        for name, tensor in load_file(folder / "adapter_model.safetensors").items():
+            module, _, rest = name.removeprefix(PREFIX).partition(".token_adapter.")
+            module = module.removesuffix(".weight")
+            if rest or module in token_ids:
+                found[module] = NewRows(weight, token_ids[module], tensor.float())
+        is_tied = self._model.config.tie_word_embeddings
+        if is_tied and "model.embed_tokens" in found and "lm_head" not in found:
+            if not config["modules_to_save"]:
+                found["lm_head"] = found["model.embed_tokens"]
+        return found
 
-def _hook(parts: list[Part]) -> Callable[..., torch.Tensor]:
+
+def _hook(parts: list[Part | NewRows]) -> Callable[..., torch.Tensor]:
     def add(module: torch.nn.Module, inputs: tuple[torch.Tensor], y: torch.Tensor) -> torch.Tensor:
         return y + sum(part.delta(module, inputs[0], y) for part in parts)
 

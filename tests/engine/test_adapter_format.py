@@ -69,11 +69,9 @@ def test_the_default_config_of_peft_is_accepted() -> None:
         ("layers_to_transform", ["0"]),
         ("layers_pattern", "blocks"),
         ("bias", "all"),
-        ("modules_to_save", ["lm_head"]),
         ("fan_in_fan_out", True),
         ("layer_replication", [[0, 1]]),
         ("alora_invocation_tokens", [1]),
-        ("trainable_token_indices", [3]),
         ("target_parameters", ["x"]),
         ("use_qalora", True),
         ("use_bdlora", {"nblocks": 2}),
@@ -190,6 +188,30 @@ def test_a_tensor_outside_target_modules_is_refused() -> None:
     with pytest.raises(AdapterMismatch) as raised:
         plan_adapter({**PLAIN, "target_modules": ["k_proj"]}, tensors(), MODEL)
     assert raised.value.param == "target_modules"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("modules_to_save", ["score"]),
+        ("modules_to_save", "lm_head"),
+        ("modules_to_save", ["lm_head"]),  # whose tensor the file has not
+        ("trainable_token_indices", [3]),
+        ("trainable_token_indices", {"q_proj": [3]}),
+        ("trainable_token_indices", {"lm_head": []}),
+        ("trainable_token_indices", [3, 3]),
+        ("trainable_token_indices", [-1]),
+        ("trainable_token_indices", [10**9]),
+        ("trainable_token_indices", ["3"]),
+        ("trainable_token_indices", 3),
+    ],
+    ids=str,
+)
+def test_rows_that_cannot_be_replaced_are_named(field: str, value: Any) -> None:
+    with pytest.raises(AdapterMismatch) as raised:
+        plan_adapter({**PLAIN, field: value}, tensors(), MODEL)
+    assert raised.value.param == field
+    assert field in raised.value.message
 
 
 def test_an_empty_adapter_is_refused() -> None:

@@ -173,6 +173,23 @@ def test_a_copy_of_the_base_may_be_rounded(
     assert got.token_ids == oracle.generate(prompt(2, 9), 6, "ends")
 
 
+def test_a_copy_that_is_no_rounding_of_the_bases_is_refused(
+    make_engine: MakeEngine, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    """PEFT would use the file's: one unit in the last place of bfloat16 gave other tokens."""
+
+    def trained(tensor: torch.Tensor) -> torch.Tensor:
+        rounded = tensor.to(torch.bfloat16)
+        rounded.view(torch.int16)[5, 5] += 1
+        return rounded
+
+    folder = edited(adapters["ends"], tmp_path / "a", lm_head__base_layer__weight=trained)
+    engine = make_engine()
+    engine.register_adapter("trained", folder)
+    error = run(engine, request("r", prompt(2, 9), adapter="trained"))["r"].error
+    assert isinstance(error, AdapterMismatch) and "modules_to_save" in error.message
+
+
 def with_bits(change: int) -> Any:
     def changed(tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.clone()

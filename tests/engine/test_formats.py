@@ -7,13 +7,27 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from engine import AdapterMismatch
+from engine.gpu_runner import GpuRunner
+from tests.engine.conftest import prompt, request, run
 from tests.engine.families import FAMILIES, save_family
-from tests.engine.formats import BLENDS, FORMATS, NARROW, NARROW_BLENDS, FormatOracle, check
+from tests.engine.formats import (
+    BLENDS,
+    FORMATS,
+    NARROW,
+    NARROW_BLENDS,
+    TOKENS,
+    FormatOracle,
+    check,
+)
 from tests.engine.formats import make_engine as make
+from tests.engine.test_extras import edited
 
 MakeOracle = Callable[[str], FormatOracle]
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -35,19 +49,29 @@ def make_oracle(tmp_path_factory: pytest.TempPathFactory) -> MakeOracle:
     return make
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("max_step_tokens", [512, 29], ids=["whole", "chunked"])
+@pytest.mark.parametrize(
+    ("family", "max_step_tokens"),
+    [*((family, 512) for family in FAMILIES), *((family, 29) for family in CHOSEN)],
+)
 def test_formats_on_a_cpu(make_oracle: MakeOracle, family: str, max_step_tokens: int) -> None:
+    """In one step, and with prompts cut in chunks."""
     oracle = make_oracle(family)
     engine = make(oracle, max_step_tokens=max_step_tokens)
-    check(engine, oracle, [*FORMATS, *BLENDS], first_length=18, num_tokens=6)
+    check(engine, oracle, [*FORMATS, *BLENDS], lengths=list(range(18, 25)), num_tokens=6)
     engine.close()
 
 
+BY_GRAPHS, ALL = [*NARROW, *NARROW_BLENDS], [*FORMATS, *BLENDS]
+ON_A_GPU = (
+    list(zip(CHOSEN, (ALL, BY_GRAPHS, BY_GRAPHS, ALL), strict=True))
+    if IS_INTERPRETED
+    else [(family, names) for family in FAMILIES for names in (BY_GRAPHS, ALL)]
+)
+
+
 @on_a_card
-@pytest.mark.parametrize("family", CHOSEN if IS_INTERPRETED else FAMILIES)
 @pytest.mark.parametrize(
-    "names", [[*NARROW, *NARROW_BLENDS], [*FORMATS, *BLENDS]], ids=["graphs", "all"]
+    ("family", "names"), ON_A_GPU, ids=[f"{f}-{len(names)}" for f, names in ON_A_GPU]
 )
 def test_formats_on_a_gpu(make_oracle: MakeOracle, family: str, names: list[str]) -> None:
     """By graphs, and, with what is as wide as the vocabulary, launch by launch."""
@@ -57,8 +81,91 @@ def test_formats_on_a_gpu(make_oracle: MakeOracle, family: str, names: list[str]
         device="cpu" if IS_INTERPRETED else "cuda",
         dtype="float32",
         use_triton=True,
-        max_running=16,
-        max_step_tokens=96,
+        max_running=32,
+        max_step_tokens=160,
     )
-    check(engine, oracle, names, first_length=3, num_tokens=2)
+    check(engine, oracle, names, lengths=[2, 3, 1] if IS_INTERPRETED else [9, 30, 2], num_tokens=2)
+    engine.close()
+
+
+@on_a_card
+def test_new_tokens_take_graphs(make_oracle: MakeOracle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is beside them, and what they replaced is the base's again when they have gone."""
+    oracle = make_oracle("qwen2")
+    engine = make(
+        oracle,
+        device="cpu" if IS_INTERPRETED else "cuda",
+        dtype="float32",
+        use_triton=True,
+        max_running=4,
+        max_step_tokens=32,
+    )
+    monkeypatch.setattr(GpuRunner, "_gpu_batch", None)  # what goes launch by launch
+    for names in (["tokens", "dora"], ["dora"], ["tokens-head", "tokens-apart"], ["bias"]):
+        check(engine, oracle, names, lengths=[2], num_tokens=2)
+    engine.close()
+
+
+def test_new_rows_leave_memory_and_come_again(make_oracle: MakeOracle) -> None:
+    """The arena holds little more than the largest; without host memory each is read again."""
+    oracle = make_oracle("llama")
+    engine = make(oracle, arena_bytes=64 * 2048 * 4, max_running=2, host_cache_bytes=0)
+    for _ in range(2):
+        for name in ("saved", "tokens", "saved-tied", "tokens-apart", "saved-head"):
+            tokens = [*prompt(1, 40), *TOKENS]
+            for max_tokens in (3, 6):  # again, of the prefix that is cached
+                made = request("r", tokens, adapter=name, max_tokens=max_tokens, logprobs=20)
+                oracle.check(run(engine, made, check=True)["r"], tokens, name)
+    engine.close()
+
+
+def test_a_tied_and_saved_matrix_takes_its_pages_once(make_oracle: MakeOracle) -> None:
+    tied, apart = make_oracle("qwen2"), make_oracle("llama")
+    pages = []
+    for oracle, name in ((tied, "saved-tied"), (apart, "saved")):
+        engine = make(oracle)
+        run(engine, request("r", prompt(1, 5), adapter=name, max_tokens=1))
+        pages.append(engine.stats().adapter_pages)
+        engine.close()
+    assert pages[0] < 0.6 * pages[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"embed_tokens__weight": lambda t: t / 0}, "embed_tokens.weight"),
+        ({"lm_head__weight": lambda t: t * 1.5}, "ensure_weight_tying"),
+    ],
+    ids=["not finite", "not tied"],
+)
+def test_bad_rows_are_an_adapters_own_error(
+    make_oracle: MakeOracle, tmp_path: Path, change: dict[str, Any], named: str
+) -> None:
+    oracle = make_oracle("qwen2")
+    engine = make(oracle)
+    folder = edited(oracle.adapters["saved-tied"], tmp_path / "bad", **change)
+    engine.register_adapter("bad", folder)
+    error = run(engine, request("r", prompt(0, 5), adapter="bad"))["r"].error
+    assert isinstance(error, AdapterMismatch)
+    assert error.param is not None and error.param.endswith(named)
+    tokens = prompt(0, 5)
+    made = request("r", tokens, adapter="saved-tied", max_tokens=3, logprobs=20)
+    oracle.check(run(engine, made)["r"], tokens, "saved-tied")
+    engine.close()
+
+
+@on_a_card
+def test_many_new_tokens(make_oracle: MakeOracle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than a kernel's table takes go segment by segment, and come out the same."""
+    oracle = make_oracle("llama")
+    monkeypatch.setattr("engine.adapter_extras.MAX_TABLE_TOKENS", 20)
+    engine = make(
+        oracle,
+        device="cpu" if IS_INTERPRETED else "cuda",
+        dtype="float32",
+        use_triton=True,
+        max_running=4,
+        max_step_tokens=32,
+    )
+    check(engine, oracle, ["tokens-head", "tokens"], lengths=[2], num_tokens=2)
     engine.close()
