@@ -14,6 +14,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from controlplane.adapters import new_rows
 from controlplane.adapters.rejection import Reason, Rejected, shown
 
 FILE = "adapter_config.json"
@@ -24,7 +25,8 @@ _MAX_LAYERS = 1000
 _HONOURED = frozenset({
     "peft_type", "task_type", "bias", "init_lora_weights", "r", "lora_alpha", "use_rslora",
     "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern",
-    "alpha_pattern", "use_dora", "lora_bias", "ensure_weight_tying",
+    "alpha_pattern", "use_dora", "lora_bias", "ensure_weight_tying", "modules_to_save",
+    "trainable_token_indices",
 })  # fmt: skip
 # They say how the adapter was trained, or where its base came from: `base_model_name_or_path` is
 # a claim, never something to fetch.
@@ -37,8 +39,6 @@ _NEUTRAL = frozenset({
 # adapter's tensors are not all of it.
 _PLAIN_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
 _ADVICE = {
-    "modules_to_save": "adapt these modules with LoRA, or leave them",
-    "trainable_token_indices": "use the base model's tokens",
     "target_parameters": "name linear layers in target_modules",
 }
 #: One part or several of a module's dotted path.
@@ -62,6 +62,7 @@ class LoraConfig:
     exclude_modules: tuple[str, ...]
     layers: frozenset[int] | None  # None: all
     rank_pattern: Sequence[tuple[re.Pattern[str], int]]
+    rows: new_rows.NewRows
 
     def is_target(self, module: str, layer: int | None) -> bool:
         """Whether PEFT adapts the module, a dotted path such as model.layers.0.mlp.up_proj.
@@ -103,6 +104,7 @@ def parse_config(text: bytes, *, max_rank: int) -> LoraConfig:
             (_as_in_peft(name), reader.rank(f"rank_pattern.{name}", value, max_rank))
             for name, value in reader.pattern("rank_pattern").items()
         ],
+        rows=new_rows.read(raw, reasons),
     )
     # The engine scales by these; here they need only be right.
     for name, value in reader.pattern("alpha_pattern").items():

@@ -12,17 +12,18 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from controlplane.adapters import peft_config, tensor_file
+from controlplane.adapters import new_rows, peft_config, tensor_file
+from controlplane.adapters.new_rows import EMBEDDING, HEAD, MATRIX, ROWS
 from controlplane.adapters.peft_config import LoraConfig
 from controlplane.adapters.rejection import Reason, Rejected, shown
 from controlplane.adapters.tensor_file import Tensor
 
-EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 _TENSOR_NAME = re.compile(
     r"(?:base_model\.model\.)?(?P<module>model\.layers\.(?P<layer>0|[1-9][0-9]{0,3})\."
     r"(?P<linear>(?:self_attn|mlp)\.[a-z_]+)|model\.embed_tokens|lm_head)\."
     r"(?:(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
-    r"(?:\.default)?(?P<leaf>\.weight|\.bias|)|(?:base_layer\.)?weight)",
+    r"(?:\.default)?(?P<leaf>\.weight|\.bias|)|(?P<rows>token_adapter\.trainable_tokens_delta)"
+    r"(?:\.default)?|(?P<base>base_layer\.)?weight)",
     re.ASCII,
 )
 # PEFT repeats the base's matrix beside an adapted embedding or head. Whether it is the base's is
@@ -103,7 +104,10 @@ class CheckedAdapter:
         own, modules = [], set()
         for tensor in self.tensors:
             key = _key(tensor.name)
-            if key is not None and key[1] != _COPY:
+            is_copy = key is None or key[1] == _COPY
+            if key is not None and key[1] == MATRIX:
+                is_copy = key[0] not in self.config.rows.saved
+            if key is not None and not is_copy:
                 own.append(tensor)
                 modules.add(key[0].split(".")[-1])
         raw = self.config.raw
@@ -153,15 +157,32 @@ def _misfits(lora: LoraConfig, tensors: tuple[Tensor, ...], base: BaseShape) -> 
     """What does not fit: each tensor of each module the config names must be there, no other."""
     expected: dict[Key, Shape] = {}
     is_tied = lora.ensure_weight_tying and base.is_tied
+    reasons = _unknown_targets(lora, base)
+    rows = new_rows.fit(
+        lora.rows,
+        vocab=base.vocab,
+        hidden=base.hidden,
+        is_tied=base.is_tied,
+        ensures_tying=lora.ensure_weight_tying,
+        use_dora=lora.use_dora,
+        reasons=reasons,
+    )
     for module, layer, widths in base.modules():
         # PEFT takes a tied head out of target_modules: it goes where the embedding goes.
         named = EMBEDDING if is_tied and module == HEAD else module
-        if lora.is_target(named, layer):
-            expected.update(_expected(lora, module, widths))
-    reasons = _unknown_targets(lora, base)
-    if lora.lora_bias and lora.is_target(EMBEDDING, None):
+        if module in rows.saved or not lora.is_target(named, layer):
+            continue
+        expected.update(_expected(lora, module, widths))
+        if module in rows.unadapted:
+            message = f"it adapts {module}, whose rows trainable_token_indices replaces"
+            reasons.append(Reason("target_modules", message))
+    if not expected:
+        reasons.append(Reason("target_modules", "nothing is adapted: name a module to adapt"))
+    if lora.lora_bias and (EMBEDDING, "lora_embedding_A") in expected:
         reasons.append(Reason("lora_bias", "it is not supported for embed_tokens"))
-    copies = {(module, _COPY): (base.vocab, base.hidden) for module in (EMBEDDING, HEAD)}
+    copied = {module for module in (EMBEDDING, HEAD) if not _has_rows(module, rows.shapes)}
+    copies = {(m, part): (base.vocab, base.hidden) for m in copied for part in (_COPY, MATRIX)}
+    expected.update(rows.shapes)
     found: set[Key] = set()
     for tensor in tensors:
         key = _key(tensor.name)
@@ -175,12 +196,16 @@ def _misfits(lora: LoraConfig, tensors: tuple[Tensor, ...], base: BaseShape) -> 
             found.add(key)
     reasons += [
         Reason(
-            f"base_model.model.{module}.{part}",
-            "it is missing: target_modules and layers_to_transform ask for it",
+            f"base_model.model.{module}.{'token_adapter.' * (part == ROWS)}{part}",
+            "it is missing: adapter_config.json asks for it",
         )
         for module, part in expected
     ]
     return reasons
+
+
+def _has_rows(module: str, shapes: Mapping[Key, Shape]) -> bool:
+    return (module, MATRIX) in shapes or (module, ROWS) in shapes
 
 
 def _expected(lora: LoraConfig, module: str, widths: tuple[int, int]) -> dict[Key, Shape]:
@@ -213,6 +238,8 @@ def _why_unexpected(name: str, base: BaseShape, found: set[Key]) -> str:
     key = _key(name)
     if match is None or key is None:
         return "it is not a tensor of LoRA or DoRA of a module that can be adapted"
+    if key[1] == ROWS and key not in found:
+        return "trainable_token_indices does not name its module"
     if key in found:
         return "it is there twice, under two names"
     if match["layer"] is not None and int(match["layer"]) >= base.num_layers:
@@ -233,7 +260,8 @@ def _key(name: str) -> Key | None:
         return None
     module, part = match["module"], match["part"]
     if part is None:
-        return None if match["layer"] else (module, _COPY)
+        whole = ROWS if match["rows"] else _COPY if match["base"] else MATRIX
+        return None if match["layer"] else (module, whole)
     if part == "lora_magnitude_vector":  # ".weight" comes and goes with PEFT's version
         return None if match["leaf"] == ".bias" else (module, part)
     part += match["leaf"]

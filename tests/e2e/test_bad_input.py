@@ -208,7 +208,7 @@ def test_unknown_tensor_is_rejected_by_its_name(system: System, tmp_path: Path) 
 
 def test_unsupported_option_is_rejected_by_its_name(system: System, tmp_path: Path) -> None:
     tensors = lora_tensors(system.base_config, seed=5)
-    folder = write_adapter(tmp_path / "adapter", tensors, lora_config(modules_to_save=["lm_head"]))
+    folder = write_adapter(tmp_path / "adapter", tensors, lora_config(modules_to_save=["score"]))
     assert_rejected(system, folder, "modules_to_save")
 
 

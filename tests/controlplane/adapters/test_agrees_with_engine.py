@@ -65,6 +65,8 @@ def assert_agree(config: bytes, tensors: bytes) -> None:
     planned = plan(config, tensors)
     assert {target.rank for target in planned.all_targets} == checked.ranks
     names = {name for target in planned.all_targets for name in target.names}
+    for rows in filter(None, (planned.new_embedding, planned.new_head)):
+        names |= {rows.name} | ({rows.twin} if rows.twin else set())
     assert names | set(planned.copies) == {tensor.name for tensor in checked.tensors}
 
 
@@ -127,6 +129,37 @@ KINDS: dict[str, tuple[dict[str, Any], files.Tensors]] = {
     ),
 }
 COPY = ("F32", (64, 16), bytes(4 * 64 * 16))
+EMBEDDING, HEAD = f"{P}model.embed_tokens", f"{P}lm_head"
+
+
+def new_tokens(module: str, count: int) -> files.Tensors:
+    name = f"{module}.token_adapter.trainable_tokens_delta"
+    return {name: ("F32", (count, 16), bytes(4 * count * 16))}
+
+
+SAVED = {f"{EMBEDDING}.weight": COPY, f"{HEAD}.weight": COPY}
+KINDS |= {
+    "tokens": (
+        {"trainable_token_indices": [63, 0]},
+        {**files.tensors(), **new_tokens(EMBEDDING, 2)},
+    ),
+    "tokens of both": (
+        {"trainable_token_indices": {"embed_tokens": [1], "lm_head": [2, 3]}},
+        {**files.tensors(), **new_tokens(EMBEDDING, 1), **new_tokens(HEAD, 2)},
+    ),
+    "saved": (
+        {"modules_to_save": ["embed_tokens", "lm_head"]},
+        {**files.tensors(), **SAVED},
+    ),
+    "saved head": (
+        {"modules_to_save": ["lm_head"], "target_modules": list(ENDS)},
+        {
+            **files.tensors(targets=(*files.TARGETS, "embed_tokens")),
+            f"{HEAD}.weight": COPY,
+            f"{EMBEDDING}.base_layer.weight": COPY,
+        },
+    ),
+}
 
 
 def renamed(tensors: files.Tensors, old: str, new: str) -> files.Tensors:
@@ -226,6 +259,132 @@ CASES: dict[str, tuple[dict[str, Any], files.Tensors, bool]] = {
     ),
     "a module missing": ({"target_modules": list(ENDS)}, files.tensors(), False),
     "a layer missing": ({}, files.tensors(layers=1), False),
+    "a token beyond the base's": (
+        {"trainable_token_indices": [64]},
+        {**files.tensors(), **new_tokens(EMBEDDING, 1)},
+        False,
+    ),
+    "a token twice": (
+        {"trainable_token_indices": [3, 3]},
+        {**files.tensors(), **new_tokens(EMBEDDING, 2)},
+        False,
+    ),
+    "a token that is none": (
+        {"trainable_token_indices": [True]},
+        {**files.tensors(), **new_tokens(EMBEDDING, 1)},
+        False,
+    ),
+    "tokens of a linear": ({"trainable_token_indices": {"q_proj": [1]}}, files.tensors(), False),
+    "tokens by two names": (
+        {"trainable_token_indices": {"embed_tokens": [1], "model.embed_tokens": [1]}},
+        {**files.tensors(), **new_tokens(EMBEDDING, 1)},
+        False,
+    ),
+    "tokens, not saved": ({"trainable_token_indices": [1]}, files.tensors(), False),
+    "tokens, not asked for": ({}, {**files.tensors(), **new_tokens(HEAD, 1)}, False),
+    "fewer rows than tokens": (
+        {"trainable_token_indices": [1, 2]},
+        {**files.tensors(), **new_tokens(EMBEDDING, 1)},
+        False,
+    ),
+    "tokens of an adapted embedding": (
+        {"trainable_token_indices": [1], "target_modules": list(ENDS)},
+        {**files.tensors(targets=ENDS), **new_tokens(EMBEDDING, 1)},
+        False,
+    ),
+    "tokens of a saved embedding": (
+        {"trainable_token_indices": [1], "modules_to_save": ["embed_tokens"]},
+        {**files.tensors(), f"{EMBEDDING}.weight": COPY, **new_tokens(EMBEDDING, 1)},
+        False,
+    ),
+    "tokens beside a copy of the base's": (
+        {"trainable_token_indices": [1]},
+        {
+            **files.tensors(),
+            **new_tokens(EMBEDDING, 1),
+            f"{EMBEDDING}.token_adapter.base_layer.weight": COPY,
+        },
+        False,
+    ),
+    "saved and adapted": (
+        {"modules_to_save": ["lm_head"], "target_modules": list(ENDS)},
+        {**files.tensors(targets=ENDS), f"{HEAD}.weight": COPY},
+        False,
+    ),
+    "saved alone": (
+        {"modules_to_save": ["lm_head"], "target_modules": ["lm_head"]},
+        {f"{HEAD}.weight": COPY},
+        False,
+    ),
+    "saved, a norm": ({"modules_to_save": ["norm"]}, files.tensors(), False),
+    "saved, but not there": ({"modules_to_save": ["lm_head"]}, files.tensors(), False),
+    "saved under a copy's name": (
+        {"modules_to_save": ["lm_head"]},
+        {**files.tensors(), f"{HEAD}.base_layer.weight": COPY},
+        False,
+    ),
+    "tied tokens": (
+        {"ensure_weight_tying": True, "trainable_token_indices": [1]},
+        {**files.tensors(), **new_tokens(EMBEDDING, 1)},
+        True,
+    ),
+    "tied tokens, the same of both": (
+        {
+            "ensure_weight_tying": True,
+            "trainable_token_indices": {"embed_tokens": [1], "lm_head": [1]},
+        },
+        {**files.tensors(), **new_tokens(EMBEDDING, 1)},
+        True,
+    ),
+    "tied tokens that differ": (
+        {
+            "ensure_weight_tying": True,
+            "trainable_token_indices": {"embed_tokens": [1], "lm_head": [2]},
+        },
+        {**files.tensors(), **new_tokens(EMBEDDING, 1), **new_tokens(HEAD, 1)},
+        False,
+    ),
+    "tied tokens of a saved head": (
+        {
+            "ensure_weight_tying": None,
+            "trainable_token_indices": [1],
+            "modules_to_save": ["lm_head"],
+        },
+        {**files.tensors(), **new_tokens(EMBEDDING, 1), f"{HEAD}.weight": COPY},
+        False,
+    ),
+    "tied tokens under a head's LoRA": (
+        {
+            "ensure_weight_tying": None,
+            "trainable_token_indices": [1],
+            "target_modules": [*files.TARGETS, "lm_head"],
+        },
+        {**files.tensors(targets=(*files.TARGETS, "lm_head")), **new_tokens(EMBEDDING, 1)},
+        True,
+    ),
+    "tied tokens under a head's DoRA": (
+        {
+            "ensure_weight_tying": None,
+            "trainable_token_indices": [1],
+            "use_dora": True,
+            "target_modules": [*files.TARGETS, "lm_head"],
+        },
+        {
+            **files.tensors(targets=(*files.TARGETS, "lm_head"), dora=True),
+            **new_tokens(EMBEDDING, 1),
+        },
+        False,
+    ),
+    "tied and saved": (
+        {"ensure_weight_tying": True, "modules_to_save": ["model.embed_tokens"]},
+        {**files.tensors(), **SAVED},
+        True,
+    ),
+    "tied and saved, one left out": (
+        {"ensure_weight_tying": True, "modules_to_save": ["embed_tokens"]},
+        {**files.tensors(), f"{EMBEDDING}.weight": COPY},
+        False,
+    ),
     "excluded, but there": ({"exclude_modules": ["v_proj"]}, files.tensors(), False),
 }
 
@@ -259,13 +418,15 @@ def test_the_upload_is_stricter_in_these(fields: dict[str, Any]) -> None:
 _parts = st.sampled_from([
     "lora_A.weight", "lora_B.weight", "lora_B.bias", "lora_A.bias", "lora_embedding_A",
     "lora_embedding_B", "lora_magnitude_vector", "lora_magnitude_vector.weight", "weight",
-    "base_layer.weight", "lora_C.weight",
+    "base_layer.weight", "lora_C.weight", "token_adapter.trainable_tokens_delta",
 ])  # fmt: skip
 _modules = st.sampled_from([
     "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj", "model.embed_tokens",
     "lm_head", "model.layers.2.mlp.down_proj", "model.layers.0.mlp.q_proj", "model.norm",
 ])  # fmt: skip
-_shapes = st.sampled_from([(4, 16), (16, 4), (16,), (64,), (64, 16), (4, 64), (64, 4), (32, 4)])
+_shapes = st.sampled_from(
+    [(4, 16), (16, 4), (16,), (64,), (64, 16), (4, 64), (64, 4), (32, 4), (2, 16)]
+)
 
 
 @st.composite
@@ -274,7 +435,7 @@ def _spoiled(draw: st.DrawFn) -> tuple[dict[str, Any], files.Tensors]:
     fields, tensors = draw(st.sampled_from(list(KINDS.values())))
     fields, tensors = dict(fields), dict(tensors)
     for _ in range(draw(st.integers(0, 3))):
-        match draw(st.integers(0, 3)):
+        match draw(st.integers(0, 4)):
             case 0 if tensors:
                 del tensors[draw(st.sampled_from(sorted(tensors)))]
             case 1:
@@ -284,6 +445,15 @@ def _spoiled(draw: st.DrawFn) -> tuple[dict[str, Any], files.Tensors]:
             case 2:
                 switch = st.sampled_from(["use_dora", "lora_bias", "ensure_weight_tying"])
                 fields[draw(switch)] = draw(st.sampled_from([True, False, None]))
+            case 3:
+                names = st.sampled_from(["embed_tokens", "lm_head", "model.embed_tokens"])
+                tokens = st.lists(st.integers(-1, 64), max_size=3)
+                value = st.lists(names, max_size=2)
+                if draw(st.booleans()):
+                    fields["modules_to_save"] = draw(value)
+                else:
+                    either = st.one_of(tokens, st.dictionaries(names, tokens, max_size=2))
+                    fields["trainable_token_indices"] = draw(either)
             case _:
                 names = st.sampled_from([*ENDS, "up_proj", "self_attn.q_proj"])
                 fields["target_modules"] = draw(st.lists(names, min_size=1, unique=True))
@@ -295,5 +465,9 @@ def _spoiled(draw: st.DrawFn) -> tuple[dict[str, Any], files.Tensors]:
 def test_both_decide_alike_of_anything(case: tuple[dict[str, Any], files.Tensors]) -> None:
     fields, tensors = case
     config, content = files.config_bytes(**fields), files.pack(tensors)
-    assert is_accepted_at_upload(config, content) == is_accepted_by_the_engine(config, content)
+    for is_tied in (False, True):
+        base = dataclasses.replace(files.BASE, is_tied=is_tied)
+        model = dataclasses.replace(MODEL, tie_embeddings=is_tied)
+        accepted = is_accepted_by_the_engine(config, content, model)
+        assert is_accepted_at_upload(config, content, base) == accepted
     assert_agree(config, content)

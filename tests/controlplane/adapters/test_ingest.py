@@ -73,7 +73,7 @@ class TestDecision:
     BAD = {
         "rank too high": (files.config_bytes(r=1000), GOOD_TENSORS, "r"),
         "whole modules": (
-            files.config_bytes(modules_to_save=["lm_head"]),
+            files.config_bytes(modules_to_save=["score"]),
             GOOD_TENSORS,
             "modules_to_save",
         ),
