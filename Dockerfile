@@ -13,6 +13,7 @@ COPY requirements/controlplane.txt requirements/controlplane.txt
 RUN pip install -r requirements/controlplane.txt
 COPY manage.py manage.py
 COPY controlplane controlplane
+COPY adapter_rules adapter_rules
 # Of the GPU side the control plane may know the protocol, the queue, the mailboxes, what is allowed in
 # patterns and where calls are in a text.
 COPY worker/__init__.py worker/__init__.py
@@ -38,6 +39,7 @@ COPY requirements/trainer.txt requirements/trainer.txt
 RUN pip install -r requirements/trainer.txt
 COPY manage.py manage.py
 COPY controlplane controlplane
+COPY adapter_rules adapter_rules
 COPY worker worker
 USER lorikeet
 CMD ["celery", "-A", "controlplane", "worker", "-Q", "train", "-c", "1", "--loglevel", "INFO"]
@@ -53,6 +55,7 @@ RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-de
 COPY requirements/worker.txt requirements/worker.txt
 RUN pip install -r requirements/worker.txt
 COPY kernels kernels
+COPY adapter_rules adapter_rules
 COPY engine engine
 COPY worker worker
 USER lorikeet

@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from adapter_rules.limits import CONVERT_BIN
 from engine.adapter_config import MAX_CONFIG_BYTES, parse_config
 from engine.adapter_format import MAX_HEADER_BYTES, AdapterPlan, parse_header, plan_adapter
 from engine.adapter_tiles import TileMap, fill_tiles, place_tiles
@@ -35,6 +36,7 @@ from kernels import PageLayout
 
 CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
+BIN_FILE = "adapter_model.bin"
 
 # How an adapter's digest follows from the text of its config and the hex sha256 of its tensors
 # file. It may raise ValueError for a config that has no digest.
@@ -81,6 +83,7 @@ class AdapterReader:
             with (path / TENSORS_FILE).open("rb", buffering=0) as file:
                 return self._read_start(path, file).plan
         except OSError as error:
+            refuse_bin(path)
             raise _unreadable(error) from error
 
     def place(self, plan: AdapterPlan) -> TileMap:
@@ -165,6 +168,12 @@ class AdapterReader:
         except IndexError:
             return bytearray(num_bytes)
         return buffer if len(buffer) >= num_bytes else bytearray(num_bytes)
+
+
+def refuse_bin(folder: Path) -> None:
+    """Raise AdapterMismatch when the tensors are there, but pickled: reading them runs code."""
+    if (folder / BIN_FILE).is_file() and not (folder / TENSORS_FILE).exists():
+        raise AdapterMismatch(f"{BIN_FILE} is a pickle and is not read: {CONVERT_BIN}")
 
 
 def _unreadable(error: OSError) -> AdapterUnavailable:

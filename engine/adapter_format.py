@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from engine.adapter_config import MAX_RANK, ModuleValues, check_config, is_target
+from engine.adapter_config import ModuleRules, check_config
 from engine.adapter_rows import Replacement, RowTensors
 from engine.config import ModelConfig
 from engine.errors import AdapterMismatch
@@ -208,7 +208,7 @@ def plan_adapter(
     file_bytes: int = 0,
 ) -> AdapterPlan:
     """What the adapter changes in `model`; raise AdapterMismatch naming what does not fit."""
-    check_config(config)
+    patterns = check_config(config)
     shape_of_all = model.vocab_size, model.hidden_size
     rows = RowTensors(config, *shape_of_all, is_tied=model.tie_embeddings)
     sites: dict[Site, dict[str, str]] = {}
@@ -232,12 +232,13 @@ def plan_adapter(
         copies={site.module: name for name, site in copies.items()},
     )
     is_tied = _is_tied(config, sites, model)
-    values = ModuleValues(config)
+    every = _sites(model)
+    rules = ModuleRules(config, patterns, {site.module: layer for site, layer in every.items()})
+    _check_bias(config, rules, every, model)
     targets = [
-        _target(config, values, tensors, model, site, sites[site], is_tied)
-        for site in sorted(sites)
+        _target(config, rules, tensors, model, site, sites[site], is_tied) for site in sorted(sites)
     ]
-    _check_complete(config, sites, model, rows.saved)
+    _check_complete(config, rules, (site for site in every if site.module not in rows.saved), sites)
     ends = {target.projection: target for target in targets if target.projection >= EMBEDDING}
     return AdapterPlan(
         targets=tuple(target for target in targets if target.projection < EMBEDDING),
@@ -298,9 +299,35 @@ def _is_tied(
     return embedding in sites
 
 
+def _sites(model: ModelConfig) -> dict[Site, int | None]:
+    """Every matrix that can be adapted, and the layer that it is of; None: of no layer."""
+    inner = {
+        Site(layer, projection): layer
+        for layer in range(model.num_layers)
+        for projection in range(len(PROJECTION_NAMES))
+    }
+    return {Site(-1, EMBEDDING): None, **inner, Site(model.num_layers, HEAD): None}
+
+
+def _check_bias(
+    config: Mapping[str, Any], rules: ModuleRules, every: Iterable[Site], model: ModelConfig
+) -> None:
+    """Raise AdapterMismatch when `bias` says that biases of the base were trained."""
+    mode = config.get("bias", "none")
+    if mode == "none":
+        return
+    for site in every:
+        if site.has_bias(model) and (mode == "all" or rules.is_target(site.module)):
+            raise AdapterMismatch(
+                f"adapter_config.json: bias is {mode!r}, and the base's {site.module} has a bias: "
+                "train with bias 'none'",
+                param="bias",
+            )
+
+
 def _target(
     config: Mapping[str, Any],
-    values: ModuleValues,
+    rules: ModuleRules,
     tensors: Mapping[str, tuple[str, tuple[int, ...]]],
     model: ModelConfig,
     site: Site,
@@ -308,18 +335,16 @@ def _target(
     is_tied: bool,
 ) -> Target:
     module = site.module
-    layer = site.layer if site.projection < EMBEDDING else None
     # PEFT takes a tied head out of target_modules: it goes where the embedding goes.
     named = "model.embed_tokens" if is_tied and site.projection == HEAD else module
-    if not is_target(config, named, layer):
+    if not rules.is_target(named):
         raise AdapterMismatch(
-            f"tensor {next(iter(parts.values()))} is of a module that target_modules does not name",
+            f"tensor {next(iter(parts.values()))} is of a module that target_modules does not name"
+            " or exclude_modules does",
             param="target_modules",
         )
     _check_parts(config, site, parts)
-    rank, alpha = values.rank(module), values.alpha(module)
-    if type(rank) is not int or not 1 <= rank <= MAX_RANK:
-        raise AdapterMismatch(f"{module}: rank {rank} is not from 1 to {MAX_RANK}", param="r")
+    rank, alpha = rules.rank(module), rules.alpha(module)
     in_width, out_width = site.widths(model)
     shapes = {
         "A": (rank, in_width),
@@ -343,26 +368,15 @@ def _target(
 
 def _check_complete(
     config: Mapping[str, Any],
+    rules: ModuleRules,
+    every: Iterable[Site],
     sites: Mapping[Site, Mapping[str, str]],
-    model: ModelConfig,
-    saved: Set[str],
 ) -> None:
-    """Raise AdapterMismatch when a module that target_modules lists has no tensors.
-
-    saved  modules that PEFT does not adapt, because it saves them whole
-    """
-    if not isinstance(config.get("target_modules"), list):
+    """Raise AdapterMismatch when a module that target_modules means has no tensors."""
+    if config.get("target_modules") is None:
         return
-    inner = [
-        Site(layer, projection)
-        for layer in range(model.num_layers)
-        for projection in range(len(PROJECTION_NAMES))
-    ]
-    for site in (Site(-1, EMBEDDING), *inner, Site(model.num_layers, HEAD)):
-        layer = site.layer if site.projection < EMBEDDING else None
-        if site in sites or site.module in saved:
-            continue
-        if is_target(config, site.module, layer):
+    for site in every:
+        if site not in sites and rules.is_target(site.module):
             raise AdapterMismatch(
                 f"adapter_model.safetensors has no tensors of {site.module}, which target_modules "
                 "names",

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.adapter_config import MAX_CONFIG_BYTES
-from engine.adapter_files import CONFIG_FILE, TENSORS_FILE
+from engine.adapter_files import CONFIG_FILE, TENSORS_FILE, refuse_bin
 from engine.dash_loop import EngineLoop
 from engine.engine import Engine
 from engine.errors import AdapterUnavailable, EngineError, UnknownAdapter
@@ -193,7 +193,11 @@ def _adopt(source: Path, folder: Path) -> tuple[str, Path]:
 
 
 def _check_files(folder: Path) -> None:
-    """Raise OSError unless both are files: a pipe or a device is never read to its end."""
+    """Raise OSError unless both are files: a pipe or a device is never read to its end.
+
+    Raises AdapterMismatch where a pickle is in place of the tensors.
+    """
+    refuse_bin(folder)
     for name in (CONFIG_FILE, TENSORS_FILE):
         if not stat.S_ISREG((folder / name).stat().st_mode):
             raise OSError(errno.EINVAL, "not a file", str(folder / name))

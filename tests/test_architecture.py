@@ -14,7 +14,9 @@ import pytest
 from worker import protocol
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("controlplane", "worker", "engine", "kernels", "lora_dash", "demo", "bench")
+PACKAGES = (
+    "controlplane", "worker", "engine", "kernels", "adapter_rules", "lora_dash", "demo", "bench",
+)  # fmt: skip
 MAX_FUNCTION_LINES = 60
 MAX_KERNEL_LINES = 120
 MAX_FILE_LINES = 450

@@ -1,8 +1,8 @@
 """Read PEFT's adapter_config.json without trusting it.
 
 Fails closed: a field is honoured, or known to change nothing once the adapter is trained, or
-refused by name. The fields are those of peft 0.21's LoraConfig. Where PEFT takes a regular
-expression, only names are taken here: a stranger's expression can take forever.
+refused by name. The fields are those of peft 0.21's LoraConfig. Regular expressions mean what they
+mean to PEFT, and are never run by Python: a stranger's can take forever (`adapter_rules`).
 """
 
 from __future__ import annotations
@@ -11,9 +11,17 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from adapter_rules.limits import BIAS_MODES, DEFAULT_ALPHA, DEFAULT_RANK, MAX_PATTERNS, MAX_RANK
+from adapter_rules.module_patterns import (
+    BadPattern,
+    ModuleNames,
+    Pattern,
+    read_key,
+    read_pattern,
+)
 from controlplane.adapters import new_rows
 from controlplane.adapters.rejection import Reason, Rejected, shown
 
@@ -29,11 +37,11 @@ _HONOURED = frozenset({
     "trainable_token_indices",
 })  # fmt: skip
 # They say how the adapter was trained, or where its base came from: `base_model_name_or_path` is
-# a claim, never something to fetch.
+# a claim, never something to fetch. An initialisation's own stay when PEFT converts to plain LoRA.
 _NEUTRAL = frozenset({
     "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
-    "lora_dropout", "megatron_core", "loftq_config", "eva_config", "qalora_group_size",
-    "runtime_config",
+    "lora_dropout", "megatron_core", "loftq_config", "eva_config", "corda_config",
+    "lora_ga_config", "qalora_group_size", "runtime_config",
 })  # fmt: skip
 # After any other (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) the base model is changed too, so the
 # adapter's tensors are not all of it.
@@ -43,8 +51,7 @@ _ADVICE = {
 }
 #: One part or several of a module's dotted path.
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_]+(?:\.[A-Za-z0-9_]+)*", re.ASCII)
-#: The same as a key of rank_pattern: an expression, but without choices and repetitions.
-_PLAIN_PATTERN = re.compile(r"\^?[A-Za-z0-9_]+(?:\\?\.[A-Za-z0-9_]+)*\$?", re.ASCII)
+_ALL_LINEAR = "all-linear"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,57 +65,96 @@ class LoraConfig:
     use_dora: bool
     lora_bias: bool
     ensure_weight_tying: bool
-    target_modules: tuple[str, ...]
-    exclude_modules: tuple[str, ...]
+    bias: str
+    target_modules: tuple[str, ...] | Pattern
+    exclude_modules: tuple[str, ...] | Pattern
     layers: frozenset[int] | None  # None: all
-    rank_pattern: Sequence[tuple[re.Pattern[str], int]]
+    rank_pattern: Sequence[tuple[Pattern, int]]
+    alpha_pattern: Sequence[tuple[Pattern, float]]
     rows: new_rows.NewRows
 
-    def is_target(self, module: str, layer: int | None) -> bool:
-        """Whether PEFT adapts the module, a dotted path such as model.layers.0.mlp.up_proj.
+    def over(self, modules: Mapping[str, int | None]) -> AdaptedModules:
+        """What PEFT adapts of a base.
 
-        layer  None: it is of no layer
+        modules  dotted path, such as model.layers.0.mlp.up_proj -> its layer; None: of no layer
+        Raises Rejected when the patterns take too long.
         """
-        if any(_names(name, module) for name in self.exclude_modules):
-            return False
-        if module in self.target_modules:  # a full path counts in whatever layer it is
-            return True
-        return any(_names(name, module) for name in self.target_modules) and (
-            self.layers is None or layer in self.layers
+        names = ModuleNames(modules)
+        field = "rank_pattern"
+        try:
+            ranks = names.first(self.rank_pattern)
+            field = "alpha_pattern"  # the engine scales by these; here they need only be right
+            names.first(self.alpha_pattern)
+            field = "exclude_modules"
+            excluded = _matching(names, self.exclude_modules, modules)
+            field = "target_modules"
+            targets = self._targets(names, modules)
+        except BadPattern as error:
+            raise Rejected.because(field, f"it {error}") from error
+        return AdaptedModules(targets=targets - excluded, ranks=ranks, rank=self.rank)
+
+    @property
+    def target_names(self) -> tuple[str, ...]:
+        """Those listed in target_modules; none of an expression."""
+        if isinstance(self.target_modules, Pattern) or self.target_modules == (_ALL_LINEAR,):
+            return ()
+        return self.target_modules
+
+    def _targets(self, names: ModuleNames, modules: Mapping[str, int | None]) -> frozenset[str]:
+        if self.target_modules == (_ALL_LINEAR,):
+            return frozenset(name for name, layer in modules.items() if layer is not None)
+        found = _matching(names, self.target_modules, modules)
+        if self.layers is None or isinstance(self.target_modules, Pattern):
+            return found
+        # A full path counts in whatever layer it is.
+        return frozenset(
+            name for name in found if modules[name] in self.layers or name in self.target_modules
         )
 
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptedModules:
+    """The modules of one base that a config adapts; `rank` where `ranks` has no other."""
+
+    targets: frozenset[str]
+    ranks: Mapping[str, int]
+    rank: int
+
     def rank_of(self, module: str) -> int:
-        for pattern, rank in self.rank_pattern:
-            if pattern.match(module):
-                return rank
-        return self.rank
+        return self.ranks.get(module, self.rank)
 
 
 def parse_config(text: bytes, *, max_rank: int) -> LoraConfig:
     """The config, checked. Raises Rejected with everything that is wrong in it."""
     raw = _loads(text)
+    max_rank = min(max_rank, MAX_RANK)  # the engine's
+    if raw.get("peft_type") != "LORA":  # then the other fields are another method's
+        found = f"it is {shown(raw['peft_type'])}" if "peft_type" in raw else "it is missing"
+        raise Rejected.because("peft_type", f"{found}; only LORA is served: train a LoRA adapter")
     reasons = _unsupported(raw)
     reader = _Reader(raw, reasons)
     config = LoraConfig(
         raw=raw,
-        rank=reader.rank("r", raw.get("r"), max_rank),
-        alpha=reader.alpha("lora_alpha", raw.get("lora_alpha")),
+        rank=reader.rank("r", raw.get("r", DEFAULT_RANK), max_rank),
+        alpha=reader.alpha("lora_alpha", raw.get("lora_alpha", DEFAULT_ALPHA)),
         use_rslora=reader.flag("use_rslora"),
         use_dora=reader.flag("use_dora"),
         lora_bias=reader.flag("lora_bias"),
         ensure_weight_tying=reader.flag("ensure_weight_tying"),
-        target_modules=reader.names("target_modules", required=True),
-        exclude_modules=reader.names("exclude_modules", required=False),
+        bias=raw.get("bias", "none"),
+        target_modules=reader.modules("target_modules", required=True),
+        exclude_modules=reader.modules("exclude_modules", required=False),
         layers=reader.layers(),
         rank_pattern=[
-            (_as_in_peft(name), reader.rank(f"rank_pattern.{name}", value, max_rank))
-            for name, value in reader.pattern("rank_pattern").items()
+            (pattern, reader.rank(f"rank_pattern.{pattern.text}", value, max_rank))
+            for pattern, value in reader.patterns("rank_pattern")
+        ],
+        alpha_pattern=[
+            (pattern, reader.alpha(f"alpha_pattern.{pattern.text}", value))
+            for pattern, value in reader.patterns("alpha_pattern")
         ],
         rows=new_rows.read(raw, reasons),
     )
-    # The engine scales by these; here they need only be right.
-    for name, value in reader.pattern("alpha_pattern").items():
-        reader.alpha(f"alpha_pattern.{name}", value)
     if reasons:
         raise Rejected(reasons)
     return config
@@ -162,12 +208,11 @@ def _unsupported(raw: dict[str, Any]) -> list[Reason]:
             reasons.append(Reason(shown(field), f"it is not supported: {advice}"))
     if raw.get("auto_mapping"):
         reasons.append(Reason("auto_mapping", "custom model classes are not supported"))
-    if raw.get("peft_type") != "LORA":
-        reasons.append(Reason("peft_type", f"it is {shown(raw.get('peft_type'))}, not LORA"))
     if raw.get("task_type") not in (None, "CAUSAL_LM"):
         reasons.append(Reason("task_type", f"it is {shown(raw['task_type'])}, not CAUSAL_LM"))
-    if raw.get("bias", "none") != "none":
-        reasons.append(Reason("bias", "biases are not supported: train with bias none"))
+    if raw.get("bias", "none") not in BIAS_MODES:
+        modes = ", ".join(BIAS_MODES)
+        reasons.append(Reason("bias", f"it is {shown(raw['bias'])}, not one of {modes}"))
     init = raw.get("init_lora_weights", True)
     # As PEFT's LoraConfig has it.
     if raw.get("lora_bias") and raw.get("use_dora"):
@@ -179,7 +224,8 @@ def _unsupported(raw: dict[str, Any]) -> list[Reason]:
             Reason(
                 "init_lora_weights",
                 f"{shown(init)} changes the base model too: "
-                "save the adapter converted to a plain LoRA",
+                "save the adapter with path_initial_model_for_weight_conversion, which makes it a "
+                "plain LoRA",
             )
         )
     return reasons
@@ -213,12 +259,15 @@ class _Reader:
             self._complain(field, f"it is {shown(value)}, neither true nor false")
         return value is True
 
-    def names(self, field: str, *, required: bool) -> tuple[str, ...]:
+    def modules(self, field: str, *, required: bool) -> tuple[str, ...] | Pattern:
+        """Names, or an expression."""
         value = self._raw.get(field)
         if not value and not required:
             return ()
+        if isinstance(value, str) and value:
+            return self._expression(field, value)
         if not isinstance(value, list) or not value:
-            self._complain(field, "it must be a list of module names; patterns are not supported")
+            self._complain(field, "it must be a list of module names or a regular expression")
             return ()
         for name in value:
             if not isinstance(name, str) or not _PLAIN_NAME.fullmatch(name):
@@ -226,16 +275,35 @@ class _Reader:
                 return ()
         return tuple(dict.fromkeys(value))
 
-    def pattern(self, field: str) -> dict[str, Any]:
+    def _expression(self, field: str, value: str) -> tuple[str, ...] | Pattern:
+        if field == "target_modules":
+            for other in ("layers_to_transform", "layers_pattern"):
+                if self._raw.get(other) not in (None, [], ""):
+                    self._complain(other, "it goes with a list of target_modules only")
+            if value.lower() == _ALL_LINEAR:
+                return (_ALL_LINEAR,)
+        try:
+            return read_pattern(value)
+        except BadPattern as error:
+            self._complain(field, f"the pattern {shown(value)} {shown(str(error))}")
+            return ()
+
+    def patterns(self, field: str) -> list[tuple[Pattern, Any]]:
         value = self._raw.get(field) or {}
         if not isinstance(value, dict):
             self._complain(field, "it must be an object of module names")
-            return {}
-        for name in value:
-            if not _PLAIN_PATTERN.fullmatch(name):
-                self._complain(field, f"{shown(name)} is not a module's name")
-                return {}
-        return value
+            return []
+        if len(value) > MAX_PATTERNS:
+            self._complain(field, f"it has {len(value)} patterns; {MAX_PATTERNS} is the limit")
+            return []
+        read = []
+        for key, number in value.items():
+            try:
+                read.append((read_key(key), number))
+            except BadPattern as error:
+                self._complain(field, f"the pattern {shown(key)} {shown(str(error))}")
+                return []
+        return read
 
     def layers(self) -> frozenset[int] | None:
         if self._raw.get("layers_pattern") not in (None, [], "", "layers", ["layers"]):
@@ -250,13 +318,23 @@ class _Reader:
         return frozenset(values)
 
 
-def _names(name: str, module: str) -> bool:
-    """Whether a name is the module's dotted path or a tail of it, cut at a dot."""
-    return module == name or module.endswith(f".{name}")
+def _matching(
+    names: ModuleNames, wanted: tuple[str, ...] | Pattern, modules: Mapping[str, int | None]
+) -> frozenset[str]:
+    """The modules that an expression matches, or whose dotted path ends with a wanted name."""
+    if isinstance(wanted, Pattern):
+        return names.whole(wanted)
+    listed = frozenset(wanted)
+    return frozenset(module for module in modules if listed and _is_listed(module, listed))
 
 
-def _as_in_peft(pattern: str) -> re.Pattern[str]:
-    return re.compile(rf"(.*\.)?({pattern})$")
+def _is_listed(module: str, names: frozenset[str]) -> bool:
+    tail, dot = module, "."
+    while dot:
+        if tail in names:
+            return True
+        _, dot, tail = tail.partition(".")
+    return False
 
 
 def _rejected(message: str) -> Rejected:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
+from adapter_rules.limits import CONVERT_BIN
 from controlplane.adapters.rejection import Reason, Rejected, shown
 
 FILE = "adapter_model.safetensors"
@@ -55,7 +56,9 @@ def header_length(start: bytes, file_bytes: int) -> int:
     """
     for magic, kind in _MAGICS:
         if start.startswith(magic):
-            raise _rejected(f"it is {kind}: save the adapter with safe_serialization=True")
+            is_torch = start[:2] in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+            advice = CONVERT_BIN if is_torch else "save the adapter with safe_serialization=True"
+            raise _rejected(f"it is {kind}: {advice}")
     if len(start) < LENGTH_BYTES or file_bytes < LENGTH_BYTES:
         raise _rejected("it is too short for a safetensors file")
     length = int.from_bytes(start[:LENGTH_BYTES], "little")

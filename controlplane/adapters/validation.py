@@ -14,7 +14,7 @@ from typing import Any
 
 from controlplane.adapters import new_rows, peft_config, tensor_file
 from controlplane.adapters.new_rows import EMBEDDING, HEAD, MATRIX, ROWS
-from controlplane.adapters.peft_config import LoraConfig
+from controlplane.adapters.peft_config import AdaptedModules, LoraConfig
 from controlplane.adapters.rejection import Reason, Rejected, shown
 from controlplane.adapters.tensor_file import Tensor
 
@@ -29,6 +29,7 @@ _TENSOR_NAME = re.compile(
 # PEFT repeats the base's matrix beside an adapted embedding or head. Whether it is the base's is
 # seen where the base is.
 _COPY = "copy"
+_QWEN3_HEAD_DIM = 128
 Shape = tuple[int, ...]
 Key = tuple[str, str]  # (a module's dotted path, which of its tensors)
 
@@ -40,6 +41,7 @@ class BaseShape:
     linears          self_attn.q_proj … mlp.down_proj -> (in, out)
     hidden, vocab    sizes of the embedding and of the last matrix
     is_tied          those two are one
+    biased           the linears that add a bias
     """
 
     num_layers: int
@@ -47,6 +49,7 @@ class BaseShape:
     hidden: int
     vocab: int
     is_tied: bool
+    biased: frozenset[str] = frozenset()
 
     def modules(self) -> Iterator[tuple[str, int | None, tuple[int, int]]]:
         """Each one's dotted path, its layer if it is of one, and (in, out)."""
@@ -62,7 +65,10 @@ class BaseShape:
         hidden = _size(config, "hidden_size")
         inner = _size(config, "intermediate_size")
         num_heads = _size(config, "num_attention_heads")
-        head_dim = _size(config, "head_dim", hidden // num_heads)
+        family = config.get("model_type")
+        # What a config leaves out is what it is to transformers, and so to the engine.
+        default = _QWEN3_HEAD_DIM if family == "qwen3" else hidden // num_heads
+        head_dim = _size(config, "head_dim", default)
         queries = num_heads * head_dim
         keys = _size(config, "num_key_value_heads", num_heads) * head_dim
         return cls(
@@ -70,6 +76,7 @@ class BaseShape:
             hidden=hidden,
             vocab=_size(config, "vocab_size"),
             is_tied=bool(config.get("tie_word_embeddings")),
+            biased=_biased(config),
             linears={
                 "self_attn.q_proj": (hidden, queries),
                 "self_attn.k_proj": (hidden, keys),
@@ -80,6 +87,17 @@ class BaseShape:
                 "mlp.down_proj": (inner, hidden),
             },
         )
+
+
+def _biased(config: Mapping[str, Any]) -> frozenset[str]:
+    names: set[str] = set()
+    if config.get("attention_bias") or config.get("model_type") == "qwen2":
+        names |= {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"}
+    if config.get("attention_bias"):
+        names.add("self_attn.o_proj")
+    if config.get("mlp_bias"):
+        names |= {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}
+    return frozenset(names)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +175,11 @@ def _misfits(lora: LoraConfig, tensors: tuple[Tensor, ...], base: BaseShape) -> 
     """What does not fit: each tensor of each module the config names must be there, no other."""
     expected: dict[Key, Shape] = {}
     is_tied = lora.ensure_weight_tying and base.is_tied
-    reasons = _unknown_targets(lora, base)
+    try:
+        adapted = lora.over({module: layer for module, layer, _ in base.modules()})
+    except Rejected as rejected:
+        return list(rejected.reasons)
+    reasons = _unknown_targets(lora, adapted, base) + _trained_biases(lora, adapted, base)
     rows = new_rows.fit(
         lora.rows,
         vocab=base.vocab,
@@ -167,12 +189,12 @@ def _misfits(lora: LoraConfig, tensors: tuple[Tensor, ...], base: BaseShape) -> 
         use_dora=lora.use_dora,
         reasons=reasons,
     )
-    for module, layer, widths in base.modules():
+    for module, _, widths in base.modules():
         # PEFT takes a tied head out of target_modules: it goes where the embedding goes.
         named = EMBEDDING if is_tied and module == HEAD else module
-        if module in rows.saved or not lora.is_target(named, layer):
+        if module in rows.saved or named not in adapted.targets:
             continue
-        expected.update(_expected(lora, module, widths))
+        expected.update(_expected(lora, adapted.rank_of(module), module, widths))
         if module in rows.unadapted:
             message = f"it adapts {module}, whose rows trainable_token_indices replaces"
             reasons.append(Reason("target_modules", message))
@@ -208,9 +230,21 @@ def _has_rows(module: str, shapes: Mapping[Key, Shape]) -> bool:
     return (module, MATRIX) in shapes or (module, ROWS) in shapes
 
 
-def _expected(lora: LoraConfig, module: str, widths: tuple[int, int]) -> dict[Key, Shape]:
+def _trained_biases(lora: LoraConfig, adapted: AdaptedModules, base: BaseShape) -> list[Reason]:
+    """Why `bias` cannot be honoured: biases of the base itself were trained. Without them: fine."""
+    for module, layer, _ in base.modules():
+        is_trained = lora.bias == "all" or (lora.bias == "lora_only" and module in adapted.targets)
+        if is_trained and layer is not None and module.split(".", 3)[3] in base.biased:
+            message = f"it is {lora.bias}, and the base's {module} has a bias: train with bias none"
+            return [Reason("bias", message)]
+    return []
+
+
+def _expected(
+    lora: LoraConfig, rank: int, module: str, widths: tuple[int, int]
+) -> dict[Key, Shape]:
     """The tensors of an adapted module, and their shapes."""
-    rank, (width_in, width_out) = lora.rank_of(module), widths
+    width_in, width_out = widths
     a, b = "lora_A.weight", "lora_B.weight"
     if module == EMBEDDING:
         a, b = "lora_embedding_A", "lora_embedding_B"
@@ -222,15 +256,16 @@ def _expected(lora: LoraConfig, module: str, widths: tuple[int, int]) -> dict[Ke
     return found
 
 
-def _unknown_targets(lora: LoraConfig, base: BaseShape) -> list[Reason]:
+def _unknown_targets(lora: LoraConfig, adapted: AdaptedModules, base: BaseShape) -> list[Reason]:
     modules = [module for module, _, _ in base.modules()]
     known = ", ".join(dict.fromkeys(module.split(".")[-1] for module in modules))
-    reasons = []
-    for name in lora.target_modules:
-        if not any(module == name or module.endswith(f".{name}") for module in modules):
-            message = f"{shown(name)} is no module that can be adapted; these can: {known}"
-            reasons.append(Reason("target_modules", message))
-    return reasons
+    unknown = [
+        name for name in lora.target_names if not any(f".{m}".endswith(f".{name}") for m in modules)
+    ]
+    messages = [f"{shown(name)} is no module that can be adapted" for name in unknown]
+    if not messages and not adapted.targets:
+        messages = ["of what it names and exclude_modules leaves, nothing can be adapted"]
+    return [Reason("target_modules", f"{message}; these can: {known}") for message in messages]
 
 
 def _why_unexpected(name: str, base: BaseShape, found: set[Key]) -> str:

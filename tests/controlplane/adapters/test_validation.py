@@ -95,6 +95,14 @@ GOOD_FIELDS: dict[str, dict[str, Any]] = {
         "target_modules": ["q_proj", "v_proj", "down_proj", "up_proj"],
         "exclude_modules": ["up_proj"],
     },
+    "targets a pattern": {"target_modules": r".*\.\d+\.\w+\.[qvd]\w*_proj"},
+    "excluded by a pattern": {
+        "target_modules": ["q_proj", "v_proj", "down_proj", "up_proj", "lm_head"],
+        "exclude_modules": r".*(up_.*|head)",
+    },
+    "a slow pattern": {"alpha_pattern": {"(a|aa)+": 4, "(.*)*.*(.*)*x": 2}},
+    "biases that the base has not": {"bias": "all"},
+    "a converted adapter": {"corda_config": {"corda_method": "kpm"}},
     "claims a path": {"base_model_name_or_path": "../../etc/passwd"},
 }
 
@@ -142,7 +150,7 @@ BAD_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
         "lora_bias",
     ),
     "tying a number": ({"ensure_weight_tying": 1}, "ensure_weight_tying"),
-    "bias": ({"bias": "all"}, "bias"),
+    "bias": ({"bias": "some"}, "bias"),
     "modules to save": ({"modules_to_save": ["score"]}, "modules_to_save"),
     "auto mapping": ({"auto_mapping": {"base_model_class": "X"}}, "auto_mapping"),
     "trained tokens": ({"trainable_token_indices": ["1"]}, "trainable_token_indices"),
@@ -160,16 +168,25 @@ BAD_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "olora": ({"init_lora_weights": "olora"}, "init_lora_weights"),
     "init a list": ({"init_lora_weights": [True]}, "init_lora_weights"),
     "init one": ({"init_lora_weights": 1}, "init_lora_weights"),
-    "targets a pattern": ({"target_modules": ".*_proj"}, "target_modules"),
+    "targets a broken pattern": ({"target_modules": ".*_proj("}, "target_modules"),
+    "targets a pattern of nothing": ({"target_modules": "q_proj"}, "target_modules"),
+    "targets a pattern, layers beside": (
+        {"target_modules": ".*_proj", "layers_to_transform": 0},
+        "layers_to_transform",
+    ),
     "targets a slow pattern": ({"target_modules": ["(a+)+$"]}, "target_modules"),
     "no targets": ({"target_modules": []}, "target_modules"),
     "targets null": ({"target_modules": None}, "target_modules"),
     "targets of numbers": ({"target_modules": [1]}, "target_modules"),
     "unknown target": ({"target_modules": ["q_proj", "norm"]}, "target_modules"),
     "half a name": ({"target_modules": ["proj"]}, "target_modules"),
-    "excluded by a pattern": ({"exclude_modules": ".*"}, "exclude_modules"),
+    "all excluded by a pattern": ({"exclude_modules": ".*"}, "target_modules"),
+    "excluded by a number": ({"exclude_modules": 7}, "exclude_modules"),
     "rank pattern a list": ({"rank_pattern": ["q_proj"]}, "rank_pattern"),
-    "rank pattern a regex": ({"rank_pattern": {"(a|aa)+": 4}}, "rank_pattern"),
+    "rank pattern with a reference": ({"rank_pattern": {"(a|aa)\\2": 4}}, "rank_pattern"),
+    "a pattern with flags": ({"rank_pattern": {"(?i:Q_PROJ)": 4}}, "rank_pattern"),
+    "a long pattern": ({"alpha_pattern": {"q" * 257: 4}}, "alpha_pattern"),
+    "too many patterns": ({"rank_pattern": {str(n): 4 for n in range(2049)}}, "rank_pattern"),
     "rank pattern too high": ({"rank_pattern": {"q_proj": 999}}, "rank_pattern.q_proj"),
     "alpha pattern text": ({"alpha_pattern": {"q_proj": "x"}}, "alpha_pattern.q_proj"),
     "layers text": ({"layers_to_transform": "all"}, "layers_to_transform"),
@@ -274,7 +291,7 @@ def test_rank_limit_of_the_base_counts() -> None:
 
 
 def test_both_files_are_judged_at_once() -> None:
-    found = reasons_for(files.config_bytes(bias="all", r=0), b"PK\x03\x04....")
+    found = reasons_for(files.config_bytes(bias="some", r=0), b"PK\x03\x04....")
     assert set(found) == {"bias", "r", "adapter_model.safetensors"}
 
 
