@@ -40,7 +40,7 @@ NEUTRAL = frozenset({
 })  # fmt: skip
 # Initialisations after which the saved A and B are all of the adapter. The others (PiSSA, OLoRA,
 # CorDA, LoftQ, LoRA-GA) change the base weights too, so that A and B alone give a wrong answer.
-_PLAIN_INITS = frozenset({True, False, None, "gaussian", "eva", "orthogonal", "default"})
+_PLAIN_INITS = frozenset({True, False, None, "gaussian", "eva", "orthogonal"})
 
 
 def parse_config(text: bytes) -> dict[str, Any]:
