@@ -54,22 +54,29 @@ def header_length(start: bytes, file_bytes: int) -> int:
 
     Raises Rejected when this is no safetensors file, or the length is not to be believed.
     """
-    for magic, kind in _MAGICS:
-        if start.startswith(magic):
-            is_torch = start[:2] in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
-            advice = CONVERT_BIN if is_torch else "save the adapter with safe_serialization=True"
-            raise _rejected(f"it is {kind}: {advice}")
     if len(start) < LENGTH_BYTES or file_bytes < LENGTH_BYTES:
-        raise _rejected("it is too short for a safetensors file")
+        raise _rejected(_other_kind(start) or "it is too short for a safetensors file")
     length = int.from_bytes(start[:LENGTH_BYTES], "little")
+    # Only now: a good file begins with its header's length, and 640 is also how a pickle begins.
     if length > MAX_HEADER_BYTES:
         raise _rejected(
-            f"its header claims {length} bytes, more than the {MAX_HEADER_BYTES} allowed: "
+            _other_kind(start)
+            or f"its header claims {length} bytes, more than the {MAX_HEADER_BYTES} allowed: "
             "it is damaged or not a safetensors file"
         )
     if length > file_bytes - LENGTH_BYTES:
-        raise _rejected("it ends inside its header: it is truncated")
+        raise _rejected(_other_kind(start) or "it ends inside its header: it is truncated")
     return length
+
+
+def _other_kind(start: bytes) -> str | None:
+    """What the file is instead, and what to do; None: nobody knows."""
+    for magic, kind in _MAGICS:
+        if start.startswith(magic):
+            is_torch = "torch" in kind or "pickle" in kind
+            advice = CONVERT_BIN if is_torch else "save the adapter with safe_serialization=True"
+            return f"it is {kind}: {advice}"
+    return None
 
 
 def parse_header(start: bytes, file_bytes: int) -> tuple[Tensor, ...]:

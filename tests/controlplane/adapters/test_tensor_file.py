@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import pickle
 import struct
 import time
 from typing import Any
@@ -221,3 +222,18 @@ def test_scan_is_right_for_every_half_precision_number(half: int) -> None:
         word = struct.pack("<H", bits)
         assert scan(word, "F16") == (bits & 0x7C00 == 0x7C00)
         assert scan(word, "BF16") == (bits & 0x7F80 == 0x7F80)
+
+
+@pytest.mark.parametrize("length", [0x0280, 0x0380, 0x0480, 0x0580, 0x017B, 0x10280])
+def test_a_good_file_may_begin_like_a_pickle(length: int) -> None:
+    """The first bytes are the header's length; of 2,048 adapters one was taken for a pickle."""
+    text = json.dumps(files.header(files.tensors(targets=("q_proj",), layers=1))).encode()
+    body = b"".join(data for _, _, data in files.tensors(targets=("q_proj",), layers=1).values())
+    content = files.pack_text(text.ljust(length), body)
+    assert len(tensor_file.parse_header(content, len(content))) == 2
+
+
+def test_a_pickle_is_told_how_to_convert_it() -> None:
+    for content in (b"PK\x03\x04" + bytes(100), pickle.dumps({"a": 1}), b"\x80\x02}q\x00."):
+        with pytest.raises(Rejected, match=r"torch\.load.*weights_only=True.*adapter_model\.safet"):
+            tensor_file.header_length(content, len(content))
