@@ -30,9 +30,9 @@ BASES: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "head_dim": None},
     "mistral": {"model_type": "mistral"},
 }
-#: In these the upload is stricter, and in nothing else; docs/memory.md names them.
+#: In these the upload is stricter, in JSON itself and in nothing else; docs/memory.md names them.
 STRICTER = (
-    "adapter_config.json", "target_modules", "exclude_modules", "layers_to_transform",
+    "adapter_config", "target_modules", "exclude_modules", "layers_to_transform",
     "lora_alpha", "alpha_pattern", "auto_mapping",
 )  # fmt: skip
 
