@@ -73,6 +73,8 @@ class AdapterReader:
     ) -> None:
         self._model, self._layout, self._base = model, layout, base
         self._digest_of = digest_of
+        #: Whether a digest stands for one content for ever.
+        self.verifies = digest_of is not None
         self._buffers: deque[bytearray] = deque(maxlen=4)
         # One at a time: each takes Python's lock from the step loop again and again.
         self._laying_out = threading.Lock()
@@ -90,7 +92,7 @@ class AdapterReader:
         return place_tiles(plan, self._model, self._layout)
 
     def load(self, digest: str, path: Path, room: HostPages) -> None:
-        """Read the adapter into `room` and set its tiles.
+        """Read the adapter into `room` and set its tiles and content.
 
         Raises AdapterUnavailable when it cannot be read, AdapterDamaged when its bytes are not
         those of `digest` or do not fit `room`, AdapterMismatch when they do not fit the model.
@@ -103,7 +105,7 @@ class AdapterReader:
                     raise AdapterDamaged("the adapter is another than the one registered")
                 buffer = self._buffer(start.plan.file_bytes - len(start.header))
                 try:
-                    self._load(digest, start, file, buffer, tiles, room)
+                    room.content = self._load(digest, start, file, buffer, tiles, room)
                 finally:
                     if len(buffer) <= _MAX_KEPT_BYTES:
                         self._buffers.append(buffer)
@@ -119,19 +121,19 @@ class AdapterReader:
         buffer: bytearray,
         tiles: TileMap,
         room: HostPages,
-    ) -> None:
+    ) -> str:
         body = memoryview(buffer)[: start.plan.file_bytes - len(start.header)]
         pieces: SimpleQueue[memoryview | bytes] = SimpleQueue()
         pieces.put(start.header)
-        hashing = start_thread(_sha256, pieces) if self._digest_of else None
+        hashing = start_thread(_sha256, pieces)
         try:
             _read_all(file, body, pieces)
             with self._laying_out:
                 self._lay_out(start, body, tiles, room)
         finally:  # the buffer is the hash's until then, and damage explains all other errors
             pieces.put(b"")
-            if hashing is not None:
-                self._check_digest(digest, start.config_text, hashing.result())
+            content = self._content(digest, start.config_text, hashing.result())
+        return content
 
     def _lay_out(self, start: _Start, body: memoryview, tiles: TileMap, room: HostPages) -> None:
         entries = json.loads(start.header[8:])
@@ -142,14 +144,18 @@ class AdapterReader:
         left = write_plain(room.open(), start.plan, placed, entries, body)
         fill_tiles(room.open(), left, placed, _tensors(entries, body), self._base)
 
-    def _check_digest(self, digest: str, config_text: bytes, tensors_sha256: str) -> None:
-        assert self._digest_of is not None
+    def _content(self, digest: str, config_text: bytes, tensors_sha256: str) -> str:
+        """What the files hold, in a word: their digest, which has to be the one they are known by,
+        where there is a rule for it."""
+        if self._digest_of is None:
+            return hashlib.sha256(config_text + tensors_sha256.encode()).hexdigest()
         try:
             found = self._digest_of(config_text, tensors_sha256)
         except ValueError as error:
             raise AdapterDamaged(f"the adapter's files have no digest: {error}") from error
         if found != digest:
             raise AdapterDamaged(f"the adapter's files have digest {found}, not {digest}")
+        return found
 
     def _read_start(self, path: Path, file: BinaryIO) -> _Start:
         with (path / CONFIG_FILE).open("rb") as config_file:

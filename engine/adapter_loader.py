@@ -174,6 +174,8 @@ class AdapterLoader:
         future, adapter.loading = adapter.loading, None
         assert future is not None
         error = future.exception()
+        if error is None and adapter.host is not None:
+            error = adapter.note_content(adapter.host.content)
         if error is not None:
             self.note_failure(adapter, error)
         else:

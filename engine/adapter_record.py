@@ -10,7 +10,7 @@ from pathlib import Path
 from engine.adapter_copies import Arrival
 from engine.adapter_pages import Place
 from engine.adapter_tiles import TileMap
-from engine.errors import AdapterError, AdapterUnavailable
+from engine.errors import AdapterDamaged, AdapterError, AdapterUnavailable
 from engine.host_memory import HostPages
 
 # Between two attempts to load an adapter that failed; doubled with each failure in a row.
@@ -29,6 +29,8 @@ class AdapterState(enum.Enum):
 class Adapter:
     """One registered adapter; `engine.adapters.AdapterStore` changes it.
 
+    version          which registration of the digest this is, where content may differ between them
+    content          of its files when they were first read; None: they have not been
     host, loading    its room in host memory, and the thread that fills it
     num_pages        of its image; of the last one only `tail_slots` are filled, if that is not 0
     place, arrival   where it lies in the arena, and the copy that fills it
@@ -45,6 +47,8 @@ class Adapter:
     path: Path
     num_pages: int
     tail_slots: int = 0
+    version: int = 0
+    content: str | None = None
     state: AdapterState = AdapterState.DISK
     loading: Future[None] | None = None
     loading_since: float = 0.0
@@ -62,6 +66,17 @@ class Adapter:
     error: AdapterError | None = None
     num_failures: int = 0  # in a row
     retry_at: float = 0.0
+
+    def note_content(self, content: str) -> AdapterError | None:
+        """Its files have been read. What is wrong if they hold something else than before: what
+        was computed with that may still be found."""
+        if self.content not in (None, content):
+            return AdapterDamaged(
+                f"the files of adapter {self.digest[:12]} have changed since it was registered: "
+                "unregister it and, when its requests have ended, register it again"
+            )
+        self.content = content
+        return None
 
     def note_failure(self, error: BaseException, now: float) -> None:
         """Back to the disk; requests that need the adapter fail with `error` until `retry_at`."""

@@ -64,6 +64,7 @@ class AdapterStore:
         self._adapters: dict[str, Adapter] = {}
         self._resident: OrderedDict[str, Adapter] = OrderedDict()  # least recently used first
         self._arriving: dict[str, Adapter] = {}
+        self._num_made = 0
         self._loader = AdapterLoader(
             reader=reader, host=host, pool=pool, costs=costs, limits=limits, clock=clock
         )
@@ -92,8 +93,14 @@ class AdapterStore:
         limit = min(self._pool.max_used(PageUse.ADAPTER), self._pool.num_pages - 1)
         if num_pages > limit:
             raise OutOfPages(f"the adapter needs {num_pages} pages; adapters may have {limit}")
+        # Without a rule for digests the same one may come back with other weights.
+        self._num_made += not self._reader.verifies
         self._adapters[digest] = Adapter(
-            digest=digest, path=path, num_pages=num_pages, tail_slots=tail
+            digest=digest,
+            path=path,
+            num_pages=num_pages,
+            tail_slots=tail,
+            version=self._num_made,
         )
 
     def load_ahead(self, digest: str) -> None:
@@ -153,6 +160,11 @@ class AdapterStore:
     def error(self, digest: str) -> AdapterError | None:
         """Why the last attempt to load the adapter failed, until the next may be made."""
         return self._adapters[digest].error
+
+    def versions(self, digests: Iterable[str]) -> tuple[int, ...]:
+        """Which registration each is; equal ones stand for equal content. 0: not registered."""
+        known = map(self._adapters.get, digests)
+        return tuple(0 if adapter is None else adapter.version for adapter in known)
 
     def num_pages(self, digest: str) -> int:
         return self._adapters[digest].num_pages

@@ -14,10 +14,11 @@ from engine.adapter_copies import Arrival
 from engine.adapter_extras import ExtrasTable
 from engine.adapters import AdapterStore
 from engine.prefix_cache import AdapterKey
+from engine.prompt_scores import Scores, plan_scores
 from engine.sequence import Row, Step
 from engine.tile_entries import Entries, EntryBuffers, EntryCache, Reach, join
 from engine.uploads import upload
-from kernels import LoraBatch, LoraTable
+from kernels import LoraBatch, LoraExtras, LoraTable
 
 # `ModelRunner.adapter_order`
 AdapterOrder = Callable[[Iterable[AdapterKey]], Mapping[Hashable, int]]
@@ -42,6 +43,7 @@ class Batch:
     contexts      [S] context_lens on the host
     arrivals      copies of adapters that the pass has to wait for, on the device
     has_unread    whether `token_ids` names tokens of the step before, ~i for its token i
+    scores        what the pass is to tell of prompts; None: nothing
     """
 
     token_ids: torch.Tensor
@@ -59,6 +61,7 @@ class Batch:
     reach: Reach = Reach.NONE
     arrivals: tuple[Arrival, ...] = ()
     has_unread: bool = False
+    scores: Scores | None = None
 
 
 class BatchBuilder:
@@ -120,17 +123,20 @@ class BatchBuilder:
             self._device,
         )
         lora = None
+
+        def extras_of(wanted: npt.NDArray[np.int64]) -> LoraExtras | None:
+            if not keys or self._extras is None:
+                return None
+            return self._extras.of_step(seg_indptr.tolist(), seg_adapter.tolist(), wanted)
+
         if keys:
-            table, extras = self._table_of(keys), None
-            if self._extras is not None:
-                bounds, adapters = seg_indptr.tolist(), seg_adapter.tolist()
-                extras = self._extras.of_step(bounds, adapters, sample_rows)
+            table = self._table_of(keys)
             lora = LoraBatch(
                 table=table,
                 seg_indptr=on_device[7],
                 seg_adapter=on_device[8],
                 max_tiles=self._max_tiles,
-                extras=extras,
+                extras=extras_of(sample_rows),
             )
         return Batch(
             token_ids=on_device[0],
@@ -148,6 +154,7 @@ class BatchBuilder:
             reach=Reach.NONE if lora is None else self._reach,
             arrivals=self._store.arrivals(digest for key in keys for digest, _ in key),
             has_unread=bool((token_ids < 0).any()),
+            scores=plan_scores(rows, query_start, self._device, extras_of),
         )
 
     def _arrange(self, step: Step) -> None:

@@ -31,6 +31,15 @@ class Chooser:
     def __init__(self, sampler: Sampler, grammars: Grammars) -> None:
         self._sampler, self._grammars = sampler, grammars
 
+    def choose_of_live(
+        self, logits: torch.Tensor, sequences: SequenceOf[Sequence]
+    ) -> list[Sampled]:
+        """`choose`; those that have ended meanwhile get any token."""
+        live = [i for i, sequence in enumerate(sequences) if not sequence.has_ended]
+        logits = logits if len(live) == len(sequences) else logits[live]
+        sampled = dict(zip(live, self.choose(logits, [sequences[i] for i in live]), strict=True))
+        return [sampled.get(i, Sampled(0, None)) for i in range(len(sequences))]
+
     def choose(self, logits: torch.Tensor, sequences: SequenceOf[Sequence]) -> list[Sampled]:
         """One token, or one error, for each row of `logits` [N, V], which may be changed."""
         logits = logits.float()
@@ -81,11 +90,16 @@ def checked(sequence: Sequence, sampled: Sampled) -> Sampled:
     """
     if not (math.isnan(sampled.largest) or sampled.largest == math.inf):
         return sampled
+    return Sampled(0, None, error=overflow_of(sequence))
+
+
+def overflow_of(sequence: Sequence) -> EngineError:
+    """Why the sequence's logits are no numbers."""
     if not sequence.digests:
-        return Sampled(0, None, error=EngineError("the base model's logits overflowed"))
+        return EngineError("the base model's logits overflowed")
     names = " and ".join(digest[:12] for digest in sequence.digests)
     message = f"the values of adapter {names} are too large: the model's logits overflowed"
-    return Sampled(0, None, error=AdapterOverflow(message, param="adapters"))
+    return AdapterOverflow(message, param="adapters")
 
 
 def as_engine_error(request_id: str, error: BaseException) -> EngineError:

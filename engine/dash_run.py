@@ -37,6 +37,8 @@ class Completion:
     schema_error   how the text that has ended breaks the `json_schema`, as one that was cut short
                    does; None: it obeys it, or none was given
     logprobs       one for each token, when `sampling.logprobs` asks for them
+    prompt_logprobs  one for each token of the prompt but the first, when `sampling` asks for them;
+                   the alternatives have none
     alternatives   the other n - 1 continuations of the prompt
     """
 
@@ -46,6 +48,7 @@ class Completion:
     error: EngineError | None = None
     schema_error: str | None = None
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
     alternatives: list[Completion] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -237,6 +240,8 @@ class Run:
             return index  # a stop string ended it; this is what was under way
         completion.token_ids += output.token_ids
         self._num_tokens += len(output.token_ids)
+        if output.prompt_logprobs is not None:
+            first.prompt_logprobs = output.prompt_logprobs
         if output.logprobs is not None:
             completion.logprobs = (completion.logprobs or []) + output.logprobs
         completion.finish_reason, completion.error = output.finish_reason, output.error

@@ -17,7 +17,7 @@ from engine.adapter_files import AdapterReader, DigestOf
 from engine.adapter_loader import LoadLimits
 from engine.adapters import AdapterStore
 from engine.batch import BatchBuilder
-from engine.chooser import Chooser, as_engine_error, checked
+from engine.chooser import Chooser, as_engine_error, checked, overflow_of
 from engine.config import EngineConfig, ModelConfig
 from engine.deadlines import Deadlines
 from engine.errors import RequestError
@@ -89,7 +89,9 @@ class Engine:
         )
         self._deadlines = Deadlines(config.max_step_tokens, self._scheduler.count_uncomputed)
         max_pinned = int(config.pin_share * self._pool.num_pages)
-        self._pins = PinnedPrefixes(self._prefixes, config.page_size, max_pinned)
+        self._pins = PinnedPrefixes(
+            self._prefixes, config.page_size, max_pinned, self._store.versions
+        )
         self._intake = Intake(
             config,
             model,
@@ -353,7 +355,8 @@ class Engine:
         batch = self._builder.build(step)
         sampling = [row.sequence for row in step.rows if row.samples]
         gpu = self._runner.gpu
-        if gpu is not None and all(map(self._is_free, sampling)):
+        is_whole = batch.scores is None and all(map(self._is_free, sampling))
+        if gpu is not None and is_whole:
             draw = self._sampler.draw(sampling)
             tokens = gpu.start(batch, draw)
             return Flight(
@@ -364,8 +367,9 @@ class Engine:
                 runner=gpu if gpu.can_go_on(batch) else None,
                 draw=draw,
             )
-        finish = functools.partial(self._sample, self._runner.run(batch), sampling)
-        return Flight(step=step, sampling=sampling, finish=finish)
+        choose = self._chooser.choose_of_live
+        finish = functools.partial(choose, self._runner.run(batch), sampling)
+        return Flight(step=step, sampling=sampling, finish=finish, scores=batch.scores)
 
     def _is_free(self, sequence: Sequence) -> bool:
         return self._grammars.matcher(sequence) is None and self._sampler.is_free(sequence)
@@ -404,13 +408,17 @@ class Engine:
             self._flight = None  # it went on from another token, and is computed again
         self._num_steps += 1
         flight.commit(self._scheduler.commit)
+        overflowed = flight.scores.tell() if flight.scores is not None else []
+        for sequence in overflowed:
+            self._fail(sequence, overflow_of(sequence))
         outputs = []
         for sequence, token in zip(flight.sampling, sampled, strict=True):
             if sequence.has_ended:  # in the step before, when this one was under way
                 continue
-            if token.error is not None:
+            error = overflow_of(sequence) if sequence in overflowed else token.error
+            if error is not None:
                 flight.tell_none(sequence)
-                outputs.append(self._requests.end(sequence, FinishReason.ERROR, token.error))
+                outputs.append(self._requests.end(sequence, FinishReason.ERROR, error))
             else:
                 flight.tell(sequence, token.token_id)
                 self._num_generated += 1
@@ -424,14 +432,6 @@ class Engine:
         elif self._requests:
             time.sleep(_IDLE_WAIT_S)
 
-    def _sample(self, logits: torch.Tensor, sampling: list[Sequence]) -> list[Sampled]:
-        """A token for each sequence; those that have ended meanwhile get any."""
-        live = [i for i, sequence in enumerate(sampling) if not sequence.has_ended]
-        sequences = [sampling[i] for i in live]
-        logits = logits if len(live) == len(sampling) else logits[live]
-        sampled = dict(zip(live, self._chooser.choose(logits, sequences), strict=True))
-        return [sampled.get(i, Sampled(0, None)) for i in range(len(sampling))]
-
     def _accept(self, sequence: Sequence, sampled: Sampled) -> RequestOutput:
         """What a sequence's newest token comes to, which it may end."""
         try:
@@ -444,4 +444,7 @@ class Engine:
             output.token_ids = [sampled.token_id]
         if sequence.request.sampling.logprobs is not None:
             output.logprobs = [sampled.logprob] if is_text and sampled.logprob else []
+            output.end_logprob = None if is_text else sampled.logprob
+        if sequence.prompt_logprobs is not None:
+            output.prompt_logprobs = sequence.prompt_logprobs.take()
         return output

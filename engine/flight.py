@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.gpu_runner import GpuRunner, Tokens
+from engine.prompt_scores import Scores
 from engine.sampler import Draw, Sampled
 from engine.sequence import Row, Sequence, Step
 
@@ -18,6 +19,7 @@ class Flight:
     tokens      of a step that chose its tokens on the device
     runner      who can launch the same rows' next step before this one's tokens are read
     draw        what the rows that are not greedy draw by
+    scores      what the step tells of prompts
     is_assumed  whether the step counts as done and its tokens as there, though nobody knows them
     """
 
@@ -27,6 +29,7 @@ class Flight:
     tokens: Tokens | None = None
     runner: GpuRunner | None = None
     draw: Draw | None = None
+    scores: Scores | None = None
     is_assumed: bool = False
 
     def assume(self, commit: Callable[[Row], None]) -> None:

@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from engine.adapter_copies import Arrival
 from engine.config import ModelConfig
+from engine.prompt_scores import Scores
 from engine.rope import rope_tables
 from engine.weights import LayerWeights, Weights
 from kernels import LoraExtras, LoraTable, PageLayout, Projection
@@ -74,6 +75,7 @@ class GpuBatch:
     blocks     given, the prefill kernel computes these and the decode kernel all other rows
     workspace  of the decode kernel; None: a new one
     sample_rows  None: every row
+    scores       what the pass is to tell of prompts; never in a graph
     table, plan  both None for a pass without adapters
     sample_plan  the work list of the sample rows alone
     arrivals  copies of adapters that the pass overtakes: each layer waits for its part
@@ -101,6 +103,7 @@ class GpuBatch:
     may_fuse: bool = True
     arrivals: tuple[Arrival, ...] = ()
     extras: LoraExtras | None = None
+    scores: Scores | None = None
 
 
 class GpuModel:
@@ -149,7 +152,8 @@ class GpuModel:
             for arrival in batch.arrivals:
                 arrival.await_layer(index)
             attended = self._attention(batch, index, layer, normed)
-            if index == len(weights.layers) - 1 and batch.sample_rows is not None:
+            is_last = index == len(weights.layers) - 1
+            if is_last and batch.sample_rows is not None and batch.scores is None:
                 # From here on nobody reads the other rows: 2.6% of a prefill of 32 layers.
                 attended, residual = attended[batch.sample_rows], residual[batch.sample_rows]
                 extras = batch.extras and sampled(batch.extras, batch.sample_rows)
@@ -163,13 +167,22 @@ class GpuModel:
             normed, residual = self._add(
                 batch, index, Projection.DOWN, inner, linear, residual, norm
             )
-        logits = self._linear(normed, weights.lm_head)
-        if batch.extras is not None:
-            rows = batch.extras.head_rows
-            if rows is not None:
-                row_adapter = batch.extras.row_adapter
-                replace_logits_triton(logits, normed, self.arena, rows, row_adapter)
-            lora_head(logits, normed, self.arena, batch.extras)
+        if batch.scores is not None:
+            scored = normed[batch.scores.rows]
+            batch.scores.compute(scored, self._logits, self.config.vocab_size)
+            normed = normed[batch.sample_rows]
+            extras = batch.extras and sampled(batch.extras, batch.sample_rows)
+            batch = replace(batch, extras=extras)
+        return self._logits(normed, batch.extras)
+
+    def _logits(self, x: torch.Tensor, extras: LoraExtras | None) -> torch.Tensor:
+        """x [N, E] -> [N, V]; extras: of these rows."""
+        logits = self._linear(x, self.weights.lm_head)
+        if extras is not None:
+            if extras.head_rows is not None:
+                rows, row_adapter = extras.head_rows, extras.row_adapter
+                replace_logits_triton(logits, x, self.arena, rows, row_adapter)
+            lora_head(logits, x, self.arena, extras)
         return logits
 
     def _embed(self, hidden: torch.Tensor, token_ids: torch.Tensor, extras: LoraExtras) -> None:

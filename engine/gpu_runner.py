@@ -19,6 +19,8 @@ from engine.gpu_model import ChunkBlocks, GpuBatch, GpuModel
 from engine.graphs import BUCKETS, DecodeGraphs
 from engine.lora_inputs import MAX_BLOCKS, MAX_ENTRIES, LoraInputs
 from engine.mixed_graphs import BLOCK, MixedGraphs, cut_blocks
+from engine.prompt_scores import Scores
+from engine.request import MAX_LOGPROBS
 from engine.sampler import Draw, Drawn, Sampled
 from engine.tile_entries import Reach
 from engine.uploads import upload
@@ -145,6 +147,7 @@ class GpuRunner:
             self._graphs.capture(recorded, reach)
             self._mixed.capture(self._mixed.sizes[-1], reach, self._graphs.pool)
         widest = _widest(self._max_tokens, self._max_running, self._model)
+        widest = replace(widest, scores=_most_scores(self._max_tokens, self._model))
         for may_fuse in (False, True):  # what a gain or bias forbids takes more memory
             self._model.forward(replace(self._gpu_batch(widest), may_fuse=may_fuse))
         return self._graphs.bytes_of_others(recorded) + self._mixed.bytes_of_others()
@@ -165,6 +168,8 @@ class GpuRunner:
         if batch.has_unread:
             assert self._chosen is not None
             fill_unread_triton(batch.token_ids, self._chosen)
+        if batch.scores is not None:  # a graph keeps the logits of the rows that sample alone
+            return self._model.forward(self._gpu_batch(batch))
         if self.can_go_on(batch):
             self._load(batch)
             return self._graphs.step()
@@ -256,6 +261,7 @@ class GpuRunner:
             sample_plan=sample_plan,
             arrivals=batch.arrivals,
             extras=None if lora is None else lora.extras,
+            scores=batch.scores,
         )
 
 
@@ -269,6 +275,12 @@ def _blocks(batch: Batch) -> ChunkBlocks:
         page_tables=batch.page_tables.index_select(0, row),
         size=BLOCK,
     )
+
+
+def _most_scores(num_tokens: int, model: GpuModel) -> Scores:
+    """Every row scored, with as many alternatives as may be asked for."""
+    rows = torch.arange(num_tokens, device=model.device)
+    return Scores(rows, torch.zeros_like(rows), min(MAX_LOGPROBS, model.config.vocab_size))
 
 
 def _widest(num_tokens: int, max_running: int, model: GpuModel) -> Batch:

@@ -21,6 +21,7 @@ class HostPages:
 
     is_own       whether the room is outside the slab, for this adapter alone
     is_given_up  whether somebody has it who may never let go
+    content      what the files held that the image was made of, in a word
     tiles        where the image's tiles lie, at offsets of the image; None: it is not there yet
     """
 
@@ -30,6 +31,7 @@ class HostPages:
     is_given_up: bool = False
     memory: torch.Tensor | None = None
     tiles: TileMap | None = None
+    content: str = ""
 
     def open(self) -> torch.Tensor:
         """The memory [*, page_elems]. Room outside the slab is allocated by the first call."""

@@ -70,7 +70,10 @@ class Intake:
         num_pinned = self._pins.num_pages
         if num_pinned:
             num_all = -(-num_tokens // self._config.page_size)
-            num_kv = min(num_kv, num_all - self._pins.num_shared(request)) + num_pinned
+            # Whose prompt is scored computes all of it, and shares nothing.
+            is_scored = request.sampling.prompt_logprobs is not None
+            num_shared = 0 if is_scored else self._pins.num_shared(request)
+            num_kv = min(num_kv, num_all - num_shared) + num_pinned
         pins = f", with the {num_pinned} that are pinned," if num_pinned else ""
         for name, param, wanted, limit in (
             (f"prompt{pins}", "token_ids", num_kv, self._pool.max_used(PageUse.KV)),

@@ -57,6 +57,7 @@ class LiveRequests:
         sequences = Sequence.of(request, self._num_arrivals, self._stop_ids(request))
         try:
             for sequence in sequences:
+                sequence.versions = self._store.versions(sequence.digests)
                 self._sampler.add(sequence)
                 self._grammars.add(sequence)
         except BaseException:

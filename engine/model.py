@@ -8,6 +8,7 @@ the rows' adapters contribute.
 
 from __future__ import annotations
 
+import functools
 from typing import Protocol
 
 import torch
@@ -148,9 +149,12 @@ class ExtendedAdapters:
         """Change the embeddings [T, E] of the rows whose adapters do, in place."""
         lora_embed(hidden, token_ids, self._arena, self._extras)
 
-    def head(self, x: torch.Tensor, logits: torch.Tensor) -> None:
-        """Add to the logits [N, V] of the sampling rows what adapters make of x [N, E]."""
-        lora_head(logits, x, self._arena, self._extras)
+    def head(self, x: torch.Tensor, logits: torch.Tensor, extras: LoraExtras | None = None) -> None:
+        """Add to the logits [N, V] of the sampling rows what adapters make of x [N, E].
+
+        extras  of other rows, given for them
+        """
+        lora_head(logits, x, self._arena, extras or self._extras)
 
 
 class Linear:
@@ -278,11 +282,25 @@ class Decoder:
         for layer in self._layers:
             hidden, residual = layer(hidden, residual, attention, adapters)
         assert residual is not None
+        if batch.scores is not None:
+            rows = batch.scores.rows
+            x, _ = add_rms_norm(hidden[rows], residual[rows], self._norm, self._eps)
+            head = functools.partial(self._logits, extended)
+            batch.scores.compute(x, head, len(self._embedding))
         hidden, residual = hidden[batch.sample_rows], residual[batch.sample_rows]
         normed, _ = add_rms_norm(hidden, residual, self._norm, self._eps)
-        logits = self._lm_head(normed)
+        return self._logits(extended, normed)
+
+    def _logits(
+        self,
+        extended: ExtendedAdapters | None,
+        x: torch.Tensor,
+        extras: LoraExtras | None = None,
+    ) -> torch.Tensor:
+        """x [N, E] -> [N, V]; `extras` are those of these rows, where they are not the sampling."""
+        logits = self._lm_head(x)
         if extended is not None:
-            extended.head(normed, logits)
+            extended.head(x, logits, extras)
         return logits
 
     def fused(self, layer: int, name: str) -> torch.Tensor:

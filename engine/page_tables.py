@@ -67,6 +67,10 @@ class PageTables:
         """
         # One token at least is computed: what follows is sampled from it.
         num_full = (sequence.num_tokens - 1) // self._page_size
+        wanted = sequence.prompt_logprobs
+        if wanted is not None and not wanted.is_complete:
+            # What nobody has read the rows of is computed, whoever has its KV.
+            num_full = min(num_full, wanted.num_known // self._page_size)
         pages = self._prefixes.take(self._keys(sequence, num_full))
         num_common = min(num_full, sequence.num_prompt // self._page_size)
         if len(pages) < num_common:
@@ -169,5 +173,7 @@ class PageTables:
         """What the sequence's first pages, which are full, are known by."""
         if sequence.page_keys is None:
             tenant_id = sequence.request.tenant_id
-            sequence.page_keys = PageKeys(tenant_id, sequence.adapter_key, self._page_size)
+            sequence.page_keys = PageKeys(
+                tenant_id, sequence.adapter_key, self._page_size, sequence.versions
+            )
         return sequence.page_keys.first(num_pages, sequence.token_ids)

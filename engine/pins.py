@@ -10,7 +10,7 @@ torch here.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from engine.errors import EngineError, PinLimitExceeded, RequestError
@@ -50,10 +50,18 @@ class PinnedPrefixes:
     """Owns the pins and their references to pages.
 
     max_pages  of all pins together; those that several pins share count for each
+    versions   of adapters, as `PageKeys` has them
     """
 
-    def __init__(self, prefixes: PrefixCache, page_size: int, max_pages: int) -> None:
+    def __init__(
+        self,
+        prefixes: PrefixCache,
+        page_size: int,
+        max_pages: int,
+        versions: Callable[[Iterable[str]], tuple[int, ...]],
+    ) -> None:
         self._prefixes, self._page_size, self._max_pages = prefixes, page_size, max_pages
+        self._versions = versions
         self._pins: dict[bytes, _Pin] = {}  # by the last key
         self._computing: dict[str, _Pin] = {}  # by request id
         self._num_made = 0
@@ -102,16 +110,19 @@ class PinnedPrefixes:
 
     def remove(self, request: Request) -> None:
         """Unpin what the request computes; does nothing when it is not pinned."""
-        pin = self._pins.pop(self._keys(request)[-1], None)
+        self._drop(self._keys(request)[-1])
+
+    def _drop(self, key: bytes) -> None:
+        pin = self._pins.pop(key, None)
         if pin is not None:
             self._prefixes.release(pin.pages)
             pin.pages = []
 
     def forget_adapter(self, digest: str) -> None:
         """Unpin the prefixes of an adapter, and of blends that it is part of."""
-        for pin in list(self._pins.values()):
+        for key, pin in list(self._pins.items()):
             if any(part.digest == digest for part in pin.request.adapters):
-                self.remove(pin.request)
+                self._drop(key)
 
     def due(self, now: float, check: Callable[[Request], None]) -> list[Request]:
         """What is to be computed and not under way; the caller is to begin it.
@@ -188,7 +199,8 @@ class PinnedPrefixes:
 
     def _keys(self, request: Request, num_pages: int | None = None) -> list[bytes]:
         adapter_key = tuple((part.digest, part.weight) for part in request.adapters)
-        keys = PageKeys(request.tenant_id, adapter_key, self._page_size)
+        versions = self._versions(part.digest for part in request.adapters)
+        keys = PageKeys(request.tenant_id, adapter_key, self._page_size, versions)
         if num_pages is None:
             num_pages = len(request.token_ids) // self._page_size
         return keys.first(num_pages, request.token_ids)

@@ -23,12 +23,20 @@ class PageKeys:
     """The keys of one sequence's full pages, hashed when first asked for.
 
     page_size  tokens per page
+    versions   of the adapters, in their order, where a digest may come to stand for other content
     """
 
     __slots__ = ("_keys", "_page_size", "_parent")
 
-    def __init__(self, tenant_id: str, adapter_key: AdapterKey, page_size: int) -> None:
-        identity = [tenant_id, [[digest, float(weight).hex()] for digest, weight in adapter_key]]
+    def __init__(
+        self,
+        tenant_id: str,
+        adapter_key: AdapterKey,
+        page_size: int,
+        versions: Sequence[int] = (),
+    ) -> None:
+        parts = [[digest, float(weight).hex()] for digest, weight in adapter_key]
+        identity = [tenant_id, parts, list(versions)]
         self._parent = hashlib.sha256(json.dumps(identity).encode()).digest()
         self._page_size = page_size
         self._keys: list[bytes] = []

@@ -40,7 +40,7 @@ class Priority(enum.StrEnum):
 class SamplingParams:
     """How to choose tokens; names and ranges are OpenAI's where it has them.
 
-    max_tokens          None: to the end of the context
+    max_tokens          None: to the end of the context; 0: the prompt alone is computed
     temperature         0: greedy
     top_k               0: off; applied before top_p, top_p before min_p
     seed                the same seed gives the same tokens whatever else is in the batch, but where
@@ -48,6 +48,7 @@ class SamplingParams:
     repetition_penalty  over prompt and generated tokens; the other two over generated ones
     logit_bias          token id -> number added to its logit
     logprobs            None: off; k: the chosen token's and those of the k best
+    prompt_logprobs     None: off; k: the same of every token of the prompt but the first
     min_tokens          no EOS or stop token before this many tokens
     """
 
@@ -62,6 +63,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
@@ -77,9 +79,15 @@ class SamplingParams:
         _check_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, exclude_low=True)
         _check_integer("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None:
-            _check_integer("max_tokens", self.max_tokens, 1)
-        if self.logprobs is not None:
-            _check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+            _check_integer("max_tokens", self.max_tokens, 0)
+        for name in ("logprobs", "prompt_logprobs"):
+            number = getattr(self, name)
+            if number is not None:
+                _check_integer(name, number, 0, MAX_LOGPROBS)
+            if number is not None and number > vocab_size:
+                raise RequestError(
+                    f"{name} is {number}; the vocabulary has {vocab_size} tokens", param=name
+                )
         if self.seed is not None:
             _check_integer("seed", self.seed, -(2**63), 2**63 - 1)
         if not isinstance(self.logit_bias, Mapping):
@@ -200,7 +208,9 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """One generated token and the best alternatives, most likely first.
+    """One generated token, or one of a prompt, and the best alternatives, most likely first.
+
+    rank  of a prompt's token: 1 for the likeliest
 
     Log-probabilities are of the model's own distribution, before temperature, penalties, bias and
     grammar.
@@ -209,6 +219,7 @@ class TokenLogprob:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...]
+    rank: int | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -220,6 +231,9 @@ class RequestOutput:
     num_prompt_tokens of the request, as num_cached_tokens: the same under every index, used once
     num_generated     tokens the model produced so far under this index, the ending one included:
                       what is billed
+    end_logprob       of the token that ended the request, which is not in token_ids
+    prompt_logprobs   of the prompt's tokens from the second on, where they are asked for: under one
+                      index, with its first token
     finish_reason     set in the index's last output, which comes exactly once
     error             set when the reason is ERROR
     """
@@ -228,6 +242,8 @@ class RequestOutput:
     index: int = 0
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
+    end_logprob: TokenLogprob | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
     finish_reason: FinishReason | None = None
     error: EngineError | None = None
     num_prompt_tokens: int = 0

@@ -8,7 +8,45 @@ from dataclasses import dataclass, field
 
 from engine.errors import EngineError
 from engine.prefix_cache import AdapterKey, PageKeys
-from engine.request import Request, RequestOutput
+from engine.request import Request, RequestOutput, TokenLogprob
+
+
+class PromptLogprobs:
+    """The log-probabilities of one prompt's tokens as far as they are known; its n share it.
+
+    num_known  positions whose successor's is known, from the first on; the last has none
+    num_top    the alternatives that are kept of each
+    """
+
+    __slots__ = ("_entries", "_is_taken", "_num_wanted", "num_top")
+
+    def __init__(self, num_prompt: int, num_top: int) -> None:
+        self.num_top = num_top
+        self._num_wanted = num_prompt - 1
+        self._entries: list[TokenLogprob] = []
+        self._is_taken = False
+
+    @property
+    def num_known(self) -> int:
+        return len(self._entries)
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self._entries) >= self._num_wanted
+
+    def add(self, first: int, entries: list[TokenLogprob]) -> None:
+        """Those that positions from `first` on tell; known ones stay as they are."""
+        assert first <= self.num_known, "a position was left out"
+        for entry in entries[self.num_known - first :]:
+            top = entry.top[: self.num_top]
+            self._entries.append(TokenLogprob(entry.token_id, entry.logprob, top, entry.rank))
+
+    def take(self) -> list[TokenLogprob] | None:
+        """All of them, once; None before they are known and ever after."""
+        if self._is_taken or not self.is_complete:
+            return None
+        self._is_taken = True
+        return self._entries
 
 
 class Sequence:
@@ -26,6 +64,8 @@ class Sequence:
     num_cached    tokens of the prompt that were found in the prefix cache by the first of the
                   siblings to start; None: none has
     stop_ids      tokens that end it
+    prompt_logprobs  what is known of them; None: nobody wants them
+    versions      of its adapters, in their order: which content each digest stood for
     has_left      whether it has given back what it held; its last token may be on its way
     num_skips     how often it was overtaken by a sequence of its class
     """
@@ -48,11 +88,13 @@ class Sequence:
         "page_keys",
         "page_table",
         "patience",
+        "prompt_logprobs",
         "rank",
         "request",
         "siblings",
         "stop_ids",
         "token_ids",
+        "versions",
     )
 
     def __init__(
@@ -76,6 +118,8 @@ class Sequence:
         self.num_dropped = 0
         self.adapter_key: AdapterKey = tuple((p.digest, p.weight) for p in request.adapters)
         self.digests = tuple(part.digest for part in request.adapters)
+        self.versions: tuple[int, ...] = ()
+        self.prompt_logprobs: PromptLogprobs | None = None
         self.is_running = False
         self.has_ended = False
         self.has_left = False
@@ -92,8 +136,12 @@ class Sequence:
     ) -> list[Sequence]:
         """The request's n sequences, which arrive one after another from `arrival` on."""
         siblings = [cls(request, arrival + i, stop_ids, i) for i in range(request.n)]
+        num_top, wanted = request.sampling.prompt_logprobs, None
+        if num_top is not None:
+            wanted = PromptLogprobs(len(request.token_ids), num_top)
         for sequence in siblings:
             sequence.siblings = siblings
+            sequence.prompt_logprobs = wanted
         return siblings
 
     @property
@@ -126,7 +174,7 @@ class Sequence:
             index=self.index,
             num_prompt_tokens=self.num_prompt,
             num_cached_tokens=self.num_cached or 0,
-            num_generated=self.num_generated,
+            num_generated=0 if self.request.sampling.max_tokens == 0 else self.num_generated,
         )
 
     @property
@@ -146,6 +194,15 @@ class Row:
     def samples(self) -> bool:
         """Whether the step computes the sequence's last token, so that a new one follows."""
         return self.num_tokens == self.sequence.num_uncomputed
+
+    @property
+    def scored(self) -> range:
+        """Positions whose rows tell of a prompt token that is not known yet."""
+        wanted, first = self.sequence.prompt_logprobs, self.sequence.num_computed
+        if wanted is None:
+            return range(0)
+        last = min(first + self.num_tokens, self.sequence.num_prompt - 1)
+        return range(max(first, wanted.num_known), last)
 
 
 @dataclass(slots=True)

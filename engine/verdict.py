@@ -9,10 +9,9 @@ from engine.sequence import Sequence
 
 def is_full(sequence: Sequence, context_limit: int) -> bool:
     """Whether the newest token is the last, whatever it is."""
-    return (
-        sequence.num_generated == sequence.request.sampling.max_tokens
-        or sequence.num_tokens >= context_limit
-    )
+    most = sequence.request.sampling.max_tokens
+    is_last = most is not None and sequence.num_generated >= most
+    return is_last or sequence.num_tokens >= context_limit
 
 
 def judge(
@@ -23,6 +22,8 @@ def judge(
     Raises BadGrammar when the request's grammar, which the token advances, cannot be followed any
     further.
     """
+    if sequence.request.sampling.max_tokens == 0:
+        return FinishReason.LENGTH, False  # the token was not asked for
     token_id = sequence.token_ids[-1]
     is_text = token_id not in sequence.stop_ids
     is_complete = not is_text

@@ -166,6 +166,19 @@ class Oracle:
                 self._known[key] = self._greedy(prompt, num_tokens)
         return self._known[key]
 
+    def logprobs(self, prompt: list[int], adapter: str | None = None) -> torch.Tensor:
+        """The log-probabilities [T, V] of what follows each of the prompt's tokens."""
+        token_ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            if adapter is None:
+                with self._model.disable_adapter():
+                    logits = self._model(token_ids).logits
+            else:
+                self._model.set_adapter(adapter)
+                logits = self._model(token_ids).logits
+        found: torch.Tensor = logits[0].log_softmax(-1)
+        return found
+
     def _greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
         out = self._model.generate(
             input_ids=torch.tensor([prompt]),
@@ -240,11 +253,15 @@ class Result:
         self.token_ids: list[int] = []
         self.last: RequestOutput | None = None
         self.logprobs: list[Any] = []
+        self.prompt_logprobs: list[Any] | None = None
 
     def add(self, output: RequestOutput) -> None:
         assert self.last is None or self.last.finish_reason is None, "output after the last"
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs or []
+        if output.prompt_logprobs is not None:
+            assert self.prompt_logprobs is None, "told twice"
+            self.prompt_logprobs = output.prompt_logprobs
         self.last = output
 
     @property

@@ -108,6 +108,17 @@ def test_what_is_wrong_stays_with_its_prompt(
     assert good.error is None and good.token_ids
 
 
+def test_prompts_are_scored(dash: DashEngine, adapters: dict[str, Path], oracle: Oracle) -> None:
+    dash.register_adapter("a", adapters["qv-16"])
+    tokens = prompt(1, 30)
+    sampling = SamplingParams(prompt_logprobs=2)
+    (got,) = dash.generate([tokens], "a", max_new_tokens=0, sampling=sampling)
+    assert got.prompt_logprobs is not None and got.token_ids == []
+    expected = oracle.logprobs(tokens, "qv-16")
+    for entry, row in zip(got.prompt_logprobs, expected, strict=False):
+        assert entry.logprob == pytest.approx(float(row[entry.token_id]), abs=1e-4)
+
+
 def test_unregistered_names_are_unknown(dash: DashEngine, adapters: dict[str, Path]) -> None:
     dash.register_adapter("a", adapters["all-4"])
     dash.register_adapter("b", adapters["all-4"])
@@ -249,7 +260,7 @@ def _agrees(completion: Completion, wanted: list[int]) -> bool:
         ({"active_adapters": {"a": float("nan")}}, RequestError, "weight of 'a' is nan"),
         ({"active_adapters": {"a": "much"}}, RequestError, "weight of 'a' is 'much'"),
         ({"active_adapters": {"a": 1.0, "b": 1.0}}, UnknownAdapter, "named 'b'"),
-        ({"max_new_tokens": 0}, RequestError, "max_tokens"),
+        ({"max_new_tokens": -1}, RequestError, "max_tokens"),
         ({"sampling": SamplingParams(temperature=-1)}, RequestError, "temperature"),
         ({"json_schema": "{"}, BadGrammar, "not JSON"),
         ({"n": 65}, RequestError, "n must be from 1 to 64"),

@@ -41,7 +41,8 @@ from tests.engine.conftest import ADAPTERS, MakeEngine, Oracle, prompt, request,
         ({"temperature": float("inf")}, RequestError, "temperature"),
         ({"top_p": 0.0}, RequestError, "top_p"),
         ({"top_k": -1}, RequestError, "top_k"),
-        ({"max_tokens": 0}, RequestError, "max_tokens"),
+        ({"max_tokens": -1}, RequestError, "max_tokens"),
+        ({"prompt_logprobs": 21}, RequestError, "prompt_logprobs"),
         ({"logprobs": 21}, RequestError, "logprobs"),
         ({"logit_bias": {257: 1.0}}, RequestError, "logit_bias"),
         ({"logit_bias": {1: 101.0}}, RequestError, "logit_bias"),
@@ -213,6 +214,25 @@ def test_an_unregistered_adapter_leaves_nothing_behind(
         got = run(engine, request("r", prompt(3, 12), adapter="all-4", max_tokens=8))["r"]
         assert got.token_ids == oracle.generate(prompt(3, 12), 8, path)
     assert oracle.generate(prompt(3, 12), 8, "all-4") != got.token_ids
+
+
+def test_an_adapter_of_the_same_name_finds_no_kv_of_the_one_before(
+    make_engine: MakeEngine, adapters: dict[str, Path], oracle: Oracle
+) -> None:
+    """Nor does a prefix that was pinned for it come back; one's own KV is found as ever."""
+    engine = make_engine()
+    tokens = prompt(3, 70)
+    for path in ("all-4", "qv-16", "all-4"):
+        engine.unregister_adapter("all-4")
+        engine.register_adapter("all-4", adapters[path])
+        parts = request("", [1], adapter="all-4").adapters
+        engine.pin_prefix(tokens[:32], adapters=parts)
+        run(engine)
+        for cached in (32, 64):
+            got = run(engine, request("r", tokens, adapter="all-4", max_tokens=8))["r"]
+            assert got.token_ids == oracle.generate(tokens, 8, path)
+            assert got.last is not None and got.last.num_cached_tokens == cached
+    engine.unpin_prefix(tokens[:32], adapters=parts)
 
 
 def test_an_adapter_stays_itself_when_one_of_its_shape_goes(

@@ -251,6 +251,28 @@ def test_bytes_that_are_not_the_digests_are_refused(
     engine.close()
 
 
+def test_weights_that_changed_under_a_name_are_refused(
+    make_engine: MakeEngine, adapters: dict[str, Path], oracle: Oracle, tmp_path: Path
+) -> None:
+    """Without a rule for digests: the KV of those before may still be found."""
+    engine = make_engine(host_cache_bytes=0)
+    folder = copy_of(adapters["all-4"], tmp_path / "edited")
+    engine.register_adapter("edited", folder)
+    tokens = prompt(0, 40)
+    asked = request("r", tokens, adapter="edited", max_tokens=4)
+    assert run(engine, asked)["r"].token_ids == oracle.generate(tokens, 4, "all-4")
+    engine._store.evict_idle(engine.stats().num_pages, keep=())
+    content = bytearray((folder / TENSORS).read_bytes())
+    content[-1000] ^= 1
+    (folder / TENSORS).write_bytes(content)
+    got = run(engine, asked, check=True)["r"]
+    assert isinstance(got.error, AdapterDamaged) and "register it again" in got.error.message
+    engine.unregister_adapter("edited")
+    shutil.rmtree(folder)
+    engine.register_adapter("edited", copy_of(adapters["qv-16"], folder))
+    assert run(engine, asked)["r"].token_ids == oracle.generate(tokens, 4, "qv-16")
+
+
 def test_damage_is_told_before_what_it_led_to(
     tiny_model: Path, adapters: dict[str, Path], tmp_path: Path
 ) -> None:

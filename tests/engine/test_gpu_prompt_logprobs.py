@@ -1,0 +1,82 @@
+"""Log-probabilities of prompts over the GPU runner, beside decodes that replay graphs.
+
+Runs on a card under `make test-gpu`; elsewhere Triton's interpreter runs the same kernels.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine import prompt_scores
+from tests.engine.conftest import MakeEngine, Oracle, Result, prompt, request, run
+from tests.engine.test_gpu_engine import EXTENDED, make_gpu_engine
+from tests.engine.test_prompt_logprobs import assert_scored
+
+if torch.cuda.is_available():
+    pytestmark = pytest.mark.gpu
+
+
+def test_scored_beside_others(
+    make_engine: MakeEngine, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts in several chunks, of adapters that are more than tiles as well; all tokens are the
+    oracle's."""
+    monkeypatch.setattr(prompt_scores, "_BLOCK_BYTES", 5 * 4 * 257)
+    engine = make_gpu_engine(make_engine, max_running=10, max_step_tokens=40)
+    chosen = [None, *EXTENDED, "all-4", "patterns"]
+    prompts = [prompt(80 + i, 7 + 3 * i) for i in range(len(chosen))]
+    results = run(
+        engine,
+        *(
+            request(
+                str(i),
+                tokens,
+                adapter=adapter,
+                max_tokens=3,
+                prompt_logprobs=None if i % 3 == 2 else i % 3,
+            )
+            for i, (tokens, adapter) in enumerate(zip(prompts, chosen, strict=True))
+        ),
+        check=True,
+    )
+    for i, (tokens, adapter) in enumerate(zip(prompts, chosen, strict=True)):
+        got = results[str(i)]
+        assert got.token_ids == oracle.generate(tokens, 3, adapter), adapter
+        if i % 3 == 2:
+            assert got.prompt_logprobs is None
+        else:
+            assert_scored(got.prompt_logprobs, tokens, oracle.logprobs(tokens, adapter), i % 3)
+
+
+def test_decodes_go_on_between_scored_chunks(make_engine: MakeEngine, oracle: Oracle) -> None:
+    """Their tokens have not been read when the step that scores is launched."""
+    engine = make_gpu_engine(make_engine, max_step_tokens=20)
+    long, tokens = prompt(1, 6), prompt(2, 50)
+    engine.add(request("long", long, adapter="all-4", max_tokens=14))
+    results = {"long": Result(), "r": Result()}
+    for step in range(60):
+        if step == 3:
+            engine.add(request("r", tokens, adapter="qv-16", max_tokens=3, prompt_logprobs=2))
+        for output in engine.step():
+            results[output.request_id].add(output)
+        engine.check_integrity()
+    assert results["long"].token_ids == oracle.generate(long, 14, "all-4")
+    assert results["r"].token_ids == oracle.generate(tokens, 3, "qv-16")
+    expected = oracle.logprobs(tokens, "qv-16")
+    assert_scored(results["r"].prompt_logprobs, tokens, expected, 2)
+
+
+def test_a_long_scored_prefill(make_engine: MakeEngine, oracle: Oracle) -> None:
+    """Beyond 512 tokens products add themselves to the residual in place."""
+    engine = make_gpu_engine(make_engine, max_step_tokens=600)
+    chosen = {"dora": prompt(50, 270), "all-4": prompt(51, 280)}
+    results = run(
+        engine,
+        *(
+            request(name, tokens, adapter=name, max_tokens=0, prompt_logprobs=1)
+            for name, tokens in chosen.items()
+        ),
+    )
+    for name, tokens in chosen.items():
+        assert_scored(results[name].prompt_logprobs, tokens, oracle.logprobs(tokens, name), 1)
