@@ -58,6 +58,7 @@ from controlplane.workers import (
     served_models,
 )
 from worker import fair_queue, protocol
+from worker.contact import Contact
 from worker.protocol import Control, ControlMessage, ErrorCode, GenerateJob, TokenEvent
 
 log = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ class Dispatcher:
         self._replies: dict[str, Reply] = {}
         self._workers: list[WorkerStatus] = []
         self._speed = Speed()
-        self._contact = protocol.Contact()
+        self._contact = Contact()
         self._post = Post(self._redis, self.gateway_id, self._deliver)
         self._tasks: set[asyncio.Task[Any]] = set()
         self.recorder = Recorder()

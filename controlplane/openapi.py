@@ -26,6 +26,7 @@ from controlplane.gateway_document import (
     with_parameters,
 )
 from controlplane.inference.schemas import ChatBody, CompletionBody
+from controlplane.inference.tokenizing import DetokenizeBody, TokenizeBody
 from controlplane.lorax import openapi as lorax
 from controlplane.responses.openapi import RESPONSE
 from controlplane.responses.schemas import ResponsesBody
@@ -116,6 +117,21 @@ _COMPONENTS: Json = {
     ),
     "Completion": _answer({"text": {"type": "string"}}),
     "Response": RESPONSE,
+    "Tokens": {
+        "type": "object",
+        "required": ["count", "max_model_len", "tokens", "token_strs"],
+        "properties": {
+            "count": {"type": "integer"},
+            "max_model_len": {"type": "integer", "description": "Of prompt and answer together."},
+            "tokens": {"type": "array", "items": {"type": "integer"}},
+            "token_strs": {"type": ["array", "null"], "items": {"type": "string"}},
+        },
+    },
+    "Detokenized": {
+        "type": "object",
+        "required": ["prompt"],
+        "properties": {"prompt": {"type": "string"}},
+    },
     "Model": _MODEL,
     "ModelDeleted": {
         "type": "object",
@@ -143,7 +159,7 @@ def add_gateway(result: Json, generator: Any, request: Any, public: bool) -> Jso
     schemas.update(_COMPONENTS)
     schemas.update(lorax.schemas())
     result["paths"].update(lorax.paths())
-    for body in (ChatBody, CompletionBody, ResponsesBody):
+    for body in (ChatBody, CompletionBody, ResponsesBody, TokenizeBody, DetokenizeBody):
         schemas.update(body_schemas(body))
     for part in (files, batches, usage):
         schemas.update(part.SCHEMAS)
@@ -162,6 +178,18 @@ def add_gateway(result: Json, generator: Any, request: Any, public: bool) -> Jso
             "/v1/responses": {
                 "post": _generation(
                     "Answer, and keep nothing.", "responses", ResponsesBody, "Response"
+                )
+            },
+            "/v1/tokenize": {
+                "post": with_body(
+                    operation("A text's or a chat's tokens.", "tokenize", "Tokens"),
+                    reference("TokenizeBody"),
+                )
+            },
+            "/v1/detokenize": {
+                "post": with_body(
+                    operation("The text of tokens.", "detokenize", "Detokenized"),
+                    reference("DetokenizeBody"),
                 )
             },
             "/v1/models": {

@@ -134,4 +134,7 @@ def _joined(events: list[TokenEvent]) -> TokenEvent:
         return events[0]
     logprobs = tuple(entry for event in events for entry in event.logprobs or ())
     text = "".join(event.text for event in events)
-    return dataclasses.replace(events[-1], text=text, logprobs=logprobs or None)
+    prompt = next((e.prompt_logprobs for e in events if e.prompt_logprobs is not None), None)
+    return dataclasses.replace(
+        events[-1], text=text, logprobs=logprobs or None, prompt_logprobs=prompt
+    )

@@ -444,7 +444,8 @@ class Engine:
             output.token_ids = [sampled.token_id]
         if sequence.request.sampling.logprobs is not None:
             output.logprobs = [sampled.logprob] if is_text and sampled.logprob else []
-            output.end_logprob = None if is_text else sampled.logprob
+            is_end = not is_text and reason is FinishReason.STOP
+            output.end_logprob = sampled.logprob if is_end else None
         if sequence.prompt_logprobs is not None:
             output.prompt_logprobs = sequence.prompt_logprobs.take()
         return output

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from typing import Any
 
+from worker.admission import Prompt, scored_top
 from worker.channel import Output
 from worker.choice import Choice
 from worker.protocol import DoneRecord, ErrorCode, FinishReason, GenerateJob, TokenEvent, Usage
@@ -62,6 +64,8 @@ class ActiveRequest:
         self._prompts: dict[int, tuple[int, int]] = {}  # number -> tokens, of them cached
         self._seq = 0
         self._error: tuple[str, str, str | None] | None = None
+        self._shown: list[Prompt] = []
+        self._told: dict[str, Any] = {}
 
     @property
     def is_finished(self) -> bool:
@@ -109,10 +113,17 @@ class ActiveRequest:
         """Whether its news should not wait for other requests'."""
         return self.is_finished or not self.is_begun
 
-    def show_prompts(self, texts: list[str]) -> None:
-        """Let each choice's text begin with its prompt's."""
-        for choice in self._choices:
-            choice.show(texts[choice.index // self.job.n])
+    def show_prompts(self, prompts: list[Prompt]) -> None:
+        """Let each choice begin with what is asked of its prompt, now or when that is known."""
+        self._shown = prompts
+        if self.job.echo and scored_top(self.job) is None:
+            for choice in self._choices:
+                choice.show(prompts[choice.index // self.job.n].text)
+
+    def answer(self, told: dict[str, Any], now: float) -> None:
+        """End it with these fields of its one event; nothing was generated."""
+        self._told = told
+        self._end(FinishReason.STOP, now)
 
     def feed(self, output: Output, now: float, *, prompt: int = 0) -> int | None:
         """Take in what a step added to a choice of the given prompt.
@@ -124,6 +135,10 @@ class ActiveRequest:
             self._prompts[prompt] = (output.num_prompt_tokens, output.num_cached_tokens)
         if output.token_ids and self.timings.first_token is None:
             self.timings.first_token = now
+        if output.prompt_logprobs is not None:
+            for index in range(self.job.n):
+                own = self._choices[prompt * self.job.n + index]
+                own.take_prompt(self._shown[prompt], output.prompt_logprobs)
         choice = self._choices[prompt * self.job.n + output.index]
         choice.feed(output)
         if output.failure is not None:
@@ -212,6 +227,7 @@ class ActiveRequest:
         code, message, param = self._error or (None, None, None)
         return dataclasses.replace(
             blank,
+            **self._told,
             finish_reason=self.finish_reason,
             error_code=code,
             error_message=message,

@@ -14,6 +14,10 @@ from worker.protocol import ErrorCode, GenerateJob
 from worker.text import PromptError, TextCodec
 from worker.tools import calls_grammar, plain_messages
 
+#: Log-probabilities of its prompts that one request may have to tell: they come all at once, and
+#: the worker does nothing else while it writes them.
+MAX_PROMPT_LOGPROBS = 100_000
+
 
 class Refused(Exception):
     """The job cannot be run as it is; `param` is the field of the job that is at fault."""
@@ -26,10 +30,15 @@ class Refused(Exception):
 
 
 class Prompt(NamedTuple):
-    """One prompt of a job; `text` is what an echo of it shows."""
+    """One prompt of a job.
+
+    text   what an echo of it shows
+    spans  where in the text each token is; None: as its bytes say
+    """
 
     token_ids: list[int]
     text: str = ""
+    spans: list[tuple[int, int]] | None = None
 
 
 class EngineId(NamedTuple):
@@ -58,7 +67,7 @@ def engine_ids(job: GenerateJob, lease: int) -> list[str]:
 def read_prompts(job: GenerateJob, codec: TextCodec) -> list[Prompt]:
     """The job's prompts in tokens; takes as long as they are long. Raises Refused."""
     if job.messages is not None:
-        return [_checked(Prompt(_chat_token_ids(job, codec)), "messages", codec)]
+        return [_checked(Prompt(chat_token_ids(job, codec)), "messages", codec)]
     given: Sequence[Any] = job.prompts or [job.text if job.token_ids is None else job.token_ids]
     return [_raw_prompt(prompt, codec, job.truncate) for prompt in given]
 
@@ -70,7 +79,9 @@ def _raw_prompt(
         text = given or ""
         if truncate is not None:
             return _checked(Prompt(_last_token_ids(text, truncate, codec), text), "text", codec)
-        return _checked(Prompt(_text_token_ids(text, codec), text), "text", codec)
+        _refuse_hopeless(text, codec, "text")
+        token_ids, spans = codec.encode_spans(text)
+        return _checked(Prompt(token_ids, text, spans), "text", codec)
     token_ids = list(given)
     return _checked(Prompt(token_ids, codec.decode(token_ids)), "token_ids", codec)
 
@@ -84,25 +95,29 @@ def _checked(prompt: Prompt, param: str, codec: TextCodec) -> Prompt:
     return prompt
 
 
-def _text_token_ids(text: str, codec: TextCodec) -> list[int]:
-    _refuse_hopeless(text, codec, "text")
-    return codec.encode(text, add_special_tokens=True)
-
-
 def _last_token_ids(text: str, number: int, codec: TextCodec) -> list[int]:
     """The text's last tokens. No more of it is read than so many tokens can stand for."""
     end = text[-codec.max_num_chars(number) :]
     return codec.encode(end, add_special_tokens=True)[-number:]
 
 
-def _chat_token_ids(job: GenerateJob, codec: TextCodec) -> list[int]:
+def chat_token_ids(
+    job: GenerateJob, codec: TextCodec, *, max_tokens: int | None = None
+) -> list[int]:
+    """The tokens of the job's chat. Raises Refused.
+
+    max_tokens  of a chat that is worth counting; None: what the context has
+    """
     messages = job.messages or ()
+    does_speak = job.generation_prompt
     try:
         if codec.takes_tools:
-            chat = codec.render(messages, job.tools)
+            chat = codec.render(messages, job.tools, generation_prompt=does_speak)
         else:
-            chat = codec.render(plain_messages(messages, job.tools))
-        _refuse_hopeless(chat.text, codec, "messages")
+            plain = plain_messages(messages, job.tools)
+            chat = codec.render(plain, generation_prompt=does_speak)
+        if max_tokens is None or codec.min_num_tokens(chat.text) > max_tokens:
+            _refuse_hopeless(chat.text, codec, "messages")
         return codec.encode_chat(chat)
     except PromptError as error:
         raise Refused(ErrorCode.INVALID_PROMPT, str(error), "messages") from error
@@ -129,6 +144,7 @@ def to_adds(
 ) -> list[Add]:
     """The engine's commands. An answer that would overrun the context is cut there."""
     calls = calls_grammar(job)
+    _check_scored(job, prompts)
     return [
         Add(
             request_id=engine_id,
@@ -147,6 +163,28 @@ def to_adds(
     ]
 
 
+def scored_top(job: GenerateJob) -> int | None:
+    """How many alternatives of each of the prompt's tokens are to be told; None: nothing is."""
+    sampling = job.sampling
+    wanted = (sampling.prompt_logprobs, sampling.logprobs if job.echo else None)
+    return max((number for number in wanted if number is not None), default=None)
+
+
+def _check_scored(job: GenerateJob, prompts: Sequence[Prompt]) -> None:
+    """Raise Refused where more would have to be told of the prompts than may be."""
+    most = scored_top(job)
+    if most is None:
+        return
+    number = sum(len(prompt.token_ids) for prompt in prompts) * (1 + most) * job.n
+    if number > MAX_PROMPT_LOGPROBS:
+        raise Refused(
+            ErrorCode.INVALID_REQUEST,
+            f"The prompts have {number:,} log-probabilities to be told; one request may have "
+            f"{MAX_PROMPT_LOGPROBS:,}. Ask for fewer alternatives, or send fewer prompts.",
+            "logprobs" if job.echo and job.sampling.logprobs is not None else "prompt_logprobs",
+        )
+
+
 def _sampling(job: GenerateJob, room: int) -> dict[str, Any]:
     """The fields of the engine's SamplingParams; `room`: tokens that the context has left."""
     sampling = job.sampling
@@ -162,6 +200,7 @@ def _sampling(job: GenerateJob, room: int) -> dict[str, Any]:
         "repetition_penalty": sampling.repetition_penalty,
         "logit_bias": _logit_bias(sampling.logit_bias),
         "logprobs": sampling.logprobs,
+        "prompt_logprobs": scored_top(job),
         "ignore_eos": sampling.ignore_eos,
         "min_tokens": sampling.min_tokens,
     }

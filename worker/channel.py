@@ -66,6 +66,10 @@ class Failure:
 Logprob = tuple[int, float, tuple[tuple[int, float], ...]]
 
 
+#: The same of a prompt's token, and its rank: 1 for the likeliest
+PromptLogprob = tuple[int, float, tuple[tuple[int, float], ...], int]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
     """What one step added to one request; the engine's RequestOutput without its types."""
@@ -74,6 +78,8 @@ class Output:
     index: int = 0
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprob] | None = None
+    end_logprob: Logprob | None = None
+    prompt_logprobs: list[PromptLogprob] | None = None
     finish_reason: str | None = None
     failure: Failure | None = None
     num_prompt_tokens: int = 0

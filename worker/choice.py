@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from worker.channel import Logprob, Output
+from worker.admission import Prompt
+from worker.channel import Logprob, Output, PromptLogprob
 from worker.checks import is_bound
 from worker.protocol import FinishReason, GenerateJob, TokenEvent
 from worker.text import Detokenizer, StopStrings, TextCodec
@@ -40,6 +41,7 @@ class Choice:
         self._stop_string: str | None = None
         self._text = ""
         self._logprobs: list[dict[str, Any]] = []
+        self._prompt_logprobs: list[dict[str, Any]] = []
         self._is_end_told = self._is_checked = False
         self.schema_error: str | None = None
         self.broken_param: str | None = None
@@ -48,7 +50,7 @@ class Choice:
     @property
     def has_news(self) -> bool:
         is_ended = self._told_reason is not None and not self._is_end_told
-        return is_ended or bool(self._text or self._logprobs)
+        return is_ended or bool(self._text or self._logprobs or self._prompt_logprobs)
 
     @property
     def num_logprobs(self) -> int:
@@ -78,6 +80,40 @@ class Choice:
         """Put text before what is generated."""
         self._text = text + self._text
 
+    def take_prompt(self, prompt: Prompt, scored: list[PromptLogprob]) -> None:
+        """Tell what was asked of the prompt: before what is generated, or beside it.
+
+        scored  of its tokens from the second on
+        """
+        sampling = self._job.sampling
+        told = self._prompt_entries(prompt, scored)
+        if sampling.prompt_logprobs is not None:
+            self._prompt_logprobs = [_cut(entry, sampling.prompt_logprobs) for entry in told]
+        if self._job.echo:
+            self.show(prompt.text)
+        if self._job.echo and sampling.logprobs is not None:
+            for i, entry in enumerate(told):
+                own = _cut(entry, sampling.logprobs)
+                self._logprobs.append(own | {"span": prompt.spans[i]} if prompt.spans else own)
+
+    def _prompt_entries(self, prompt: Prompt, scored: list[PromptLogprob]) -> list[dict[str, Any]]:
+        """An entry for each of the prompt's tokens; of the first nothing is known."""
+        entries: list[dict[str, Any]] = []
+        is_first = True
+        known: list[PromptLogprob | None] = [None, *scored]
+        for token_id, own in zip(prompt.token_ids, known, strict=True):
+            logprob, top, rank = (0.0, (), None) if own is None else own[1:]
+            entry = self._token(token_id, logprob, is_first=is_first) | {"id": token_id}
+            entry["top_logprobs"] = [
+                self._token(*alternative, is_first=is_first) | {"id": alternative[0]}
+                for alternative in top
+            ]
+            if own is None:
+                entry |= {"logprob": None, "top_logprobs": None}
+            entries.append(entry | {"rank": rank})
+            is_first = is_first and self._codec.is_special(token_id)
+        return entries
+
     def feed(self, output: Output) -> None:
         """Take in what a step added. Raises nothing; a failure is the request's to see."""
         self.generated = max(self.generated, output.num_generated)
@@ -86,6 +122,9 @@ class Choice:
             return
         text, self._stop_string = self._stops.feed(self._read(output))
         self._add(text)
+        if output.end_logprob is not None and self._job.echo:
+            # Who scores an echo counts on one entry for each token that was generated.
+            self._logprobs.append(self._logprob(output.end_logprob))
         if self._stop_string is not None:
             self.finish_reason = FinishReason.STOP
         elif output.finish_reason is not None:
@@ -121,6 +160,7 @@ class Choice:
             index=self.index,
             text=self._text,
             logprobs=tuple(self._logprobs) or None,
+            prompt_logprobs=tuple(self._prompt_logprobs) or None,
             finish_reason=self._told_reason,
             stop_string=self._stop_string,
             schema_error=self.schema_error,
@@ -129,7 +169,7 @@ class Choice:
     def clear(self) -> None:
         """Its news have been told."""
         self._text = ""
-        self._logprobs = []
+        self._logprobs, self._prompt_logprobs = [], []
         self._is_end_told = self._told_reason is not None
 
     def _logprob(self, entry: Logprob) -> dict[str, Any]:
@@ -139,8 +179,12 @@ class Choice:
         self._is_first = self._is_first and self._codec.is_special(token_id)
         return shown
 
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        piece = self._codec.pieces.of(token_id, is_first=self._is_first)
+    def _token(
+        self, token_id: int, logprob: float, *, is_first: bool | None = None
+    ) -> dict[str, Any]:
+        if is_first is None:
+            is_first = self._is_first
+        piece = self._codec.pieces.of(token_id, is_first=is_first)
         shown: dict[str, Any] = {
             "token": piece.text,
             "logprob": logprob if logprob > -9999.0 else -9999.0,  # neither -inf nor NaN is JSON
@@ -149,3 +193,9 @@ class Choice:
         if self._job.token_details:
             shown |= {"id": token_id, "special": self._codec.is_special(token_id)}
         return shown
+
+
+def _cut(entry: dict[str, Any], number: int) -> dict[str, Any]:
+    """The entry with so many alternatives at most."""
+    top = entry["top_logprobs"]
+    return {**entry, "top_logprobs": None if top is None else top[:number]}

@@ -255,7 +255,7 @@ def to_request(command: Add) -> Request:
 
 
 def to_output(output: RequestOutput) -> Output:
-    logprobs = output.logprobs
+    logprobs, end, prompt = output.logprobs, output.end_logprob, output.prompt_logprobs
     return Output(
         request_id=output.request_id,
         index=output.index,
@@ -263,6 +263,10 @@ def to_output(output: RequestOutput) -> Output:
         logprobs=None
         if logprobs is None
         else [(entry.token_id, entry.logprob, entry.top) for entry in logprobs],
+        end_logprob=None if end is None else (end.token_id, end.logprob, end.top),
+        prompt_logprobs=None
+        if prompt is None
+        else [(entry.token_id, entry.logprob, entry.top, entry.rank or 0) for entry in prompt],
         finish_reason=output.finish_reason,
         failure=None if output.error is None else to_failure(output.error),
         num_prompt_tokens=output.num_prompt_tokens,

@@ -45,7 +45,6 @@ import enum
 import functools
 import hashlib
 import json
-import time
 from collections.abc import Callable, Iterable
 from typing import Any, Self
 
@@ -111,26 +110,6 @@ def worker_key(pool: str, worker_id: str) -> str:
     return f"wk:{{{pool}}}:{worker_id}"
 
 
-class Contact:
-    """Whether Redis has answered without a break for long enough that others' silence means
-    something: while it was away, nobody's heartbeat reached it."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._last = self._since = clock()
-
-    def note(self) -> None:
-        """Redis has taken a heartbeat."""
-        now = self._clock()
-        if now - self._last > MAX_UNWATCHED_S:
-            self._since = now
-        self._last = now
-
-    @property
-    def is_steady(self) -> bool:
-        return self._last - self._since >= HEARTBEAT_TIMEOUT_S
-
-
 class ErrorCode(enum.StrEnum):
     """Why a request ended badly; `controlplane.errors` maps each to an HTTP answer."""
 
@@ -148,6 +127,14 @@ class ErrorCode(enum.StrEnum):
     GRAMMAR_QUOTA = "grammar_quota_exceeded"  # of the tenant: new schemas cost too much
     ANSWER_INVALID = "answer_invalid"  # it does not obey its strict schema
     INTERNAL = "internal"
+
+
+class Task(enum.StrEnum):
+    """What a job asks for."""
+
+    GENERATE = "generate"
+    TOKENIZE = "tokenize"  # its prompt's tokens
+    DETOKENIZE = "detokenize"  # the text of its `token_ids`
 
 
 class FinishReason(enum.StrEnum):
@@ -234,6 +221,7 @@ class Sampling(Message):
     min_tokens: int = 0  # no end before so many
     logit_bias: dict[str, float] = dataclasses.field(default_factory=dict)  # token id -> bias
     logprobs: int | None = None  # None: off; k: the chosen token's and the k best
+    prompt_logprobs: int | None = None  # the same of each token of the prompt but the first
     ignore_eos: bool = False
 
 
@@ -251,6 +239,9 @@ class GenerateJob(Message):
     gateway_id: str
     model: str  # the name the client used
     base_model: str
+    task: str = Task.GENERATE  # the others are answered at once, and generate nothing
+    special_tokens: bool = True  # which a text is given around it; for tokenizing alone, as is
+    generation_prompt: bool = True  # which a chat ends with
     adapters: tuple[AdapterRef, ...] = ()  # none: the base model alone
     adapter_version_id: str | None = None
     messages: tuple[dict[str, Any], ...] | None = None  # chat: rendered by the chat template
@@ -315,7 +306,14 @@ class TokenEvent(Message):
     #: One object per token: {"token", "logprob", "bytes", "top_logprobs": [the same …]}; with
     #: `GenerateJob.token_details` also "id" and "special", and of the token itself "text", what it
     #: adds to the answer (stop strings are in it).
+    #: An echoed prompt's come first: "logprob" and "top_logprobs" are None of its first token;
+    #: of a prompt as text with "span", the characters of it [from, to] that the token stands for.
     logprobs: tuple[dict[str, Any], ...] | None = None
+    #: With `Sampling.prompt_logprobs`, once for each choice: as `logprobs`, with "id" and "rank".
+    prompt_logprobs: tuple[dict[str, Any], ...] | None = None
+    #: The answer to a job that tokenizes: the tokens' ids, and what the vocabulary calls them.
+    token_ids: tuple[int, ...] | None = None
+    token_strs: tuple[str, ...] | None = None
     finish_reason: str | None = None
     stop_string: str | None = None  # with the reason "stop": the one that was met, if one was
     #: How the choice, finished, breaks its `json_schema`, or a call in it the function's.

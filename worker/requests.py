@@ -30,11 +30,13 @@ from worker.protocol import (
     ErrorCode,
     FinishReason,
     GenerateJob,
+    Task,
 )
 from worker.spool import Spool
 from worker.streams import Dispatch, Streams
 from worker.tasks import Tasks
 from worker.text import TextCodec
+from worker.tokenizing import answer_of
 
 log = logging.getLogger(__name__)
 
@@ -174,6 +176,11 @@ class Requests:
                 raise Refused(
                     ErrorCode.INTERNAL, f"This worker serves {self._config.base_model}.", "model"
                 )
+            if job.task != Task.GENERATE:
+                told = await asyncio.to_thread(answer_of, job, self._codec)
+                request.answer(told, time.time())
+                self._finish(request)
+                return
             await self._load_adapters(request)
             if attempt > 1:
                 await self._wait_to_run_alone(request)
@@ -189,8 +196,7 @@ class Requests:
             self._finish(request)
             self._release(request)  # what came after the cancellation
             return
-        if job.echo:
-            request.show_prompts([prompt.text for prompt in prompts])
+        request.show_prompts(prompts)
         request.timings.started = time.time()
         request.in_engine = True
         for command in commands:

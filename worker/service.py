@@ -23,8 +23,9 @@ from redis.exceptions import RedisError
 from worker.adapters import Fetch, S3Fetch
 from worker.channel import Stats, StepReport
 from worker.config import WorkerConfig
+from worker.contact import Contact
 from worker.engine_link import EngineLink
-from worker.protocol import HEARTBEAT_INTERVAL_S, Contact, Control, GenerateJob, Heartbeat
+from worker.protocol import HEARTBEAT_INTERVAL_S, Control, GenerateJob, Heartbeat
 from worker.requests import LOST, Requests
 from worker.streams import Replaced, Streams
 from worker.tasks import Tasks

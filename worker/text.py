@@ -70,11 +70,16 @@ class TextCodec:
         )
 
     def render(
-        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] = (),
+        *,
+        generation_prompt: bool = True,
     ) -> Chat:
         """The prompt of a chat, up to where the assistant speaks. Raises PromptError.
 
-        tools  OpenAI's tool objects, for a template that `takes_tools`
+        tools              OpenAI's tool objects, for a template that `takes_tools`
+        generation_prompt  False: without the words that make the assistant speak
 
         Source: transformers.utils.chat_template_utils.render_jinja_template.
         """
@@ -85,7 +90,7 @@ class TextCodec:
                 messages=[self._control.guard(dict(message)) for message in messages],
                 tools=[self._control.guard(dict(tool)) for tool in tools] or None,
                 documents=None,
-                add_generation_prompt=True,
+                add_generation_prompt=generation_prompt,
                 **self._special_tokens,
             )
         except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
@@ -105,6 +110,30 @@ class TextCodec:
         """Token ids of a text whose author may write control tokens as well."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
+
+    def encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """`encode` with special tokens, and the characters [from, to] that each token stands for.
+
+        Together they are the whole text: a token begins where the one before it ends, or where the
+        character does of which both have bytes.
+        """
+        encoded = self._tokenizer.encode(text, add_special_tokens=True)
+        spans: list[tuple[int, int]] = []
+        end = 0
+        for first, last in encoded.offsets:
+            start = min(first, end) if first < last else end
+            end = max(end, last)
+            spans.append((start, end))
+        return encoded.ids, spans
+
+    def names(self, token_ids: Sequence[int]) -> list[str]:
+        """What the vocabulary calls the tokens."""
+        return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
+
+    def decode_whole(self, token_ids: Sequence[int]) -> str:
+        """The text, special tokens among it."""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        return text
 
     def min_num_tokens(self, text: str) -> int:
         """A lower bound for the length of `encode(text)`, without the work of it."""

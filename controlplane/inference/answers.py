@@ -92,7 +92,12 @@ class Answer:
             of_choice.setdefault(event.index, []).append(event)
             usage = event.usage or usage
         choices = [self._choice(index, of_choice[index]) for index in sorted(of_choice)]
-        return self._body(self.object, choices, usage=usage_body(usage))
+        more = self._of_prompt(of_choice[min(of_choice)])
+        return self._body(self.object, choices, usage=usage_body(usage), **more)
+
+    def _of_prompt(self, events: Sequence[TokenEvent]) -> Json:
+        """What a whole body says of the prompt that its choices have in common."""
+        return {}
 
     def opening(self) -> Iterable[bytes]:
         """What a stream begins with."""
@@ -130,11 +135,37 @@ def _entries(events: Sequence[TokenEvent]) -> list[Json] | None:
     return [entry for event in events for entry in event.logprobs or ()]
 
 
+def _prompt_logprobs(events: Sequence[TokenEvent]) -> Json:
+    """The prompt's tokens in vLLM's form; {} when they were not asked for."""
+    found = [event.prompt_logprobs for event in events if event.prompt_logprobs is not None]
+    if not found:
+        return {}
+    return {"prompt_logprobs": [_by_id(entry) for each in found for entry in each]}
+
+
+def _by_id(entry: Json) -> Json | None:
+    """What a prompt's token might have been, by its id; None of the first token."""
+    if entry["logprob"] is None:
+        return None
+    best = [own | {"rank": rank} for rank, own in enumerate(entry["top_logprobs"], start=1)]
+    return {
+        str(own["id"]): {
+            "logprob": own["logprob"],
+            "rank": own["rank"],
+            "decoded_token": own["token"],
+        }
+        for own in (entry, *best)
+    }
+
+
 class ChatAnswer(Answer):
     """/v1/chat/completions."""
 
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+
+    def _of_prompt(self, events: Sequence[TokenEvent]) -> Json:
+        return _prompt_logprobs(events)
 
     def _choice(self, index: int, events: Sequence[TokenEvent]) -> Json:
         message: Json = {
@@ -242,6 +273,7 @@ class CompletionAnswer(Answer):
             "text": _text(events),
             "logprobs": self._logprobs(index, events),
             "finish_reason": events[-1].finish_reason,
+            **_prompt_logprobs(events),
         }
 
     def _deltas(self, event: TokenEvent) -> Iterator[Json]:
@@ -260,17 +292,20 @@ class CompletionAnswer(Answer):
         return {
             "tokens": [entry["token"] for entry in entries],
             "token_logprobs": [entry["logprob"] for entry in entries],
-            "top_logprobs": [_by_text(entry["top_logprobs"]) for entry in entries],
+            "top_logprobs": [_by_text(entry) for entry in entries],
             "text_offset": [self._offsets[index].of(entry) for entry in entries],
         }
 
 
-def _by_text(best: Sequence[Json]) -> dict[str, float]:
-    """The best tokens by how they read; of several that read alike the likeliest."""
+def _by_text(entry: Json) -> dict[str, float] | None:
+    """The best tokens by how they read, of several that read alike the likeliest, and the one that
+    it is. None of a prompt's first token."""
+    if entry["logprob"] is None:
+        return None
     found: dict[str, float] = {}
-    for entry in best:
-        found.setdefault(entry["token"], entry["logprob"])
-    return found
+    for own in entry["top_logprobs"]:
+        found.setdefault(own["token"], own["logprob"])
+    return found | {entry["token"]: entry["logprob"]}
 
 
 class _Offsets:
@@ -281,6 +316,9 @@ class _Offsets:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def of(self, entry: Json) -> int:
+        if "span" in entry:
+            start, self._next = entry["span"]
+            return int(start)
         here = self._next
         self._next += len(self._decoder.decode(bytes(entry["bytes"])))
         return here

@@ -12,7 +12,7 @@ from controlplane.inference.json_schema import planned, regex_of_choices, regex_
 from controlplane.inference.schemas import ChatBody, CompletionBody, GenerationBody
 from controlplane.inference.tools import NO_PARAMETERS, FunctionTool
 from controlplane.tenants.auth import Principal
-from worker.protocol import AdapterRef, ErrorCode, GenerateJob, Sampling
+from worker.protocol import AdapterRef, ErrorCode, GenerateJob, Sampling, Task
 
 #: OpenAI's default for plain completions; a chat goes on to the end of the context.
 COMPLETION_MAX_TOKENS = 16
@@ -102,7 +102,9 @@ def completion_job(body: CompletionBody, call: Call) -> GenerateJob:
         prompts=() if one is not None else tuple(prompts),
         echo=bool(body.echo),
         sampling=_sampling(
-            body, max_tokens=body.max_tokens or COMPLETION_MAX_TOKENS, logprobs=body.logprobs
+            body,
+            max_tokens=COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
+            logprobs=body.logprobs,
         ),
     )
 
@@ -122,6 +124,7 @@ def _sampling(body: GenerationBody, *, max_tokens: int | None, logprobs: int | N
         logit_bias=dict(body.logit_bias or {}),
         logprobs=logprobs,
         min_tokens=body.min_tokens or 0,
+        prompt_logprobs=body.prompt_logprobs,
         ignore_eos=bool(body.ignore_eos),
     )
 
@@ -171,6 +174,10 @@ _CLIENT_PARAMS = {
 
 def client_param(job: GenerateJob, param: str | None, code: str | None) -> str | None:
     """The client's name for the field that a worker found fault with."""
+    if job.task == Task.DETOKENIZE and param == "token_ids":
+        return "tokens"
+    if param == "logprobs" and job.endpoint == "/v1/completions":
+        return param
     if param == "token_ids" or (param is None and code == ErrorCode.CONTEXT_LENGTH_EXCEEDED):
         return "prompt" if job.messages is None else "messages"
     if param == "tools" or (job.tools and param == "lark"):

@@ -154,6 +154,7 @@ class GenerationBody(Body):
     min_p: Share = None
     repetition_penalty: Annotated[float | None, Field(gt=0, le=10)] = None
     min_tokens: Annotated[int | None, Field(ge=0, le=10_000_000)] = None
+    prompt_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
     ignore_eos: bool | None = None
 
     @model_validator(mode="after")
@@ -188,6 +189,12 @@ class GenerationBody(Body):
     def tier(self) -> str:
         """How it is served, in OpenAI's words: there are two ways, whatever was asked for."""
         return "flex" if getattr(self, "service_tier", None) == "flex" else "default"
+
+    @model_validator(mode="after")
+    def _prompt_logprobs_come_whole(self) -> GenerationBody:
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs: not available in a stream")
+        return self
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> GenerationBody:
@@ -372,6 +379,7 @@ class CompletionBody(GenerationBody):
     prompt: (
         str | Annotated[list[str], FirstFault] | TokenIds | Annotated[list[TokenIds], FirstFault]
     )
+    max_tokens: Annotated[int | None, Field(ge=0, le=10_000_000)] = None
     logprobs: Annotated[int | None, Field(ge=0, le=5)] = None
     best_of: Number = None
     echo: bool | None = None
@@ -398,6 +406,10 @@ class CompletionBody(GenerationBody):
     def _best_of_is_n(self) -> CompletionBody:
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise ValueError("best_of: supported only as the value of n")
-        if self.echo and self.logprobs is not None:
-            raise ValueError("logprobs: not available for an echoed prompt")
+        return self
+
+    @model_validator(mode="after")
+    def _something_is_asked_for(self) -> CompletionBody:
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise ValueError("max_tokens: 0 is only for echo or prompt_logprobs")
         return self

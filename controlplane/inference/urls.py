@@ -2,7 +2,7 @@ from django.urls import path
 
 from controlplane.batches import views as batches
 from controlplane.files import views as files
-from controlplane.inference import model_views, views
+from controlplane.inference import model_views, tokenizing, views
 from controlplane.responses import views as responses
 from controlplane.usage.organization import completions_usage
 
@@ -12,6 +12,8 @@ urlpatterns = [
     path("responses", responses.responses),
     path("responses/<str:response_id>", responses.not_kept),
     path("responses/<str:response_id>/<path:rest>", responses.not_kept),
+    path("tokenize", tokenizing.tokenize),
+    path("detokenize", tokenizing.detokenize),
     path("models", model_views.model_list),
     path("models/<str:name>", model_views.model_detail),
     path("organization/usage/completions", completions_usage),

@@ -48,13 +48,15 @@ def _raw_estimate(prompt: Any) -> int:
 
 def output_estimate(job: GenerateJob) -> int:
     """What the answers are taken for until their end is known."""
-    usual = min(job.sampling.max_tokens or USUAL_OUTPUT_TOKENS, USUAL_OUTPUT_TOKENS * 8)
+    most = job.sampling.max_tokens
+    usual = USUAL_OUTPUT_TOKENS if most is None else min(most, USUAL_OUTPUT_TOKENS * 8)
     return usual * job.num_choices
 
 
 def output_bound(job: GenerateJob, context_length: int) -> int:
     """What the answers can take at most."""
-    return min(job.sampling.max_tokens or context_length, context_length) * job.num_choices
+    most = job.sampling.max_tokens
+    return (context_length if most is None else min(most, context_length)) * job.num_choices
 
 
 def admission_args(

@@ -1,5 +1,6 @@
 from django.urls import path
 
+from controlplane.inference import tokenizing
 from controlplane.lorax import views
 
 urlpatterns = [
@@ -11,7 +12,9 @@ urlpatterns = [
     path("embed", views.unsupported),
     path("classify", views.unsupported),
     path("classify_batch", views.unsupported),
-    path("tokenize", views.unsupported),
+    # vLLM's, which has them here; LoRAX's own /tokenize has another body.
+    path("tokenize", tokenizing.tokenize),
+    path("detokenize", tokenizing.detokenize),
 ]
 #: The gateway's, whatever else is served beside it; of the root only POST is.
 PATHS = frozenset(f"/{pattern.pattern}" for pattern in urlpatterns) - {"/"}

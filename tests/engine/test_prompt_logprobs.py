@@ -150,6 +150,7 @@ def test_the_prompt_alone(make_engine: MakeEngine, oracle: Oracle, num_tokens: i
         assert got.last is not None and got.finish_reason == FinishReason.LENGTH
         assert (got.token_ids, got.logprobs, got.last.num_generated) == ([], [], 0)
         assert got.last.num_prompt_tokens == num_tokens
+        assert got.last.end_logprob is None
     assert_scored(results["r"].prompt_logprobs, tokens, oracle.logprobs(tokens), 1)
 
 

@@ -10,7 +10,7 @@ from tests.live import LiveStack
 from tests.worker.scenes import TOKENS, Call
 from tests.worker.test_histories import FaultProxy
 from worker import protocol
-from worker.protocol import Contact
+from worker.contact import Contact
 
 AWAY_S = protocol.HEARTBEAT_TIMEOUT_S + 3
 

@@ -1,0 +1,28 @@
+"""How long Redis has answered somebody without a break. Standard library only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from worker.protocol import HEARTBEAT_TIMEOUT_S, MAX_UNWATCHED_S
+
+
+class Contact:
+    """Whether Redis has answered without a break for long enough that others' silence means
+    something: while it was away, nobody's heartbeat reached it."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last = self._since = clock()
+
+    def note(self) -> None:
+        """Redis has taken a heartbeat."""
+        now = self._clock()
+        if now - self._last > MAX_UNWATCHED_S:
+            self._since = now
+        self._last = now
+
+    @property
+    def is_steady(self) -> bool:
+        return self._last - self._since >= HEARTBEAT_TIMEOUT_S
