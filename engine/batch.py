@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
@@ -123,16 +124,10 @@ class BatchBuilder:
             self._device,
         )
         lora = None
-
-        def extras_of(wanted: npt.NDArray[np.int64]) -> LoraExtras | None:
-            if not keys or self._extras is None:
-                return None
-            return self._extras.of_step(seg_indptr.tolist(), seg_adapter.tolist(), wanted)
-
+        extras_of = functools.partial(self._extras_of, keys, seg_indptr, seg_adapter)
         if keys:
-            table = self._table_of(keys)
             lora = LoraBatch(
-                table=table,
+                table=self._table_of(keys),
                 seg_indptr=on_device[7],
                 seg_adapter=on_device[8],
                 max_tiles=self._max_tiles,
@@ -156,6 +151,19 @@ class BatchBuilder:
             has_unread=bool((token_ids < 0).any()),
             scores=plan_scores(rows, query_start, self._device, extras_of),
         )
+
+    def _extras_of(
+        self,
+        keys: tuple[AdapterKey, ...],
+        seg_indptr: npt.NDArray[np.int32],
+        seg_adapter: npt.NDArray[np.int32],
+        rows: npt.NDArray[np.int64],
+    ) -> LoraExtras | None:
+        """What the current table's adapters have beside tiles, for these rows of the step as the
+        ones whose logits are wanted."""
+        if not keys or self._extras is None:
+            return None
+        return self._extras.of_step(seg_indptr.tolist(), seg_adapter.tolist(), rows)
 
     def _arrange(self, step: Step) -> None:
         """Rows of one adapter stay adjacent; those of the base come last."""

@@ -88,10 +88,8 @@ class Engine:
             reach=config.reach(model),
         )
         self._deadlines = Deadlines(config.max_step_tokens, self._scheduler.count_uncomputed)
-        max_pinned = int(config.pin_share * self._pool.num_pages)
-        self._pins = PinnedPrefixes(
-            self._prefixes, config.page_size, max_pinned, self._store.versions
-        )
+        most = int(config.pin_share * self._pool.num_pages)
+        self._pins = PinnedPrefixes(self._prefixes, config.page_size, most, self._store.versions)
         self._intake = Intake(
             config,
             model,

@@ -12,6 +12,7 @@ from tests.fakes import write_fake_base
 from tests.messages import make_job
 from worker import active
 from worker.active import ActiveRequest
+from worker.admission import Prompt
 from worker.channel import Failure, Output
 from worker.protocol import Sampling
 from worker.requests import Requests
@@ -225,7 +226,7 @@ def test_choices_end_each_for_itself_and_are_billed_together(codec: TextCodec) -
 
 def test_each_prompt_has_its_choices(codec: TextCodec) -> None:
     request = make_request(codec, prompts=("x", "yy"), n=2, echo=True, stream=False)
-    request.show_prompts(["x", "yy"])
+    request.show_prompts([Prompt([1], "x"), Prompt([1], "yy")])
     (token_id,) = codec.encode("z", add_special_tokens=False)
     for prompt in (1, 0):
         for index in (0, 1):
