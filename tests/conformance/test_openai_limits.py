@@ -94,6 +94,18 @@ def test_a_model_that_the_key_may_not_name_is_a_403(served: Served) -> None:
         client.models.retrieve("acme-second")
 
 
+def test_tokenizing_counts_as_a_request(served: Served) -> None:
+    client = client_of(served, limits={"requests_per_minute": 2}, max_retries=0)
+    headers = {"authorization": f"Bearer {client.api_key}"}
+    body = {"model": FAKE_NAME, "prompt": "one two"}
+    answers = [
+        httpx.post(f"{served.url}/tokenize", json=body, headers=headers, timeout=60)
+        for _ in range(3)
+    ]
+    assert [answer.status_code for answer in answers] == [200, 200, 429]
+    assert answers[0].headers["x-ratelimit-limit-requests"] == "2"
+
+
 def test_the_client_waits_out_a_limit_of_requests(served: Served) -> None:
     per_minute = 20
     client = client_of(served, limits={"requests_per_minute": per_minute}, max_retries=2)

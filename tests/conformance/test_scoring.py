@@ -3,6 +3,7 @@ of OpenAI and vLLM ask for them."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -287,7 +288,16 @@ def test_tokens_need_a_key_and_are_billed_as_nothing(served: Served) -> None:
     assert answer.status_code == 404
     echo = post(served, "/tokenize", model=FAKE_NAME, prompt="one two")
     assert echo.status_code == 200
-    assert "x-request-id" in echo.headers
+    headers = {"authorization": f"Bearer {served.key()}"}
+    url = f"{served.url}/api/v1/requests/{echo.headers['x-request-id']}/usage"
+    for _ in range(100):
+        usage = httpx.get(url, headers=headers)
+        if usage.status_code == 200:
+            break
+        time.sleep(0.1)
+    billed = usage.json()
+    assert (billed["prompt_tokens"], billed["completion_tokens"]) == (0, 0)
+    assert billed["finish_reason"] == "stop"
 
 
 def test_the_old_shape_of_refusals_is_the_clients(served: Served) -> None:

@@ -242,3 +242,31 @@ def test_smollm2_is_read_as_transformers_reads_it(request: pytest.FixtureRequest
     detokenizer = Detokenizer(ours)
     pieces = [detokenizer.feed([token_id]) for token_id in ids]
     assert "".join([*pieces, detokenizer.finish()]) == theirs.decode(ids) == text
+
+
+def test_the_spans_of_tokens_are_the_whole_text(tiny: Path, tmp_path: Path) -> None:
+    """Also where the tokenizer leaves the space before a word out of it, puts tokens around a text,
+    and a character is of several tokens."""
+    from tokenizers import processors
+
+    tokenizer = Tokenizer.from_file(str(tiny / "tokenizer.json"))
+    around = processors.TemplateProcessing(
+        single="<|im_start|> $A <|im_end|>", special_tokens=[("<|im_start|>", 1), ("<|im_end|>", 2)]
+    )
+    trim = processors.ByteLevel(trim_offsets=True)
+    tokenizer.post_processor = processors.Sequence([trim, around])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    codec = TextCodec(tmp_path)
+    text = " hello  world\n☃ you<|im_end|>"
+    token_ids, spans = codec.encode_spans(text)
+    assert token_ids == codec.encode(text, add_special_tokens=True)
+    assert spans[0] == (0, 0) and spans[-1] == (len(text), len(text))
+    starts, ends = zip(*spans, strict=True)
+    assert list(starts) == sorted(starts) and list(ends) == sorted(ends)
+    covered = {i for start, end in spans for i in range(start, end)}
+    assert covered == set(range(len(text)))
+    snow = text.index("☃")
+    assert spans.count((snow, snow + 1)) > 1
+    for token_id, (start, end) in zip(token_ids, spans, strict=True):
+        if (start, end) != (snow, snow + 1) and start < end:
+            assert text[start:end] == codec.pieces.of(token_id, is_first=False).text
