@@ -135,6 +135,15 @@ def _joined(events: list[TokenEvent]) -> TokenEvent:
     logprobs = tuple(entry for event in events for entry in event.logprobs or ())
     text = "".join(event.text for event in events)
     prompt = next((e.prompt_logprobs for e in events if e.prompt_logprobs is not None), None)
+    last = events[-1]
+    shows_ids = last.token_ids is not None
+    token_ids = tuple(id for event in events for id in event.token_ids or ()) if shows_ids else None
+    first = next((e for e in events if e.prompt_token_ids is not None), last)
     return dataclasses.replace(
-        events[-1], text=text, logprobs=logprobs or None, prompt_logprobs=prompt
+        last,
+        text=text,
+        logprobs=logprobs or None,
+        prompt_logprobs=prompt,
+        token_ids=token_ids,
+        prompt_token_ids=first.prompt_token_ids,
     )

@@ -19,8 +19,8 @@ from worker.text import TextCodec
 #: Log-probabilities that one request may have to tell at a time: some 15 MB of JSON.
 MAX_LOGPROBS = 200_000
 TOO_MANY_LOGPROBS = (
-    f"This answer has more than {MAX_LOGPROBS:,} log-probabilities to be told at one time. "
-    "Ask for fewer, or for a stream."
+    f"This answer has more than {MAX_LOGPROBS:,} log-probabilities or token ids to be told at one "
+    "time. Ask for fewer, or for a stream."
 )
 
 
@@ -125,6 +125,11 @@ class ActiveRequest:
         self._told = told
         self._end(FinishReason.STOP, now)
 
+    def show_prompt_ids(self, prompts: list[list[int]]) -> None:
+        """Let the first choice of each prompt tell the prompt's tokens."""
+        for number, token_ids in enumerate(prompts):
+            self._choices[number * self.job.n].show_prompt_ids(token_ids)
+
     def feed(self, output: Output, now: float, *, prompt: int = 0) -> int | None:
         """Take in what a step added to a choice of the given prompt.
 
@@ -145,16 +150,17 @@ class ActiveRequest:
             failure = output.failure
             self.fail(failure.code, failure.message, failure.param, now=now)
         elif self._has_too_many_logprobs:
-            self.fail(ErrorCode.INVALID_REQUEST, TOO_MANY_LOGPROBS, "logprobs", now=now)
+            param = "logprobs" if self.job.sampling.logprobs is not None else "return_token_ids"
+            self.fail(ErrorCode.INVALID_REQUEST, TOO_MANY_LOGPROBS, param, now=now)
         elif not self.awaits_check:
             self.conclude(now)
         return output.index if choice.finish_reason is not None and choice.runs_on else None
 
     @property
     def _has_too_many_logprobs(self) -> bool:
-        if self.job.sampling.logprobs is None:
+        if self.job.sampling.logprobs is None and not self.job.with_token_ids:
             return False
-        return sum(choice.num_logprobs for choice in self._choices) > MAX_LOGPROBS
+        return sum(choice.num_told for choice in self._choices) > MAX_LOGPROBS
 
     @property
     def awaits_check(self) -> bool:
@@ -198,18 +204,20 @@ class ActiveRequest:
         news = self.peek_news()
         self._seq += len(news)
         for choice in self._choices:
-            choice.clear()
+            if choice.has_news:
+                choice.clear()
         return news
 
     def peek_news(self) -> list[News]:
         """What `take_news` would give now: one event for each choice that has news."""
         blank = TokenEvent(request_id=self.job.request_id, lease=self.lease, seq=self._seq)
-        events = [choice.event(blank) for choice in self._choices if choice.has_news]
+        events = [self._told(choice, blank) for choice in self._choices if choice.has_news]
         if self._error is not None or (self.is_finished and not events):
             events = [self._last_words(blank)]
         usage = self.usage
         if self.is_finished:
-            events[-1] = dataclasses.replace(events[-1], usage=usage)
+            queue_ms = round(self._waited_ms[0], 3)
+            events[-1] = dataclasses.replace(events[-1], usage=usage, queue_ms=queue_ms)
         return [
             News(
                 event=dataclasses.replace(event, seq=self._seq + number),
@@ -221,6 +229,16 @@ class ActiveRequest:
             )
             for number, event in enumerate(events)
         ]
+
+    def _told(self, choice: Choice, blank: TokenEvent) -> TokenEvent:
+        event = choice.event(blank)
+        if not self.job.with_counts:
+            return event
+        tokens, cached = self._prompts.get(choice.index // self.job.n, (0, 0))
+        so_far = Usage(
+            prompt_tokens=tokens, cached_tokens=cached, completion_tokens=choice.generated
+        )
+        return dataclasses.replace(event, so_far=so_far)
 
     def _last_words(self, blank: TokenEvent) -> TokenEvent:
         """The end of a request as a whole."""
@@ -234,6 +252,14 @@ class ActiveRequest:
             error_param=param,
         )
 
+    @property
+    def _waited_ms(self) -> tuple[float, float]:
+        """How long it waited for its turn, and for its adapters."""
+        timings = self.timings
+        started = timings.started or timings.finished or timings.taken_up
+        load_ms = max(0.0, ((timings.loaded or timings.taken_up) - timings.taken_up) * 1000)
+        return max(0.0, (started - self.job.created_at) * 1000 - load_ms), load_ms
+
     def _done_record(self) -> DoneRecord:
         job, timings, usage = self.job, self.timings, self.usage
         assert timings.finished is not None and self.finish_reason is not None
@@ -241,8 +267,7 @@ class ActiveRequest:
         def since_accepted(moment: float) -> float:
             return max(0.0, (moment - job.created_at) * 1000)
 
-        started = timings.started or timings.finished
-        load_ms = max(0.0, ((timings.loaded or timings.taken_up) - timings.taken_up) * 1000)
+        queue_ms, load_ms = self._waited_ms
         first_token = timings.first_token
         return DoneRecord.of(
             job,
@@ -254,7 +279,7 @@ class ActiveRequest:
             prompt_tokens=usage.prompt_tokens,
             cached_tokens=usage.cached_tokens,
             completion_tokens=usage.completion_tokens,
-            queue_ms=max(0.0, since_accepted(started) - load_ms),
+            queue_ms=queue_ms,
             load_ms=load_ms,
             first_token_ms=None if first_token is None else since_accepted(first_token),
             total_ms=since_accepted(timings.finished),

@@ -6,6 +6,7 @@ The engine takes one prompt at a time, so a job with several is as many of its r
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +18,8 @@ from worker.tools import calls_grammar, plain_messages
 #: Log-probabilities of its prompts that one request may have to tell: they come all at once, and
 #: the worker does nothing else while it writes them.
 MAX_PROMPT_LOGPROBS = 100_000
+#: Of all prompts of a request whose token ids its client wants to see.
+MAX_SHOWN_IDS = 200_000
 
 
 class Refused(Exception):
@@ -69,7 +72,14 @@ def read_prompts(job: GenerateJob, codec: TextCodec) -> list[Prompt]:
     if job.messages is not None:
         return [_checked(Prompt(chat_token_ids(job, codec)), "messages", codec)]
     given: Sequence[Any] = job.prompts or [job.text if job.token_ids is None else job.token_ids]
-    return [_raw_prompt(prompt, codec, job.truncate) for prompt in given]
+    prompts = [_raw_prompt(prompt, codec, job.truncate) for prompt in given]
+    if job.with_token_ids and sum(len(prompt.token_ids) for prompt in prompts) > MAX_SHOWN_IDS:
+        raise Refused(
+            ErrorCode.INVALID_REQUEST,
+            f"The prompts have more than {MAX_SHOWN_IDS:,} tokens together, too many to show.",
+            "return_token_ids",
+        )
+    return prompts
 
 
 def _raw_prompt(
@@ -104,18 +114,54 @@ def _last_token_ids(text: str, number: int, codec: TextCodec) -> list[int]:
 def chat_token_ids(
     job: GenerateJob, codec: TextCodec, *, max_tokens: int | None = None
 ) -> list[int]:
-    """The tokens of the job's chat. Raises Refused.
+    """The tokens of the job's chat; with `room`, of as many of its last turns as fit.
 
     max_tokens  of a chat that is worth counting; None: what the context has
+
+    Raises Refused.
     """
     messages = job.messages or ()
-    does_speak = job.generation_prompt
+    if job.room is None:
+        return _rendered(messages, job, codec, max_tokens)
+    turns = [i for i, message in enumerate(messages) if message["role"] == "user"]
+    starts = sorted({0, *turns})
+    # The fewer turns, the fewer tokens: the first start that fits is found by halving.
+    at = bisect.bisect_left(
+        starts, True, hi=len(starts) - 1, key=lambda start: _fits(messages, start, job, codec)
+    )
+    return _rendered(_from(messages, starts[at]), job, codec)
+
+
+def _fits(
+    messages: Sequence[dict[str, Any]], start: int, job: GenerateJob, codec: TextCodec
+) -> bool:
+    try:
+        number = len(_rendered(_from(messages, start), job, codec))
+    except Refused as refused:
+        if refused.code == ErrorCode.CONTEXT_LENGTH_EXCEEDED:
+            return False
+        raise  # whatever else is wrong with it is so from any start
+    return number <= codec.context_length - min(job.room or 0, codec.context_length // 2)
+
+
+def _from(messages: Sequence[dict[str, Any]], start: int) -> list[dict[str, Any]]:
+    """The conversation from a message on; what the system said before it stays."""
+    said = [message for message in messages[:start] if message["role"] == "system"]
+    return [*said, *messages[start:]]
+
+
+def _rendered(
+    messages: Sequence[dict[str, Any]],
+    job: GenerateJob,
+    codec: TextCodec,
+    max_tokens: int | None = None,
+) -> list[int]:
+    given = {"options": job.template_options, "generation_prompt": job.generation_prompt}
     try:
         if codec.takes_tools:
-            chat = codec.render(messages, job.tools, generation_prompt=does_speak)
+            chat = codec.render(messages, job.tools, **given)
         else:
-            plain = plain_messages(messages, job.tools)
-            chat = codec.render(plain, generation_prompt=does_speak)
+            chat = codec.render(plain_messages(messages, job.tools), **given)
         if max_tokens is None or codec.min_num_tokens(chat.text) > max_tokens:
             _refuse_hopeless(chat.text, codec, "messages")
         return codec.encode_chat(chat)
@@ -155,7 +201,7 @@ def to_adds(
             adapters=tuple((ref.digest, ref.weight) for ref in job.adapters),
             json_schema=None if calls else job.decoding_schema or job.json_schema,
             regex=job.regex,
-            lark=calls,
+            lark=calls or job.grammar,
             deadline=job.deadline,
             is_batch=job.is_batch,
         )

@@ -42,6 +42,8 @@ class Choice:
         self._text = ""
         self._logprobs: list[dict[str, Any]] = []
         self._prompt_logprobs: list[dict[str, Any]] = []
+        self._token_ids: list[int] = []
+        self._prompt_token_ids: tuple[int, ...] | None = None
         self._is_end_told = self._is_checked = False
         self.schema_error: str | None = None
         self.broken_param: str | None = None
@@ -53,9 +55,9 @@ class Choice:
         return is_ended or bool(self._text or self._logprobs or self._prompt_logprobs)
 
     @property
-    def num_logprobs(self) -> int:
+    def num_told(self) -> int:
         """Tokens of which something is to be told, the alternatives among them."""
-        return len(self._logprobs) * (1 + (self._job.sampling.logprobs or 0))
+        return len(self._token_ids) + len(self._logprobs) * (1 + (self._job.sampling.logprobs or 0))
 
     @property
     def awaits_check(self) -> bool:
@@ -114,12 +116,18 @@ class Choice:
             is_first = is_first and self._codec.is_special(token_id)
         return entries
 
+    def show_prompt_ids(self, token_ids: list[int]) -> None:
+        """Tell the prompt's tokens with the first that is told."""
+        self._prompt_token_ids = tuple(token_ids)
+
     def feed(self, output: Output) -> None:
         """Take in what a step added. Raises nothing; a failure is the request's to see."""
         self.generated = max(self.generated, output.num_generated)
         self.runs_on = self.runs_on and output.finish_reason is None
         if self.finish_reason is not None:
             return
+        if self._job.with_token_ids:
+            self._token_ids += output.token_ids
         text, self._stop_string = self._stops.feed(self._read(output))
         self._add(text)
         if output.end_logprob is not None and self._job.echo:
@@ -161,6 +169,8 @@ class Choice:
             text=self._text,
             logprobs=tuple(self._logprobs) or None,
             prompt_logprobs=tuple(self._prompt_logprobs) or None,
+            token_ids=tuple(self._token_ids) if self._job.with_token_ids else None,
+            prompt_token_ids=self._prompt_token_ids,
             finish_reason=self._told_reason,
             stop_string=self._stop_string,
             schema_error=self.schema_error,
@@ -170,6 +180,8 @@ class Choice:
         """Its news have been told."""
         self._text = ""
         self._logprobs, self._prompt_logprobs = [], []
+        self._token_ids = []
+        self._prompt_token_ids = None
         self._is_end_told = self._told_reason is not None
 
     def _logprob(self, entry: Logprob) -> dict[str, Any]:

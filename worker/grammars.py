@@ -179,7 +179,7 @@ def _check_set_up() -> Callable[[str, str], str | None]:
     return answer_check.set_up()
 
 
-_NAMES = {"json_schema": "schema", "regex": "regular expression", "lark": "tools' schemas"}
+_NAMES = {"json_schema": "schema", "regex": "regular expression", "lark": "grammar"}
 
 
 def _grammar_of(command: Add) -> _Grammar | None:

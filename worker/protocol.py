@@ -229,8 +229,8 @@ class Sampling(Message):
 class GenerateJob(Message):
     """One request for tokens. Exactly one of `messages`, `text`, `token_ids`, `prompts` is set.
 
-    At most one of `json_schema` and `regex` is set; with `tools` the worker makes a grammar of
-    the calls, and `json_schema` then binds an answer that calls nothing.
+    At most one of `json_schema`, `regex` and `grammar` is set; with `tools` the worker makes a
+    grammar of the calls, and `json_schema` then binds an answer that calls nothing.
     """
 
     request_id: str
@@ -250,12 +250,15 @@ class GenerateJob(Message):
     prompts: tuple[Any, ...] = ()  # several, each as text or as a list of token ids
     n: int = 1  # continuations of each prompt; number i of prompt p is choice p * n + i
     truncate: int | None = None  # of a prompt as text: only so many of its last tokens
+    template_options: dict[str, Any] = dataclasses.field(default_factory=dict)  # for the template
+    room: int | None = None  # chat: the oldest messages are dropped until so many tokens are free
     echo: bool = False  # each choice's text begins with its prompt's
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     json_schema: str | None = None  # the answer must obey it; canonical JSON text
     decoding_schema: str | None = None  # for the decoder in its place: as much as that can enforce
     is_strict: bool = False  # an answer that does not obey `json_schema` is a failure
     regex: str | None = None  # the whole answer must match it
+    grammar: str | None = None  # the whole answer must obey it; Lark of our own writing
     tools: tuple[dict[str, Any], ...] = ()  # OpenAI's tool objects, for the chat template
     tool_schemas: tuple[str, ...] = ()  # of each tool: what the decoder holds its arguments to
     strict_tools: tuple[str, ...] = ()  # a call of these that does not obey is a failure
@@ -264,6 +267,8 @@ class GenerateJob(Message):
     stream: bool = False
     endpoint: str = ""  # the address it was sent to, for the log: "/v1/chat/completions"
     token_details: bool = False  # with logprobs: TokenEvent.logprobs say more of each token
+    with_counts: bool = False  # of a stream: each event has `TokenEvent.so_far`
+    with_token_ids: bool = False  # events have the ids of the prompt and of their tokens
     store: bool | None = None  # whether its words may be kept; None: as its tenant chose
     is_batch: bool = False  # nobody waits at the other end: served after those that somebody does
     created_at: float = 0.0  # Unix seconds
@@ -311,9 +316,14 @@ class TokenEvent(Message):
     logprobs: tuple[dict[str, Any], ...] | None = None
     #: With `Sampling.prompt_logprobs`, once for each choice: as `logprobs`, with "id" and "rank".
     prompt_logprobs: tuple[dict[str, Any], ...] | None = None
-    #: The answer to a job that tokenizes: the tokens' ids, and what the vocabulary calls them.
+    #: `with_token_ids`: those that came with this event. Of a job that tokenizes: the answer, and
+    #: `token_strs` what the vocabulary calls them.
     token_ids: tuple[int, ...] | None = None
     token_strs: tuple[str, ...] | None = None
+    #: `with_token_ids`: in the first event of each prompt's first choice.
+    prompt_token_ids: tuple[int, ...] | None = None
+    so_far: Usage | None = None  # `with_counts`: the choice's own prompt and tokens until here
+    queue_ms: float | None = None  # beside `usage`: how long the request waited for its turn
     finish_reason: str | None = None
     stop_string: str | None = None  # with the reason "stop": the one that was met, if one was
     #: How the choice, finished, breaks its `json_schema`, or a call in it the function's.
@@ -325,8 +335,9 @@ class TokenEvent(Message):
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Self:
-        if fields.get("usage") is not None:
-            fields = {**fields, "usage": Usage.from_dict(fields["usage"])}
+        for name in ("usage", "so_far"):
+            if fields.get(name) is not None:
+                fields = {**fields, name: Usage.from_dict(fields[name])}
         return super(TokenEvent, cls).from_dict(fields)
 
 

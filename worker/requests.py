@@ -197,6 +197,8 @@ class Requests:
             self._release(request)  # what came after the cancellation
             return
         request.show_prompts(prompts)
+        if job.with_token_ids:
+            request.show_prompt_ids([prompt.token_ids for prompt in prompts])
         request.timings.started = time.time()
         request.in_engine = True
         for command in commands:

@@ -74,11 +74,13 @@ class TextCodec:
         messages: Sequence[dict[str, Any]],
         tools: Sequence[dict[str, Any]] = (),
         *,
+        options: dict[str, Any] | None = None,
         generation_prompt: bool = True,
     ) -> Chat:
         """The prompt of a chat, up to where the assistant speaks. Raises PromptError.
 
         tools              OpenAI's tool objects, for a template that `takes_tools`
+        options            what else the client would have the template know
         generation_prompt  False: without the words that make the assistant speak
 
         Source: transformers.utils.chat_template_utils.render_jinja_template.
@@ -87,6 +89,7 @@ class TextCodec:
             raise PromptError("The base model has no chat template; use /v1/completions.")
         try:
             rendered = self._template.render(
+                self._control.guard(options or {}),
                 messages=[self._control.guard(dict(message)) for message in messages],
                 tools=[self._control.guard(dict(tool)) for tool in tools] or None,
                 documents=None,

@@ -320,3 +320,44 @@ def test_every_log_probability_is_a_number_of_json(codec: TextCodec, logprob: fl
     (told,) = event.logprobs
     assert (told["logprob"], told["top_logprobs"][0]["logprob"]) == (-9999.0, -9999.0)
     assert b"NaN" not in event.encode()
+
+
+def test_each_event_says_how_far_its_choice_is(codec: TextCodec) -> None:
+    request = make_request(codec, with_counts=True, prompts=("x", "y"), text=None)
+    for prompt, tokens in ((0, 7), (1, 9)):
+        request.feed(
+            Output(request_id="r", token_ids=[5], num_prompt_tokens=tokens, num_generated=1),
+            101.0,
+            prompt=prompt,
+        )
+    told = [(news.event.index, news.event.so_far) for news in request.take_news()]
+    assert [(index, so_far.prompt_tokens, so_far.completion_tokens) for index, so_far in told] == [
+        (0, 7, 1),
+        (1, 9, 1),
+    ]
+
+
+def test_token_ids_are_told_once_with_the_text_that_they_are_of(codec: TextCodec) -> None:
+    """Also when a character's first bytes wait for the others while another choice has news."""
+    request = make_request(codec, with_token_ids=True, n=2)
+    request.show_prompt_ids([[8, 9]])
+    bird = codec.encode("🦜", add_special_tokens=False)
+    plain = codec.encode("a", add_special_tokens=False)
+    request.feed(Output(request_id="r", index=0, token_ids=plain), 101.0)
+    request.feed(Output(request_id="r", index=1, token_ids=bird[:2]), 101.0)
+    first = news_of(request).event
+    assert (first.token_ids, first.prompt_token_ids) == (tuple(plain), (8, 9))
+    request.feed(Output(request_id="r", index=1, token_ids=bird[2:], finish_reason="stop"), 102.0)
+    second = news_of(request).event
+    assert (second.text, second.token_ids) == ("🦜", tuple(bird))
+    assert second.prompt_token_ids is None
+
+
+def test_token_ids_that_pile_up_end_their_request(
+    codec: TextCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.active.MAX_LOGPROBS", 3)
+    request = make_request(codec, with_token_ids=True, stream=False)
+    request.feed(Output(request_id="r", token_ids=[5] * 4), 101.0)
+    event = news_of(request).event
+    assert (event.error_code, event.error_param) == ("invalid_request", "return_token_ids")
