@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import TypeVar
 
 from django.db.models import F, Model, QuerySet
@@ -12,6 +13,9 @@ from controlplane.adapters.names import ModelName, parse_model_name
 from controlplane.errors import NotFound
 
 _Row = TypeVar("_Row", bound=Model)
+
+#: Names that a wrong one is compared with, of each sort.
+MAX_LIKE = 60
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,20 +71,32 @@ def check_serving(model: ResolvedModel, *, param: str = "model") -> None:
 
 def no_such_model(name: str) -> NotFound:
     """For a model that does not exist as for one that is somebody else's."""
+    what = f"The model `{name[:200]}` does" if name else "A model with an empty name does"
     return NotFound(
-        f"The model `{name[:200]}` does not exist or you do not have access to it.",
+        f"{what} not exist or you do not have access to it.",
         param="model",
         code="model_not_found",
     )
 
 
 def models_list() -> list[ResolvedModel]:
-    """What the tenant can name: its adapters that have a live version, then the base models."""
+    """What the tenant can name: the base models, then its adapters that have a live version."""
     adapters = Adapter.objects.exclude(live_version=None).filter(is_serving("base_model__"))
     live = adapters.select_related("live_version", "base_model").order_by("name")
     found = [_resolved(adapter.name, adapter.live_version, adapter) for adapter in live]
     bases = BaseModel.objects.filter(is_serving()).order_by("name")
-    return found + [_resolved_base(base_model) for base_model in bases]
+    return [_resolved_base(base_model) for base_model in bases] + found
+
+
+def names_like(name: str) -> list[str]:
+    """Names that the tenant can use and that begin as this one does, or of few adapters all."""
+    bases = BaseModel.objects.filter(is_serving()).order_by("name")
+    live = Adapter.objects.exclude(live_version=None).filter(is_serving("base_model__"))
+    found: dict[str, None] = {}
+    beginning = re.sub("[^a-z0-9]", "", name[:2].lower())
+    for rows in (bases, live.filter(name__startswith=beginning), live):
+        found |= dict.fromkeys(rows.order_by("name").values_list("name", flat=True)[:MAX_LIKE])
+    return list(found)
 
 
 def _ready_version(wanted: ModelName) -> AdapterVersion | None:

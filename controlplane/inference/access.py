@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import difflib
 import logging
 import time
 import uuid
@@ -27,6 +28,7 @@ from controlplane.adapters.resolution import (
     check_serving,
     model_resolve,
     models_list,
+    names_like,
 )
 from controlplane.cross_origin import check_origin
 from controlplane.errors import ApiError, InvalidRequest, NotFound, PermissionDenied, Unavailable
@@ -42,6 +44,8 @@ log = logging.getLogger(__name__)
 
 _CACHE_MAX_MODELS = 10_000
 _TOUCH_DELAY_S = 1.0
+#: How alike two names are, from 0 to 1, of which one may be meant for the other.
+NEAR = 0.75
 
 _T = TypeVar("_T")
 
@@ -221,6 +225,7 @@ def _load_target(principal: Principal, named: Named) -> Target:
                 found.append(model_resolve(name))
             except NotFound as error:
                 error.param = param
+                error.message += _way_out(principal, name)
                 raise
             _load_limits(principal, name)  # while a connection is at hand
     if len(_models) >= _CACHE_MAX_MODELS:
@@ -228,6 +233,16 @@ def _load_target(principal: Principal, named: Named) -> Target:
     for model in found:
         _models[principal.tenant.id, model.name] = (model, until)
     return _target(named, found)
+
+
+def _way_out(principal: Principal, name: str) -> str:
+    """What to say to somebody who named a model that there is not: of their own names alone."""
+    known = [own for own in names_like(name) if _may_name(principal, own)]
+    near = difflib.get_close_matches(name[:64], [own[:64] for own in known], 3, NEAR)
+    longer = [own for own in known if len(name) > 2 and own.startswith(name)]
+    shown = list(dict.fromkeys(near + longer))[:3]
+    asked = f" Did you mean {' or '.join(f'`{own}`' for own in shown)}?" if shown else ""
+    return f"{asked} GET /v1/models lists what this key can name."
 
 
 def _cached_model(principal: Principal, name: str) -> ResolvedModel | None:

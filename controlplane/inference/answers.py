@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -59,6 +60,10 @@ class Answer:
 
     object: str
     chunk_object: str
+    #: Whether each chunk of a stream has the usage of its choice so far.
+    is_continuous = False
+    #: Choices of each prompt.
+    per_prompt = 1
 
     def __init__(
         self,
@@ -86,18 +91,32 @@ class Answer:
 
     def whole(self, events: Iterable[TokenEvent]) -> Json:
         """The body of an answer that is not streamed, from all its events."""
+        events = list(events)
         of_choice: dict[int, list[TokenEvent]] = {}
         usage = Usage()
         for event in events:
             of_choice.setdefault(event.index, []).append(event)
             usage = event.usage or usage
-        choices = [self._choice(index, of_choice[index]) for index in sorted(of_choice)]
+        choices = [
+            self._choice(index, of_choice[index]) | _token_ids(of_choice[index])
+            for index in sorted(of_choice)
+        ]
         more = self._of_prompt(of_choice[min(of_choice)])
-        return self._body(self.object, choices, usage=usage_body(usage), **more)
+        body = self._body(self.object, choices, usage=usage_body(usage), **more)
+        prompts = {
+            event.index // self.per_prompt: list(event.prompt_token_ids)
+            for event in events
+            if event.prompt_token_ids is not None
+        }
+        return self._with_prompts(body, prompts) if prompts else body
 
     def _of_prompt(self, events: Sequence[TokenEvent]) -> Json:
         """What a whole body says of the prompt that its choices have in common."""
         return {}
+
+    def _with_prompts(self, body: Json, prompts: dict[int, list[int]]) -> Json:
+        """The body and the token ids of the prompts, by their numbers."""
+        raise NotImplementedError
 
     def opening(self) -> Iterable[bytes]:
         """What a stream begins with."""
@@ -105,12 +124,25 @@ class Answer:
 
     def chunks(self, event: TokenEvent) -> Iterator[bytes]:
         """What one event adds to a stream."""
+        ids = _token_ids([event])
+        prompts = {}
+        if event.prompt_token_ids is not None:
+            prompts = {event.index // self.per_prompt: list(event.prompt_token_ids)}
         for choice in self._deltas(event):
-            # With usage asked for, every chunk says that it is not the one that has it.
-            more = {"usage": None} if self._with_usage else {}
-            yield sse(self._body(self.chunk_object, [{"index": event.index, **choice}], **more))
+            shown = {"index": event.index, **choice, **ids}
+            body = self._body(self.chunk_object, [shown], **self._usage_so_far(event))
+            yield sse(self._with_prompts(body, prompts) if prompts else body)
+            ids = {"token_ids": []} if ids else {}
+            prompts = {}
         if self._with_usage and event.usage is not None:
             yield sse(self._body(self.chunk_object, [], usage=usage_body(event.usage)))
+
+    def _usage_so_far(self, event: TokenEvent) -> Json:
+        """What a chunk says of the usage: if it is asked for, that this is not the chunk that has
+        all of it, or how much it is up to here."""
+        if self.is_continuous and event.so_far is not None:
+            return {"usage": usage_body(event.so_far)}
+        return {"usage": None} if self._with_usage else {}
 
     def _choice(self, index: int, events: Sequence[TokenEvent]) -> Json:
         """One finished choice."""
@@ -158,10 +190,18 @@ def _by_id(entry: Json) -> Json | None:
     }
 
 
+def _token_ids(events: Sequence[TokenEvent]) -> Json:
+    """The tokens of a choice, where they were asked for."""
+    if all(event.token_ids is None for event in events):
+        return {}
+    return {"token_ids": [token_id for event in events for token_id in event.token_ids or ()]}
+
+
 class ChatAnswer(Answer):
     """/v1/chat/completions."""
 
     object = "chat.completion"
+    _has_begun = False
     chunk_object = "chat.completion.chunk"
 
     def _of_prompt(self, events: Sequence[TokenEvent]) -> Json:
@@ -196,8 +236,25 @@ class ChatAnswer(Answer):
         has_calls = self._readers is not None and self._readers[index].num_calls > 0
         return "tool_calls" if has_calls and reason == FinishReason.STOP else reason
 
+    def _with_prompts(self, body: Json, prompts: dict[int, list[int]]) -> Json:
+        return {**body, "prompt_token_ids": next(iter(prompts.values()))}
+
     def opening(self) -> Iterable[bytes]:
-        more = {"usage": None} if self._with_usage else {}
+        # With usage in every chunk, this one waits for the first event, which says of the prompt.
+        return () if self.is_continuous else self._roles(None)
+
+    def chunks(self, event: TokenEvent) -> Iterator[bytes]:
+        if self.is_continuous and not self._has_begun:
+            self._has_begun = True
+            before = dataclasses.replace(event.so_far or Usage(), completion_tokens=0)
+            yield from self._roles(before)
+        yield from super().chunks(event)
+
+    def _roles(self, usage: Usage | None) -> Iterator[bytes]:
+        """A chunk for each choice, which says who speaks."""
+        more: Json = {"usage": None} if self._with_usage else {}
+        if usage is not None:
+            more = {"usage": usage_body(usage)}
         # Where it may be calls alone, nothing is said of content until there is some.
         content = "" if self._readers is None else None
         for index in range(self._num_choices):
@@ -207,7 +264,7 @@ class ChatAnswer(Answer):
     def _deltas(self, event: TokenEvent) -> Iterator[Json]:
         is_end = event.finish_reason is not None
         deltas = [_piece_delta(p) for p in self._pieces(event.index, event.text, is_end=is_end)]
-        if not deltas and event.logprobs:
+        if not deltas and (event.logprobs or event.token_ids):
             deltas = [{"content": ""}]
         for number, delta in enumerate(deltas):
             yield _delta(delta, _chat_logprobs([event]) if number == 0 else None)
@@ -283,6 +340,11 @@ class CompletionAnswer(Answer):
                 "logprobs": self._logprobs(event.index, [event]),
                 "finish_reason": event.finish_reason,
             }
+
+    def _with_prompts(self, body: Json, prompts: dict[int, list[int]]) -> Json:
+        for choice in body["choices"]:
+            choice["prompt_token_ids"] = prompts.get(choice["index"] // self.per_prompt)
+        return body
 
     def _logprobs(self, index: int, events: Sequence[TokenEvent]) -> Json | None:
         """The older shape: parallel lists, the best tokens as a map."""

@@ -8,7 +8,13 @@ from typing import Any
 
 from controlplane.adapters.models import AdapterVersion
 from controlplane.inference.access import Target
-from controlplane.inference.json_schema import planned, regex_of_choices, regex_of_pattern
+from controlplane.inference.ebnf import to_lark
+from controlplane.inference.json_schema import (
+    SCHEMA_PARAM,
+    planned,
+    regex_of_choices,
+    regex_of_pattern,
+)
 from controlplane.inference.schemas import ChatBody, CompletionBody, GenerationBody
 from controlplane.inference.tools import NO_PARAMETERS, FunctionTool
 from controlplane.tenants.auth import Principal
@@ -56,6 +62,9 @@ class Call:
             "n": body.n or 1,
             "endpoint": self.endpoint,
             "stream": bool(body.stream),
+            "with_counts": bool(body.stream_options and body.stream_options.is_continuous),
+            "with_token_ids": bool(body.return_token_ids),
+            **_grammar(body),
             "store": body.store,
             "is_batch": self.is_batch,
             "created_at": now,
@@ -88,7 +97,7 @@ def chat_job(body: ChatBody, call: Call) -> GenerateJob:
             max_tokens=body.max_completion_tokens or body.max_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         ),
-        **_grammar(body),
+        template_options=dict(body.chat_template_kwargs or {}),
     )
 
 
@@ -114,7 +123,7 @@ def _sampling(body: GenerationBody, *, max_tokens: int | None, logprobs: int | N
         max_tokens=max_tokens,
         temperature=1.0 if body.temperature is None else body.temperature,
         top_p=1.0 if body.top_p is None else max(body.top_p, MIN_TOP_P),
-        top_k=body.top_k or 0,
+        top_k=max(0, body.top_k or 0),
         min_p=body.min_p or 0.0,
         seed=body.seed,
         stop=tuple(body.stop or ()),
@@ -129,23 +138,23 @@ def _sampling(body: GenerationBody, *, max_tokens: int | None, logprobs: int | N
     )
 
 
-def _grammar(body: ChatBody) -> dict[str, Any]:
+def _grammar(body: GenerationBody) -> dict[str, Any]:
     """What the answer must obey. The schema's properties keep their order: the answer's."""
-    form = body.response_format
-    if form is None or form.type == "text":
+    form = body.constraint
+    if form is None:
         return {}
     if form.pattern is not None:
         return {"regex": regex_of_pattern(form.pattern)}
     if form.choices is not None:
         return {"regex": regex_of_choices(form.choices)}
-    if form.json_schema is None:
-        return {"json_schema": '{"type":"object"}'}
-    is_strict = bool(form.json_schema.strict)
-    made = planned(form.json_schema.schema_, strict=is_strict)
+    if form.grammar is not None:
+        return {"grammar": to_lark(form.grammar)}
+    assert form.schema is not None
+    made = planned(form.schema, strict=form.is_strict, param=form.field)
     return {
         "json_schema": made.schema,
         "decoding_schema": made.decoding,
-        "is_strict": is_strict,
+        "is_strict": form.is_strict,
     }
 
 
@@ -164,15 +173,18 @@ def _tool_schemas(body: ChatBody, tools: list[FunctionTool]) -> tuple[str, ...]:
     return tuple(schemas)
 
 
+#: What an answer must obey, in a worker's words.
+_GRAMMARS = ("json_schema", "regex", "lark")
 #: A worker names the job's field; the client knows it under the name it used.
 _CLIENT_PARAMS = {
-    "json_schema": "response_format.json_schema.schema",
     "logprobs": "top_logprobs",
     "text": "prompt",
 }
 
 
-def client_param(job: GenerateJob, param: str | None, code: str | None) -> str | None:
+def client_param(
+    job: GenerateJob, param: str | None, code: str | None, body: GenerationBody
+) -> str | None:
     """The client's name for the field that a worker found fault with."""
     if job.task == Task.DETOKENIZE and param == "token_ids":
         return "tokens"
@@ -184,8 +196,6 @@ def client_param(job: GenerateJob, param: str | None, code: str | None) -> str |
         return "tools"
     if param == "adapters" or code == ErrorCode.ADAPTER_INCOMPATIBLE:
         return "model" if len(job.adapters) < 2 else "adapters"
-    if job.regex is not None and param == "regex":
-        return "response_format"
-    if code == ErrorCode.INVALID_RESPONSE_FORMAT:
-        return _CLIENT_PARAMS["json_schema"]
+    if param in _GRAMMARS or code == ErrorCode.INVALID_RESPONSE_FORMAT:
+        return body.constraint.field if body.constraint is not None else SCHEMA_PARAM
     return _CLIENT_PARAMS.get(param or "", param)

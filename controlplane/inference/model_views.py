@@ -32,13 +32,17 @@ async def model_detail(request: HttpRequest, name: str) -> HttpResponseBase:
 
 def model_body(model: ResolvedModel) -> dict[str, Any]:
     """A model, as OpenAI writes it."""
-    shutdown_date = model.base_model.shutdown_date
+    base = model.base_model
+    shutdown_date = base.shutdown_date
     return {
         "id": model.name,
         "object": "model",
         "created": model.created,
         "owned_by": "lorikeet" if model.version is None else "tenant",
-        "parent": None if model.version is None else model.base_model.name,
+        "parent": None if model.version is None else base.name,
+        # As vLLM has them; `root` is whose tokenizer it is.
+        "root": base.name,
+        "max_model_len": base.context_length,
         "version": None if model.version is None else model.version.number,
         "shutdown_date": shutdown_date and shutdown_date.isoformat(),
     }

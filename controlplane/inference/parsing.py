@@ -11,6 +11,7 @@ from pydantic_core import ErrorDetails
 from controlplane import finite
 from controlplane.errors import InvalidRequest
 from controlplane.inference.bodies import Body
+from controlplane.inference.faults import is_of_type, said
 
 _B = TypeVar("_B", bound=Body)
 
@@ -32,7 +33,7 @@ def parse_body(kind: type[_B], body: bytes) -> _B:
 
 
 def _to_invalid_request(error: ValidationError, body: bytes) -> InvalidRequest:
-    details = error.errors(include_url=False, include_context=False)
+    details = error.errors(include_url=False)
     first = details[0]
     if first["type"] == "json_invalid":
         if "recursion limit" in first["msg"]:
@@ -44,8 +45,11 @@ def _to_invalid_request(error: ValidationError, body: bytes) -> InvalidRequest:
         given = {}
     # Of the ways in which a union failed, the one that got furthest says most.
     paths = [_path(detail, given) for detail in details]
-    best = max(range(len(details)), key=lambda index: len(paths[index]))
-    return _describe(details[best], paths[best])
+    best = max(
+        range(len(details)), key=lambda index: (len(paths[index]), not is_of_type(details[index]))
+    )
+    others = [details[i] for i in range(len(details)) if i != best and paths[i] == paths[best]]
+    return _describe(details[best], paths[best], others)
 
 
 def _path(detail: ErrorDetails, given: Any) -> list[str]:
@@ -62,7 +66,7 @@ def _path(detail: ErrorDetails, given: Any) -> list[str]:
     return path
 
 
-def _describe(detail: ErrorDetails, path: list[str]) -> InvalidRequest:
+def _describe(detail: ErrorDetails, path: list[str], others: list[ErrorDetails]) -> InvalidRequest:
     kind, message = detail["type"], detail["msg"]
     if kind in ("value_error", "missing") and ": " in message:
         # Of a whole object: "Value error, field: what is wrong".
@@ -78,6 +82,9 @@ def _describe(detail: ErrorDetails, path: list[str]) -> InvalidRequest:
         message = f"Unrecognized request argument supplied: {param}."
     elif kind in ("unsupported", "invalid_schema"):
         message = f"'{param}' {message}."
-    else:
+    elif kind in ("value_error", "assertion_error"):
         message = f"Invalid value for '{param or 'the body'}': {message[:500]}."
+    else:
+        shown = f"'{param}'" if param else "the body"
+        message = f"Invalid value for {shown}: it {said(detail, others)[:500]}."
     return InvalidRequest(message, param=param, code=code)

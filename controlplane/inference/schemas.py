@@ -1,8 +1,9 @@
 """The bodies that the gateway takes: OpenAI's fields, their ranges, and what is refused by name.
 
-Unknown fields are refused: that catches typing errors. Fields that make no difference here
-(`user`, `metadata`, `store`, …) are taken and checked; fields for things the platform cannot do
-yet are refused unless they are empty.
+Unknown fields are refused: that catches typing errors. Not so inside `messages`, which clients send
+back with what their own objects add. Fields that make no difference here (`user`, `metadata`,
+`store`, …) are taken and checked; fields for things the platform cannot do yet are refused unless
+they are empty.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from controlplane.inference.bodies import Body, FirstFault, at_most, without_nul
-from controlplane.inference.json_schema import checked_pattern, checked_schema
+from controlplane.inference.bodies import Body, FirstFault, Replayed, at_most, without_nul
+from controlplane.inference.constraints import Constrained
 from controlplane.inference.named import Named
 from controlplane.inference.tools import (
     MAX_TOOLS,
@@ -47,7 +48,7 @@ INT64 = 2**63 - 1
 
 
 def _refuse(value: Any) -> Any:
-    if value in (None, False, [], {}):
+    if value in (None, False, "", [], {}):
         return None
     raise PydanticCustomError("unsupported", "is not supported")
 
@@ -82,8 +83,12 @@ Temperature = Annotated[float | None, Field(ge=0, le=2)]
 Share = Annotated[float | None, Field(ge=0, le=1)]
 Penalty = Annotated[float | None, Field(ge=-2, le=2)]
 MaxTokens = Annotated[int | None, Field(ge=1, le=10_000_000)]
+#: Off where it is -1, as vLLM and SGLang write it, or 0.
+TopK = Annotated[int | None, Field(ge=-1, le=1_000_000)]
 Seed = Annotated[int | None, Field(ge=-INT64 - 1, le=INT64)]
 ModelName = Annotated[str, Field(min_length=1, max_length=MAX_MODEL_CHARS)]
+#: "" is the base model.
+NamedModel = Annotated[str | None, Field(max_length=MAX_MODEL_CHARS)]
 Label = Annotated[str | None, Field(max_length=512)]
 #: Those that OpenAI's clients know; what is served for them is `GenerationBody.tier`.
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"] | None
@@ -98,6 +103,18 @@ Metadata = Annotated[
 class StreamOptions(Body):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+    @property
+    def shows_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        is_continuous = self.continuous_usage_stats and self.include_usage is not False
+        return bool(self.include_usage or is_continuous)
+
+    @property
+    def is_continuous(self) -> bool:
+        """Whether each chunk has the usage so far."""
+        return self.shows_usage and bool(self.continuous_usage_stats)
 
 
 class AdapterPart(Body):
@@ -128,13 +145,13 @@ Adapters = Annotated[
 ]
 
 
-class GenerationBody(Body):
+class GenerationBody(Constrained):
     """What chat and plain completions have in common."""
 
     #: The address that takes it.
     endpoint: ClassVar[str]
 
-    model: ModelName | None = None
+    model: NamedModel = None
     adapters: Adapters = None
     temperature: Temperature = None
     top_p: Share = None
@@ -150,16 +167,17 @@ class GenerationBody(Body):
     user: Label = None
     store: bool | None = None
     # Beyond OpenAI's, under the names that other servers of open models use.
-    top_k: Annotated[int | None, Field(ge=0, le=1_000_000)] = None
+    top_k: TopK = None
     min_p: Share = None
     repetition_penalty: Annotated[float | None, Field(gt=0, le=10)] = None
     min_tokens: Annotated[int | None, Field(ge=0, le=10_000_000)] = None
     prompt_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
     ignore_eos: bool | None = None
+    return_token_ids: bool | None = None
 
     @model_validator(mode="after")
     def _names_something(self) -> GenerationBody:
-        if self.model is None and not self.adapters:
+        if self.model is None and not self.adapters:  # "" is the base, as LoRAX's clients say it
             raise PydanticCustomError("missing", "model: required")
         return self
 
@@ -171,7 +189,7 @@ class GenerationBody(Body):
         names = tuple(part.called for part in self.adapters)
         weights = tuple(part.weight for part in self.adapters)
         params = tuple(f"adapters.{i}.{part.field}" for i, part in enumerate(self.adapters))
-        if self.model is None:
+        if not self.model:
             return Named(label=label, names=names, weights=weights, params=params)
         return Named(
             label=label,
@@ -205,11 +223,20 @@ class GenerationBody(Body):
 
 def _text_part(value: Any) -> Any:
     if isinstance(value, dict) and isinstance(value.get("type"), str) and value["type"] != "text":
-        raise PydanticCustomError("unsupported", "is of a type that is not supported")
+        raise no_text(value["type"])
     return value
 
 
-class TextPart(Body):
+def no_text(kind: str) -> PydanticCustomError:
+    """For a part of a message that is an image or the like."""
+    return PydanticCustomError(
+        "unsupported",
+        "is a part of type {kind}: the models here read text alone. Send parts of type text",
+        {"kind": f"`{kind[:40]}`"},
+    )
+
+
+class TextPart(Replayed):
     type: Literal["text"]
     text: str
 
@@ -219,27 +246,29 @@ ContentPart = Annotated[TextPart, BeforeValidator(_text_part)]
 
 def _role(value: Any) -> Any:
     if value == "function":
-        raise PydanticCustomError("unsupported", "does not support function messages")
+        raise PydanticCustomError(
+            "unsupported",
+            "does not support function messages: send role tool, with the tool_call_id",
+        )
     return value
 
 
-class Message(Body):
+class Message(Replayed):
     role: Annotated[
         Literal["developer", "system", "user", "assistant", "tool"], BeforeValidator(_role)
     ]
     content: str | Annotated[list[ContentPart], FirstFault] | None = None
     name: Label = None
-    refusal: Label = None
-    annotations: Any = None  # the client's own objects carry them back
-    parsed: Any = None
+    refusal: str | None = None
     audio: Unsupported = None
-    tool_calls: ToolCalls | None = None
+    tool_calls: ToolCalls = None
     tool_call_id: Annotated[str | None, Field(min_length=1, max_length=200)] = None
     function_call: Unsupported = None
 
     @model_validator(mode="after")
     def _fits_its_role(self) -> Message:
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+        says_else = self.role == "assistant" and (self.tool_calls or self.refusal)
+        if self.content is None and not says_else:
             raise PydanticCustomError("missing", "content: required")
         if self.tool_calls and self.role != "assistant":
             raise ValueError("tool_calls: only an assistant's message has them")
@@ -249,7 +278,7 @@ class Message(Body):
 
     def rendered(self) -> dict[str, Any]:
         """As the chat template takes it."""
-        content = self.content or ""
+        content = self.content or self.refusal or ""
         if not isinstance(content, str):
             content = "\n".join(part.text for part in content)
         # Open models' templates know no developer; OpenAI's own models take the two as one.
@@ -262,36 +291,30 @@ class Message(Body):
         return message
 
 
-class JsonSchemaFormat(Body):
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
-    description: Label = None
-    # A dict, checked: the field's name would hide a method of BaseModel.
-    schema_: Annotated[dict[str, Any], AfterValidator(checked_schema), Field(alias="schema")]
-    strict: bool | None = None
+#: What a template is given anyway, or what is not the client's to say.
+_TEMPLATES_OWN = frozenset(
+    ("messages", "tools", "documents", "chat_template", "tokenize", "add_generation_prompt")
+)
+TemplateName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
+TemplateValue = bool | Annotated[int, Field(ge=-(2**31), lt=2**31)] | Annotated[
+    str, Field(max_length=1000)
+] | None  # fmt: skip
 
 
-class ResponseFormat(Body):
-    """OpenAI's, and two more: `regex`, which the whole answer matches, and `choice`, of which it is
-    one."""
+def _templates_own(options: dict[str, Any]) -> dict[str, Any]:
+    for name in options:
+        if name in _TEMPLATES_OWN or name.endswith("_token"):
+            raise PydanticCustomError("value_error", "must not set what the template is given")
+    return options
 
-    type: Literal["text", "json_object", "json_schema", "regex", "choice"]
-    json_schema: JsonSchemaFormat | None = None
-    pattern: Annotated[str, AfterValidator(checked_pattern)] | None = None
-    choices: Annotated[
-        list[Annotated[str, Field(min_length=1, max_length=1000)]] | None,
-        Field(min_length=1, max_length=1000),
-    ] = None
 
-    @model_validator(mode="after")
-    def _what_its_type_needs_is_there(self) -> ResponseFormat:
-        for kind, field in (
-            ("json_schema", "json_schema"),
-            ("regex", "pattern"),
-            ("choice", "choices"),
-        ):
-            if (self.type == kind) != (getattr(self, field) is not None):
-                raise ValueError(f"{field}: required with type {kind}, and only with it")
-        return self
+TemplateOptions = Annotated[
+    Annotated[
+        dict[TemplateName, TemplateValue], Field(max_length=16), AfterValidator(_templates_own)
+    ]
+    | None,
+    at_most(16),
+]
 
 
 def _no_functions(value: Any) -> Any:
@@ -307,7 +330,7 @@ class ChatBody(GenerationBody):
     max_completion_tokens: MaxTokens = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
-    response_format: ResponseFormat | None = None
+    chat_template_kwargs: TemplateOptions = None
     modalities: Annotated[list[Literal["text"]], FirstFault] | None = None
     metadata: Metadata = None
     service_tier: ServiceTier = None
@@ -331,9 +354,9 @@ class ChatBody(GenerationBody):
     def _tools_fit_together(self) -> ChatBody:
         check_tools(self.tools or [])
         tools, _ = self.callable_tools()
-        form = self.response_format
-        if tools and form is not None and form.type in ("regex", "choice"):
-            raise ValueError(f"response_format: {form.type} cannot stand beside tools")
+        form = self.constraint
+        if tools and form is not None and form.schema is None:
+            raise ValueError(f"{form.field}: cannot stand beside tools; a schema can")
         called: set[str] = set()
         for number, message in enumerate(self.messages):
             called |= {call.id for call in message.tool_calls or ()}

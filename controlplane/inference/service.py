@@ -167,7 +167,7 @@ class Generation:
         try:
             events = await self.reply.take(timeout_s)
         except ApiError as error:
-            error.param = client_param(self.job, error.param, error.code)
+            error.param = client_param(self.job, error.param, error.code, self.body)
             raise
         if any(event.finish_reason == FinishReason.CANCELLED for event in events):
             # Not by its client, who is still here: its worker took this gateway for dead.
@@ -195,13 +195,15 @@ class Generation:
             else (CompletionAnswer, "cmpl", None)
         )
         options = self.body.stream_options
-        return kind(
+        answer = kind(
             answer_id=f"{prefix}-{self.job.request_id.removeprefix('req_')}",
             created=int(self.job.created_at),
             model=self.target.name,
             fingerprint=self.fingerprint,
-            with_usage=bool(options and options.include_usage),
+            with_usage=bool(options and options.shows_usage),
             num_choices=self.job.num_choices,
             has_tools=bool(self.job.tools),
             service_tier=tier,
         )
+        answer.is_continuous, answer.per_prompt = self.job.with_counts, self.job.n
+        return answer

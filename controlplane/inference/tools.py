@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from controlplane.inference.bodies import Body
+from controlplane.inference.bodies import Body, Replayed
 from controlplane.inference.json_schema import checked_schema
 
 MAX_TOOLS = 128
@@ -89,12 +89,12 @@ ToolMode = Literal["none", "auto", "required"]
 ToolChoice = ToolMode | NamedTool | AllowedTools
 
 
-class CalledFunction(Body):
+class CalledFunction(Replayed):
     name: FunctionName
     arguments: str
 
 
-class ToolCall(Body):
+class ToolCall(Replayed):
     """A call in an assistant's message, as an earlier answer had it."""
 
     id: Annotated[str, Field(min_length=1, max_length=200)]
@@ -132,9 +132,17 @@ def _is_deeper(value: Any, levels: int) -> bool:
     return True
 
 
+def _some(calls: Any) -> Any:
+    """Servers write an empty list where there are none; sent back, it says as much."""
+    return None if calls == [] else calls
+
+
 ToolCalls = Annotated[
-    list[Annotated[ToolCall, BeforeValidator(_only_functions)]],
-    Field(min_length=1, max_length=MAX_CALLS),
+    Annotated[
+        list[Annotated[ToolCall, BeforeValidator(_only_functions)]], Field(max_length=MAX_CALLS)
+    ]
+    | None,
+    BeforeValidator(_some),
 ]
 
 
@@ -170,7 +178,7 @@ def chosen(
 
     Raises ValueError for a choice that is not among the tools.
     """
-    if choice is not None and choice != "none" and not tools:
+    if choice not in (None, "none", "auto") and not tools:
         raise ValueError("tool_choice: allowed only with tools")
     if choice == "none" or not tools:
         return [], None

@@ -24,6 +24,7 @@ from controlplane.inference.event_stream import streamed
 from controlplane.inference.parsing import parse_body
 from controlplane.inference.schemas import ChatBody, CompletionBody, GenerationBody
 from controlplane.inference.service import new_request_id, submit
+from controlplane.lorax.bases import default_base
 from controlplane.tenants.auth import Principal
 
 log = logging.getLogger(__name__)
@@ -135,8 +136,16 @@ async def checked_body(request: HttpRequest, kind: type[_B]) -> tuple[Principal,
     Raises ApiError.
     """
     body = await read_body(request, lambda sent: parse_body(kind, sent))
+    await name_base(request, body)
     principal, _ = await access.admit(request, body.named())
     return principal, body
+
+
+async def name_base(request: HttpRequest, body: GenerationBody) -> None:
+    """Put the base model's name where a known caller left it empty, as LoRAX's clients do."""
+    if body.model == "" and not body.adapters:
+        await access.authenticate(request)
+        body.model = (await default_base("model")).name
 
 
 async def read_body(request: HttpRequest, parse: Callable[[bytes], _T]) -> _T:

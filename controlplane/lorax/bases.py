@@ -15,9 +15,10 @@ CACHE_S = 5.0
 _known: tuple[float, Sequence[BaseModel]] = (0.0, ())
 
 
-async def default_base() -> BaseModel:
+async def default_base(field: str = "adapter_id") -> BaseModel:
     """The base model that is served, if it is but one.
 
+    field  of the body, in which it can be named
     Raises Unavailable when there is none, NotFound when the last has been shut down,
     InvalidRequest when there are several.
     """
@@ -30,7 +31,7 @@ async def default_base() -> BaseModel:
     if len(active) > 1:
         names = ", ".join(base.name for base in active[:20])
         raise InvalidRequest(
-            f"There are several base models: name one as the adapter_id ({names}).", param="model"
+            f"There are several base models: name one as the {field} ({names}).", param="model"
         )
     return active[0]
 

@@ -12,13 +12,13 @@ from pydantic import Field, TypeAdapter, ValidationError
 from controlplane import finite
 from controlplane.errors import InvalidRequest
 from controlplane.inference.bodies import FirstFault
+from controlplane.inference.constraints import ResponseFormat
 from controlplane.inference.schemas import (
     INT64,
     MAX_MESSAGES,
     AdapterPart,
     ChatBody,
     Message,
-    ResponseFormat,
 )
 from controlplane.lorax.schemas import GenerateBody, Parameters
 from worker.protocol import GenerateJob

@@ -23,6 +23,7 @@ from controlplane.lorax import bases, translation
 from controlplane.lorax.answers import LoraxAnswer, sse
 from controlplane.lorax.errors import error_body, error_response
 from controlplane.lorax.schemas import MAX_BEST_OF, GenerateBody
+from controlplane.lorax.timings import Timings, whole_headers
 from worker.protocol import Usage
 
 _lorax_view = gateway_view("POST", errors=error_response)
@@ -144,17 +145,18 @@ def _needs_base(body: GenerateBody) -> bool:
 async def _whole(request: HttpRequest, body: GenerateBody) -> tuple[Any, dict[str, str]]:
     started = time.perf_counter()
     generation, answer = await _submitted(request, body, stream=False)
+    submitted = time.perf_counter()
     try:
         events = [event async for event in generation.events()]
     finally:
         generation.leave()
     usage = events[-1].usage or Usage()
-    headers = _headers(generation, body) | {
-        "x-total-time": str(round((time.perf_counter() - started) * 1000)),
-        "x-prompt-tokens": str(usage.prompt_tokens),
-        "x-generated-tokens": str(usage.completion_tokens),
-        "x-total-tokens": str(usage.prompt_tokens + usage.completion_tokens),
-    }
+    timings = Timings(
+        total_ms=(time.perf_counter() - started) * 1000,
+        validation_ms=(submitted - started) * 1000,
+        queue_ms=events[-1].queue_ms or 0.0,
+    )
+    headers = await _headers(generation, body) | whole_headers(usage, timings)
     return answer.whole(events, usage), headers
 
 
@@ -164,7 +166,7 @@ async def _streamed(request: HttpRequest, body: GenerateBody) -> HttpResponseBas
         raise InvalidRequest("best_of above 1 is not supported when streaming tokens.")
     generation, answer = await _submitted(request, body, stream=True)
     response = await streamed(generation, answer, failure=_failure)
-    for name, value in _headers(generation, body).items():
+    for name, value in (await _headers(generation, body)).items():
         response[name] = value
     return response
 
@@ -173,12 +175,17 @@ def _failure(error: ApiError) -> bytes:
     return sse(error_body(error))
 
 
-def _headers(generation: Generation, body: GenerateBody) -> dict[str, str]:
+async def _headers(generation: Generation, body: GenerateBody) -> dict[str, str]:
+    """Those that a stream begins with, too."""
+    base = generation.target.base_model.name
+    devices = (await jobs.dispatcher()).devices(base)
     headers = {
-        "x-model-id": generation.target.base_model.name,
+        "x-model-id": base,
+        "x-compute-type": f"{'gpu' if set(devices) - {'cpu'} else 'cpu'}+optimized",
         "x-compute-characters": str(len(body.inputs)),
     }
     adapters = [model.name for model in generation.target.models if model.version is not None]
     if adapters:
         headers["x-adapter-id"] = ",".join(adapters)
+        headers["x-adapter-source"] = "local"
     return headers

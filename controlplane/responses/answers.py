@@ -238,7 +238,7 @@ class ResponsesAnswer:
             "tools": [tool.model_dump(exclude_none=True) for tool in body.tools or ()],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": 1.0 if body.top_p is None else body.top_p,
-            "truncation": "disabled",
+            "truncation": body.truncation or "disabled",
             "usage": None if usage is None else usage_body(usage),
             "user": body.user,
         }

@@ -5,48 +5,53 @@ Responses are not kept, so what refers to an earlier one is refused.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from controlplane.inference.bodies import Body, FirstFault
+from controlplane.inference.bodies import Body, FirstFault, Replayed
 from controlplane.inference.schemas import (
     MAX_MESSAGES,
     Adapters,
     Label,
     MaxTokens,
     Metadata,
-    ModelName,
+    NamedModel,
     Penalty,
     Seed,
     ServiceTier,
     Share,
     Stops,
     Temperature,
+    TopK,
     Unsupported,
+    no_text,
 )
 from controlplane.inference.tools import MAX_TOOLS
+from worker.protocol import GenerateJob
 
 _TEXT_PARTS = ("input_text", "output_text", "text")
-_ITEMS = ("message", "function_call", "function_call_output")
+_ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 
 
 def _part(value: Any) -> Any:
-    if isinstance(value, dict) and value.get("type") not in (*_TEXT_PARTS, None):
-        raise PydanticCustomError("unsupported", "is of a type that is not supported")
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(kind, str) and kind not in _TEXT_PARTS:
+        raise no_text(kind)
     return value
 
 
-class _TextPart(Body):
+class _TextPart(Replayed):
     type: Literal["input_text", "output_text", "text"]
     text: str
-    # The client's own objects carry them back.
-    annotations: Any = None
-    logprobs: Any = None
 
 
 TextPart = Annotated[_TextPart, BeforeValidator(_part)]
+#: Tokens that stay free for the answer with truncation auto, where its length is not bounded.
+DEFAULT_ROOM = 256
+
 Content = str | Annotated[list[TextPart], FirstFault]
 
 
@@ -54,37 +59,35 @@ def text_of(content: Content) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
-class MessageItem(Body):
+class MessageItem(Replayed):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
-    id: Label = None
-    status: Label = None
-    phase: Label = None
 
 
-class FunctionCallItem(Body):
+class FunctionCallItem(Replayed):
     """What an earlier answer called."""
 
     type: Literal["function_call"]
     call_id: Annotated[str, Field(min_length=1, max_length=200)]
     name: str
     arguments: str
-    id: Label = None
-    status: Label = None
     namespace: Unsupported = None
     caller: Unsupported = None
-    parsed_arguments: Any = None
 
 
-class FunctionOutputItem(Body):
+class FunctionOutputItem(Replayed):
     """What the function returned."""
 
     type: Literal["function_call_output"]
     call_id: Annotated[str, Field(min_length=1, max_length=200)]
     output: Content
-    id: Label = None
-    status: Label = None
+
+
+class ReasoningItem(Replayed):
+    """What another model thought before its answer. No model here is told of it."""
+
+    type: Literal["reasoning"]
 
 
 def _kind(value: Any) -> str:
@@ -95,7 +98,11 @@ def _kind(value: Any) -> str:
 
 def _item(value: Any) -> Any:
     if isinstance(value, dict) and _kind(value) not in _ITEMS:
-        raise PydanticCustomError("unsupported", "is of a type that is not supported")
+        raise PydanticCustomError(
+            "unsupported",
+            "is an item of type {kind}, which is not supported: there are {known}",
+            {"kind": f"`{_kind(value)[:40]}`", "known": ", ".join(_ITEMS)},
+        )
     return value
 
 
@@ -103,7 +110,8 @@ Item = Annotated[
     Annotated[
         Annotated[MessageItem, Tag("message")]
         | Annotated[FunctionCallItem, Tag("function_call")]
-        | Annotated[FunctionOutputItem, Tag("function_call_output")],
+        | Annotated[FunctionOutputItem, Tag("function_call_output")]
+        | Annotated[ReasoningItem, Tag("reasoning")],
         Discriminator(_kind),
     ],
     BeforeValidator(_item),
@@ -141,7 +149,11 @@ class Reasoning(Body):
 
 
 class ResponsesStreamOptions(Body):
+    """Taken and of no effect: a response's last event has its usage anyway."""
+
     include_obfuscation: bool | None = None
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 def _tool(value: Any) -> Any:
@@ -169,7 +181,7 @@ class ResponsesBody(Body):
 
     endpoint: ClassVar[str] = "/v1/responses"
 
-    model: ModelName | None = None
+    model: NamedModel = None
     adapters: Adapters = None
     input: str | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
@@ -194,7 +206,7 @@ class ResponsesBody(Body):
         | None
     ) = None
     reasoning: Reasoning | None = None
-    truncation: Literal["disabled"] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     store: bool | None = None
     stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
@@ -215,9 +227,17 @@ class ResponsesBody(Body):
     stop: Stops = None
     presence_penalty: Penalty = None
     frequency_penalty: Penalty = None
-    top_k: Annotated[int | None, Field(ge=0, le=1_000_000)] = None
+    top_k: TopK = None
     min_p: Share = None
     repetition_penalty: Annotated[float | None, Field(gt=0, le=10)] = None
+    ignore_eos: bool | None = None
+    min_tokens: Annotated[int | None, Field(ge=0, le=10_000_000)] = None
+
+    def adjusted(self, job: GenerateJob) -> GenerateJob:
+        """What a chat's body cannot say of the job: that the oldest turns may go."""
+        if self.truncation != "auto":
+            return job
+        return dataclasses.replace(job, room=self.max_output_tokens or DEFAULT_ROOM)
 
     @property
     def shows_logprobs(self) -> bool:

@@ -6,11 +6,12 @@ import json
 import re
 from typing import Any
 
-from controlplane.errors import ApiError
+from controlplane.errors import ApiError, InvalidRequest
 from controlplane.inference.parsing import parse_body
 from controlplane.inference.schemas import ChatBody
 from controlplane.responses.schemas import (
     FunctionCallItem,
+    FunctionOutputItem,
     MessageItem,
     NamedChoice,
     ResponsesBody,
@@ -25,7 +26,7 @@ _SAME = (
     *("model", "temperature", "top_p", "parallel_tool_calls", "store", "stream", "metadata"),
     *("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
     *("service_tier", "seed", "stop", "presence_penalty", "frequency_penalty", "top_k", "min_p"),
-    "repetition_penalty",
+    *("repetition_penalty", "ignore_eos", "min_tokens"),
 )
 
 
@@ -64,9 +65,13 @@ def _messages(body: ResponsesBody) -> list[Json]:
             messages.append({"role": item.role, "content": text_of(item.content)})
         elif isinstance(item, FunctionCallItem):
             _add_call(messages, item)
-        else:
+        elif isinstance(item, FunctionOutputItem):
             content = text_of(item.output)
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
+    if len(messages) <= bool(body.instructions):
+        raise InvalidRequest(
+            "'input' has nothing to answer: give text, or items of type message.", param="input"
+        )
     return messages
 
 

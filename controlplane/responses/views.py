@@ -10,7 +10,7 @@ from controlplane.inference.event_stream import streamed
 from controlplane.inference.parsing import parse_body
 from controlplane.inference.schemas import ChatBody
 from controlplane.inference.service import submit
-from controlplane.inference.views import gateway_view, read_body, request_id_of
+from controlplane.inference.views import gateway_view, name_base, read_body, request_id_of
 from controlplane.responses.answers import answer_of
 from controlplane.responses.schemas import ResponsesBody
 from controlplane.responses.translation import chat_body, in_our_words
@@ -20,11 +20,16 @@ from controlplane.responses.translation import chat_body, in_our_words
 async def responses(request: HttpRequest) -> HttpResponseBase:
     """Answer once; nothing of it is kept to be continued or fetched."""
     body, chat = await _bodies(request)
+    await name_base(request, chat)
     principal, _ = await access.admit(request, chat.named())
     request_id = request_id_of(request)
     try:
         generation = await submit(
-            principal, chat, request_id=request_id, endpoint=ResponsesBody.endpoint
+            principal,
+            chat,
+            request_id=request_id,
+            endpoint=ResponsesBody.endpoint,
+            adjust=body.adjusted,
         )
         request.rate_headers = generation.headers  # type: ignore[attr-defined]
         answer = answer_of(body, generation)
@@ -44,7 +49,23 @@ async def responses(request: HttpRequest) -> HttpResponseBase:
 async def not_kept(request: HttpRequest, response_id: str, rest: str = "") -> HttpResponseBase:
     """A response by its id: there is none, for none is kept."""
     await access.authenticate(request)
-    raise NotFound(f"Response with id '{response_id[:100]}' not found: responses are not kept.")
+    if response_id in _OPENAIS_OWN and request.method == "POST":
+        raise NotFound(
+            f"There is no POST /v1/responses/{response_id}: {_OPENAIS_OWN[response_id]}",
+            code="unknown_url",
+        )
+    raise NotFound(
+        f"Response with id '{response_id[:100]}' not found: responses are not kept. Send the "
+        "conversation again, as the items of `input`."
+    )
+
+
+#: What OpenAI has under names that look like ids, and what to do instead.
+_OPENAIS_OWN = {
+    "input_tokens": "to count tokens, send the request to POST /v1/responses with "
+    "max_output_tokens 1 and read usage.input_tokens.",
+    "compact": "conversations are the client's here; truncation auto drops the oldest turns.",
+}
 
 
 async def _bodies(request: HttpRequest) -> tuple[ResponsesBody, ChatBody]:

@@ -223,7 +223,12 @@ def _parse_header(header: str | None) -> keys.KeyParts:
             "No API key was provided: send it in the header, as Authorization: Bearer <key>."
         )
     scheme, _, credentials = header.partition(" ")
-    parts = keys.parse(credentials.strip()) if scheme.lower() == "bearer" else None
+    if scheme.lower() != "bearer":
+        raise AuthenticationFailed(
+            "The Authorization header has no key in the form that is read here: send it as "
+            "Authorization: Bearer <key>."
+        )
+    parts = keys.parse(credentials.strip())
     if parts is None:
         raise AuthenticationFailed(_WRONG_KEY)
     return parts

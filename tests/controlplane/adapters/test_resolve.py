@@ -92,7 +92,7 @@ def test_outside_a_scope_it_raises(base_model: BaseModel) -> None:
 def test_list_is_what_resolves(acme_adapter: Adapter, globex: Party) -> None:
     services.adapter_create(name="empty")
     names = [model.name for model in resolution.models_list()]
-    assert names == ["invoices", "tiny"]
+    assert names == ["tiny", "invoices"]
     for name in names:
         assert resolution.model_resolve(name).name == name
     with tenant_scope(globex.tenant.id):

@@ -88,6 +88,15 @@ def test_a_chat(gateway: Gateway) -> None:
     assert row["completion_tokens"] == answer.usage.completion_tokens
 
 
+def test_an_empty_model_is_the_base(gateway: Gateway) -> None:
+    client: Any = gateway.client()
+    chat = client.chat.completions.create(model="", messages=say("x"))
+    plain = client.completions.create(model="", prompt="x")
+    response = client.responses.create(model="", input="x")
+    assert {chat.model, plain.model, response.model} == {FAKE_NAME}
+    assert gateway.live.usage_row(request_id(chat))["model"] == FAKE_NAME
+
+
 def test_a_streamed_chat(gateway: Gateway) -> None:
     stream = gateway.client().chat.completions.create(
         model="acme-adapter",

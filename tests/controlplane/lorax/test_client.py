@@ -229,6 +229,30 @@ class TestAdapters:
             assert "x-adapter-id" not in answer.headers
             assert site.line(answer.headers["x-request-id"])["digests"] == []
 
+    def test_what_it_took_is_in_the_headers(self, site: Site) -> None:
+        body = {"inputs": "one two", "parameters": {"adapter_id": "acme-adapter"}}
+        headers = site.post("/generate", body).headers
+        took = {
+            name: int(headers[f"x-{name}-time"])
+            for name in ("compute", "total", "validation", "queue", "inference")
+        }
+        assert took["compute"] == took["total"] >= took["inference"]
+        parts = took["validation"] + took["queue"] + took["inference"]
+        assert took["total"] - 3 <= parts <= took["total"] + 3
+        per_token = int(headers["x-time-per-token"])
+        assert per_token == pytest.approx(
+            took["inference"] / int(headers["x-generated-tokens"]), abs=1
+        )
+        assert headers["x-compute-type"] == "cpu+optimized"
+        assert headers["x-compute-characters"] == "7"
+        assert headers["x-adapter-source"] == "local"
+        streamed = site.post("/generate_stream", body).headers
+        assert (streamed["x-compute-type"], streamed["x-compute-characters"]) == (
+            "cpu+optimized",
+            "7",
+        )
+        assert "x-total-time" not in streamed
+
     def test_where_it_came_from_makes_no_difference(self, site: Site) -> None:
         arguments = {"adapter_id": "acme-adapter", "adapter_source": "hub", "api_token": "hf_x"}
         assert site.call("generate", prompt="x", **arguments)["generated_text"] == "x"

@@ -315,7 +315,6 @@ class TestRefusals:
             ({"background": True}, "background"),
             ({"conversation": "conv_1"}, "conversation"),
             ({"prompt": {"id": "pmpt_1"}}, "prompt"),
-            ({"truncation": "auto"}, "truncation"),
             ({"tools": [{"type": "web_search"}]}, "tools.0"),
             ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input.0"),
             (
