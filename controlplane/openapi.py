@@ -75,6 +75,8 @@ _MODEL: Json = {
         "created": {"type": "integer"},
         "owned_by": {"type": "string"},
         "parent": {"type": ["string", "null"], "description": "An adapter's base model."},
+        "root": {"type": "string", "description": "The base model, whose tokenizer it is."},
+        "max_model_len": {"type": "integer", "description": "Tokens of its context."},
         "version": {"type": ["integer", "null"], "description": "Of the adapter."},
         "shutdown_date": {
             "type": ["string", "null"],
