@@ -281,7 +281,7 @@ def _target(named: Named, models: list[ResolvedModel]) -> Target:
 def _load_limits(principal: Principal, model_name: str) -> Limits:
     assert principal.api_key is not None
     until = time.monotonic() + CACHE_S
-    limits = limits_for(principal.api_key.id, plain_name(model_name))
+    limits = limits_for(principal.api_key, plain_name(model_name))
     if len(_limits) >= _CACHE_MAX_MODELS:
         _limits.clear()
     _limits[principal.api_key.id, model_name] = (limits, until)

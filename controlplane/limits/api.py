@@ -16,7 +16,8 @@ from controlplane.api import PAGE_PARAMETERS, StrictSerializer, TenantAPIView, p
 from controlplane.errors import Conflict, NotFound, PermissionDenied
 from controlplane.limits import quotas, services
 from controlplane.limits.models import Budget, RateLimit
-from controlplane.tenants.auth import Permission
+from controlplane.tenants.auth import Permission, Principal
+from controlplane.tenants.key_grants import check_limits_of
 from controlplane.tenants.key_services import api_key_get
 
 _T = TypeVar("_T")
@@ -164,7 +165,7 @@ class LimitsView(TenantAPIView):
             raise PermissionDenied(_OPERATORS)
         row = _once(
             lambda: services.rate_limit_set(
-                api_key_id=_key_id(body["api_key"]),
+                api_key_id=_key_id(self.principal, body["api_key"]),
                 model=body["model"],
                 **{name: body[name] for name in RateLimit.RATES},
             )
@@ -185,6 +186,7 @@ class LimitView(TenantAPIView):
         row = self._row(limit_id)
         if row.scope == "tenant":
             raise PermissionDenied(_OPERATORS)
+        check_limits_of(self.principal, row.api_key)
         services.rate_limit_remove(api_key_id=row.api_key_id, model=row.model)
         return Response(status=204)
 
@@ -210,7 +212,7 @@ class BudgetsView(TenantAPIView):
         body = BudgetSetSerializer.parsed(request)
         row = _once(
             lambda: services.budget_set(
-                api_key_id=_key_id(body["api_key"]),
+                api_key_id=_key_id(self.principal, body["api_key"]),
                 period=body["period"],
                 hard_limit=body["hard_limit"],
                 soft_limit=body["soft_limit"],
@@ -230,6 +232,7 @@ class BudgetView(TenantAPIView):
     def delete(self, request: Request, budget_id: uuid.UUID) -> Response:
         """Spend without this budget from now on."""
         row = self._row(budget_id)
+        check_limits_of(self.principal, row.api_key)
         services.budget_remove(api_key_id=row.api_key_id, period=row.period)
         return Response(status=204)
 
@@ -248,14 +251,17 @@ class QuotaView(TenantAPIView):
         return Response(QuotaSerializer(quotas.quota_state()).data)
 
 
-def _key_id(public_id: str | None) -> Any:
+def _key_id(by: Principal, public_id: str | None) -> Any:
+    """Of the key that the caller names to set its limits; None for none."""
     if public_id is None:
         return None
     try:
-        return api_key_get(public_id=public_id).pk
-    except NotFound as error:
+        api_key = api_key_get(public_id=public_id)
+        check_limits_of(by, api_key)
+    except (NotFound, PermissionDenied) as error:
         error.param = "api_key"
         raise
+    return api_key.pk
 
 
 def _once(write: Callable[[], _T]) -> _T:

@@ -17,14 +17,19 @@ from controlplane.errors import from_validation
 from controlplane.limits.admit import BudgetPeriod, Limits, Policy
 from controlplane.limits.models import Budget, RateLimit
 from controlplane.scoping import tenant_scope
+from controlplane.tenants.models import ApiKey
 from controlplane.usage.models import UsageDay
 
 _Row = TypeVar("_Row", RateLimit, Budget)
 
 
-def limits_for(api_key_id: uuid.UUID | None, model: str) -> Limits:
-    """All that bounds this key's use of this model, for the tenant in scope."""
-    is_own = Q(api_key=None) | Q(api_key=api_key_id)
+def limits_for(api_key: ApiKey | None, model: str) -> Limits:
+    """All that bounds this key's use of this model, for the tenant in scope.
+
+    The limits of a key hold for it and all keys that come from it together: making another key is
+    no way past them.
+    """
+    is_own = Q(api_key=None) | Q(api_key__in=api_key.line if api_key else [])
     rates = RateLimit.objects.filter(is_own, model__in=["", *_names_of(model)]).order_by("id")
     budgets = Budget.objects.filter(is_own).order_by("id")
     now = timezone.now()
@@ -86,7 +91,9 @@ def tokens_spent(tenant_id: str, budget: BudgetPeriod) -> int:
     with tenant_scope(uuid.UUID(tenant_id)):
         rows = UsageDay.objects.filter(starts_at__gte=start, starts_at__lt=end)
         if budget.api_key_id is not None:
-            rows = rows.filter(api_key_id=uuid.UUID(budget.api_key_id))
+            key_id = uuid.UUID(budget.api_key_id)
+            made = ApiKey.made_by(key_id).values_list("pk", flat=True)
+            rows = rows.filter(api_key_id__in=[key_id, *made])
         sums = rows.aggregate(read=Sum("prompt_tokens"), written=Sum("completion_tokens"))
     return (sums["read"] or 0) + (sums["written"] or 0)
 

@@ -17,6 +17,7 @@ from unfold.admin import TabularInline
 from unfold.forms import AdminPasswordChangeForm, UserChangeForm, UserCreationForm
 
 from controlplane.operator.admin import AuditedAdmin, ReadOnlyAdmin
+from controlplane.scoping import tenant_scope
 from controlplane.signin.addresses import address_set
 from controlplane.signin.trail import second_factors_remove
 from controlplane.tenants.models import ApiKey, Membership, Tenant, User
@@ -153,9 +154,10 @@ class ApiKeyAdmin(ReadOnlyAdmin):
     def ending(self, api_key: ApiKey) -> str:
         return f"…{api_key.last4}"
 
-    @admin.action(description="Revoke: refuse these keys from now on")
+    @admin.action(description="Revoke: refuse these keys, and those they made, from now on")
     def revoke(self, request: HttpRequest, queryset: QuerySet[ApiKey]) -> None:
-        public_ids = list(queryset.filter(revoked_at=None).values_list("public_id", flat=True))
-        for public_id in public_ids:
-            api_key_revoke(public_id=public_id)
-        self.message_user(request, f"{len(public_ids)} keys are revoked.", messages.SUCCESS)
+        keys = list(queryset.filter(revoked_at=None).values_list("tenant_id", "public_id"))
+        for tenant_id, public_id in keys:
+            with tenant_scope(tenant_id):
+                api_key_revoke(public_id=public_id)
+        self.message_user(request, f"{len(keys)} keys are revoked.", messages.SUCCESS)

@@ -12,7 +12,8 @@ from rest_framework.response import Response
 from controlplane.api import PAGE_PARAMETERS, StrictSerializer, TenantAPIView, page, page_of
 from controlplane.errors import NotFound
 from controlplane.tenants import key_services, people
-from controlplane.tenants.auth import Permission, Principal, authorize_grant, key_permissions
+from controlplane.tenants.auth import Permission, Principal
+from controlplane.tenants.key_grants import inherited
 from controlplane.tenants.key_rules import KeyRules
 from controlplane.tenants.models import ApiKey, Membership, ServiceAccount
 from controlplane.tenants.permissions import DEFAULT_SCOPES
@@ -36,6 +37,12 @@ class ApiKeySerializer(serializers.ModelSerializer[ApiKey]):
     service_account = serializers.UUIDField(
         source="service_account_id", allow_null=True, help_text="The service account, if one's."
     )
+    parent = serializers.CharField(  # type: ignore[assignment]
+        source="parent.public_id",
+        default=None,
+        allow_null=True,
+        help_text="The public id of the key that made it, if one did; its limits hold here too.",
+    )
     old_secret_until = serializers.DateTimeField(
         allow_null=True, help_text="Until when the secret before the last rotation works."
     )
@@ -44,7 +51,7 @@ class ApiKeySerializer(serializers.ModelSerializer[ApiKey]):
         model = ApiKey
         fields = (
             *("id", "object", "public_id", "name", "environment", "last4", "scopes"),
-            *("allowed_models", "allowed_ips", "owner", "service_account", "created_at"),
+            *("allowed_models", "allowed_ips", "owner", "service_account", "parent", "created_at"),
             *("expires_at", "old_secret_until", "revoked_at", "last_used_at"),
         )
 
@@ -66,7 +73,7 @@ class _RulesSerializer(StrictSerializer):
 
 class ApiKeyCreateSerializer(_RulesSerializer):
     name = serializers.CharField(max_length=100)
-    expires_at = serializers.DateTimeField(required=False, allow_null=True, default=None)
+    expires_at = serializers.DateTimeField(required=False, allow_null=True)
     environment = serializers.ChoiceField(
         ApiKey.Environment.choices,
         required=False,
@@ -93,6 +100,14 @@ class ApiKeyRotateSerializer(StrictSerializer):
     )
 
 
+class ApiKeyRevokeSerializer(StrictSerializer):
+    children = serializers.BooleanField(
+        required=False,
+        default=True,
+        help_text="Whether the keys that it made, and those that they made, end with it.",
+    )
+
+
 class ApiKeyCreatedSerializer(ApiKeySerializer):
     key = serializers.CharField(help_text="The key itself; this is the only time it is shown.")
 
@@ -106,23 +121,23 @@ class ApiKeysView(TenantAPIView):
     @extend_schema("keys_list", PAGE_PARAMETERS, responses=page_of(ApiKeySerializer))
     def get(self, request: Request) -> Response:
         """The tenant's keys, newest first; never their secrets."""
-        return page(request, ApiKey.objects.all(), ApiKeySerializer)
+        return page(request, ApiKey.objects.select_related("parent"), ApiKeySerializer)
 
     @extend_schema(request=ApiKeyCreateSerializer, responses={201: ApiKeyCreatedSerializer})
     def post(self, request: Request) -> Response:
         """Make a key. The answer has its text, which cannot be had again.
 
-        Nobody gives a key more than they have. Left out, its scopes are a developer's.
+        Nobody gives a key more than they have. Left out, its scopes are a developer's, and its
+        models, its addresses and its end are those of the key that makes it.
         """
         body = ApiKeyCreateSerializer.parsed(request)
-        rules = _rules(body, _default_rules(self.principal))
-        authorize_grant(self.principal, rules.scopes)
+        own = self.principal.api_key
         api_key, text = key_services.api_key_create(
             name=body["name"],
-            expires_at=body["expires_at"],
-            created_by=self.principal.user,
+            by=self.principal,
+            expires_at=body.get("expires_at", own.expires_at if own else None),
             environment=body["environment"],
-            rules=rules,
+            rules=_rules(body, _default_rules(self.principal)),
             owner=_owner(self.principal, body["service_account"]),
         )
         return Response({**ApiKeySerializer(api_key).data, "key": text}, status=201)
@@ -138,15 +153,10 @@ class ApiKeyView(TenantAPIView):
     @extend_schema(request=ApiKeyUpdateSerializer, responses=ApiKeySerializer)
     def patch(self, request: Request, public_id: str) -> Response:
         """Change what a key is good for; it holds within a second. Its secret stays."""
-        api_key = key_services.api_key_get(public_id=public_id)
-        body = ApiKeyUpdateSerializer.parsed(request)
-        rules = _rules(body, _rules_of(api_key))
-        authorize_grant(self.principal, key_permissions(api_key) | set(rules.scopes))
+        key_services.api_key_get(public_id=public_id)
+        changes = ApiKeyUpdateSerializer.parsed(request)
         api_key = key_services.api_key_update(
-            public_id=public_id,
-            name=body.get("name", api_key.name),
-            expires_at=body.get("expires_at", api_key.expires_at),
-            rules=rules,
+            public_id=public_id, changes=changes, by=self.principal
         )
         return Response(ApiKeySerializer(api_key).data)
 
@@ -157,12 +167,10 @@ class ApiKeyRotateView(TenantAPIView):
     @extend_schema(request=ApiKeyRotateSerializer, responses=ApiKeyCreatedSerializer)
     def post(self, request: Request, public_id: str) -> Response:
         """Give a key a new secret. The old one works on for a while, so nothing has to stop."""
-        api_key = key_services.api_key_get(public_id=public_id)
-        # Whoever reads the new secret has all that it opens.
-        authorize_grant(self.principal, key_permissions(api_key))
+        key_services.api_key_get(public_id=public_id)
         body = ApiKeyRotateSerializer.parsed(request)
         api_key, text = key_services.api_key_rotate(
-            public_id=public_id, grace_s=body["grace_seconds"]
+            public_id=public_id, grace_s=body["grace_seconds"], by=self.principal
         )
         return Response({**ApiKeySerializer(api_key).data, "key": text})
 
@@ -170,22 +178,18 @@ class ApiKeyRotateView(TenantAPIView):
 class ApiKeyRevokeView(TenantAPIView):
     permissions: ClassVar = {"POST": Permission.KEYS_MANAGE}
 
-    @extend_schema(request=None, responses=ApiKeySerializer)
+    @extend_schema(request=ApiKeyRevokeSerializer, responses=ApiKeySerializer)
     def post(self, request: Request, public_id: str) -> Response:
-        """End a key for good; it stops working within a second."""
-        return Response(ApiKeySerializer(key_services.api_key_revoke(public_id=public_id)).data)
+        """End a key for good, and the keys that it made; they stop working within a second."""
+        key_services.api_key_get(public_id=public_id)
+        body = ApiKeyRevokeSerializer.parsed(request)
+        api_key = key_services.api_key_revoke(public_id=public_id, with_children=body["children"])
+        return Response(ApiKeySerializer(api_key).data)
 
 
 def _default_rules(principal: Principal) -> KeyRules:
-    return KeyRules(scopes=tuple(s for s in DEFAULT_SCOPES if s in principal.permissions))
-
-
-def _rules_of(api_key: ApiKey) -> KeyRules:
-    return KeyRules(
-        scopes=tuple(api_key.scopes),
-        allowed_models=tuple(api_key.allowed_models),
-        allowed_ips=tuple(api_key.allowed_ips),
-    )
+    scopes = tuple(s for s in DEFAULT_SCOPES if s in principal.permissions)
+    return inherited(principal, KeyRules(scopes=scopes))
 
 
 def _rules(body: dict[str, Any], before: KeyRules) -> KeyRules:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime as dt
 import ipaddress
 import re
 from collections.abc import Iterable
@@ -53,6 +54,34 @@ def allows_address(allowed: Iterable[str], address: str) -> bool:
     if isinstance(number, ipaddress.IPv6Address) and number.ipv4_mapped is not None:
         number = number.ipv4_mapped
     return any(number in ipaddress.ip_network(network) for network in networks)
+
+
+def covers_models(allowed: Iterable[str], wanted: Iterable[str]) -> bool:
+    """Whether nothing that the `wanted` list covers is outside of `allowed`."""
+    allowed, wanted = tuple(allowed), tuple(wanted)
+    return not allowed or (bool(wanted) and all(allows_model(allowed, name) for name in wanted))
+
+
+def covers_addresses(allowed: Iterable[str], wanted: Iterable[str]) -> bool:
+    """Whether no address that the `wanted` networks cover is outside of `allowed`."""
+    outer = [ipaddress.ip_network(network) for network in allowed]
+    inner = [ipaddress.ip_network(network) for network in wanted]
+    if not outer:
+        return True
+    # Two halves that lie side by side cover the whole of them.
+    four = list(ipaddress.collapse_addresses(n for n in outer if n.version == 4))
+    six = list(ipaddress.collapse_addresses(n for n in outer if n.version == 6))
+    return bool(inner) and all(
+        any(network.subnet_of(one) for one in four)
+        if isinstance(network, ipaddress.IPv4Network)
+        else any(network.subnet_of(one) for one in six)
+        for network in inner
+    )
+
+
+def covers_expiry(expires_at: dt.datetime | None, wanted: dt.datetime | None) -> bool:
+    """Whether what ends at `wanted` (None: never) ends no later than `expires_at`."""
+    return expires_at is None or (wanted is not None and wanted <= expires_at)
 
 
 def _scopes(scopes: Iterable[str]) -> tuple[str, ...]:

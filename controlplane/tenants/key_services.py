@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
+from collections.abc import Mapping
 from typing import Any
 
 from django.conf import settings
@@ -15,9 +16,10 @@ from controlplane.audit.services import record
 from controlplane.errors import Conflict, InvalidRequest, NotFound
 from controlplane.locks import lock_until_commit
 from controlplane.scoping import current_tenant_id
-from controlplane.tenants import auth, keys
+from controlplane.tenants import auth, key_grants, keys
+from controlplane.tenants.auth import Principal
 from controlplane.tenants.key_rules import KeyRules
-from controlplane.tenants.models import ApiKey, Membership, ServiceAccount, User
+from controlplane.tenants.models import ApiKey, Membership, ServiceAccount
 
 #: How long both secrets of a rotated key work.
 DEFAULT_GRACE_S, MAX_GRACE_S = 24 * 3600, 30 * 24 * 3600
@@ -27,7 +29,7 @@ DEFAULT_GRACE_S, MAX_GRACE_S = 24 * 3600, 30 * 24 * 3600
 def api_key_create(
     *,
     name: str,
-    created_by: User | None = None,
+    by: Principal | None = None,
     expires_at: dt.datetime | None = None,
     environment: str = "live",
     rules: KeyRules | None = None,
@@ -35,9 +37,17 @@ def api_key_create(
 ) -> tuple[ApiKey, str]:
     """A new key of the tenant in scope, and its text, which cannot be had again.
 
-    Raises InvalidRequest that names the field.
+    by  who gives it, and gives no more than they have; None: the operator
+
+    Raises InvalidRequest that names the field, PermissionDenied; Conflict for a key that comes
+    from too many others.
     """
-    fields = _checked_fields(name, expires_at, rules or KeyRules())
+    _lock_keys()
+    rules = rules or KeyRules()
+    if by is not None:
+        by = key_grants.as_it_is_now(by)
+        key_grants.check_rules(by, rules.checked(), expires_at)
+    fields = _checked_fields(name, expires_at, rules)
     if environment not in keys.ENVIRONMENTS:
         raise InvalidRequest("An environment is live or test.", param="environment")
     parts = keys.generate(environment)
@@ -46,7 +56,9 @@ def api_key_create(
         environment=environment,
         secret_hmac=parts.secret_hmac(settings.API_KEY_PEPPER),
         last4=parts.text()[-4:],
-        created_by=created_by,
+        created_by=by.user if by else None,
+        parent_id=by.api_key.pk if by and by.api_key else None,
+        ancestors=key_grants.ancestors_for(by),
         owner=owner if isinstance(owner, Membership) else None,
         service_account=owner if isinstance(owner, ServiceAccount) else None,
         **fields,
@@ -77,7 +89,7 @@ def api_key_get(*, public_id: str) -> ApiKey:
     """Raises NotFound."""
     if not (public_id.isascii() and public_id.isalnum()):
         raise NotFound("There is no such key.")
-    rows = ApiKey.objects.select_related("owner__user", "service_account")
+    rows = ApiKey.objects.select_related("owner__user", "service_account", "parent")
     api_key = rows.filter(public_id=public_id).first()
     if api_key is None:
         raise NotFound("There is no such key.")
@@ -86,33 +98,55 @@ def api_key_get(*, public_id: str) -> ApiKey:
 
 @transaction.atomic
 def api_key_update(
-    *, public_id: str, name: str, expires_at: dt.datetime | None, rules: KeyRules
+    *, public_id: str, changes: Mapping[str, Any], by: Principal | None = None
 ) -> ApiKey:
     """Change what a key is good for, within a second everywhere. Its secret stays.
 
-    Raises InvalidRequest, NotFound; Conflict for a revoked key.
+    An earlier end is also the end of the keys that it made.
+
+    changes  by the names of `name`, `expires_at` and the fields of KeyRules; the others stay
+    by       who changes it, and has all that it has and gets; None: the operator
+
+    Raises InvalidRequest, NotFound, PermissionDenied; Conflict for a revoked key.
     """
     api_key = _locked(public_id)
+    wanted = {"name": api_key.name, "expires_at": api_key.expires_at, **changes}
+    name, expires_at = wanted.pop("name"), wanted.pop("expires_at")
+    rules = dataclasses.replace(key_grants.rules_of(api_key), **wanted)
+    if by is not None:
+        by = key_grants.as_it_is_now(by)
+        key_grants.check_holds(by, api_key)
+        key_grants.check_rules(by, rules.checked(), expires_at)
     is_later = expires_at is not None and expires_at != api_key.expires_at
     fields = _checked_fields(name, expires_at if is_later else None, rules)
     before = _told(api_key)
     _save(api_key, **{**fields, "expires_at": expires_at})
     record("changed", api_key, before=before, after=_told(api_key))
+    if expires_at is not None and expires_at != before["expires_at"]:
+        _end_descendants_by(api_key, expires_at)
     return api_key_get(public_id=public_id)
 
 
 @transaction.atomic
-def api_key_rotate(*, public_id: str, grace_s: int = DEFAULT_GRACE_S) -> tuple[ApiKey, str]:
+def api_key_rotate(
+    *, public_id: str, grace_s: int = DEFAULT_GRACE_S, by: Principal | None = None
+) -> tuple[ApiKey, str]:
     """Give a key a new secret, whose text cannot be had again.
 
     The secret before it works for `grace_s` seconds more; the one before that, if it still did, no
-    longer. Raises InvalidRequest, NotFound; Conflict for a revoked or expired key.
+    longer.
+
+    by  who reads the new secret, and so has all that the key has; None: the operator
+
+    Raises InvalidRequest, NotFound, PermissionDenied; Conflict for a revoked or expired key.
     """
     if not 0 <= grace_s <= MAX_GRACE_S:
         raise InvalidRequest(
             f"A time of grace has 0 to {MAX_GRACE_S} seconds.", param="grace_seconds"
         )
     api_key = _locked(public_id)
+    if by is not None:
+        key_grants.check_holds(key_grants.as_it_is_now(by), api_key)
     now = timezone.now()
     if api_key.expires_at is not None and api_key.expires_at <= now:
         raise Conflict("This key has expired: make another.")
@@ -129,13 +163,36 @@ def api_key_rotate(*, public_id: str, grace_s: int = DEFAULT_GRACE_S) -> tuple[A
 
 
 @transaction.atomic
-def api_key_revoke(*, public_id: str) -> ApiKey:
-    """End a key and both its secrets for good. Doing it again changes nothing. Raises NotFound."""
+def api_key_revoke(*, public_id: str, with_children: bool = True) -> ApiKey:
+    """End a key and both its secrets for good. Doing it again changes nothing.
+
+    with_children  ends the keys that it made, and those that they made, too: whoever had a stolen
+                   key may have made some
+
+    Raises NotFound.
+    """
+    _lock_keys()  # no key is made by one of them meanwhile
     api_key = api_key_get(public_id=public_id)
-    if api_key.revoked_at is None:
-        _save(api_key, revoked_at=timezone.now())
-        record("revoked", api_key, after={"revoked_at": api_key.revoked_at})
+    ended = [api_key]
+    if with_children:
+        ended += ApiKey.made_by(api_key.pk).order_by("created_at")
+    now = timezone.now()
+    for one in ended:
+        if one.revoked_at is None:
+            _save(one, revoked_at=now)
+            because = {} if one is api_key else {"with": api_key.public_id}
+            record("revoked", one, after={"revoked_at": now, **because})
     return api_key
+
+
+def _end_descendants_by(api_key: ApiKey, expires_at: dt.datetime) -> None:
+    """An end that was moved forward, or was not there before, is the end of those that it made."""
+    is_later = Q(expires_at=None) | Q(expires_at__gt=expires_at)
+    for one in ApiKey.made_by(api_key.pk).filter(is_later, revoked_at=None):
+        before = {"expires_at": one.expires_at}
+        _save(one, expires_at=expires_at)
+        after = {"expires_at": expires_at, "with": api_key.public_id}
+        record("changed", one, before=before, after=after)
 
 
 def _told(api_key: ApiKey) -> dict[str, Any]:
@@ -150,6 +207,7 @@ def _told(api_key: ApiKey) -> dict[str, Any]:
         "expires_at": api_key.expires_at,
         "owner": api_key.owner_id,
         "service_account": api_key.service_account_id,
+        "parent": api_key.parent_id,
     }
 
 
@@ -165,11 +223,16 @@ def _checked_fields(name: str, expires_at: dt.datetime | None, rules: KeyRules) 
 
 def _locked(public_id: str) -> ApiKey:
     """The key, while nobody else changes it. Raises NotFound, Conflict for a revoked one."""
+    _lock_keys()
     api_key = api_key_get(public_id=public_id)
-    api_key = ApiKey.objects.select_for_update().get(pk=api_key.pk)
     if api_key.revoked_at is not None:
         raise Conflict("This key has been revoked.")
     return api_key
+
+
+def _lock_keys() -> None:
+    """One change at a time to the keys of a tenant, for what one may be depends on another."""
+    lock_until_commit(f"keys {current_tenant_id()}")
 
 
 def _save(api_key: ApiKey, **fields: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import uuid
 from typing import Any, ClassVar
 
 from django.contrib.auth.base_user import BaseUserManager
@@ -190,6 +191,11 @@ class ApiKey(TenantModel):
         ServiceAccount, null=True, blank=True, on_delete=models.CASCADE, related_name="keys"
     )
     created_by = models.ForeignKey(User, null=True, on_delete=models.SET_NULL, related_name="+")
+    #: The key that made it, and the ids of all keys that it comes from, the first one first.
+    parent = models.ForeignKey(
+        "self", null=True, blank=True, on_delete=models.SET_NULL, related_name="children"
+    )
+    ancestors = models.JSONField(default=list, blank=True)
     expires_at = models.DateTimeField(null=True, blank=True)
     revoked_at = models.DateTimeField(null=True, blank=True)
     last_used_at = models.DateTimeField(null=True, blank=True)
@@ -205,6 +211,16 @@ class ApiKey(TenantModel):
 
     def __str__(self) -> str:
         return f"{self.name} (…{self.last4})"
+
+    @property
+    def line(self) -> list[uuid.UUID]:
+        """The ids of the keys that it comes from, and its own: limits of each of them hold."""
+        return [*map(uuid.UUID, self.ancestors), self.id]
+
+    @classmethod
+    def made_by(cls, api_key_id: uuid.UUID) -> models.QuerySet[ApiKey]:
+        """The keys that a key made, and those that they made, of the tenant in scope."""
+        return cls.objects.filter(ancestors__contains=[str(api_key_id)])
 
 
 class KeptAnswer(models.Model):

@@ -1,7 +1,7 @@
 """Every change to members, invites and service accounts. All act in the tenant scope.
 
 Nobody hands on more than they have: whoever changes a role has every permission of it, and of the
-role that it replaces.
+role that it replaces, and is no key with bounds that a person does not have.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from controlplane.audit.services import record
 from controlplane.errors import Conflict, InvalidRequest, NotFound, from_validation
 from controlplane.scoping import all_tenants, current_tenant_id, tenant_scope
 from controlplane.tenants.auth import Principal, authorize_grant
+from controlplane.tenants.key_grants import as_it_is_now, check_unbound
 from controlplane.tenants.key_services import api_key_revoke
 from controlplane.tenants.models import (
     ApiKey,
@@ -52,6 +53,8 @@ def member_role_set(*, by: Principal, member_id: uuid.UUID, role: Role) -> Membe
     """Raises NotFound, PermissionDenied; Conflict when nobody could do what only they can."""
     member, others = _lock_with_managers(member_id)
     authorize_grant(by, PERMISSIONS[Role(member.role)] | PERMISSIONS[role])
+    if PERMISSIONS[role] - PERMISSIONS[Role(member.role)]:
+        check_unbound(as_it_is_now(by))
     _check_dispensable(member, others, PERMISSIONS[role])
     before = {"role": member.role}
     member.role = role
@@ -81,6 +84,7 @@ def invite_create(*, by: Principal, email: str, role: Role) -> tuple[Invite, str
     Raises InvalidRequest, PermissionDenied; Conflict for a member or one invited already.
     """
     authorize_grant(by, PERMISSIONS[role])
+    check_unbound(as_it_is_now(by))
     email = email.strip().lower()
     try:
         validate_email(email)
@@ -223,11 +227,14 @@ def service_account_delete(*, by: Principal, account_id: uuid.UUID) -> None:
 
 
 def _revoke_keys_of(owner: Membership | ServiceAccount) -> None:
-    """The keys stay as rows, without their owner, so that records of their use can be read."""
+    """The keys stay as rows, without their owner, so that records of their use can be read.
+
+    Keys that they made for a service account go on: those outlive people.
+    """
     field = "owner" if isinstance(owner, Membership) else "service_account"
     owned = ApiKey.objects.filter(**{field: owner})
     for public_id in list(owned.values_list("public_id", flat=True)):
-        api_key_revoke(public_id=public_id)
+        api_key_revoke(public_id=public_id, with_children=False)
     owned.update(**{field: None})
 
 

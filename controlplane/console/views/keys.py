@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime as dt
 
 from django.contrib import messages
@@ -13,7 +14,8 @@ from django.views.decorators.http import require_http_methods, require_safe
 from controlplane.console.access import ConsoleRequest, Member, member_page
 from controlplane.console.forms import KeyEditForm, KeyForm, RotateForm, add_service_error
 from controlplane.errors import ApiError
-from controlplane.tenants.auth import Permission, authorize_grant, key_permissions
+from controlplane.tenants.auth import Permission
+from controlplane.tenants.key_grants import check_holds
 from controlplane.tenants.key_services import (
     api_key_create,
     api_key_get,
@@ -40,16 +42,14 @@ def create_key(request: ConsoleRequest) -> HttpResponse:
     form = KeyForm(request.POST, member=request.member)
     key, text = None, ""
     if form.is_valid():
-        rules = form.rules()
-        authorize_grant(request.member.principal, rules.scopes)
         try:
             key, text = api_key_create(
                 name=form.cleaned_data["name"],
-                created_by=request.user,
+                by=request.member.principal,
                 owner=form.cleaned_data["owner"] or request.member.membership,
                 expires_at=form.expires_at(),
                 environment=form.cleaned_data["environment"],
-                rules=rules,
+                rules=form.rules(),
             )
         except ApiError as error:
             add_service_error(form, error.message, error.param)
@@ -67,7 +67,7 @@ def edit_key(request: ConsoleRequest, public_id: str) -> HttpResponse:
     """What the key is good for; its secret stays. Nobody changes a key that has more than they."""
     key = api_key_get(public_id=public_id)
     principal = request.member.principal
-    authorize_grant(principal, key_permissions(key))
+    check_holds(principal, key)
     initial = {
         "name": key.name,
         "scopes": key.scopes,
@@ -77,15 +77,14 @@ def edit_key(request: ConsoleRequest, public_id: str) -> HttpResponse:
     }
     form = KeyEditForm(request.POST or None, initial=initial, member=request.member)
     if request.method == "POST" and form.is_valid():
-        rules = form.rules()
-        authorize_grant(principal, rules.scopes)
+        wanted = form.cleaned_data["expires_at"]
+        changes = {
+            "name": form.cleaned_data["name"],
+            "expires_at": _same_minute(wanted, key.expires_at),
+            **dataclasses.asdict(form.rules()),
+        }
         try:
-            api_key_update(
-                public_id=public_id,
-                name=form.cleaned_data["name"],
-                expires_at=_same_minute(form.cleaned_data["expires_at"], key.expires_at),
-                rules=rules,
-            )
+            api_key_update(public_id=public_id, changes=changes, by=principal)
         except ApiError as error:
             add_service_error(form, error.message, error.param)
         else:
@@ -98,13 +97,16 @@ def edit_key(request: ConsoleRequest, public_id: str) -> HttpResponse:
 @require_http_methods(["GET", "HEAD", "POST"])
 @member_page(permission=Permission.KEYS_MANAGE)
 def revoke_key(request: ConsoleRequest, public_id: str) -> HttpResponse:
-    """Asks first; a revoked key never works again."""
+    """Asks first, also whether the keys that it made go on; a revoked key never works again."""
     key = api_key_get(public_id=public_id)
+    made = ApiKey.made_by(key.pk).filter(revoked_at=None).order_by("created_at")
     if request.method == "POST":
-        api_key_revoke(public_id=public_id)
+        has_asked = "asked" in request.POST
+        with_children = "children" in request.POST or not has_asked
+        api_key_revoke(public_id=public_id, with_children=with_children)
         messages.success(request, f"The key “{key.name}” is revoked.")
         return redirect("console:keys")
-    return render(request, "console/revoke_key.html", {"key": key})
+    return render(request, "console/revoke_key.html", {"key": key, "made": made})
 
 
 @require_http_methods(["GET", "HEAD", "POST"])
@@ -112,11 +114,12 @@ def revoke_key(request: ConsoleRequest, public_id: str) -> HttpResponse:
 def rotate_key(request: ConsoleRequest, public_id: str) -> HttpResponse:
     """Asks first; the answer holds the new secret, the one time that it is shown."""
     key = api_key_get(public_id=public_id)
-    # Whoever reads the new secret has all that it opens.
-    authorize_grant(request.member.principal, key_permissions(key))
+    check_holds(request.member.principal, key)
     form = RotateForm(request.POST or None)
     if request.method == "POST" and form.is_valid():
-        key, text = api_key_rotate(public_id=public_id, grace_s=form.grace_s())
+        key, text = api_key_rotate(
+            public_id=public_id, grace_s=form.grace_s(), by=request.member.principal
+        )
         context = _context(request.member) | {"new_key": key, "new_key_text": text}
         return render(request, "console/keys.html", context)
     status = 422 if form.errors else 200
@@ -132,14 +135,14 @@ def _same_minute(wanted: dt.datetime | None, present: dt.datetime | None) -> dt.
 
 def _context(member: Member, form: KeyForm | None = None) -> dict[str, object]:
     now = timezone.now()
-    found = ApiKey.objects.select_related("created_by", "service_account", "owner__user")
+    found = ApiKey.objects.select_related("created_by", "parent", "service_account", "owner__user")
     rows = [
         {
             "key": key,
             "state": _state(key, now),
             "grace": key.old_secret_until if (key.old_secret_until or now) > now else None,
             "may_change": member.can_manage_keys
-            and key_permissions(key) <= member.principal.permissions,
+            and set(key.scopes) <= member.principal.permissions,
         }
         for key in found.order_by("-created_at")
     ]

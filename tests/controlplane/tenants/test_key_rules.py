@@ -103,15 +103,15 @@ def test_scoped_key_can_manage_keys_but_gives_no_more_than_it_has(acme: Party) -
     made = client.post(KEYS, {"name": "next"}, format="json").json()
     assert set(made["scopes"]) == {"read", "infer"}
     greedy = {"name": "x", "scopes": ["members:manage"]}
-    assert_error(client.post(KEYS, greedy, format="json"), 403)
+    assert_error(client.post(KEYS, greedy, format="json"), 403, "scopes")
 
 
 def test_weak_manager_cannot_take_over_a_strong_key(acme: Party) -> None:
     """Else its rotation would hand out a secret that opens more than the manager may."""
     strong = make(acme, scopes=["tenant:manage"])["public_id"]
     weak = client_of(make(acme, scopes=["keys:manage"]))
-    assert_error(weak.post(f"{KEYS}/{strong}/rotate", {}, format="json"), 403)
-    assert_error(weak.patch(f"{KEYS}/{strong}", {"allowed_ips": []}, format="json"), 403)
+    assert_error(weak.post(f"{KEYS}/{strong}/rotate", {}, format="json"), 403, "scopes")
+    assert_error(weak.patch(f"{KEYS}/{strong}", {"allowed_ips": []}, format="json"), 403, "scopes")
     assert weak.post(f"{KEYS}/{strong}/revoke").status_code == 200
 
 
