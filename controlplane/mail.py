@@ -3,8 +3,8 @@
 smtp://user:password@host:25       in the clear, for a relay on the same host
 smtp+tls://user:password@host:587  STARTTLS
 smtps://user:password@host:465     TLS from the first byte
-console:                           onto standard output
-file:///var/mail                   one file for each mail
+console:                           onto standard output: whoever reads the log opens its links
+file:///var/mail                   one file for each mail, which only their owner may read
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 from django.core.exceptions import ImproperlyConfigured
 
+_FILES = "controlplane.mail_files.EmailBackend"
 _BACKEND = "django.core.mail.backends.{}.EmailBackend"
 #: Of each way to speak SMTP: the usual port, and the settings that are on.
 _SMTP: dict[str, tuple[int, dict[str, bool]]] = {
@@ -29,7 +30,7 @@ def email_settings(url: str) -> dict[str, Any]:
     if parts.scheme == "console":
         return {"EMAIL_BACKEND": _BACKEND.format("console")}
     if parts.scheme == "file" and parts.path.startswith("/"):
-        return {"EMAIL_BACKEND": _BACKEND.format("filebased"), "EMAIL_FILE_PATH": parts.path}
+        return {"EMAIL_BACKEND": _FILES, "EMAIL_FILE_PATH": parts.path}
     if parts.scheme in _SMTP and parts.hostname:
         port, switches = _SMTP[parts.scheme]
         return {

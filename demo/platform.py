@@ -32,8 +32,11 @@ def environment(
         "DJANGO_SETTINGS_MODULE": "controlplane.settings",
         "LORIKEET_POOL": POOL,
         "LORIKEET_BASE_URL": base_url,
+        "EMAIL_URL": f"file://{mail_folder(folder)}",
         "LORIKEET_ALLOWED_HOSTS": f"{HOST},localhost",
         "LORIKEET_DEBUG": "0",
+        # It is bound to this machine alone, and its operator's password is random.
+        "LORIKEET_OPERATOR_SECOND_FACTOR": "0",
         "LORIKEET_STATIC_ROOT": str(folder / "static"),
         "LORIKEET_BASE_MODEL_DIR": str(base_model_dir.parent),
         "LORIKEET_WORK_DIR": str(folder / "work"),
@@ -43,6 +46,11 @@ def environment(
         "LORIKEET_DEVICE": "cpu",
         "PYTHONUNBUFFERED": "1",
     }
+
+
+def mail_folder(folder: Path) -> Path:
+    """Where the platform's mail lies, one file each: who may read them may open their links."""
+    return folder.resolve() / "mail"
 
 
 class Platform:

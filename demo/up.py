@@ -21,7 +21,7 @@ from demo import ask, seed, training
 from demo.client import ManagementClient
 from demo.data import score
 from demo.errors import StepFailed
-from demo.platform import Platform, environment
+from demo.platform import Platform, environment, mail_folder
 from demo.processes import log_tail, recorded_process, stop_leftover, write_pid_file
 from demo.screen import Screen
 from demo.seed import ROOT
@@ -232,6 +232,7 @@ class Demo:
             f"    -H 'Authorization: Bearer {acme.api_key}' -H 'Content-Type: application/json' \\",
             f"    -d {_curl_body(acme.adapter)}",
             "",
+            f"  Mail (invites, lost passwords) is in {mail_folder(self.folder)}",
             f"  Logs are in {self.folder / 'logs'}. Ctrl-C stops everything.",
         ]
         self.screen.print("\n".join(lines))

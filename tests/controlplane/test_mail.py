@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import socketserver
+import stat
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.core.mail import get_connection, send_mail
 
 from controlplane.mail import email_settings
+from demo.platform import environment, mail_folder
 
 SMTP = "django.core.mail.backends.smtp.EmailBackend"
 
@@ -40,6 +44,28 @@ def test_a_url_says_where(url: str, expected: dict[str, Any]) -> None:
 def test_what_is_no_address_for_mail_stops_the_start(url: str) -> None:
     with pytest.raises(ImproperlyConfigured):
         email_settings(url)
+
+
+def test_a_mail_in_a_file_is_for_its_owners_eyes(tmp_path: Path, settings: Any) -> None:
+    found = email_settings(f"file://{tmp_path}/mail")
+    settings.EMAIL_FILE_PATH = found["EMAIL_FILE_PATH"]
+    before = os.umask(0o022)
+    try:
+        connection = get_connection(found["EMAIL_BACKEND"])
+        send_mail("Lost", "https://x/reset", None, ["you@acme.example"], connection=connection)
+    finally:
+        os.umask(before)
+    [file] = (tmp_path / "mail").iterdir()
+    assert "https://x/reset" in file.read_text()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+
+
+def test_the_demos_mail_is_in_files_and_not_in_its_log(tmp_path: Path) -> None:
+    env = environment({}, folder=tmp_path, base_url="http://x", base_model_dir=tmp_path / "base")
+    found = email_settings(env["EMAIL_URL"])
+    assert found["EMAIL_FILE_PATH"] == str(mail_folder(tmp_path))
+    assert "mail_files" in found["EMAIL_BACKEND"]
 
 
 class Server(socketserver.ThreadingTCPServer):
