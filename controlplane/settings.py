@@ -176,6 +176,8 @@ MFA_SUPPORTED_TYPES = ["totp", "webauthn", "recovery_codes"]
 MFA_PASSKEY_LOGIN_ENABLED = True
 #: Whoever sends an invite has its token too: a factor of theirs would outlast the password.
 MFA_ALLOW_UNVERIFIED_EMAIL = False
+#: Operators enter /admin and /ops/v1 only with a second factor. Off for a laptop's demo alone.
+OPERATORS_NEED_SECOND_FACTOR = env_bool("LORIKEET_OPERATOR_SECOND_FACTOR", True)
 MFA_FORMS = {
     "authenticate": "controlplane.signin.forms.AuthenticateForm",
     "add_webauthn": "controlplane.signin.forms.AddPasskeyForm",

@@ -55,8 +55,9 @@ def add_service_error(form: forms.Form, message: str, param: str | None) -> None
 
 class PasswordForm(forms.Form):
     password = forms.CharField(
-        label="Choose a password",
+        label="Password",
         max_length=1024,
+        help_text="Choose one, or give yours if this address has an account here.",
         strip=False,
         widget=forms.PasswordInput(attrs={"autocomplete": "new-password"}),
     )

@@ -38,6 +38,7 @@ from controlplane.limits.models import RateLimit, TenantQuota
 from controlplane.limits.services import rate_limit_set
 from controlplane.operator import pool
 from controlplane.scoping import all_tenants, tenant_scope
+from controlplane.signin.second_factor import is_kept_out
 from controlplane.tenants import services
 from controlplane.tenants.models import OperatorIdempotencyRecord, Tenant, User, is_slug
 from controlplane.tenants.people_api import TenantSerializer
@@ -53,6 +54,11 @@ class OperatorSessionAuthentication(SessionAuthentication):
             return None
         if not (user.is_staff and user.is_superuser):
             raise PermissionDenied("Only operators may do this.")
+        if is_kept_out(user):
+            raise PermissionDenied(
+                "Operators need a second factor: set one up in the console, under Security.",
+                code="second_factor_required",
+            )
         self.enforce_csrf(request)
         return user, None
 

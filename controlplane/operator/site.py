@@ -16,6 +16,7 @@ from django.utils.http import urlencode
 from unfold.sites import UnfoldAdminSite
 
 from controlplane.errors import Unavailable
+from controlplane.signin.second_factor import is_kept_out
 from controlplane.workers import WorkerStatus, workers
 
 #: Groups of (title, icon of Material Symbols, view), in the order of an operator's work.
@@ -63,13 +64,28 @@ def navigation(request: HttpRequest) -> list[dict[str, Any]]:
 class OperatorSite(UnfoldAdminSite):  # type: ignore[misc]
     """The admin site with the workers' page."""
 
+    def has_permission(self, request: HttpRequest) -> bool:
+        """Asked several times for a page, by its menu too; the answer is looked up once."""
+        if not super().has_permission(request):
+            return False
+        if not hasattr(request, "operator_is_kept_out"):
+            request.operator_is_kept_out = is_kept_out(request.user)  # type: ignore[attr-defined, arg-type]
+        return not request.operator_is_kept_out  # type: ignore[attr-defined]
+
     def extra_urls(self) -> list[URLPattern]:
         return [path("workers/", self.admin_view(self.workers), name="workers")]
 
     def login(
         self, request: HttpRequest, extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
-        """The console's sign-in, which slows down guessing; nobody signs in here."""
+        """The console's sign-in, which slows down guessing; nobody signs in here.
+
+        Who has signed in and may not enter comes here, too: an operator without a second factor
+        is led to set one up.
+        """
+        if super().has_permission(request):
+            is_in = self.has_permission(request)
+            return redirect("admin:index" if is_in else "console:security")
         if request.user.is_authenticated:
             return render(request, "operator/refused.html", status=403)
         target = request.GET.get(REDIRECT_FIELD_NAME) or reverse("admin:index")

@@ -13,11 +13,12 @@ from allauth.socialaccount.adapter import DefaultSocialAccountAdapter
 from allauth.socialaccount.providers.base.constants import AuthProcess
 from cryptography.fernet import Fernet
 from django.conf import settings
-from django.http import HttpRequest
+from django.http import HttpRequest, HttpResponse
 from django.shortcuts import render
 from django.urls import reverse
 
 from controlplane.ciphers import peppered_cipher
+from controlplane.signin import guessing
 from controlplane.tenants.models import User
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,21 @@ class AccountAdapter(DefaultAccountAdapter):
     def get_client_ip(self, request: HttpRequest) -> str:
         """The peer's address; uvicorn puts a trusted proxy's word there. A Unix socket has none."""
         return request.META.get("REMOTE_ADDR") or "0.0.0.0"
+
+    def pre_authenticate(self, request: HttpRequest, **credentials: Any) -> None:
+        """Refuse to look at a password when too many were tried; allauth takes a success back."""
+        self._login_failed_rl_usage = guessing.try_consume(request, credentials.get("email") or "")
+        if not self._login_failed_rl_usage:
+            raise self.validation_error("too_many_login_attempts")
+
+    def _delete_login_attempts_cached_email(self, request: HttpRequest, **credentials: Any) -> None:
+        """What allauth does when a password was reset."""
+        guessing.forget(request, credentials.get("email") or "")
+
+    def post_login(self, request: HttpRequest, user: Any, **kwargs: Any) -> HttpResponse:
+        response: HttpResponse = super().post_login(request, user, **kwargs)
+        guessing.remember_browser(request, response, user)
+        return response
 
     def get_email_confirmation_url(self, request: HttpRequest, emailconfirmation: Any) -> str:
         path = reverse("account_confirm_email", args=[emailconfirmation.key])

@@ -1,9 +1,10 @@
-"""Who has a second factor, and which tenants ask their members for one."""
+"""Who has a second factor, and who needs one: operators, and members of tenants that ask for it."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from django.conf import settings
 from django.db.models import QuerySet
 
 from controlplane.errors import PermissionDenied
@@ -35,6 +36,11 @@ def check_second_factor(tenant: Tenant, user: User) -> None:
     """Raises SecondFactorRequired for a person without one in a tenant that asks for it."""
     if tenant.requires_second_factor and not authenticators(user).exists():
         raise SecondFactorRequired(tenant)
+
+
+def is_kept_out(operator: User) -> bool:
+    """Whether somebody who runs the platform has to set up a second factor before they may."""
+    return settings.OPERATORS_NEED_SECOND_FACTOR and not authenticators(operator).exists()
 
 
 def members_without() -> list[str]:

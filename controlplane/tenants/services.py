@@ -96,7 +96,7 @@ def user_create(
     except ValidationError as error:
         raise from_validation(error) from error
     if password is not None:
-        _check_password(password, user)
+        password_check(password, user)
     user.set_password(password)
     user, is_new = User.objects.get_or_create(
         email=email,
@@ -116,7 +116,7 @@ def user_create(
 @transaction.atomic
 def user_password_set(*, user: User, password: str) -> None:
     """Raises InvalidRequest for a weak password. Ends the person's sessions."""
-    _check_password(password, user)
+    password_check(password, user)
     user.set_password(password)
     user.save(update_fields=["password"])
     record("password_set", user)
@@ -141,7 +141,8 @@ def member_add(*, email: str, role: Role, password: str | None = None) -> Member
     return membership
 
 
-def _check_password(password: str, user: User) -> None:
+def password_check(password: str, user: User) -> None:
+    """Raises InvalidRequest for one that is too weak for the person."""
     try:
         validate_password(password, user)
     except ValidationError as error:

@@ -127,7 +127,7 @@ def test_invite_from_its_making_to_its_acceptance(page: Page, browser: Browser, 
     assert any("To: invited@acme.example" in mail and url in mail for mail in mails)
     with window(browser, site.base_url) as guest:
         guest.goto(url)
-        guest.get_by_label("Choose a password").fill(PASSWORD)
+        guest.get_by_label("Password").fill(PASSWORD)
         guest.get_by_role("button", name="Accept").click()
         guest.wait_for_url("**/console/")
     page.reload()

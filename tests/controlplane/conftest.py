@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from allauth.mfa.totp.internal.auth import TOTP, generate_totp_secret
 from django.test import Client
 from rest_framework.test import APIClient
 
@@ -58,6 +59,13 @@ def make_party(slug: str) -> Party:
         )
         api_key, key_text = services.api_key_create(name="tests")
     return Party(tenant, owner.user, viewer.user, api_key, key_text)
+
+
+def make_operator(email: str = "op@example.com") -> User:
+    """Somebody who runs the platform, with the second factor that they need."""
+    operator = services.user_create(email=email, password=PASSWORD, is_operator=True)
+    TOTP.activate(operator, generate_totp_secret())
+    return operator
 
 
 @pytest.fixture(autouse=True)

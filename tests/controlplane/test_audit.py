@@ -21,7 +21,14 @@ from controlplane.database.ownership import as_owner
 from controlplane.scoping import all_tenants, tenant_scope
 from controlplane.tenants import keys, services
 from controlplane.tenants.models import ApiKey, Role
-from tests.controlplane.conftest import PASSWORD, TINY_CONFIG, Party, as_user, make_party
+from tests.controlplane.conftest import (
+    PASSWORD,
+    TINY_CONFIG,
+    Party,
+    as_user,
+    make_operator,
+    make_party,
+)
 
 
 def trail(party: Party) -> list[AuditEvent]:
@@ -235,7 +242,7 @@ def test_changes_at_the_same_moment_make_one_chain() -> None:
 
 
 def test_operators_changes_are_theirs(acme: Party) -> None:
-    operator = services.user_create(email="op@example.com", password=PASSWORD, is_operator=True)
+    operator = make_operator("op@example.com")
     client = as_user(operator)
     answer = client.post(
         "/admin/tenants/tenant/", {"action": "suspend", "_selected_action": [acme.tenant.pk]}

@@ -15,9 +15,15 @@ from controlplane.audit.models import AuditEvent
 from controlplane.delivery.models import DeadLetter
 from controlplane.errors import PermissionDenied
 from controlplane.scoping import all_tenants, tenant_scope
-from controlplane.tenants import auth, services
+from controlplane.tenants import auth
 from controlplane.tenants.models import OperatorIdempotencyRecord, Tenant, User
-from tests.controlplane.conftest import PASSWORD, Party, as_key, as_user, assert_error
+from tests.controlplane.conftest import (
+    Party,
+    as_key,
+    as_user,
+    assert_error,
+    make_operator,
+)
 from tests.controlplane.test_openapi import COMMITTED, METHODS
 from worker import fair_queue, protocol
 
@@ -32,7 +38,7 @@ WORKER = "ops-worker"
 
 @pytest.fixture
 def operator(db: None) -> User:
-    return services.user_create(email="ops@lorikeet.example", password=PASSWORD, is_operator=True)
+    return make_operator("ops@lorikeet.example")
 
 
 @pytest.fixture
@@ -167,9 +173,7 @@ def test_a_write_with_a_key_is_made_once(operator: User, pool: Any) -> None:
 
 
 def test_another_operators_key_is_another_key(operator: User) -> None:
-    colleague = services.user_create(
-        email="colleague@lorikeet.example", password=PASSWORD, is_operator=True
-    )
+    colleague = make_operator("colleague@lorikeet.example")
     for user, slug in ((operator, "one"), (colleague, "two")):
         body = {"slug": slug, "name": slug}
         answer = as_user(user).post(

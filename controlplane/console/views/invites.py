@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from allauth.account.adapter import get_adapter
+from allauth.account.internal.flows.login import perform_password_login
+from allauth.account.models import Login
 from allauth.account.utils import perform_login
+from django import forms
 from django.db import transaction
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import redirect, render
@@ -11,25 +15,30 @@ from django.views.decorators.http import require_http_methods
 
 from controlplane.console.forms import PasswordForm, add_service_error
 from controlplane.errors import Conflict, InvalidRequest, NotFound
+from controlplane.signin.guessing import remember_browser
 from controlplane.tenants import people
 from controlplane.tenants.auth import SESSION_TENANT_KEY
 from controlplane.tenants.models import Invite, Membership, User
-from controlplane.tenants.services import user_create
+from controlplane.tenants.services import password_check, user_create
 
 
 @sensitive_post_parameters("password")
 @require_http_methods(["GET", "HEAD", "POST"])
 def invite(request: HttpRequest, token: str) -> HttpResponse:
-    """Opening it changes nothing, for mail scanners open addresses too; the button accepts."""
+    """Opening it changes nothing, for mail scanners open addresses too; the button accepts.
+
+    Whoever invites somebody can open it, too, and learns nothing of them: it looks the same
+    whether or not there is an account, and asks for a password in the same words. Only a password
+    that is taken, and uses the invite up, shows that there was none before.
+    """
     try:
         found, tenant = people.invite_find(token=token)
         form = PasswordForm(request.POST or None)
         step = _step(request, found)
         if request.method == "POST":
-            membership = _accept(request, token, found, step, form)
-            if membership is not None:
-                request.session[SESSION_TENANT_KEY] = str(membership.tenant_id)
-                return redirect("console:overview")
+            answer = _accept(request, token, found, step, form)
+            if answer is not None:
+                return answer
     except (NotFound, Conflict) as error:
         return render(
             request, "console/invite.html", {"problem": error.message}, status=error.status
@@ -40,27 +49,54 @@ def invite(request: HttpRequest, token: str) -> HttpResponse:
 
 
 def _step(request: HttpRequest, found: Invite) -> str:
-    """What the person has to do: accept, sign_out, sign_in or join."""
+    """What the person has to do: accept, sign_out or join."""
     if isinstance(request.user, User):
         return "accept" if request.user.email == found.email else "sign_out"
-    return "sign_in" if User.objects.filter(email=found.email).exists() else "join"
+    return "join"
 
 
 def _accept(
     request: HttpRequest, token: str, found: Invite, step: str, form: PasswordForm
-) -> Membership | None:
-    """The new membership; None when the page has to be shown again."""
+) -> HttpResponse | None:
+    """Where the person goes; None when the page has to be shown again."""
     if step == "accept":
         assert isinstance(request.user, User)
-        return people.invite_accept(token=token, user=request.user)
+        return _enter(request, people.invite_accept(token=token, user=request.user))
     if step != "join" or not form.is_valid():
         return None
+    password = form.cleaned_data["password"]
     try:
+        # First, for everybody: what is too weak for a new account says nothing of an old one.
+        password_check(password, User(email=found.email))
+        if User.objects.filter(email=found.email).exists():
+            return _sign_in(request, found, password)
         with transaction.atomic():
-            user = user_create(email=found.email, password=form.cleaned_data["password"])
+            user = user_create(email=found.email, password=password)
             membership = people.invite_accept(token=token, user=user)
     except InvalidRequest as error:
         add_service_error(form, error.message, error.param)
         return None
+    except forms.ValidationError as error:
+        form.add_error("password", error)
+        return None
     perform_login(request, user)
-    return membership
+    answer = _enter(request, membership)
+    remember_browser(request, answer, user)
+    return answer
+
+
+def _sign_in(request: HttpRequest, found: Invite, password: str) -> HttpResponse:
+    """As on the page for it, and back here; raises ValidationError for a wrong password."""
+    adapter = get_adapter(request)
+    credentials = {"email": found.email, "password": password}
+    user = adapter.authenticate(request, **credentials)
+    if user is None:
+        raise adapter.validation_error("email_password_mismatch")
+    login = Login(user=user, email=found.email, redirect_url=request.path)
+    answer: HttpResponse = perform_password_login(request, credentials, login)
+    return answer
+
+
+def _enter(request: HttpRequest, membership: Membership) -> HttpResponse:
+    request.session[SESSION_TENANT_KEY] = str(membership.tenant_id)
+    return redirect("console:overview")

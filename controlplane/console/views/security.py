@@ -14,6 +14,7 @@ from django.shortcuts import redirect, render
 from django.views.decorators.http import require_POST, require_safe
 
 from controlplane.console.access import AccountRequest, account_page, tenants_of
+from controlplane.signin.second_factor import is_kept_out
 
 
 @require_safe
@@ -32,6 +33,7 @@ def security(request: AccountRequest) -> HttpResponse:
         "sessions": sorted(sessions, key=lambda session: session.created_at, reverse=True),
         "is_linked": SocialAccount.objects.filter(user=request.user).exists(),
         "issuer": settings.OIDC_NAME,
+        "is_kept_out": request.user.is_staff and is_kept_out(request.user),
         "tenants": tenants_of(request.user) if request.second_factor_for else (),
     }
     return render(request, "console/security.html", context)

@@ -22,8 +22,14 @@ from controlplane.inference.named import Named
 from controlplane.scoping import all_tenants, tenant_scope
 from controlplane.tenants import auth
 from controlplane.tenants.models import User
-from controlplane.tenants.services import user_create
-from tests.controlplane.conftest import PASSWORD, TINY_CONFIG, Party, as_key, as_user, assert_error
+from tests.controlplane.conftest import (
+    TINY_CONFIG,
+    Party,
+    as_key,
+    as_user,
+    assert_error,
+    make_operator,
+)
 from tests.controlplane.console.conftest import browser_of
 
 DAY = dt.timedelta(days=1)
@@ -33,7 +39,7 @@ NAMES = ("tiny", "invoices", "invoices@1", "ft:tiny:acme:invoices:1")
 
 @pytest.fixture
 def operator(db: None) -> User:
-    return user_create(email="ops@lorikeet.example", password=PASSWORD, is_operator=True)
+    return make_operator("ops@lorikeet.example")
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from django.urls import reverse
 from controlplane.scoping import tenant_scope
 from controlplane.tenants import services
 from controlplane.tenants.models import Membership, Role, Tenant, User
-from tests.controlplane.conftest import PASSWORD, Party
+from tests.controlplane.conftest import PASSWORD, Party, make_operator
 from tests.controlplane.console.conftest import Belongings, browser_of
 
 #: Pages that every member may read, and those only some roles may open. {run} is acme's run.
@@ -139,7 +139,7 @@ def test_person_without_a_tenant_is_told_so(db: None) -> None:
 
 
 def test_operator_without_a_tenant_goes_to_the_admin(db: None) -> None:
-    user = services.user_create(email="op@example.com", password=PASSWORD, is_operator=True)
+    user = make_operator("op@example.com")
     answer = browser_of(user).get("/console/")
     assert (answer.status_code, answer.url) == (302, "/admin/")
 

@@ -8,6 +8,7 @@ import re
 
 import pytest
 from django.core import mail
+from django.core.cache import cache
 from django.core.mail.backends.base import BaseEmailBackend
 from django.test import Client
 
@@ -160,6 +161,53 @@ def test_strangers_things_are_no_things(acme: Party, globex: Party) -> None:
         content = browser.get(f"/console/{page}").content
         assert b"acme" not in content
         assert b"zebra" not in content
+
+
+class TestWhoHasAnAccount:
+    """Whoever invites an address can open the invite: it says nothing of the person."""
+
+    @pytest.fixture
+    def pages(self, acme: Party, globex: Party) -> dict[str, str]:
+        """By address, where acme's invite leads: globex's owner has an account, nobody has none."""
+        found = {}
+        for email in (globex.owner.email, "nobody@globex.example"):
+            page = browser_of(acme.owner).post(INVITES, {"email": email, "role": "viewer"})
+            [token] = re.findall(rb'id="new-invite">[^<]+/([^</]+)<', page.content)
+            found[email] = f"/console/invites/{token.decode()}"
+        return found
+
+    @pytest.mark.parametrize("password", [None, "", "short", "password1234"])
+    def test_page_and_refusals_are_the_same(
+        self, pages: dict[str, str], password: str | None
+    ) -> None:
+        answers = set()
+        for email, path in pages.items():
+            client = Client()
+            answer = (
+                client.get(path) if password is None else client.post(path, {"password": password})
+            )
+            text = re.sub(r"[0-9A-Za-z]{64}", "", answer.content.decode())
+            answers.add((answer.status_code, text.replace(email, "").replace(path, "")))
+        assert len(answers) == 1
+
+    def test_a_wrong_password_is_refused_and_counted(
+        self, pages: dict[str, str], globex: Party
+    ) -> None:
+        cache.clear()
+        path = pages[globex.owner.email]
+        for number in range(6):
+            answer = Client().post(path, {"password": f"a good guess {number}"})
+            assert answer.status_code == 422
+        assert b"Too many attempts" in answer.content
+        cache.clear()
+
+    def test_a_person_with_an_account_joins_by_their_password(
+        self, pages: dict[str, str], globex: Party, acme: Party
+    ) -> None:
+        client, path = Client(), pages[globex.owner.email]
+        assert client.post(path, {"password": PASSWORD}).url == path
+        assert client.post(path).url == "/console/"
+        assert b"Acme" in client.get("/console/").content
 
 
 def test_no_log_line_has_an_invites_token(acme: Party, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 import redis
 from allauth.mfa.models import Authenticator
-from allauth.mfa.totp.internal.auth import TOTP, generate_totp_secret
+from allauth.mfa.totp.internal.auth import (
+    SECRET_SESSION_KEY,
+    TOTP,
+    format_hotp_value,
+    generate_totp_secret,
+    hotp_value,
+)
 from django.conf import settings
 from django.test import Client
 from django.urls import reverse
@@ -19,7 +25,7 @@ from controlplane.adapters.models import BaseModel
 from controlplane.scoping import tenant_scope
 from controlplane.tenants import services
 from controlplane.tenants.models import ApiKey, Membership, Tenant, User
-from tests.controlplane.conftest import PASSWORD, TINY_CONFIG, Party
+from tests.controlplane.conftest import PASSWORD, TINY_CONFIG, Party, assert_error, make_operator
 from tests.controlplane.console.conftest import Belongings
 from worker import protocol
 from worker.protocol import Heartbeat
@@ -42,7 +48,7 @@ LISTS = [
 
 @pytest.fixture
 def operator(db: None) -> Client:
-    user = services.user_create(email="operator@example.com", password=PASSWORD, is_operator=True)
+    user = make_operator("operator@example.com")
     client = Client()
     client.force_login(user)
     return client
@@ -63,13 +69,53 @@ def test_tenants_people_are_kept_out(page: str, acme: Party) -> None:
 
 
 def test_operator_signs_in_where_everybody_does(db: None) -> None:
-    services.user_create(email="operator@example.com", password=PASSWORD, is_operator=True)
+    services.user_create(
+        email="operator@example.com", password=PASSWORD, is_operator=True, is_proven=True
+    )
     client = Client()
     sign_in = client.get(reverse("admin:workers"), follow=True)
     assert sign_in.redirect_chain[-1][0].startswith("/console/sign-in?next=")
     form = {"login": "operator@example.com", "password": PASSWORD, "next": "/admin/workers/"}
     answer = client.post("/console/sign-in", form)
     assert (answer.status_code, answer.url) == (302, "/admin/workers/")
+
+
+def test_an_operator_sets_up_a_second_factor_before_anything_else(db: None) -> None:
+    email = "operator@example.com"
+    services.user_create(email=email, password=PASSWORD, is_operator=True, is_proven=True)
+    client, form = Client(), {"login": email, "password": PASSWORD, "next": "/admin/"}
+    client.post("/console/sign-in", form)
+    for page in ("index", "workers", "tenants_user_changelist"):
+        answer = client.get(reverse(f"admin:{page}"), follow=True)
+        assert answer.redirect_chain[-1] == ("/console/security", 302)
+        assert b"Operators need a second factor" in answer.content
+    assert_error(client.get("/ops/v1/tenants"), 403)
+    made = client.post("/ops/v1/tenants", {"slug": "x", "name": "X"}, "application/json")
+    assert assert_error(made, 403)["code"] == "second_factor_required"
+    assert not Tenant.objects.exists()
+
+    url = "/console/account/2fa/totp/activate/"
+    client.post("/console/account/reauthenticate/", {"password": PASSWORD})
+    client.get(url)
+    code = hotp_value(client.session[SECRET_SESSION_KEY], int(time.time()) // 30)
+    assert client.post(url, {"code": format_hotp_value(code)}).status_code == 302
+    assert client.get("/admin/").status_code == 200
+    assert client.get("/ops/v1/tenants").status_code == 200
+
+    by_password = Client()
+    answer = by_password.post("/console/sign-in", form)
+    assert "/2fa/authenticate/" in answer.url
+    assert by_password.get("/admin/").status_code == 302
+    assert_error(by_password.get("/ops/v1/tenants"), 401)
+
+
+def test_a_laptop_may_do_without_the_second_factor(db: None, settings: Any) -> None:
+    settings.OPERATORS_NEED_SECOND_FACTOR = False
+    user = services.user_create(email="op@example.com", password=PASSWORD, is_operator=True)
+    client = Client()
+    client.force_login(user)
+    assert client.get("/admin/").status_code == 200
+    assert client.get("/ops/v1/tenants").status_code == 200
 
 
 def test_makes_a_tenant_with_an_owner(operator: Client, acme: Party) -> None:
@@ -118,7 +164,8 @@ def test_removes_the_second_factors_of_who_lost_them(operator: Client, acme: Par
     TOTP.activate(acme.owner, generate_totp_secret())
     form = {"action": "remove_second_factors", "_selected_action": [str(acme.viewer.pk)]}
     operator.post(reverse("admin:tenants_user_changelist"), form)
-    assert [row.user for row in Authenticator.objects.all()] == [acme.owner]
+    left = Authenticator.objects.exclude(user__is_staff=True)
+    assert [row.user for row in left] == [acme.owner]
 
 
 def test_nothing_of_allauths_has_a_page_here(operator: Client) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import redis
@@ -13,11 +14,12 @@ from django.core.cache import cache
 from django.test import Client, override_settings
 from django.utils import timezone
 
+from controlplane.signin import guessing
 from controlplane.signin.tasks import sessions_forget
 from tests.controlplane.conftest import PASSWORD, Party
 
 SIGN_IN = "/console/sign-in"
-#: Wrong passwords for one address in five minutes.
+#: Wrong passwords for an account from one address in five minutes.
 MAX_FAILURES = 5
 
 
@@ -69,17 +71,101 @@ def test_bad_form_says_so_beside_the_field(db: None) -> None:
     assert b'id="id_password_error"' in answer.content
 
 
-def test_guessing_is_stopped_for_that_person_alone(acme: Party) -> None:
-    browser = Client()
+def attempt(browser: Client, email: str, password: str) -> bool:
+    """Whether the password opened the console. Too many attempts are an answer of their own."""
+    answer = browser.post(SIGN_IN, {"login": email, "password": password})
+    is_in = answer.status_code == 302
+    assert is_in or (b"do not match" in answer.content) != (b"Too many" in answer.content)
+    return is_in
+
+
+def guess(email: str, *, address: str = "198.51.100.1", times: int = MAX_FAILURES) -> None:
+    for _ in range(times):
+        assert not attempt(Client(REMOTE_ADDR=address), email, "guess")
+
+
+def test_guessing_is_stopped_at_its_address_and_for_that_person_alone(acme: Party) -> None:
+    guess(acme.owner.email)
+    there = Client(REMOTE_ADDR="198.51.100.1")
+    form = {"login": acme.owner.email, "password": PASSWORD}
+    assert b"Too many attempts" in there.post(SIGN_IN, form).content
+    assert there.get("/console/").status_code == 302
+    assert attempt(there, acme.viewer.email, PASSWORD)
+
+
+def test_no_stranger_locks_a_person_out(acme: Party) -> None:
+    """Neither from elsewhere, nor beside them at an address that both come from."""
+    here = Client(REMOTE_ADDR="192.0.2.7")
+    guess(acme.owner.email, times=2 * MAX_FAILURES)
+    assert attempt(here, acme.owner.email, PASSWORD)
+    guess(acme.owner.email, address="192.0.2.7", times=2 * MAX_FAILURES)
+    here.post("/console/sign-out")
+    assert attempt(here, acme.owner.email, PASSWORD)
+
+
+def test_guessing_from_many_addresses_is_stopped_but_not_the_persons_browser(
+    acme: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guessing, "_ACCOUNT", "20/3600s/key")
+    theirs = Client(REMOTE_ADDR="192.0.2.7")
+    assert attempt(theirs, acme.owner.email, PASSWORD)
+    theirs.post("/console/sign-out")
+    for number in range(5):
+        guess(acme.owner.email, address=f"203.0.113.{number}")
+    stranger = Client(REMOTE_ADDR="203.0.113.99")
+    form = {"login": acme.owner.email, "password": PASSWORD}
+    assert b"Too many attempts" in stranger.post(SIGN_IN, form).content
+    # They travel. That a browser is known for one account is no help with another.
+    theirs.defaults["REMOTE_ADDR"] = "203.0.113.50"
+    assert attempt(theirs, acme.owner.email, PASSWORD)
+    assert attempt(stranger, acme.viewer.email, PASSWORD)
+    stranger.post("/console/sign-out")
+    assert b"Too many attempts" in stranger.post(SIGN_IN, form).content
+
+
+def test_a_known_browser_guesses_no_faster(acme: Party) -> None:
+    theirs = Client(REMOTE_ADDR="192.0.2.7")
+    assert attempt(theirs, acme.owner.email, PASSWORD)
+    theirs.post("/console/sign-out")
     for _ in range(MAX_FAILURES):
-        browser.post(SIGN_IN, {"login": acme.owner.email, "password": "guess"})
-    # From wherever it is tried: the count is the account's, and every process sees it.
-    elsewhere = Client(REMOTE_ADDR="192.0.2.7")
-    right = elsewhere.post(SIGN_IN, {"login": acme.owner.email, "password": PASSWORD})
-    assert b"Too many attempts" in right.content
-    assert elsewhere.get("/console/").status_code == 302
-    other = browser.post(SIGN_IN, {"login": acme.viewer.email, "password": PASSWORD})
-    assert other.status_code == 302
+        assert not attempt(theirs, acme.owner.email, "guess")
+    form = {"login": acme.owner.email, "password": PASSWORD}
+    assert b"Too many attempts" in theirs.post(SIGN_IN, form).content
+
+
+def test_a_browser_is_a_stranger_again_after_a_new_password(acme: Party) -> None:
+    theirs = Client(REMOTE_ADDR="192.0.2.7")
+    assert attempt(theirs, acme.owner.email, PASSWORD)
+    theirs.post("/console/sign-out")
+    acme.owner.set_password("another long passphrase")
+    acme.owner.save()
+    guess(acme.owner.email, address="192.0.2.7")
+    form = {"login": acme.owner.email, "password": "another long passphrase"}
+    assert b"Too many attempts" in theirs.post(SIGN_IN, form).content
+
+
+@pytest.mark.parametrize("cookie", ["", "x", "a:b:c", "W10:1abc:sig", "x" * 9000, "\0"])
+def test_a_made_up_browser_is_a_strangers(acme: Party, cookie: str) -> None:
+    browser = Client(REMOTE_ADDR="192.0.2.7")
+    guess(acme.owner.email, address="192.0.2.7")
+    browser.cookies[guessing.COOKIE] = cookie
+    form = {"login": acme.owner.email, "password": PASSWORD}
+    assert b"Too many attempts" in browser.post(SIGN_IN, form).content
+
+
+def test_at_once_from_one_address_no_more_is_tried_than_one_after_the_other(
+    acme: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_at = []
+
+    def look(request: object, **credentials: str) -> None:
+        looked_at.append(credentials)
+
+    monkeypatch.setattr("allauth.account.adapter.authenticate", look)
+    form = {"login": acme.owner.email, "password": "guess"}
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: Client().post(SIGN_IN, form), range(24)))
+    assert 1 <= len(looked_at) <= MAX_FAILURES
 
 
 def test_guessing_at_many_accounts_is_stopped_for_that_address_alone(acme: Party) -> None:

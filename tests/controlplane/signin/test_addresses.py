@@ -15,7 +15,7 @@ from django.urls import reverse
 
 from controlplane.tenants import services
 from controlplane.tenants.models import User
-from tests.controlplane.conftest import PASSWORD, Party
+from tests.controlplane.conftest import PASSWORD, Party, make_operator
 from tests.controlplane.console.conftest import browser_of
 
 VICTIM = "victim@example.com"
@@ -70,7 +70,7 @@ def test_who_took_an_address_keeps_no_way_in(acme: Party) -> None:
 
 
 def test_address_that_an_operator_replaced_opens_nothing(acme: Party) -> None:
-    operator = services.user_create(email="op@example.com", password=PASSWORD, is_operator=True)
+    operator = make_operator("op@example.com")
     old = acme.viewer.email
     assert reset_link(old)
     form = {"email": "New@acme.example", "first_name": "", "last_name": "", "is_active": "on"}
