@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import datetime as dt
 
-from django.db.models import Count, F, Q, Sum
+from django.db.models import Count, F, Sum
 from django.db.models.functions import TruncHour
 
 from controlplane.adapters.models import Adapter, AdapterVersion
 from controlplane.console.charts import BarChart, bar_chart
+from controlplane.console.request_log import FAILED
 from controlplane.inference.models import InferenceRequest
+from controlplane.requestlog.models import RefusalHour
 from controlplane.usage.models import UsageHour, UsageRecord
 
 HOURS = 24
@@ -21,7 +23,9 @@ class Day:
     """The tenant's last 24 hours."""
 
     num_requests: int
+    #: Of those that were accepted; the others were refused before they began.
     num_errors: int
+    num_refused: int
     prompt_tokens: int
     completion_tokens: int
     #: The middle one of the requests that had a first token; None when there was none.
@@ -33,15 +37,15 @@ def last_day(now: dt.datetime) -> Day:
     """The day before `now` of the tenant in scope."""
     since = now.replace(minute=0, second=0, microsecond=0) - dt.timedelta(hours=HOURS - 1)
     requests = InferenceRequest.objects.filter(accepted_at__gte=since)
-    counts = requests.aggregate(
-        all=Count("id"), errors=Count("id", filter=Q(finish_reason="error"))
-    )
+    counts = requests.aggregate(all=Count("id"), errors=Count("id", filter=FAILED))
     tokens = UsageHour.objects.filter(starts_at__gte=since).aggregate(
         prompt=Sum("prompt_tokens"), completion=Sum("completion_tokens")
     )
+    refused = RefusalHour.objects.filter(starts_at__gte=since).aggregate(requests=Sum("requests"))
     return Day(
         num_requests=counts["all"],
         num_errors=counts["errors"],
+        num_refused=refused["requests"] or 0,
         prompt_tokens=tokens["prompt"] or 0,
         completion_tokens=tokens["completion"] or 0,
         first_token_ms=_median_first_token_ms(since),

@@ -41,13 +41,14 @@ SPANS: dict[str, tuple[str, dt.timedelta | None]] = {
 MAX_MODELS = MAX_MODEL_CHARS = 200
 REFUSAL_HOURS = 24
 
-_FAILED = Q(finish_reason=FinishReason.ERROR) | ~Q(error_code="")
 _SLOW = Q(first_token_ms__gte=SLOW_MS) | Q(first_token_ms=None, total_ms__gte=SLOW_MS)
 _ENDS: dict[str, str] = {
     FinishReason.STOP: "ok",
     FinishReason.LENGTH: "cut",
     FinishReason.CANCELLED: "cancelled",
 }
+#: What `state_of` calls failed: also what ended in a way that nobody here knows.
+FAILED = ~Q(finish_reason__in=list(_ENDS)) | ~Q(error_code="")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +89,7 @@ class Wanted:
         if self.model:
             rows = rows.filter(Q(model=self.model) | Q(model__startswith=f"{self.model}@"))
         if self.state == "failed":
-            rows = rows.filter(_FAILED)
+            rows = rows.filter(FAILED)
         elif self.state == "slow":
             rows = rows.filter(_SLOW)
         _, length = SPANS[self.span]

@@ -36,6 +36,13 @@ class MembershipInline(TabularInline):
     autocomplete_fields = ("user",)
     fields = ("user", "role")
 
+    def formfield_for_dbfield(self, db_field: Any, request: HttpRequest, **kwargs: Any) -> Any:
+        """Named, for who does not see the column's head."""
+        field = super().formfield_for_dbfield(db_field, request, **kwargs)
+        if field is not None:
+            field.widget.attrs["aria-label"] = str(field.label or db_field.verbose_name)
+        return field
+
 
 @admin.register(Tenant)
 class TenantAdmin(AuditedAdmin):

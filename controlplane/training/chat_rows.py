@@ -17,6 +17,8 @@ MAX_LINE_BYTES = 1 << 20
 MAX_PROBLEMS = 20
 #: How many of them a refusal tells.
 _SHOWN_PROBLEMS = 5
+_NO_JSON = "is not JSON"
+_FORM = ' The file is JSONL, one chat a line: {"messages": [{"role": "user", "content": "…"}, …]}'
 ROLES = ("system", "user", "assistant")
 
 
@@ -44,7 +46,10 @@ class Lint:
     def complaint(self) -> str:
         """The first few problems, in one sentence."""
         shown = "; ".join(str(problem) for problem in self.problems[:_SHOWN_PROBLEMS])
-        return f"{shown}{'; and more' if len(self.problems) > _SHOWN_PROBLEMS else ''}."
+        more = "; and more" if len(self.problems) > _SHOWN_PROBLEMS else ""
+        # A file of another kind, such as CSV, fails in each line; what is wanted is said once.
+        is_other = any(problem.message.startswith(_NO_JSON) for problem in self.problems)
+        return f"{shown}{more}.{_FORM if is_other else ''}"
 
 
 def lint(content: bytes) -> Lint:
@@ -81,8 +86,10 @@ def _row_problem(line: bytes) -> tuple[str, str] | None:
         row = json.loads(line)
     except RecursionError:
         return "", "is nested too deeply"
-    except ValueError as error:
-        return "", f"is not JSON in UTF-8: {str(error)[:200]}"
+    except UnicodeDecodeError:
+        return "", f"{_NO_JSON}, which is text in UTF-8"
+    except ValueError:
+        return "", _NO_JSON
     messages = row.get("messages") if isinstance(row, dict) else None
     if not isinstance(messages, list) or not messages:
         return "messages", "must be a list of messages"

@@ -101,6 +101,50 @@ def test_every_page_fits_a_phone(page: Page) -> None:
         visit(page, path)
 
 
+def test_what_can_be_done_with_a_key_is_in_sight(page: Page, site: Site) -> None:
+    page.goto("/console/keys")
+    page.get_by_label("Name").fill("a-rather-long-name-of-a-program-that-calls-us")
+    page.get_by_text("What it may do").click()
+    page.get_by_label("Only these models").fill("invoices letters@3")
+    page.get_by_label("Only from these addresses").fill("192.0.2.0/24 2001:db8:1234:5678::/64")
+    page.get_by_role("button", name="Create key").click()
+    expect(page.locator("#new-key")).to_be_visible()
+    page.goto("/console/keys")
+    page.get_by_role("link", name="Rotate a-rather-long").click()
+    page.get_by_role("button", name="Rotate the key").click()  # two secrets take more room
+    for width in (1440, 1024, 840, 360):
+        page.set_viewport_size({"width": width, "height": 900})
+        page.goto("/console/keys")
+        for name in ("Change", "Rotate", "Revoke"):
+            link = page.get_by_role("link", name=f"{name} a-rather-long").first
+            box, card = link.bounding_box(), page.locator(".card.flush").bounding_box()
+            assert box is not None, (width, name)
+            assert card is not None
+            assert box["x"] + box["width"] <= card["x"] + card["width"], (width, name)
+
+
+def test_security_is_found_on_a_phone(page: Page) -> None:
+    page.set_viewport_size({"width": 360, "height": 740})
+    page.goto("/console/")
+    page.get_by_role("link", name="Security").click()
+    page.wait_for_url("**/console/security")
+
+
+def test_a_spent_budget_is_red(page: Page) -> None:
+    page.goto("/console/limits")
+    page.get_by_label("Period").select_option("day")
+    page.get_by_label("Hard").fill("0")
+    page.get_by_role("button", name="Set the budget").click()
+    meter = page.locator("meter.bad")
+    expect(meter).to_have_count(1)
+    rule = "meter.bad::-webkit-meter-optimum-value"
+    colour = """rule => [...document.styleSheets].flatMap(sheet => [...sheet.cssRules])
+        .find(found => found.selectorText === rule).style.background"""
+    assert page.evaluate(colour, rule) == "var(--bad)"
+    page.get_by_role("row").filter(has=meter).get_by_role("button", name="Remove").click()
+    expect(page.locator("meter.bad")).to_have_count(0)
+
+
 def test_the_accounts_own_pages_open(page: Page) -> None:
     visit(page, "account/2fa/totp/activate/")
     page.get_by_label("Password").fill(PASSWORD)

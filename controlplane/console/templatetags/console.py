@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from typing import Any
@@ -99,11 +100,43 @@ def unlocalized(value: float) -> str:
     return f"{value:.4f}"
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ceiling:
+    """One of a budget's limits, and how much of it is spent.
+
+    tone  of the meter: good, warn near the hard limit or past the soft one, bad past the hard one
+    """
+
+    limit: int
+    spent: int
+    label: str
+    tone: str
+
+    @property
+    def share(self) -> float:
+        """From 0 to 1; a limit of nothing is spent from the beginning."""
+        return min(1.0, self.spent / self.limit) if self.limit else 1.0
+
+    @property
+    def over(self) -> int:
+        return max(0, self.spent - self.limit)
+
+
+#: Of a hard limit, from which on its meter warns.
+_NEAR = 0.9
+
+
 @register.filter
-def ceilings(budget: Budget) -> list[tuple[int, str]]:
-    """A budget's limits and what happens past each."""
-    found = [(budget.soft_limit, "then answers say so"), (budget.hard_limit, "then it refuses")]
-    return [(limit, label) for limit, label in found if limit is not None]
+def ceilings(budget: Budget, spent: int) -> list[Ceiling]:
+    """A budget's limits, and what happens past each."""
+    found = []
+    if (soft := budget.soft_limit) is not None:
+        tone = "warn" if spent >= soft else "good"
+        found.append(Ceiling(soft, spent, "then answers say so", tone))
+    if (hard := budget.hard_limit) is not None:
+        tone = "bad" if spent >= hard else "warn" if spent >= _NEAR * hard else "good"
+        found.append(Ceiling(hard, spent, "then it refuses", tone))
+    return found
 
 
 @register.simple_tag(takes_context=True)

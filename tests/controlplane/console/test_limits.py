@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 
@@ -46,6 +47,31 @@ def test_what_is_taken_is_shown(acme: Party, client: redis.Redis) -> None:
     assert "2 of 4 at a time" in page
     assert "250 of 1,000" in page
     client.delete(key, f"{key}:run", state_key)
+
+
+@pytest.mark.parametrize(
+    ("spent", "tones", "over"),
+    [
+        (0, ["good", "good"], []),
+        (79, ["good", "good"], []),
+        (80, ["warn", "good"], []),
+        (90, ["warn", "warn"], ["10"]),
+        (100, ["warn", "bad"], ["20"]),
+        (375, ["warn", "bad"], ["295", "275"]),
+    ],
+)
+def test_a_spent_budget_is_drawn_and_said_as_one(
+    spent: int, tones: list[str], over: list[str], acme: Party, client: redis.Redis
+) -> None:
+    with tenant_scope(acme.tenant.id):
+        budget = budget_set(period="day", soft_limit=80, hard_limit=100)
+        period = present.budget_states([budget])[budget.pk].period
+    state_key = budget_state_key(settings.POOL, str(acme.tenant.id), period)
+    client.hset(state_key, mapping={"spent": spent, "reserved": 0})
+    page = browser_of(acme.viewer).get("/console/limits/now").content.decode()
+    client.delete(state_key)
+    assert re.findall(r'<meter class="(\w+)"', page) == tones
+    assert re.findall(r"· (\S+) over", page) == over
 
 
 def test_without_redis_the_page_is_there(acme: Party, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from html.parser import HTMLParser
 from typing import Any
 
 import pytest
@@ -57,6 +58,67 @@ def operator(db: None) -> Client:
 @pytest.mark.parametrize("name", LISTS)
 def test_operator_sees_every_list(name: str, operator: Client, belongings: Belongings) -> None:
     assert operator.get(reverse(f"admin:{name}_changelist")).status_code == 200
+
+
+class Names(HTMLParser):
+    """What a page says of itself and of its fields, for who cannot see it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.title = ""
+        self.labelled: set[str | None] = set()
+        self.fields: list[dict[str, str | None]] = []
+        self._inside: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        if tag in ("title", "label"):
+            self._inside.append(tag)
+        if tag == "label":
+            self.labelled.add(found.get("for"))
+        is_hidden = found.get("type") in ("hidden", "submit")
+        if tag in ("select", "textarea", "input") and not is_hidden and "label" not in self._inside:
+            self.fields.append({"tag": tag, **found})
+
+    def handle_endtag(self, tag: str) -> None:
+        if self._inside[-1:] == [tag]:
+            self._inside.pop()
+
+    def handle_data(self, data: str) -> None:
+        self.title += data if self._inside[-1:] == ["title"] else ""
+
+    @property
+    def nameless(self) -> list[dict[str, str | None]]:
+        named = ("aria-label", "aria-labelledby", "title", "placeholder")
+        return [
+            field
+            for field in self.fields
+            if field.get("id") not in self.labelled and not any(field.get(name) for name in named)
+        ]
+
+
+def test_every_page_and_field_has_a_name(
+    operator: Client, acme: Party, belongings: Belongings
+) -> None:
+    with tenant_scope(acme.tenant.id):
+        member = Membership.objects.first()
+        assert member is not None
+    pages = [reverse(f"admin:{name}_changelist") for name in LISTS]
+    pages += [reverse(f"admin:{name}") for name in ("index", "workers")]
+    for model, row in (
+        *(("tenant", acme.tenant), ("user", acme.owner), ("membership", member)),
+        ("apikey", acme.api_key),
+    ):
+        pages.append(reverse(f"admin:tenants_{model}_change", args=[row.pk]))
+        if model != "apikey":
+            pages.append(reverse(f"admin:tenants_{model}_add"))
+    for page in pages:
+        answer = operator.get(page)
+        assert answer.status_code == 200, page
+        found = Names()
+        found.feed(answer.content.decode())
+        assert len(found.title.strip()) > 5, page
+        assert found.nameless == [], page
 
 
 @pytest.mark.parametrize("page", ["index", "workers", "tenants_tenant_changelist"])

@@ -17,7 +17,7 @@ from django.utils import timezone
 
 from controlplane.console import request_log
 from controlplane.inference.models import InferenceRequest
-from controlplane.requestlog.models import LogPolicy
+from controlplane.requestlog.models import LogPolicy, RefusalHour
 from controlplane.requestlog.refusals import Refusal, refusals_add
 from controlplane.requestlog.services import Words, contents_keep, log_policy_set
 from controlplane.scoping import tenant_scope
@@ -97,6 +97,26 @@ class TestList:
         assert '<span class="badge warn">cut</span>' in body
         assert 'href="/console/requests/req_cut"' in body
 
+    def test_failed_hides_no_failure(self, acme: Party) -> None:
+        """Neither one that ended as nobody here knows, nor those refused before they began."""
+        settle(acme, "req_ok")
+        settle(acme, "req_cut", finish_reason="length", error_code="internal")
+        settle(acme, "req_odd", finish_reason="something new")
+        browser = browser_of(acme.viewer)
+        assert listed(browser, "?state=failed") == ["req_odd", "req_cut"]
+        overview = re.sub(r"<[^>]*>", "", browser.get("/console/").content.decode())
+        assert re.search(r"Failed\s*2\s*(?!and)", overview)
+        hour = timezone.now().replace(minute=0, second=0, microsecond=0)
+        with tenant_scope(acme.tenant.id):
+            RefusalHour.objects.create(
+                starts_at=hour, endpoint="/v1", status=503, code="no_worker", requests=12
+            )
+        body = browser.get(f"{PAGE}?state=failed").content.decode()
+        assert body.index('id="refusals"') < body.index('id="requests"')
+        assert body.count('id="refusals"') == 1
+        overview = re.sub(r"<[^>]*>", "", browser.get("/console/").content.decode())
+        assert re.search(r"Failed\s*2\s*and 12 refused before they began", overview)
+
     def test_filters(self, acme: Party) -> None:
         now = timezone.now().timestamp()
         settle(acme, "req_1", model="invoices@2", created_at=now - 30 * 3600)
@@ -164,7 +184,7 @@ class TestList:
     def test_a_new_tenant_is_told_what_comes(self, acme: Party) -> None:
         browser = browser_of(acme.viewer)
         assert b"No request yet" in browser.get(PAGE).content
-        assert b"No request is like that" in browser.get(f"{PAGE}?state=failed").content
+        assert b"No accepted request failed" in browser.get(f"{PAGE}?state=failed").content
 
     def test_one_very_slow_request_is_cut_off(self, acme: Party) -> None:
         settle(acme, *(f"req_{number}" for number in range(12)), total_ms=100.0)
