@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -122,3 +124,69 @@ def test_who_is_no_proxy_cannot_say_where_it_comes_from(gateways: Gateways) -> N
     )
     assert here.json()["error"]["code"] == "address_not_allowed"
     assert there.status_code == 200, there.text
+
+
+def test_a_stolen_key_with_bounds_gets_no_further(gateways: Gateways) -> None:
+    """As whoever found it would try: through both gateways, while its owner revokes it."""
+    bounds = {"scopes": ["keys:manage", "infer", "read"], "allowed_models": ["invoices"]}
+    stolen = gateways.manage("", {"name": "stolen", **bounds})
+    headers = bearer(stolen["key"])
+    with httpx.Client(base_url=f"{gateways.there}/api/v1", headers=headers) as thief:
+        for more in ({"allowed_models": []}, {"scopes": ["audit:read"]}):
+            assert thief.patch(f"/keys/{stolen['public_id']}", json=more).status_code == 403
+            assert thief.post("/keys", json={"name": "mine", **more}).status_code == 403
+        other = gateways.manage("", {"name": "free", "scopes": ["infer"]})
+        assert thief.post(f"/keys/{other['public_id']}/rotate", json={}).status_code == 403
+        child = thief.post("/keys", json={"name": "mine"}).json()
+        assert (child["allowed_models"], child["parent"]) == (["invoices"], stolen["public_id"])
+        made = [child["key"]]
+
+        def bear() -> None:
+            while (answer := thief.post("/keys", json={"name": "hidden"})).status_code == 201:
+                made.append(answer.json()["key"])
+
+        with ThreadPoolExecutor(4) as pool:
+            running = [pool.submit(bear) for _ in range(4)]
+            wait_for(lambda: len(made) > 4, what="the thief's keys")
+            gateways.manage(f"/{stolen['public_id']}/revoke", {})
+            for one in running:
+                one.result()
+    time.sleep(PROMISED_S)
+    assert {gateways.statuses(key) for key in made} == {(401, 401)}
+
+
+def test_guesses_from_everywhere_do_not_lock_a_person_out(
+    gateways: Gateways, live: LiveStack
+) -> None:
+    """The second gateway believes this test's `X-Forwarded-For`, so strangers come from afar."""
+    email, password = "guessed@acme.example", "a long enough passphrase"
+    pool = live.with_pool("two-gateways")
+    code = (
+        "import django; django.setup()\n"
+        "from controlplane.tenants.services import user_create\n"
+        f"user_create(email={email!r}, password={password!r}, is_proven=True)"
+    )
+    pool.env["DJANGO_SETTINGS_MODULE"] = "controlplane.settings"
+    pool.run("-c", code)
+
+    def attempt(words: str, address: str, client: httpx.Client | None = None) -> str:
+        with contextlib.ExitStack() as opened:
+            client = client or opened.enter_context(httpx.Client(base_url=gateways.there))
+            origin = {"X-Forwarded-For": address}
+            page = client.get("/console/sign-in", headers=origin).text
+            token = re.findall(r'name="csrfmiddlewaretoken" value="([^"]+)"', page)[0]
+            form = {"login": email, "password": words, "csrfmiddlewaretoken": token}
+            answer = client.post("/console/sign-in", data=form, headers=origin)
+            if answer.status_code == 302:
+                return "in"
+            return "stopped" if "Too many attempts" in answer.text else "wrong"
+
+    with httpx.Client(base_url=gateways.there) as theirs:
+        assert attempt(password, "192.0.2.1", theirs) == "in"
+        theirs.cookies.delete("sessionid")
+        for address in range(1, 4):
+            seen = [attempt("guess", f"203.0.113.{address}") for _ in range(6)]
+            assert seen == ["wrong"] * 5 + ["stopped"]
+            assert attempt(password, f"203.0.113.{address}") == "stopped"
+        assert attempt(password, "198.51.100.9") == "in"
+        assert attempt(password, "203.0.113.1", theirs) == "in"
