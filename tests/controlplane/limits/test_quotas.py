@@ -13,19 +13,16 @@ from controlplane.adapters import services, tasks
 from controlplane.adapters.models import AdapterVersion, BaseModel
 from controlplane.errors import RateLimited
 from controlplane.scoping import tenant_scope
-from controlplane.tenants import services as tenant_services
 from controlplane.tenants.models import User
 from tests.controlplane.adapters.test_ingest import upload
-from tests.controlplane.conftest import PASSWORD, Party, as_key, as_user, assert_error
+from tests.controlplane.conftest import Party, as_key, as_user, assert_error, make_operator
 
 STATED = {"adapter_config.json": 10, "adapter_model.safetensors": 90}
 
 
 @pytest.fixture
 def operator(db: None) -> User:
-    return tenant_services.user_create(
-        email="ops@lorikeet.example", password=PASSWORD, is_operator=True
-    )
+    return make_operator("ops@lorikeet.example")
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ class TestInvites:
     def test_new_person_chooses_a_password_and_is_in(self, acme: Party) -> None:
         invited = invite(acme)
         browser = Client()
-        assert b"Choose a password" in browser.get(path_of(invited)).content
+        assert b"Choose one, or give yours" in browser.get(path_of(invited)).content
         answer = browser.post(path_of(invited), {"password": PASSWORD})
         assert (answer.status_code, answer["Location"]) == (302, "/console/")
         with tenant_scope(acme.tenant.id):
@@ -75,8 +75,9 @@ class TestInvites:
     def test_known_person_has_to_sign_in(self, acme: Party, globex: Party) -> None:
         invited = invite(acme, email=globex.owner.email)
         stranger = Client()
-        assert b"Sign in to accept" in stranger.get(path_of(invited)).content
-        stranger.post(path_of(invited), {"password": "their new password!"})
+        assert b"Sign in first" in stranger.get(path_of(invited)).content
+        refused = stranger.post(path_of(invited), {"password": "their new password!"})
+        assert refused.status_code == 422
         globex.owner.refresh_from_db()
         assert globex.owner.check_password(PASSWORD)
         browser = Client()

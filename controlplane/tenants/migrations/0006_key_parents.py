@@ -8,7 +8,7 @@ class Migration(migrations.Migration):
     """Of the keys that are there nobody knows which made which: they come from none."""
 
     dependencies = [
-        ("tenants", "0004_operator_idempotency"),
+        ("tenants", "0005_allowed_origins"),
         ("database", "0001_walls"),
     ]
 
