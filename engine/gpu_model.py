@@ -170,9 +170,10 @@ class GpuModel:
         if batch.scores is not None:
             scored = normed[batch.scores.rows]
             batch.scores.compute(scored, self._logits, self.config.vocab_size)
-            normed = normed[batch.sample_rows]
-            extras = batch.extras and sampled(batch.extras, batch.sample_rows)
-            batch = replace(batch, extras=extras)
+            if batch.sample_rows is not None:
+                normed = normed[batch.sample_rows]
+                extras = batch.extras and sampled(batch.extras, batch.sample_rows)
+                batch = replace(batch, extras=extras)
         return self._logits(normed, batch.extras)
 
     def _logits(self, x: torch.Tensor, extras: LoraExtras | None) -> torch.Tensor:

@@ -211,7 +211,7 @@ class ActiveRequest:
     def peek_news(self) -> list[News]:
         """What `take_news` would give now: one event for each choice that has news."""
         blank = TokenEvent(request_id=self.job.request_id, lease=self.lease, seq=self._seq)
-        events = [self._told(choice, blank) for choice in self._choices if choice.has_news]
+        events = [self._event_of(choice, blank) for choice in self._choices if choice.has_news]
         if self._error is not None or (self.is_finished and not events):
             events = [self._last_words(blank)]
         usage = self.usage
@@ -230,7 +230,7 @@ class ActiveRequest:
             for number, event in enumerate(events)
         ]
 
-    def _told(self, choice: Choice, blank: TokenEvent) -> TokenEvent:
+    def _event_of(self, choice: Choice, blank: TokenEvent) -> TokenEvent:
         event = choice.event(blank)
         if not self.job.with_counts:
             return event

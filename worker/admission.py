@@ -7,6 +7,7 @@ The engine takes one prompt at a time, so a job with several is as many of its r
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -156,12 +157,14 @@ def _rendered(
     codec: TextCodec,
     max_tokens: int | None = None,
 ) -> list[int]:
-    given = {"options": job.template_options, "generation_prompt": job.generation_prompt}
+    render = functools.partial(
+        codec.render, options=job.template_options, generation_prompt=job.generation_prompt
+    )
     try:
         if codec.takes_tools:
-            chat = codec.render(messages, job.tools, **given)
+            chat = render(messages, job.tools)
         else:
-            chat = codec.render(plain_messages(messages, job.tools), **given)
+            chat = render(plain_messages(messages, job.tools))
         if max_tokens is None or codec.min_num_tokens(chat.text) > max_tokens:
             _refuse_hopeless(chat.text, codec, "messages")
         return codec.encode_chat(chat)

@@ -1,11 +1,10 @@
 """What crosses a process boundary: messages, stream names, error codes. Standard library only.
 
-The control plane and the workers know each other through this file, `worker.fair_queue`, which
-holds the Lua that both run, `worker.mailboxes`, where batches are answered, and `worker.patterns`
-and `worker.tool_calls`, which say what a regular expression means and where the calls in a text
-are. Every message is a frozen dataclass; on the wire it is one JSON object, written by `encode` and
-read by the message's `decode`. Unknown fields are ignored on reading, so the two sides can be
-upgraded one after the other.
+The control plane and the workers know each other through this file, `worker.fair_queue` (the Lua
+that both run), `worker.mailboxes` (where batches are answered), `worker.patterns` and
+`worker.tool_calls` (what a regular expression means, where the calls in a text are). Every message
+is a frozen dataclass; on the wire it is one JSON object, written by `encode` and read by its
+`decode`. Unknown fields are ignored on reading, so both sides can be upgraded one after the other.
 
 Redis keys, all of one worker pool `{p}` (the braces keep a pool on one cluster slot):
 
@@ -18,8 +17,7 @@ Redis keys, all of one worker pool `{p}` (the braces keep a pool on one cluster 
     done:{p}                stream  worker          DoneRecord; group "acct", drained to Postgres
     wk:{p}                  zset    worker          worker id -> time of its last heartbeat
     wk:{p}:<worker>         hash    worker          Heartbeat; `boot`, the run that has this id
-    dlq:{p}                 stream  all             what nothing could make sense of, and requests
-                                                    that were given up
+    dlq:{p}                 stream  all             what nothing understood, requests given up
     gw                      zset    gateway         gateway id -> time of its last heartbeat
 
 Fields of the job hash, all changed by scripts that check the lease first:
@@ -298,9 +296,8 @@ class Usage(Message):
 class TokenEvent(Message):
     """News of one choice. `seq` counts 0, 1, 2 … per (request, lease) without gaps.
 
-    The last event of a choice has `finish_reason`. The last of the request has `usage`, summed
-    over the choices; when the request failed it is the only one with a reason, which is "error",
-    and has `error_code` with `error_message`.
+    The last event of a choice has `finish_reason`; the last of the request has `usage`, summed over
+    the choices, or, when it failed, the reason "error" with `error_code` and `error_message`.
     """
 
     request_id: str
@@ -309,25 +306,19 @@ class TokenEvent(Message):
     index: int = 0  # of the choice
     text: str = ""
     #: One object per token: {"token", "logprob", "bytes", "top_logprobs": [the same …]}; with
-    #: `GenerateJob.token_details` also "id" and "special", and of the token itself "text", what it
-    #: adds to the answer (stop strings are in it).
-    #: An echoed prompt's come first: "logprob" and "top_logprobs" are None of its first token;
-    #: of a prompt as text with "span", the characters of it [from, to] that the token stands for.
+    #: `GenerateJob.token_details` also "id", "special" and "text", what it adds to the answer. An
+    #: echoed prompt's come first (None of its first token), with "span": its characters [from, to].
     logprobs: tuple[dict[str, Any], ...] | None = None
     #: With `Sampling.prompt_logprobs`, once for each choice: as `logprobs`, with "id" and "rank".
     prompt_logprobs: tuple[dict[str, Any], ...] | None = None
-    #: `with_token_ids`: those that came with this event. Of a job that tokenizes: the answer, and
-    #: `token_strs` what the vocabulary calls them.
-    token_ids: tuple[int, ...] | None = None
-    token_strs: tuple[str, ...] | None = None
-    #: `with_token_ids`: in the first event of each prompt's first choice.
-    prompt_token_ids: tuple[int, ...] | None = None
+    token_ids: tuple[int, ...] | None = None  # `with_token_ids`, and the answer of tokenizing
+    token_strs: tuple[str, ...] | None = None  # of tokenizing: what the vocabulary calls them
+    prompt_token_ids: tuple[int, ...] | None = None  # with the first event of a prompt
     so_far: Usage | None = None  # `with_counts`: the choice's own prompt and tokens until here
     queue_ms: float | None = None  # beside `usage`: how long the request waited for its turn
     finish_reason: str | None = None
     stop_string: str | None = None  # with the reason "stop": the one that was met, if one was
-    #: How the choice, finished, breaks its `json_schema`, or a call in it the function's.
-    schema_error: str | None = None
+    schema_error: str | None = None  # how it, finished, breaks its schema
     error_code: str | None = None
     error_message: str | None = None
     error_param: str | None = None
