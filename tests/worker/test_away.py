@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from urllib.parse import urlsplit
 
-from demo.ports import HOST, choose_ports
+from demo.ports import choose_ports
 from tests.live import LiveStack
 from tests.worker.scenes import TOKENS, Call
 from tests.worker.test_histories import FaultProxy
@@ -35,8 +35,7 @@ def test_silence_counts_only_while_redis_answers() -> None:
 async def test_answers_go_on_where_they_were(live: LiveStack) -> None:
     pool = live.with_pool("away")
     proxy = FaultProxy(choose_ports(1)[0], urlsplit(live.redis_url).port or 0)
-    through = urlsplit(live.redis_url)._replace(netloc=f"{HOST}:{proxy.port}").geturl()
-    pool.env["REDIS_URL"] = through
+    pool.env["REDIS_URL"] = proxy.way_to(live.redis_url)
     listener = await proxy.start()
     web, url = await asyncio.to_thread(pool.start_web, "web-away")
     worker = await asyncio.to_thread(pool.start_worker, "away", step_s=0.25)

@@ -55,6 +55,12 @@ class FaultProxy:
     async def start(self) -> asyncio.Server:
         return await asyncio.start_server(self._serve, HOST, self.port)
 
+    def way_to(self, url: str) -> str:
+        """The same place, with the same password, by way of the proxy."""
+        parts = urlsplit(url)
+        who, at, _ = parts.netloc.rpartition("@")
+        return parts._replace(netloc=f"{who}{at}{HOST}:{self.port}").geturl()
+
     def cut(self) -> None:
         self.cuts += 1
         for writer in list(self._writers):

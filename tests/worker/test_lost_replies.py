@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from demo.ports import HOST, choose_ports
+from demo.ports import choose_ports
 from tests.fakes import FAKE_NAME, fake_config
 from tests.live import wait_for
 from tests.messages import make_job
@@ -97,10 +97,9 @@ def test_a_full_worker_finds_what_it_does_not_know_of(scene: Scene) -> None:
 
 async def test_a_drain_waits_for_what_was_just_pulled(scene: Scene) -> None:
     live, name = scene.live, "drained-early"
-    parts = urlsplit(live.redis_url)
-    proxy = FaultProxy(choose_ports(1)[0], parts.port or 0)
+    proxy = FaultProxy(choose_ports(1)[0], urlsplit(live.redis_url).port or 0)
     listener = await proxy.start()
-    through = parts._replace(netloc=f"{HOST}:{proxy.port}").geturl()
+    through = proxy.way_to(live.redis_url)
     start = functools.partial(live.start_worker, name, step_s=STEP_S, REDIS_URL=through)
     worker = await asyncio.to_thread(start)
     try:

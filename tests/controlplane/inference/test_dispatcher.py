@@ -15,7 +15,7 @@ from controlplane import jobs
 from controlplane.jobs import Dispatcher
 from controlplane.mailboxes import READ_ENTRIES
 from controlplane.workers import is_served
-from demo.ports import HOST, choose_ports
+from demo.ports import choose_ports
 from demo.stack import EmbeddedStack
 from tests.queue_rig import BASE, QueueRig
 from tests.worker.test_histories import FaultProxy
@@ -136,12 +136,10 @@ async def test_who_leaves_while_redis_is_away_is_not_forgotten(
     rig: QueueRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jobs, "CANCEL_RETRY_S", 0.05)
-    parts = urlsplit(rig.url)
-    proxy = FaultProxy(choose_ports(1)[0], parts.port or 0)
+    proxy = FaultProxy(choose_ports(1)[0], urlsplit(rig.url).port or 0)
     listener = await proxy.start()
     rig.beat("w")
-    through = parts._replace(netloc=f"{HOST}:{proxy.port}").geturl()
-    dispatcher = Dispatcher(through, rig.pool)
+    dispatcher = Dispatcher(proxy.way_to(rig.url), rig.pool)
     await dispatcher.start()
     job = rig.job("0" * 32)
     reply, _ = await dispatcher.submit(job)
