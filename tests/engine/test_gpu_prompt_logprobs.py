@@ -5,11 +5,17 @@ Runs on a card under `make test-gpu`; elsewhere Triton's interpreter runs the sa
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 
 from engine import prompt_scores
 from tests.engine.conftest import MakeEngine, Oracle, Result, prompt, request, run
+from tests.engine.families import save_family
+from tests.engine.formats import BLENDS, FORMATS, TOKENS, FormatOracle
+from tests.engine.formats import make_engine as make_engine_of
 from tests.engine.test_gpu_engine import EXTENDED, make_gpu_engine
 from tests.engine.test_prompt_logprobs import assert_scored
 
@@ -80,3 +86,50 @@ def test_a_long_scored_prefill(make_engine: MakeEngine, oracle: Oracle) -> None:
     )
     for name, tokens in chosen.items():
         assert_scored(results[name].prompt_logprobs, tokens, oracle.logprobs(tokens, name), 1)
+
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+FORMATS_SCORED = [None, *FORMATS, *BLENDS]
+
+
+@pytest.mark.parametrize("family", ["llama-biases", "qwen2"])
+def test_every_format_is_scored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """What replaces rows of the head, or all of it, does so in every block of rows."""
+    monkeypatch.setattr(prompt_scores, "_BLOCK_BYTES", 5 * 4 * 257)
+    base = save_family(tmp_path / "base", family)
+    oracle = FormatOracle(base, tmp_path / "adapters")
+    engine = make_engine_of(
+        oracle,
+        device="cpu" if IS_INTERPRETED else "cuda",
+        dtype="float32",
+        use_triton=True,
+        max_running=32,
+        max_step_tokens=90,
+    )
+    prompts = {
+        name: [*prompt(i, 2 + i % 3), *TOKENS[: i % 4 + 1]] for i, name in enumerate(FORMATS_SCORED)
+    }
+    results = run(
+        engine,
+        *(
+            request(
+                str(name),
+                tokens,
+                adapter=BLENDS.get(name, name) if name else None,
+                max_tokens=1,
+                prompt_logprobs=1,
+            )
+            for name, tokens in prompts.items()
+        ),
+    )
+    for name, tokens in prompts.items():
+        got = results[str(name)]
+        assert got.error is None, (name, got.error)
+        assert got.prompt_logprobs is not None
+        found = oracle.logprobs(tokens, name)
+        for entry, row in zip(got.prompt_logprobs, found, strict=False):
+            assert entry.logprob == pytest.approx(float(row[entry.token_id]), abs=2e-3), name
+            assert entry.top[0][1] == pytest.approx(float(row.max()), abs=2e-3), name
+    engine.close()
