@@ -45,6 +45,10 @@ LEFTOVER_S = 12.0
 WRITE_S = 120.0
 #: Chunk sizes, their extensions and trailers between two pieces of a body.
 MAX_FRAMING_BYTES = 32 * 1024
+#: Of a body in chunks: the parser calls us for each, so that many small ones of a stranger's take
+#: the whole process. So many are free; beyond them a chunk has so many bytes on average.
+FREE_CHUNKS = 2048
+MIN_CHUNK_BYTES = 256
 #: Requests of one connection that wait for the one before them.
 MAX_PIPELINED = 32
 #: The parser gets heads in such pieces, so that it never joins much before it is asked.
@@ -136,6 +140,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._fed_bytes = 0  # to the parser in this head: more than it has read
         self._num_headers = 0
         self._window_bytes = self._framing_bytes = 0
+        self._body_bytes = self._num_chunks = 0
         self._answered_at: float | None = None
         self._unsent_bytes, self._sent_at = 0, self._since
 
@@ -243,10 +248,21 @@ class BoundedHttp(HttpToolsProtocol):
             self._fail(400, "invalid_http", "Too many requests at once on one connection.")
         super().on_headers_complete()
         self._phase, self._since = _Phase.BODY, self.loop.time()
-        self._window_bytes = self._framing_bytes = 0
+        self._window_bytes = self._framing_bytes = self._body_bytes = self._num_chunks = 0
         self._answered_at = None
 
+    def on_chunk_header(self) -> None:
+        self._num_chunks += 1
+        if self._num_chunks > FREE_CHUNKS + self._body_bytes // MIN_CHUNK_BYTES:
+            self._fail(
+                400,
+                "chunks_too_small",
+                f"Beyond {FREE_CHUNKS} chunks a body's chunks have {MIN_CHUNK_BYTES} bytes on "
+                "average, or more: send larger ones, or a Content-Length.",
+            )
+
     def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
         self._window_bytes += len(body)
         self._framing_bytes = 0
         super().on_body(body)

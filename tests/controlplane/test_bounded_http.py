@@ -213,6 +213,29 @@ class TestBody:
         head = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
         assert ask(port, head, b"4;" + LONG * 6, LONG)[0] == 400
 
+    def test_a_body_in_tiny_chunks_keeps_nobody_waiting(self, port: int) -> None:
+        """Each chunk is a call of the parser's: 16 connections of them took 15 s of everybody."""
+        head = b"POST /x HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        flood = b"1\r\na\r\n" * 50_000
+        with contextlib.ExitStack() as stack:
+            strangers = [stack.enter_context(connect(port)) for _ in range(16)]
+            for stranger in strangers:
+                with contextlib.suppress(ConnectionError):
+                    stranger.sendall(head + flood[:60_000])
+            for stranger in strangers:
+                assert b" 400 " in answers_of(stranger).partition(b"\r\n")[0]
+        status, answer = ask(port, head, flood)
+        assert (status, answer["error"]["code"]) == (400, "chunks_too_small")
+
+    def test_small_chunks_may_be_some_and_large_ones_many(self, port: int) -> None:
+        head = b"POST /x HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        head += b"Transfer-Encoding: chunked\r\n\r\n"
+        small = b"1\r\na\r\n" * (bounded_http.FREE_CHUNKS - 1)
+        large = (b"200\r\n" + b"x" * 512 + b"\r\n") * 20_000
+        for chunks, wanted in ((small, len(small) // 6), (large, 512 * 20_000)):
+            status, answer = ask(port, head + chunks + b"0\r\n\r\n")
+            assert (status, answer["bytes"]) == (200, wanted)
+
     def test_a_slow_body_ends(self, port: int) -> None:
         for head in (b"Content-Length: 9999\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n"):
             started = time.monotonic()
