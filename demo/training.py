@@ -15,12 +15,25 @@ from demo.errors import StepFailed
 from demo.processes import kill_tree, log_tail
 from demo.screen import Report
 from demo.seed import ROOT
+from worker.config import CHILD_PREFIXES, CHILD_VARIABLES
+
+
+def without_secrets(env: Mapping[str, str]) -> dict[str, str]:
+    """What a child may know of the environment."""
+    return {
+        name: value
+        for name, value in env.items()
+        if name in CHILD_VARIABLES or name.startswith(CHILD_PREFIXES)
+    }
 
 
 def train(
     tenant: str, output: Path, *, base_model_dir: Path, env: Mapping[str, str], report: Report
 ) -> dict[str, Any]:
-    """Write the adapter folder `output` and return the trainer's last event. Raises StepFailed."""
+    """Write the adapter folder `output` and return the trainer's last event. Raises StepFailed.
+
+    env  of which the trainer gets what every trainer gets: no secret
+    """
     output.parent.mkdir(parents=True, exist_ok=True)
     job = output.with_suffix(".job.json")
     job.write_text(
@@ -39,7 +52,7 @@ def train(
         process = subprocess.Popen(
             [sys.executable, "-m", "worker.train", str(job)],
             cwd=ROOT,
-            env=dict(env),
+            env=without_secrets(env),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=stderr,
