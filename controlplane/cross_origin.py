@@ -33,7 +33,8 @@ class CrossOrigin:
     def __init__(self, headers: dict[bytes, bytes]) -> None:
         self.origin = headers[b"origin"].decode("latin-1")
         #: A browser says so of its pages' requests to other hosts, and pages cannot.
-        self._is_pages = headers.get(b"sec-fetch-site") in (b"cross-site", b"same-site")
+        site = headers.get(b"sec-fetch-site", b"").strip().lower()
+        self._is_pages = site in (b"cross-site", b"same-site")
         #: Whether the caller's tenant allows the origin; None before it is known.
         self._is_allowed: bool | None = None
 

@@ -17,11 +17,16 @@ for path in ("invites", "account/password/reset/key", "account/confirm-email"):
     logging.getLogger("uvicorn.access").info('%s - "%s %s HTTP/%s" %d', *args)
 for query in (
     "api_key={KEY}", "a=b&API-Key={KEY}", "key={TOKEN}", "token={TOKEN}&x=1", "x={KEY}",
-    "api%5Fkey={TOKEN}", "x={KEY.replace("_", "%5F")}",
+    "api%5Fkey={TOKEN}", "x={KEY.replace("_", "%5F")}", "x=%6c{KEY[1:]}", "x=l%256b{KEY[2:]}",
 ):
     args = ("127.0.0.1:9", "POST", f"/v1/models?{{query}}", "1.1", 401)
     logging.getLogger("uvicorn.access").info('%s - "%s %s HTTP/%s" %d', *args)
 logging.getLogger("django.request").warning("Not Found: %s", "/v1/{KEY}")
+try:
+    raise ValueError("{KEY}")
+except ValueError:
+    logger = logging.getLogger("django.security.DisallowedHost")
+    logger.error("Invalid HTTP_HOST header: '{KEY}'.", exc_info=True)
 """
 
 
@@ -31,8 +36,9 @@ def test_uvicorn_writes_no_token() -> None:
     )
     said = done.stdout + done.stderr
     assert said.count("GET /console/") == 3, said
-    assert said.count("POST /v1/models?") == 7, said
+    assert said.count("POST /v1/models?") == 9, said
     assert "Not Found: /v1/" in said
+    assert "Invalid HTTP_HOST" in said and "Traceback" not in said
     assert TOKEN not in said
     assert SECRET not in said
     assert "tenant=" in said
