@@ -18,6 +18,7 @@ COPY adapter_rules adapter_rules
 # patterns and where calls are in a text.
 COPY worker/__init__.py worker/__init__.py
 COPY worker/protocol.py worker/protocol.py
+COPY worker/contact.py worker/contact.py
 COPY worker/fair_queue.py worker/fair_queue.py
 COPY worker/mailboxes.py worker/mailboxes.py
 COPY worker/patterns.py worker/patterns.py
