@@ -10,6 +10,8 @@ from worker.text import TextCodec
 
 #: Of one answer; as many as the longest context that is usual.
 MAX_TOKENS = 131_072
+#: Of a text: whatever its tokens, reading it takes as long as it is long.
+MAX_CHARS = 8 * MAX_TOKENS
 
 
 def answer_of(job: GenerateJob, codec: TextCodec) -> dict[str, Any]:
@@ -20,7 +22,7 @@ def answer_of(job: GenerateJob, codec: TextCodec) -> dict[str, Any]:
         token_ids = chat_token_ids(job, codec, max_tokens=MAX_TOKENS)
     else:
         text = job.text or ""
-        if codec.min_num_tokens(text) > MAX_TOKENS:
+        if len(text) > MAX_CHARS or codec.min_num_tokens(text) > MAX_TOKENS:
             raise _too_many("text")
         token_ids = codec.encode(text, add_special_tokens=job.special_tokens)
     if len(token_ids) > MAX_TOKENS:

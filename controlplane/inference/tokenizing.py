@@ -14,7 +14,7 @@ from django.http import HttpRequest, HttpResponseBase, JsonResponse
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from controlplane.errors import Unavailable
+from controlplane.errors import PayloadTooLarge, Unavailable
 from controlplane.inference import access
 from controlplane.inference.bodies import Body, FirstFault
 from controlplane.inference.named import Named
@@ -35,6 +35,8 @@ from controlplane.tenants.auth import Principal
 from worker.protocol import GenerateJob, Task, TokenEvent
 
 MAX_TOKENS = 131_072
+#: Of a body: eight bytes a token, where texts have four. A worker is busy as long as it is long.
+MAX_BODY_BYTES = 1 << 20
 #: A worker that knows no such task would generate: no more than this.
 _MOST_GENERATED = 1
 
@@ -74,7 +76,7 @@ class TokenizeBody(Body):
         return ChatBody(
             model=self.model,
             messages=self.messages,
-            tools=self.tools or None,
+            tools=[tool.model_dump(exclude_unset=True) for tool in self.tools or ()] or None,
             max_tokens=_MOST_GENERATED,
         )
 
@@ -126,9 +128,17 @@ async def detokenize(request: HttpRequest) -> HttpResponseBase:
 
 async def _checked(request: HttpRequest, kind: Any) -> tuple[Principal, Any]:
     """The caller and the body, as `views.checked_body`."""
-    body = await read_body(request, lambda sent: parse_body(kind, sent))
+    body = await read_body(request, lambda sent: _parsed(kind, sent))
     principal, _ = await access.admit(request, Named.model(body.model))
     return principal, body
+
+
+def _parsed(kind: Any, sent: bytes) -> Any:
+    if len(sent) > MAX_BODY_BYTES:
+        raise PayloadTooLarge(
+            f"A body to tokenize has at most {MAX_BODY_BYTES:,} bytes: send it in parts."
+        )
+    return parse_body(kind, sent)
 
 
 def _as_task(job: GenerateJob, task: Task) -> GenerateJob:

@@ -249,6 +249,27 @@ def test_a_chats_tokens_are_its_prompts(served: Served, base: Base) -> None:
     assert text.removesuffix("<|im_start|>assistant\n").endswith("<|im_end|>\n")
 
 
+def test_a_chats_tools_count(served: Served) -> None:
+    messages = say("hello, how are you?")
+    function = {"name": "look", "parameters": {"type": "object", "properties": {}}}
+    tools = [{"type": "function", "function": function}]
+    found = post(served, "/v1/tokenize", model=ROOMY_NAME, messages=messages, tools=tools)
+    assert found.status_code == 200, found.text
+    answer = served.client().chat.completions.create(
+        model=ROOMY_NAME, messages=messages, tools=tools, max_tokens=1
+    )
+    assert answer.usage is not None
+    assert found.json()["count"] == answer.usage.prompt_tokens
+
+
+def test_a_text_that_would_keep_a_worker_busy_is_refused_before_one_has_it(served: Served) -> None:
+    """Four of 8 MB took the only worker from all tenants for minutes."""
+    started = time.monotonic()
+    answer = post(served, "/tokenize", model=ROOMY_NAME, prompt="a" * 7_900_000)
+    assert answer.status_code == 413, answer.text
+    assert time.monotonic() - started < 10
+
+
 def test_a_long_text_is_counted_though_no_prompt_may_be_so_long(served: Served) -> None:
     found = post(served, "/tokenize", model=ROOMY_NAME, prompt="hello " * 6000).json()
     assert found["count"] > ROOMY_CONTEXT
