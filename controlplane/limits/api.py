@@ -254,6 +254,7 @@ class QuotaView(TenantAPIView):
 def _key_id(by: Principal, public_id: str | None) -> Any:
     """Of the key that the caller names to set its limits; None for none."""
     if public_id is None:
+        check_limits_of(by, None)
         return None
     try:
         api_key = api_key_get(public_id=public_id)

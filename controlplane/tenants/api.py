@@ -183,7 +183,9 @@ class ApiKeyRevokeView(TenantAPIView):
         """End a key for good, and the keys that it made; they stop working within a second."""
         key_services.api_key_get(public_id=public_id)
         body = ApiKeyRevokeSerializer.parsed(request)
-        api_key = key_services.api_key_revoke(public_id=public_id, with_children=body["children"])
+        api_key = key_services.api_key_revoke(
+            public_id=public_id, with_children=body["children"], by=self.principal
+        )
         return Response(ApiKeySerializer(api_key).data)
 
 

@@ -91,11 +91,36 @@ def check_unbound(by: Principal) -> None:
 
 
 def check_limits_of(by: Principal, api_key: ApiKey | None) -> None:
-    """Return if the caller may set limits of a key. Raises PermissionDenied for their own."""
+    """Return if the caller may set limits of a key; None: the tenant's, or a model's.
+
+    Raises PermissionDenied for a key's own, and for those that a bound key did not make.
+    """
     own = by.api_key
     if own is not None and api_key is not None and api_key.pk in own.line:
         raise PermissionDenied(
             "An API key changes neither its own limits nor those of a key that it comes from."
+        )
+    _check_reaches(by, api_key, "sets limits of")
+
+
+def check_ends(by: Principal, api_key: ApiKey) -> None:
+    """Return if the caller may revoke a key. Raises PermissionDenied.
+
+    Nothing is handed on by it, so a key that nothing bounds may end one that can do more: who
+    looks for leaked keys needs no more than the right to end them.
+    """
+    if by.api_key is not None and by.api_key.pk != api_key.pk:
+        _check_reaches(by, api_key, "revokes")
+
+
+def _check_reaches(by: Principal, api_key: ApiKey | None, does: str) -> None:
+    own = by.api_key
+    if own is None or (api_key is not None and own.pk in api_key.line):
+        return
+    if own.allowed_models or own.allowed_ips or _limited_keys(own):
+        raise PermissionDenied(
+            f"An API key with models, addresses or limits of its own {does} nothing but the keys "
+            "that it made."
         )
 
 

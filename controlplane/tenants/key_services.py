@@ -163,16 +163,21 @@ def api_key_rotate(
 
 
 @transaction.atomic
-def api_key_revoke(*, public_id: str, with_children: bool = True) -> ApiKey:
+def api_key_revoke(
+    *, public_id: str, with_children: bool = True, by: Principal | None = None
+) -> ApiKey:
     """End a key and both its secrets for good. Doing it again changes nothing.
 
     with_children  ends the keys that it made, and those that they made, too: whoever had a stolen
                    key may have made some
+    by             None: the operator, or what follows from another change
 
-    Raises NotFound.
+    Raises NotFound, PermissionDenied.
     """
     _lock_keys()  # no key is made by one of them meanwhile
     api_key = api_key_get(public_id=public_id)
+    if by is not None:
+        key_grants.check_ends(key_grants.as_it_is_now(by), api_key)
     ended = [api_key]
     if with_children:
         ended += ApiKey.made_by(api_key.pk).order_by("created_at")

@@ -110,7 +110,29 @@ def test_a_bound_key_takes_over_no_key_that_is_not(acme: Party, field: str) -> N
     url = f"{KEYS}/{free['public_id']}"
     assert_error(client.post(f"{url}/rotate", {}, format="json"), 403, field)
     assert_error(client.patch(url, {"name": "mine"}, format="json"), 403, field)
-    assert client.post(f"{url}/revoke").status_code == 200
+
+
+def test_a_bound_key_ends_and_limits_itself_and_what_it_made_and_nothing_else(acme: Party) -> None:
+    """Else whoever has it takes the others away, or lifts what bounds it with the whole tenant."""
+    free, own = make(acme, scopes=["read"]), make(acme, **BOUND)
+    client = client_of(own)
+    answer = client.post(KEYS, {"name": "child", "scopes": ["read"]}, format="json")
+    child = answer.json()
+    assert client.post(f"{KEYS}/{free['public_id']}/revoke").status_code == 403
+    for body in ({}, {"api_key": free["public_id"]}, {"model": "another"}):
+        limits = client.put("/api/v1/limits", {**body, "requests_per_minute": 1}, format="json")
+        assert limits.status_code == 403, body
+    assert client.put("/api/v1/budgets", {"hard_limit": 10**12}, format="json").status_code == 403
+    of_child = {"api_key": child["public_id"], "requests_per_minute": 1}
+    assert client.put("/api/v1/limits", of_child, format="json").status_code == 200
+    assert client.post(f"{KEYS}/{child['public_id']}/revoke").status_code == 200
+    assert client.post(f"{KEYS}/{own['public_id']}/revoke").status_code == 200
+
+
+def test_a_key_that_nothing_bounds_ends_one_that_can_do_more(acme: Party) -> None:
+    free = make(acme, scopes=["infer", "read"])
+    client = client_of(make(acme, scopes=["keys:manage"]))
+    assert client.post(f"{KEYS}/{free['public_id']}/revoke").status_code == 200
 
 
 def test_a_rotation_compares_what_is_stored_not_what_the_role_leaves(acme: Party) -> None:
