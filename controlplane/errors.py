@@ -252,7 +252,11 @@ def _from_drf(error: Exception) -> ApiError | None:
     if isinstance(error, drf.ValidationError):
         param, message = _first_detail(error.detail)
         return InvalidRequest(message, param=param)
-    if isinstance(error, drf.NotAuthenticated | drf.AuthenticationFailed):
+    if isinstance(error, drf.NotAuthenticated):
+        return AuthenticationFailed(
+            "No API key was provided: send it in the header, as Authorization: Bearer <key>."
+        )
+    if isinstance(error, drf.AuthenticationFailed):
         return AuthenticationFailed(str(error.detail))
     if isinstance(error, drf.PermissionDenied):
         return PermissionDenied(str(error.detail))

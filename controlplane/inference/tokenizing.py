@@ -73,10 +73,11 @@ class TokenizeBody(Body):
             return CompletionBody(
                 model=self.model, prompt=self.prompt or "", max_tokens=_MOST_GENERATED
             )
+        tools: Any = [tool.model_dump(exclude_unset=True) for tool in self.tools or ()] or None
         return ChatBody(
             model=self.model,
             messages=self.messages,
-            tools=[tool.model_dump(exclude_unset=True) for tool in self.tools or ()] or None,
+            tools=tools,  # as they were sent: they are bounded before they are read
             max_tokens=_MOST_GENERATED,
         )
 
