@@ -12,7 +12,8 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-CANCEL_AGAIN_S = 0.2
+CANCEL_AGAIN_S = 0.05
+_TURNS = 8
 
 
 class Tasks:
@@ -40,7 +41,13 @@ class Tasks:
     async def end(self) -> None:
         """Cancel what runs, and wait until it has ended."""
         self._is_ending = True
+        num_tries = 0
         while running := list(self._running):
+            # A timer comes behind what was read, and so always just after the next thing is sent,
+            # where cancellations get lost: each try is some turns of the loop later than the last.
+            for _ in range(num_tries % _TURNS):
+                await asyncio.sleep(0)
+            num_tries += 1
             for task in running:
                 task.cancel()
             await asyncio.wait(running, timeout=CANCEL_AGAIN_S)
