@@ -97,7 +97,10 @@ def test_children_inherit_no_secret() -> None:
         "    drop_environment()\n"
         "    child = multiprocessing.get_context('spawn').Process(target=time.sleep, args=(60,))\n"
         "    child.start()\n"
-        "    print(pathlib.Path(f'/proc/{child.pid}/environ').read_text())\n"
+        "    environ = ''\n"
+        "    while not environ:  # as it is until the kernel has made the child's memory\n"
+        "        environ = pathlib.Path(f'/proc/{child.pid}/environ').read_text()\n"
+        "    print(environ)\n"
         "    child.kill()\n"
     )
     done = subprocess.run(
