@@ -50,7 +50,8 @@ class DashConfig:
     offload_dir              a folder that gets a copy of every registered adapter, so that its
                              source may change or go away; None: sources are read when needed
     device, dtype            "cpu" or "cuda[:n]"; "float32" or "bfloat16". None: those of a loaded
-                             model; for a folder a CPU, with float32, or bfloat16 on a GPU
+                             model, float32 for one of float16; for a folder a CPU, with
+                             float32, or bfloat16 on a GPU
     max_running              requests that run at a time; the others wait. None: 64 on a CPU, on a
                              GPU up to 512, by its memory
     max_step_tokens          tokens of one step, prompts' chunks and new ones together. More give

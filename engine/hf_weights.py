@@ -3,6 +3,9 @@
 The decoder's q, k and v are one matrix, gate and up another. They are built here, and the model's
 own parameters become views of their parts: the model goes on working and gives what it gave, and
 the bytes are those of one model. At no time is more than one matrix there twice.
+
+A float16 model is copied to float32 instead: the engine has no float16, float32 holds each of its
+values exactly, and the model stays as it is.
 """
 
 from __future__ import annotations
@@ -17,7 +20,12 @@ from engine.config import ModelConfig
 from engine.errors import UnsupportedModel
 from engine.weights import Weights, build_weights
 
-_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+#: Of a model's parameters: what the engine computes in.
+_DTYPES = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float32",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +78,7 @@ def _check_parameter(name: str, parameter: torch.Tensor, first: torch.Tensor) ->
     if type(parameter.data) is not torch.Tensor or parameter.dtype not in _DTYPES:
         raise UnsupportedModel(
             f"parameter {name} is a {type(parameter.data).__name__} of {parameter.dtype}; the "
-            "decoder needs plain tensors of float32 or bfloat16",
+            "decoder needs plain tensors of float32, bfloat16 or float16",
             param=name,
         )
     if parameter.device.type not in ("cpu", "cuda") or parameter.device != first.device:
@@ -103,17 +111,21 @@ class _Module:
 
     def __init__(self, parameters: dict[str, torch.nn.Parameter]) -> None:
         self._parameters = parameters
+        self._is_copied = next(iter(parameters.values())).dtype == torch.float16
 
     def has(self, name: str) -> bool:
         return name in self._parameters
 
     def load(self, name: str, *shape: int) -> torch.Tensor:
-        return self._take(name, shape).data
+        data = self._take(name, shape).data
+        return data.float() if self._is_copied else data
 
     def fuse(self, names: tuple[str, ...], heights: tuple[int, ...], width: int) -> torch.Tensor:
         parts = [
             self._take(name, (height, width)) for name, height in zip(names, heights, strict=True)
         ]
+        if self._is_copied:
+            return torch.cat([part.data.float() for part in parts])
         fused = _joined(parts)
         if fused is None:
             fused = torch.cat([part.data for part in parts])

@@ -98,6 +98,14 @@ def test_device_and_dtype_are_the_models(model: Any) -> None:
         assert len(engine.generate([1, 2, 3], max_new_tokens=4)[0].token_ids) == 4
 
 
+def test_a_float16_model_gives_the_tokens_of_its_float32_copy(model: Any) -> None:
+    with DashEngine(model.half(), DashConfig(**SMALL)) as engine:
+        assert "cpu, float32" in repr(engine)
+        found = engine.generate([1, 2, 3], max_new_tokens=8)[0].token_ids
+    with DashEngine(model.float(), DashConfig(**SMALL)) as engine:
+        assert found == engine.generate([1, 2, 3], max_new_tokens=8)[0].token_ids
+
+
 def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="base is a int"):
         DashEngine(5)

@@ -138,9 +138,21 @@ def test_other_models_are_refused_by_name(model: Any) -> None:
         share_model(model)
 
 
+def test_a_float16_model_is_copied_exactly_and_left_as_it_is(model: Any) -> None:
+    model.half()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    shared = share_model(model)
+    assert shared.dtype == "float32"
+    assert {tensor.dtype for tensor in _tensors(shared.weights)} == {torch.float32}
+    same = share_model(model.float()).weights
+    for ours, theirs in zip(_tensors(shared.weights), _tensors(same), strict=True):
+        assert torch.equal(ours, theirs)
+    assert all(torch.equal(t.half(), before[name]) for name, t in model.state_dict().items())
+
+
 def test_parameters_that_do_not_fit_are_refused_by_name(model: Any) -> None:
-    with pytest.raises(UnsupportedModel, match=r"embed_tokens.*float16"):
-        share_model(model.half())
+    with pytest.raises(UnsupportedModel, match=r"embed_tokens.*float64"):
+        share_model(model.double())
     model.float().model.norm.to(torch.bfloat16)
     with pytest.raises(UnsupportedModel, match=r"model\.norm\.weight is torch\.bfloat16"):
         share_model(model)
