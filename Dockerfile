@@ -13,16 +13,7 @@ COPY requirements/controlplane.txt requirements/controlplane.txt
 RUN pip install -r requirements/controlplane.txt
 COPY manage.py manage.py
 COPY controlplane controlplane
-COPY adapter_rules adapter_rules
-# Of the GPU side the control plane may know the protocol, the queue, the mailboxes, what is allowed in
-# patterns and where calls are in a text.
-COPY worker/__init__.py worker/__init__.py
-COPY worker/protocol.py worker/protocol.py
-COPY worker/contact.py worker/contact.py
-COPY worker/fair_queue.py worker/fair_queue.py
-COPY worker/mailboxes.py worker/mailboxes.py
-COPY worker/patterns.py worker/patterns.py
-COPY worker/tool_calls.py worker/tool_calls.py
+COPY contract contract
 COPY .env.example .env.example
 # Static files are the same for every installation; the example's settings do.
 RUN set -a && . ./.env.example && LORIKEET_STATIC_ROOT=/app/staticfiles \
@@ -40,7 +31,7 @@ COPY requirements/trainer.txt requirements/trainer.txt
 RUN pip install -r requirements/trainer.txt
 COPY manage.py manage.py
 COPY controlplane controlplane
-COPY adapter_rules adapter_rules
+COPY contract contract
 COPY worker worker
 USER lorikeet
 CMD ["celery", "-A", "controlplane", "worker", "-Q", "train", "-c", "1", "--loglevel", "INFO"]
@@ -56,7 +47,7 @@ RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-de
 COPY requirements/worker.txt requirements/worker.txt
 RUN pip install -r requirements/worker.txt
 COPY kernels kernels
-COPY adapter_rules adapter_rules
+COPY contract contract
 COPY engine engine
 COPY worker worker
 USER lorikeet

@@ -21,11 +21,12 @@ from typing import Any
 import redis
 
 from bench.machine import environment
+from contract import protocol
+from contract.protocol import AdapterRef, GenerateJob
+from contract.queue import fair_queue
 from controlplane.limits.admit import ADMIT, BudgetPeriod, Limits, Policy, admit_args
 from demo.ports import HOST, choose_ports
 from demo.servers import Redis
-from worker import fair_queue, protocol
-from worker.protocol import AdapterRef, GenerateJob
 
 RESULTS = Path(__file__).parent / "results" / "queue.json"
 MAX_US = 300.0

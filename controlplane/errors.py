@@ -32,7 +32,7 @@ from django.views import defaults
 from rest_framework import exceptions as drf
 from rest_framework.response import Response
 
-from worker.protocol import ErrorCode
+from contract.protocol import ErrorCode
 
 log = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 One `Dispatcher` per event loop, that is per gateway process: it has each job accepted into the fair
 queue, reads the one stream of events that workers write for this gateway, and hands each event to
-the request it belongs to. What the keys mean is in `worker.protocol`.
+the request it belongs to. What the keys mean is in `contract.protocol`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ from django.conf import settings
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 
+from contract import protocol
+from contract.contact import Contact
+from contract.protocol import Control, ControlMessage, ErrorCode, GenerateJob, TokenEvent
+from contract.queue import fair_queue
 from controlplane.delivery.reaper import INTERVAL_S as REAP_INTERVAL_S
 from controlplane.delivery.reaper import Reaper
 from controlplane.errors import ApiError, Unavailable
@@ -57,9 +61,6 @@ from controlplane.workers import (
     read_statuses,
     served_models,
 )
-from worker import fair_queue, protocol
-from worker.contact import Contact
-from worker.protocol import Control, ControlMessage, ErrorCode, GenerateJob, TokenEvent
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")

@@ -24,10 +24,11 @@ from typing import Any, TypeVar
 
 from redis.exceptions import RedisError
 
+from contract import protocol
+from contract.protocol import AdapterRef, GenerateJob, TokenEvent
+from contract.queue import batch_replies
 from controlplane.errors import Unavailable
 from controlplane.limits.admit import ADMIT
-from worker import mailboxes, protocol
-from worker.protocol import AdapterRef, GenerateJob, TokenEvent
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -57,7 +58,7 @@ if fence and tonumber(fence) > tonumber(ARGV[1]) then return {{'fenced', 0, '0',
 local verdict = admit(KEYS, {{unpack(ARGV, 4)}})
 if verdict[1] == 'ok' then
   redis.call('HSET', KEYS[2], 'fence', ARGV[1], ARGV[2], ARGV[3])
-  redis.call('EXPIRE', KEYS[2], {mailboxes.MAILBOX_TTL_S})
+  redis.call('EXPIRE', KEYS[2], {batch_replies.MAILBOX_TTL_S})
   -- Had Redis lost the job and a worker still has it, their leases must differ.
   if #verdict > 1 then redis.call('HSET', KEYS[1], 'lease', redis.call('TIME')[1]) end
 end
@@ -69,7 +70,7 @@ OPEN = f"""
 local fence = redis.call('HGET', KEYS[1], 'fence')
 if fence and tonumber(fence) > tonumber(ARGV[1]) then return {{}} end
 redis.call('HSET', KEYS[1], 'fence', ARGV[1])
-redis.call('EXPIRE', KEYS[1], {mailboxes.MAILBOX_TTL_S})
+redis.call('EXPIRE', KEYS[1], {batch_replies.MAILBOX_TTL_S})
 return redis.call('HGETALL', KEYS[1])
 """
 
@@ -80,7 +81,7 @@ local fence = redis.call('HGET', KEYS[1], 'fence')
 if fence and tonumber(fence) > tonumber(ARGV[1]) then return end
 redis.call('DEL', KEYS[1], KEYS[2])
 redis.call('HSET', KEYS[1], 'fence', ARGV[1])
-redis.call('EXPIRE', KEYS[1], {mailboxes.MAILBOX_TTL_S})
+redis.call('EXPIRE', KEYS[1], {batch_replies.MAILBOX_TTL_S})
 """
 
 
@@ -114,13 +115,13 @@ class Mailbox:
     """
 
     def __init__(self, redis: Any, pool: str, batch_id: uuid.UUID, fence: int) -> None:
-        self.gateway_id = mailboxes.mailbox_id(batch_id.hex)
+        self.gateway_id = batch_replies.mailbox_id(batch_id.hex)
         self.out = protocol.out_key(self.gateway_id)
         self.last_id = b"0-0"
         self._redis = redis
         self._batch_id = batch_id
         self._fence = fence
-        self._key = mailboxes.flights_key(pool, batch_id.hex)
+        self._key = batch_replies.flights_key(pool, batch_id.hex)
         self._attempts: dict[int, int] = {}
         self._under_way: set[int] = set()
         self._lines: dict[str, int] = {}  # request id -> line, of the attempts that count

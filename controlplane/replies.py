@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 
+from contract.protocol import ErrorCode, FinishReason, GenerateJob, TokenEvent
+from contract.queue.batch_replies import is_mailbox
 from controlplane.errors import ApiError, Unavailable, from_worker
 from controlplane.requestlog.recorder import Transcript
-from worker.mailboxes import is_mailbox
-from worker.protocol import ErrorCode, FinishReason, GenerateJob, TokenEvent
 
 #: Events of one request that its client has not taken; more means that it reads too slowly.
 MAX_UNREAD_EVENTS = 4096

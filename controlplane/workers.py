@@ -9,9 +9,9 @@ from typing import Any
 
 from django.conf import settings
 
+from contract import protocol
+from contract.protocol import Heartbeat
 from controlplane.redis_client import redis_client
-from worker import protocol
-from worker.protocol import Heartbeat
 
 log = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import httpx
 import redis
 
+from contract.protocol import PAYLOAD_FIELD, Heartbeat, worker_key
 from demo.ports import HOST
 from demo.processes import ChildProcess, Command
 from demo.seed import ROOT
-from worker.protocol import PAYLOAD_FIELD, Heartbeat, worker_key
 
 POOL = "default"
 #: The same after every restart: what lies in its inbox stays its own.

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from adapter_rules.limits import BIAS_MODES, DEFAULT_ALPHA, DEFAULT_RANK, MAX_PATTERNS, MAX_RANK
-from adapter_rules.module_patterns import (
+from contract.adapter_limits import BIAS_MODES, DEFAULT_ALPHA, DEFAULT_RANK, MAX_PATTERNS, MAX_RANK
+from contract.module_patterns import (
     BadPattern,
     ModuleNames,
     Pattern,

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from adapter_rules.limits import CONVERT_BIN
+from contract.adapter_limits import CONVERT_BIN
 from engine.adapter_config import MAX_CONFIG_BYTES, parse_config
 from engine.adapter_format import MAX_HEADER_BYTES, AdapterPlan, parse_header, plan_adapter
 from engine.adapter_tiles import TileMap, fill_tiles, place_tiles

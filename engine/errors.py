@@ -18,7 +18,7 @@
     ├── OutOfMemory                  internal
     └── UnsupportedModel             internal
 
-The right column is `code`: the string value of `worker.protocol.ErrorCode` under which a client
+The right column is `code`: the string value of `contract.protocol.ErrorCode` under which a client
 hears of it.
 """
 

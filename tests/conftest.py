@@ -23,7 +23,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / ".test"
 #: Folders and files of tests that need no server.
-STANDALONE = ("kernels", "engine", "adapter_rules", "deploy", "test_architecture.py")
+STANDALONE = ("kernels", "engine", "contract", "deploy", "test_architecture.py")
 #: Folders whose tests watch and kill processes, or drive a browser. They, and every test of the
 #: live platform, have the machine to themselves; of the others `make test` runs two at a time.
 ALONE = ("browser", "conformance", "demo", "e2e", "worker")

@@ -25,11 +25,11 @@ import psycopg
 import pytest
 import redis
 
+from contract import protocol
 from demo.ports import choose_ports
 from demo.stack import EmbeddedStack
 from tests.database import operator_url, own_database
 from tests.fakes import write_fake_base
-from worker import protocol
 
 ROOT = Path(__file__).parent.parent
 POOL = "live"

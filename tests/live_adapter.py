@@ -14,11 +14,11 @@ import django
 
 django.setup()
 
+from contract.protocol import adapter_digest  # noqa: E402
 from controlplane import storage  # noqa: E402
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel  # noqa: E402
 from controlplane.scoping import tenant_scope  # noqa: E402
 from tests.tiny_base import TINY_NAME, TINY_REVISION  # noqa: E402
-from worker.protocol import adapter_digest  # noqa: E402
 
 
 def add(tenant_id: str, name: str, folder: Path) -> None:

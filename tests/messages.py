@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from worker.protocol import GenerateJob, Heartbeat
+from contract.protocol import GenerateJob, Heartbeat
 
 
 def make_job(**fields: Any) -> GenerateJob:

@@ -10,9 +10,10 @@ from typing import Any
 
 import redis
 
+from contract import protocol
+from contract.protocol import AdapterRef, DoneRecord, GenerateJob, Heartbeat, TokenEvent
+from contract.queue import fair_queue
 from controlplane.limits.admit import ADMIT, Admitted, Limits, Refusal, admit_args, read_verdict
-from worker import fair_queue, protocol
-from worker.protocol import AdapterRef, DoneRecord, GenerateJob, Heartbeat, TokenEvent
 
 BASE = "base"
 NO_LIMITS = Limits()

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from worker import protocol
+from contract import protocol
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = (
-    "controlplane", "worker", "engine", "kernels", "adapter_rules", "lora_dash", "demo", "bench",
+    "controlplane", "worker", "engine", "kernels", "contract", "lora_dash", "demo", "bench",
 )  # fmt: skip
 MAX_FUNCTION_LINES = 60
 MAX_KERNEL_LINES = 120

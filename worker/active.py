@@ -9,10 +9,10 @@ import asyncio
 import dataclasses
 from typing import Any
 
+from contract.protocol import DoneRecord, ErrorCode, FinishReason, GenerateJob, TokenEvent, Usage
 from worker.admission import Prompt, scored_top
 from worker.channel import Output
 from worker.choice import Choice
-from worker.protocol import DoneRecord, ErrorCode, FinishReason, GenerateJob, TokenEvent, Usage
 from worker.streams import News
 from worker.text import TextCodec
 

@@ -25,8 +25,8 @@ import boto3
 from botocore.client import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
+from contract.protocol import AdapterRef, adapter_digest
 from worker.config import S3Config
-from worker.protocol import AdapterRef, adapter_digest
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from contract.protocol import ErrorCode, GenerateJob
 from worker.channel import Add
-from worker.protocol import ErrorCode, GenerateJob
 from worker.text import PromptError, TextCodec
 from worker.tools import calls_grammar, plain_messages
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import re2
 
+from contract.patterns import BadPattern, read_pattern
 from engine.answer_check import make_check
-from worker.patterns import BadPattern, read_pattern
 
 _NUM_KEPT = 256
 

@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from worker.protocol import CALL_BEGIN, GenerateJob
-from worker.tool_calls import BLANKS, read_calls
+from contract.protocol import CALL_BEGIN, GenerateJob
+from contract.tool_calls import BLANKS, read_calls
 
 #: The schema of no value at all, for the arguments of a function that nobody knows.
 _NOTHING = "false"

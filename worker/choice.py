@@ -8,10 +8,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from contract.protocol import FinishReason, GenerateJob, TokenEvent
 from worker.admission import Prompt
 from worker.channel import Logprob, Output, PromptLogprob
 from worker.checks import is_bound
-from worker.protocol import FinishReason, GenerateJob, TokenEvent
 from worker.text import Detokenizer, StopStrings, TextCodec
 
 

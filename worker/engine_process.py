@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
+from contract.protocol import ErrorCode, adapter_digest_of
 from engine.errors import AdapterMismatch, EngineError, OutOfPages
 from engine.request import (
     AdapterPart,
@@ -39,7 +40,6 @@ from worker.channel import (
 )
 from worker.config import WorkerConfig
 from worker.processes import die_with_parent
-from worker.protocol import ErrorCode, adapter_digest_of
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 from redis.exceptions import RedisError
 
+from contract.queue.batch_replies import is_mailbox
 from worker.active import ActiveRequest
-from worker.mailboxes import is_mailbox
 from worker.recent import Recent
 from worker.spool import Spool
 from worker.streams import News, Streams

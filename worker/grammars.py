@@ -21,11 +21,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from contract.protocol import ErrorCode
 from worker import grammar_trial
 from worker.admission import Refused
 from worker.channel import Add
 from worker.killable import Helper, HelperLost
-from worker.protocol import ErrorCode
 from worker.turns import Turns
 
 log = logging.getLogger(__name__)

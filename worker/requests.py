@@ -14,6 +14,15 @@ from collections.abc import Callable, Mapping, Set
 
 from redis.exceptions import RedisError
 
+from contract.protocol import (
+    HEARTBEAT_TIMEOUT_S,
+    MAX_ATTEMPTS,
+    ErrorCode,
+    FinishReason,
+    GenerateJob,
+    Task,
+)
+from contract.queue.batch_replies import is_mailbox
 from worker.active import ActiveRequest
 from worker.adapters import AdapterCache, AdapterFetchError, Fetch
 from worker.admission import EngineId, Refused, engine_ids, read_prompts, to_adds
@@ -23,15 +32,6 @@ from worker.choice import Choice
 from worker.config import WorkerConfig
 from worker.flusher import Flusher
 from worker.grammars import Grammars
-from worker.mailboxes import is_mailbox
-from worker.protocol import (
-    HEARTBEAT_TIMEOUT_S,
-    MAX_ATTEMPTS,
-    ErrorCode,
-    FinishReason,
-    GenerateJob,
-    Task,
-)
 from worker.spool import Spool
 from worker.streams import Dispatch, Streams
 from worker.tasks import Tasks

@@ -1,4 +1,4 @@
-"""The Lua that only workers run; `worker.fair_queue` has what others run too.
+"""The Lua that only workers run; `contract.queue.fair_queue` has what others run too.
 
 All changes to a request go through a script that compares the lease first, so a worker that was
 paused and replaced can no longer tell anything, acknowledge anything or bill anything. Each
@@ -7,7 +7,7 @@ script may be repeated after a lost reply without a second effect.
 
 from __future__ import annotations
 
-from worker import fair_queue
+from contract.queue import fair_queue
 
 # KEYS job, inbox, worker | ARGV worker, boot, inbox entry
 # -> state as it was, lease, attempt, emitted, prompt, cached, cancel

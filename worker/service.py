@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 from redis.exceptions import RedisError
 
+from contract.contact import Contact
+from contract.protocol import HEARTBEAT_INTERVAL_S, Control, GenerateJob, Heartbeat
 from worker.adapters import Fetch, S3Fetch
 from worker.channel import Stats, StepReport
 from worker.config import WorkerConfig
-from worker.contact import Contact
 from worker.engine_link import EngineLink
-from worker.protocol import HEARTBEAT_INTERVAL_S, Control, GenerateJob, Heartbeat
 from worker.requests import LOST, Requests
 from worker.streams import Replaced, Streams
 from worker.tasks import Tasks

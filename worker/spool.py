@@ -13,7 +13,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from worker.protocol import DoneRecord, TokenEvent
+from contract.protocol import DoneRecord, TokenEvent
 from worker.streams import News
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Every Redis command of a worker. What the keys mean is in `worker.protocol`."""
+"""Every Redis command of a worker. What the keys mean is in `contract.protocol`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 from redis.exceptions import NoScriptError, ResponseError
 
-from worker import fair_queue, mailboxes, protocol
-from worker.protocol import ControlMessage, DoneRecord, Heartbeat, TokenEvent, Usage
+from contract import protocol
+from contract.protocol import ControlMessage, DoneRecord, Heartbeat, TokenEvent, Usage
+from contract.queue import batch_replies, fair_queue
 from worker.scripts import SCRIPTS
 
 log = logging.getLogger(__name__)
@@ -230,7 +231,7 @@ class Streams:
         args: list[Any] = [
             protocol.INBOX_GROUP,
             protocol.OUT_STREAM_MAX_LEN,
-            mailboxes.out_ttl_s(gateway_id),
+            batch_replies.out_ttl_s(gateway_id),
             protocol.DONE_JOB_TTL_S,
         ]
         for item, event in zip(news, events, strict=True):

@@ -18,8 +18,8 @@ import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from contract.protocol import context_length
 from worker.control_tokens import ControlTokens
-from worker.protocol import context_length
 from worker.token_pieces import TokenPieces
 
 #: What an incomplete UTF-8 sequence decodes to.

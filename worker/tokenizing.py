@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from contract.protocol import ErrorCode, GenerateJob, Task
 from worker.admission import Refused, chat_token_ids
-from worker.protocol import ErrorCode, GenerateJob, Task
 from worker.text import TextCodec
 
 #: Of one answer; as many as the longest context that is usual.

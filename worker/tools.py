@@ -12,10 +12,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from contract.patterns import not_beginning_with
+from contract.protocol import CALL_BEGIN, CALL_END, GenerateJob
+from contract.tool_calls import BLANKS
 from engine.grammar_text import tool_calls
-from worker.patterns import not_beginning_with
-from worker.protocol import CALL_BEGIN, CALL_END, GenerateJob
-from worker.tool_calls import BLANKS
 
 _INTRODUCTION = (
     "You can call functions. Each is described by a line of JSON:\n<tools>\n{tools}\n</tools>\n\n"

@@ -18,6 +18,7 @@ from typing import BinaryIO
 from django.db import transaction
 from django.utils import timezone
 
+from contract.protocol import adapter_digest
 from controlplane import storage
 from controlplane.adapters import peft_config, remains, tensor_file
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
@@ -28,7 +29,6 @@ from controlplane.limits import turns
 from controlplane.limits.models import Turn
 from controlplane.scoping import all_tenants, tenant_scope
 from controlplane.scratch import scratch_folder
-from worker.protocol import adapter_digest
 
 log = logging.getLogger(__name__)
 

@@ -97,7 +97,7 @@ class AdapterVersion(TenantModel):
     number = models.PositiveIntegerField()
     status = models.CharField(max_length=16, choices=Status, default=Status.UPLOADING)
     source = models.CharField(max_length=16, choices=Source, default=Source.UPLOAD)
-    #: `worker.protocol.adapter_digest`; set when ready.
+    #: `contract.protocol.adapter_digest`; set when ready.
     digest = models.CharField(max_length=64, blank=True)
     #: Under which checked bytes were put into the store, until it is sure that they are needed.
     kept_digest = models.CharField(max_length=64, blank=True, default="", db_default="")

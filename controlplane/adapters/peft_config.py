@@ -2,7 +2,7 @@
 
 Fails closed: a field is honoured, or known to change nothing once the adapter is trained, or
 refused by name. The fields are those of peft 0.21's LoraConfig. Regular expressions mean what they
-mean to PEFT, and are never run by Python: a stranger's can take forever (`adapter_rules`).
+mean to PEFT, and are never run by Python: a stranger's can take forever (`contract`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from adapter_rules.limits import BIAS_MODES, DEFAULT_ALPHA, DEFAULT_RANK, MAX_PATTERNS, MAX_RANK
-from adapter_rules.module_patterns import (
+from contract.adapter_limits import BIAS_MODES, DEFAULT_ALPHA, DEFAULT_RANK, MAX_PATTERNS, MAX_RANK
+from contract.module_patterns import (
     BadPattern,
     ModuleNames,
     Pattern,

@@ -16,6 +16,7 @@ from django.db.models import Max, Q, Sum
 from django.utils import timezone
 from kombu.exceptions import OperationalError
 
+from contract.protocol import context_length
 from controlplane import storage
 from controlplane.adapters import ingest, peft_config, remains, tasks, tensor_file
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel, is_serving
@@ -33,7 +34,6 @@ from controlplane.errors import (
 )
 from controlplane.limits import quotas
 from controlplane.tenants.models import SLUG_RULE, User, is_slug
-from worker.protocol import context_length
 
 MAX_TENSORS_BYTES = 2 * 1024**3
 #: The files of an adapter and the most bytes each may have.

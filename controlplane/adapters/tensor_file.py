@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from adapter_rules.limits import CONVERT_BIN
+from contract.adapter_limits import CONVERT_BIN
 from controlplane.adapters.rejection import Reason, Rejected, shown
 
 FILE = "adapter_model.safetensors"

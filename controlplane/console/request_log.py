@@ -13,6 +13,7 @@ from typing import Self
 from django.db.models import Q, QuerySet, Sum
 from django.utils.http import urlencode
 
+from contract.protocol import FinishReason
 from controlplane.adapters.models import AdapterVersion
 from controlplane.console.charts import (
     BarChart,
@@ -26,7 +27,6 @@ from controlplane.inference.models import InferenceRequest
 from controlplane.requestlog.models import RefusalHour
 from controlplane.tenants.models import ApiKey
 from controlplane.usage.models import UsageDay
-from worker.protocol import FinishReason
 
 PAGE = 50
 #: Without a first token for so long, a request is slow.

@@ -19,10 +19,8 @@ from typing import Any
 import redis
 from redis.exceptions import RedisError
 
-from controlplane.delivery.forgetting import file_rewrite_if_due
-from controlplane.workers import WorkerStatus, read_statuses
-from worker import fair_queue, mailboxes, protocol
-from worker.protocol import (
+from contract import protocol
+from contract.protocol import (
     DoneRecord,
     ErrorCode,
     FinishReason,
@@ -30,6 +28,9 @@ from worker.protocol import (
     TokenEvent,
     Usage,
 )
+from contract.queue import batch_replies, fair_queue
+from controlplane.delivery.forgetting import file_rewrite_if_due
+from controlplane.workers import WorkerStatus, read_statuses
 
 log = logging.getLogger(__name__)
 
@@ -215,7 +216,7 @@ class Reaper:
 
     def _end(self, job: GenerateJob, worker_id: str, entry_id: bytes, seized: _Seized) -> None:
         event, done = _last_words(job, worker_id, seized, time.time())
-        ttl_s = mailboxes.out_ttl_s(job.gateway_id)
+        ttl_s = batch_replies.out_ttl_s(job.gateway_id)
         self._publish(
             keys=[
                 protocol.out_key(job.gateway_id),

@@ -13,6 +13,9 @@ from django.db import DataError, IntegrityError, transaction
 from django.utils import timezone
 from redis.exceptions import ResponseError
 
+from contract import protocol
+from contract.protocol import GenerateJob
+from contract.queue import fair_queue
 from controlplane.audit.services import record, record_named
 from controlplane.delivery.models import DeadLetter, Quarantine
 from controlplane.errors import Conflict, Unavailable
@@ -21,8 +24,6 @@ from controlplane.limits.admit import ADMIT, MAX_TENANT_WAITING, MAX_WAITING
 from controlplane.locks import lock_until_commit
 from controlplane.redis_client import redis_client
 from controlplane.scoping import all_tenants
-from worker import fair_queue, protocol
-from worker.protocol import GenerateJob
 
 log = logging.getLogger(__name__)
 

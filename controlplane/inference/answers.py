@@ -8,8 +8,8 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from worker.protocol import FinishReason, TokenEvent, Usage
-from worker.tool_calls import CallReader, Piece
+from contract.protocol import FinishReason, TokenEvent, Usage
+from contract.tool_calls import CallReader, Piece
 
 Json = dict[str, Any]
 

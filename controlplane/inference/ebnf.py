@@ -21,7 +21,7 @@ import json
 import re
 from collections.abc import Iterator
 
-from worker.patterns import BadPattern, literal, whole_text
+from contract.patterns import BadPattern, literal, whole_text
 
 MAX_CHARS = 16_384
 MAX_RULES = 500

@@ -8,9 +8,9 @@ from typing import Protocol
 
 from django.http import StreamingHttpResponse
 
+from contract.protocol import TokenEvent
 from controlplane.errors import ApiError
 from controlplane.inference.service import Generation
-from worker.protocol import TokenEvent
 
 #: A stream that has nothing to say for this long begins, or goes on, with a comment.
 KEEP_ALIVE_S = 10.0

@@ -6,6 +6,7 @@ import dataclasses
 import time
 from typing import Any
 
+from contract.protocol import AdapterRef, ErrorCode, GenerateJob, Sampling, Task
 from controlplane.adapters.models import AdapterVersion
 from controlplane.inference.access import Target
 from controlplane.inference.ebnf import to_lark
@@ -18,7 +19,6 @@ from controlplane.inference.json_schema import (
 from controlplane.inference.schemas import ChatBody, CompletionBody, GenerationBody
 from controlplane.inference.tools import NO_PARAMETERS, FunctionTool
 from controlplane.tenants.auth import Principal
-from worker.protocol import AdapterRef, ErrorCode, GenerateJob, Sampling, Task
 
 #: OpenAI's default for plain completions; a chat goes on to the end of the context.
 COMPLETION_MAX_TOKENS = 16

@@ -7,10 +7,10 @@ from typing import Any
 
 from pydantic_core import PydanticCustomError
 
+from contract.patterns import BadPattern, literal, whole_text
+from contract.protocol import ErrorCode, GenerateJob
 from controlplane.errors import InvalidRequest
 from controlplane.schemas import BadSchema, Plan, Status, paths, plan
-from worker.patterns import BadPattern, literal, whole_text
-from worker.protocol import ErrorCode, GenerateJob
 
 SCHEMA_PARAM = "response_format.json_schema.schema"
 

@@ -27,6 +27,7 @@ import dataclasses
 import hashlib
 from collections.abc import AsyncIterator, Callable
 
+from contract.protocol import ErrorCode, FinishReason, GenerateJob, TokenEvent
 from controlplane import jobs
 from controlplane.errors import (
     ApiError,
@@ -48,7 +49,6 @@ from controlplane.mailboxes import Mailbox
 from controlplane.replies import Reply
 from controlplane.scoping import new_id
 from controlplane.tenants.auth import Principal
-from worker.protocol import ErrorCode, FinishReason, GenerateJob, TokenEvent
 
 
 def new_request_id() -> str:

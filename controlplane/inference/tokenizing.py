@@ -14,6 +14,7 @@ from django.http import HttpRequest, HttpResponseBase, JsonResponse
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from contract.protocol import GenerateJob, Task, TokenEvent
 from controlplane.errors import PayloadTooLarge, Unavailable
 from controlplane.inference import access
 from controlplane.inference.bodies import Body, FirstFault
@@ -32,7 +33,6 @@ from controlplane.inference.service import submit
 from controlplane.inference.tools import MAX_TOOLS, Tool, bounded
 from controlplane.inference.views import gateway_view, read_body, request_id_of
 from controlplane.tenants.auth import Principal
-from worker.protocol import GenerateJob, Task, TokenEvent
 
 MAX_TOKENS = 131_072
 #: Of a body: eight bytes a token, where texts have four. A worker is busy as long as it is long.

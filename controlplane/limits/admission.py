@@ -8,6 +8,9 @@ from typing import Any
 
 from django.conf import settings
 
+from contract import protocol
+from contract.protocol import ErrorCode, GenerateJob
+from contract.queue import fair_queue
 from controlplane.errors import ApiError, Conflict, RateLimited, Unavailable
 from controlplane.limits.admit import (
     MAX_TENANT_WAITING,
@@ -18,8 +21,6 @@ from controlplane.limits.admit import (
     Refusal,
     admit_args,
 )
-from worker import fair_queue, protocol
-from worker.protocol import ErrorCode, GenerateJob
 
 #: What an answer without max_tokens is taken for by the queue and by rates; its end corrects it.
 USUAL_OUTPUT_TOKENS = 512

@@ -2,15 +2,15 @@
 
 Everything is checked before anything is changed, in one step of Redis, so that no interleaving of
 gateways lets two requests through where there was room for one. What a request reserves here, its
-end gives back (`worker.fair_queue.FINISH`). Rates are GCRA: a limit of N a minute is a bucket of N
-that refills evenly; the state is the time at which it is full again.
+end gives back (`contract.queue.fair_queue.FINISH`). Rates are GCRA: a limit of N a minute is a
+bucket of N that refills evenly; the state is the time at which it is full again.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from worker import fair_queue
+from contract.queue import fair_queue
 
 #: What may wait for one base model, whoever's it is: what Redis's memory is for.
 MAX_WAITING = 50_000

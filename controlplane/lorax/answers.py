@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from contract.protocol import FinishReason, TokenEvent, Usage
 from controlplane.inference.answers import one_line
-from worker.protocol import FinishReason, TokenEvent, Usage
 
 Json = dict[str, Any]
 

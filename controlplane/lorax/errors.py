@@ -19,6 +19,7 @@ from typing import Any
 
 from django.http import HttpResponse, JsonResponse
 
+from contract.protocol import ErrorCode
 from controlplane.errors import (
     ApiError,
     AuthenticationFailed,
@@ -33,7 +34,6 @@ from controlplane.errors import (
     RateLimited,
     Unavailable,
 )
-from worker.protocol import ErrorCode
 
 #: In this order: the first that fits. -> status, error_type
 _ANSWERS: tuple[tuple[type[ApiError], tuple[int, str]], ...] = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from worker.protocol import Usage
+from contract.protocol import Usage
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from contract.protocol import GenerateJob
 from controlplane import finite
 from controlplane.errors import InvalidRequest
 from controlplane.inference.bodies import FirstFault
@@ -21,7 +22,6 @@ from controlplane.inference.schemas import (
     Message,
 )
 from controlplane.lorax.schemas import GenerateBody, Parameters
-from worker.protocol import GenerateJob
 
 #: How LoRAX says "no adapter".
 NO_ADAPTER = ("", "__base__")

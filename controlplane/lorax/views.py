@@ -11,6 +11,7 @@ from typing import Any
 from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
 from django.shortcuts import redirect
 
+from contract.protocol import Usage
 from controlplane import jobs
 from controlplane.errors import ApiError, InvalidRequest
 from controlplane.inference import access
@@ -24,7 +25,6 @@ from controlplane.lorax.answers import LoraxAnswer, sse
 from controlplane.lorax.errors import error_body, error_response
 from controlplane.lorax.schemas import MAX_BEST_OF, GenerateBody
 from controlplane.lorax.timings import Timings, whole_headers
-from worker.protocol import Usage
 
 _lorax_view = gateway_view("POST", errors=error_response)
 

@@ -7,11 +7,12 @@ from typing import Any
 from django.conf import settings
 from django.db import transaction
 
+from contract import protocol
+from contract.queue import fair_queue
 from controlplane.audit.services import record_named
 from controlplane.errors import NotFound
 from controlplane.redis_client import redis_client
 from controlplane.workers import WorkerStatus, workers
-from worker import fair_queue, protocol
 
 #: Orders to a worker are few; what is older than this many is read.
 _MAX_ORDERS = 1000

@@ -22,9 +22,9 @@ from typing import Any, TypeVar
 from django.db import DataError, IntegrityError, close_old_connections
 from django.db import Error as DatabaseError
 
+from contract.protocol import GenerateJob, TokenEvent
 from controlplane.requestlog.refusals import Refusal, refusals_add
 from controlplane.requestlog.services import Words, content_choices, contents_keep, wants
-from worker.protocol import GenerateJob, TokenEvent
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")

@@ -13,12 +13,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from contract.protocol import FinishReason, TokenEvent, Usage
+from contract.tool_calls import CallReader, Piece
 from controlplane.errors import ApiError
 from controlplane.inference.answers import one_line
 from controlplane.inference.service import Generation
 from controlplane.responses.schemas import NamedChoice, ResponsesBody
-from worker.protocol import FinishReason, TokenEvent, Usage
-from worker.tool_calls import CallReader, Piece
 
 Json = dict[str, Any]
 

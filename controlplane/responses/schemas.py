@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
+from contract.protocol import GenerateJob
 from controlplane.inference.bodies import Body, FirstFault, Replayed
 from controlplane.inference.schemas import (
     MAX_MESSAGES,
@@ -30,7 +31,6 @@ from controlplane.inference.schemas import (
     no_text,
 )
 from controlplane.inference.tools import MAX_TOOLS
-from worker.protocol import GenerateJob
 
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _ITEMS = ("message", "function_call", "function_call_output", "reasoning")

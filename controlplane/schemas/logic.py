@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from contract.patterns import other_than
 from controlplane.schemas.disjoint import Disjointness
 from controlplane.schemas.findings import Status
 from controlplane.schemas.pointers import join
 from controlplane.schemas.same import is_same, values_of
 from controlplane.schemas.walker import Handler, Node, Walk, annotation
-from worker.patterns import other_than
 
 _TYPES = ("null", "boolean", "object", "array", "number", "string")
 

@@ -6,11 +6,11 @@ import itertools
 import math
 from typing import Any
 
+from contract.patterns import ANYTHING, BadPattern, literal, read_pattern
 from controlplane.schemas.findings import Status
 from controlplane.schemas.pointers import join
 from controlplane.schemas.subschemas import IN_PLACE
 from controlplane.schemas.walker import Handler, Node, Walk
-from worker.patterns import ANYTHING, BadPattern, literal, read_pattern
 
 #: Choices of which properties are there are spelled out up to so many.
 MAX_CHOICES = 32

@@ -5,11 +5,11 @@ from __future__ import annotations
 from decimal import Decimal
 from typing import Any
 
+from contract.patterns import BadPattern, Pattern, read_pattern
 from controlplane.schemas import formats
 from controlplane.schemas.findings import BadSchema, Status
 from controlplane.schemas.pointers import join
 from controlplane.schemas.walker import Handler, Node, Walk, annotation
-from worker.patterns import BadPattern, Pattern, read_pattern
 
 #: The decoder's automaton has as many states as the step has units of its last digit.
 MAX_STEP = 2_000

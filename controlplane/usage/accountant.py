@@ -20,11 +20,11 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 from redis.retry import Retry
 
+from contract import protocol
+from contract.protocol import DoneRecord
 from controlplane.delivery.reaper import Reaper
 from controlplane.delivery.services import dead_letters_collect, quarantine_sync
 from controlplane.usage.services import usage_settle
-from worker import protocol
-from worker.protocol import DoneRecord
 
 log = logging.getLogger(__name__)
 

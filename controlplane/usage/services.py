@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 from django.db import transaction
 
+from contract.protocol import DoneRecord
 from controlplane.inference.models import InferenceRequest
 from controlplane.scoping import all_tenants
 from controlplane.usage.models import UsageRecord
 from controlplane.usage.totals import usage_totals_add
-from worker.protocol import DoneRecord
 
 
 def usage_settle(records: Sequence[DoneRecord]) -> None:

@@ -9,8 +9,8 @@ from django.core.exceptions import ValidationError
 from django.test import Client, RequestFactory
 from rest_framework import exceptions as drf
 
+from contract.protocol import ErrorCode
 from controlplane import errors
-from worker.protocol import ErrorCode
 
 
 def test_every_worker_code_is_answered() -> None:

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from contract.protocol import DONE_JOB_TTL_S, control_key, job_key
 from controlplane.jobs import Dispatcher
 from controlplane.limits.admit import Limits, Policy
 from demo.stack import EmbeddedStack
 from tests.queue_rig import QueueRig
-from worker.protocol import DONE_JOB_TTL_S, control_key, job_key
 
 LIMITS = Limits((Policy(id="tenant", max_concurrent=1),))
 

@@ -9,6 +9,8 @@ import redis
 from django.conf import settings
 from django.test import Client
 
+from contract import protocol
+from contract.queue import fair_queue
 from controlplane import idempotency
 from controlplane.adapters.models import BaseModel
 from controlplane.audit.models import AuditEvent
@@ -25,7 +27,6 @@ from tests.controlplane.conftest import (
     make_operator,
 )
 from tests.controlplane.test_openapi import COMMITTED, METHODS
-from worker import fair_queue, protocol
 
 OPERATIONS = [
     (method, path)

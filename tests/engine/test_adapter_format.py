@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save, save_file
 
-from adapter_rules.limits import MAX_PATTERNS
+from contract.adapter_limits import MAX_PATTERNS
 from engine import AdapterMismatch, AdapterUnavailable
 from engine.adapter_config import check_config, parse_config
 from engine.adapter_format import parse_header, plan_adapter

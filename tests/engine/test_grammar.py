@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from contract.patterns import not_beginning_with
 from engine import BadGrammar, FinishReason, RequestError, grammar
 from engine.grammar import Matcher
 from engine.grammar_text import tool_calls
 from tests.engine.conftest import EOS, MakeEngine, Result, prompt, request, run
-from worker.patterns import not_beginning_with
 
 jsonschema = pytest.importorskip("jsonschema")  # GPU machines have neither
 pytest.importorskip("outlines")

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from contract.protocol import context_length
 from engine import Engine, EngineConfig, UnsupportedModel
 from engine.config import ModelConfig
 from engine.hf_weights import share_model
@@ -18,7 +19,6 @@ from engine.rope import rope_tables
 from engine.weights import load_weights
 from tests.engine.conftest import prompt, request, run
 from tests.engine.families import COMMON, FAMILIES, LLAMA3, YARN, YARN_OPTIONS, save_family
-from worker.protocol import context_length
 
 MISTRAL = {**COMMON, "model_type": "mistral", "rms_norm_eps": 1e-5}
 LLAMA = {**COMMON, "model_type": "llama", "rms_norm_eps": 1e-5}

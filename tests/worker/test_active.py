@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from contract.protocol import Sampling
 from tests.fakes import write_fake_base
 from tests.messages import make_job
 from worker import active
 from worker.active import ActiveRequest
 from worker.admission import Prompt
 from worker.channel import Failure, Output
-from worker.protocol import Sampling
 from worker.requests import Requests
 from worker.streams import News
 from worker.text import TextCodec

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from contract.protocol import AdapterRef, adapter_digest
 from worker.adapters import CONFIG_FILE, TENSORS_FILE, AdapterCache, AdapterFetchError
-from worker.protocol import AdapterRef, adapter_digest
 
 REVISION = "r" * 64
 TENSORS_BYTES = 1000

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from contract.protocol import ErrorCode, GenerateJob
 from tests.messages import make_job
 from tests.tiny_base import write_tiny_base
 from worker.admission import MAX_SHOWN_IDS, Refused, read_prompts
-from worker.protocol import ErrorCode, GenerateJob
 from worker.text import TextCodec
 
 CONTEXT = 512

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from urllib.parse import urlsplit
 
+from contract import protocol
+from contract.contact import Contact
 from demo.ports import choose_ports
 from tests.live import LiveStack
 from tests.worker.scenes import TOKENS, Call
 from tests.worker.test_histories import FaultProxy
-from worker import protocol
-from worker.contact import Contact
 
 AWAY_S = protocol.HEARTBEAT_TIMEOUT_S + 3
 

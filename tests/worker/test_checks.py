@@ -10,6 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from contract.patterns import not_beginning_with
+from contract.protocol import CALL_BEGIN, GenerateJob, TokenEvent
+from contract.tool_calls import BLANKS, CallReader, read_calls
 from tests.fakes import write_fake_base
 from tests.messages import make_job
 from tests.worker.test_active import feed, make_request, news_of
@@ -17,11 +20,8 @@ from tests.worker.test_tool_calls import ARGUMENTS, call
 from worker.active import ActiveRequest
 from worker.answer_check import set_up
 from worker.checks import checks_of
-from worker.patterns import not_beginning_with
-from worker.protocol import CALL_BEGIN, GenerateJob, TokenEvent
 from worker.requests import Requests
 from worker.text import TextCodec
-from worker.tool_calls import BLANKS, CallReader, read_calls
 
 UNIQUE = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
 LARGE = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 5}}}

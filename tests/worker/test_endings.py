@@ -17,6 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
+from contract import protocol
+from contract.protocol import ErrorCode
 from demo.stack import EmbeddedStack
 from engine.request import RequestOutput
 from tests.fakes import FAKE_NAME, FakeEngine, fake_config, fake_engine
@@ -33,11 +35,10 @@ from tests.worker.scenes import (  # noqa: F401
 )
 from tests.worker.test_streams import WORKER, Pool, make_news, take
 from tests.worker.test_streams import pool as queue  # noqa: F401
-from worker import protocol, service
+from worker import service
 from worker.channel import Add, Output, StepReport
 from worker.config import WorkerConfig
 from worker.engine_link import EngineLink
-from worker.protocol import ErrorCode
 from worker.requests import Requests
 from worker.service import Worker
 from worker.streams import Dispatch, Streams

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from contract.protocol import AdapterRef, Sampling
 from engine.errors import ContextTooLong
 from engine.request import SamplingParams
 from tests.fakes import FakeEngine
@@ -20,7 +21,6 @@ from tests.messages import make_job
 from worker.admission import Prompt, to_adds
 from worker.channel import Add, Cancel, Register, StepReport, Unregister
 from worker.engine_process import EngineLoop, to_failure, to_request
-from worker.protocol import AdapterRef, Sampling
 
 
 @dataclasses.dataclass

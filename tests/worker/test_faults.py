@@ -18,6 +18,8 @@ import psutil
 import pytest
 from openai import OpenAI
 
+from contract import protocol
+from contract.queue import fair_queue
 from tests.fakes import DEADLY_SEED, FAKE_NAME
 from tests.live import Process, wait_for
 from tests.worker.scenes import (  # noqa: F401
@@ -33,7 +35,6 @@ from tests.worker.scenes import (  # noqa: F401
     worker,
     worker_id,
 )
-from worker import fair_queue, protocol
 
 
 def test_a_killed_worker_continues_what_nobody_has_seen(

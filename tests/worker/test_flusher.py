@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from contract.queue.batch_replies import mailbox_id
 from worker.flusher import turn
-from worker.mailboxes import mailbox_id
 
 
 def test_nobody_waits_behind_a_batchs_answers() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from contract.protocol import ErrorCode
 from tests.tiny_base import write_tiny_base
 from worker import grammars as grammars_module
 from worker import killable as killable_module
@@ -21,7 +22,6 @@ from worker.answer_check import set_up
 from worker.channel import Add
 from worker.grammars import Grammars
 from worker.killable import Done, Helper, HelperLost
-from worker.protocol import ErrorCode
 
 BOMB = json.dumps({"type": "integer", "multipleOf": 10_000_019})
 SMALL = json.dumps({"type": "integer", "minimum": 3})

@@ -14,6 +14,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from contract import protocol
+from contract.queue import fair_queue
 from demo.ports import choose_ports
 from tests.fakes import FAKE_NAME, fake_config
 from tests.live import wait_for
@@ -30,7 +32,6 @@ from tests.worker.scenes import (  # noqa: F401
     web,
 )
 from tests.worker.test_histories import FaultProxy
-from worker import fair_queue, protocol
 from worker.config import WorkerConfig
 from worker.requests import LOOKAHEAD, Requests
 from worker.streams import Dispatch, Streams

@@ -23,11 +23,12 @@ import psutil
 import psycopg
 import pytest
 
+from contract import protocol
+from contract.protocol import DoneRecord, Sampling
+from contract.queue import fair_queue
 from tests.fakes import FAKE_NAME
 from tests.live import LiveStack, Process, wait_for
 from tests.queue_rig import QueueRig
-from worker import fair_queue, protocol
-from worker.protocol import DoneRecord, Sampling
 from worker.requests import LOOKAHEAD
 
 log = logging.getLogger(__name__)

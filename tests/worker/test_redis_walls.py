@@ -14,9 +14,9 @@ import psycopg
 import pytest
 import redis
 
+from contract import protocol
+from contract.protocol import DoneRecord, GenerateJob
 from tests.live import LiveStack, Process, wait_for
-from worker import protocol
-from worker.protocol import DoneRecord, GenerateJob
 
 NAMES = ("acme", "globex")
 POOL = "walls"

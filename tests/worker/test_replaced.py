@@ -8,6 +8,7 @@ import signal
 
 import pytest
 
+from contract import protocol
 from tests.live import Process, wait_for
 from tests.messages import make_heartbeat
 from tests.worker.scenes import (  # noqa: F401
@@ -23,7 +24,6 @@ from tests.worker.scenes import (  # noqa: F401
 )
 from tests.worker.test_streams import WORKER, Pool, begin
 from tests.worker.test_streams import pool as queue  # noqa: F401
-from worker import protocol
 from worker.streams import Replaced
 
 

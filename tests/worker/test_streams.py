@@ -10,11 +10,19 @@ from typing import Any
 import pytest
 import redis
 
+from contract import protocol
+from contract.protocol import (
+    Control,
+    ControlMessage,
+    DoneRecord,
+    GenerateJob,
+    Heartbeat,
+    TokenEvent,
+)
+from contract.queue import fair_queue
 from controlplane.limits.admit import ADMIT, CANCEL
 from demo.stack import EmbeddedStack
 from tests.messages import make_heartbeat, make_job
-from worker import fair_queue, protocol
-from worker.protocol import Control, ControlMessage, DoneRecord, GenerateJob, Heartbeat, TokenEvent
 from worker.requests import MAX_ACTIVE
 from worker.streams import MAX_ENTRY_BYTES, Dispatch, News, Streams
 

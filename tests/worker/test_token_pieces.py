@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from contract.protocol import TokenEvent
 from tests.worker.test_active import make_request
 from worker.channel import Output
-from worker.protocol import TokenEvent
 from worker.text import TextCodec
 
 CORPUS = [

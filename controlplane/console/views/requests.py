@@ -11,6 +11,7 @@ from django.shortcuts import render
 from django.utils import timezone
 from django.views.decorators.http import require_safe
 
+from contract.protocol import Sampling
 from controlplane.adapters.models import BaseModel
 from controlplane.console import request_log as reads
 from controlplane.console.access import ConsoleRequest, member_page
@@ -20,7 +21,6 @@ from controlplane.inference.models import InferenceRequest
 from controlplane.requestlog import services
 from controlplane.tenants.auth import Permission
 from controlplane.usage.models import UsageRecord
-from worker.protocol import Sampling
 
 
 @require_safe

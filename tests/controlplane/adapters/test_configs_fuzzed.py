@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from adapter_rules.limits import MAX_PATTERNS, MAX_RANK
+from contract.adapter_limits import MAX_PATTERNS, MAX_RANK
 from controlplane.adapters.rejection import Rejected
 from controlplane.adapters.validation import BaseShape, CheckedAdapter, check_adapter
 from engine import adapter_config, adapter_format

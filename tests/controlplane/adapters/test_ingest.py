@@ -14,6 +14,7 @@ import pytest
 from django.db import connection
 from django.utils import timezone
 
+from contract.protocol import adapter_digest
 from controlplane import storage
 from controlplane.adapters import ingest, services, tasks
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
@@ -21,7 +22,6 @@ from controlplane.scoping import tenant_scope
 from tests.controlplane.adapters import files
 from tests.controlplane.adapters.files import GOOD_CONFIG, GOOD_TENSORS, put
 from tests.controlplane.conftest import TINY_CONFIG, Party, make_party
-from worker.protocol import adapter_digest
 
 Status = AdapterVersion.Status
 

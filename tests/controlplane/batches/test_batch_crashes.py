@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from contract.protocol import GATEWAYS_KEY, PAYLOAD_FIELD, DoneRecord, done_key, out_key
+from contract.queue.batch_replies import flights_key, mailbox_id
 from tests.controlplane.batches.conftest import Batches, chat_line
 from tests.live import LiveStack, Process, wait_for
-from worker.mailboxes import flights_key, mailbox_id
-from worker.protocol import GATEWAYS_KEY, PAYLOAD_FIELD, DoneRecord, done_key, out_key
 
 #: More than a runner answers between two looks.
 NUM_LINES = 1000

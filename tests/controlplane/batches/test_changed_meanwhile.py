@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from contract.protocol import done_key, job_key
 from controlplane.batches.runner import LOOK_S
 from controlplane.mailboxes import line_request_id
 from tests.controlplane.batches.conftest import Batches
 from tests.controlplane.batches.test_batch_crashes import lapse, nothing_is_left, records
 from tests.controlplane.batches.test_takeover import check, create, fence, under_way
 from tests.live import LiveStack, Process, wait_for
-from worker.protocol import done_key, job_key
 
 NUM_LINES = 10
 NUM_TOKENS = 200

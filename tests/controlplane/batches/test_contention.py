@@ -12,11 +12,11 @@ from typing import Any
 import psycopg
 import pytest
 
+from contract.protocol import done_key, job_key, out_key
+from contract.queue.batch_replies import flights_key, mailbox_id
 from tests.controlplane.batches.conftest import Batches, chat_line
 from tests.controlplane.batches.test_batch_crashes import lapse, nothing_is_left, records
 from tests.live import LiveStack, Process, wait_for
-from worker.mailboxes import flights_key, mailbox_id
-from worker.protocol import done_key, job_key, out_key
 
 NUM_LINES = 600
 

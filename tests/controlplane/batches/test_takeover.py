@@ -10,13 +10,13 @@ from typing import Any
 import openai
 import pytest
 
+from contract.protocol import HEARTBEAT_TIMEOUT_S, done_key
+from contract.queue.batch_replies import flights_key
 from controlplane.batches.runner import LOOK_S
 from tests.controlplane.batches.conftest import Batches, chat_line
 from tests.controlplane.batches.test_batch_crashes import lapse, nothing_is_left, records
 from tests.controlplane.files.test_files import objects, sweep
 from tests.live import LiveStack, Process, wait_for
-from worker.mailboxes import flights_key
-from worker.protocol import HEARTBEAT_TIMEOUT_S, done_key
 
 #: Three quarters of them are a batch's.
 MAX_RUNNING = 16

@@ -10,6 +10,7 @@ import pytest
 import redis
 from django.conf import settings
 
+from contract.queue import fair_queue
 from controlplane.limits import present
 from controlplane.limits.admit import budget_state_key
 from controlplane.limits.models import Budget, RateLimit
@@ -17,7 +18,6 @@ from controlplane.limits.services import budget_set, rate_limit_set
 from controlplane.scoping import tenant_scope
 from tests.controlplane.conftest import Party
 from tests.controlplane.console.conftest import browser_of
-from worker import fair_queue
 
 
 @pytest.fixture

@@ -22,14 +22,14 @@ from django.conf import settings
 from django.test import Client
 from django.urls import reverse
 
+from contract import protocol
+from contract.protocol import Heartbeat
 from controlplane.adapters.models import BaseModel
 from controlplane.scoping import tenant_scope
 from controlplane.tenants import services
 from controlplane.tenants.models import ApiKey, Membership, Tenant, User
 from tests.controlplane.conftest import PASSWORD, TINY_CONFIG, Party, assert_error, make_operator
 from tests.controlplane.console.conftest import Belongings
-from worker import protocol
-from worker.protocol import Heartbeat
 
 LISTS = [
     "tenants_tenant",

@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 from django.utils import timezone
 
+from contract import protocol
+from contract.protocol import ErrorCode, GenerateJob, TokenEvent
+from contract.queue import fair_queue
 from controlplane.delivery import services
 from controlplane.delivery.models import DeadLetter
 from controlplane.delivery.reaper import REAPER, Reaper
@@ -28,8 +31,6 @@ from controlplane.scoping import all_tenants, tenant_scope
 from demo.stack import EmbeddedStack
 from tests.controlplane.conftest import Party
 from tests.queue_rig import QueueRig
-from worker import fair_queue, protocol
-from worker.protocol import ErrorCode, GenerateJob, TokenEvent
 
 
 @dataclasses.dataclass

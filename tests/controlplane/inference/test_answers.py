@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from contract.protocol import CALL_BEGIN, CALL_END, TokenEvent, Usage
 from controlplane.inference.answers import ChatAnswer, CompletionAnswer
-from worker.protocol import CALL_BEGIN, CALL_END, TokenEvent, Usage
 
 USAGE = Usage(prompt_tokens=5, cached_tokens=2, completion_tokens=3)
 CALL = f'{CALL_BEGIN}{{"name": "f", "arguments": {{"a": 1}}}}{CALL_END}'

@@ -11,6 +11,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from contract import protocol
+from contract.protocol import TokenEvent
 from controlplane import jobs
 from controlplane.jobs import Dispatcher
 from controlplane.mailboxes import READ_ENTRIES
@@ -19,8 +21,6 @@ from demo.ports import choose_ports
 from demo.stack import EmbeddedStack
 from tests.queue_rig import BASE, QueueRig
 from tests.worker.test_histories import FaultProxy
-from worker import protocol
-from worker.protocol import TokenEvent
 
 
 @pytest.fixture

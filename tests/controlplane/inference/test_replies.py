@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from contract.protocol import GenerateJob, TokenEvent
 from controlplane.errors import ApiError, InvalidRequest, Unavailable
 from controlplane.replies import MAX_UNREAD_EVENTS, Reply
-from worker.protocol import GenerateJob, TokenEvent
 
 
 def make_reply() -> Reply:

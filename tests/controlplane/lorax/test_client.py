@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from contract.protocol import ErrorCode
 from controlplane.errors import (
     ApiError,
     AuthenticationFailed,
@@ -30,7 +31,6 @@ from controlplane.lorax.errors import error_body, status_and_type
 from tests.controlplane.lorax.conftest import LoraxClient, client_python
 from tests.fakes import END, FAKE_CONTEXT, FAKE_NAME
 from tests.live import LiveStack, wait_for
-from worker.protocol import ErrorCode
 
 KINDS = ("sync", "async")
 PROMPT = "the quick 🦜 fox"

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from django.db import IntegrityError, OperationalError
 
+from contract.protocol import GenerateJob, TokenEvent, Usage
 from controlplane.replies import Reply
 from controlplane.requestlog import recorder as module
 from controlplane.requestlog.recorder import Recorder
 from controlplane.requestlog.services import Words
-from worker.protocol import GenerateJob, TokenEvent, Usage
 
 TENANT = uuid.uuid4()
 

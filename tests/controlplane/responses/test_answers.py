@@ -11,10 +11,10 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from contract.protocol import CALL_BEGIN, CALL_END, TokenEvent, Usage
 from controlplane.errors import Unavailable
 from controlplane.responses.answers import ResponsesAnswer
 from controlplane.responses.schemas import ResponsesBody
-from worker.protocol import CALL_BEGIN, CALL_END, TokenEvent, Usage
 
 #: Fields of the client's Response for what there is none of here.
 ABSENT = {

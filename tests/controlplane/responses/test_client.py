@@ -14,13 +14,13 @@ import pydantic
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
+from contract.protocol import CALL_BEGIN, CALL_END, TokenEvent, Usage
 from controlplane.errors import Unavailable
 from controlplane.responses.answers import ResponsesAnswer
 from controlplane.responses.schemas import ResponsesBody
 from controlplane.responses.translation import chat_body
 from tests.fakes import FAKE_CONTEXT, FAKE_NAME
 from tests.live import LiveStack, wait_for
-from worker.protocol import CALL_BEGIN, CALL_END, TokenEvent, Usage
 
 TOOL = {
     "type": "function",

@@ -12,6 +12,8 @@ import pytest
 import redis
 from django.db import OperationalError
 
+from contract import protocol
+from contract.protocol import DoneRecord
 from controlplane.inference.models import InferenceRequest
 from controlplane.scoping import all_tenants, tenant_scope
 from controlplane.usage import accountant as module
@@ -20,8 +22,6 @@ from controlplane.usage.models import UsageRecord
 from controlplane.usage.services import usage_settle
 from demo.stack import EmbeddedStack
 from tests.controlplane.conftest import Party
-from worker import protocol
-from worker.protocol import DoneRecord
 
 
 def record(party: Party, request_id: str, **fields: Any) -> DoneRecord:

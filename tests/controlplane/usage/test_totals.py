@@ -12,6 +12,7 @@ import pytest
 from django.core.management import CommandError, call_command
 from django.db import connection
 
+from contract.protocol import DoneRecord
 from controlplane.limits.services import budget_period, budget_set, tokens_spent
 from controlplane.scoping import all_tenants, tenant_scope
 from controlplane.usage.models import UsageDay, UsageHour, UsageRecord
@@ -19,7 +20,6 @@ from controlplane.usage.services import usage_settle
 from controlplane.usage.totals import usage_drift
 from tests.controlplane.conftest import Party
 from tests.controlplane.usage.test_accountant import record
-from worker.protocol import DoneRecord
 
 START = dt.datetime(2026, 3, 1, 22, tzinfo=dt.UTC).timestamp()
 

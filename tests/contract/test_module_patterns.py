@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adapter_rules.limits import MAX_PATTERNS
-from adapter_rules.module_patterns import (
+from contract.adapter_limits import MAX_PATTERNS
+from contract.module_patterns import (
     MAX_KEY_CHARS,
     MAX_PATTERN_CHARS,
     BadPattern,
@@ -189,9 +189,9 @@ def test_no_names() -> None:
 
 def test_it_needs_the_standard_library_alone() -> None:
     root = Path(__file__).parents[2]
-    names = "adapter_rules.module_patterns, adapter_rules.limits"
+    names = "contract.module_patterns, contract.adapter_limits"
     code = f"import sys; import {names}; print(*sys.modules)"
     listed = subprocess.run(
         [sys.executable, "-S", "-c", code], cwd=root, capture_output=True, text=True, check=True
     )
-    assert "adapter_rules.limits" in listed.stdout.split()
+    assert "contract.adapter_limits" in listed.stdout.split()

@@ -13,7 +13,7 @@ import re
 import secrets
 from collections.abc import Iterator
 
-from worker.protocol import CALL_BEGIN, CALL_END
+from contract.protocol import CALL_BEGIN, CALL_END
 
 #: What may stand before the first call.
 BLANKS = " \t\n\r"

@@ -16,7 +16,7 @@ Both are bounded by what is under way at a time, not by the batch, and go with i
 
 from __future__ import annotations
 
-from worker.protocol import OUT_STREAM_TTL_S
+from contract.protocol import OUT_STREAM_TTL_S
 
 _PREFIX = "batch-"
 #: Longer than any batch may take, and then as long again for somebody to find what came of it.

@@ -1,16 +1,15 @@
 """What crosses a process boundary: messages, stream names, error codes. Standard library only.
 
-The control plane and the workers know each other through this file, `worker.fair_queue` (the Lua
-that both run), `worker.mailboxes` (where batches are answered), `worker.patterns` and
-`worker.tool_calls` (what a regular expression means, where the calls in a text are). Every message
-is a frozen dataclass; on the wire it is one JSON object, written by `encode` and read by its
-`decode`. Unknown fields are ignored on reading, so both sides can be upgraded one after the other.
+The control plane and the workers know each other through this package alone: `contract.queue` has
+the Lua that both run and where batches are answered. Every message is a frozen dataclass; on the
+wire it is one JSON object, written by `encode` and read by its `decode`. Unknown fields are ignored
+on reading, so both sides can be upgraded one after the other.
 
 Redis keys, all of one worker pool `{p}` (the braces keep a pool on one cluster slot):
 
     key                     type    written by      what
     job:{p}:<request id>    hash    gateway         where a request stands, see below; expires
-    q:{p}:<base model>…     …       gateway         what waits for a worker: `worker.fair_queue`
+    q:{p}:<base model>…     …       gateway         what waits: `contract.queue.fair_queue`
     in:{p}:<worker>         stream  worker          what it pulled and has not ended; group "w"
     ctl:{p}:<worker>        stream  gateway, ops    ControlMessage: cancel, drain, poke
     out:<gateway>           stream  worker          packed TokenEvents, one entry per flush

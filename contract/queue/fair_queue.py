@@ -32,7 +32,7 @@ its end gives back: lines of "run|rate|budget key seconds-per-token reserved-tok
 
 from __future__ import annotations
 
-from worker.protocol import CONTROL_STREAM_MAX_LEN, DEAD_LETTER_MAX_LEN, MAX_ATTEMPTS
+from contract.protocol import CONTROL_STREAM_MAX_LEN, DEAD_LETTER_MAX_LEN, MAX_ATTEMPTS
 
 INTERACTIVE = "i"
 BATCH = "b"

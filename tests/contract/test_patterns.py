@@ -7,7 +7,7 @@ import re
 import pytest
 import re2
 
-from worker.patterns import read_pattern
+from contract.patterns import read_pattern
 
 #: Space to ECMA-262 (U+FEFF) or to Python (the others), and not to both.
 ODD = ["\x1c", "\x1f", "\x85", "\ufeff"]

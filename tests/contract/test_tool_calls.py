@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from contract.protocol import TokenEvent, Usage
+from contract.tool_calls import CallReader, Piece
 from controlplane.inference.answers import ChatAnswer
-from worker.protocol import TokenEvent, Usage
-from worker.tool_calls import CallReader, Piece
 
 ARGUMENTS = '{"city": "Par\\"is} </tool_call>", "days": [1, {"a": "\\\\"}]}'
 
