@@ -41,7 +41,7 @@ import torch
 from bench.device import provenance, write_whole
 from bench.workload import SHAPES, random_weights, save_random_adapter
 from engine import AdapterPart, Engine, EngineConfig, Request, SamplingParams
-from engine.config import ModelConfig
+from engine.model.config import ModelConfig
 
 PROMPT_TOKENS, NEW_TOKENS = 32, 256
 HOST_KEYS = ("gpu", "copy_tb_s", "torch", "triton", "commit")

@@ -28,13 +28,13 @@ import torch
 from bench.device import provenance
 from bench.workload import SHAPES, random_weights, save_random_adapter
 from engine import AdapterPart, Engine, EngineConfig, Request, SamplingParams
-from engine.adapter_copies import PageCopier
-from engine.adapter_files import AdapterReader
-from engine.adapter_pages import Place
-from engine.base_weights import BaseWeights, PlainWeights
-from engine.config import ModelConfig
-from engine.host_memory import HostMemory
-from engine.weights import Weights
+from engine.adapters.base_weights import BaseWeights, PlainWeights
+from engine.adapters.copies import PageCopier
+from engine.adapters.files import AdapterReader
+from engine.adapters.host_memory import HostMemory
+from engine.adapters.pages import Place
+from engine.model.config import ModelConfig
+from engine.model.weights import Weights
 
 NUM_ADAPTERS, RANK, PROMPT_TOKENS = 6, 16, 32
 

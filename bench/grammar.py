@@ -25,8 +25,8 @@ from bench.cpu import BASE_MODELS
 from bench.machine import environment
 from bench.workload import random_prompts
 from engine import Engine, EngineConfig, Request, SamplingParams
-from engine.grammar import GrammarCompiler, Grammars
 from engine.grammar_text import Grammar, GrammarKind
+from engine.sampling.grammar import GrammarCompiler, Grammars
 from worker.base_model import packaged_model
 
 RESULTS = Path(__file__).parent / "results" / "grammar.json"

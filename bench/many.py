@@ -49,7 +49,7 @@ from engine import (
     RequestOutput,
     SamplingParams,
 )
-from engine.config import ModelConfig
+from engine.model.config import ModelConfig
 
 WARM_SHARE = 1 / 3
 # (case, compared with, figure, bar): of the targets.

@@ -83,7 +83,12 @@ def register_adapters(engine: DashEngine, folder: Path, count: int, dtype: torch
     device = "cuda" if dtype is torch.bfloat16 else "cpu"
     for seed in range(min(FILES, count)):
         save_random_adapter(
-            folder / str(seed), engine.model, rank=RANK, seed=seed, dtype=dtype, device=device
+            folder / str(seed),
+            engine.model,
+            rank=RANK,
+            seed=seed,
+            dtype=dtype,
+            device=device,
         )
     for i in range(count):
         own = folder / f"adapter-{i}"

@@ -30,23 +30,23 @@ import torch
 
 from bench.machine import environment
 from bench.workload import save_random_adapter
-from engine.adapter_files import AdapterReader
-from engine.adapter_loader import LoadLimits
-from engine.adapters import AdapterStore
-from engine.base_weights import BaseWeights, PlainWeights
-from engine.batch import BatchBuilder
-from engine.config import ModelConfig
-from engine.eviction import ReloadCosts
-from engine.host_memory import HostMemory
-from engine.lora_inputs import MAX_ENTRIES
-from engine.memory import PagePool
-from engine.prefix_cache import PrefixCache
+from engine.adapters.base_weights import BaseWeights, PlainWeights
+from engine.adapters.files import AdapterReader
+from engine.adapters.host_memory import HostMemory
+from engine.adapters.loader import LoadLimits
+from engine.adapters.store import AdapterStore
+from engine.execution.batch import BatchBuilder
+from engine.execution.lora_inputs import MAX_ENTRIES
+from engine.execution.lora_table import EntryBuffers
+from engine.memory.eviction import ReloadCosts
+from engine.memory.page_pool import PagePool
+from engine.memory.prefix_cache import PrefixCache
+from engine.model.config import ModelConfig
+from engine.model.weights import Weights
 from engine.request import AdapterPart, Priority, Request, SamplingParams
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.waiting_queue import SchedulerLimits
 from engine.sequence import Sequence, Step
-from engine.tile_entries import EntryBuffers
-from engine.waiting import SchedulerLimits
-from engine.weights import Weights
 from kernels import PageLayout
 
 RESULTS = Path(__file__).parent / "results" / "scheduler.json"

@@ -25,7 +25,7 @@ import torch
 from bench.device import provenance, write_whole
 from bench.workload import SHAPES, random_weights
 from engine import Engine, EngineConfig
-from engine.config import ModelConfig
+from engine.model.config import ModelConfig
 
 
 def start_s(shape: str, device: str) -> float:

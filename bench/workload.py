@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from engine.adapter_format import PROJECTION_NAMES
-from engine.config import ModelConfig
-from engine.weights import LayerWeights, Weights
+from engine.adapters.plan import PROJECTION_NAMES
+from engine.model.config import ModelConfig
+from engine.model.weights import LayerWeights, Weights
 
 # config.json of models that are made of random weights.
 SHAPES: dict[str, dict[str, Any]] = {

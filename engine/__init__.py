@@ -40,14 +40,14 @@ from engine.request import (
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig
-    from engine.dash import DashEngine
-    from engine.dash_config import DashConfig
+    from engine.dash.config import DashConfig
+    from engine.dash.engine import DashEngine
     from engine.engine import Engine
     from engine.stats import EngineStats
 
 _LAZY = {
-    "DashConfig": "engine.dash_config",
-    "DashEngine": "engine.dash",
+    "DashConfig": "engine.dash.config",
+    "DashEngine": "engine.dash.engine",
     "Engine": "engine.engine",
     "EngineConfig": "engine.config",
     "EngineStats": "engine.stats",

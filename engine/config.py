@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import UnsupportedModel
-from engine.eviction import ReloadCosts
-from engine.model_config import ModelConfig
-from engine.waiting import SchedulerLimits
+from engine.memory.eviction import ReloadCosts
+from engine.model.config import ModelConfig
+from engine.scheduling.waiting_queue import SchedulerLimits
 from kernels import PageLayout
 from kernels.kv_pages import KEYS_READ_TOGETHER
-
-__all__ = ["EngineConfig", "ModelConfig"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,30 +13,31 @@ from typing import Any
 
 import torch
 
-from engine.adapter_files import AdapterReader, DigestOf
-from engine.adapter_loader import LoadLimits
-from engine.adapters import AdapterStore
-from engine.batch import BatchBuilder
-from engine.chooser import Chooser, as_engine_error, checked, overflow_of
-from engine.config import EngineConfig, ModelConfig
-from engine.deadlines import Deadlines
+from engine.adapters.files import AdapterReader, DigestOf
+from engine.adapters.host_memory import HostMemory
+from engine.adapters.loader import LoadLimits
+from engine.adapters.store import AdapterStore
+from engine.config import EngineConfig
 from engine.errors import RequestError
-from engine.flight import Flight
-from engine.grammar import Grammars
-from engine.host_memory import HostMemory
-from engine.intake import Intake
-from engine.live_requests import LiveRequests
-from engine.memory import PagePool, PageUse
-from engine.pins import PinnedPrefixes
-from engine.prefix_cache import PrefixCache
+from engine.execution.batch import BatchBuilder
+from engine.execution.in_flight import Flight
+from engine.execution.runner import ModelRunner
+from engine.memory.page_pool import PagePool, PageUse
+from engine.memory.pinned_prefixes import PinnedPrefixes
+from engine.memory.prefix_cache import PrefixCache
+from engine.model.config import ModelConfig
+from engine.model.weights import Weights
 from engine.request import AdapterPart, FinishReason, Request, RequestOutput
-from engine.runner import ModelRunner
-from engine.sampler import Sampled, Sampler
-from engine.scheduler import Scheduler
+from engine.requests import LiveRequests
+from engine.sampling.grammar import Grammars
+from engine.sampling.logits import Chooser, as_engine_error, checked, overflow_of
+from engine.sampling.sampler import Sampled, Sampler
+from engine.sampling.stopping import is_full, judge
+from engine.scheduling.deadlines import Deadlines
+from engine.scheduling.scheduler import Scheduler
 from engine.sequence import Sequence, Step
 from engine.stats import AdapterStatus, EngineStats
-from engine.verdict import is_full, judge
-from engine.weights import Weights
+from engine.validation import Intake
 
 log = logging.getLogger(__name__)
 

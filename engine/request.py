@@ -30,7 +30,7 @@ class FinishReason(enum.StrEnum):
 
 
 class Priority(enum.StrEnum):
-    """Whose turn it is: batch work gets what interactive requests leave (`engine.scheduler`)."""
+    """Whose turn it is: batch work gets what interactive requests leave (see `scheduler`)."""
 
     INTERACTIVE = "interactive"
     BATCH = "batch"

@@ -7,7 +7,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from engine.errors import EngineError
-from engine.prefix_cache import AdapterKey, PageKeys
+from engine.memory.prefix_cache import AdapterKey, PageKeys
 from engine.request import Request, RequestOutput, TokenLogprob
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import re2
 
 from contract.patterns import BadPattern, read_pattern
-from engine.answer_check import make_check
+from engine.dash.answer_check import make_check
 
 _NUM_KEPT = 256
 

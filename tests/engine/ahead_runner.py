@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from engine import Engine
-from engine.batch import Batch
-from engine.gpu_runner import Tokens
-from engine.sampler import Draw
+from engine.execution.batch import Batch
+from engine.execution.gpu_runner import Tokens
+from engine.sampling.sampler import Draw
 from kernels.sampling import fill_unread_ref, mark_ref
 
 PAGE_SIZE = 16

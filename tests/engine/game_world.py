@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import AdapterPart, Engine, EngineConfig, Priority, Request, SamplingParams
-from engine.config import ModelConfig
+from engine.model.config import ModelConfig
 from tests.engine.conftest import ADAPTERS, Result, prompt, run, save_adapter
 from tests.engine.families import save_family
 

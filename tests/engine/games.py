@@ -28,7 +28,7 @@ from engine import (
     RequestError,
 )
 from engine.errors import AdapterError
-from engine.memory import PageUse
+from engine.memory.page_pool import PageUse
 from tests.engine.ahead_runner import AheadRunner
 from tests.engine.conftest import Result
 from tests.engine.game_world import (
@@ -67,8 +67,8 @@ def play(seed: int, worlds: Sequence[World], folder: Path) -> Score:
     game = Game(seed, worlds, folder)
     try:
         with (
-            patch("engine.adapter_loader.start_thread", game.threads),
-            patch("engine.adapter_copies.start_thread", game.threads),
+            patch("engine.adapters.loader.start_thread", game.threads),
+            patch("engine.adapters.copies.start_thread", game.threads),
             patch("engine.engine._IDLE_WAIT_S", 0.0),
         ):
             game.play()

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save, save_file
 
 from contract.adapter_limits import MAX_PATTERNS
 from engine import AdapterMismatch, AdapterUnavailable
-from engine.adapter_config import check_config, parse_config
-from engine.adapter_format import parse_header, plan_adapter
-from engine.adapter_tiles import fill_tiles, place_tiles
-from engine.config import ModelConfig
+from engine.adapters.config import check_config, parse_config
+from engine.adapters.plan import parse_header, plan_adapter
+from engine.adapters.tiles import fill_tiles, place_tiles
+from engine.model.config import ModelConfig
 from kernels import PageLayout
 from tests.engine.conftest import MakeEngine, edit_config, prompt, request, run
 

@@ -13,11 +13,11 @@ pytest.importorskip("hypothesis")  # GPU machines have none
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.adapter_format import PROJECTION_NAMES, AdapterPlan, Site, plan_adapter
-from engine.adapter_pages import SLOTS, AdapterPages, Place
-from engine.adapter_tiles import TileMap, place_tiles
-from engine.config import ModelConfig
-from engine.memory import PagePool, PageUse
+from engine.adapters.pages import SLOTS, AdapterPages, Place
+from engine.adapters.plan import PROJECTION_NAMES, AdapterPlan, Site, plan_adapter
+from engine.adapters.tiles import TileMap, place_tiles
+from engine.memory.page_pool import PagePool, PageUse
+from engine.model.config import ModelConfig
 from kernels import PageLayout
 
 _COMMON: dict[str, Any] = {

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from engine import Engine, FinishReason, Request, RequestOutput
-from engine.adapter_tiles import TileMap
-from engine.tile_entries import Entries, EntryBuffers, EntryCache
-from engine.uploads import upload
+from engine.adapters.tiles import TileMap
+from engine.execution.lora_table import Entries, EntryBuffers, EntryCache
+from engine.execution.uploads import upload
 from tests.engine.ahead_runner import AheadRunner
 from tests.engine.conftest import MakeEngine, Oracle, name_of, prompt, request, run
 
@@ -73,7 +73,7 @@ def test_whoever_comes_and_goes_gets_the_tokens_of_running_alone(
     make_engine: MakeEngine, oracle: Oracle, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if seed % 2:  # drawn tokens are often not sure, and what went on from them is taken back
-        monkeypatch.setattr("engine.sampler._NUM_CANDIDATES", 2)
+        monkeypatch.setattr("engine.sampling.sampler._NUM_CANDIDATES", 2)
     choose = random.Random(seed)
     engine = make_engine(
         arena_bytes=choose.choice([80, 120, 400]) * 2048 * 4,
@@ -127,7 +127,7 @@ def test_a_step_that_is_taken_back_leaves_no_trace(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It went on from a token that was wrong, and held one that is chosen by those before."""
-    monkeypatch.setattr("engine.sampler._NUM_CANDIDATES", 2)
+    monkeypatch.setattr("engine.sampling.sampler._NUM_CANDIDATES", 2)
     penalised = request("penalised", prompt(2, 9), max_tokens=10, frequency_penalty=0.4)
     wanted = run(make_engine(), penalised)["penalised"].token_ids
     for seed in range(6):

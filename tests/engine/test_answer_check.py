@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("jsonschema")  # GPU machines have none
 
 from engine import DashConfig, DashEngine, FinishReason
-from engine.answer_check import schema_error
+from engine.dash.answer_check import schema_error
 
 ONES = {"patternProperties": {"^a$": {"const": 1}}, "additionalProperties": False}
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from engine import DashConfig, Engine, EngineConfig, OutOfMemory
-from engine.arena import CPU_ARENA_BYTES, arena_pages
-from engine.config import ModelConfig
-from engine.gpu_runner import GpuRunner
-from engine.weights import load_weights
+from engine.execution.arena import CPU_ARENA_BYTES, arena_pages
+from engine.execution.gpu_runner import GpuRunner
+from engine.model.config import ModelConfig
+from engine.model.weights import load_weights
 from tests.engine.conftest import prompt, request, run
 
 GIB = 1 << 30

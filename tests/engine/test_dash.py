@@ -32,8 +32,8 @@ from engine import (
     SamplingParams,
     UnknownAdapter,
 )
-from engine.dash_config import parse_bytes, throughput_limits
-from engine.dash_run import Completion
+from engine.dash.config import parse_bytes, throughput_limits
+from engine.dash.run import Completion
 from tests.engine.conftest import Oracle, edit_config, prompt, request
 
 GREEDY_TOKENS = 12
@@ -424,7 +424,7 @@ def test_a_slow_adapter_holds_up_nobody_else(
     oracle: Oracle,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from engine import dash_adapters
+    from engine.dash.engine import adapters as dash_adapters
 
     go_on, read = threading.Event(), dash_adapters._digest
 

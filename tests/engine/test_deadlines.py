@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from engine import DeadlineExceeded, DeadlineUnreachable, Engine, FinishReason
-from engine.deadlines import Pace
+from engine.scheduling.deadlines import Pace
 from tests.engine.conftest import MakeEngine, Result, name_of, prompt, request, run
 
 

@@ -15,14 +15,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.adapter_loader import AdapterLoader, LoadLimits, image_of
-from engine.adapter_pages import AdapterPages
-from engine.adapter_record import Adapter, AdapterState
-from engine.eviction import Holding, ReloadCosts, eviction_order, worth
-from engine.eviction_index import EvictionIndex
-from engine.host_memory import HostMemory
-from engine.idle_adapters import IdleAdapters, holding_of
-from engine.memory import PagePool
+from engine.adapters.host_memory import HostMemory
+from engine.adapters.idle import IdleAdapters, holding_of
+from engine.adapters.loader import AdapterLoader, LoadLimits, image_of
+from engine.adapters.pages import AdapterPages
+from engine.adapters.record import Adapter, AdapterState
+from engine.memory.eviction import Holding, ReloadCosts, eviction_order, worth
+from engine.memory.eviction_index import EvictionIndex
+from engine.memory.page_pool import PagePool
 
 
 def order(*holdings: Holding[str], now: int = 100) -> str:

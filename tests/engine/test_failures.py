@@ -11,8 +11,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from engine import AdapterOverflow, Engine, EngineError, FinishReason
-from engine.grammar import Matcher
-from engine.sampler import Sampler
+from engine.sampling.grammar import Matcher
+from engine.sampling.sampler import Sampler
 from tests.engine.ahead_runner import AheadRunner
 from tests.engine.conftest import MakeEngine, Oracle, prompt, request, run
 

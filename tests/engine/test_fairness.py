@@ -11,7 +11,7 @@ import random
 import pytest
 
 from engine import Priority
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.stats import PreemptionCause
 from tests.engine.test_scheduler import Residents, add, play, rows, scheduler

@@ -16,7 +16,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from engine import Engine, EngineConfig
-from engine.config import ModelConfig
+from engine.model.config import ModelConfig
 from tests.engine.conftest import LINEARS, Result, prompt, request, run, save_adapter
 from tests.engine.families import FAMILIES, ORIGINAL, save_family
 

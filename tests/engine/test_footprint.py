@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from engine import Engine, EngineConfig
-from engine.config import ModelConfig
-from engine.rope import RopeTables, rope_tables
+from engine.model.config import ModelConfig
+from engine.model.rope import RopeTables, rope_tables
 from tests.engine.conftest import prompt, request, run
 from tests.engine.families import save_family
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from engine import AdapterMismatch
-from engine.gpu_runner import GpuRunner
+from engine.execution.gpu_runner import GpuRunner
 from tests.engine.conftest import prompt, request, run
 from tests.engine.families import FAMILIES, save_family
 from tests.engine.formats import (
@@ -158,7 +158,7 @@ def test_bad_rows_are_an_adapters_own_error(
 def test_many_new_tokens(make_oracle: MakeOracle, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than a kernel's table takes go segment by segment, and come out the same."""
     oracle = make_oracle("llama")
-    monkeypatch.setattr("engine.adapter_extras.MAX_TABLE_TOKENS", 20)
+    monkeypatch.setattr("engine.execution.lora_extras.MAX_TABLE_TOKENS", 20)
     engine = make(
         oracle,
         device="cpu" if IS_INTERPRETED else "cuda",

@@ -10,10 +10,10 @@ import torch
 
 from bench.workload import save_random_adapter
 from engine import Engine, EngineConfig
-from engine.adapter_files import AdapterReader
-from engine.base_weights import BaseWeights, PlainWeights
-from engine.config import ModelConfig
-from engine.weights import load_weights
+from engine.adapters.base_weights import BaseWeights, PlainWeights
+from engine.adapters.files import AdapterReader
+from engine.model.config import ModelConfig
+from engine.model.weights import load_weights
 from tests.engine.conftest import prompt, request, run, save_model
 
 pytestmark = [

@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 import torch
 
-from engine import AdapterOverflow, Engine, FinishReason, gpu_runner, mixed_graphs
-from engine.batch import Batch
-from engine.gpu_model import ChunkBlocks
-from engine.gpu_runner import GpuRunner, Tokens
-from engine.mixed_graphs import MAX_PROMPTS, Shape, cut_blocks
-from engine.sampler import Sampled
-from engine.tile_entries import Reach
+from engine import AdapterOverflow, Engine, FinishReason
+from engine.execution import gpu_runner, mixed_graphs
+from engine.execution.batch import Batch
+from engine.execution.gpu_decoder import ChunkBlocks
+from engine.execution.gpu_runner import GpuRunner, Tokens
+from engine.execution.lora_table import Reach
+from engine.execution.mixed_graphs import MAX_PROMPTS, Shape, cut_blocks
+from engine.sampling.sampler import Sampled
 from tests.engine.conftest import MakeEngine, Oracle, Result, prompt, request, run
 from tests.engine.test_failures import scale_tensors
 from tests.kernels import bounds
@@ -335,7 +336,7 @@ def test_a_guess_that_was_wrong_is_taken_back(
         request("greedy", prompt(2, 5), max_tokens=6),
     ]
     wanted = run(make_engine(), *requests)
-    monkeypatch.setattr("engine.sampler._NUM_CANDIDATES", 2)
+    monkeypatch.setattr("engine.sampling.sampler._NUM_CANDIDATES", 2)
     wrong = []
     sampled = Tokens.sampled
 

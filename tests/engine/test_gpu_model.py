@@ -19,14 +19,14 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from engine import gpu_model
-from engine.config import ModelConfig
-from engine.gpu_model import GpuBatch, GpuModel
-from engine.graphs import DecodeGraphs, record, uncollected
-from engine.loader_threads import start_thread
-from engine.lora_inputs import LoraInputs
-from engine.tile_entries import Reach
-from engine.weights import LayerWeights, Weights
+from engine.adapters.threads import start_thread
+from engine.execution import gpu_decoder
+from engine.execution.decode_graphs import DecodeGraphs, record, uncollected
+from engine.execution.gpu_decoder import GpuBatch, GpuModel
+from engine.execution.lora_inputs import LoraInputs
+from engine.execution.lora_table import Reach
+from engine.model.config import ModelConfig
+from engine.model.weights import LayerWeights, Weights
 from kernels import LoraTable, PageLayout
 from kernels.attention_decode import DecodeWorkspace
 from kernels.lora_plan import make_plan
@@ -202,8 +202,8 @@ def test_prefill_then_decode_is_hugging_faces(chosen: list[int]) -> None:
 def test_a_long_pass_is_hugging_faces(
     chosen: list[int], fused: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_model, "_LONG", 16)
-    monkeypatch.setattr(gpu_model, "_FUSED", fused)
+    monkeypatch.setattr(gpu_decoder, "_LONG", 16)
+    monkeypatch.setattr(gpu_decoder, "_FUSED", fused)
     rig = Rig([4, 19])
     logits, _ = prefill(rig, chosen)
     expected = [rig.expected(p, v) for p, v in zip(PROMPTS, chosen, strict=True)]
@@ -216,7 +216,7 @@ def test_a_long_pass_is_hugging_faces(
 def test_bf16_is_as_near_as_hugging_faces_own(
     chosen: list[int], fused: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_model, "_FUSED", fused)
+    monkeypatch.setattr(gpu_decoder, "_FUSED", fused)
     rig = Rig([4, 19], torch.bfloat16)
     logits, _ = prefill(rig, chosen)
     wide = torch.cat([rig.expected(p, v) for p, v in zip(PROMPTS, chosen, strict=True)])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import prompt_scores
+from engine.execution import prompt_scores
 from tests.engine.conftest import MakeEngine, Oracle, Result, prompt, request, run
 from tests.engine.families import save_family
 from tests.engine.formats import BLENDS, FORMATS, TOKENS, FormatOracle

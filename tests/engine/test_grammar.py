@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from contract.patterns import not_beginning_with
-from engine import BadGrammar, FinishReason, RequestError, grammar
-from engine.grammar import Matcher
+from engine import BadGrammar, FinishReason, RequestError
 from engine.grammar_text import tool_calls
+from engine.sampling import grammar
+from engine.sampling.grammar import Matcher
 from tests.engine.conftest import EOS, MakeEngine, Result, prompt, request, run
 
 jsonschema = pytest.importorskip("jsonschema")  # GPU machines have neither

@@ -19,9 +19,9 @@ from transformers import (
 )
 
 from engine import UnsupportedModel
-from engine.config import ModelConfig
-from engine.hf_weights import share_model
-from engine.weights import load_weights
+from engine.model.config import ModelConfig
+from engine.model.hf_weights import share_model
+from engine.model.weights import load_weights
 from tests.engine.conftest import save_model
 
 

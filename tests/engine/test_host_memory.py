@@ -12,14 +12,15 @@ import pytest
 import torch
 
 from engine import Engine
-from engine.adapter_copies import _grouped, _runs
-from engine.adapter_files import AdapterReader, _read_all
-from engine.adapter_format import AdapterPlan
-from engine.config import EngineConfig, ModelConfig
+from engine.adapters.copies import _grouped, _runs
+from engine.adapters.fast_tiles import write_plain
+from engine.adapters.files import AdapterReader, _read_all
+from engine.adapters.host_memory import HostMemory
+from engine.adapters.host_values import are_finite, clear, write_rows
+from engine.adapters.plan import AdapterPlan
+from engine.config import EngineConfig
 from engine.errors import AdapterMismatch
-from engine.host_memory import HostMemory
-from engine.host_values import are_finite, clear, write_rows
-from engine.plain_tiles import write_plain
+from engine.model.config import ModelConfig
 
 NO_BASE: Any = None  # a plan and its place do not depend on the base's weights
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -98,7 +99,7 @@ def test_the_quick_way_and_the_general_one_agree(
     left: list[int] = []
 
     def images(way: Callable[..., AdapterPlan]) -> dict[str, torch.Tensor]:
-        monkeypatch.setattr("engine.adapter_files.write_plain", way)
+        monkeypatch.setattr("engine.adapters.files.write_plain", way)
         found = {}
         for name, path in adapters.items():
             room = HostMemory(arena, 0).take(reader.place(reader.read_plan(path)).num_pages)

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 
 from engine import AdapterUnavailable, Engine, FinishReason, OutOfPages
-from engine.adapter_loader import _MAX_HUNG
+from engine.adapters.loader import _MAX_HUNG
 from engine.request import Priority
 from engine.stats import AdapterStatus
 from tests.engine.conftest import MakeEngine, Oracle, prompt, request, run

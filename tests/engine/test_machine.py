@@ -41,8 +41,8 @@ from engine import (
     SamplingParams,
     UnknownAdapter,
 )
-from engine.config import ModelConfig
 from engine.errors import AdapterError
+from engine.model.config import ModelConfig
 from tests.engine.conftest import ADAPTERS, prompt, save_adapter
 from tests.engine.families import save_family
 

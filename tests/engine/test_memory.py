@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from engine.memory import PagePool, PageUse
+from engine.memory.page_pool import PagePool, PageUse
 
 
 class Pool(RuleBasedStateMachine):

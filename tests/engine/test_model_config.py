@@ -13,10 +13,10 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from contract.protocol import context_length
 from engine import Engine, EngineConfig, UnsupportedModel
-from engine.config import ModelConfig
-from engine.hf_weights import share_model
-from engine.rope import rope_tables
-from engine.weights import load_weights
+from engine.model.config import ModelConfig
+from engine.model.hf_weights import share_model
+from engine.model.rope import rope_tables
+from engine.model.weights import load_weights
 from tests.engine.conftest import prompt, request, run
 from tests.engine.families import COMMON, FAMILIES, LLAMA3, YARN, YARN_OPTIONS, save_family
 

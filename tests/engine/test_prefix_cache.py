@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from engine import Engine, FinishReason, Request
-from engine.memory import PagePool, PageUse
-from engine.prefix_cache import PageKeys, PrefixCache
+from engine.memory.page_pool import PagePool, PageUse
+from engine.memory.prefix_cache import PageKeys, PrefixCache
 from tests.engine.conftest import MakeEngine, Oracle, Result, prompt, request, run
 
 PAGE_BYTES = 2048 * 4

@@ -8,15 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import (
-    AdapterOverflow,
-    Engine,
-    EngineConfig,
-    FinishReason,
-    Priority,
-    RequestError,
-    prompt_scores,
-)
+from engine import AdapterOverflow, Engine, EngineConfig, FinishReason, Priority, RequestError
+from engine.execution import prompt_scores
 from engine.request import TokenLogprob
 from tests.engine.ahead_runner import AheadRunner
 from tests.engine.conftest import (

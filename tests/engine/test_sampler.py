@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from engine import Request, SamplingParams
-from engine.sampler import Sampler
+from engine.sampling.sampler import Sampler
 from engine.sequence import Sequence
 from tests.engine.conftest import MakeEngine, Oracle, prompt, request, run
 

@@ -18,8 +18,8 @@ from transformers import (
 )
 
 from engine import FinishReason, Request, SamplingParams
-from engine.noise import gumbel_noise, token_codes
-from engine.sampler import Sampler, _draw, _Parameters
+from engine.sampling.gumbel import gumbel_noise, token_codes
+from engine.sampling.sampler import Sampler, _draw, _Parameters
 from engine.sequence import Sequence
 from tests.engine.conftest import MakeEngine, Oracle, prompt, request, run
 

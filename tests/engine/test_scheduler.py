@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from engine import AdapterPart, OutOfPages, Priority, Request, SamplingParams
-from engine.memory import PagePool, PageUse
-from engine.prefix_cache import PrefixCache
-from engine.scheduler import Scheduler
+from engine.memory.page_pool import PagePool, PageUse
+from engine.memory.prefix_cache import PrefixCache
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.waiting_queue import SchedulerLimits
 from engine.sequence import Sequence, Step
 from engine.stats import PreemptionCause
-from engine.waiting import SchedulerLimits
 
 
 class Residents:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from engine import FinishReason, Request
-from engine.mixed_graphs import MAX_PROMPTS
+from engine.execution.mixed_graphs import MAX_PROMPTS
 from tests.engine.ahead_runner import AheadRunner
 from tests.engine.conftest import MakeEngine, Oracle, Result, prompt, request
 

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine import Engine, EngineConfig, FinishReason, OutOfPages, Priority
-from engine.config import ModelConfig
+from engine.model.config import ModelConfig
 from tests.engine.conftest import Result, prompt, request, save_adapter
 from tests.engine.families import save_family
 

@@ -15,8 +15,8 @@ import torch
 
 from controlplane.schemas import Status, plan
 from controlplane.schemas.plan import HANDLERS
-from engine.grammar import GrammarCompiler, Matcher
 from engine.grammar_text import Grammar, GrammarKind
+from engine.sampling.grammar import GrammarCompiler, Matcher
 from tests.schema_cases import CHECKED, ENFORCED, UNSUPPORTED, Case
 from tests.tiny_base import write_tiny_base
 

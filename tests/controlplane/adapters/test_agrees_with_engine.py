@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from controlplane.adapters.rejection import Rejected
 from controlplane.adapters.validation import BaseShape, CheckedAdapter, check_adapter
-from engine import adapter_config, adapter_format
-from engine.config import ModelConfig
+from engine.adapters.store import config as adapter_config
+from engine.adapters.store import plan as adapter_format
 from engine.errors import AdapterMismatch
+from engine.model.config import ModelConfig
 from tests.controlplane.adapters import files
 from tests.controlplane.adapters.test_validation import GOOD_FIELDS
 from tests.controlplane.conftest import TINY_CONFIG

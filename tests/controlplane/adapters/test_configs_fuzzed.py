@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from contract.adapter_limits import MAX_PATTERNS, MAX_RANK
 from controlplane.adapters.rejection import Rejected
 from controlplane.adapters.validation import BaseShape, CheckedAdapter, check_adapter
-from engine import adapter_config, adapter_format
-from engine.config import ModelConfig
+from engine.adapters.store import config as adapter_config
+from engine.adapters.store import plan
 from engine.errors import AdapterMismatch
+from engine.model.config import ModelConfig
 from tests.controlplane.adapters import files
 from tests.controlplane.conftest import TINY_CONFIG
 
@@ -62,13 +63,13 @@ def upload(config: bytes, shapes: Shapes, base: dict[str, Any]) -> CheckedAdapte
 
 def engine(
     config: bytes, shapes: Shapes, base: dict[str, Any]
-) -> adapter_format.AdapterPlan | AdapterMismatch:
+) -> plan.AdapterPlan | AdapterMismatch:
     fields = {**TINY_CONFIG, **ENGINE_FIELDS, **base}
     model = ModelConfig.from_fields(fields, 2)
     start, file_bytes = header_of(shapes)
     try:
-        header = adapter_format.parse_header(start, file_bytes)
-        return adapter_format.plan_adapter(adapter_config.parse_config(config), header, model)
+        header = plan.parse_header(start, file_bytes)
+        return plan.plan_adapter(adapter_config.parse_config(config), header, model)
     except AdapterMismatch as mismatch:
         assert mismatch.message
         return mismatch
@@ -78,10 +79,10 @@ def assert_agree(config: bytes, shapes: Shapes, base: dict[str, Any]) -> bool:
     """Whether both accept it."""
     uploaded, planned = upload(config, shapes, base), engine(config, shapes, base)
     if isinstance(uploaded, CheckedAdapter):
-        assert isinstance(planned, adapter_format.AdapterPlan), planned
+        assert isinstance(planned, plan.AdapterPlan), planned
         assert {target.rank for target in planned.all_targets} == uploaded.ranks
         return True
-    if isinstance(planned, adapter_format.AdapterPlan):
+    if isinstance(planned, plan.AdapterPlan):
         fields = {reason.field.partition(".")[0] for reason in uploaded.reasons}
         assert any(field in STRICTER for field in fields), uploaded
     return False

@@ -1,0 +1,86 @@
+"""BaseWeights: the base's matrices one by one, for the adapters that depend on them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from engine.adapters.plan import EMBEDDING, HEAD, Site
+from engine.model.config import ModelConfig
+from engine.model.weights import Weights
+
+
+class FusedWeights(Protocol):
+    """Who keeps the weights: q, k and v in one matrix, gate and up in another."""
+
+    def fused(self, layer: int, name: str) -> torch.Tensor:
+        """`qkv`, `o`, `gate_up` or `down` of a layer, [out, in]; may be made for the call."""
+
+    def fused_bias(self, layer: int, name: str) -> torch.Tensor | None:
+        """Its bias [out]; None: it has none."""
+
+    def embedding(self) -> torch.Tensor:
+        """[V, E]"""
+
+    def lm_head(self) -> torch.Tensor:
+        """[V, E]"""
+
+
+class PlainWeights:
+    """`FusedWeights` over weights that are kept as they were loaded."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+
+    def fused(self, layer: int, name: str) -> torch.Tensor:
+        matrix: torch.Tensor = getattr(self._weights.layers[layer], name)
+        return matrix
+
+    def fused_bias(self, layer: int, name: str) -> torch.Tensor | None:
+        bias: torch.Tensor | None = getattr(self._weights.layers[layer], f"{name}_bias")
+        return bias
+
+    def embedding(self) -> torch.Tensor:
+        return self._weights.embedding
+
+    def lm_head(self) -> torch.Tensor:
+        return self._weights.lm_head
+
+
+class BaseWeights:
+    """Reads what the decoder keeps. Loader threads may ask while the engine steps."""
+
+    def __init__(self, model: ModelConfig, source: FusedWeights) -> None:
+        self._source = source
+        q, kv, inner = model.q_size, model.kv_size, model.intermediate_size
+        rows = ("qkv", 0, q), ("qkv", q, q + kv), ("qkv", q + kv, q + 2 * kv)
+        self._places = (
+            *rows,
+            ("o", 0, model.hidden_size),
+            ("gate_up", 0, inner),
+            ("gate_up", inner, 2 * inner),
+            ("down", 0, model.hidden_size),
+        )
+
+    def matrix(self, site: Site) -> torch.Tensor:
+        """W [out, in] of y = W x, on the engine's device; an embedding's `in` is the vocabulary."""
+        if site.projection == EMBEDDING:
+            return self.vocabulary(site).T
+        if site.projection == HEAD:
+            return self.vocabulary(site)
+        name, low, high = self._places[site.projection]
+        return self._source.fused(site.layer, name)[low:high]
+
+    def bias(self, site: Site) -> torch.Tensor | None:
+        """b [out] of y = W x + b, fp32 in host memory; None: there is none."""
+        if site.projection >= EMBEDDING:
+            return None
+        name, low, high = self._places[site.projection]
+        bias = self._source.fused_bias(site.layer, name)
+        return None if bias is None else bias[low:high].float().cpu()
+
+    def vocabulary(self, site: Site) -> torch.Tensor:
+        """The embedding or the last matrix as checkpoints have it, [V, E]."""
+        is_embedding = site.projection == EMBEDDING
+        return self._source.embedding() if is_embedding else self._source.lm_head()

@@ -1,0 +1,219 @@
+"""Reading a PEFT folder from disk into pages of host memory: what the loader threads do.
+
+The tensors file is read once, into a buffer that is used again: mapped into memory instead, a file
+that somebody truncates would kill the process. From the buffer each value is copied once, into its
+tile. Meanwhile another thread hashes the same bytes, which takes longer than all the rest: what was
+loaded is what was verified, at every load, and nothing is read twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, BinaryIO
+
+import torch
+
+from contract.adapter_limits import CONVERT_BIN
+from engine.adapters.base_weights import BaseWeights
+from engine.adapters.config import MAX_CONFIG_BYTES, parse_config
+from engine.adapters.fast_tiles import write_plain
+from engine.adapters.host_memory import HostPages
+from engine.adapters.host_values import clear
+from engine.adapters.plan import MAX_HEADER_BYTES, AdapterPlan, parse_header, plan_adapter
+from engine.adapters.threads import start_thread
+from engine.adapters.tiles import TileMap, fill_tiles, place_tiles
+from engine.errors import AdapterDamaged, AdapterMismatch, AdapterUnavailable
+from engine.model.config import ModelConfig
+from kernels import PageLayout
+
+CONFIG_FILE = "adapter_config.json"
+TENSORS_FILE = "adapter_model.safetensors"
+BIN_FILE = "adapter_model.bin"
+
+# How an adapter's digest follows from the text of its config and the hex sha256 of its tensors
+# file. It may raise ValueError for a config that has no digest.
+DigestOf = Callable[[bytes, str], str]
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_PIECE_BYTES = 8 << 20
+# Buffers up to this size are kept for the next adapter.
+_MAX_KEPT_BYTES = 512 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """What a folder says of itself before its tensors are read."""
+
+    plan: AdapterPlan
+    config_text: bytes
+    header: bytes  # of the tensors file, its length included
+
+
+class AdapterReader:
+    """Reads adapters for one model; all methods may be called on any thread.
+
+    base       the model's weights, on which some adapters depend
+    digest_of  given, `load` refuses files whose digest is another than they are known by
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        layout: PageLayout,
+        base: BaseWeights,
+        digest_of: DigestOf | None = None,
+    ) -> None:
+        self._model, self._layout, self._base = model, layout, base
+        self._digest_of = digest_of
+        #: Whether a digest stands for one content for ever.
+        self.verifies = digest_of is not None
+        self._buffers: deque[bytearray] = deque(maxlen=4)
+        # One at a time: each takes Python's lock from the step loop again and again.
+        self._laying_out = threading.Lock()
+
+    def read_plan(self, path: Path) -> AdapterPlan:
+        """The plan of the PEFT folder `path`; raises AdapterMismatch or AdapterUnavailable."""
+        try:
+            with (path / TENSORS_FILE).open("rb", buffering=0) as file:
+                return self._read_start(path, file).plan
+        except OSError as error:
+            refuse_bin(path)
+            raise _unreadable(error) from error
+
+    def place(self, plan: AdapterPlan) -> TileMap:
+        return place_tiles(plan, self._model, self._layout)
+
+    def load(self, digest: str, path: Path, room: HostPages) -> None:
+        """Read the adapter into `room` and set its tiles and content.
+
+        Raises AdapterUnavailable when it cannot be read, AdapterDamaged when its bytes are not
+        those of `digest` or do not fit `room`, AdapterMismatch when they do not fit the model.
+        """
+        try:
+            with (path / TENSORS_FILE).open("rb", buffering=0) as file:
+                start = self._read_start(path, file)
+                tiles = self.place(start.plan)
+                if tiles.num_pages != len(room.numbers):
+                    raise AdapterDamaged("the adapter is another than the one registered")
+                buffer = self._buffer(start.plan.file_bytes - len(start.header))
+                try:
+                    room.content = self._load(digest, start, file, buffer, tiles, room)
+                finally:
+                    if len(buffer) <= _MAX_KEPT_BYTES:
+                        self._buffers.append(buffer)
+        except OSError as error:
+            raise _unreadable(error) from error
+        room.tiles = tiles
+
+    def _load(
+        self,
+        digest: str,
+        start: _Start,
+        file: BinaryIO,
+        buffer: bytearray,
+        tiles: TileMap,
+        room: HostPages,
+    ) -> str:
+        body = memoryview(buffer)[: start.plan.file_bytes - len(start.header)]
+        pieces: SimpleQueue[memoryview | bytes] = SimpleQueue()
+        pieces.put(start.header)
+        hashing = start_thread(_sha256, pieces)
+        try:
+            _read_all(file, body, pieces)
+            with self._laying_out:
+                self._lay_out(start, body, tiles, room)
+        finally:  # the buffer is the hash's until then, and damage explains all other errors
+            pieces.put(b"")
+            content = self._content(digest, start.config_text, hashing.result())
+        return content
+
+    def _lay_out(self, start: _Start, body: memoryview, tiles: TileMap, room: HostPages) -> None:
+        entries = json.loads(start.header[8:])
+        entries.pop("__metadata__", None)
+        for page in room.rows():
+            clear(page)
+        placed = tiles.at(room.numbers, self._layout.page_elems)
+        left = write_plain(room.open(), start.plan, placed, entries, body)
+        fill_tiles(room.open(), left, placed, _tensors(entries, body), self._base)
+
+    def _content(self, digest: str, config_text: bytes, tensors_sha256: str) -> str:
+        """What the files hold, in a word: their digest, which has to be the one they are known by,
+        where there is a rule for it."""
+        if self._digest_of is None:
+            return hashlib.sha256(config_text + tensors_sha256.encode()).hexdigest()
+        try:
+            found = self._digest_of(config_text, tensors_sha256)
+        except ValueError as error:
+            raise AdapterDamaged(f"the adapter's files have no digest: {error}") from error
+        if found != digest:
+            raise AdapterDamaged(f"the adapter's files have digest {found}, not {digest}")
+        return found
+
+    def _read_start(self, path: Path, file: BinaryIO) -> _Start:
+        with (path / CONFIG_FILE).open("rb") as config_file:
+            config_text = config_file.read(MAX_CONFIG_BYTES + 1)
+        config = parse_config(config_text)
+        file_bytes = os.fstat(file.fileno()).st_size
+        header = file.read(8)
+        header += file.read(min(int.from_bytes(header, "little"), MAX_HEADER_BYTES))
+        plan = plan_adapter(config, parse_header(header, file_bytes), self._model, file_bytes)
+        return _Start(plan, config_text, header)
+
+    def _buffer(self, num_bytes: int) -> bytearray:
+        """A buffer that no other load uses; fresh memory would take longer than reading does."""
+        try:
+            buffer = self._buffers.pop()
+        except IndexError:
+            return bytearray(num_bytes)
+        return buffer if len(buffer) >= num_bytes else bytearray(num_bytes)
+
+
+def refuse_bin(folder: Path) -> None:
+    """Raise AdapterMismatch when the tensors are there, but pickled: reading them runs code."""
+    if (folder / BIN_FILE).is_file() and not (folder / TENSORS_FILE).exists():
+        raise AdapterMismatch(f"{BIN_FILE} is a pickle and is not read: {CONVERT_BIN}")
+
+
+def _unreadable(error: OSError) -> AdapterUnavailable:
+    return AdapterUnavailable(f"the adapter cannot be read: {error.strerror or error}")
+
+
+def _read_all(file: BinaryIO, buffer: memoryview, pieces: SimpleQueue[memoryview | bytes]) -> None:
+    """Fill `buffer` from `file`, telling `pieces` of each part as it comes.
+
+    Raises AdapterMismatch where the file ends before that.
+    """
+    while len(buffer):
+        count = file.readinto(buffer[:_PIECE_BYTES])  # type: ignore[attr-defined]
+        if not count:
+            raise AdapterMismatch("adapter_model.safetensors was cut short while it was read")
+        pieces.put(buffer[:count])
+        buffer = buffer[count:]
+
+
+def _sha256(pieces: SimpleQueue[memoryview | bytes]) -> str:
+    """The hash of all pieces up to an empty one."""
+    hashed = hashlib.sha256()
+    while piece := pieces.get():
+        hashed.update(piece)
+    return hashed.hexdigest()
+
+
+def _tensors(entries: Mapping[str, Any], body: memoryview) -> Callable[[str], torch.Tensor]:
+    """A tensor of the file by name, in place; `parse_header` has found the entries to be right."""
+
+    def tensor(name: str) -> torch.Tensor:
+        entry = entries[name]
+        first, end = entry["data_offsets"]
+        values = torch.frombuffer(body[first:end], dtype=_DTYPES[entry["dtype"]])
+        return values.view(entry["shape"])
+
+    return tensor

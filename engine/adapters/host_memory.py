@@ -1,0 +1,107 @@
+"""Host memory for adapters: one slab of pages like the arena's, so that nothing is allocated later.
+
+Where a GPU copies from it the slab is pinned, which takes the driver seconds for some gigabytes:
+it is done once, at the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from engine.adapters.tiles import TileMap
+from engine.memory.page_pool import PagePool, PageUse
+
+
+@dataclass(slots=True)
+class HostPages:
+    """Room for one adapter's image: image page i is row `numbers[i]` of `open()`.
+
+    is_own       whether the room is outside the slab, for this adapter alone
+    is_given_up  whether somebody has it who may never let go
+    content      what the files held that the image was made of, in a word
+    tiles        where the image's tiles lie, at offsets of the image; None: it is not there yet
+    """
+
+    numbers: list[int]
+    is_own: bool
+    allocate: Callable[[], torch.Tensor]
+    is_given_up: bool = False
+    memory: torch.Tensor | None = None
+    tiles: TileMap | None = None
+    content: str = ""
+
+    def open(self) -> torch.Tensor:
+        """The memory [*, page_elems]. Room outside the slab is allocated by the first call."""
+        if self.memory is None:
+            self.memory = self.allocate()
+        return self.memory
+
+    def rows(self) -> Iterable[torch.Tensor]:
+        """The image's pages in order, each [page_elems]."""
+        memory = self.open()
+        return (memory[number] for number in self.numbers)
+
+
+class HostMemory:
+    """Hands out the slab's pages, `num_bytes` in all; `take` never waits.
+
+    arena  [P, page_elems]: what the images are copied to
+    """
+
+    def __init__(self, arena: torch.Tensor, num_bytes: int) -> None:
+        self._page_elems, self._dtype = arena.shape[1], arena.dtype
+        self._is_pinned = arena.is_cuda
+        self._pool = PagePool(num_bytes // (self._page_elems * self._dtype.itemsize))
+        self._slab = self._empty(self._pool.num_pages)
+        self._num_given_up = 0
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the slab, less those that were given up."""
+        return self._pool.num_pages - self._num_given_up
+
+    @property
+    def num_free(self) -> int:
+        """Pages of the slab that nobody has."""
+        return self._pool.num_free
+
+    def can_take(self, num_pages: int) -> bool:
+        """Whether `take` has room; always for an adapter that the whole slab could not hold."""
+        return num_pages > self.num_pages or self._pool.can_take(num_pages)
+
+    def take(self, num_pages: int) -> HostPages:
+        """Room for `num_pages`; the caller has asked `can_take`."""
+        if num_pages <= self.num_pages:
+            numbers = self._pool.take(num_pages, PageUse.ADAPTER)
+            return HostPages(numbers, is_own=False, allocate=lambda: self._slab)
+        return HostPages(
+            list(range(num_pages)), is_own=True, allocate=lambda: self._empty(num_pages)
+        )
+
+    def release(self, pages: HostPages) -> None:
+        """Nobody reads or writes `pages` any more."""
+        if not pages.is_own:
+            self._pool.release(pages.numbers)
+            if pages.is_given_up:
+                self._num_given_up -= len(pages.numbers)
+
+    def give_up(self, pages: HostPages) -> None:
+        """Count on `pages` no more: until `release`, who needs more than the rest has its own."""
+        pages.is_given_up = True
+        if not pages.is_own:
+            self._num_given_up += len(pages.numbers)
+
+    def _empty(self, num_pages: int) -> torch.Tensor:
+        return torch.empty(
+            num_pages, self._page_elems, dtype=self._dtype, pin_memory=self._is_pinned
+        )
+
+    def check_integrity(self, owned: Iterable[HostPages]) -> None:
+        """Raise AssertionError unless every page of the slab has one owner or none."""
+        taken = [pages for pages in owned if not pages.is_own]
+        self._pool.check_integrity(pages.numbers for pages in taken)
+        given_up = sum(len(pages.numbers) for pages in taken if pages.is_given_up)
+        assert given_up == self._num_given_up

@@ -1,0 +1,49 @@
+"""IdleAdapters: the adapters in the arena that nobody runs with. No torch here."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from engine.adapters.pages import AdapterPages
+from engine.adapters.record import Adapter
+from engine.memory.eviction import Holding, ReloadCosts
+from engine.memory.eviction_index import EvictionIndex
+
+
+class IdleAdapters:
+    """Knows who goes first, and which pages of `pages` come free."""
+
+    def __init__(self, pages: AdapterPages, costs: ReloadCosts) -> None:
+        self._pages = pages
+        # Host memory may drop images meanwhile: those adapters are worth more then.
+        self._index = EvictionIndex(partial(holding_of, costs))
+
+    def __contains__(self, adapter: object) -> bool:
+        return adapter in self._index
+
+    def add(self, adapter: Adapter) -> None:
+        """From now on nobody runs with the adapter."""
+        assert adapter.place is not None
+        self._pages.set_idle(adapter.place, is_idle=True)
+        self._index.add(adapter)
+
+    def remove(self, adapter: Adapter) -> None:
+        """Somebody does again, or it leaves the arena."""
+        assert adapter.place is not None
+        self._pages.set_idle(adapter.place, is_idle=False)
+        self._index.remove(adapter)
+
+    def first(self, now: int) -> Holding[Adapter] | None:
+        """Who goes first; None when there is none."""
+        return self._index.first(now)
+
+    def check_integrity(self, idle: set[Adapter]) -> None:
+        """Raise AssertionError unless exactly `idle` are here, each in its place."""
+        assert idle == set(self._index), "an adapter is idle and used, or neither"
+        self._index.check_integrity()
+
+
+def holding_of(costs: ReloadCosts, adapter: Adapter) -> Holding[Adapter]:
+    """What an adapter in the arena holds there."""
+    reload_s = costs.adapter(adapter.num_pages, is_in_host=adapter.host is not None)
+    return Holding(adapter, adapter.num_pages, reload_s, adapter.last_use)

@@ -1,0 +1,298 @@
+"""AdapterLoader: adapters from disk to host memory, on threads of their own.
+
+Part of `engine.adapters.store`, which decides what is read. Everything here runs on the
+thread that steps the engine, but for the reading itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from engine.adapters.files import AdapterReader
+from engine.adapters.host_memory import HostMemory, HostPages
+from engine.adapters.record import Adapter, AdapterState
+from engine.adapters.threads import start_thread
+from engine.errors import AdapterUnavailable
+from engine.memory.eviction import Holding, ReloadCosts
+from engine.memory.eviction_index import EvictionIndex
+from engine.memory.page_pool import PagePool
+
+log = logging.getLogger(__name__)
+
+# Threads that were given up and may hang for ever; beyond these nothing more is read.
+_MAX_HUNG = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Hung:
+    """A thread that was given up; it may write to `room` until it ends, if it ever does."""
+
+    path: Path
+    future: Future[None]
+    room: HostPages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadLimits:
+    """How much is loaded at a time.
+
+    num_threads   adapters read from disk at a time
+    max_prefetch  adapters that waiting requests lack and that are brought in ahead of them
+    timeout_s     a reading thread that takes longer is given up
+    """
+
+    num_threads: int
+    max_prefetch: int = 16
+    timeout_s: float = 60.0
+
+
+class AdapterLoader:
+    """Owns host memory, the reading threads, and what is known of failures.
+
+    pool   the arena's, for its time
+    clock  what timeouts and retries are measured on, in seconds
+    """
+
+    def __init__(
+        self,
+        *,
+        reader: AdapterReader,
+        host: HostMemory,
+        pool: PagePool,
+        costs: ReloadCosts,
+        limits: LoadLimits,
+        clock: Callable[[], float],
+    ) -> None:
+        self._reader, self._host, self._pool = reader, host, pool
+        self._limits, self._clock = limits, clock
+        self._in_host: dict[str, Adapter] = {}  # whose image is whole
+        # Of these, those of the slab that are not on their way to the arena.
+        self._loose = EvictionIndex(partial(image_of, costs))
+        self._loading: set[Adapter] = set()
+        self._failed: dict[str, Adapter] = {}  # that may not be tried again yet
+        self._hung: list[_Hung] = []
+        self._ahead: dict[str, Adapter] = {}  # to be read when nothing else is, in this order
+
+    # Reading
+
+    def start(self, adapter: Adapter, keep: Collection[str]) -> None:
+        """Begin to read an adapter, if there are a thread and room in host memory.
+
+        keep  digests whose images stay, while they are yet to go to the arena
+
+        What cannot be read while threads hang has failed: nobody knows how long that would be.
+        """
+        if self._is_out_of_reach(adapter):
+            self.note_failure(adapter, AdapterUnavailable("the adapter's disk does not answer"))
+            return
+        if len(self._loading) >= self._limits.num_threads:
+            return
+        if self._make_room(adapter.num_pages, keep):
+            self._start(adapter)
+
+    def load_ahead(self, adapter: Adapter) -> None:
+        """Read an adapter that nobody needs yet, once `start_ahead` finds the time and the room.
+
+        One that is larger than all of host memory stays on disk.
+        """
+        if adapter.state is AdapterState.DISK and adapter.num_pages <= self._host.num_pages:
+            self._ahead[adapter.digest] = adapter
+
+    def start_ahead(self, keep: Collection[str]) -> None:
+        """Begin to read adapters ahead, on all threads but one, where there are several.
+
+        keep  as in `start`. What was read ahead stays as well until it was used once: of more
+              adapters than there is room for, the later ones are left on disk.
+        """
+        most = max(self._limits.num_threads - 1, 1)
+        if not self._ahead or len(self._loading) >= most:
+            return
+        kept = {a.digest for a in self._in_host.values() if a.is_ahead}.union(keep)
+        while self._ahead and len(self._loading) < most:
+            adapter = self._ahead.pop(next(iter(self._ahead)))
+            if adapter.state is not AdapterState.DISK or adapter.error is not None:
+                continue  # a request has had it read, or tried to
+            if self._is_out_of_reach(adapter) or adapter.num_pages > self._host.num_pages:
+                continue
+            if not self._make_room(adapter.num_pages, kept):
+                return  # thousands may be left: one look at all that stay a step
+            adapter.is_ahead = True
+            self._start(adapter)
+
+    @property
+    def is_loading_ahead(self) -> bool:
+        return bool(self._ahead) or any(adapter.is_ahead for adapter in self._loading)
+
+    def is_coming(self, adapter: Adapter) -> bool:
+        """Whether the adapter is read now, or will be though nobody needs it."""
+        return adapter in self._loading or adapter.digest in self._ahead
+
+    def _start(self, adapter: Adapter) -> None:
+        adapter.host = self._host.take(adapter.num_pages)
+        adapter.state = AdapterState.LOADING
+        adapter.loading_since = self._clock()
+        adapter.loading = start_thread(
+            self._reader.load, adapter.digest, adapter.path, adapter.host
+        )
+        self._loading.add(adapter)
+
+    def poll(self) -> list[Adapter]:
+        """See how far the threads are; the adapters that are no longer being read."""
+        ended = []
+        for adapter in list(self._loading):
+            assert adapter.loading is not None
+            if adapter.loading.done():
+                self._finish(adapter)
+                ended.append(adapter)
+            elif self._clock() - adapter.loading_since > self._limits.timeout_s:
+                self._abandon(adapter)
+                ended.append(adapter)
+        for hung in [hung for hung in self._hung if hung.future.done()]:
+            self._hung.remove(hung)
+            self._host.release(hung.room)
+        for adapter in [a for a in self._failed.values() if a.retry_at <= self._clock()]:
+            del self._failed[adapter.digest]
+            adapter.error = None
+        return ended
+
+    @property
+    def is_loading(self) -> bool:
+        return bool(self._loading)
+
+    @property
+    def futures(self) -> list[Future[None]]:
+        """Of the threads that read."""
+        return [adapter.loading for adapter in self._loading if adapter.loading is not None]
+
+    def _finish(self, adapter: Adapter) -> None:
+        self._loading.discard(adapter)
+        future, adapter.loading = adapter.loading, None
+        assert future is not None
+        error = future.exception()
+        if error is None and adapter.host is not None:
+            error = adapter.note_content(adapter.host.content)
+        if error is not None:
+            self.note_failure(adapter, error)
+        else:
+            adapter.num_failures, adapter.failure = 0, None
+            adapter.state = AdapterState.HOST
+            adapter.last_use = self._pool.time
+            self._in_host[adapter.digest] = adapter
+            self.let_go(adapter)
+
+    def _abandon(self, adapter: Adapter) -> None:
+        """Stop waiting for a thread. Its host pages are the thread's until it ends."""
+        assert adapter.loading is not None and adapter.host is not None
+        self._hung.append(_Hung(adapter.path, adapter.loading, adapter.host))
+        self._host.give_up(adapter.host)
+        self._loading.discard(adapter)
+        adapter.loading = adapter.host = None
+        self.note_failure(
+            adapter, AdapterUnavailable(f"reading took more than {self._limits.timeout_s:g} s")
+        )
+
+    def _is_out_of_reach(self, adapter: Adapter) -> bool:
+        """Whether reading it would only make one more thread hang."""
+        return len(self._hung) >= _MAX_HUNG or any(h.path == adapter.path for h in self._hung)
+
+    # Failures
+
+    @property
+    def has_failures(self) -> bool:
+        """Whether any adapter may not be tried again yet."""
+        return bool(self._failed)
+
+    def note_failure(self, adapter: Adapter, error: BaseException) -> None:
+        """Reading an adapter or copying it has failed: it is on disk, and rests for a while."""
+        self.drop(adapter)
+        adapter.state = AdapterState.DISK
+        adapter.note_failure(error, self._clock())
+        self._failed[adapter.digest] = adapter
+        log.warning("adapter load failed", extra={"digest": adapter.digest, "error": str(error)})
+
+    def forget(self, adapter: Adapter) -> None:
+        """The adapter is no longer registered."""
+        self.drop(adapter)
+        self._failed.pop(adapter.digest, None)
+        self._ahead.pop(adapter.digest, None)
+
+    # Host memory
+
+    def hold(self, adapter: Adapter) -> None:
+        """The adapter's image is on its way to the arena: it stays until `let_go`."""
+        if adapter in self._loose:
+            self._loose.remove(adapter)
+
+    def let_go(self, adapter: Adapter) -> None:
+        """The image may go, as soon as others need its room."""
+        assert adapter.host is not None
+        if not adapter.host.is_own:
+            self._loose.add(adapter)
+
+    def drop(self, adapter: Adapter) -> None:
+        """Give up an adapter's room in host memory, if it has any."""
+        if adapter.host is not None:
+            self.hold(adapter)
+            self._host.release(adapter.host)
+            self._in_host.pop(adapter.digest, None)
+            adapter.host = None
+        adapter.is_ahead = False
+
+    def _make_room(self, num_pages: int, keep: Collection[str]) -> bool:
+        """Drop whole images until `num_pages` can be taken: first those that are in the arena too.
+
+        An image on its way to the arena stays, and so do those of `keep` that are yet to go there,
+        and those outside the slab. False, and nothing is dropped, when all others are not enough.
+        """
+        if self._host.can_take(num_pages):
+            return True
+        in_host = (self._in_host[digest] for digest in keep if digest in self._in_host)
+        kept = {a for a in in_host if a in self._loose and a.state is AdapterState.HOST}
+        num_loose = self._loose.num_pages - sum(adapter.num_pages for adapter in kept)
+        if self._host.num_free + num_loose < num_pages:
+            return False
+        passed_over = []
+        while not self._host.can_take(num_pages):
+            first = self._loose.first(self._pool.time)
+            assert first is not None, "less came free than was counted"
+            adapter = first.owner
+            if adapter in kept:
+                self._loose.remove(adapter)
+                passed_over.append(adapter)
+                continue
+            self.drop(adapter)
+            if adapter.state is AdapterState.HOST:
+                adapter.state = AdapterState.DISK
+                adapter.lacks_room = False
+        for adapter in passed_over:
+            self._loose.add(adapter)
+        return True
+
+    def check_integrity(self, adapters: Iterable[Adapter]) -> None:
+        """Raise AssertionError unless states, images and failures of all adapters agree."""
+        rooms = [hung.room for hung in self._hung]
+        for adapter in adapters:
+            assert (adapter.error is not None) == (adapter.digest in self._failed)
+            assert (adapter.state is AdapterState.LOADING) == (adapter in self._loading)
+            is_whole = adapter.host is not None and adapter.state is not AdapterState.LOADING
+            assert is_whole == (adapter.digest in self._in_host)
+            is_loose = is_whole and adapter.arrival is None
+            if adapter.host is not None:
+                rooms.append(adapter.host)
+                is_loose = is_loose and not adapter.host.is_own
+            assert is_loose == (adapter in self._loose)
+            assert self._ahead.get(adapter.digest, adapter) is adapter
+        self._host.check_integrity(rooms)
+        self._loose.check_integrity()
+
+
+def image_of(costs: ReloadCosts, adapter: Adapter) -> Holding[Adapter]:
+    """What an adapter's image holds; that of one in the arena is not missed."""
+    is_copy = adapter.state is AdapterState.RESIDENT
+    reload_s = 0.0 if is_copy else costs.adapter(adapter.num_pages, is_in_host=False)
+    return Holding(adapter, adapter.num_pages, reload_s, adapter.last_use)

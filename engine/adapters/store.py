@@ -1,0 +1,427 @@
+"""AdapterStore: every registered adapter, from its file to its pages.
+
+    DISK -> LOADING -> HOST -> COPYING -> RESIDENT
+      ^        |         ^                    |
+      +--------+ failed  +--------------------+ evicted, or back to DISK without its host image
+
+Files are read on threads, and pages are filled beside the steps; the step loop only looks how far
+they are (`poll`). Everything else here runs on the thread that steps the engine. An adapter is
+known by its digest alone; what a digest means never changes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future, wait
+from pathlib import Path
+
+import torch
+
+from engine.adapters.copies import Arrival, PageCopier
+from engine.adapters.files import AdapterReader
+from engine.adapters.host_memory import HostMemory
+from engine.adapters.idle import IdleAdapters
+from engine.adapters.loader import AdapterLoader, LoadLimits
+from engine.adapters.pages import AdapterPages
+from engine.adapters.record import Adapter, AdapterState
+from engine.adapters.tiles import TileMap
+from engine.errors import AdapterError, OutOfPages, UnknownAdapter
+from engine.memory.eviction import ReloadCosts
+from engine.memory.idle_pages import IdlePages
+from engine.memory.page_pool import PagePool, PageUse
+from engine.memory.prefix_cache import PrefixCache
+from engine.stats import AdapterStatus
+
+
+class AdapterStore:
+    """Owns the adapters' files, host images and pages.
+
+    pool, arena  where pages come from, and the tensor [P, page_elems] that they are rows of
+    host         where images are kept
+    clock        what timeouts and retries are measured on, in seconds
+    """
+
+    def __init__(
+        self,
+        *,
+        reader: AdapterReader,
+        pool: PagePool,
+        prefixes: PrefixCache,
+        arena: torch.Tensor,
+        host: HostMemory,
+        costs: ReloadCosts,
+        limits: LoadLimits,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._pool = pool
+        self._idle_pages: IdlePages[Adapter] = IdlePages(pool, prefixes, costs)
+        self._reader, self._copier = reader, PageCopier(arena)
+        self._pages, self._page_elems = AdapterPages(pool), arena.shape[1]
+        self._idle = IdleAdapters(self._pages, costs)
+        self._limits, self._clock = limits, clock
+        self._adapters: dict[str, Adapter] = {}
+        self._resident: OrderedDict[str, Adapter] = OrderedDict()  # least recently used first
+        self._arriving: dict[str, Adapter] = {}
+        self._num_made = 0
+        self._loader = AdapterLoader(
+            reader=reader, host=host, pool=pool, costs=costs, limits=limits, clock=clock
+        )
+
+    # Registration
+
+    def register(self, digest: str, path: Path) -> None:
+        """Know the adapter at `path` by `digest`.
+
+        Reads the config and the tensor header, not the tensors. Does nothing when the digest is
+        already known, except that one whose last load failed is read from `path` at once, and one
+        that was unregistered while requests have it, when it is read the next time. Raises
+        AdapterMismatch when they do not fit the base, AdapterUnavailable when they cannot be
+        read, OutOfPages when the arena could not hold the adapter even if it held nothing else.
+        """
+        known = self._adapters.get(digest)
+        if known is not None:
+            if known.is_unregistered or known.error is not None:
+                known.path = path
+            known.is_unregistered = False
+            if known.error is not None:
+                known.retry_at = self._clock()
+            return
+        tiles = self._reader.place(self._reader.read_plan(path))
+        num_pages, tail = tiles.num_pages, tiles.tail_slots
+        limit = min(self._pool.max_used(PageUse.ADAPTER), self._pool.num_pages - 1)
+        if num_pages > limit:
+            raise OutOfPages(f"the adapter needs {num_pages} pages; adapters may have {limit}")
+        # Without a rule for digests the same one may come back with other weights.
+        self._num_made += not self._reader.verifies
+        self._adapters[digest] = Adapter(
+            digest=digest,
+            path=path,
+            num_pages=num_pages,
+            tail_slots=tail,
+            version=self._num_made,
+        )
+
+    def load_ahead(self, digest: str) -> None:
+        """Have a registered adapter read before anybody needs it, if that is in nobody's way.
+
+        Raises UnknownAdapter.
+        """
+        self.check_known((digest,))
+        self._loader.load_ahead(self._adapters[digest])
+
+    def unregister(self, digest: str) -> None:
+        """Forget `digest`: at once for new requests, for accepted ones when they have ended."""
+        adapter = self._adapters.get(digest)
+        if adapter is not None:
+            adapter.is_unregistered = True
+            self._tidy_up(adapter)
+
+    def check_known(self, digests: Iterable[str]) -> None:
+        """Raise UnknownAdapter unless all are registered."""
+        for digest in digests:
+            adapter = self._adapters.get(digest)
+            if adapter is None or adapter.is_unregistered:
+                raise UnknownAdapter(f"no adapter {digest[:12]} is registered", param="adapters")
+
+    def add_user(self, digests: Sequence[str]) -> None:
+        """Count one accepted request, or raise UnknownAdapter and count nothing."""
+        self.check_known(digests)
+        for digest in digests:
+            self._adapters[digest].users += 1
+            self._adapters[digest].is_ahead = False
+
+    def remove_user(self, digests: Sequence[str]) -> None:
+        """The request has ended."""
+        for digest in digests:
+            adapter = self._adapters[digest]
+            assert adapter.users > 0
+            adapter.users -= 1
+            if adapter.users == 0:
+                adapter.lacks_room = False
+            self._tidy_up(adapter)
+
+    # What the scheduler asks
+
+    def is_resident(self, digest: str) -> bool:
+        """Whether a step may read the adapter; on a GPU it may still be arriving."""
+        return digest in self._resident
+
+    def lacks_room(self, digest: str) -> bool:
+        """Whether the adapter is ready in host memory and only pages are missing."""
+        return self._adapters[digest].lacks_room
+
+    @property
+    def has_failures(self) -> bool:
+        """Whether `error` tells of any adapter."""
+        return self._loader.has_failures
+
+    def error(self, digest: str) -> AdapterError | None:
+        """Why the last attempt to load the adapter failed, until the next may be made."""
+        return self._adapters[digest].error
+
+    def versions(self, digests: Iterable[str]) -> tuple[int, ...]:
+        """Which registration each is; equal ones stand for equal content. 0: not registered."""
+        known = map(self._adapters.get, digests)
+        return tuple(0 if adapter is None else adapter.version for adapter in known)
+
+    def num_pages(self, digest: str) -> int:
+        return self._adapters[digest].num_pages
+
+    def most_pages(self, digests: Iterable[str]) -> int:
+        """Pages that registered adapters take together at most, beside no others.
+
+        What others left of the pages that they shared may be a page more for each but two of them.
+        """
+        adapters = [self._adapters[digest] for digest in digests]
+        num_tails = sum(adapter.tail_slots > 0 for adapter in adapters)
+        return sum(adapter.num_pages for adapter in adapters) + max(num_tails - 2, 0)
+
+    def pin(self, digest: str) -> None:
+        """Keep a resident adapter's pages until `unpin`."""
+        adapter = self._resident[digest]
+        if adapter in self._idle:
+            self._idle.remove(adapter)
+        adapter.pins += 1
+        adapter.last_use = self._pool.time
+        self._resident.move_to_end(digest)
+
+    def unpin(self, digest: str) -> None:
+        adapter = self._resident[digest]
+        assert adapter.pins > 0
+        adapter.pins -= 1
+        adapter.last_use = self._pool.time
+        if self._is_idle(adapter):
+            self._idle.add(adapter)
+
+    def tiles(self, digest: str) -> TileMap:
+        """A resident adapter's tiles, at offsets of the arena."""
+        tiles = self._resident[digest].tiles
+        assert tiles is not None
+        return tiles
+
+    def arrivals(self, digests: Iterable[str]) -> tuple[Arrival, ...]:
+        """What a step that reads these resident adapters has to wait for, on the device."""
+        if not self._arriving:
+            return ()
+        arriving = (self._arriving[digest] for digest in digests if digest in self._arriving)
+        return tuple(adapter.arrival for adapter in arriving if adapter.arrival is not None)
+
+    # Room in the arena
+
+    def evict_idle(self, num_pages: int, keep: Collection[str], use: PageUse = PageUse.KV) -> None:
+        """Free what nobody uses until `num_pages` pages can be taken for `use`.
+
+        keep  digests that stay. Frees nothing when even all others would not be enough.
+        """
+        if self._pool.can_take(num_pages, use):
+            return
+        resident = map(self._resident.get, keep)
+        kept = [a for a in resident if a is not None and a in self._idle]
+        for adapter in kept:
+            self._idle.remove(adapter)
+        self._idle_pages.free(
+            num_pages,
+            use,
+            lambda: self._idle.first(self._pool.time),
+            self._pages.num_idle,
+            self._evict,
+        )
+        for adapter in kept:
+            self._idle.add(adapter)
+
+    def makes_room(self, digest: str, keep: Collection[str]) -> bool:
+        """Whether there is room for an adapter, once what is idle and not in `keep` has gone."""
+        adapter = self._adapters[digest]
+
+        def count() -> int:
+            return self._pages.num_needed(adapter.num_pages, adapter.tail_slots)
+
+        before, num_needed = 0, count()
+        while before < num_needed and not self._pool.can_take(num_needed, PageUse.ADAPTER):
+            self.evict_idle(num_needed, keep, PageUse.ADAPTER)
+            # Less now, if others' tails have left a shared page; more, if it went with them.
+            before, num_needed = num_needed, count()
+        return self._pool.can_take(num_needed, PageUse.ADAPTER)
+
+    def _is_idle(self, adapter: Adapter) -> bool:
+        return adapter.pins == 0 and adapter.arrival is None
+
+    def _evict(self, adapter: Adapter) -> None:
+        assert self._is_idle(adapter) and adapter.place is not None
+        self._idle.remove(adapter)
+        del self._resident[adapter.digest]
+        self._pages.release(adapter.place)
+        adapter.place = adapter.tiles = None
+        adapter.state = AdapterState.DISK if adapter.host is None else AdapterState.HOST
+
+    # Loading
+
+    def poll(self, wanted: Iterable[str]) -> None:
+        """Begin a step: take what has arrived, and start what is `wanted` and missing.
+
+        wanted  digests that waiting requests need, the most urgent first: a later one never
+                takes room from an earlier one
+        """
+        self._pool.time += 1
+        for adapter in self._loader.poll():
+            self._tidy_up(adapter)
+        for adapter in list(self._arriving.values()):
+            self._look_at_arrival(adapter)
+        seen: set[str] = set()
+        num_missing, is_short = 0, False
+        for digest in wanted:
+            if digest in seen:
+                continue
+            seen.add(digest)
+            if digest in self._resident:
+                continue
+            adapter = self._adapters[digest]
+            if adapter.error is not None:
+                continue
+            if adapter.state is AdapterState.DISK:
+                self._loader.start(adapter, seen)
+                is_short = is_short or adapter.state is AdapterState.DISK
+            elif adapter.state is AdapterState.HOST:
+                self._start_copying(adapter, seen)
+            num_missing += 1
+            if num_missing == self._limits.max_prefetch:
+                return
+        if not is_short:
+            self._loader.start_ahead(seen)
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until a thread finishes something, `timeout_s` at most."""
+        if futures := self._futures():
+            wait(futures, timeout=timeout_s, return_when="FIRST_COMPLETED")
+        else:
+            time.sleep(timeout_s)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Let the threads finish; those that have not after `timeout_s` are left behind."""
+        wait(self._futures(), timeout=timeout_s)
+
+    def _futures(self) -> list[Future[None]]:
+        """Of all threads under way."""
+        arrivals = [a.arrival.future for a in self._arriving.values() if a.arrival is not None]
+        return self._loader.futures + [future for future in arrivals if future is not None]
+
+    def _fail(self, adapter: Adapter, error: BaseException) -> None:
+        if adapter.place is not None:
+            self._pages.release(adapter.place)
+            adapter.place = None
+        self._loader.note_failure(adapter, error)
+
+    # From host memory to the arena
+
+    def _start_copying(self, adapter: Adapter, keep: Collection[str]) -> None:
+        adapter.lacks_room = not self.makes_room(adapter.digest, keep)
+        if adapter.lacks_room:
+            return
+        assert adapter.host is not None and adapter.host.tiles is not None
+        place = adapter.place = self._pages.take(adapter.num_pages, adapter.tail_slots)
+        adapter.tiles = adapter.host.tiles.at(place.pages, self._page_elems, place.tail)
+        adapter.state = AdapterState.COPYING
+        self._loader.hold(adapter)
+        adapter.arrival = self._copier.start(adapter.host, place)
+        self._arriving[adapter.digest] = adapter
+        self._look_at_arrival(adapter)
+
+    def _look_at_arrival(self, adapter: Adapter) -> None:
+        assert adapter.arrival is not None
+        try:
+            is_usable, is_done = adapter.arrival.is_usable, adapter.arrival.is_done
+        except Exception as error:
+            self._end_arrival(adapter)
+            adapter.tiles = None
+            self._fail(adapter, error)
+            self._tidy_up(adapter)
+            return
+        if is_usable and adapter.digest not in self._resident:
+            adapter.last_use = self._pool.time
+            self._resident[adapter.digest] = adapter
+        if is_done:
+            self._end_arrival(adapter)
+            adapter.state = AdapterState.RESIDENT
+            assert adapter.host is not None
+            if adapter.host.is_own:
+                self._loader.drop(adapter)
+            else:
+                self._loader.let_go(adapter)
+            if self._is_idle(adapter):
+                self._idle.add(adapter)
+            self._tidy_up(adapter)
+
+    def _end_arrival(self, adapter: Adapter) -> None:
+        del self._arriving[adapter.digest]
+        adapter.arrival = None
+
+    def _tidy_up(self, adapter: Adapter) -> None:
+        """Give up what is held for nobody: memory beside the slab; all, once unregistered."""
+        if adapter.users or adapter.loading or adapter.arrival:
+            return
+        if adapter.is_unregistered:
+            if adapter.state is AdapterState.RESIDENT:
+                self._evict(adapter)
+            self._loader.forget(adapter)
+            self._adapters.pop(adapter.digest, None)
+        elif adapter.host is not None and adapter.host.is_own:
+            self._loader.drop(adapter)
+            adapter.state = AdapterState.DISK
+
+    # Statistics and integrity
+
+    @property
+    def num_registered(self) -> int:
+        return sum(not adapter.is_unregistered for adapter in self._adapters.values())
+
+    @property
+    def resident_digests(self) -> tuple[str, ...]:
+        return tuple(self._resident)
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether anything is on its way to host memory or to the arena."""
+        return self._loader.is_loading or self.is_copying
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether anything is on its way to the arena, whose pages may be had when it is there."""
+        return bool(self._arriving)
+
+    @property
+    def is_loading_ahead(self) -> bool:
+        """Whether anything is read, or waits to be, that no request needed when that began."""
+        return self._loader.is_loading_ahead
+
+    def status(self, digest: str) -> AdapterStatus | None:
+        """Where an adapter is; None when it is not known."""
+        adapter = self._adapters.get(digest)
+        if adapter is None:
+            return None
+        if self._loader.is_coming(adapter):
+            return AdapterStatus("loading")
+        if digest in self._resident:
+            return AdapterStatus("resident")
+        if adapter.state is AdapterState.DISK:
+            return AdapterStatus("disk", adapter.failure)
+        return AdapterStatus("host")
+
+    def owned_pages(self) -> list[list[int]]:
+        """The pages of every adapter, for `PagePool.check_integrity`."""
+        return self._pages.owned(adapter.place for adapter in self._adapters.values())
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless states, pages, pins and host memory agree."""
+        for adapter in self._adapters.values():
+            adapter.check_integrity()
+            is_arriving, is_usable = adapter.arrival is not None, adapter.digest in self._resident
+            assert is_arriving == (adapter.digest in self._arriving)
+            assert is_arriving or is_usable == (adapter.state is AdapterState.RESIDENT)
+            assert is_usable or adapter.pins == 0
+        idle = {adapter for adapter in self._resident.values() if self._is_idle(adapter)}
+        self._idle.check_integrity(idle)
+        places = [adapter.place for adapter in self._adapters.values()]
+        self._pages.check_integrity(places, [adapter.place for adapter in idle])
+        self._loader.check_integrity(self._adapters.values())

@@ -1,0 +1,382 @@
+"""An adapter's place in pages: which part of it lies where (docs/memory.md).
+
+`place_tiles` decides from shapes alone; `fill_tiles` writes the tensors into an image of the pages
+in host memory, which is then copied page by page into the arena. Offsets are relative to that
+image until `TileMap.at` turns them into offsets of the arena.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.adapters.base_weights import BaseWeights
+from engine.adapters.host_values import write_rows
+from engine.adapters.pages import SLOTS
+from engine.adapters.plan import EMBEDDING, AdapterPlan, Target
+from engine.adapters.rows import Replacement
+from engine.adapters.values import (
+    AppliedValues,
+    applied_values,
+    check_copies,
+    replaced_rows,
+)
+from engine.model.config import ModelConfig
+from kernels import NUM_PROJECTIONS, TILE_ROWS, Blocks, PageLayout
+
+Int64s = npt.NDArray[np.int64]
+
+# Pieces that found no room at a page's end and wait for the next one, at most: more would find
+# little and cost time.
+_MAX_WAITING = 64
+# Every piece begins at a multiple of 8 elements, as the kernels for a GPU want it.
+_ALIGNMENT = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VocabMap:
+    """Where an adapter's share of the embedding or of the last matrix is, see `kernels.VocabPart`.
+
+    Offsets are those of the image or of the arena, as in the TileMap that this is part of.
+    """
+
+    scale: float
+    a: Blocks
+    b: Blocks
+    gain: Blocks | None
+    shift: Blocks | None
+
+    @property
+    def blocks(self) -> tuple[Blocks, ...]:
+        """All of them."""
+        found = (self.a, self.b, self.gain, self.shift)
+        return tuple(blocks for blocks in found if blocks is not None)
+
+    def moved(self, move: Callable[[Int64s], Int64s]) -> VocabMap:
+        def moved(blocks: Blocks | None) -> Blocks | None:
+            return None if blocks is None else replace(blocks, offsets=move(blocks.offsets))
+
+        return VocabMap(
+            scale=self.scale,
+            a=replace(self.a, offsets=move(self.a.offsets)),
+            b=replace(self.b, offsets=move(self.b.offsets)),
+            gain=moved(self.gain),
+            shift=moved(self.shift),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowMap:
+    """Where the rows are that replace the base's, see `kernels.NewRows`; offsets as in VocabMap.
+
+    token_ids  [tokens] whose rows they are, none twice; None: all tokens'
+    """
+
+    token_ids: Int64s | None
+    blocks: Blocks
+
+    def moved(self, move: Callable[[Int64s], Int64s]) -> RowMap:
+        return replace(self, blocks=replace(self.blocks, offsets=move(self.blocks.offsets)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TileMap:
+    """Entries `[L * 7, num_tiles]` as in `kernels.LoraTable`, of one adapter.
+
+    Offsets count elements; -1: no tile.
+
+    tail_slots    of the last page only so many slots are filled; 0: it is needed whole
+    gain_offset   [L * 7] of DoRA's row factors, less one; None: no projection has one
+    shift_offset  [L * 7] likewise of the biases
+    embedding, head   None: the adapter does not change them
+    new_embedding, new_head   None: it replaces nothing of them
+    """
+
+    num_pages: int
+    tail_slots: int
+    num_tiles: int
+    a_offset: Int64s
+    b_offset: Int64s
+    rows: npt.NDArray[np.int32]
+    scale: npt.NDArray[np.float32]
+    gain_offset: Int64s | None = None
+    shift_offset: Int64s | None = None
+    embedding: VocabMap | None = None
+    head: VocabMap | None = None
+    new_embedding: RowMap | None = None
+    new_head: RowMap | None = None
+
+    @property
+    def replaces(self) -> bool:
+        """Whether it has rows of its own for the embedding or the last matrix."""
+        return self.new_embedding is not None or self.new_head is not None
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether a projection has a gain or a shift."""
+        return self.gain_offset is not None or self.shift_offset is not None
+
+    @property
+    def has_extras(self) -> bool:
+        """Whether there is more than tiles."""
+        changes_ends = self.embedding is not None or self.head is not None
+        return self.adjusts or changes_ends or self.replaces
+
+    def layer_ends(self, page_elems: int) -> list[int]:
+        """Of each layer, how many of the first pages hold all that is read up to its end.
+
+        The embedding's share counts to the first layer; the last layer's are all the pages. Of an
+        image, not of the arena.
+        """
+        vectors = (self.gain_offset, self.shift_offset)
+        offsets = (self.a_offset, self.b_offset, *(each for each in vectors if each is not None))
+        num_layers = len(self.rows) // NUM_PROJECTIONS
+        last = np.stack([each.reshape(num_layers, -1).max(1) for each in offsets]).max(0)
+        if self.embedding is not None:
+            ends_at = (blocks.offsets.max() for blocks in self.embedding.blocks)
+            last[0] = max(last[0], *ends_at)
+        if self.new_embedding is not None:
+            last[0] = max(last[0], self.new_embedding.blocks.offsets.max())
+        pages = np.maximum.accumulate(last // page_elems + 1)
+        pages[-1] = self.num_pages
+        ends: list[int] = pages.tolist()
+        return ends
+
+    def at(self, pages: list[int], page_elems: int, tail: Sequence[int] = ()) -> TileMap:
+        """The same map with offsets of the arena, image page i lying at `pages[i]`.
+
+        tail  where the slots of the page after those lie, see `engine.adapters.pages.Place`
+        """
+        unit, places = page_elems, np.asarray(pages, dtype=np.int64)
+        if tail:
+            unit = page_elems // SLOTS
+            whole = (places[:, None] * SLOTS + np.arange(SLOTS)).ravel()
+            places = np.concatenate((whole, np.asarray(tail, dtype=np.int64)))
+        base = places * unit
+
+        def move(offset: Int64s) -> Int64s:
+            moved = base[offset // unit] + offset % unit
+            return np.where(offset < 0, offset, moved)
+
+        return replace(
+            self,
+            a_offset=move(self.a_offset),
+            b_offset=move(self.b_offset),
+            gain_offset=None if self.gain_offset is None else move(self.gain_offset),
+            shift_offset=None if self.shift_offset is None else move(self.shift_offset),
+            embedding=None if self.embedding is None else self.embedding.moved(move),
+            head=None if self.head is None else self.head.moved(move),
+            new_embedding=None if self.new_embedding is None else self.new_embedding.moved(move),
+            new_head=None if self.new_head is None else self.new_head.moved(move),
+        )
+
+
+_Piece = tuple[int, Int64s, int]  # (size, array of offsets, the piece's index in it)
+
+
+def _fill(pieces: list[_Piece], start: int, num_elems: int) -> tuple[list[_Piece], list[_Piece]]:
+    """Lay pieces side by side from `start`, in order; (those that found room, the others)."""
+    used = 0
+    placed: list[_Piece] = []
+    waiting: list[_Piece] = []
+    for i, piece in enumerate(pieces):
+        size, offsets, index = piece
+        if used + size <= num_elems:
+            offsets[index] = start + used
+            used += size
+            placed.append(piece)
+        else:
+            waiting.append(piece)
+        if used == num_elems or len(waiting) > _MAX_WAITING:
+            return placed, waiting + pieces[i + 1 :]
+    return placed, waiting
+
+
+class _Packer:
+    """Lays pieces into pages in their order; nothing straddles pages.
+
+    A piece that the current page has no room for waits for the next page; pieces after it that
+    still fit fill the page up. So a piece lies in its own page or an earlier one, never a later.
+    """
+
+    def __init__(self, page_elems: int) -> None:
+        self._page_elems = page_elems
+        self._pieces: list[_Piece] = []
+
+    def add(self, num_elems: int, offsets: Int64s, index: int) -> None:
+        """A piece whose place is to be written to `offsets[index]`."""
+        size = -(-num_elems // _ALIGNMENT) * _ALIGNMENT
+        assert size <= self._page_elems
+        self._pieces.append((size, offsets, index))
+
+    def pack(self) -> tuple[int, int]:
+        """Decide and write every offset; (the number of pages, slots that the last one fills).
+
+        No slots: the last page is filled better than slots would be.
+        """
+        waiting, num_pages = self._pieces, 0
+        last: list[_Piece] = []
+        while waiting:
+            start = num_pages * self._page_elems
+            last, waiting = _fill(waiting, start, self._page_elems)
+            num_pages += 1
+        return num_pages, self._pack_slots(last, (num_pages - 1) * self._page_elems)
+
+    def _pack_slots(self, pieces: list[_Piece], start: int) -> int:
+        """Lay the last page's pieces into slots, none across two, unless that takes all of them."""
+        slot_elems, rest = divmod(self._page_elems, SLOTS)
+        if rest or slot_elems % _ALIGNMENT or any(size > slot_elems for size, _, _ in pieces):
+            return 0
+        before = [int(offsets[index]) for _, offsets, index in pieces]
+        waiting = pieces
+        for slot in range(SLOTS - 1):
+            _, waiting = _fill(waiting, start + slot * slot_elems, slot_elems)
+            if not waiting:
+                return slot + 1
+        for (_, offsets, index), offset in zip(pieces, before, strict=True):
+            offsets[index] = offset
+        return 0
+
+    def blocks(self, rows: int, width: int) -> Blocks:
+        """A matrix cut into blocks as large as a page takes them."""
+        block_rows = min(rows, self._page_elems // width)
+        offsets = np.zeros(-(-rows // block_rows), np.int64)
+        for i in range(len(offsets)):
+            self.add(min(block_rows, rows - i * block_rows) * width, offsets, i)
+        return Blocks(rows=rows, width=width, block_rows=block_rows, offsets=offsets)
+
+
+def place_tiles(plan: AdapterPlan, model: ModelConfig, layout: PageLayout) -> TileMap:
+    """Where everything goes: the embedding's share first, the layers in order, the head's last.
+
+    A projection's tiles are neighbours, to be read as one matrix, except where a page ends. Where
+    a page holds fewer than 8 of the widest rows, tiles have fewer rows.
+    """
+    page_elems = layout.page_elems
+    widest = max(max(widths) for widths in model.projection_widths)
+    tile_rows = min(TILE_ROWS, page_elems // widest)
+    num_tiles = max((-(-target.rank // tile_rows) for target in plan.targets), default=1)
+    num_entries = model.num_layers * NUM_PROJECTIONS
+    shape = (num_entries, num_tiles)
+    a_offset, b_offset = np.full(shape, -1, np.int64), np.full(shape, -1, np.int64)
+    rows, scale = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
+    gain, shift = np.full(num_entries, -1, np.int64), np.full(num_entries, -1, np.int64)
+    packer = _Packer(page_elems)
+    embedding = _place_vocab(packer, plan.embedding, model)
+    new_embedding = _place_rows(packer, plan.new_embedding, model)
+    for target in plan.targets:
+        entry = target.layer * NUM_PROJECTIONS + target.projection
+        counts = [min(tile_rows, target.rank - first) for first in range(0, target.rank, tile_rows)]
+        rows[entry, : len(counts)] = counts
+        scale[entry, : len(counts)] = target.scaling
+        in_width, out_width = target.site.widths(model)
+        for offsets, width in ((a_offset, in_width), (b_offset, out_width)):
+            for i, count in enumerate(counts):
+                packer.add(count * width, offsets[entry], i)
+        if target.magnitude is not None:
+            packer.add(out_width, gain, entry)
+        if target.has_shift(model):
+            packer.add(out_width, shift, entry)
+    head = _place_vocab(packer, plan.head, model)
+    is_shared = plan.new_head == plan.new_embedding
+    new_head = new_embedding if is_shared else _place_rows(packer, plan.new_head, model)
+    num_pages, tail_slots = packer.pack()
+    return TileMap(
+        num_pages=num_pages,
+        tail_slots=tail_slots,
+        num_tiles=num_tiles,
+        a_offset=a_offset,
+        b_offset=b_offset,
+        rows=rows,
+        scale=scale,
+        gain_offset=gain if any(t.magnitude for t in plan.targets) else None,
+        shift_offset=shift if any(t.has_shift(model) for t in plan.targets) else None,
+        embedding=embedding,
+        head=head,
+        new_embedding=new_embedding,
+        new_head=new_head,
+    )
+
+
+def _place_rows(
+    packer: _Packer, replacement: Replacement | None, model: ModelConfig
+) -> RowMap | None:
+    if replacement is None:
+        return None
+    if replacement.token_ids is None:
+        return RowMap(token_ids=None, blocks=packer.blocks(model.vocab_size, model.hidden_size))
+    token_ids = np.array(replacement.token_ids, np.int64)
+    return RowMap(token_ids=token_ids, blocks=packer.blocks(len(token_ids), model.hidden_size))
+
+
+def _place_vocab(packer: _Packer, target: Target | None, model: ModelConfig) -> VocabMap | None:
+    if target is None:
+        return None
+    _, out_width = target.site.widths(model)
+    vocab, hidden, rank = model.vocab_size, model.hidden_size, target.rank
+    is_embedding = target.projection == EMBEDDING
+    return VocabMap(
+        scale=target.scaling,
+        a=packer.blocks(vocab, rank) if is_embedding else packer.blocks(rank, hidden),
+        b=packer.blocks(rank, hidden) if is_embedding else packer.blocks(vocab, rank),
+        gain=None if target.magnitude is None else packer.blocks(out_width, 1),
+        shift=packer.blocks(out_width, 1) if target.has_shift(model) else None,
+    )
+
+
+def fill_tiles(
+    image: torch.Tensor,
+    plan: AdapterPlan,
+    tiles: TileMap,
+    tensor: Callable[[str], torch.Tensor],
+    base: BaseWeights,
+) -> None:
+    """Write the adapter's tensors into `image` [num_pages, page_elems] as `tiles` says.
+
+    tensor  gives a tensor of the file by name
+    base    DoRA's factors depend on it
+    Raises AdapterMismatch naming a tensor whose values do not fit.
+    """
+    check_copies(plan, tensor, base)
+    flat = image.view(-1)
+    for target in plan.targets:
+        values = applied_values(target, tensor, base)
+        entry = target.layer * NUM_PROJECTIONS + target.projection
+        rows = tiles.rows[entry].tolist()
+        write_rows(flat, tiles.a_offset[entry].tolist(), rows, values.a)
+        write_rows(flat, tiles.b_offset[entry].tolist(), rows, values.b.T)
+        for vector, vectors in (
+            (values.gain, tiles.gain_offset),
+            (values.shift, tiles.shift_offset),
+        ):
+            if vector is not None and vectors is not None:
+                write_rows(flat, [int(vectors[entry])], [1], vector[None])
+    for end, places in ((plan.embedding, tiles.embedding), (plan.head, tiles.head)):
+        if end is not None and places is not None:
+            _fill_vocab(flat, end, places, applied_values(end, tensor, base))
+    if plan.new_embedding is not None and tiles.new_embedding is not None:
+        _write_blocks(flat, tiles.new_embedding.blocks, replaced_rows(plan.new_embedding, tensor))
+    is_shared = plan.new_head == plan.new_embedding
+    if plan.new_head is not None and tiles.new_head is not None and not is_shared:
+        _write_blocks(flat, tiles.new_head.blocks, replaced_rows(plan.new_head, tensor))
+
+
+def _fill_vocab(
+    flat: torch.Tensor, target: Target, places: VocabMap, values: AppliedValues
+) -> None:
+    is_embedding = target.projection == EMBEDDING
+    _write_blocks(flat, places.a, values.a.T if is_embedding else values.a)
+    _write_blocks(flat, places.b, values.b.T if is_embedding else values.b)
+    for vector, blocks in ((values.gain, places.gain), (values.shift, places.shift)):
+        if vector is not None and blocks is not None:
+            _write_blocks(flat, blocks, vector[:, None])
+
+
+def _write_blocks(flat: torch.Tensor, blocks: Blocks, matrix: torch.Tensor) -> None:
+    starts = range(0, blocks.rows, blocks.block_rows)
+    counts = [min(blocks.block_rows, blocks.rows - start) for start in starts]
+    write_rows(flat, blocks.offsets.tolist(), counts, matrix)

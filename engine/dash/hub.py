@@ -1,0 +1,159 @@
+"""Models and adapters by their id on the Hugging Face Hub, as folders of its client's cache.
+
+`org/name` is what the Hub's main branch is at that moment, `org/name@revision` a branch, a tag or a
+commit. What was found is one commit, and stays it. A commit that the cache holds whole is not asked
+for again; where the Hub cannot be reached the cache answers. The client, `huggingface_hub`, comes
+with transformers and is imported when an id is given; its settings hold: HF_TOKEN, HF_HOME,
+HF_ENDPOINT, HF_HUB_OFFLINE.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.adapters.files import CONFIG_FILE, TENSORS_FILE
+
+# A Hub that is silent for so long counts as away; its client asks twice.
+_SILENCE_S = 5.0
+_ID = re.compile(r"(?P<repo>\w[\w.-]{0,95}/\w[\w.-]{0,95})(@(?P<revision>[^\0]{0,200}))?", re.ASCII)
+_REVISION = re.compile(r"(?!.*\.\.)\w[\w./-]{0,199}", re.ASCII)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+ADAPTER_FILES = (CONFIG_FILE, TENSORS_FILE)
+_INDEX_FILE, _WEIGHTS_FILE = "model.safetensors.index.json", "model.safetensors"
+BASE_FILES = (
+    "config.json", "generation_config.json", _INDEX_FILE, "model*.safetensors",
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+    "chat_template*",
+)  # fmt: skip
+
+
+class NotOnHub(OSError):
+    """The Hub does not have it, does not give it, or cannot be reached; says which."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubId:
+    """A repository of the Hub. revision: None: its main branch."""
+
+    repo: str
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        return self.repo if self.revision is None else f"{self.repo}@{self.revision}"
+
+
+def find_id(source: str | Path, revision: str | None) -> HubId | None:
+    """The id that `source` is; None for a folder, or for what looks like the path of one.
+
+    A folder of that name wins. Raises ValueError for a revision of what is no id, and for two.
+    """
+    match = _ID.fullmatch(source) if isinstance(source, str) else None
+    if match is None or Path(match[0]).exists():
+        if revision is not None:
+            raise ValueError(f"{str(source)!r} is a folder; only what is on the Hub has revisions")
+        return None
+    repo, own = match["repo"], match["revision"]
+    given = own if revision is None else revision
+    if Path(repo).exists():
+        raise ValueError(f"{repo!r} is a folder; only what is on the Hub has revisions")
+    if own not in (None, given):
+        raise ValueError(f"{source!r} names another revision than {revision!r}")
+    if given is not None and not (isinstance(given, str) and _REVISION.fullmatch(given)):
+        raise ValueError(f"{given!r} is no revision of {repo!r}")
+    return HubId(repo=repo, revision=given)
+
+
+def fetch(wanted: HubId, files: tuple[str, ...]) -> Path:
+    """The folder with those `files` of the repository, downloaded unless the cache has it.
+
+    files  ADAPTER_FILES or BASE_FILES
+
+    Raises NotOnHub.
+    """
+    if wanted.revision is not None and _COMMIT.fullmatch(wanted.revision):
+        folder = _cached(wanted, files)
+        if folder is not None:
+            return folder
+    try:
+        return _download(wanted, files)
+    except Exception as error:  # whatever a client of the network raises
+        refusal = _refusal(wanted, error)
+        if refusal is not None:
+            raise NotOnHub(refusal) from error
+        folder = _cached(wanted, files)
+        if folder is not None:
+            return folder
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise NotOnHub(
+            f"{str(wanted)!r} is no folder here, the Hub cannot be reached ({reason}), and its "
+            "cache on this machine does not have it whole"
+        ) from error
+
+
+def _download(wanted: HubId, files: tuple[str, ...]) -> Path:
+    import huggingface_hub
+
+    revision = wanted.revision or "main"
+    # The download itself waits for a silent Hub without end.
+    huggingface_hub.HfApi().model_info(wanted.repo, revision=revision, timeout=_SILENCE_S)
+    return Path(
+        huggingface_hub.snapshot_download(
+            wanted.repo, revision=revision, allow_patterns=list(files), ignore_patterns=["*/*"]
+        )
+    )
+
+
+def _cached(wanted: HubId, files: tuple[str, ...]) -> Path | None:
+    """The folder in the cache, if all is there that is needed of it."""
+    import huggingface_hub
+
+    try:
+        folder = Path(
+            huggingface_hub.snapshot_download(
+                wanted.repo,
+                revision=wanted.revision or "main",
+                allow_patterns=list(files),
+                ignore_patterns=["*/*"],
+                local_files_only=True,
+            )
+        )
+    except (OSError, ValueError):
+        return None
+    return folder if _is_whole(folder, files) else None
+
+
+def _is_whole(folder: Path, files: tuple[str, ...]) -> bool:
+    needed: set[str] = set(files)
+    if files == BASE_FILES:
+        needed = {"config.json"}
+        try:
+            index: dict[str, Any] = json.loads((folder / _INDEX_FILE).read_text())
+            needed.update(index["weight_map"].values())
+        except FileNotFoundError:
+            needed.add(_WEIGHTS_FILE)
+        except (OSError, ValueError, KeyError, AttributeError, TypeError):
+            return False
+    return all((folder / name).is_file() for name in needed)
+
+
+def _refusal(wanted: HubId, error: Exception) -> str | None:
+    """What the Hub said when it refused; None: it did not get as far."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.GatedRepoError):
+        return f"{wanted.repo!r} is gated: ask for access on the Hub, and set HF_TOKEN"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return (
+            f"{wanted.repo!r} is no folder here, and the Hub has no such repository, or a private "
+            "one: then set HF_TOKEN"
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"{wanted.repo!r} has no revision {wanted.revision or 'main'!r} on the Hub"
+    if isinstance(error, errors.HFValidationError):
+        return f"{wanted.repo!r} is no folder here, and no id of the Hub's: {error}"
+    return None

@@ -1,0 +1,322 @@
+"""One call of `DashEngine.generate` or `stream`: its requests, and their answers as they grow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, Self
+
+from engine.dash.adapters import AdapterNames, NamedAdapter
+from engine.dash.loop import EngineLoop, Outputs
+from engine.engine import Engine
+from engine.errors import EngineError
+from engine.request import (
+    AdapterPart,
+    FinishReason,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprob,
+)
+
+# What a decoder writes in place of a character whose last bytes are still to come.
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+
+
+@dataclass(slots=True, repr=False)
+class Completion:
+    """One prompt's continuation; prints as its text.
+
+    text           "" without a tokenizer
+    token_ids      without the EOS or stop token that ended it
+    finish_reason  None while it is being written
+    error          why it ended, when the reason is ERROR; what was written until then stays
+    schema_error   how the text that has ended breaks the `json_schema`, as one that was cut short
+                   does; None: it obeys it, or none was given
+    logprobs       one for each token, when `sampling.logprobs` asks for them
+    prompt_logprobs  one for each token of the prompt but the first, when `sampling` asks for them;
+                   the alternatives have none
+    alternatives   the other n - 1 continuations of the prompt
+    """
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: EngineError | None = None
+    schema_error: str | None = None
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
+    alternatives: list[Completion] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        shown = self.text if len(self.text) <= 60 else f"{self.text[:57]}..."
+        reason = None if self.finish_reason is None else self.finish_reason.value
+        error = "" if self.error is None else f", error={self.error!r}"
+        broken = "" if self.schema_error is None else f", schema_error={self.schema_error!r}"
+        return f"Completion({shown!r}, {len(self.token_ids)} tokens, {reason}{error}{broken})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """What was added to the continuation of prompt `index`; prints as its text.
+
+    finish_reason  set in a prompt's last piece
+    completion     all of it so far; its text is there with the last piece
+    """
+
+    index: int
+    text: str
+    finish_reason: FinishReason | None
+    completion: Completion
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One prompt as it is to be run.
+
+    adapters  what the names meant when the call was made, each with its weight
+    error     why it cannot be run
+    """
+
+    request_id: str
+    token_ids: list[int]
+    sampling: SamplingParams
+    n: int
+    json_schema: str | None
+    adapters: Mapping[NamedAdapter, float]
+    error: EngineError | None = None
+
+
+class Run:
+    """The requests of one call. Leaving its context ends those that have not ended."""
+
+    def __init__(
+        self,
+        loop: EngineLoop,
+        names: AdapterNames,
+        tokenizer: Any,
+        jobs: Sequence[Job],
+        stop: Sequence[str],
+    ) -> None:
+        self._loop, self._names, self._tokenizer = loop, names, tokenizer
+        self._jobs, self._stop = jobs, tuple(stop)
+        # A stop string of n bytes spans n tokens at most; some more for what the first belongs to.
+        self._tail = max((len(stop.encode()) for stop in self._stop), default=0) + 8
+        self.completions = [
+            Completion(alternatives=[Completion() for _ in range(job.n - 1)]) for job in jobs
+        ]
+        self._indices = {job.request_id: i for i, job in enumerate(jobs)}
+        # Lists of outputs, a RuntimeError, or the index of a job whose next adapter is ready.
+        self._news: Outputs = SimpleQueue()
+        self._left = {job.request_id: job.n for job in jobs}  # continuations that have not ended
+        self._submitted: set[str] = set()
+        self._num_tokens = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """On an exception, Ctrl-C for one: end what is left, and wait until it has ended."""
+        self._left = {r: count for r, count in self._left.items() if r in self._submitted}
+        for request_id in self._left:
+            self._loop.cancel(request_id, FinishReason.CANCELLED)
+        with suppress(RuntimeError):
+            for _ in self._follow():
+                pass
+
+    @property
+    def num_tokens(self) -> int:
+        """So far, of all continuations."""
+        return self._num_tokens
+
+    @property
+    def num_ended(self) -> int:
+        """Prompts with nothing left to come."""
+        return len(self._jobs) - len(self._left)
+
+    def changes(self) -> Iterator[list[int]]:
+        """The indices of the prompts whose completions have grown or ended, until all have ended.
+
+        Raises RuntimeError when the engine is closed, or has failed.
+        """
+        for index in range(len(self._jobs)):
+            self._submit(index)
+        yield from self._follow()
+
+    def _follow(self) -> Iterator[list[int]]:
+        while self._left:
+            news = self._news.get()
+            if isinstance(news, RuntimeError):
+                self._left.clear()  # nothing more will come
+                raise news
+            if isinstance(news, int):
+                self._submit(news)
+            else:
+                yield [self._take(output) for output in news]
+
+    def pieces(self) -> Iterator[Piece]:
+        """Every completion's text, bit by bit."""
+        streams = [TextStream(self._tokenizer, self._stop) for _ in self._jobs]
+        has_ended = [False] * len(streams)
+        for indices in self.changes():
+            for i in dict.fromkeys(indices):
+                completion = self.completions[i]
+                if has_ended[i]:
+                    continue
+                text = streams[i].push(completion)
+                has_ended[i] = completion.finish_reason is not None
+                if text or has_ended[i]:
+                    yield Piece(
+                        index=i,
+                        text=text,
+                        finish_reason=completion.finish_reason,
+                        completion=completion,
+                    )
+
+    def _submit(self, index: int) -> None:
+        """Give a job to the engine as soon as all its adapters are ready."""
+        job = self._jobs[index]
+        if job.request_id not in self._left:
+            return  # it was cancelled before
+        for adapter in job.adapters:
+            if not adapter.ready.done():
+                adapter.ready.add_done_callback(lambda _: self._news.put(index))
+                return
+        self._submitted.add(job.request_id)
+        try:
+            self._loop.add(job.request_id, job.n, lambda engine: self._add(engine, job), self._news)
+        except RuntimeError:
+            self._left.clear()
+            raise
+
+    def _add(self, engine: Engine, job: Job) -> None:
+        """On the engine's thread; raises EngineError."""
+        if job.error is not None:
+            raise job.error
+        adapters = list(job.adapters)
+        self._names.bind(engine, adapters)
+        try:
+            weights: dict[str, float] = {}
+            for adapter, weight in job.adapters.items():
+                digest = self._names.check(adapter)  # two names may mean the same adapter
+                weights[digest] = weights.get(digest, 0.0) + weight
+            engine.add(
+                Request(
+                    request_id=job.request_id,
+                    token_ids=job.token_ids,
+                    sampling=job.sampling,
+                    n=job.n,
+                    adapters=tuple(AdapterPart(digest=d, weight=w) for d, w in weights.items()),
+                    json_schema=job.json_schema,
+                )
+            )
+        finally:
+            self._names.release(engine, adapters)
+
+    def _take(self, output: RequestOutput) -> int:
+        """Add an output to its completion; the index of its prompt."""
+        index = self._indices[output.request_id]
+        first = self.completions[index]
+        completion = [first, *first.alternatives][output.index]
+        if output.finish_reason is not None:
+            self._left[output.request_id] -= 1
+            if self._left[output.request_id] == 0:
+                del self._left[output.request_id]
+        if completion.finish_reason is not None:
+            return index  # a stop string ended it; this is what was under way
+        completion.token_ids += output.token_ids
+        self._num_tokens += len(output.token_ids)
+        if output.prompt_logprobs is not None:
+            first.prompt_logprobs = output.prompt_logprobs
+        if output.logprobs is not None:
+            completion.logprobs = (completion.logprobs or []) + output.logprobs
+        completion.finish_reason, completion.error = output.finish_reason, output.error
+        if output.token_ids and self._has_stop(completion.token_ids):
+            completion.finish_reason = FinishReason.STOP
+            self._loop.cancel(output.request_id, FinishReason.STOP, output.index)
+        if completion.finish_reason is not None and self._tokenizer is not None:
+            completion.text = self._cut(completion.token_ids)
+            completion.schema_error = _schema_error(self._jobs[index], completion)
+        return index
+
+    def _has_stop(self, token_ids: list[int]) -> bool:
+        if not self._stop:
+            return False
+        tail = self._tokenizer.decode(token_ids[-self._tail :])
+        return any(stop in tail for stop in self._stop)
+
+    def _cut(self, token_ids: list[int]) -> str:
+        """The text up to the first stop string."""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        ends = [text.find(stop) for stop in self._stop]
+        return text[: min((end for end in ends if end >= 0), default=len(text))]
+
+
+def _schema_error(job: Job, completion: Completion) -> str | None:
+    """See `Completion`."""
+    if job.json_schema is None:
+        return None
+    if completion.finish_reason is FinishReason.ERROR:
+        return "it ended with an error"
+    from engine.dash.answer_check import schema_error  # with a library that nothing else needs
+
+    return schema_error(job.json_schema, completion.text)
+
+
+class TextStream:
+    """A completion's text as it grows: what is given out is never taken back."""
+
+    def __init__(self, tokenizer: Any, stop: tuple[str, ...]) -> None:
+        self._tokenizer, self._stop = tokenizer, stop
+        self._given = ""
+        self._held = ""  # may be the beginning of a stop string
+        # Tokens before `_read` are in the text; from `_start` on they are decoded again each
+        # time, because what a token spells can depend on the ones before it.
+        self._start = self._read = 0
+
+    def push(self, completion: Completion) -> str:
+        """What the completion has more than when this was last asked."""
+        if self._tokenizer is None:
+            return ""
+        if completion.finish_reason is not None:
+            text = completion.text
+            return text[len(self._given) :] if text.startswith(self._given) else ""
+        self._held += self._decode(completion.token_ids)
+        end = len(self._held) - self._num_doubtful()
+        text, self._held = self._held[:end], self._held[end:]
+        self._given += text
+        return text
+
+    def _decode(self, token_ids: list[int]) -> str:
+        old = self._spell(token_ids[self._start : self._read])
+        new = self._spell(token_ids[self._start :])
+        if len(new) <= len(old) or new.endswith(_UNFINISHED):
+            return ""
+        self._start, self._read = self._read, len(token_ids)
+        return new[len(old) :]
+
+    def _spell(self, token_ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
+
+    def _num_doubtful(self) -> int:
+        """Characters at the end of what is held that a stop string could begin with."""
+        lengths = range(min(len(self._held), max(map(len, self._stop), default=1) - 1), 0, -1)
+        for length in lengths:
+            if any(stop.startswith(self._held[-length:]) for stop in self._stop):
+                return length
+        return 0

@@ -1,0 +1,320 @@
+"""The decoder of all families, over ragged batches, paged KV and tiled adapters.
+
+Tensors are named as in Hugging Face's LlamaForCausalLM and its relatives, which are the oracle. A
+family is Llama plus what its weights hold: biases, a norm of each head's q and k. The model does
+not know of requests, ranks or pages: an `Attention` finds the step's KV, an `Adapters` adds what
+the rows' adapters contribute.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Protocol
+
+import torch
+from torch.nn import functional
+
+from engine.execution.batch import Batch
+from engine.model.config import ModelConfig
+from engine.model.weights import LayerWeights, Weights
+from kernels import (
+    LoraBatch,
+    LoraExtras,
+    PageLayout,
+    Projection,
+    add_rms_norm,
+    lora_adjust,
+    lora_expand,
+    lora_shrink,
+    paged_attention,
+    rms_norm,
+    rope_kv_write,
+    silu_mul,
+)
+from kernels.lora_vocab import lora_embed, lora_head
+from kernels.rms_norm import rms_norm_ref
+
+QKV = (Projection.Q, Projection.K, Projection.V)
+O = (Projection.O,)  # noqa: E741
+GATE_UP = (Projection.GATE, Projection.UP)
+DOWN = (Projection.DOWN,)
+
+# Batch size that oneDNN packs weights for: measured best for 1 to 256 rows on AVX-512.
+_PACKED_FOR_ROWS = 16
+
+
+class Adapters(Protocol):
+    """One step's adapters."""
+
+    def add(
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        layer: int,
+        projections: tuple[int, ...],
+        out_offsets: tuple[int, ...],
+    ) -> None:
+        """Add to y [T, sum of out] what each row's adapter makes of x [T, in], in place."""
+
+
+class Attention(Protocol):
+    """One step's attention."""
+
+    def attend(self, heads: torch.Tensor, layer: int) -> torch.Tensor:
+        """Rotate q and k, write k and v to their pages, attend.
+
+        heads  [T, H + 2 K, D] queries, keys and values as projected
+        -> [T, H * D]
+        """
+
+
+class PagedAttention:
+    """`Attention` by the kernels.
+
+    rope  cos and sin [M, D] fp32
+    """
+
+    def __init__(
+        self,
+        batch: Batch,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        arena: torch.Tensor,
+        layout: PageLayout,
+        config: ModelConfig,
+    ) -> None:
+        self._batch, self._rope, self._config = batch, rope, config
+        self._arena, self._layout = arena, layout
+
+    def attend(self, heads: torch.Tensor, layer: int) -> torch.Tensor:
+        batch, layout = self._batch, self._layout
+        groups = [self._config.num_heads, layout.num_kv_heads, layout.num_kv_heads]
+        q, k, v = torch.split(heads, groups, dim=1)
+        cos, sin = self._rope
+        q = rope_kv_write(
+            q, k, v, cos, sin, batch.positions, self._arena, layout, layer, batch.slots
+        )
+        out = paged_attention(
+            q,
+            self._arena,
+            layout,
+            layer,
+            batch.query_start,
+            batch.context_lens,
+            batch.page_tables,
+            layout.head_dim**-0.5,
+            self._config.window(layer),
+        )
+        return out.reshape(len(heads), -1)
+
+
+class TiledAdapters:
+    """`Adapters` by the kernels, over tiles where they lie."""
+
+    def __init__(self, lora: LoraBatch, arena: torch.Tensor) -> None:
+        self._lora, self._arena = lora, arena
+
+    def add(
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        layer: int,
+        projections: tuple[int, ...],
+        out_offsets: tuple[int, ...],
+    ) -> None:
+        h = lora_shrink(x, self._arena, self._lora, layer, projections)
+        lora_expand(h, self._arena, self._lora, layer, projections, y, out_offsets)
+
+
+class ExtendedAdapters:
+    """`Adapters` of a step in which some have more than tiles (docs/memory.md).
+
+    A projection's product is adjusted before anything is added to it.
+    """
+
+    def __init__(self, tiled: Adapters, extras: LoraExtras, arena: torch.Tensor) -> None:
+        self._tiled, self._extras, self._arena = tiled, extras, arena
+
+    def add(
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        layer: int,
+        projections: tuple[int, ...],
+        out_offsets: tuple[int, ...],
+    ) -> None:
+        lora_adjust(y, self._arena, self._extras, layer, projections, out_offsets)
+        self._tiled.add(x, y, layer, projections, out_offsets)
+
+    def embed(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> None:
+        """Change the embeddings [T, E] of the rows whose adapters do, in place."""
+        lora_embed(hidden, token_ids, self._arena, self._extras)
+
+    def head(self, x: torch.Tensor, logits: torch.Tensor, extras: LoraExtras | None = None) -> None:
+        """Add to the logits [N, V] of the sampling rows what adapters make of x [N, E].
+
+        extras  of other rows, given for them
+        """
+        lora_head(logits, x, self._arena, extras or self._extras)
+
+
+class Linear:
+    """x [T, in] -> x W^T + b [T, out].
+
+    On a CPU in fp32 the weight is kept as oneDNN packs it: MKL, torch's default there, takes two
+    to three times as long on processors that are not Intel's.
+
+    may_pack  False: never, so that there is no second copy of a weight that somebody else holds
+    """
+
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, may_pack: bool = True
+    ) -> None:
+        self.bias = bias
+        self._is_packed = (
+            may_pack
+            and weight.device.type == "cpu"
+            and weight.dtype == torch.float32
+            and torch._C._has_mkldnn
+        )
+        self._weight = (
+            torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_FOR_ROWS)
+            if self._is_packed
+            else weight
+        )
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._is_packed:
+            out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+                x, self._weight, self.bias, "none", [], ""
+            )
+            return out
+        return functional.linear(x, self._weight, self.bias)
+
+    def weight(self) -> torch.Tensor:
+        """W [out, in] as it was given; a copy, if it is kept otherwise."""
+        return self._weight.to_dense() if self._is_packed else self._weight
+
+
+class DecoderLayer:
+    """Attention and MLP of one layer, each behind its norm."""
+
+    def __init__(
+        self, config: ModelConfig, index: int, weights: LayerWeights, may_pack: bool = True
+    ) -> None:
+        self._config, self._index = config, index
+        self._input_norm, self._post_norm = weights.input_norm, weights.post_norm
+        self._qkv = Linear(weights.qkv, weights.qkv_bias, may_pack=may_pack)
+        self._o = Linear(weights.o, weights.o_bias, may_pack=may_pack)
+        self._gate_up = Linear(weights.gate_up, weights.gate_up_bias, may_pack=may_pack)
+        self._down = Linear(weights.down, weights.down_bias, may_pack=may_pack)
+        self._qk_norm: torch.Tensor | None = None  # [H + K, D]
+        if weights.qk_norm is not None:
+            q_norm, k_norm = weights.qk_norm
+            self._qk_norm = torch.cat(
+                (q_norm.expand(config.num_heads, -1), k_norm.expand(config.num_kv_heads, -1))
+            )
+        q, kv, inner = config.q_size, config.kv_size, config.intermediate_size
+        self._qkv_offsets = (0, q, q + kv, q + 2 * kv)
+        self._o_offsets = self._down_offsets = (0, config.hidden_size)
+        self._gate_up_offsets = (0, inner, 2 * inner)
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+        attention: Attention,
+        adapters: Adapters | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden, residual [T, E] -> the layer's own output and the sum before it, [T, E] each."""
+        config, index = self._config, self._index
+        eps = config.rms_norm_eps
+        if residual is None:
+            residual, x = hidden, rms_norm(hidden, self._input_norm, eps)
+        else:
+            x, residual = add_rms_norm(hidden, residual, self._input_norm, eps)
+        qkv = self._qkv(x)
+        if adapters is not None:
+            adapters.add(x, qkv, index, QKV, self._qkv_offsets)
+        heads = qkv.view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
+        if self._qk_norm is not None:
+            rotary = heads[:, : len(self._qk_norm)]
+            rotary.copy_(rms_norm_ref(rotary, self._qk_norm, eps))
+        attended = attention.attend(heads, index)
+        out = self._o(attended)
+        if adapters is not None:
+            adapters.add(attended, out, index, O, self._o_offsets)
+        x, residual = add_rms_norm(out, residual, self._post_norm, eps)
+        gate_up = self._gate_up(x)
+        if adapters is not None:
+            adapters.add(x, gate_up, index, GATE_UP, self._gate_up_offsets)
+        inner = silu_mul(gate_up)
+        out = self._down(inner)
+        if adapters is not None:
+            adapters.add(inner, out, index, DOWN, self._down_offsets)
+        return out, residual
+
+    @property
+    def linears(self) -> dict[str, Linear]:
+        return {"qkv": self._qkv, "o": self._o, "gate_up": self._gate_up, "down": self._down}
+
+
+class Decoder:
+    """The whole model: token ids in, logits of the rows that sample out."""
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        self._eps = config.rms_norm_eps
+        self._embedding, self._norm = weights.embedding, weights.norm
+        self._layers = [
+            DecoderLayer(config, i, layer, weights.may_pack)
+            for i, layer in enumerate(weights.layers)
+        ]
+        self._lm_head = Linear(weights.lm_head, may_pack=weights.may_pack)
+
+    def __call__(
+        self, batch: Batch, attention: Attention, adapters: Adapters | None
+    ) -> torch.Tensor:
+        """Write the step's KV and return the logits [N, V] of `batch.sample_rows`."""
+        hidden = functional.embedding(batch.token_ids, self._embedding)  # [T, E]
+        extended = adapters if isinstance(adapters, ExtendedAdapters) else None
+        if extended is not None:
+            extended.embed(batch.token_ids, hidden)
+        residual: torch.Tensor | None = None
+        for layer in self._layers:
+            hidden, residual = layer(hidden, residual, attention, adapters)
+        assert residual is not None
+        if batch.scores is not None:
+            rows = batch.scores.rows
+            x, _ = add_rms_norm(hidden[rows], residual[rows], self._norm, self._eps)
+            head = functools.partial(self._logits, extended)
+            batch.scores.compute(x, head, len(self._embedding))
+        hidden, residual = hidden[batch.sample_rows], residual[batch.sample_rows]
+        normed, _ = add_rms_norm(hidden, residual, self._norm, self._eps)
+        return self._logits(extended, normed)
+
+    def _logits(
+        self,
+        extended: ExtendedAdapters | None,
+        x: torch.Tensor,
+        extras: LoraExtras | None = None,
+    ) -> torch.Tensor:
+        """x [N, E] -> [N, V]; `extras` are those of these rows, where they are not the sampling."""
+        logits = self._lm_head(x)
+        if extended is not None:
+            extended.head(x, logits, extras)
+        return logits
+
+    def fused(self, layer: int, name: str) -> torch.Tensor:
+        """A matrix of a layer as `engine.adapters.base_weights.FusedWeights` has it."""
+        return self._layers[layer].linears[name].weight()
+
+    def fused_bias(self, layer: int, name: str) -> torch.Tensor | None:
+        """Its bias."""
+        return self._layers[layer].linears[name].bias
+
+    def embedding(self) -> torch.Tensor:
+        """[V, E]"""
+        return self._embedding
+
+    def lm_head(self) -> torch.Tensor:
+        """[V, E]"""
+        return self._lm_head.weight()

@@ -1,0 +1,400 @@
+"""The decoder on a GPU: one forward pass over fused kernels and the page arena.
+
+Per layer nine launches without adapters: norm, qkv, RoPE + KV write, attention, o, norm, gate/up,
+SiLU * mul, down. In a long pass o and down add themselves to the residual inside the product, and
+gate/up and SiLU * mul are one launch. The biases and norms that other families than Llama have
+ride along in these. Adapters add a shrink and an expand beside each of the four matrix products, on
+a stream of their own; whoever reads the product adds the two. Nothing here waits for the device, so
+a pass can be captured in a CUDA graph (engine/execution/decode_graphs.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from engine.adapters.copies import Arrival
+from engine.execution.prompt_scores import Scores
+from engine.model.config import ModelConfig
+from engine.model.rope import rope_tables
+from engine.model.weights import LayerWeights, Weights
+from kernels import LoraExtras, LoraTable, PageLayout, Projection
+from kernels.attention_decode import DecodeWorkspace, attention_decode_triton
+from kernels.attention_prefill import attention_prefill_triton
+from kernels.gate_up import can_fuse, gate_up_silu_triton
+from kernels.linear import linear
+from kernels.lora_adjust import lora_adjust_triton
+from kernels.lora_expand import lora_expand_triton
+from kernels.lora_plan import MANY_CHUNKS, RANK_BLOCK, LoraPlan
+from kernels.lora_rows import replace_embedded_triton, replace_logits_triton
+from kernels.lora_shrink import lora_shrink_triton
+from kernels.lora_vocab import lora_embed, lora_head, sampled
+from kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
+from kernels.rope import rope_kv_write_triton
+from kernels.silu_mul import lora_silu_mul_triton, silu_mul_triton
+
+QKV = (Projection.Q, Projection.K, Projection.V)
+GATE_UP = (Projection.GATE, Projection.UP)
+
+# Rows from which on a pass is bound by its products, not by reading the weights.
+_LONG = 512
+
+# Rows from which on gate, up and SiLU * mul are one launch, whose tiles are large.
+_FUSED = 2048
+
+# Of streams; the smaller goes first. A recorded graph keeps them.
+_AFTER, _RECORDED, _BEFORE = 0, -1, -2
+
+Linear = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkBlocks:
+    """The prompts of a step for the prefill kernel, cut into blocks of at most `size` new tokens.
+
+    Each is a sequence: of the rows query_start[b]:query_start[b + 1], with a context that ends with
+    its own last token. A block with context 0 stands for decodes between two prompts.
+    """
+
+    query_start: torch.Tensor  # [N + 1] int32
+    context_lens: torch.Tensor  # [N] int32
+    page_tables: torch.Tensor  # [N, max_pages] int32
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuBatch:
+    """One pass's inputs, as in `engine.execution.batch.Batch`, and its work list.
+
+    max_new    the longest chunk; 1: nothing but decodes
+    blocks     given, the prefill kernel computes these and the decode kernel all other rows
+    workspace  of the decode kernel; None: a new one
+    sample_rows  None: every row
+    scores       what the pass is to tell of prompts; never in a graph
+    table, plan  both None for a pass without adapters
+    sample_plan  the work list of the sample rows alone
+    arrivals  copies of adapters that the pass overtakes: each layer waits for its part
+    is_in_line    whether adapters' kernels take turns with the products instead of running beside
+    is_mlp_plain  whether no adapter of the pass changes gate, up or down
+    may_fuse   False: gate and up are written as in short passes, which takes the most memory
+    extras     None when no adapter has more than tiles; in a graph without `segments`
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    query_start: torch.Tensor
+    context_lens: torch.Tensor
+    page_tables: torch.Tensor
+    max_new: int
+    blocks: ChunkBlocks | None = None
+    workspace: DecodeWorkspace | None = None
+    sample_rows: torch.Tensor | None = None
+    table: LoraTable | None = None
+    plan: LoraPlan | None = None
+    sample_plan: LoraPlan | None = None
+    is_in_line: bool = False
+    is_mlp_plain: bool = False
+    may_fuse: bool = True
+    arrivals: tuple[Arrival, ...] = ()
+    extras: LoraExtras | None = None
+    scores: Scores | None = None
+
+
+class GpuModel:
+    """Weights, arena and rotation tables; `forward` turns a batch into logits.
+
+    recording_stream  where its graphs are recorded; None without a GPU
+    """
+
+    def __init__(
+        self,
+        *,
+        config: ModelConfig,
+        weights: Weights,
+        layout: PageLayout,
+        arena: torch.Tensor,
+        max_positions: int,
+        linear: Linear = linear,
+    ) -> None:
+        self.config, self.weights, self.layout, self.arena = config, weights, layout, arena
+        self.device = arena.device
+        self._linear = linear
+        self._scale = config.head_dim**-0.5
+        self._cos, self._sin = rope_tables(
+            config.head_dim, config.rope_theta, config.rope_scaling, max_positions, self.device
+        )
+        self._before: torch.cuda.Stream | None = None
+        self._after: torch.cuda.Stream | None = None
+        self.recording_stream: torch.cuda.Stream | None = None
+        if arena.is_cuda:
+            make_stream: Any = torch.cuda.Stream
+            self._before = make_stream(self.device, priority=_BEFORE)
+            self._after = make_stream(self.device, priority=_AFTER)
+            self.recording_stream = make_stream(self.device, priority=_RECORDED)
+
+    def forward(self, batch: GpuBatch) -> torch.Tensor:
+        """Logits [N, V] of the rows to sample; writes the new tokens' KV to the arena."""
+        weights, eps = self.weights, self.config.rms_norm_eps
+        residual = functional.embedding(batch.token_ids, weights.embedding)
+        if batch.extras is not None:
+            for arrival in batch.arrivals:
+                arrival.await_layer(0)
+            self._embed(residual, batch.token_ids, batch.extras)
+        normed = rms_norm_triton(residual, weights.layers[0].input_norm, eps)
+        following = [layer.input_norm for layer in weights.layers[1:]] + [weights.norm]
+        for index, (layer, next_norm) in enumerate(zip(weights.layers, following, strict=True)):
+            for arrival in batch.arrivals:
+                arrival.await_layer(index)
+            attended = self._attention(batch, index, layer, normed)
+            is_last = index == len(weights.layers) - 1
+            if is_last and batch.sample_rows is not None and batch.scores is None:
+                # From here on nobody reads the other rows: 2.6% of a prefill of 32 layers.
+                attended, residual = attended[batch.sample_rows], residual[batch.sample_rows]
+                extras = batch.extras and sampled(batch.extras, batch.sample_rows)
+                batch = replace(batch, plan=batch.sample_plan, extras=extras)
+            linear, norm = (layer.o, layer.o_bias), layer.post_norm
+            normed, residual = self._add(
+                batch, index, Projection.O, attended, linear, residual, norm
+            )
+            inner = self._mlp(batch, index, layer, normed)
+            linear, norm = (layer.down, layer.down_bias), next_norm
+            normed, residual = self._add(
+                batch, index, Projection.DOWN, inner, linear, residual, norm
+            )
+        if batch.scores is not None:
+            scored = normed[batch.scores.rows]
+            batch.scores.compute(scored, self._logits, self.config.vocab_size)
+            if batch.sample_rows is not None:
+                normed = normed[batch.sample_rows]
+                extras = batch.extras and sampled(batch.extras, batch.sample_rows)
+                batch = replace(batch, extras=extras)
+        return self._logits(normed, batch.extras)
+
+    def _logits(self, x: torch.Tensor, extras: LoraExtras | None) -> torch.Tensor:
+        """x [N, E] -> [N, V]; extras: of these rows."""
+        logits = self._linear(x, self.weights.lm_head)
+        if extras is not None:
+            if extras.head_rows is not None:
+                rows, row_adapter = extras.head_rows, extras.row_adapter
+                replace_logits_triton(logits, x, self.arena, rows, row_adapter)
+            lora_head(logits, x, self.arena, extras)
+        return logits
+
+    def _embed(self, hidden: torch.Tensor, token_ids: torch.Tensor, extras: LoraExtras) -> None:
+        """Change the embeddings [T, E] of the rows whose adapters do, in place."""
+        rows = extras.embedding_rows
+        if rows is not None:
+            replace_embedded_triton(hidden, token_ids, self.arena, rows, extras.row_adapter)
+        lora_embed(hidden, token_ids, self.arena, extras)
+
+    def _attention(
+        self, batch: GpuBatch, index: int, layer: LayerWeights, x: torch.Tensor
+    ) -> torch.Tensor:
+        """What the heads gathered, [T, H D]; the o projection is yet to come."""
+        qkv, delta = self._beside(batch, index, QKV, x, layer.qkv, later=layer.qkv_bias)
+        q = rope_kv_write_triton(
+            qkv,
+            self._cos,
+            self._sin,
+            batch.positions,
+            self.arena,
+            self.layout,
+            index,
+            batch.slots,
+            num_heads=self.config.num_heads,
+            delta=delta,
+            bias=layer.qkv_bias,
+            norm=layer.qk_norm,
+            eps=self.config.rms_norm_eps,
+        )
+        return self._attend(batch, index, q).flatten(1)
+
+    def _attend(self, batch: GpuBatch, index: int, q: torch.Tensor) -> torch.Tensor:
+        window = self.config.window(index)
+        out = None
+        if batch.blocks is not None:
+            blocks = batch.blocks
+            out = attention_prefill_triton(
+                q,
+                self.arena,
+                self.layout,
+                index,
+                blocks.query_start,
+                blocks.context_lens,
+                blocks.page_tables,
+                self._scale,
+                max_new=blocks.size,
+                window=window,
+            )
+        args = (
+            q,
+            self.arena,
+            self.layout,
+            index,
+            batch.query_start,
+            batch.context_lens,
+            batch.page_tables,
+            self._scale,
+        )
+        # Decodes among prefill chunks take the prefill kernel: one launch, and they are few.
+        if batch.max_new > 1 and batch.blocks is None:
+            return attention_prefill_triton(*args, max_new=batch.max_new, window=window)
+        return attention_decode_triton(*args, workspace=batch.workspace, window=window, out=out)
+
+    def _add(
+        self,
+        batch: GpuBatch,
+        index: int,
+        projection: Projection,
+        x: torch.Tensor,
+        linear: tuple[torch.Tensor, torch.Tensor | None],
+        residual: torch.Tensor,
+        norm: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the sum's norm, the sum) of the residual, x W^T + b and the adapters' part of it.
+
+        In a long pass the product adds itself to the residual, in place: its blocks read that
+        beside their multiplications, and the norm has two tensors less to move.
+        """
+        eps, (weight, bias) = self.config.rms_norm_eps, linear
+        is_long = x.shape[0] >= _LONG and bias is None and batch.extras is None
+        onto = residual if is_long else None
+        out, delta = self._beside(batch, index, (projection,), x, weight, bias, onto)
+        if not is_long:
+            return add_rms_norm_triton(out, residual, norm, eps, delta)
+        if delta is not None:
+            return add_rms_norm_triton(delta, out, norm, eps)
+        return rms_norm_triton(out, norm, eps), out
+
+    def _mlp(
+        self, batch: GpuBatch, index: int, layer: LayerWeights, x: torch.Tensor
+    ) -> torch.Tensor:
+        """What the down projection reads, [T, I]."""
+        table, plan = batch.table, None if batch.is_mlp_plain else batch.plan
+        has_more = batch.extras is not None or layer.gate_up_bias is not None
+        if x.shape[0] >= _FUSED and batch.may_fuse and not has_more and can_fuse(x):
+            h = None if plan is None else self._shrink(batch, index, GATE_UP, x)
+            return gate_up_silu_triton(
+                x, layer.gate_up, h=h, arena=self.arena, table=table, plan=plan, layer=index
+            )
+        if table is not None and plan is not None and plan.block_t > RANK_BLOCK:
+            # Many tokens: a delta of [T, 2I] would cost more to write and read than it hides.
+            side = self._side_stream(batch, GATE_UP)
+            with torch.cuda.stream(side):
+                h = self._shrink(batch, index, GATE_UP, x)
+            gate_up = self._product(x, layer.gate_up, layer.gate_up_bias)
+            self._join(side)
+            self._adjust(batch, index, GATE_UP, gate_up)
+            return lora_silu_mul_triton(gate_up, h, self.arena, table, plan, index)
+        return silu_mul_triton(
+            *self._beside(batch, index, GATE_UP, x, layer.gate_up, layer.gate_up_bias)
+        )
+
+    def _beside(
+        self,
+        batch: GpuBatch,
+        index: int,
+        projections: tuple[Projection, ...],
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        onto: torch.Tensor | None = None,
+        later: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(x W^T + b, the adapters' part of it or None), computed side by side.
+
+        Whoever reads the product adds the two: adding into it would have to wait for it.
+
+        onto   given, the product is added to it in place; there is no bias then
+        later  the base's bias where whoever reads the product adds that as well: gains meet it
+        """
+        is_plain = batch.is_mlp_plain and projections[0] >= Projection.GATE
+        if batch.table is None or batch.plan is None or is_plain:
+            return self._product(x, weight, bias, onto), None
+        side = self._side_stream(batch, projections)
+        with torch.cuda.stream(side):
+            h = self._shrink(batch, index, projections, x)
+            delta = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
+            lora_expand_triton(
+                h,
+                self.arena,
+                batch.table,
+                batch.plan,
+                index,
+                projections,
+                delta,
+                self._offsets(projections),
+                add=False,
+            )
+        # The library's products leave the side stream more room than those for few rows do.
+        out = self._product(x, weight, bias, onto, functional.linear)
+        self._join(side)
+        self._adjust(batch, index, projections, out, later)
+        return out, delta
+
+    def _product(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        onto: torch.Tensor | None = None,
+        linear: Linear | None = None,
+    ) -> torch.Tensor:
+        """x W^T + b; with something to add by the library, which adds it on the way."""
+        if onto is not None:
+            return onto.addmm_(x, weight.t())
+        if bias is not None:
+            return functional.linear(x, weight, bias)
+        return (linear or self._linear)(x, weight)
+
+    def _adjust(
+        self,
+        batch: GpuBatch,
+        index: int,
+        projections: tuple[Projection, ...],
+        y: torch.Tensor,
+        later: torch.Tensor | None = None,
+    ) -> None:
+        """Apply the adapters' gains and shifts to the base's product y, in place."""
+        if batch.extras is not None:
+            offsets = self._offsets(projections)
+            lora_adjust_triton(y, self.arena, batch.extras, index, projections, offsets, later)
+
+    def _shrink(
+        self, batch: GpuBatch, index: int, projections: tuple[Projection, ...], x: torch.Tensor
+    ) -> torch.Tensor:
+        assert batch.table is not None and batch.plan is not None
+        return lora_shrink_triton(x, self.arena, batch.table, batch.plan, index, projections)
+
+    def _offsets(self, projections: tuple[Projection, ...]) -> tuple[int, ...]:
+        widths = (self.config.projection_widths[p][1] for p in projections)
+        return tuple(itertools.accumulate(widths, initial=0))
+
+    def _side_stream(
+        self, batch: GpuBatch, projections: tuple[Projection, ...]
+    ) -> torch.cuda.Stream | None:
+        """Where adapters' kernels run beside what the main stream is given, until `_join`.
+
+        Before the product as a rule: its blocks hold their processors from end to end, and short
+        kernels wait for them to go. Where many adapters are read, not so for gate and up in a
+        decode: that product leaves processors and some of the memory's bandwidth over, in which
+        the shrink is done by its end. None: adapters' kernels take turns with the products.
+        """
+        plan, side = batch.plan, self._before
+        if batch.is_in_line or plan is None or side is None:
+            return None
+        is_decode = plan.block_t <= RANK_BLOCK and plan.chunks.shape[0] > MANY_CHUNKS
+        if is_decode and projections == GATE_UP and self._after is not None:
+            side = self._after
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        return side
+
+    def _join(self, side: torch.cuda.Stream | None) -> None:
+        if side is not None:
+            torch.cuda.current_stream(self.device).wait_stream(side)

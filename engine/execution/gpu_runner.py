@@ -1,0 +1,323 @@
+"""Batches on a GPU: decodes and short prompts replay graphs, the rest goes launch by launch.
+
+Either way the tokens are chosen on the device, and the host need not wait for them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from engine.errors import UnsupportedModel
+from engine.execution.batch import Batch
+from engine.execution.decode_graphs import BUCKETS, DecodeGraphs
+from engine.execution.gpu_decoder import ChunkBlocks, GpuBatch, GpuModel
+from engine.execution.lora_inputs import MAX_BLOCKS, MAX_ENTRIES, LoraInputs
+from engine.execution.lora_table import Reach
+from engine.execution.mixed_graphs import BLOCK, MixedGraphs, cut_blocks
+from engine.execution.prompt_scores import Scores
+from engine.execution.uploads import upload
+from engine.model.config import ModelConfig
+from engine.model.weights import Weights
+from engine.request import MAX_LOGPROBS
+from engine.sampling.sampler import Draw, Drawn, Sampled
+from kernels import NUM_PROJECTIONS, LoraBatch, LoraTable, PageLayout
+from kernels.attention_decode import DecodeWorkspace
+from kernels.lora import block_of
+from kernels.lora_plan import RANK_BLOCK, make_plan
+from kernels.sampling import OVERFLOWED, fill_unread_triton, greedy_triton
+
+# Decodes in a step launch by launch from which on they take the decode kernel: to the prefill
+# kernel each of them is a block of its own, and empty but for one token.
+_MANY_DECODES = 16
+
+
+@dataclass(slots=True, kw_only=True)
+class Tokens:
+    """A launched step's tokens, on their way to the host.
+
+    drawn       what rows that are not greedy were drawn from
+    were_wrong  whether the device went on with another token than `sampled` gave
+    """
+
+    host: torch.Tensor
+    arrived: torch.cuda.Event | None  # None: they are there
+    drawn: Drawn | None = None
+    were_wrong: bool = False
+
+    def sampled(self) -> list[Sampled]:
+        """One token a row, as soon as the step has run."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        token_ids: list[int] = self.host.tolist()
+        if min(token_ids, default=0) >= 0:
+            return [Sampled(token_id, None) for token_id in token_ids]
+        have_overflowed = [token_id == OVERFLOWED for token_id in token_ids]
+        token_ids = [0 if t == OVERFLOWED else t for t in token_ids]
+        if self.drawn is not None and min(token_ids) < 0:
+            guessed = list(token_ids)
+            self.drawn.draw.mend(token_ids, self.drawn)
+            self.were_wrong = any(
+                was < 0 and ~was != token_id
+                for was, token_id in zip(guessed, token_ids, strict=True)
+            )
+        return [
+            Sampled(token_id, None, largest=math.inf if has_overflowed else 0.0)
+            for token_id, has_overflowed in zip(token_ids, have_overflowed, strict=True)
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """Where a step launch by launch leaves its tokens, as `DecodeGraphs` has them."""
+
+    token_ids: torch.Tensor
+    marked: torch.Tensor
+
+
+class GpuRunner:
+    """Owns the graphs and their buffers.
+
+    entry_buffers  where entries of the adapters' table stay on the device
+    max_running  the most rows a decode step can have
+    max_tokens   the most tokens a step can have
+    """
+
+    def __init__(
+        self,
+        *,
+        model: ModelConfig,
+        weights: Weights,
+        layout: PageLayout,
+        arena: torch.Tensor,
+        max_positions: int,
+        max_running: int,
+        max_tokens: int,
+    ) -> None:
+        if any(width % 8 for widths in model.projection_widths for width in widths):
+            raise UnsupportedModel("on a GPU, sizes of the model have to be multiples of 8")
+        self._model = GpuModel(
+            config=model, weights=weights, layout=layout, arena=arena, max_positions=max_positions
+        )
+        self._num_heads, self._layout = model.num_heads, layout
+        self._max_running, self._max_tokens = max_running, max_tokens
+        rows, max_pages = min(max_running, BUCKETS[-1]), -(-max_positions // layout.page_size)
+        lora = LoraInputs(
+            arena.device,
+            max_rows=rows,
+            max_tokens=max(rows, max_tokens),
+            max_entries=MAX_ENTRIES,
+            max_blocks=MAX_BLOCKS,
+        )
+        self.entry_buffers = lora.buffers
+        self._graphs = DecodeGraphs(self._model, max_batch=rows, max_pages=max_pages, lora=lora)
+        self._mixed = MixedGraphs(
+            self._model, max_tokens=max_tokens, max_rows=rows, max_pages=max_pages, lora=lora
+        )
+        self._plain = Chosen(
+            token_ids=torch.zeros(max_running, dtype=torch.int64, device=arena.device),
+            marked=torch.zeros(max_running, dtype=torch.int64, device=arena.device),
+        )
+        # Two, because a step is launched before the tokens of the one before it are read.
+        self._fetched = torch.empty(2, max_running, dtype=torch.int64, pin_memory=arena.is_cuda)
+        self._turn = 0
+        self._chosen: torch.Tensor | None = None  # the newest step's tokens, on the device
+
+    def warm_up(self) -> None:
+        """Record every graph, so that no request waits for one."""
+        for size in self._graphs.sizes:
+            for reach in Reach:
+                self._graphs.capture(size, reach)
+        for size in self._mixed.sizes:
+            for reach in Reach:
+                self._mixed.capture(size, reach, self._graphs.pool)
+
+    def rehearse(self) -> int:
+        """Run what takes the most memory: a step of `max_tokens` tokens, the largest graphs.
+
+        Writes nothing to the arena, of which it needs one page. Returns the bytes that `warm_up`
+        is going to take beyond what this took.
+        """
+        recorded = self._graphs.sizes[-1]
+        for reach in Reach:
+            self._graphs.capture(recorded, reach)
+            self._mixed.capture(self._mixed.sizes[-1], reach, self._graphs.pool)
+        widest = _widest(self._max_tokens, self._max_running, self._model)
+        widest = replace(widest, scores=_most_scores(self._max_tokens, self._model))
+        for may_fuse in (False, True):  # what a gain or bias forbids takes more memory
+            self._model.forward(replace(self._gpu_batch(widest), may_fuse=may_fuse))
+        return self._graphs.bytes_of_others(recorded) + self._mixed.bytes_of_others()
+
+    def can_go_on(self, batch: Batch) -> bool:
+        """Whether `go_on` may follow: the batch has decodes alone."""
+        return (
+            batch.max_new == 1
+            and batch.sample_rows.shape[0] == batch.token_ids.shape[0]
+            and self._graphs.fits(batch.token_ids.shape[0], batch.page_tables.shape[1], batch.lora)
+        )
+
+    def run(self, batch: Batch) -> torch.Tensor:
+        """The logits [N, V] of the batch's sampling rows, valid until the next run.
+
+        Tokens of the batch that have not been read are those of the step started last.
+        """
+        if batch.has_unread:
+            assert self._chosen is not None
+            fill_unread_triton(batch.token_ids, self._chosen)
+        if batch.scores is not None:  # a graph keeps the logits of the rows that sample alone
+            return self._model.forward(self._gpu_batch(batch))
+        if self.can_go_on(batch):
+            self._load(batch)
+            return self._graphs.step()
+        if self._mixed.fits(batch):
+            for arrival in batch.arrivals:
+                arrival.await_all()  # 2 ms; launch by launch it would be hidden, and cost 15
+            return self._mixed.run(batch)
+        return self._model.forward(self._gpu_batch(batch))
+
+    def start(self, batch: Batch, draw: Draw | None) -> Tokens:
+        """Launch a batch and the choice of its tokens."""
+        logits = self.run(batch)
+        if self.can_go_on(batch):
+            return self._fetch(logits, self._graphs, draw)
+        if self._mixed.fits(batch):
+            return self._fetch(logits, self._mixed, draw)
+        rows = slice(logits.shape[0])
+        if logits.shape[0]:
+            greedy_triton(logits, self._plain.token_ids[rows], self._plain.marked[rows])
+        return self._fetch(logits, self._plain, draw)
+
+    def go_on(self, new_pages: SequenceOf[tuple[int, int, int]], draw: Draw | None) -> Tokens:
+        """Run the same rows one token further: their inputs are on the device already.
+
+        new_pages  (row, column of its page table, page) that the rows need for it
+        """
+        self._graphs.add_pages(new_pages)
+        return self._fetch(self._graphs.step(), self._graphs, draw)
+
+    def _fetch(
+        self, logits: torch.Tensor, chosen: DecodeGraphs | MixedGraphs | Chosen, draw: Draw | None
+    ) -> Tokens:
+        """Draw what is not greedy, into the `token_ids` of `chosen`, and send all to the host."""
+        rows = slice(logits.shape[0])
+        token_ids, marked = chosen.token_ids[rows], chosen.marked[rows]
+        drawn = None if draw is None else draw.launch(logits, token_ids, marked)
+        self._turn = 1 - self._turn
+        self._chosen = token_ids
+        host = self._fetched[self._turn, : len(token_ids)]
+        host.copy_(marked if drawn is None else drawn.marked, non_blocking=True)
+        arrived = None
+        if token_ids.is_cuda:
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived.record()
+        return Tokens(host=host, arrived=arrived, drawn=drawn)
+
+    def _load(self, batch: Batch) -> None:
+        for arrival in batch.arrivals:
+            arrival.await_all()
+        self._graphs.load(
+            token_ids=batch.token_ids,
+            context_lens=batch.context_lens,
+            page_tables=batch.page_tables,
+            lora=batch.lora,
+            reach=batch.reach,
+        )
+
+    def _gpu_batch(self, batch: Batch) -> GpuBatch:
+        num_tokens = batch.token_ids.shape[0]
+        lora = batch.lora
+        plan = sample_plan = None
+        if lora is not None:
+            block_t = block_of(num_tokens, lora.seg_adapter.shape[0])
+            plan = make_plan(lora, num_tokens, block_t)
+            before = torch.searchsorted(batch.sample_rows, lora.seg_indptr.long(), out_int32=True)
+            sampled = replace(lora, seg_indptr=before)
+            sample_plan = make_plan(sampled, batch.sample_rows.shape[0], RANK_BLOCK)
+        workspace, blocks = None, None
+        num_rows, num_decodes = len(batch.lengths), int((batch.lengths == 1).sum())
+        if batch.max_new > 1 and num_decodes >= _MANY_DECODES:
+            blocks = _blocks(batch)
+        if batch.max_new == 1 or blocks is not None:
+            workspace = DecodeWorkspace(
+                num_rows, self._num_heads, self._layout, batch.token_ids.device
+            )
+        return GpuBatch(
+            token_ids=batch.token_ids,
+            positions=batch.positions,
+            slots=batch.slots,
+            query_start=batch.query_start,
+            context_lens=batch.context_lens,
+            page_tables=batch.page_tables,
+            max_new=batch.max_new,
+            blocks=blocks,
+            workspace=workspace,
+            sample_rows=batch.sample_rows,
+            table=None if lora is None else lora.table,
+            plan=plan,
+            sample_plan=sample_plan,
+            arrivals=batch.arrivals,
+            extras=None if lora is None else lora.extras,
+            scores=batch.scores,
+        )
+
+
+def _blocks(batch: Batch) -> ChunkBlocks:
+    """The prompts of a step that has decodes too."""
+    device = batch.page_tables.device
+    start, context, row = upload(cut_blocks(batch.lengths, batch.contexts), device)
+    return ChunkBlocks(
+        query_start=start,
+        context_lens=context,
+        page_tables=batch.page_tables.index_select(0, row),
+        size=BLOCK,
+    )
+
+
+def _most_scores(num_tokens: int, model: GpuModel) -> Scores:
+    """Every row scored, with as many alternatives as may be asked for."""
+    rows = torch.arange(num_tokens, device=model.device)
+    return Scores(rows, torch.zeros_like(rows), min(MAX_LOGPROBS, model.config.vocab_size))
+
+
+def _widest(num_tokens: int, max_running: int, model: GpuModel) -> Batch:
+    """A batch of prompts that all have one adapter, of tiles that lie nowhere."""
+    device = model.device
+    num_rows = min(max_running, num_tokens)
+    ends = torch.arange(1, num_rows + 1, device=device) * num_tokens // num_rows
+    query_start = torch.cat((ends.new_zeros(1), ends)).to(torch.int32)
+    context_lens = query_start.diff()
+    max_new = -(-num_tokens // num_rows)
+    num_tiles = 2 * MAX_BLOCKS
+    num_entries = model.config.num_layers * NUM_PROJECTIONS * num_tiles
+    nowhere = torch.full((num_entries,), -1, device=device)
+    table = LoraTable(
+        entry_start=nowhere.new_zeros(1),
+        num_tiles=torch.full((1,), num_tiles, dtype=torch.int32, device=device),
+        a_offset=nowhere,
+        b_offset=nowhere,
+        rows=torch.zeros(num_entries, dtype=torch.int32, device=device),
+        scale=torch.zeros(num_entries, device=device),
+    )
+    return Batch(
+        token_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+        positions=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+        slots=torch.full((num_tokens,), -1, device=device),
+        query_start=query_start,
+        context_lens=context_lens,
+        max_new=max_new,
+        page_tables=context_lens.new_zeros(num_rows, -(-max_new // model.layout.page_size)),
+        sample_rows=ends - 1,
+        lora=LoraBatch(
+            table=table,
+            seg_indptr=query_start[[0, -1]],
+            seg_adapter=query_start.new_zeros(1),
+            max_tiles=num_tiles,
+        ),
+        adapter_keys=(),
+        lengths=np.full(num_rows, max_new, np.int32),
+        contexts=np.full(num_rows, max_new, np.int32),
+    )

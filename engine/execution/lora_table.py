@@ -1,0 +1,193 @@
+"""The adapters' table from one step to the next: what was said of an adapter is not said again.
+
+An adapter has an entry for every tile of every layer and projection, 224 for rank 8 and 3,584 for
+rank 128 in a model of 32 layers. The entries stay in buffers on the device, where they were put
+when a step first read the adapter, and a step says only where each of its adapters' entries begin.
+"""
+
+from __future__ import annotations
+
+import enum
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.adapters.tiles import TileMap
+from engine.execution.uploads import upload
+from engine.memory.prefix_cache import AdapterKey
+from kernels import NUM_PROJECTIONS, LoraTable, Projection
+
+T = TypeVar("T", bound=np.generic)
+
+# Entries that are kept for adapters that the newest step does not read, 24 bytes each.
+_MAX_KEPT = 1 << 20
+
+# digest -> a resident adapter's tiles
+TilesOf = Callable[[str], TileMap]
+
+
+class Reach(enum.IntEnum):
+    """What of a layer a step's adapters change; what none changes need not ask for adapters."""
+
+    NONE = 0
+    ATTENTION = 1
+    ALL = 2
+    ADJUSTED = 3  # the base's own products too: DoRA's gains, biases, tokens' new rows
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """A virtual adapter's entries of the table, and the tiles that they were made of."""
+
+    tiles: list[TileMap]
+    has_extras: bool
+    num_tiles: int
+    a_offset: npt.NDArray[np.int64]
+    b_offset: npt.NDArray[np.int64]
+    rows: npt.NDArray[np.int32]
+    scale: npt.NDArray[np.float32]
+    reach: Reach
+
+    @classmethod
+    def of(cls, key: AdapterKey, tiles: list[TileMap]) -> Entries:
+        scale = [part.scale * np.float32(w) for part, (_, w) in zip(tiles, key, strict=True)]
+        return cls(
+            tiles=tiles,
+            has_extras=any(part.has_extras for part in tiles),
+            num_tiles=sum(part.num_tiles for part in tiles),
+            a_offset=_side_by_side([part.a_offset for part in tiles]),
+            b_offset=_side_by_side([part.b_offset for part in tiles]),
+            rows=_side_by_side([part.rows for part in tiles]),
+            scale=_side_by_side(scale),
+            reach=max(_reach(part) for part in tiles),
+        )
+
+
+class EntryCache:
+    """The entries of virtual adapters that steps have read, until there are too many."""
+
+    def __init__(self, tiles_of: TilesOf) -> None:
+        self._tiles_of = tiles_of
+        self._entries: dict[AdapterKey, Entries] = {}
+        self._size = 0
+
+    def get(self, keys: Sequence[AdapterKey]) -> list[Entries]:
+        """The entries of each; the same objects as last time where the tiles are the same."""
+        if self._size > _MAX_KEPT:
+            self._entries = {key: self._entries[key] for key in keys if key in self._entries}
+            self._size = _size(self._entries.values())
+        found = []
+        for key in keys:
+            tiles = [self._tiles_of(digest) for digest, _ in key]
+            own = self._entries.get(key)
+            if own is None or not all(map(operator.is_, tiles, own.tiles)):
+                own = self._entries[key] = Entries.of(key, tiles)
+                self._size += own.rows.size
+            found.append(own)
+        return found
+
+
+class EntryBuffers:
+    """The entries of many virtual adapters on the device, one after the other.
+
+    max_entries  room for so many; when it is used up all are put there anew
+    """
+
+    def __init__(self, max_entries: int, device: torch.device) -> None:
+        self._device = device
+
+        def empty(dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(max_entries, dtype=dtype, device=device)
+
+        self.a_offset, self.b_offset = empty(torch.int64), empty(torch.int64)
+        self.rows, self.scale = empty(torch.int32), empty(torch.float32)
+        self._starts: dict[AdapterKey, tuple[int, Entries]] = {}
+        self._end = 0
+
+    def starts(
+        self, keys: Sequence[AdapterKey], entries: Sequence[Entries]
+    ) -> npt.NDArray[np.int64] | None:
+        """Where the entries of each begin, after copying what is missing; None: no room for them.
+
+        Steps under way read on: what is copied here is there for what is launched from now on.
+        """
+        missing = self._missing(keys, entries)
+        if self._end + _size(missing.values()) > len(self.a_offset):
+            self.clear()
+            missing = self._missing(keys, entries)
+            if _size(missing.values()) > len(self.a_offset):
+                return None
+        if missing:
+            self._put(missing)
+        return np.array([self._starts[key][0] for key in keys], np.int64)
+
+    def table(self, starts: torch.Tensor, num_tiles: torch.Tensor) -> LoraTable:
+        """The table of adapters whose entries begin at `starts`."""
+        return LoraTable(
+            entry_start=starts,
+            num_tiles=num_tiles,
+            a_offset=self.a_offset,
+            b_offset=self.b_offset,
+            rows=self.rows,
+            scale=self.scale,
+        )
+
+    def clear(self) -> None:
+        """Forget what is there."""
+        self._starts.clear()
+        self._end = 0
+
+    def _missing(
+        self, keys: Sequence[AdapterKey], entries: Sequence[Entries]
+    ) -> dict[AdapterKey, Entries]:
+        return {
+            key: own
+            for key, own in zip(keys, entries, strict=True)
+            if key not in self._starts or self._starts[key][1] is not own
+        }
+
+    def _put(self, missing: dict[AdapterKey, Entries]) -> None:
+        first = self._end
+        for key, own in missing.items():
+            self._starts[key] = self._end, own
+            self._end += own.rows.size
+        for name in ("a_offset", "b_offset", "rows", "scale"):
+            joined = np.concatenate([getattr(own, name) for own in missing.values()])
+            getattr(self, name)[first : self._end].copy_(upload([joined], self._device)[0])
+
+
+def join(entries: Sequence[Entries], device: str) -> LoraTable:
+    """A table of these entries alone, in their order."""
+    ends = np.cumsum([0, *(own.rows.size for own in entries[:-1])])
+    fields: dict[str, npt.NDArray[Any]] = {
+        "entry_start": ends.astype(np.int64),
+        "num_tiles": np.array([own.num_tiles for own in entries], np.int32),
+        "a_offset": np.concatenate([own.a_offset for own in entries]),
+        "b_offset": np.concatenate([own.b_offset for own in entries]),
+        "rows": np.concatenate([own.rows for own in entries]),
+        "scale": np.concatenate([own.scale for own in entries]),
+    }
+    return LoraTable(**dict(zip(fields, upload(list(fields.values()), device), strict=True)))
+
+
+def _size(entries: Iterable[Entries]) -> int:
+    return sum(own.rows.size for own in entries)
+
+
+def _reach(tiles: TileMap) -> Reach:
+    """Where an adapter has tiles; its entries are [L * 7, tiles] in the projections' order."""
+    if tiles.adjusts or tiles.replaces:
+        return Reach.ADJUSTED
+    is_mlp = np.arange(len(tiles.a_offset)) % NUM_PROJECTIONS >= Projection.GATE
+    reaches_mlp = tiles.has_extras or (tiles.a_offset[is_mlp] >= 0).any()
+    return Reach.ALL if reaches_mlp else Reach.ATTENTION
+
+
+def _side_by_side(parts: list[npt.NDArray[T]]) -> npt.NDArray[T]:
+    """The entries of a blend's parts `[L * 7, tiles]`, one after another within each row."""
+    return (parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)).ravel()

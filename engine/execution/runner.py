@@ -1,0 +1,165 @@
+"""ModelRunner: the weights, the arena tensor and the forward pass."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Iterable, Mapping
+
+import torch
+
+from engine.adapters.base_weights import BaseWeights, PlainWeights
+from engine.config import EngineConfig
+from engine.errors import OutOfMemory
+from engine.execution.arena import arena_pages
+from engine.execution.batch import Batch
+from engine.execution.decoder import (
+    Adapters,
+    Attention,
+    Decoder,
+    ExtendedAdapters,
+    PagedAttention,
+    TiledAdapters,
+)
+from engine.execution.gpu_runner import GpuRunner
+from engine.execution.lora_inputs import MAX_ENTRIES
+from engine.execution.lora_table import EntryBuffers
+from engine.memory.prefix_cache import AdapterKey
+from engine.model.config import ModelConfig
+from engine.model.rope import RopeTables
+from engine.model.weights import Weights, load_weights
+from kernels.attention_cpu import CpuAttention
+from kernels.huge_pages import keep_freed_memory, lazy_zeros
+from kernels.lora_cpu import CpuLora
+
+# Copies of decoding adapters that make a CPU step fast, in all; see kernels/lora_cpu.py.
+_MAX_STACK_BYTES = 1 << 30
+
+
+class ModelRunner:
+    """Owns what the forward pass reads and writes.
+
+    arena    [P, page_elems]; pages are handed out by `PagePool`
+    base     the weights one by one, for adapters that depend on them
+    weights  given, nothing is read from the model folder
+
+    entry_buffers  where the adapters' table stays from one step to the next
+    """
+
+    def __init__(
+        self, config: EngineConfig, model: ModelConfig, weights: Weights | None = None
+    ) -> None:
+        """Raises UnsupportedModel, ValueError for the arena's size, OutOfMemory on a GPU."""
+        self._gpu: GpuRunner | None = None
+        self._cpu_lora: CpuLora | None = None
+        self._cpu_attention: CpuAttention | None = None
+        try:
+            self._set_up(config, model, weights)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(
+                f"{config.device} is too small for the weights, the graphs and an arena of "
+                f"{config.arena_bytes or 'any number of'} bytes"
+            ) from error
+
+    def _set_up(self, config: EngineConfig, model: ModelConfig, weights: Weights | None) -> None:
+        dtype = torch.float32 if config.dtype_name == "float32" else torch.bfloat16
+        layout = config.page_layout(model)
+        if weights is None:
+            weights = load_weights(config.model_dir, model, config.device, dtype)
+        make_gpu = functools.partial(
+            GpuRunner,
+            model=model,
+            weights=weights,
+            layout=layout,
+            max_running=config.max_running,
+            max_tokens=config.max_step_tokens,
+        )
+
+        def rehearse(arena: torch.Tensor) -> int:
+            return make_gpu(arena=arena, max_positions=config.context_limit(model)).rehearse()
+
+        num_pages = arena_pages(config, model, rehearse)
+        max_positions = config.position_limit(model, num_pages)
+        self.arena = (
+            lazy_zeros(num_pages, layout.page_elems, dtype=dtype)
+            if config.is_cpu
+            else torch.zeros(num_pages, layout.page_elems, dtype=dtype, device=config.device)
+        )
+        if config.runs_triton:
+            self.base = BaseWeights(model, PlainWeights(weights))
+            self._gpu = make_gpu(arena=self.arena, max_positions=max_positions)
+            self.entry_buffers = self._gpu.entry_buffers
+            if config.capture_graphs:
+                self._gpu.warm_up()
+            return
+        self.entry_buffers = EntryBuffers(MAX_ENTRIES, self.arena.device)
+        self._layout, self._model = layout, model
+        self._decoder = Decoder(model, weights)
+        self.base = BaseWeights(model, self._decoder)
+        self._rope = RopeTables(
+            model.head_dim,
+            model.rope_theta,
+            model.rope_scaling,
+            max_positions,
+            weights.norm.device,
+        )
+        if config.is_cpu:
+            keep_freed_memory()
+        if config.is_cpu and dtype == torch.float32:
+            self._cpu_lora = CpuLora(
+                arena=self.arena,
+                widths=model.projection_widths,
+                num_layers=model.num_layers,
+                max_bytes=_MAX_STACK_BYTES,
+            )
+            self._cpu_attention = CpuAttention(
+                cos=self._rope.cos,
+                sin=self._rope.sin,
+                arena=self.arena,
+                layout=layout,
+                num_heads=model.num_heads,
+                windows=model.windows,
+            )
+
+    def adapter_order(self, keys: Iterable[AdapterKey]) -> Mapping[Hashable, int]:
+        """The order of adapters in which this step's rows run fastest; missing ones come last."""
+        return {} if self._cpu_lora is None else self._cpu_lora.arrange(keys)
+
+    def forget_adapter(self, digest: str) -> None:
+        """Drop what is kept of the adapter outside the arena; it is made anew if it still runs."""
+        if self._cpu_lora is not None:
+            self._cpu_lora.forget(lambda key: any(digest == part for part, _ in key))
+
+    def run(self, batch: Batch) -> torch.Tensor:
+        """The logits [N, V] of the batch's sampling rows; the step's KV is in the arena after."""
+        if self._gpu is not None:
+            return self._gpu.run(batch)
+        return self._decoder(batch, self._attention(batch), self._adapters(batch))
+
+    @property
+    def gpu(self) -> GpuRunner | None:
+        """None: steps run on the CPU, and `run` returns when they have."""
+        return self._gpu
+
+    def _attention(self, batch: Batch) -> Attention:
+        self._rope.reach(int(batch.context_lens.max()))
+        if self._cpu_attention is None:
+            tables = (self._rope.cos, self._rope.sin)
+            return PagedAttention(batch, tables, self.arena, self._layout, self._model)
+        return self._cpu_attention.plan(
+            positions=batch.positions,
+            slots=batch.slots,
+            query_start=batch.query_start,
+            context_lens=batch.context_lens,
+            page_tables=batch.page_tables,
+        )
+
+    def _adapters(self, batch: Batch) -> Adapters | None:
+        if batch.lora is None:
+            return None
+        tiled: Adapters = (
+            TiledAdapters(batch.lora, self.arena)
+            if self._cpu_lora is None
+            else self._cpu_lora.prepare(batch.lora, batch.adapter_keys)
+        )
+        extras = batch.lora.extras
+        return tiled if extras is None else ExtendedAdapters(tiled, extras, self.arena)

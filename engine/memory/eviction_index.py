@@ -1,0 +1,91 @@
+"""EvictionIndex: who goes first of thousands, without a look at each. No torch here."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+from engine.memory.eviction import Holding, eviction_order
+
+T = TypeVar("T")
+
+_Kind = tuple[int, float]  # pages, seconds to have them again
+_Entry = tuple[int, int, T]  # last use, when it was added, whose
+
+
+class EvictionIndex(Generic[T]):
+    """Knows who of its members goes first, as `eviction_order` says, however many there are.
+
+    look  what a member holds now, which is not pinned
+
+    What somebody is worth changes with every step. But of two that are as large and come back as
+    soon the one used less recently is worth less at any time: they are kept in that order, and only
+    the first of each kind are compared. A member may come to be worth more, and is put right when
+    it is the first of its kind; one that comes to be worth less has to be added anew.
+    """
+
+    def __init__(self, look: Callable[[T], Holding[T]]) -> None:
+        self._look = look
+        self._kinds: dict[_Kind, list[_Entry[T]]] = {}
+        self._entries: dict[T, tuple[_Kind, _Entry[T]]] = {}
+        self._num_added = 0
+        self.num_pages = 0  # that all members hold together
+
+    def __contains__(self, owner: object) -> bool:
+        return owner in self._entries
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._entries)
+
+    def add(self, owner: T) -> None:
+        assert owner not in self._entries
+        holding = self._look(owner)
+        kind, entry = _kind(holding), (holding.last_use, self._num_added, owner)
+        self._num_added += 1
+        insort(self._kinds.setdefault(kind, []), entry)
+        self._entries[owner] = kind, entry
+        self.num_pages += holding.num_pages
+
+    def remove(self, owner: T) -> None:
+        kind, entry = self._entries.pop(owner)
+        entries = self._kinds[kind]
+        del entries[bisect_left(entries, entry)]
+        if not entries:
+            del self._kinds[kind]
+        self.num_pages -= kind[0]
+
+    def first(self, now: int) -> Holding[T] | None:
+        """Who goes first; None when there is none."""
+        for owner in [entries[0][2] for entries in self._kinds.values()]:
+            self._put_right(owner)
+        heads = [self._look(entries[0][2]) for entries in self._kinds.values()]
+        return eviction_order(heads, now)[0] if heads else None
+
+    def _put_right(self, owner: T) -> None:
+        while True:
+            holding = self._look(owner)
+            kind, entry = self._entries[owner]
+            if (kind, entry[0]) == (_kind(holding), holding.last_use):
+                return
+            self.remove(owner)
+            self.add(owner)
+            if kind not in self._kinds:
+                return
+            owner = self._kinds[kind][0][2]
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless all are in order, and worth no less than when added."""
+        for kind, entries in self._kinds.items():
+            assert entries == sorted(entries)
+            for entry in entries:
+                assert self._entries[entry[2]] == (kind, entry)
+                holding = self._look(entry[2])
+                assert holding.last_use >= entry[0]
+                assert holding.num_pages == kind[0] and holding.reload_s >= kind[1]
+        assert sum(map(len, self._kinds.values())) == len(self._entries)
+        assert self.num_pages == sum(kind[0] for kind, _ in self._entries.values())
+
+
+def _kind(holding: Holding[T]) -> _Kind:
+    return holding.num_pages, holding.reload_s

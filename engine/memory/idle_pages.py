@@ -1,0 +1,59 @@
+"""IdlePages: frees what nobody uses, prefixes and adapters, in one order. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from engine.memory.eviction import Holding, ReloadCosts, eviction_order
+from engine.memory.page_pool import PagePool, PageUse
+from engine.memory.prefix_cache import PrefixCache
+
+T = TypeVar("T")
+
+
+class IdlePages(Generic[T]):
+    """The arena's idle pages: the prefix cache's, and those of adapters of type T."""
+
+    def __init__(self, pool: PagePool, prefixes: PrefixCache, costs: ReloadCosts) -> None:
+        self._pool, self._prefixes, self._costs = pool, prefixes, costs
+
+    def free(
+        self,
+        num_pages: int,
+        use: PageUse,
+        first: Callable[[], Holding[T] | None],
+        num_adapter: int,
+        evict: Callable[[T], None],
+    ) -> None:
+        """Free pages until `num_pages` can be taken for `use`; none when all are not enough.
+
+        first        the idle adapter that goes first; None: none is left
+        num_adapter  pages that come free when all idle adapters go
+        evict        frees an adapter's pages
+
+        Where only the limit of `use` is in the way, its own kind alone helps.
+        """
+        own, free = self._pool.missing(num_pages, use)
+        if own == free == 0:
+            return
+        num_idle = {PageUse.KV: self._prefixes.num_idle, PageUse.ADAPTER: num_adapter}
+        if own > num_idle[use] or free > sum(num_idle.values()):
+            return
+        while (missing := self._pool.missing(num_pages, use)) != (0, 0):
+            kinds = (use,) if missing[0] else (PageUse.KV, PageUse.ADAPTER)
+            oldest = self._prefixes.oldest_use if PageUse.KV in kinds else None
+            adapter = first() if PageUse.ADAPTER in kinds else None
+            if oldest is not None and self._goes_first(oldest, adapter):
+                self._prefixes.evict_oldest()
+            else:
+                assert adapter is not None, "less came free than was counted"
+                evict(adapter.owner)
+
+    def _goes_first(self, oldest_use: int, adapter: Holding[T] | None) -> bool:
+        """Whether the prefix page last used then goes before the adapter."""
+        if adapter is None:
+            return True
+        page = Holding(None, 1, self._costs.prefix, oldest_use)
+        choices: tuple[Holding[T | None], ...] = (page, adapter)
+        return eviction_order(choices, self._pool.time)[0] is page

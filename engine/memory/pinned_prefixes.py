@@ -1,0 +1,206 @@
+"""PinnedPrefixes: beginnings of prompts that stay in the arena, for the system prompts of adapters.
+
+A pin holds a reference to every page of its prefix, as a request does that never ends: the pages
+are not idle, so nothing evicts them, and the prefix cache finds them for whoever has the same
+tenant, adapters and tokens. What is missing is computed once, by a request of batch priority that
+nobody hears of; while pages are scarce it waits, and after a failure it is tried again later. No
+torch here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from engine.errors import EngineError, PinLimitExceeded, RequestError
+from engine.memory.prefix_cache import PageKeys, PrefixCache
+from engine.request import AdapterPart, Priority, Request, RequestOutput, SamplingParams
+
+log = logging.getLogger(__name__)
+
+_OWN = "\0pin "  # NUL: no caller's id begins so
+_FIRST_RETRY_S = 1.0
+_LAST_RETRY_S = 60.0
+
+
+@dataclass(slots=True)
+class _Pin:
+    """One pinned prefix.
+
+    request   computes the prefix
+    keys      of its pages; together with the last of them the pin is known
+    pages     those there are, held
+    retry_at  not computed again before this
+    """
+
+    request: Request
+    keys: list[bytes]
+    pages: list[int] = field(default_factory=list)
+    is_computing: bool = False
+    retry_s: float = _FIRST_RETRY_S
+    retry_at: float = float("-inf")
+
+    @property
+    def is_warm(self) -> bool:
+        return len(self.pages) == len(self.keys)
+
+
+class PinnedPrefixes:
+    """Owns the pins and their references to pages.
+
+    max_pages  of all pins together; those that several pins share count for each
+    versions   of adapters, as `PageKeys` has them
+    """
+
+    def __init__(
+        self,
+        prefixes: PrefixCache,
+        page_size: int,
+        max_pages: int,
+        versions: Callable[[Iterable[str]], tuple[int, ...]],
+    ) -> None:
+        self._prefixes, self._page_size, self._max_pages = prefixes, page_size, max_pages
+        self._versions = versions
+        self._pins: dict[bytes, _Pin] = {}  # by the last key
+        self._computing: dict[str, _Pin] = {}  # by request id
+        self._num_made = 0
+
+    def request_for(
+        self, tenant_id: str, adapters: tuple[AdapterPart, ...], token_ids: Sequence[int]
+    ) -> Request:
+        """What would compute the prefix's full pages; raises RequestError when it has none."""
+        if not self._prefixes.is_enabled:
+            raise RequestError("nothing can be pinned without a prefix cache", param="token_ids")
+        num_tokens = len(token_ids) // self._page_size * self._page_size
+        if not num_tokens:
+            raise RequestError(
+                f"{len(token_ids)} tokens are less than a page of {self._page_size}, the least "
+                "that can be pinned",
+                param="token_ids",
+            )
+        self._num_made += 1
+        return Request(
+            request_id=f"{_OWN}{self._num_made}",
+            token_ids=list(token_ids[:num_tokens]),
+            sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
+            adapters=adapters,
+            tenant_id=tenant_id,
+            priority=Priority.BATCH,
+        )
+
+    def add(self, request: Request) -> None:
+        """Pin what the request computes; does nothing when it is pinned already.
+
+        Raises PinLimitExceeded.
+        """
+        keys = self._keys(request)
+        if keys[-1] in self._pins:
+            return
+        num_pages = sum(len(pin.keys) for pin in self._pins.values())
+        if num_pages + len(keys) > self._max_pages:
+            raise PinLimitExceeded(
+                f"the prefix has {len(keys)} pages; {num_pages} of the {self._max_pages} that may "
+                "be pinned are taken",
+                param="token_ids",
+            )
+        pin = _Pin(request, keys)
+        self._pins[keys[-1]] = pin
+        self._take(pin)
+
+    def remove(self, request: Request) -> None:
+        """Unpin what the request computes; does nothing when it is not pinned."""
+        self._drop(self._keys(request)[-1])
+
+    def _drop(self, key: bytes) -> None:
+        pin = self._pins.pop(key, None)
+        if pin is not None:
+            self._prefixes.release(pin.pages)
+            pin.pages = []
+
+    def forget_adapter(self, digest: str) -> None:
+        """Unpin the prefixes of an adapter, and of blends that it is part of."""
+        for key, pin in list(self._pins.items()):
+            if any(part.digest == digest for part in pin.request.adapters):
+                self._drop(key)
+
+    def due(self, now: float, check: Callable[[Request], None]) -> list[Request]:
+        """What is to be computed and not under way; the caller is to begin it.
+
+        check  raises EngineError when a request cannot be taken now
+        """
+        due = []
+        for pin in self._pins.values():
+            if pin.is_warm or pin.is_computing or pin.retry_at > now:
+                continue
+            pin.is_computing = True
+            self._computing[pin.request.request_id] = pin
+            try:
+                check(pin.request)
+            except EngineError as error:
+                log.warning("a prefix cannot be computed now", extra={"error": str(error)})
+                self._postpone(pin.request.request_id, now)
+            else:
+                due.append(pin.request)
+        return due
+
+    def orphans(self) -> list[str]:
+        """The requests under way whose pins have gone."""
+        return [
+            request_id
+            for request_id, pin in self._computing.items()
+            if self._pins.get(pin.keys[-1]) is not pin
+        ]
+
+    def note_end(self, request_id: str, now: float) -> None:
+        """A request has ended; was it a pin's, what it computed is held from now on."""
+        pin = self._computing.get(request_id)
+        if pin is not None:
+            self._postpone(request_id, now)
+            if self._pins.get(pin.keys[-1]) is pin:
+                self._take(pin)
+
+    def without_own(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
+        """The outputs that callers are to see."""
+        return [output for output in outputs if not output.request_id.startswith(_OWN)]
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that are held now, each counted once."""
+        return len({page for pin in self._pins.values() for page in pin.pages})
+
+    def num_shared(self, request: Request) -> int:
+        """Pages that are held now and that the request would find."""
+        pinned = {key for pin in self._pins.values() for key in pin.keys[: len(pin.pages)]}
+        num_full = (len(request.token_ids) - 1) // self._page_size
+        keys = self._keys(request, num_full)
+        return next((i for i, key in enumerate(keys) if key not in pinned), num_full)
+
+    def owned_pages(self) -> list[list[int]]:
+        """The pins' references, for `PagePool.check_integrity`."""
+        return [pin.pages for pin in self._pins.values()]
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless pins, limits and requests under way agree."""
+        assert sum(len(pin.keys) for pin in self._pins.values()) <= self._max_pages
+        for key, pin in self._pins.items():
+            assert key == pin.keys[-1] and len(pin.pages) <= len(pin.keys)
+            assert pin.is_computing == (pin.request.request_id in self._computing)
+
+    def _postpone(self, request_id: str, now: float) -> None:
+        """The request has ended, or could not even begin: the next attempt is later."""
+        pin = self._computing.pop(request_id)
+        pin.is_computing = False
+        pin.retry_at, pin.retry_s = now + pin.retry_s, min(2 * pin.retry_s, _LAST_RETRY_S)
+
+    def _take(self, pin: _Pin) -> None:
+        before, pin.pages = pin.pages, self._prefixes.take(pin.keys)
+        self._prefixes.release(before)
+
+    def _keys(self, request: Request, num_pages: int | None = None) -> list[bytes]:
+        adapter_key = tuple((part.digest, part.weight) for part in request.adapters)
+        versions = self._versions(part.digest for part in request.adapters)
+        keys = PageKeys(request.tenant_id, adapter_key, self._page_size, versions)
+        if num_pages is None:
+            num_pages = len(request.token_ids) // self._page_size
+        return keys.first(num_pages, request.token_ids)

@@ -1,0 +1,129 @@
+"""PrefixCache: pages of KV found again by the tokens, the tenant and the adapters behind them.
+
+A full page's key is a hash chained from the keys before it, so that equal keys mean equal tokens
+from the first one on. The chain starts from the tenant and the ordered adapters with their
+weights: nobody finds another tenant's pages, another adapter's, or another blend's. Source: vLLM's
+automatic prefix caching (arXiv:2309.06180). No torch here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from engine.memory.page_pool import PagePool
+
+AdapterKey = tuple[tuple[str, float], ...]
+
+
+class PageKeys:
+    """The keys of one sequence's full pages, hashed when first asked for.
+
+    page_size  tokens per page
+    versions   of the adapters, in their order, where a digest may come to stand for other content
+    """
+
+    __slots__ = ("_keys", "_page_size", "_parent")
+
+    def __init__(
+        self,
+        tenant_id: str,
+        adapter_key: AdapterKey,
+        page_size: int,
+        versions: Sequence[int] = (),
+    ) -> None:
+        parts = [[digest, float(weight).hex()] for digest, weight in adapter_key]
+        identity = [tenant_id, parts, list(versions)]
+        self._parent = hashlib.sha256(json.dumps(identity).encode()).digest()
+        self._page_size = page_size
+        self._keys: list[bytes] = []
+
+    def first(self, num_pages: int, token_ids: Sequence[int]) -> list[bytes]:
+        """The keys of the first `num_pages` pages; `token_ids` fill them and only ever grow."""
+        while len(self._keys) < num_pages:
+            start = len(self._keys) * self._page_size
+            tokens = array("q", token_ids[start : start + self._page_size])
+            assert len(tokens) == self._page_size, "the page is not full"
+            self._parent = hashlib.sha256(self._parent + tokens.tobytes()).digest()
+            self._keys.append(self._parent)
+        return self._keys[:num_pages]
+
+
+class PrefixCache:
+    """Owns one reference to every page that it can find again.
+
+    A page that only the cache refers to is *idle*; `evict` frees those, the least recently used
+    first. Pages that requests read are shared with them and stay.
+
+    is_enabled  False: nothing is kept and nothing found
+    """
+
+    def __init__(self, pool: PagePool, *, is_enabled: bool = True) -> None:
+        self._pool, self.is_enabled = pool, is_enabled
+        self._page_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
+        # page -> when it was last used, by the pool's time; least recently used first
+        self._idle: OrderedDict[int, int] = OrderedDict()
+
+    @property
+    def num_idle(self) -> int:
+        """Pages that `evict` could free."""
+        return len(self._idle)
+
+    @property
+    def oldest_use(self) -> int | None:
+        """When the page that `evict` would free first was last used; None when none is idle."""
+        return next(iter(self._idle.values()), None)
+
+    def take(self, keys: Sequence[bytes]) -> list[int]:
+        """The pages of the longest known beginning of `keys`, shared with the caller."""
+        pages = []
+        for key in keys:
+            page = self._page_of.get(key)
+            if page is None:
+                break
+            pages.append(page)
+        self._pool.share(pages)
+        for page in pages:
+            self._idle.pop(page, None)
+        return pages
+
+    def add(self, key: bytes, page: int) -> None:
+        """Keep the caller's full page; does nothing when a page of the same KV is known."""
+        if self.is_enabled and key not in self._page_of:
+            self._pool.share((page,))
+            self._page_of[key], self._key_of[page] = page, key
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Drop the caller's references to the pages of one table; known pages stay, idle.
+
+        The last pages of a prefix go before the first ones, without which nobody finds them.
+        """
+        self._pool.release(pages)
+        for page in reversed(pages):
+            if page in self._key_of and self._pool.num_references(page) == 1:
+                self._idle[page] = self._pool.time
+
+    def evict(self, num_pages: int) -> None:
+        """Free idle pages until `num_pages` pages can be taken or none is idle."""
+        while self._idle and not self._pool.can_take(num_pages):
+            self.evict_oldest()
+
+    def evict_oldest(self) -> None:
+        """Free the idle page that was used least recently; there is one."""
+        page, _ = self._idle.popitem(last=False)
+        del self._page_of[self._key_of.pop(page)]
+        self._pool.release((page,))
+
+    def owned_pages(self) -> list[int]:
+        """The cache's references, for `PagePool.check_integrity`."""
+        return list(self._key_of)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless keys, pages and references agree."""
+        assert self._page_of == {key: page for page, key in self._key_of.items()}
+        idle = {page for page in self._key_of if self._pool.num_references(page) == 1}
+        assert idle == self._idle.keys(), "a page is idle and read, or neither"

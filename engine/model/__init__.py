@@ -1,0 +1,1 @@
+"""The base model: its config, its weights and its rotary embedding."""

@@ -1,0 +1,206 @@
+"""A checkpoint's tensors as the decoder wants them: by Hugging Face name, some fused.
+
+q, k and v become one matrix, gate and up another: one product instead of three or two. Files are
+memory-mapped; every tensor in them must be one the decoder knows, and none may be missing. Which
+biases and norms there are besides is the config's to say.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from engine.errors import UnsupportedModel
+from engine.model.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights:
+    """One decoder layer; matrices are [out, in]."""
+
+    input_norm: torch.Tensor  # [E]
+    qkv: torch.Tensor  # [(H + 2 K) D, E]
+    o: torch.Tensor  # [E, H D]
+    post_norm: torch.Tensor  # [E]
+    gate_up: torch.Tensor  # [2 I, E]
+    down: torch.Tensor  # [E, I]
+    qkv_bias: torch.Tensor | None = None  # [(H + 2 K) D]
+    o_bias: torch.Tensor | None = None  # [E]
+    gate_up_bias: torch.Tensor | None = None  # [2 I]
+    down_bias: torch.Tensor | None = None  # [E]
+    qk_norm: torch.Tensor | None = None  # [2, D]: the RMSNorm of every head's q, then of its k
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """All of them.
+
+    may_pack  whether the decoder may keep a second copy of the matrices as its library wants them
+    """
+
+    embedding: torch.Tensor  # [V, E]
+    layers: tuple[LayerWeights, ...]
+    norm: torch.Tensor  # [E]
+    lm_head: torch.Tensor  # [V, E]; the embedding itself when they are tied
+    may_pack: bool = True
+
+
+class TensorSource(Protocol):
+    """A model's tensors by Hugging Face name; each is taken once.
+
+    All methods raise UnsupportedModel for a tensor that is missing or has another shape.
+    """
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a tensor that was not taken yet."""
+
+    def load(self, name: str, *shape: int) -> torch.Tensor: ...
+
+    def fuse(self, names: tuple[str, ...], heights: tuple[int, ...], width: int) -> torch.Tensor:
+        """The matrices [height, width] one under the other."""
+
+    def drop(self, suffix: str) -> None:
+        """Disregard tensors whose name ends so."""
+
+    def check_all_taken(self) -> None:
+        """Raise UnsupportedModel naming a tensor that nobody asked for."""
+
+
+class _Checkpoint:
+    """The tensors of a model folder."""
+
+    def __init__(self, folder: Path, device: str, dtype: torch.dtype) -> None:
+        self._device, self._dtype = device, dtype
+        index_file = folder / "model.safetensors.index.json"
+        try:
+            if index_file.exists():
+                files = sorted(set(json.loads(index_file.read_text())["weight_map"].values()))
+            else:
+                files = ["model.safetensors"]
+            self._places: dict[str, Any] = {}
+            for file in files:
+                handle: Any = safe_open(folder / file, framework="pt")
+                self._places.update(dict.fromkeys(handle.keys(), handle))
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            raise UnsupportedModel(f"{folder}: cannot read the weights: {error}") from error
+
+    def has(self, name: str) -> bool:
+        return name in self._places
+
+    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """The tensor as it lies in the file; raises UnsupportedModel unless it has `shape`."""
+        if name not in self._places:
+            raise UnsupportedModel(f"the checkpoint has no tensor {name}", param=name)
+        tensor: torch.Tensor = self._places.pop(name).get_tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise UnsupportedModel(
+                f"tensor {name} has shape {list(tensor.shape)}, not {list(shape)}", param=name
+            )
+        if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise UnsupportedModel(
+                f"tensor {name} is {tensor.dtype}; quantised weights are not supported", param=name
+            )
+        return tensor
+
+    def load(self, name: str, *shape: int) -> torch.Tensor:
+        return self.take(name, shape).to(self._device, self._dtype)
+
+    def fuse(self, names: tuple[str, ...], heights: tuple[int, ...], width: int) -> torch.Tensor:
+        fused = torch.empty(sum(heights), width, device=self._device, dtype=self._dtype)
+        first = 0
+        for name, height in zip(names, heights, strict=True):
+            fused[first : first + height].copy_(self.take(name, (height, width)))
+            first += height
+        return fused
+
+    def drop(self, suffix: str) -> None:
+        self._places = {n: p for n, p in self._places.items() if not n.endswith(suffix)}
+
+    def check_all_taken(self) -> None:
+        if self._places:
+            name = min(self._places)
+            raise UnsupportedModel(f"the decoder has no use for tensor {name}", param=name)
+
+
+def load_weights(folder: Path, config: ModelConfig, device: str, dtype: torch.dtype) -> Weights:
+    """Read the safetensors of `folder`; raise UnsupportedModel naming what does not fit."""
+    return build_weights(_Checkpoint(folder, device, dtype), config)
+
+
+def build_weights(
+    checkpoint: TensorSource, config: ModelConfig, *, may_pack: bool = True
+) -> Weights:
+    """The decoder's weights; raises UnsupportedModel naming what does not fit."""
+    hidden = config.hidden_size
+    embedding, lm_head = _load_ends(checkpoint, config)
+    layers = tuple(_load_layer(checkpoint, config, i) for i in range(config.num_layers))
+    norm = checkpoint.load("model.norm.weight", hidden)
+    checkpoint.drop("rotary_emb.inv_freq")  # old checkpoints carry this constant
+    checkpoint.check_all_taken()
+    return Weights(
+        embedding=embedding, layers=layers, norm=norm, lm_head=lm_head, may_pack=may_pack
+    )
+
+
+def _load_ends(checkpoint: TensorSource, config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """The embedding and the last matrix, as transformers 5 ties them: the flag alone does not.
+
+    Where both are there and differ, each is used; where one of two tied ones is, it is both.
+    """
+    shape = config.vocab_size, config.hidden_size
+    names = "model.embed_tokens.weight", "lm_head.weight"
+    if config.tie_embeddings and not all(map(checkpoint.has, names)):
+        one = checkpoint.load(names[1] if checkpoint.has(names[1]) else names[0], *shape)
+        return one, one
+    embedding, lm_head = (checkpoint.load(name, *shape) for name in names)
+    if config.tie_embeddings and torch.equal(embedding, lm_head):
+        return embedding, embedding
+    return embedding, lm_head
+
+
+def _load_layer(checkpoint: TensorSource, config: ModelConfig, index: int) -> LayerWeights:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    prefix = f"model.layers.{index}"
+    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    return LayerWeights(
+        input_norm=checkpoint.load(f"{prefix}.input_layernorm.weight", hidden),
+        qkv=checkpoint.fuse(
+            tuple(f"{attention}.{name}_proj.weight" for name in "qkv"),
+            (config.q_size, config.kv_size, config.kv_size),
+            hidden,
+        ),
+        o=checkpoint.load(f"{attention}.o_proj.weight", hidden, config.q_size),
+        post_norm=checkpoint.load(f"{prefix}.post_attention_layernorm.weight", hidden),
+        gate_up=checkpoint.fuse(
+            (f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"), (inner, inner), hidden
+        ),
+        down=checkpoint.load(f"{mlp}.down_proj.weight", hidden, inner),
+        **_load_extras(checkpoint, config, attention, mlp),
+    )
+
+
+def _load_extras(
+    checkpoint: TensorSource, config: ModelConfig, attention: str, mlp: str
+) -> dict[str, torch.Tensor]:
+    """The fields of LayerWeights that only some models have."""
+    hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
+    extras = {}
+    if config.qkv_bias:
+        sizes = {"q": config.q_size, "k": config.kv_size, "v": config.kv_size}
+        biases = [checkpoint.load(f"{attention}.{n}_proj.bias", size) for n, size in sizes.items()]
+        extras["qkv_bias"] = torch.cat(biases)
+    if config.o_bias:
+        extras["o_bias"] = checkpoint.load(f"{attention}.o_proj.bias", hidden)
+    if config.mlp_bias:
+        biases = [checkpoint.load(f"{mlp}.{name}_proj.bias", inner) for name in ("gate", "up")]
+        extras["gate_up_bias"] = torch.cat(biases)
+        extras["down_bias"] = checkpoint.load(f"{mlp}.down_proj.bias", hidden)
+    if config.qk_norm:
+        norms = [checkpoint.load(f"{attention}.{name}_norm.weight", head) for name in "qk"]
+        extras["qk_norm"] = torch.stack(norms)
+    return extras

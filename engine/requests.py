@@ -1,0 +1,137 @@
+"""LiveRequests: the requests that have not ended, known alike to every owner.
+
+What has to happen at once when a sequence enters, leaves or ends is here, and nothing else is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from engine.adapters.store import AdapterStore
+from engine.endings import Endings
+from engine.errors import EngineError
+from engine.memory.pinned_prefixes import PinnedPrefixes
+from engine.request import FinishReason, Request, RequestOutput
+from engine.sampling.grammar import Grammars
+from engine.sampling.logits import as_engine_error
+from engine.sampling.sampler import Sampler
+from engine.scheduling.deadlines import Deadlines
+from engine.scheduling.scheduler import Scheduler
+from engine.sequence import Sequence, Step
+
+
+class LiveRequests:
+    """Owns the sequences of all requests by their ids; the others own what each of them holds.
+
+    stop_ids  the tokens that end a request
+    clock     what deadlines are measured on, in seconds
+    """
+
+    def __init__(
+        self,
+        *,
+        store: AdapterStore,
+        scheduler: Scheduler,
+        sampler: Sampler,
+        grammars: Grammars,
+        deadlines: Deadlines,
+        pins: PinnedPrefixes,
+        stop_ids: Callable[[Request], frozenset[int]],
+        clock: Callable[[], float],
+    ) -> None:
+        self._store, self._scheduler, self._sampler = store, scheduler, sampler
+        self._grammars, self._deadlines, self._pins = grammars, deadlines, pins
+        self._stop_ids, self._clock = stop_ids, clock
+        self._sequences: dict[str, list[Sequence]] = {}
+        self._endings = Endings()
+        self._num_arrivals = 0
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._sequences
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def enter(self, request: Request) -> None:
+        """Accept a request that `Intake` has checked; what this raises leaves nothing behind."""
+        sequences = Sequence.of(request, self._num_arrivals, self._stop_ids(request))
+        try:
+            for sequence in sequences:
+                sequence.versions = self._store.versions(sequence.digests)
+                self._sampler.add(sequence)
+                self._grammars.add(sequence)
+        except BaseException:
+            for sequence in sequences:
+                self._sampler.remove(sequence)
+                self._grammars.remove(sequence)
+            raise
+        self._num_arrivals += len(sequences)
+        self._sequences[request.request_id] = live = list(sequences)
+        self._deadlines.add(live)
+        now = self._clock()
+        for sequence in sequences:
+            self._store.add_user(sequence.digests)
+            self._scheduler.add(sequence, now)
+
+    def release(self, sequence: Sequence) -> None:
+        """Give back what a sequence held; a step under way may still write to its pages.
+
+        Whatever else is put there is launched, or copied, after that step.
+        """
+        if not sequence.has_left:
+            sequence.has_left = True
+            self._scheduler.remove(sequence)
+            self._store.remove_user(sequence.digests)
+
+    def end(
+        self, sequence: Sequence, reason: FinishReason, error: EngineError | None = None
+    ) -> RequestOutput:
+        """Forget the sequence everywhere and say so."""
+        output = sequence.output()
+        output.finish_reason, output.error = reason, error
+        sequence.has_ended = True
+        self.release(sequence)
+        self._sampler.remove(sequence)
+        self._grammars.remove(sequence)
+        request_id = output.request_id
+        self._sequences[request_id].remove(sequence)
+        if not self._sequences[request_id]:
+            del self._sequences[request_id]
+            self._deadlines.remove(request_id)
+            self._pins.note_end(request_id, self._clock())
+        return output
+
+    def end_later(
+        self,
+        request_id: str,
+        reason: FinishReason,
+        error: BaseException | None = None,
+        index: int | None = None,
+    ) -> None:
+        """Let a request, or one of its n, end with the next step, if it has not by then."""
+        known = None if error is None else as_engine_error(request_id, error)
+        self._endings.add(self._sequences.get(request_id, ()), reason, known, index)
+
+    @property
+    def has_endings(self) -> bool:
+        """Whether `end_early` has anything to do."""
+        return bool(self._endings)
+
+    def end_early(self) -> list[RequestOutput]:
+        """End what was cancelled, has failed or is past its deadline."""
+        return [self.end(*ending) for ending in self._endings.take()]
+
+    def end_failed(self, step: Step) -> list[RequestOutput]:
+        """End those that can never run."""
+        return [
+            self.end(sequence, FinishReason.ERROR, error)
+            for sequence, error in step.failed
+            if not sequence.has_ended
+        ]
+
+    def sequences(self, request_id: str) -> list[Sequence]:
+        """Those of a request that have not ended."""
+        return list(self._sequences.get(request_id, ()))
+
+    def all_sequences(self) -> set[Sequence]:
+        return {sequence for sequences in self._sequences.values() for sequence in sequences}

@@ -1,0 +1,1 @@
+"""From logits to tokens: sampling, grammars, and when a sequence ends."""

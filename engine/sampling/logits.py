@@ -1,0 +1,110 @@
+"""Chooser: from a step's logits to a token for each sequence, or to what went wrong with it.
+
+What fails for one sequence (its adapter's numbers overflow, its grammar's matcher raises) is that
+sequence's error alone. The batch is handled as a whole; only when that raises, row by row, to
+learn whose fault it was.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from typing import TypeVar
+
+import torch
+
+from engine.errors import AdapterOverflow, EngineError
+from engine.sampling.grammar import Grammars
+from engine.sampling.sampler import Sampled, Sampler
+from engine.sequence import Sequence
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Chooser:
+    """Applies what the requests ask of the logits, and chooses."""
+
+    def __init__(self, sampler: Sampler, grammars: Grammars) -> None:
+        self._sampler, self._grammars = sampler, grammars
+
+    def choose_of_live(
+        self, logits: torch.Tensor, sequences: SequenceOf[Sequence]
+    ) -> list[Sampled]:
+        """`choose`; those that have ended meanwhile get any token."""
+        live = [i for i, sequence in enumerate(sequences) if not sequence.has_ended]
+        logits = logits if len(live) == len(sequences) else logits[live]
+        sampled = dict(zip(live, self.choose(logits, [sequences[i] for i in live]), strict=True))
+        return [sampled.get(i, Sampled(0, None)) for i in range(len(sequences))]
+
+    def choose(self, logits: torch.Tensor, sequences: SequenceOf[Sequence]) -> list[Sampled]:
+        """One token, or one error, for each row of `logits` [N, V], which may be changed."""
+        logits = logits.float()
+        wants_logprobs = any(s.request.sampling.logprobs is not None for s in sequences)
+        raw = logits.log_softmax(dim=-1) if wants_logprobs else None
+        failed: dict[int, Exception] = {}
+
+        def each(action: Callable[[int], T]) -> dict[int, T]:
+            """Do `action` for every row that has not failed, and note whose raises."""
+            done = {}
+            for i in range(len(sequences)):
+                if i not in failed:
+                    try:
+                        done[i] = action(i)
+                    except Exception as error:
+                        failed[i] = error
+            return done
+
+        each(lambda i: self._sampler.adjust(logits, i, sequences[i]))
+        try:
+            self._grammars.mask(logits, sequences)
+        except Exception:
+            each(lambda i: self._grammars.mask(logits[i : i + 1], sequences[i : i + 1]))
+        try:
+            sampled = dict(enumerate(self._sampler.choose(logits, sequences, raw)))
+        except Exception:
+            own = None if raw is None else raw.unsqueeze(1)
+            sampled = each(
+                lambda i: self._sampler.choose(
+                    logits[i : i + 1], sequences[i : i + 1], None if own is None else own[i]
+                )[0]
+            )
+        return [
+            _failed(sequence, failed[i]) if i in failed else sampled[i]
+            for i, sequence in enumerate(sequences)
+        ]
+
+
+def _failed(sequence: Sequence, error: Exception) -> Sampled:
+    return Sampled(0, None, error=as_engine_error(sequence.request.request_id, error))
+
+
+def checked(sequence: Sequence, sampled: Sampled) -> Sampled:
+    """The token, unless its logit, which is the row's largest, is no number.
+
+    Not a number counts as larger than any. Minus infinity is what a grammar leaves that allows
+    no token; it says so itself.
+    """
+    if not (math.isnan(sampled.largest) or sampled.largest == math.inf):
+        return sampled
+    return Sampled(0, None, error=overflow_of(sequence))
+
+
+def overflow_of(sequence: Sequence) -> EngineError:
+    """Why the sequence's logits are no numbers."""
+    if not sequence.digests:
+        return EngineError("the base model's logits overflowed")
+    names = " and ".join(digest[:12] for digest in sequence.digests)
+    message = f"the values of adapter {names} are too large: the model's logits overflowed"
+    return AdapterOverflow(message, param="adapters")
+
+
+def as_engine_error(request_id: str, error: BaseException) -> EngineError:
+    """The error as a client hears of it; one that was not foreseen is logged."""
+    if isinstance(error, EngineError):
+        return error
+    log.error("request failed", exc_info=error, extra={"request_id": request_id})
+    return EngineError(f"internal error: {type(error).__name__}")

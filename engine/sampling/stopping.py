@@ -1,0 +1,35 @@
+"""What ends a request: its tokens, its limits, or its grammar. No torch here."""
+
+from __future__ import annotations
+
+from engine.request import FinishReason
+from engine.sampling.grammar import Matcher
+from engine.sequence import Sequence
+
+
+def is_full(sequence: Sequence, context_limit: int) -> bool:
+    """Whether the newest token is the last, whatever it is."""
+    most = sequence.request.sampling.max_tokens
+    is_last = most is not None and sequence.num_generated >= most
+    return is_last or sequence.num_tokens >= context_limit
+
+
+def judge(
+    sequence: Sequence, matcher: Matcher | None, context_limit: int
+) -> tuple[FinishReason | None, bool]:
+    """Why the newest token ends its request, if it does, and whether it is part of the text.
+
+    Raises BadGrammar when the request's grammar, which the token advances, cannot be followed any
+    further.
+    """
+    if sequence.request.sampling.max_tokens == 0:
+        return FinishReason.LENGTH, False  # the token was not asked for
+    token_id = sequence.token_ids[-1]
+    is_text = token_id not in sequence.stop_ids
+    is_complete = not is_text
+    if matcher is not None:
+        is_complete = matcher.accept(token_id) or is_complete
+        is_text = is_text and token_id != matcher.eos_token_id
+    if is_complete:
+        return FinishReason.STOP, is_text
+    return (FinishReason.LENGTH if is_full(sequence, context_limit) else None), True

@@ -1,0 +1,179 @@
+"""PageTables: which pages hold a sequence's KV. No torch here."""
+
+from __future__ import annotations
+
+from array import array
+
+from engine.memory.page_pool import PagePool, PageUse
+from engine.memory.prefix_cache import PageKeys, PrefixCache
+from engine.sequence import Row, Sequence
+
+
+class PageTables:
+    """Fills and empties the page tables of sequences; what is full goes to the prefix cache.
+
+    page_size  tokens per page
+    reach      how far back from a new token, itself included, KV may be read; pages further back
+               are given back while the sequence runs. None: all is read
+    """
+
+    def __init__(
+        self, pool: PagePool, prefixes: PrefixCache, page_size: int, reach: int | None = None
+    ) -> None:
+        self._pool, self._prefixes, self._page_size = pool, prefixes, page_size
+        self._reach = reach
+
+    def count_for(self, num_tokens: int) -> int:
+        """Pages of so many tokens."""
+        return -(-num_tokens // self._page_size)
+
+    @property
+    def gives_back(self) -> bool:
+        """Whether a running sequence loses pages that nothing reads any more."""
+        return self._reach is not None
+
+    def most_held(self, num_tokens: int) -> int:
+        """Pages with which a sequence of so many tokens can run, however few others there are.
+
+        All of them; where pages are given back, what a chunk of a page touches and what its first
+        token still reads.
+        """
+        num_pages = self.count_for(num_tokens)
+        if self._reach is None:
+            return num_pages
+        return min(num_pages, (self._reach - 1 + self._page_size - 2) // self._page_size + 2)
+
+    def count_to_start(self, sequence: Sequence, found: list[int]) -> int:
+        """Pages that have to be free before it starts behind the pages that were found for it.
+
+        Room for all its tokens, not just a chunk: else it would soon be preempted. Where pages are
+        given back, for the most that it holds: it may have more tokens than there is room for.
+        """
+        num_new = self.count_for(sequence.num_tokens) - len(found)
+        num_held = len(found) - self._first_seen(len(found) * self._page_size)
+        return min(num_new, self.most_held(sequence.num_tokens) - num_held)
+
+    def count_missing(self, sequence: Sequence, num_tokens: int) -> int:
+        """Pages that its next `num_tokens` tokens need and it has not."""
+        end = sequence.num_computed + num_tokens
+        return -(-end // self._page_size) - len(sequence.page_table)
+
+    def find(self, sequence: Sequence) -> list[int]:
+        """The sequence's first pages, as far as somebody has computed them; now shared with it.
+
+        Those that its next token does not see are 0, and not shared. A sibling has the prompt's
+        full pages even where nothing is kept for strangers; what is in the prompt's last page
+        besides is computed again, a page at most.
+        """
+        # One token at least is computed: what follows is sampled from it.
+        num_full = (sequence.num_tokens - 1) // self._page_size
+        wanted = sequence.prompt_logprobs
+        if wanted is not None and not wanted.is_complete:
+            # What nobody has read the rows of is computed, whoever has its KV.
+            num_full = min(num_full, wanted.num_known // self._page_size)
+        pages = self._prefixes.take(self._keys(sequence, num_full))
+        num_common = min(num_full, sequence.num_prompt // self._page_size)
+        if len(pages) < num_common:
+            first = self._first_seen(num_common * self._page_size)
+            owners = (s for s in sequence.siblings if s.has_prompt and s.num_dropped <= first)
+            owner = next(owners, None)
+            if owner is not None:
+                self._prefixes.release(pages)
+                pages = [0] * first + owner.page_table[first:num_common].tolist()
+                self._pool.share(pages[first:])
+                return pages
+        first = self._first_seen(len(pages) * self._page_size)
+        self._prefixes.release(pages[:first])
+        return [0] * first + pages[first:]
+
+    def give_back(self, pages: list[int]) -> None:
+        """Undo `find`."""
+        self._prefixes.release(pages[self._first_seen(len(pages) * self._page_size) :])
+
+    def start(self, sequence: Sequence, pages: list[int]) -> None:
+        """The sequence begins behind the pages that were found for it."""
+        sequence.page_table = array("i", pages)
+        sequence.num_computed = len(pages) * self._page_size
+        sequence.num_dropped = self._first_seen(sequence.num_computed)
+        if sequence.num_cached is None:  # else it returns, and finds pages of its own
+            for sibling in sequence.siblings:
+                sibling.num_cached = sequence.num_computed
+
+    def extend(self, sequence: Sequence, num_tokens: int) -> None:
+        """Take the pages that its next `num_tokens` tokens need."""
+        num_new = self.count_missing(sequence, num_tokens)
+        if num_new > 0:
+            sequence.page_table.extend(self._pool.take(num_new, PageUse.KV))
+
+    def clear(self, sequence: Sequence) -> None:
+        """The sequence runs no longer."""
+        self._prefixes.release(sequence.pages)
+        sequence.page_table = array("i")
+        sequence.num_computed = sequence.num_dropped = 0
+
+    def commit(self, row: Row) -> None:
+        """The row's tokens are in the pages, and full pages can be shared."""
+        sequence = row.sequence
+        first = sequence.num_computed // self._page_size
+        sequence.num_computed += row.num_tokens
+        end = sequence.num_computed // self._page_size
+        if end > first:
+            keys = self._keys(sequence, end)
+            for index in range(first, end):
+                self._prefixes.add(keys[index], sequence.page_table[index])
+        self._drop(sequence)
+
+    def _first_seen(self, num_computed: int) -> int:
+        """The first page that the token after `num_computed` sees, or any token after that."""
+        if self._reach is None:
+            return 0
+        return max(num_computed + 1 - self._reach, 0) // self._page_size
+
+    def _drop(self, sequence: Sequence) -> None:
+        """Give back the pages that the sequence's next token, and all after it, do not see."""
+        first = self._first_seen(sequence.num_computed)
+        if first > sequence.num_dropped:
+            self._prefixes.release(sequence.page_table[sequence.num_dropped : first])
+            for index in range(sequence.num_dropped, first):
+                sequence.page_table[index] = 0
+            sequence.num_dropped = first
+
+    def look_ahead(self, rows: list[Row]) -> list[tuple[int, int, int]] | None:
+        """Take the pages that decoding rows need for their next step.
+
+        Returns (row, index in its page table, page) of each new page; None, with nothing taken,
+        when they are neither free nor idle in the prefix cache.
+        """
+        short = [
+            (i, row.sequence)
+            for i, row in enumerate(rows)
+            if self.count_for(row.sequence.num_computed + 1) > len(row.sequence.page_table)
+        ]
+        self._prefixes.evict(len(short))
+        if not self._pool.can_take(len(short)):
+            return None
+        pages = self._pool.take(len(short), PageUse.KV)
+        for (_, sequence), page in zip(short, pages, strict=True):
+            sequence.page_table.append(page)
+        return [
+            (i, len(sequence.page_table) - 1, page)
+            for (i, sequence), page in zip(short, pages, strict=True)
+        ]
+
+    def check_integrity(self, sequence: Sequence) -> None:
+        """Raise AssertionError unless a running sequence's table fits its tokens."""
+        capacity = len(sequence.page_table) * self._page_size
+        assert sequence.num_computed <= capacity, "KV without a page"
+        assert capacity - self._page_size < sequence.num_tokens, "a page too many"
+        dropped = sequence.num_dropped * self._page_size
+        assert not dropped or self._reach is not None, "a page was given back that is read"
+        assert dropped <= max(sequence.num_computed + 1 - (self._reach or 0), 0)
+
+    def _keys(self, sequence: Sequence, num_pages: int) -> list[bytes]:
+        """What the sequence's first pages, which are full, are known by."""
+        if sequence.page_keys is None:
+            tenant_id = sequence.request.tenant_id
+            sequence.page_keys = PageKeys(
+                tenant_id, sequence.adapter_key, self._page_size, sequence.versions
+            )
+        return sequence.page_keys.first(num_pages, sequence.token_ids)

@@ -1,0 +1,450 @@
+"""Who runs in the next step. No torch here.
+
+Iteration-level: each step carries one token of every decoding sequence and, with what is left of
+the token budget, chunks of prompts. Sequences are ranked: overdue, interactive, batch
+(`waiting_queue`), within each by arrival. Batch work gets what the others leave: of the slots, the
+pages and the budget for prompts. A waiting sequence whose adapter or grammar is not ready is passed
+over and blocks nobody.
+
+Who may be overtaken, and how often:
+
+- where not all fit, a sequence that brings no adapter to the batch may overtake those of its class
+  that bring one, and anybody may overtake one whose adapter lacks room: each is overtaken by
+  `max_skips` others at most, then nobody of its class or of a lower one is admitted before it
+- an interactive sequence that finds no room takes it from running batch work that is not overdue,
+  and an overdue one from whatever arrived after it. So a sequence waits, in all its waits together,
+  `max_wait_s` (`max_batch_wait_s`) at most for others that arrived after it; from then on it waits
+  for its adapter and for what arrived before it, and for nothing else. Of all overdue sequences the
+  first is never preempted, so there is always one that gets on.
+
+When pages run out, what is idle goes first, then the running sequence of the lowest rank is
+preempted: its pages are released and its tokens recomputed later, unless the prefix cache still
+has them. Source: Orca (OSDI'22) for iterations, Sarathi-Serve (arXiv:2403.02310) for chunks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+from typing import Protocol
+
+from engine.errors import OutOfPages
+from engine.memory.page_pool import PagePool, PageUse
+from engine.memory.prefix_cache import AdapterKey, PrefixCache
+from engine.request import Priority
+from engine.scheduling.page_tables import PageTables
+from engine.scheduling.waiting_queue import SchedulerLimits, Urgency, WaitingLine, insert_by_rank
+from engine.sequence import Row, Sequence, Step
+from engine.stats import PreemptionCause
+
+# Of the waiting that could run, so many of a class are looked at in one step.
+_WINDOW = 64
+_CAUSES = (PreemptionCause.OVERDUE, PreemptionCause.PRIORITY)
+_NO_ROOM = "the request's adapters need more pages than pinned prefixes leave"
+
+
+class Adapters(Protocol):
+    """What the scheduler needs of `engine.adapters.store.AdapterStore`."""
+
+    def is_resident(self, digest: str) -> bool: ...
+
+    def lacks_room(self, digest: str) -> bool: ...
+
+    def num_pages(self, digest: str) -> int: ...
+
+    @property
+    def is_copying(self) -> bool: ...
+
+    def pin(self, digest: str) -> None: ...
+
+    def unpin(self, digest: str) -> None: ...
+
+    def evict_idle(
+        self, num_pages: int, keep: Collection[str], use: PageUse = PageUse.KV
+    ) -> None: ...
+
+    def makes_room(self, digest: str, keep: Collection[str]) -> bool: ...
+
+
+class Scheduler:
+    """Owns the waiting and the running sequences and their page tables."""
+
+    def __init__(
+        self,
+        *,
+        pool: PagePool,
+        adapters: Adapters,
+        prefixes: PrefixCache,
+        page_size: int,
+        limits: SchedulerLimits,
+        reach: int | None = None,
+    ) -> None:
+        """reach: see `PageTables`."""
+        self._pool, self._adapters, self._page_size = pool, adapters, page_size
+        self._tables = PageTables(pool, prefixes, page_size, reach)
+        self._limits = limits
+        # Every running sequence must find room for its decode token in the step.
+        self.max_running = min(limits.max_running, limits.max_step_tokens)
+        self._in_use: Counter[str] = Counter()  # digest -> running sequences
+        self._line = WaitingLine(limits)
+        self.running: list[Sequence] = []  # the highest rank first
+        self.preemptions: Counter[PreemptionCause] = Counter()  # so far
+        self._now = float("-inf")  # of the newest call that told it
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        """The most urgent first."""
+        return self._line.sequences
+
+    def add(self, sequence: Sequence, now: float) -> None:
+        self._line.enter(sequence, now)
+
+    def remove(self, sequence: Sequence) -> None:
+        """The sequence has ended: forget it and release what it holds."""
+        if sequence.is_running:
+            self._stop(sequence)
+        else:
+            self._line.leave(sequence, self._now)
+
+    def wanted_adapters(self) -> Iterable[str]:
+        """Digests that waiting sequences need, the most urgent first."""
+        return (digest for sequence in self.waiting for digest in sequence.digests)
+
+    def schedule(self, now: float) -> Step:
+        """Decide the next step: take its pages, preempt and admit as needed.
+
+        now  seconds on any clock that never goes back
+        """
+        self._now = now
+        self._line.promote(now)
+        step = Step(budget=self._limits.max_step_tokens)
+        # Decodes first: a prompt's chunk must not delay those who are already answering.
+        prefills = []
+        for sequence in list(self.running):
+            if sequence.num_uncomputed != 1:
+                prefills.append(sequence)
+            elif sequence.is_running and step.budget:  # not preempted a moment ago
+                self._continue(step, sequence)
+        is_open = True
+        for urgency in Urgency:
+            own = [sequence for sequence in prefills if sequence.rank[0] == urgency]
+            waiting = self._line.of(urgency) if urgency is Urgency.OVERDUE else []
+            num_before = sum(s.rank < waiting[0].rank for s in own) if waiting else len(own)
+            self._continue_prompts(step, own[:num_before])
+            # Who has been preempted by now waits: being admitted again, it has had its turn.
+            after = [sequence for sequence in own[num_before:] if sequence.is_running]
+            is_open = is_open and self._admit(step, urgency)
+            self._continue_prompts(step, after)
+        _group_by_adapter(step)
+        return step
+
+    def can_admit(self, now: float) -> bool:
+        """Whether a waiting sequence might get into the next step."""
+        self._now = now
+        self._line.promote(now)
+        if not self.waiting:
+            return False
+        if len(self.running) < self.max_running or self._victim(self.waiting[0]):
+            return True
+        return any(_outranks(sequence, self.running[-1]) for sequence in self.waiting)
+
+    def most_held(self, num_tokens: int) -> int:
+        """See `PageTables.most_held`."""
+        return self._tables.most_held(num_tokens)
+
+    def look_ahead(self, rows: list[Row]) -> list[tuple[int, int, int]] | None:
+        """See `PageTables.look_ahead`."""
+        return self._tables.look_ahead(rows)
+
+    def commit(self, row: Row) -> None:
+        """The step has run: the row's tokens are in the pages, and full pages can be shared."""
+        self._tables.commit(row)
+
+    def count_uncomputed(self, sequence: Sequence) -> int:
+        """Tokens that it would have to compute if it ran now, at the least."""
+        if sequence.is_running:
+            return sequence.num_uncomputed
+        pages = self._tables.find(sequence)
+        self._tables.give_back(pages)
+        return sequence.num_tokens - len(pages) * self._page_size
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless page tables, pins and orders agree."""
+        self._line.check_integrity(self._now)
+        ranks = [sequence.rank for sequence in self.running]
+        assert ranks == sorted(set(ranks)), "sequences out of order"
+        for sequence in self.running:
+            assert sequence.is_running
+            self._tables.check_integrity(sequence)
+            assert all(self._adapters.is_resident(digest) for digest in sequence.digests)
+        assert self._in_use == Counter(d for s in self.running for d in s.digests)
+        if self._limits.max_adapters is not None:
+            assert len(self._in_use) <= self._limits.max_adapters
+
+    # Those who run
+
+    def _continue_prompts(self, step: Step, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            if sequence.is_running and step.budget:
+                self._continue(step, sequence)
+
+    def _continue(self, step: Step, sequence: Sequence) -> None:
+        num_tokens = self._chunk(step, sequence)
+        num_new = self._tables.count_missing(sequence, num_tokens)
+        if num_new <= 0:  # most decodes: fifteen of sixteen tokens need no page
+            step.rows.append(Row(sequence, num_tokens))
+            step.budget -= num_tokens
+        elif self._make_room(step, sequence, num_new):
+            self._run(step, sequence, num_tokens)
+
+    def _chunk(self, step: Step, sequence: Sequence) -> int:
+        """How many tokens it computes next.
+
+        Where pages behind are given back, no more than there is room for, but a page's: after
+        each chunk there is room again.
+        """
+        num_tokens = min(sequence.num_uncomputed, step.budget)
+        if self._tables.gives_back:
+            while num_tokens > self._page_size and not self._is_free(
+                self._tables.count_missing(sequence, num_tokens), sequence
+            ):
+                num_tokens //= 2
+        return num_tokens
+
+    def _run(self, step: Step, sequence: Sequence, num_tokens: int) -> None:
+        """Put the row into the step; its pages can be taken."""
+        self._tables.extend(sequence, num_tokens)
+        step.rows.append(Row(sequence, num_tokens))
+        step.budget -= num_tokens
+
+    def _make_room(self, step: Step, sequence: Sequence, num_new: int) -> bool:
+        """Free `num_new` pages for a running sequence; False when it must sit out."""
+        while not self._pool.can_take(num_new):
+            if self._is_free(num_new, sequence):
+                break
+            victim = self.running[-1]
+            if victim is sequence and len(self.running) == 1:
+                if self._is_free_at_last(num_new, sequence):
+                    break
+                if not self._adapters.is_copying:
+                    step.failed.append((sequence, _too_small(self._pool, num_new)))
+                return False
+            self._preempt(step, victim, PreemptionCause.PAGES)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, step: Step, victim: Sequence, cause: PreemptionCause) -> None:
+        for row in [row for row in step.rows if row.sequence is victim]:
+            step.rows.remove(row)
+            step.budget += row.num_tokens
+        self._stop(victim)
+        self._line.enter(victim, self._now)
+        self.preemptions[cause] += 1
+
+    def _stop(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        sequence.is_running = False
+        self._tables.clear(sequence)
+        for digest in sequence.digests:
+            self._adapters.unpin(digest)
+            self._in_use[digest] -= 1
+            if not self._in_use[digest]:
+                del self._in_use[digest]
+
+    # Those who wait
+
+    def _admit(self, step: Step, urgency: Urgency) -> bool:
+        """Admit waiting sequences of one urgency; False when nobody may be admitted after them."""
+        window = self._candidates(urgency)
+        passed: list[Sequence] = []  # for lack of room for their adapters
+        while window:
+            if urgency is not Urgency.OVERDUE and any(map(self._is_spent, passed)):
+                return False
+            chosen = self._choose(window)
+            sequence = window[chosen]
+            if not self._claim_slot(step, sequence) or not step.budget:
+                return False
+            if not self._claim_adapters(step, sequence):
+                if _has_failed(step, sequence):
+                    del window[chosen]
+                    continue
+                if urgency is Urgency.OVERDUE:
+                    return False
+                passed.append(window.pop(chosen))
+                continue
+            if not self._claim_pages(step, sequence):
+                if _has_failed(step, sequence):
+                    del window[chosen]
+                    continue
+                return False
+            for overtaken in (*passed, *window[:chosen]):
+                overtaken.num_skips += 1
+            del window[chosen]
+            if len(sequence.siblings) > 1:
+                window = [s for s in window if not _is_prompt_under_way(s)]
+        return not passed  # else lower classes would take what it waits for
+
+    def _candidates(self, urgency: Urgency) -> list[Sequence]:
+        """The waiting of this urgency who lack nothing but room, the first of them."""
+        waiting = self._line.of(urgency)
+        if not waiting:
+            return []
+        if len(self.running) >= self.max_running and self._victim(waiting[0]) is None:
+            return []
+        window: list[Sequence] = []
+        for sequence in waiting:
+            if self._lacks_room_alone(sequence):
+                window.append(sequence)
+                if len(window) == _WINDOW:
+                    break
+        return window
+
+    def _lacks_room_alone(self, sequence: Sequence) -> bool:
+        if sequence.is_waiting_for_grammar or _is_prompt_under_way(sequence):
+            return False
+        adapters = self._adapters
+        return all(adapters.is_resident(d) or adapters.lacks_room(d) for d in sequence.digests)
+
+    def _choose(self, window: list[Sequence]) -> int:
+        """Who is next: the first, unless one that brings no adapter may overtake it."""
+        if window[0].rank[0] is Urgency.OVERDUE:
+            return 0
+        if len(window) <= self.max_running - len(self.running):
+            return 0
+        for i, sequence in enumerate(window):
+            if all(digest in self._in_use for digest in sequence.digests):
+                return i
+            if self._is_spent(sequence):
+                break
+        return 0
+
+    def _is_spent(self, sequence: Sequence) -> bool:
+        return sequence.num_skips >= self._limits.max_skips
+
+    def _victim(self, sequence: Sequence) -> Sequence | None:
+        """Who has to make room for a waiting sequence that finds none."""
+        if not self.running:
+            return None
+        if _outranks(sequence, self.running[-1]):
+            return self.running[-1]
+        if sequence.rank[0] is Urgency.OVERDUE:
+            return next((s for s in reversed(self.running) if s.arrival > sequence.arrival), None)
+        return None
+
+    def _preempt_for(self, step: Step, sequence: Sequence) -> bool:
+        """Preempt one that has to make room for `sequence`; False when there is none."""
+        victim = self._victim(sequence)
+        if victim is not None:
+            self._preempt(step, victim, _CAUSES[_outranks(sequence, victim)])
+        return victim is not None
+
+    def _claim_slot(self, step: Step, sequence: Sequence) -> bool:
+        return len(self.running) < self.max_running or self._preempt_for(step, sequence)
+
+    def _claim_adapters(self, step: Step, sequence: Sequence) -> bool:
+        """Whether the sequence's adapters are there and may be used beside those in use.
+
+        Where pages for them are missing, makes room for `AdapterStore.poll` to take.
+        """
+        missing = [d for d in sequence.digests if not self._adapters.is_resident(d)]
+        num_pages = sum(self._adapters.num_pages(digest) for digest in missing)
+        while self._has_too_many_adapters(sequence) or missing:
+            if self._victim(sequence) is None:
+                if missing and self._is_out_of_reach(missing[0], sequence):
+                    step.failed.append((sequence, OutOfPages(_NO_ROOM)))
+                return False
+            if not self._has_too_many_adapters(sequence) and self._is_free(
+                num_pages, sequence, PageUse.ADAPTER
+            ):
+                return False  # until they have been copied
+            self._preempt_for(step, sequence)
+        return True
+
+    def _is_out_of_reach(self, digest: str, sequence: Sequence) -> bool:
+        """Whether an adapter of the first in line has no room though nobody else needs any.
+
+        So it may be when prefixes were pinned after the request had been accepted.
+        """
+        is_alone = not self.running and self.waiting[0] is sequence
+        if not is_alone or self._adapters.is_copying:
+            return False
+        return not self._adapters.makes_room(digest, sequence.digests)
+
+    def _claim_pages(self, step: Step, sequence: Sequence) -> bool:
+        """Start the sequence if there are pages for it, and put its first chunk into the step."""
+        pages = self._tables.find(sequence)
+        num_new = self._tables.count_to_start(sequence, pages)
+        while not self._is_free(num_new, sequence):
+            if not self._preempt_for(step, sequence):
+                if not self.running and self._is_free_at_last(num_new, sequence):
+                    break
+                self._tables.give_back(pages)
+                if not self.running and not self._adapters.is_copying:
+                    step.failed.append((sequence, _too_small(self._pool, num_new)))
+                return False
+        self._start(sequence, pages)
+        self._run(step, sequence, self._chunk(step, sequence))
+        return True
+
+    def _is_free(self, num_pages: int, sequence: Sequence, use: PageUse = PageUse.KV) -> bool:
+        """Whether so many pages can be taken, after evicting what is idle.
+
+        Its own adapters stay, and those that an overdue sequence before it has waited for.
+        """
+        if not self._pool.can_take(num_pages, use):
+            keep = set(sequence.digests)
+            if self.waiting and self.waiting[0].rank < sequence.rank:
+                keep.update(self.waiting[0].digests)
+            self._adapters.evict_idle(num_pages, keep=keep, use=use)
+        return self._pool.can_take(num_pages, use)
+
+    def _is_free_at_last(self, num_pages: int, sequence: Sequence) -> bool:
+        """The same for the only one that can run: nobody else's adapters stay."""
+        if not self._adapters.is_copying:  # else parts of a blend would go before the last comes
+            self._adapters.evict_idle(num_pages, keep=sequence.digests)
+        return self._pool.can_take(num_pages)
+
+    def _has_too_many_adapters(self, sequence: Sequence) -> bool:
+        if self._limits.max_adapters is None:
+            return False
+        new = sum(digest not in self._in_use for digest in sequence.digests)
+        return new > 0 and len(self._in_use) + new > self._limits.max_adapters
+
+    def _start(self, sequence: Sequence, pages: list[int]) -> None:
+        self._line.leave(sequence, self._now)
+        insert_by_rank(self.running, sequence)
+        sequence.is_running = True
+        self._tables.start(sequence, pages)
+        for digest in sequence.digests:
+            self._adapters.pin(digest)
+            self._in_use[digest] += 1
+
+
+def _outranks(sequence: Sequence, running: Sequence) -> bool:
+    """Whether one that is interactive meets running batch work that is not overdue."""
+    return sequence.request.priority is Priority.INTERACTIVE and running.rank[0] is Urgency.BATCH
+
+
+def _is_prompt_under_way(sequence: Sequence) -> bool:
+    """Whether a sibling is computing the prompt, which it will then share."""
+    running = [s for s in sequence.siblings if s.is_running]
+    return bool(running) and not any(s.has_prompt for s in running)
+
+
+def _group_by_adapter(step: Step) -> None:
+    """Make rows of one adapter adjacent, so that its weights are read once per step."""
+    first_seen: dict[AdapterKey, int] = {}
+    for row in step.rows:
+        first_seen.setdefault(row.sequence.adapter_key, len(first_seen))
+    step.rows.sort(key=lambda row: first_seen[row.sequence.adapter_key])
+
+
+def _has_failed(step: Step, sequence: Sequence) -> bool:
+    return bool(step.failed) and step.failed[-1][0] is sequence
+
+
+def _too_small(pool: PagePool, num_pages: int) -> OutOfPages:
+    return OutOfPages(
+        f"the request alone needs {num_pages} pages more than there are of {pool.num_pages}"
+    )

@@ -1,0 +1,87 @@
+"""Intake: what of a request can be judged before it is accepted. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from engine.adapters.store import AdapterStore
+from engine.config import EngineConfig
+from engine.errors import ContextTooLong, OutOfPages, RequestError
+from engine.grammar_text import parse_schema
+from engine.memory.page_pool import PagePool, PageUse
+from engine.memory.pinned_prefixes import PinnedPrefixes
+from engine.model.config import ModelConfig
+from engine.request import Request
+
+
+class Intake:
+    """Judges requests against the model, the adapters and the arena; changes nothing.
+
+    most_held  pages that a sequence of so many tokens holds at a time
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ModelConfig,
+        *,
+        pool: PagePool,
+        store: AdapterStore,
+        pins: PinnedPrefixes,
+        most_held: Callable[[int], int],
+    ) -> None:
+        self._config, self._model = config, model
+        self._context_limit = config.context_limit(model)
+        self._pool, self._store, self._pins = pool, store, pins
+        self._most_held = most_held
+
+    def check(self, request: Request) -> None:
+        """Raise InvalidPrompt, ContextTooLong, BadGrammar, UnknownAdapter, OutOfPages or
+        RequestError for a request that could never run."""
+        request.check(self._model.vocab_size)
+        if len(request.token_ids) >= self._context_limit:
+            raise ContextTooLong(
+                f"the prompt has {len(request.token_ids)} tokens; the context is "
+                f"{self._context_limit} tokens, answer included",
+                param="token_ids",
+            )
+        if request.json_schema is not None:
+            parse_schema(request.json_schema)
+        self._store.check_known(part.digest for part in request.adapters)
+        max_adapters = self._config.max_adapters
+        if max_adapters is not None and len(request.adapters) > max_adapters:
+            raise RequestError(
+                f"the request names {len(request.adapters)} adapters; {max_adapters} may run at a "
+                "time",
+                param="adapters",
+            )
+        self._check_room(request)
+
+    def stop_ids(self, request: Request) -> frozenset[int]:
+        """The tokens that end the request."""
+        sampling = request.sampling
+        eos = () if sampling.ignore_eos else self._model.eos_token_ids
+        return frozenset((*eos, *sampling.stop_token_ids))
+
+    def _check_room(self, request: Request) -> None:
+        """Raise unless the arena could hold one of the request's sequences and its adapters."""
+        num_tokens = len(request.token_ids) + 1
+        num_kv = self._most_held(num_tokens)
+        num_adapter = self._store.most_pages(part.digest for part in request.adapters)
+        num_pinned = self._pins.num_pages
+        if num_pinned:
+            num_all = -(-num_tokens // self._config.page_size)
+            # Whose prompt is scored computes all of it, and shares nothing.
+            is_scored = request.sampling.prompt_logprobs is not None
+            num_shared = 0 if is_scored else self._pins.num_shared(request)
+            num_kv = min(num_kv, num_all - num_shared) + num_pinned
+        pins = f", with the {num_pinned} that are pinned," if num_pinned else ""
+        for name, param, wanted, limit in (
+            (f"prompt{pins}", "token_ids", num_kv, self._pool.max_used(PageUse.KV)),
+            ("adapters", "adapters", num_adapter, self._pool.max_used(PageUse.ADAPTER)),
+            (f"prompt and adapters{pins}", "token_ids", num_kv + num_adapter, self._pool.num_pages),
+        ):
+            if wanted > limit:
+                raise OutOfPages(
+                    f"the request's {name} need {wanted} pages; there are {limit}", param=param
+                )
