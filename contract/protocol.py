@@ -400,7 +400,7 @@ class Heartbeat(Message):
 
 
 def unpack_events(payload: bytes) -> list[TokenEvent]:
-    """The events of one stream entry; `worker.streams` packs them inside Redis.
+    """The events of one stream entry; `worker.serving.streams` packs them inside Redis.
 
     Many share one because entries are what limits a gateway. What is no event costs no other.
     """

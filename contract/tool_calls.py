@@ -1,6 +1,6 @@
 """From a model's text to the calls in it, while it is being written. Standard library only.
 
-A worker holds the model to this form by a grammar (`worker/tools.py`): calls stand between
+A worker holds the model to this form by a grammar (`worker/text/tools.py`): calls stand between
 `CALL_BEGIN` and `CALL_END`, each a JSON object of the function's name and then its arguments, and
 an answer that begins otherwise has none. The gateway shows the calls, and the worker checks them,
 as they are read here.

@@ -7,7 +7,7 @@ import sys
 
 from tests.fakes import fake_engine
 from worker.config import WorkerConfig, drop_environment
-from worker.service import run
+from worker.serving.service import run
 
 if __name__ == "__main__":
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s", level="INFO")

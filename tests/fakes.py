@@ -20,8 +20,8 @@ from engine.request import (
     RequestOutput,
     TokenLogprob,
 )
-from worker.channel import Stats
 from worker.config import S3Config, WorkerConfig
+from worker.engine_process.channel import Stats
 
 FAKE_NAME = "fake-base"
 FAKE_REVISION = "f" * 64
@@ -213,5 +213,5 @@ def _create(config: WorkerConfig, *, step_s: float, load_s: float, max_running: 
 def fake_engine(
     step_s: float, load_s: float = 0.0, max_running: float = 64
 ) -> functools.partial[FakeEngine]:
-    """An engine factory for `worker.service.run`; the engine takes `load_s` to load."""
+    """An engine factory for `worker.serving.service.run`; the engine takes `load_s` to load."""
     return functools.partial(_create, step_s=step_s, load_s=load_s, max_running=int(max_running))

@@ -6,7 +6,7 @@ import logging
 import os
 
 from worker.config import ConfigError, WorkerConfig, drop_environment
-from worker.service import run
+from worker.serving.service import run
 
 
 def main() -> int:

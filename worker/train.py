@@ -37,7 +37,7 @@ from types import FrameType
 from typing import Any, TextIO
 
 from worker.base_model import MANIFEST
-from worker.train_job import JobError, TrainJob
+from worker.training.job import JobError, TrainJob
 
 
 class Stopped(BaseException):
@@ -96,8 +96,8 @@ def train(job: TrainJob, log: EventLog) -> None:
     Raises JobError or DatasetError when the job or its data are wrong.
     """
     # Imported here: a wrong job is refused before the seconds that torch takes to start.
-    from worker.chat_data import load_examples
-    from worker.lora_training import load_base, run_trainer
+    from worker.training.chat_data import load_examples
+    from worker.training.loop import load_base, run_trainer
 
     started = time.monotonic()
     model, tokenizer = load_base(job)

@@ -27,11 +27,19 @@ assert "accountant" in get_commands()
 """
 PROGRAMS = {
     "controlplane": CONTROL_PLANE,
-    "trainer": CONTROL_PLANE + "import worker.train, worker.lora_training, worker.chat_data\n",
-    "worker": "import worker.__main__, worker.engine_process, engine, kernels, outlines\n",
+    "trainer": CONTROL_PLANE
+    + "import worker.train, worker.training.loop, worker.training.chat_data\n",
+    "worker": "import worker.__main__, worker.engine_process.process, engine, kernels, outlines\n",
 }
 ABSENT = {
-    "controlplane": ("torch", "transformers", "triton", "engine", "kernels", "worker.service"),
+    "controlplane": (
+        "torch",
+        "transformers",
+        "triton",
+        "engine",
+        "kernels",
+        "worker.serving.service",
+    ),
     "trainer": ("engine", "kernels", "outlines"),
     "worker": ("django", "celery", "rest_framework", "psycopg", "controlplane"),
 }

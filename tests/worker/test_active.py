@@ -11,13 +11,13 @@ import pytest
 from contract.protocol import Sampling
 from tests.fakes import write_fake_base
 from tests.messages import make_job
-from worker import active
-from worker.active import ActiveRequest
-from worker.admission import Prompt
-from worker.channel import Failure, Output
-from worker.requests import Requests
-from worker.streams import News
-from worker.text import TextCodec
+from worker.engine_process.channel import Failure, Output
+from worker.serving import active_request
+from worker.serving.active_request import ActiveRequest
+from worker.serving.engine_commands import Prompt
+from worker.serving.requests import Requests
+from worker.serving.streams import News
+from worker.text.codec import TextCodec
 
 
 @pytest.fixture(scope="module")
@@ -277,7 +277,7 @@ def test_log_probabilities_that_pile_up_end_their_request(
     codec: TextCodec, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     """No message may grow without a bound: the process at its other end serves others, too."""
-    monkeypatch.setattr(active, "MAX_LOGPROBS", 30)
+    monkeypatch.setattr(active_request, "MAX_LOGPROBS", 30)
     request = make_request(codec, stream=stream, n=2, logprobs=4)
     top = tuple((token_id, -1.0) for token_id in range(10, 14))
 
@@ -356,7 +356,7 @@ def test_token_ids_are_told_once_with_the_text_that_they_are_of(codec: TextCodec
 def test_token_ids_that_pile_up_end_their_request(
     codec: TextCodec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worker.active.MAX_LOGPROBS", 3)
+    monkeypatch.setattr("worker.serving.active_request.MAX_LOGPROBS", 3)
     request = make_request(codec, with_token_ids=True, stream=False)
     request.feed(Output(request_id="r", token_ids=[5] * 4), 101.0)
     event = news_of(request).event

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from contract.protocol import AdapterRef, adapter_digest
-from worker.adapters import CONFIG_FILE, TENSORS_FILE, AdapterCache, AdapterFetchError
+from worker.serving.adapter_cache import CONFIG_FILE, TENSORS_FILE, AdapterCache, AdapterFetchError
 
 REVISION = "r" * 64
 TENSORS_BYTES = 1000

@@ -10,8 +10,9 @@ import pytest
 from contract.protocol import ErrorCode, GenerateJob
 from tests.messages import make_job
 from tests.tiny_base import write_tiny_base
-from worker.admission import MAX_SHOWN_IDS, Refused, read_prompts
-from worker.text import TextCodec
+from worker.errors import Refused
+from worker.serving.engine_commands import MAX_SHOWN_IDS, read_prompts
+from worker.text.codec import TextCodec
 
 CONTEXT = 512
 TEMPLATE = (

@@ -17,11 +17,11 @@ from tests.fakes import write_fake_base
 from tests.messages import make_job
 from tests.worker.test_active import feed, make_request, news_of
 from tests.worker.test_tool_calls import ARGUMENTS, call
-from worker.active import ActiveRequest
-from worker.answer_check import set_up
-from worker.checks import checks_of
-from worker.requests import Requests
-from worker.text import TextCodec
+from worker.grammar.answer_check import set_up
+from worker.grammar.checks import checks_of
+from worker.serving.active_request import ActiveRequest
+from worker.serving.requests import Requests
+from worker.text.codec import TextCodec
 
 UNIQUE = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
 LARGE = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 5}}}

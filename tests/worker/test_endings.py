@@ -35,14 +35,14 @@ from tests.worker.scenes import (  # noqa: F401
 )
 from tests.worker.test_streams import WORKER, Pool, make_news, take
 from tests.worker.test_streams import pool as queue  # noqa: F401
-from worker import service
-from worker.channel import Add, Output, StepReport
 from worker.config import WorkerConfig
-from worker.engine_link import EngineLink
-from worker.requests import Requests
-from worker.service import Worker
-from worker.streams import Dispatch, Streams
-from worker.tasks import Tasks
+from worker.engine_process.channel import Add, Output, StepReport
+from worker.engine_process.link import EngineLink
+from worker.serving import service
+from worker.serving.requests import Requests
+from worker.serving.service import Worker
+from worker.serving.streams import Dispatch, Streams
+from worker.serving.tasks import Tasks
 
 
 @pytest.fixture

@@ -18,9 +18,9 @@ from engine.errors import ContextTooLong
 from engine.request import SamplingParams
 from tests.fakes import FakeEngine
 from tests.messages import make_job
-from worker.admission import Prompt, to_adds
-from worker.channel import Add, Cancel, Register, StepReport, Unregister
-from worker.engine_process import EngineLoop, to_failure, to_request
+from worker.engine_process.channel import Add, Cancel, Register, StepReport, Unregister
+from worker.engine_process.process import EngineLoop, to_failure, to_request
+from worker.serving.engine_commands import Prompt, to_adds
 
 
 @dataclasses.dataclass

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from contract.queue.batch_replies import mailbox_id
-from worker.flusher import turn
+from worker.serving.flusher import turn
 
 
 def test_nobody_waits_behind_a_batchs_answers() -> None:

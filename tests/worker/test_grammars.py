@@ -15,13 +15,13 @@ import pytest
 
 from contract.protocol import ErrorCode
 from tests.tiny_base import write_tiny_base
-from worker import grammars as grammars_module
-from worker import killable as killable_module
-from worker.admission import Refused
-from worker.answer_check import set_up
-from worker.channel import Add
-from worker.grammars import Grammars
-from worker.killable import Done, Helper, HelperLost
+from worker.engine_process.channel import Add
+from worker.errors import Refused
+from worker.grammar import killable_process as killable_module
+from worker.grammar import service as grammars_module
+from worker.grammar.answer_check import set_up
+from worker.grammar.killable_process import Done, Helper, HelperLost
+from worker.grammar.service import Grammars
 
 BOMB = json.dumps({"type": "integer", "multipleOf": 10_000_019})
 SMALL = json.dumps({"type": "integer", "minimum": 3})

@@ -33,9 +33,9 @@ from tests.worker.scenes import (  # noqa: F401
 )
 from tests.worker.test_histories import FaultProxy
 from worker.config import WorkerConfig
-from worker.requests import LOOKAHEAD, Requests
-from worker.streams import Dispatch, Streams
-from worker.tasks import Tasks
+from worker.serving.requests import LOOKAHEAD, Requests
+from worker.serving.streams import Dispatch, Streams
+from worker.serving.tasks import Tasks
 
 
 @pytest.fixture

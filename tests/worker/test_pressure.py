@@ -29,7 +29,7 @@ from contract.queue import fair_queue
 from tests.fakes import FAKE_NAME
 from tests.live import LiveStack, Process, wait_for
 from tests.queue_rig import QueueRig
-from worker.requests import LOOKAHEAD
+from worker.serving.requests import LOOKAHEAD
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from demo.ports import HOST
 from demo.servers import Redis
 from tests.worker.test_histories import redis_server  # noqa: F401
 from tests.worker.test_streams import Pool, make_news, take
-from worker.recent import KEEP_S, Recent
-from worker.streams import Streams
+from worker.serving.resend_buffer import KEEP_S, Recent
+from worker.serving.streams import Streams
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from tests.worker.scenes import (  # noqa: F401
 )
 from tests.worker.test_streams import WORKER, Pool, begin
 from tests.worker.test_streams import pool as queue  # noqa: F401
-from worker.streams import Replaced
+from worker.serving.streams import Replaced
 
 
 async def test_a_run_that_was_replaced_takes_nothing(queue: Pool) -> None:

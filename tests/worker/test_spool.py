@@ -6,8 +6,8 @@ from pathlib import Path
 
 from demo.stack import EmbeddedStack
 from tests.worker.test_streams import Pool, begin, make_news, pool, streams, take  # noqa: F401
-from worker.spool import Spool
-from worker.streams import Streams
+from worker.serving.spool import Spool
+from worker.serving.streams import Streams
 
 
 async def test_what_was_spooled_is_published_once(

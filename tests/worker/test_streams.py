@@ -23,8 +23,8 @@ from contract.queue import fair_queue
 from controlplane.limits.admit import ADMIT, CANCEL
 from demo.stack import EmbeddedStack
 from tests.messages import make_heartbeat, make_job
-from worker.requests import MAX_ACTIVE
-from worker.streams import MAX_ENTRY_BYTES, Dispatch, News, Streams
+from worker.serving.requests import MAX_ACTIVE
+from worker.serving.streams import MAX_ENTRY_BYTES, Dispatch, News, Streams
 
 WORKER = "w1"
 

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from tests.fakes import write_fake_base
 from tests.tiny_base import write_tiny_base
-from worker.text import REPLACEMENT, Detokenizer, PromptError, StopStrings, TextCodec
+from worker.text.codec import REPLACEMENT, Detokenizer, PromptError, StopStrings, TextCodec
 
 CONVERSATION = [
     {"role": "system", "content": "Be brief. <b>&amp;</b>"},

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from contract.protocol import TokenEvent
 from tests.worker.test_active import make_request
-from worker.channel import Output
-from worker.text import TextCodec
+from worker.engine_process.channel import Output
+from worker.text.codec import TextCodec
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog",

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.tiny_base import TINY_NAME, write_tiny_base
-from worker.chat_data import (
+from worker.training.chat_data import (
     IGNORED,
     DatasetError,
     collate,
@@ -26,7 +26,7 @@ from worker.chat_data import (
     load_examples,
     read_chats,
 )
-from worker.train_job import Hyperparameters, JobError
+from worker.training.job import Hyperparameters, JobError
 
 ROOT = Path(__file__).parent.parent.parent
 CHAT = [

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine import AdapterPart, Engine, EngineConfig, Request, SamplingParams
 from tests.tiny_base import write_tiny_base
 from tests.worker.test_train import run, write_job, write_rows
-from worker.text import TextCodec
+from worker.text.codec import TextCodec
 
 FAMILIES = {
     "mistral": {"sliding_window": 6},

@@ -19,7 +19,7 @@ from controlplane.training import dataset_checks, execution, picking, schedules,
 from controlplane.training.models import Schedule, TrainingRun
 from tests.controlplane.conftest import Party, as_key, assert_error
 from tests.controlplane.training.conftest import FAST, ROWS
-from worker.train_job import Hyperparameters
+from worker.training.job import Hyperparameters
 
 RUNS = "/api/v1/training-runs"
 BODY = {"adapter": "greeter", "dataset": "chats", "hyperparameters": FAST}

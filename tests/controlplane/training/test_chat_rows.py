@@ -89,7 +89,7 @@ def test_an_empty_file_has_a_problem_of_its_own(content: bytes) -> None:
 
 
 def test_the_trainer_takes_what_passes_and_no_more(tmp_path: Path) -> None:
-    worker = pytest.importorskip("worker.chat_data")
+    worker = pytest.importorskip("worker.training.chat_data")
     path = tmp_path / "rows.jsonl"
     rows = [
         GOOD,

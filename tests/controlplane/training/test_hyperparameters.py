@@ -9,7 +9,7 @@ import pytest
 
 from controlplane.errors import InvalidRequest
 from controlplane.training.hyperparameters import BOUNDS, check
-from worker.train_job import Hyperparameters, JobError
+from worker.training.job import Hyperparameters, JobError
 
 
 def test_both_know_the_same_names() -> None:

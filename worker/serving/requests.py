@@ -23,20 +23,21 @@ from contract.protocol import (
     Task,
 )
 from contract.queue.batch_replies import is_mailbox
-from worker.active import ActiveRequest
-from worker.adapters import AdapterCache, AdapterFetchError, Fetch
-from worker.admission import EngineId, Refused, engine_ids, read_prompts, to_adds
-from worker.channel import Cancel, Command, Output, Register, Unregister
-from worker.checks import checks_of
-from worker.choice import Choice
 from worker.config import WorkerConfig
-from worker.flusher import Flusher
-from worker.grammars import Grammars
-from worker.spool import Spool
-from worker.streams import Dispatch, Streams
-from worker.tasks import Tasks
-from worker.text import TextCodec
-from worker.tokenizing import answer_of
+from worker.engine_process.channel import Cancel, Command, Output, Register, Unregister
+from worker.errors import Refused
+from worker.grammar.checks import checks_of
+from worker.grammar.service import Grammars
+from worker.serving.active_request import ActiveRequest
+from worker.serving.adapter_cache import AdapterCache, AdapterFetchError, Fetch
+from worker.serving.choice import Choice
+from worker.serving.engine_commands import EngineId, engine_ids, read_prompts, to_adds
+from worker.serving.flusher import Flusher
+from worker.serving.spool import Spool
+from worker.serving.streams import Dispatch, Streams
+from worker.serving.tasks import Tasks
+from worker.serving.tokenizing import answer_of
+from worker.text.codec import TextCodec
 
 log = logging.getLogger(__name__)
 

@@ -18,11 +18,11 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
-from worker.channel import Command, StepReport
 from worker.config import WorkerConfig, let_threads_sleep
+from worker.engine_process.channel import Command, StepReport
 
 if TYPE_CHECKING:
-    from worker.engine_process import EngineFactory
+    from worker.engine_process.process import EngineFactory
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ def _child(
     """Runs in the engine process, the only one that imports the engine."""
     let_threads_sleep()
     try:
-        from worker.engine_process import create_engine, main
+        from worker.engine_process.process import create_engine, main
 
         main(connection, config, engine_factory or create_engine)
     except BaseException:

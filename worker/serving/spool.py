@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from contract.protocol import DoneRecord, TokenEvent
-from worker.streams import News
+from worker.serving.streams import News
 
 log = logging.getLogger(__name__)
 

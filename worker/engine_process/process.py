@@ -27,7 +27,8 @@ from engine.request import (
     RequestOutput,
     SamplingParams,
 )
-from worker.channel import (
+from worker.config import WorkerConfig
+from worker.engine_process.channel import (
     Add,
     Cancel,
     Command,
@@ -38,8 +39,7 @@ from worker.channel import (
     StepReport,
     Unregister,
 )
-from worker.config import WorkerConfig
-from worker.processes import die_with_parent
+from worker.engine_process.parent_death import die_with_parent
 
 log = logging.getLogger(__name__)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from contract.protocol import ErrorCode, GenerateJob, Task
-from worker.admission import Refused, chat_token_ids
-from worker.text import TextCodec
+from worker.errors import Refused
+from worker.serving.engine_commands import chat_token_ids
+from worker.text.codec import TextCodec
 
 #: Of one answer; as many as the longest context that is usual.
 MAX_TOKENS = 131_072

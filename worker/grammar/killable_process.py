@@ -19,7 +19,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from worker.processes import die_with_parent
+from worker.engine_process.parent_death import die_with_parent
 
 #: Makes the function that does the jobs, in the helper's process.
 Setup = Callable[..., Callable[..., Any]]

@@ -22,16 +22,16 @@ from redis.exceptions import RedisError
 
 from contract.contact import Contact
 from contract.protocol import HEARTBEAT_INTERVAL_S, Control, GenerateJob, Heartbeat
-from worker.adapters import Fetch, S3Fetch
-from worker.channel import Stats, StepReport
 from worker.config import WorkerConfig
-from worker.engine_link import EngineLink
-from worker.requests import LOST, Requests
-from worker.streams import Replaced, Streams
-from worker.tasks import Tasks
+from worker.engine_process.channel import Stats, StepReport
+from worker.engine_process.link import EngineLink
+from worker.serving.adapter_cache import Fetch, S3Fetch
+from worker.serving.requests import LOST, Requests
+from worker.serving.streams import Replaced, Streams
+from worker.serving.tasks import Tasks
 
 if TYPE_CHECKING:
-    from worker.engine_process import EngineFactory
+    from worker.engine_process.process import EngineFactory
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from worker.streams import News, Streams
+from worker.serving.streams import News, Streams
 
 log = logging.getLogger(__name__)
 

@@ -12,25 +12,16 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from contract.protocol import ErrorCode, GenerateJob
-from worker.channel import Add
-from worker.text import PromptError, TextCodec
-from worker.tools import calls_grammar, plain_messages
+from worker.engine_process.channel import Add
+from worker.errors import Refused
+from worker.text.codec import PromptError, TextCodec
+from worker.text.tools import calls_grammar, plain_messages
 
 #: Log-probabilities of its prompts that one request may have to tell: they come all at once, and
 #: the worker does nothing else while it writes them.
 MAX_PROMPT_LOGPROBS = 100_000
 #: Of all prompts of a request whose token ids its client wants to see.
 MAX_SHOWN_IDS = 200_000
-
-
-class Refused(Exception):
-    """The job cannot be run as it is; `param` is the field of the job that is at fault."""
-
-    def __init__(self, code: ErrorCode, message: str, param: str | None) -> None:
-        super().__init__(message)
-        self.code = code
-        self.message = message
-        self.param = param
 
 
 class Prompt(NamedTuple):

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from contract.protocol import ErrorCode
-from worker import grammar_trial
-from worker.admission import Refused
-from worker.channel import Add
-from worker.killable import Helper, HelperLost
-from worker.turns import Turns
+from worker.engine_process.channel import Add
+from worker.errors import Refused
+from worker.grammar import trial
+from worker.grammar.fair_lock import Turns
+from worker.grammar.killable_process import Helper, HelperLost
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Grammars:
     def __init__(self, model_dir: Path) -> None:
         self._trial = Helper(
             "grammar-trial",
-            grammar_trial.set_up,
+            trial.set_up,
             str(model_dir),
             memory_bytes=TRIAL_MEMORY_BYTES,
         )
@@ -173,7 +173,7 @@ class Grammars:
 
 
 def _check_set_up() -> Callable[[str, str], str | None]:
-    from worker import answer_check  # with libraries that this process has no use for
+    from worker.grammar import answer_check  # with libraries that this process has no use for
 
     sys.setrecursionlimit(CHECK_RECURSION)
     return answer_check.set_up()

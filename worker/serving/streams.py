@@ -15,7 +15,7 @@ from redis.exceptions import NoScriptError, ResponseError
 from contract import protocol
 from contract.protocol import ControlMessage, DoneRecord, Heartbeat, TokenEvent, Usage
 from contract.queue import batch_replies, fair_queue
-from worker.scripts import SCRIPTS
+from worker.serving.scripts import SCRIPTS
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from contract.protocol import context_length
-from worker.control_tokens import ControlTokens
-from worker.token_pieces import TokenPieces
+from worker.text.control_tokens import ControlTokens
+from worker.text.token_pieces import TokenPieces
 
 #: What an incomplete UTF-8 sequence decodes to.
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"

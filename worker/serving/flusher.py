@@ -15,10 +15,10 @@ from collections.abc import Callable
 from redis.exceptions import RedisError
 
 from contract.queue.batch_replies import is_mailbox
-from worker.active import ActiveRequest
-from worker.recent import Recent
-from worker.spool import Spool
-from worker.streams import News, Streams
+from worker.serving.active_request import ActiveRequest
+from worker.serving.resend_buffer import Recent
+from worker.serving.spool import Spool
+from worker.serving.streams import News, Streams
 
 log = logging.getLogger(__name__)
 

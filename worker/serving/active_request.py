@@ -10,11 +10,11 @@ import dataclasses
 from typing import Any
 
 from contract.protocol import DoneRecord, ErrorCode, FinishReason, GenerateJob, TokenEvent, Usage
-from worker.admission import Prompt, scored_top
-from worker.channel import Output
-from worker.choice import Choice
-from worker.streams import News
-from worker.text import TextCodec
+from worker.engine_process.channel import Output
+from worker.serving.choice import Choice
+from worker.serving.engine_commands import Prompt, scored_top
+from worker.serving.streams import News
+from worker.text.codec import TextCodec
 
 #: Log-probabilities that one request may have to tell at a time: some 15 MB of JSON.
 MAX_LOGPROBS = 200_000

@@ -21,8 +21,8 @@ from transformers import (
     set_seed,
 )
 
-from worker.chat_data import IGNORED, Example, collate
-from worker.train_job import Hyperparameters, JobError, TrainJob
+from worker.training.chat_data import IGNORED, Example, collate
+from worker.training.job import Hyperparameters, JobError, TrainJob
 
 Emit = Callable[..., None]
 

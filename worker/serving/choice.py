@@ -9,10 +9,10 @@ import dataclasses
 from typing import Any
 
 from contract.protocol import FinishReason, GenerateJob, TokenEvent
-from worker.admission import Prompt
-from worker.channel import Logprob, Output, PromptLogprob
-from worker.checks import is_bound
-from worker.text import Detokenizer, StopStrings, TextCodec
+from worker.engine_process.channel import Logprob, Output, PromptLogprob
+from worker.grammar.checks import is_bound
+from worker.serving.engine_commands import Prompt
+from worker.text.codec import Detokenizer, StopStrings, TextCodec
 
 
 class Choice:

@@ -1,0 +1,15 @@
+"""What the worker answers with an error code."""
+
+from __future__ import annotations
+
+from contract.protocol import ErrorCode
+
+
+class Refused(Exception):
+    """The job cannot be run as it is; `param` is the field of the job that is at fault."""
+
+    def __init__(self, code: ErrorCode, message: str, param: str | None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.param = param

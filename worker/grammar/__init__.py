@@ -1,0 +1,1 @@
+"""Grammars tried, and answers checked, in processes that can be killed."""

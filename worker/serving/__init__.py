@@ -1,0 +1,1 @@
+"""Requests from Redis to answers: pulled, begun in the engine, streamed, ended."""

@@ -1,0 +1,1 @@
+"""Text and token ids: templates, tokenizer, stop strings, tool calls."""

@@ -1,0 +1,1 @@
+"""One LoRA adapter from one data set: what `worker.train` runs."""
