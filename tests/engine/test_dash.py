@@ -424,7 +424,7 @@ def test_a_slow_adapter_holds_up_nobody_else(
     oracle: Oracle,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from engine.dash.engine import adapters as dash_adapters
+    from engine.dash import adapters as dash_adapters
 
     go_on, read = threading.Event(), dash_adapters._digest
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from engine import AdapterUnavailable, DashConfig, DashEngine, UnsupportedModel
-from engine.dash.engine import hub as hub_module
+from engine.dash import hub as hub_module
 from engine.dash.hub import ADAPTER_FILES, HubId, NotOnHub, fetch, find_id
 from tests.engine.conftest import Oracle, prompt
 from tests.engine.hub_server import HubServer

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from contract.adapter_limits import MAX_PATTERNS, MAX_RANK
 from controlplane.adapters.rejection import Rejected
 from controlplane.adapters.validation import BaseShape, CheckedAdapter, check_adapter
-from engine.adapters.store import config as adapter_config
-from engine.adapters.store import plan
+from engine.adapters import config as adapter_config
+from engine.adapters import plan
 from engine.errors import AdapterMismatch
 from engine.model.config import ModelConfig
 from tests.controlplane.adapters import files
