@@ -14,7 +14,7 @@ import django
 django.setup()
 
 from controlplane.limits.services import budget_set, rate_limit_set  # noqa: E402
-from controlplane.scoping import tenant_scope  # noqa: E402
+from controlplane.tenancy.scoping import tenant_scope  # noqa: E402
 from controlplane.tenants import keys, services  # noqa: E402
 from controlplane.tenants.key_rules import KeyRules  # noqa: E402
 from controlplane.tenants.models import Tenant  # noqa: E402

@@ -21,9 +21,10 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
-from controlplane import finite, idempotency
+from controlplane import idempotency
 from controlplane.errors import InvalidRequest, PayloadTooLarge, PermissionDenied
-from controlplane.scoping import tenant_scope
+from controlplane.infra import finite_json
+from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.auth import Permission, Principal, authorize
 from controlplane.tenants.models import IdempotencyRecord, KeptAnswer
 
@@ -48,7 +49,7 @@ class BoundedJSONParser(JSONParser):
         bounded = cast(IO[Any], _Bounded(stream))
         try:
             body = super().parse(bounded, media_type, parser_context)
-            finite.check_value(body)
+            finite_json.check_value(body)
         except RecursionError as error:
             raise ParseError("JSON parse error - nested too deeply") from error
         return body

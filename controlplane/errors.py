@@ -232,7 +232,7 @@ _JSON_PATHS = ("/api/", "/ops/", "/v1/")
 
 def page_not_found(request: HttpRequest, exception: Exception) -> HttpResponse:
     """Django's hook for an address that leads nowhere."""
-    from controlplane.addresses import is_page, no_such_address  # which need what is here
+    from controlplane.infra.addresses import is_page, no_such_address  # which need what is here
 
     if is_page(request) and not request.path.startswith(_JSON_PATHS):
         return defaults.page_not_found(request, exception)

@@ -21,9 +21,9 @@ from django.utils import timezone
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from controlplane.ciphers import peppered_cipher
 from controlplane.errors import InvalidRequest, PayloadTooLarge
-from controlplane.scoping import all_tenants, new_id
+from controlplane.infra.ciphers import peppered_cipher
+from controlplane.tenancy.scoping import all_tenants, new_id
 from controlplane.tenants.models import (
     IdempotencyRecord,
     KeptAnswer,

@@ -6,7 +6,7 @@ from pathlib import Path
 import dj_database_url
 from django.core.exceptions import ImproperlyConfigured
 
-from controlplane.mail import email_settings
+from controlplane.infra.mail import email_settings
 
 BASE_DIR = Path(__file__).resolve().parent.parent
 
@@ -58,7 +58,7 @@ INSTALLED_APPS = [
     "rest_framework",
     "drf_spectacular",
     "drf_spectacular_sidecar",
-    "controlplane.database",
+    "controlplane.tenancy.database",
     "controlplane.audit",
     "controlplane.tenants",
     "controlplane.adapters",
@@ -85,7 +85,7 @@ MIDDLEWARE = [
     "controlplane.console.headers.ConsoleMiddleware",
     "django.middleware.clickjacking.XFrameOptionsMiddleware",
     "django_htmx.middleware.HtmxMiddleware",
-    "controlplane.scoping.OperatorScopeMiddleware",
+    "controlplane.tenancy.scoping.OperatorScopeMiddleware",
 ]
 
 ROOT_URLCONF = "controlplane.urls"
@@ -109,7 +109,7 @@ DATABASE_POOL_SIZE = int(env("DATABASE_POOL_SIZE", "0"))
 DATABASES = {
     "default": dj_database_url.parse(
         env("DATABASE_URL"),
-        engine="controlplane.database",
+        engine="controlplane.tenancy.database",
         conn_max_age=0,
         # Such a cursor's rows are fetched by later statements, in whatever scope those have.
         disable_server_side_cursors=True,
@@ -219,7 +219,7 @@ STATIC_ROOT = Path(env("LORIKEET_STATIC_ROOT", str(BASE_DIR / "staticfiles")))
 REDIS_URL = env("REDIS_URL")
 CACHES = {
     "default": {
-        "BACKEND": "controlplane.cache.SharedCache",
+        "BACKEND": "controlplane.infra.cache.SharedCache",
         "LOCATION": REDIS_URL,
         "KEY_PREFIX": "cache",
         "OPTIONS": {"socket_timeout": 5, "socket_connect_timeout": 5},
@@ -401,8 +401,8 @@ LOGGING = {
         "line": {"format": "%(asctime)s %(levelname)s %(name)s tenant=%(tenant)s %(message)s"},
     },
     "filters": {
-        "tenant": {"()": "controlplane.scope.TenantFilter"},
-        "secrets": {"()": "controlplane.log_lines.SecretFilter"},
+        "tenant": {"()": "controlplane.tenancy.scope.TenantFilter"},
+        "secrets": {"()": "controlplane.infra.log_filters.SecretFilter"},
     },
     "handlers": {
         "stderr": {

@@ -11,7 +11,7 @@ from django.conf import settings
 
 from contract import protocol
 from contract.protocol import Heartbeat
-from controlplane.redis_client import redis_client
+from controlplane.infra.redis_client import redis_client
 
 log = logging.getLogger(__name__)
 

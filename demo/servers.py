@@ -31,7 +31,7 @@ from demo.processes import ChildProcess, Command
 
 REINSTALL = "run `make setup`; if it persists, delete .venv and run it again"
 SUPERUSER = "postgres"
-#: The role that work across tenants takes on: `controlplane.scope.OPERATOR_ROLE`.
+#: The role that work across tenants takes on: `controlplane.tenancy.scope.OPERATOR_ROLE`.
 OPERATOR = "lorikeet_operator"
 #: PostgreSQL refuses to run as root; this account exists on every Linux.
 UNPRIVILEGED = "nobody"

@@ -35,7 +35,7 @@ def become_owner() -> None:
     """Let Django's own connection be the owner's, until `as_application`."""
     from django.db import connection
 
-    from controlplane.database.ownership import as_owner
+    from controlplane.tenancy.database.ownership import as_owner
 
     global _owner
     _owner = contextlib.ExitStack()
@@ -58,7 +58,7 @@ def _flush(sql_list: Any) -> None:
     """Empty the tables after a test that committed: only their owner can."""
     from django.db import connection
 
-    from controlplane.database.ownership import as_owner
+    from controlplane.tenancy.database.ownership import as_owner
 
     with as_owner(connection), connection.cursor() as cursor:
         cursor.execute("alter table audit_auditevent disable trigger user")

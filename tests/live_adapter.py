@@ -15,9 +15,9 @@ import django
 django.setup()
 
 from contract.protocol import adapter_digest  # noqa: E402
-from controlplane import storage  # noqa: E402
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel  # noqa: E402
-from controlplane.scoping import tenant_scope  # noqa: E402
+from controlplane.infra import storage  # noqa: E402
+from controlplane.tenancy.scoping import tenant_scope  # noqa: E402
 from tests.tiny_base import TINY_NAME, TINY_REVISION  # noqa: E402
 
 

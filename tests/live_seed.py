@@ -14,9 +14,9 @@ import django
 django.setup()
 
 from contract.protocol import adapter_digest  # noqa: E402
-from controlplane import storage  # noqa: E402
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel  # noqa: E402
-from controlplane.scoping import tenant_scope  # noqa: E402
+from controlplane.infra import storage  # noqa: E402
+from controlplane.tenancy.scoping import tenant_scope  # noqa: E402
 from controlplane.tenants import services  # noqa: E402
 from tests.fakes import FAKE_CONTEXT, FAKE_NAME, FAKE_REVISION  # noqa: E402
 from tests.tiny_base import ROOMY_CONTEXT, ROOMY_NAME, TINY_NAME, TINY_REVISION  # noqa: E402

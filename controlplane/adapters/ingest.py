@@ -19,16 +19,16 @@ from django.db import transaction
 from django.utils import timezone
 
 from contract.protocol import adapter_digest
-from controlplane import storage
 from controlplane.adapters import peft_config, remains, tensor_file
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
 from controlplane.adapters.rejection import Reason, Rejected, shown
 from controlplane.adapters.validation import BaseShape, CheckedAdapter, check_adapter
 from controlplane.audit.services import record
+from controlplane.infra import storage
+from controlplane.infra.temp_folders import scratch_folder
 from controlplane.limits import turns
 from controlplane.limits.models import Turn
-from controlplane.scoping import all_tenants, tenant_scope
-from controlplane.scratch import scratch_folder
+from controlplane.tenancy.scoping import all_tenants, tenant_scope
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from django.db import models
 from django.db.models import Q
 from django.utils import timezone
 
-from controlplane.scoping import TenantModel, new_id
+from controlplane.tenancy.scoping import TenantModel, new_id
 from controlplane.tenants.models import User, slug_validator
 
 

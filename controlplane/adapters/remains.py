@@ -17,10 +17,10 @@ from django.db import transaction
 from django.db.models import Q
 from django.utils import timezone
 
-from controlplane import storage
 from controlplane.adapters.models import AdapterVersion
-from controlplane.locks import lock_until_commit
-from controlplane.scoping import all_tenants, tenant_scope
+from controlplane.infra import storage
+from controlplane.infra.locks import lock_until_commit
+from controlplane.tenancy.scoping import all_tenants, tenant_scope
 
 Status = AdapterVersion.Status
 

@@ -17,7 +17,6 @@ from django.utils import timezone
 from kombu.exceptions import OperationalError
 
 from contract.protocol import context_length
-from controlplane import storage
 from controlplane.adapters import ingest, peft_config, remains, tasks, tensor_file
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel, is_serving
 from controlplane.adapters.resolution import model_resolve
@@ -32,6 +31,7 @@ from controlplane.errors import (
     Unavailable,
     from_validation,
 )
+from controlplane.infra import storage
 from controlplane.limits import quotas
 from controlplane.tenants.models import SLUG_RULE, User, is_slug
 

@@ -8,8 +8,8 @@ from celery import shared_task
 from django.db import InterfaceError, OperationalError
 
 from controlplane.adapters import ingest, remains
-from controlplane.scoping import tenant_scope
-from controlplane.storage import STORAGE_ERRORS
+from controlplane.infra.storage import STORAGE_ERRORS
+from controlplane.tenancy.scoping import tenant_scope
 
 _AWAY = (*STORAGE_ERRORS, OperationalError, InterfaceError)
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from django.db import models
 
-from controlplane.scoping import TenantModel
+from controlplane.tenancy.scoping import TenantModel
 
 
 class AuditEvent(TenantModel):

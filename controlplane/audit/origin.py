@@ -18,7 +18,7 @@ from django.contrib.auth import get_user_model
 from django.http import HttpRequest
 
 from controlplane.audit.models import AuditEvent
-from controlplane.middleware import Middleware
+from controlplane.tenancy.middleware import Middleware
 
 ActorType = AuditEvent.ActorType
 

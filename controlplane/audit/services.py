@@ -13,9 +13,9 @@ from django.utils import timezone
 
 from controlplane.audit.models import AuditEvent
 from controlplane.audit.origin import current_origin
-from controlplane.locks import lock_until_commit
-from controlplane.scope import current as current_scope
-from controlplane.scoping import TenantModel, all_tenants, new_id, tenant_scope
+from controlplane.infra.locks import lock_until_commit
+from controlplane.tenancy.scope import current as current_scope
+from controlplane.tenancy.scoping import TenantModel, all_tenants, new_id, tenant_scope
 
 #: Names of fields whose values nobody may read, here or elsewhere.
 _SECRET = re.compile(r"(?:.*_)?(?:secret|password|token|hmac|private_key|key_text)(?:_hash)?")

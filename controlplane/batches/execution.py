@@ -21,7 +21,7 @@ from asgiref.sync import sync_to_async
 from django.db import InterfaceError, OperationalError, close_old_connections
 from django.utils import timezone
 
-from controlplane import jobs, storage
+from controlplane import jobs
 from controlplane.batches import lines, output, results
 from controlplane.batches.collecting import collect
 from controlplane.batches.feeding import Feeder
@@ -34,8 +34,9 @@ from controlplane.batches.validation import validate
 from controlplane.errors import ApiError, Unavailable
 from controlplane.files import contents
 from controlplane.files.models import File
+from controlplane.infra import storage
 from controlplane.mailboxes import Fenced, Mailbox
-from controlplane.scoping import tenant_scope
+from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants import auth
 from controlplane.tenants.auth import Permission, Principal
 from controlplane.tenants.models import ApiKey

@@ -14,7 +14,7 @@ from django.db.models import Count, F, Q
 from django.utils import timezone
 
 from controlplane.batches.models import Batch
-from controlplane.scoping import all_tenants, tenant_scope
+from controlplane.tenancy.scoping import all_tenants, tenant_scope
 
 #: Without a word from its runner for so long, a batch is taken up by another.
 LEASE = dt.timedelta(seconds=30)

@@ -10,11 +10,11 @@ from controlplane.errors import ApiError, InvalidRequest
 from controlplane.inference.parsing import parse_body
 from controlplane.inference.schemas import ChatBody, CompletionBody
 from controlplane.inference.service import Generation
-from controlplane.public_ids import public_id
 from controlplane.responses.answers import answer_of
 from controlplane.responses.schemas import ResponsesBody
 from controlplane.responses.translation import chat_body, in_our_words
-from controlplane.scoping import new_id
+from controlplane.tenancy.public_ids import public_id
+from controlplane.tenancy.scoping import new_id
 
 MAX_LINES = 50_000
 #: With those that are empty.

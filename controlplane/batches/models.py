@@ -7,8 +7,8 @@ import uuid
 from django.db import models
 
 from controlplane.files.models import File
-from controlplane.public_ids import PublicIdModel, public_id
-from controlplane.scoping import TenantModel
+from controlplane.tenancy.public_ids import PublicIdModel, public_id
+from controlplane.tenancy.scoping import TenantModel
 from controlplane.tenants.models import ApiKey
 
 

@@ -10,7 +10,7 @@ from controlplane.batches.lines import LineFault, parse_line, unfinished_line
 from controlplane.batches.models import Batch, BatchResult
 from controlplane.files.models import File, Purpose
 from controlplane.files.services import FileForm, file_begin, file_drop, file_writer, file_written
-from controlplane.scoping import tenant_scope
+from controlplane.tenancy.scoping import tenant_scope
 
 _PAGE = 100
 #: A batch's answers are taken in whatever their length.

@@ -15,7 +15,7 @@ from controlplane.batches.models import Batch, BatchResult, timestamp_field
 from controlplane.batches.validation import Found, Refusal
 from controlplane.files.models import File
 from controlplane.files.services import file_publish
-from controlplane.scoping import tenant_scope
+from controlplane.tenancy.scoping import tenant_scope
 
 Status = Batch.Status
 

@@ -14,7 +14,7 @@ from controlplane.batches.models import Batch
 from controlplane.errors import Conflict, InvalidRequest, NotFound, RateLimited
 from controlplane.files.models import Purpose
 from controlplane.files.services import file_get
-from controlplane.public_ids import parse_id
+from controlplane.tenancy.public_ids import parse_id
 from controlplane.tenants.auth import Principal
 
 WINDOW = dt.timedelta(hours=24)

@@ -20,8 +20,8 @@ from django.utils.http import urlencode
 from django_htmx.middleware import HtmxDetails
 
 from controlplane.errors import ApiError, NotFound, PermissionDenied
-from controlplane.scoping import all_tenants, tenant_scope
 from controlplane.signin.second_factor import SecondFactorRequired
+from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants.auth import (
     SESSION_TENANT_KEY,
     Permission,

@@ -11,7 +11,7 @@ from django.http import HttpRequest, HttpResponse, HttpResponseBase
 from django.shortcuts import render
 from redis.exceptions import RedisError
 
-from controlplane.middleware import Middleware
+from controlplane.tenancy.middleware import Middleware
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from django.db import models
 
-from controlplane.scoping import TenantModel
+from controlplane.tenancy.scoping import TenantModel
 
 
 class DeadLetter(TenantModel):

@@ -6,9 +6,9 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-from controlplane import storage
 from controlplane.errors import InvalidRequest, PayloadTooLarge
 from controlplane.files.models import File, Purpose
+from controlplane.infra import storage
 from controlplane.training import chat_rows
 from controlplane.training.services import MAX_DATASET_BYTES
 

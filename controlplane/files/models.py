@@ -10,7 +10,7 @@ from django.db import models
 from django.db.models.functions import Now
 from django.utils import timezone
 
-from controlplane.public_ids import PublicIdModel
+from controlplane.tenancy.public_ids import PublicIdModel
 
 
 class Purpose(models.TextChoices):

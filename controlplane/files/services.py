@@ -18,14 +18,14 @@ from django.db import close_old_connections, transaction
 from django.db.models import Q, QuerySet, Sum
 from django.utils import timezone
 
-from controlplane import storage
 from controlplane.audit.services import record
 from controlplane.errors import Conflict, InvalidRequest, NotFound, Unavailable
 from controlplane.files import contents
 from controlplane.files.contents import MAX_FILE_BYTES, FileWriter
 from controlplane.files.models import File, Purpose, Upload, UploadPart
+from controlplane.infra import storage
 from controlplane.limits import quotas
-from controlplane.public_ids import parse_id
+from controlplane.tenancy.public_ids import parse_id
 
 log = logging.getLogger(__name__)
 

@@ -9,11 +9,11 @@ from django.db import transaction
 from django.db.models import Q
 from django.utils import timezone
 
-from controlplane import storage
 from controlplane.audit.services import record
 from controlplane.files import services
 from controlplane.files.models import File, Upload, UploadPart
-from controlplane.scoping import all_tenants, tenant_scope
+from controlplane.infra import storage
+from controlplane.tenancy.scoping import all_tenants, tenant_scope
 
 log = logging.getLogger(__name__)
 

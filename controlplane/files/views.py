@@ -8,7 +8,6 @@ from urllib.parse import quote
 
 from django.http import HttpRequest, HttpResponseBase, JsonResponse, StreamingHttpResponse
 
-from controlplane import storage
 from controlplane.errors import ApiError, InvalidRequest, NotFound, PayloadTooLarge, Unavailable
 from controlplane.files import contents, services
 from controlplane.files.bodies import (
@@ -27,6 +26,7 @@ from controlplane.inference import access
 from controlplane.inference.calls import acting, list_page, once
 from controlplane.inference.parsing import parse_body
 from controlplane.inference.views import gateway_view
+from controlplane.infra import storage
 from controlplane.tenants.permissions import Permission
 
 MAX_PAGE = 10_000

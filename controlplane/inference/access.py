@@ -35,7 +35,7 @@ from controlplane.errors import ApiError, InvalidRequest, NotFound, PermissionDe
 from controlplane.inference.named import Named
 from controlplane.limits.admit import Limits
 from controlplane.limits.services import limits_for
-from controlplane.scoping import tenant_scope
+from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants import auth
 from controlplane.tenants.auth import CACHE_S, Permission, Principal, authorize
 from controlplane.tenants.key_rules import allows_model

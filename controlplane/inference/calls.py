@@ -13,8 +13,8 @@ from controlplane import idempotency
 from controlplane.audit.origin import request_origin
 from controlplane.errors import InvalidRequest
 from controlplane.inference.views import request_id_of
-from controlplane.public_ids import parse_id
-from controlplane.scoping import tenant_scope
+from controlplane.tenancy.public_ids import parse_id
+from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.auth import Principal
 from controlplane.tenants.models import IdempotencyRecord
 

@@ -15,11 +15,11 @@ import pydantic_core
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from controlplane import finite
 from controlplane.errors import InvalidRequest
 from controlplane.inference.bodies import Body
 from controlplane.inference.ebnf import BadGrammar, to_lark
 from controlplane.inference.json_schema import checked_pattern, checked_schema
+from controlplane.infra import finite_json
 
 #: Of one that comes as text; once read it is held to the bounds of all schemas.
 MAX_SCHEMA_CHARS = 128 * 1024
@@ -54,7 +54,7 @@ def _read_schema(value: Any) -> Any:
         raise PydanticCustomError("invalid_schema", f"has more than {MAX_SCHEMA_CHARS} characters")
     try:
         schema = pydantic_core.from_json(value, allow_inf_nan=False)
-        finite.check_value(schema)
+        finite_json.check_value(schema)
     except (ValueError, InvalidRequest) as error:
         raise PydanticCustomError("invalid_schema", "is text, but not of valid JSON") from error
     return schema

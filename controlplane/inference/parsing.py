@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from controlplane import finite
 from controlplane.errors import InvalidRequest
 from controlplane.inference.bodies import Body
 from controlplane.inference.faults import is_of_type, said
+from controlplane.infra import finite_json
 
 _B = TypeVar("_B", bound=Body)
 
@@ -25,7 +25,7 @@ CODES = {
 
 def parse_body(kind: type[_B], body: bytes) -> _B:
     """The body as `kind`. Raises InvalidRequest naming the first field that is at fault."""
-    finite.check_body(body)
+    finite_json.check_body(body)
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:

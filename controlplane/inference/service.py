@@ -47,7 +47,7 @@ from controlplane.limits.admission import rate_headers
 from controlplane.limits.admit import Admitted
 from controlplane.mailboxes import Mailbox
 from controlplane.replies import Reply
-from controlplane.scoping import new_id
+from controlplane.tenancy.scoping import new_id
 from controlplane.tenants.auth import Principal
 
 

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 from django.http import HttpRequest, HttpResponseBase, JsonResponse, StreamingHttpResponse
 
 from controlplane import jobs
-from controlplane.addresses import no_such_address
 from controlplane.errors import ApiError, InternalError, MethodNotAllowed
 from controlplane.inference import access
 from controlplane.inference.answers import DONE, sse
@@ -24,6 +23,7 @@ from controlplane.inference.event_stream import streamed
 from controlplane.inference.parsing import parse_body
 from controlplane.inference.schemas import ChatBody, CompletionBody, GenerationBody
 from controlplane.inference.service import new_request_id, submit
+from controlplane.infra.addresses import no_such_address
 from controlplane.lorax.bases import default_base
 from controlplane.tenants.auth import Principal
 

@@ -11,7 +11,7 @@ from django.core.validators import MinValueValidator
 from django.db import models
 from django.db.models import Q
 
-from controlplane.scoping import TenantModel
+from controlplane.tenancy.scoping import TenantModel
 
 _AT_LEAST_ONE = [MinValueValidator(1)]
 

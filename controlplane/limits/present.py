@@ -12,10 +12,10 @@ from django.utils import timezone
 
 from contract.queue import fair_queue
 from controlplane.errors import Unavailable
+from controlplane.infra.redis_client import redis_client
 from controlplane.limits.admit import BudgetPeriod, budget_state_key
 from controlplane.limits.models import Budget, RateLimit
 from controlplane.limits.services import budget_period, tokens_spent
-from controlplane.redis_client import redis_client
 
 #: A bucket of N a minute is full for so long after it was emptied.
 _MINUTE_S = 60.0

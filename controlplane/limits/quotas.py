@@ -17,9 +17,9 @@ from django.db.models.functions import Coalesce
 
 from controlplane.audit.services import record
 from controlplane.errors import ApiError, InvalidRequest, RateLimited
+from controlplane.infra.locks import lock_until_commit
 from controlplane.limits.models import TenantQuota
-from controlplane.locks import lock_until_commit
-from controlplane.scoping import current_tenant_id
+from controlplane.tenancy.scoping import current_tenant_id
 
 #: By the name of a quota, what of it the tenant in scope has. Apps with such things add to it.
 USES: dict[str, list[Callable[[], int]]] = {

@@ -16,7 +16,7 @@ from controlplane.audit.services import record
 from controlplane.errors import from_validation
 from controlplane.limits.admit import BudgetPeriod, Limits, Policy
 from controlplane.limits.models import Budget, RateLimit
-from controlplane.scoping import tenant_scope
+from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.models import ApiKey
 from controlplane.usage.models import UsageDay
 

@@ -14,7 +14,7 @@ from django.db.models import F, OuterRef, QuerySet, Subquery
 from django.utils import timezone
 
 from controlplane.limits.models import Turn
-from controlplane.scoping import TenantModel
+from controlplane.tenancy.scoping import TenantModel
 from controlplane.tenants.models import Tenant
 
 _Row = TypeVar("_Row", bound=TenantModel)

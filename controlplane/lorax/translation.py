@@ -10,7 +10,6 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter, ValidationError
 
 from contract.protocol import GenerateJob
-from controlplane import finite
 from controlplane.errors import InvalidRequest
 from controlplane.inference.bodies import FirstFault
 from controlplane.inference.constraints import ResponseFormat
@@ -21,6 +20,7 @@ from controlplane.inference.schemas import (
     ChatBody,
     Message,
 )
+from controlplane.infra import finite_json
 from controlplane.lorax.schemas import GenerateBody, Parameters
 
 #: How LoRAX says "no adapter".
@@ -107,7 +107,7 @@ def _messages(body: GenerateBody) -> list[Message]:
         return [Message(role="user", content=body.inputs)]
     try:
         inputs = body.inputs.encode()
-        finite.check_body(inputs)
+        finite_json.check_body(inputs)
         return _MESSAGES.validate_json(inputs)
     except (ValueError, InvalidRequest) as error:
         raise InvalidRequest(

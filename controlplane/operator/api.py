@@ -37,8 +37,8 @@ from controlplane.limits.api import (
 from controlplane.limits.models import RateLimit, TenantQuota
 from controlplane.limits.services import rate_limit_set
 from controlplane.operator import pool
-from controlplane.scoping import all_tenants, tenant_scope
 from controlplane.signin.second_factor import is_kept_out
+from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants import services
 from controlplane.tenants.models import OperatorIdempotencyRecord, Tenant, User, is_slug
 from controlplane.tenants.people_api import TenantSerializer

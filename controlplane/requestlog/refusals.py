@@ -10,7 +10,7 @@ from typing import NamedTuple
 from django.db import connection
 
 from controlplane.requestlog.models import RefusalHour
-from controlplane.scoping import all_tenants, new_id
+from controlplane.tenancy.scoping import all_tenants, new_id
 from controlplane.tenants.models import Tenant
 
 

@@ -18,7 +18,7 @@ from django.db.models import Sum
 
 from controlplane.inference.models import InferenceRequest
 from controlplane.requestlog.models import LogPolicy, RefusalHour, RequestContent
-from controlplane.scoping import all_tenants, tenant_scope
+from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants.models import Tenant
 
 log = logging.getLogger(__name__)

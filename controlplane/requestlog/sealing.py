@@ -12,7 +12,7 @@ from typing import Any
 
 from cryptography.fernet import Fernet, InvalidToken
 
-from controlplane.ciphers import peppered_cipher
+from controlplane.infra.ciphers import peppered_cipher
 
 
 class Unreadable(Exception):

@@ -16,7 +16,7 @@ from controlplane.errors import InvalidRequest, NotFound
 from controlplane.inference.models import InferenceRequest
 from controlplane.requestlog import sealing
 from controlplane.requestlog.models import LogPolicy, RequestContent
-from controlplane.scoping import all_tenants
+from controlplane.tenancy.scoping import all_tenants
 
 Content = LogPolicy.Content
 

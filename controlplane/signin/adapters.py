@@ -17,7 +17,7 @@ from django.http import HttpRequest, HttpResponse
 from django.shortcuts import render
 from django.urls import reverse
 
-from controlplane.ciphers import peppered_cipher
+from controlplane.infra.ciphers import peppered_cipher
 from controlplane.signin import guessing
 from controlplane.tenants.models import User
 

@@ -13,8 +13,8 @@ from django.db import transaction
 from django.http import HttpRequest
 
 from controlplane.audit.services import record
-from controlplane.scoping import all_tenants, tenant_scope
 from controlplane.signin.addresses import address_set
+from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants.models import Membership, User
 
 

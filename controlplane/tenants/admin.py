@@ -17,9 +17,9 @@ from unfold.admin import TabularInline
 from unfold.forms import AdminPasswordChangeForm, UserChangeForm, UserCreationForm
 
 from controlplane.operator.admin import AuditedAdmin, ReadOnlyAdmin
-from controlplane.scoping import tenant_scope
 from controlplane.signin.addresses import address_set
 from controlplane.signin.trail import second_factors_remove
+from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.models import ApiKey, Membership, Tenant, User
 from controlplane.tenants.services import api_key_revoke, tenant_status_set
 

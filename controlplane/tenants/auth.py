@@ -23,8 +23,8 @@ from rest_framework.authentication import BaseAuthentication, SessionAuthenticat
 from rest_framework.request import Request
 
 from controlplane.errors import AuthenticationFailed, PermissionDenied
-from controlplane.scoping import all_tenants
 from controlplane.signin.second_factor import check_second_factor
+from controlplane.tenancy.scoping import all_tenants
 from controlplane.tenants import keys
 from controlplane.tenants.key_rules import allows_address
 from controlplane.tenants.models import ApiKey, Membership, Role, Tenant, User

@@ -14,8 +14,8 @@ from django.utils import timezone
 
 from controlplane.audit.services import record
 from controlplane.errors import Conflict, InvalidRequest, NotFound
-from controlplane.locks import lock_until_commit
-from controlplane.scoping import current_tenant_id
+from controlplane.infra.locks import lock_until_commit
+from controlplane.tenancy.scoping import current_tenant_id
 from controlplane.tenants import auth, key_grants, keys
 from controlplane.tenants.auth import Principal
 from controlplane.tenants.key_rules import KeyRules

@@ -12,7 +12,7 @@ from django.core.validators import RegexValidator
 from django.db import models
 from django.utils import timezone
 
-from controlplane.scoping import TenantModel, new_id
+from controlplane.tenancy.scoping import TenantModel, new_id
 
 #: Names that become part of a URL, a model name or a key: no slash, no colon, no at-sign.
 _SLUG = re.compile(r"\A[a-z0-9](?:[a-z0-9._-]{0,61}[a-z0-9])?\Z")

@@ -19,7 +19,7 @@ from django.utils import timezone
 
 from controlplane.audit.services import record
 from controlplane.errors import Conflict, InvalidRequest, NotFound, from_validation
-from controlplane.scoping import all_tenants, current_tenant_id, tenant_scope
+from controlplane.tenancy.scoping import all_tenants, current_tenant_id, tenant_scope
 from controlplane.tenants.auth import Principal, authorize_grant
 from controlplane.tenants.key_grants import as_it_is_now, check_unbound
 from controlplane.tenants.key_services import api_key_revoke

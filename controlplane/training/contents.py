@@ -12,10 +12,10 @@ from django.db import transaction
 from django.db.models import Exists, OuterRef, QuerySet, Sum
 from django.utils import timezone
 
-from controlplane import storage
+from controlplane.infra import storage
+from controlplane.infra.locks import lock_until_commit
 from controlplane.limits import quotas
-from controlplane.locks import lock_until_commit
-from controlplane.scoping import all_tenants, tenant_scope
+from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.training.models import Dataset, DatasetContent, TrainingRun, dataset_key
 
 #: Nothing takes longer than this from `content_begin` to the dataset that names it.

@@ -19,16 +19,16 @@ from django.db import connection, transaction
 from django.db.models import F
 from django.utils import timezone
 
-from controlplane import storage
 from controlplane.adapters import services as adapter_services
 from controlplane.adapters.ingest import version_drop
 from controlplane.adapters.models import AdapterVersion, BaseModel
 from controlplane.audit.services import record
 from controlplane.errors import ApiError
+from controlplane.infra import storage
+from controlplane.infra.temp_folders import scratch_folder
 from controlplane.limits import quotas, turns
 from controlplane.limits.models import Turn
-from controlplane.scoping import all_tenants, tenant_scope
-from controlplane.scratch import scratch_folder
+from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.training import picking, services, size
 from controlplane.training.holding import (
     DATABASE_AWAY,

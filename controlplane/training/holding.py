@@ -12,7 +12,7 @@ from django.db import InterfaceError, OperationalError, connection
 from django.db.models import QuerySet
 from django.utils import timezone
 
-from controlplane import storage
+from controlplane.infra import storage
 from controlplane.training.models import TrainingRun
 from controlplane.training.trainer import TrainingAbandoned
 

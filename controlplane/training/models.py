@@ -7,7 +7,7 @@ import uuid
 from django.db import models
 
 from controlplane.adapters.models import Adapter, AdapterVersion
-from controlplane.scoping import TenantModel
+from controlplane.tenancy.scoping import TenantModel
 from controlplane.tenants.models import User, slug_validator
 
 

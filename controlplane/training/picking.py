@@ -7,7 +7,7 @@ from django.db.models.functions import Coalesce
 
 from controlplane.limits import quotas, turns
 from controlplane.limits.models import Turn
-from controlplane.scoping import all_tenants
+from controlplane.tenancy.scoping import all_tenants
 from controlplane.training.models import TrainingRun
 
 Status = TrainingRun.Status

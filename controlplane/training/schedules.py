@@ -21,7 +21,7 @@ from controlplane.adapters.models import is_serving
 from controlplane.audit.services import record
 from controlplane.errors import RateLimited
 from controlplane.limits import quotas
-from controlplane.scoping import all_tenants, tenant_scope
+from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants.models import Tenant
 from controlplane.training import cron, picking, services
 from controlplane.training.models import Schedule, ScheduleRun, TrainingRun

@@ -15,7 +15,6 @@ from django.db import transaction
 from django.utils import timezone
 from kombu.exceptions import OperationalError
 
-from controlplane import storage
 from controlplane.adapters.models import Adapter
 from controlplane.adapters.services import adapter_create
 from controlplane.audit.services import record
@@ -27,8 +26,9 @@ from controlplane.errors import (
     PayloadTooLarge,
     Unavailable,
 )
+from controlplane.infra import storage
 from controlplane.limits import quotas
-from controlplane.scoping import current_tenant_id
+from controlplane.tenancy.scoping import current_tenant_id
 from controlplane.tenants.models import User, is_slug, slug_validator
 from controlplane.training import chat_rows, contents, cron, dataset_checks, hyperparameters, size
 from controlplane.training.models import Dataset, Schedule, TrainingRun, dataset_key

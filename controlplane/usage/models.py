@@ -9,7 +9,7 @@ from django.db import models
 from django.db.models import Sum
 from django.db.models.functions import TruncDate
 
-from controlplane.scoping import TenantModel
+from controlplane.tenancy.scoping import TenantModel
 
 
 class UsageRecord(TenantModel):

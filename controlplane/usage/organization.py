@@ -13,7 +13,7 @@ from django.http import HttpRequest, HttpResponseBase, JsonResponse, QueryDict
 from controlplane.errors import InvalidRequest
 from controlplane.inference import access
 from controlplane.inference.views import gateway_view
-from controlplane.scoping import tenant_scope
+from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.permissions import Permission
 from controlplane.usage.models import UsageDay, UsageHour, UsageRecord, UsageTotal
 

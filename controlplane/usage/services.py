@@ -10,7 +10,7 @@ from django.db import transaction
 
 from contract.protocol import DoneRecord
 from controlplane.inference.models import InferenceRequest
-from controlplane.scoping import all_tenants
+from controlplane.tenancy.scoping import all_tenants
 from controlplane.usage.models import UsageRecord
 from controlplane.usage.totals import usage_totals_add
 

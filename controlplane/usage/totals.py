@@ -13,7 +13,7 @@ from typing import Any
 
 from django.db import connection, transaction
 
-from controlplane.scoping import all_tenants, new_id
+from controlplane.tenancy.scoping import all_tenants, new_id
 from controlplane.usage.models import UsageDay, UsageHour, UsageRecord, UsageTotal
 
 TOTALS: tuple[tuple[type[UsageTotal], str], ...] = ((UsageHour, "hour"), (UsageDay, "day"))

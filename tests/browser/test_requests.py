@@ -15,7 +15,7 @@ pytestmark = pytest.mark.browser
 SETTLE = """
 import time, uuid
 from controlplane.requestlog.services import Words, contents_keep, log_policy_set
-from controlplane.scoping import all_tenants, tenant_scope
+from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants.models import ApiKey, Tenant
 from controlplane.usage.services import usage_settle
 from contract.protocol import DoneRecord

@@ -21,7 +21,7 @@ os.environ["DJANGO_SETTINGS_MODULE"] = "controlplane.settings"
 import django
 django.setup()
 from controlplane.limits.services import budget_set, rate_limit_set
-from controlplane.scoping import tenant_scope
+from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.key_rules import KeyRules
 from controlplane.tenants.key_services import api_key_create
 rules, limits, budget = json.loads(sys.argv[2])

@@ -13,7 +13,7 @@ from django.test import Client
 from rest_framework.test import APIClient
 
 from controlplane.adapters.models import BaseModel
-from controlplane.scoping import tenant_scope
+from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants import auth, services
 from controlplane.tenants.models import ApiKey, Role, Tenant, User
 

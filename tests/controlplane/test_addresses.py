@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from django.test import Client
 
-from controlplane.addresses import right_address
+from controlplane.infra.addresses import right_address
 
 MEANT = {
     "/chat/completions": "/v1/chat/completions",

@@ -25,7 +25,7 @@ SHOP = "https://shop.example"
 _ALLOW = f"""
 import django
 django.setup()
-from controlplane.scoping import tenant_scope
+from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.models import Tenant
 from controlplane.tenants.services import tenant_update
 tenant = Tenant.objects.get(slug="acme")

@@ -17,8 +17,8 @@ from django.db import ProgrammingError, connection, transaction
 from controlplane.adapters.services import adapter_create, base_model_add
 from controlplane.audit.models import AuditEvent
 from controlplane.audit.services import Head, record, verify
-from controlplane.database.ownership import as_owner
-from controlplane.scoping import all_tenants, tenant_scope
+from controlplane.tenancy.database.ownership import as_owner
+from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants import keys, services
 from controlplane.tenants.models import ApiKey, Role
 from tests.controlplane.conftest import (

@@ -20,7 +20,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from controlplane.adapters.models import BaseModel
-from controlplane.scoping import tenant_scope
+from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants import key_services
 from controlplane.tenants.key_rules import KeyRules
 from controlplane.tenants.models import Role, ServiceAccount

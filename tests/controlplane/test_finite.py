@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controlplane import finite
 from controlplane.batches.lines import parse_line, parse_request
 from controlplane.errors import InvalidRequest
 from controlplane.files.bodies import UploadBody
 from controlplane.inference.bodies import Body
 from controlplane.inference.parsing import parse_body
 from controlplane.inference.schemas import ChatBody, CompletionBody
+from controlplane.infra import finite_json
 from controlplane.lorax.schemas import GenerateBody
 from controlplane.responses.schemas import ResponsesBody
 from tests.controlplane.conftest import Party, as_key, assert_error
@@ -125,7 +125,7 @@ def test_none_is_overlooked(value: Any) -> None:
         return isinstance(value, dict | list) and any(has_one(each) for each in inner)
 
     try:
-        finite.check_body(json.dumps(value).encode())
+        finite_json.check_body(json.dumps(value).encode())
     except InvalidRequest:
         assert has_one(value)
     else:
@@ -140,7 +140,7 @@ def test_a_number_passes_if_and_only_if_a_double_holds_it(number: str, around: s
     is_finite = math.isfinite(float(number))
     is_whole = number.lstrip("-").isdigit()  # of any length: JSON's readers here keep them whole
     try:
-        finite.check_body(around.format(number).encode())
+        finite_json.check_body(around.format(number).encode())
     except InvalidRequest:
         assert not is_finite
     else:

@@ -11,14 +11,14 @@ from urllib.parse import quote
 import pytest
 from django.db import connection, transaction
 
-from controlplane.locks import lock_until_commit
+from controlplane.infra.locks import lock_until_commit
 
 HOLDER = """
 import time
 import django
 django.setup()
 from django.db import transaction
-from controlplane.locks import lock_until_commit
+from controlplane.infra.locks import lock_until_commit
 with transaction.atomic():
     lock_until_commit("held by one that stands still")
     print("held", flush=True)

@@ -14,7 +14,7 @@ import pytest
 from django.core.exceptions import ImproperlyConfigured
 from django.core.mail import get_connection, send_mail
 
-from controlplane.mail import email_settings
+from controlplane.infra.mail import email_settings
 from demo.platform import environment, mail_folder
 
 SMTP = "django.core.mail.backends.smtp.EmailBackend"

@@ -13,7 +13,7 @@ from rest_framework.response import Response
 from rest_framework.test import APIRequestFactory
 
 from controlplane.api import TenantAPIView
-from controlplane.scoping import TenantScopeError, current_tenant_id
+from controlplane.tenancy.scoping import TenantScopeError, current_tenant_id
 from tests.controlplane.conftest import Party, as_key, as_user, assert_error
 
 

@@ -19,7 +19,7 @@ from controlplane.inference import urls as gateway_urls
 from controlplane.inference.models import InferenceRequest
 from controlplane.limits.services import budget_set, rate_limit_set
 from controlplane.requestlog import services as request_log
-from controlplane.scoping import tenant_scope
+from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants import auth, people
 from controlplane.tenants.models import Membership, Role
 from controlplane.training.models import Dataset, TrainingRun

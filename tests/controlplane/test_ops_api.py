@@ -16,7 +16,7 @@ from controlplane.adapters.models import BaseModel
 from controlplane.audit.models import AuditEvent
 from controlplane.delivery.models import DeadLetter
 from controlplane.errors import PermissionDenied
-from controlplane.scoping import all_tenants, tenant_scope
+from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants import auth
 from controlplane.tenants.models import OperatorIdempotencyRecord, Tenant, User
 from tests.controlplane.conftest import (

@@ -13,7 +13,12 @@ from django.test import AsyncClient
 from django.urls import path
 
 from controlplane.adapters.models import Adapter, BaseModel
-from controlplane.scoping import TenantScopeError, all_tenants, current_tenant_id, tenant_scope
+from controlplane.tenancy.scoping import (
+    TenantScopeError,
+    all_tenants,
+    current_tenant_id,
+    tenant_scope,
+)
 from controlplane.tenants import auth, services
 from controlplane.tenants.models import ApiKey
 from tests.controlplane.conftest import Party, make_party

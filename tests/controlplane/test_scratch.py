@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from controlplane.scratch import scratch_folder
+from controlplane.infra.temp_folders import scratch_folder
 
 HOLDER = """
 import sys, time
@@ -17,7 +17,7 @@ import django
 from django.conf import settings
 django.setup()
 settings.WORK_DIR = __import__("pathlib").Path(sys.argv[1])
-from controlplane.scratch import scratch_folder
+from controlplane.infra.temp_folders import scratch_folder
 with scratch_folder("train-") as folder:
     (folder / "rows").write_bytes(b"x" * 100)
     print(folder, flush=True)

@@ -26,11 +26,11 @@ from django.test import AsyncClient
 from django.urls import path
 
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
-from controlplane.database import checks
-from controlplane.database.operations import reference_name, tenant_references
 from controlplane.inference import access
-from controlplane.scope import OPERATOR_ROLE, TenantFilter
-from controlplane.scoping import TenantManager, TenantModel, all_tenants, tenant_scope
+from controlplane.tenancy.database import checks
+from controlplane.tenancy.database.operations import reference_name, tenant_references
+from controlplane.tenancy.scope import OPERATOR_ROLE, TenantFilter
+from controlplane.tenancy.scoping import TenantManager, TenantModel, all_tenants, tenant_scope
 from controlplane.tenants import services
 from controlplane.tenants.models import ApiKey, Membership
 from controlplane.training.models import dataset_key

@@ -256,7 +256,7 @@ os.environ["DJANGO_SETTINGS_MODULE"] = "controlplane.settings"
 import django
 django.setup()
 from controlplane.limits.services import budget_set
-from controlplane.scoping import tenant_scope
+from controlplane.tenancy.scoping import tenant_scope
 with tenant_scope(uuid.UUID(sys.argv[1])):
     print(budget_set(period="month", hard_limit=int(sys.argv[2])).id.hex)
 """

@@ -24,7 +24,7 @@ POOL = "walls"
 LIMITS = """
 import django; django.setup()
 from controlplane.limits.services import budget_set, rate_limit_set
-from controlplane.scoping import tenant_scope
+from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.models import Tenant
 for tenant in Tenant.objects.all():
     with tenant_scope(tenant.id):

@@ -3,8 +3,8 @@
 import django.db.models.deletion
 from django.db import migrations, models
 
-import controlplane.scoping
-from controlplane.database.operations import TenantTables
+import controlplane.tenancy.scoping
+from controlplane.tenancy.database.operations import TenantTables
 
 #: Holds for everybody, the tables' owner included: only dropping the triggers gets past them.
 REFUSE_CHANGE = """
@@ -38,7 +38,7 @@ class Migration(migrations.Migration):
                 (
                     "id",
                     models.UUIDField(
-                        default=controlplane.scoping.new_id,
+                        default=controlplane.tenancy.scoping.new_id,
                         editable=False,
                         primary_key=True,
                         serialize=False,

@@ -3,8 +3,8 @@
 import django.db.models.deletion
 from django.db import migrations, models
 
-import controlplane.scoping
-from controlplane.database.operations import TenantTables
+import controlplane.tenancy.scoping
+from controlplane.tenancy.database.operations import TenantTables
 
 
 class Migration(migrations.Migration):
@@ -21,7 +21,7 @@ class Migration(migrations.Migration):
                 (
                     "id",
                     models.UUIDField(
-                        default=controlplane.scoping.new_id,
+                        default=controlplane.tenancy.scoping.new_id,
                         editable=False,
                         primary_key=True,
                         serialize=False,
@@ -62,7 +62,7 @@ class Migration(migrations.Migration):
                 (
                     "id",
                     models.UUIDField(
-                        default=controlplane.scoping.new_id,
+                        default=controlplane.tenancy.scoping.new_id,
                         editable=False,
                         primary_key=True,
                         serialize=False,
@@ -98,7 +98,7 @@ class Migration(migrations.Migration):
                 (
                     "id",
                     models.UUIDField(
-                        default=controlplane.scoping.new_id,
+                        default=controlplane.tenancy.scoping.new_id,
                         editable=False,
                         primary_key=True,
                         serialize=False,

@@ -5,7 +5,7 @@ import django.db.models.deletion
 from django.conf import settings
 from django.db import migrations, models
 
-import controlplane.scoping
+import controlplane.tenancy.scoping
 import controlplane.tenants.models
 
 
@@ -64,7 +64,7 @@ class Migration(migrations.Migration):
                 (
                     "id",
                     models.UUIDField(
-                        default=controlplane.scoping.new_id,
+                        default=controlplane.tenancy.scoping.new_id,
                         editable=False,
                         primary_key=True,
                         serialize=False,
@@ -94,7 +94,7 @@ class Migration(migrations.Migration):
                 (
                     "id",
                     models.UUIDField(
-                        default=controlplane.scoping.new_id,
+                        default=controlplane.tenancy.scoping.new_id,
                         editable=False,
                         primary_key=True,
                         serialize=False,
@@ -144,7 +144,7 @@ class Migration(migrations.Migration):
                 (
                     "id",
                     models.UUIDField(
-                        default=controlplane.scoping.new_id,
+                        default=controlplane.tenancy.scoping.new_id,
                         editable=False,
                         primary_key=True,
                         serialize=False,

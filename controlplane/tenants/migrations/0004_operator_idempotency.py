@@ -2,7 +2,7 @@
 
 from django.db import migrations, models
 
-import controlplane.scoping
+import controlplane.tenancy.scoping
 
 
 class Migration(migrations.Migration):
@@ -24,7 +24,7 @@ class Migration(migrations.Migration):
                 (
                     "id",
                     models.UUIDField(
-                        default=controlplane.scoping.new_id,
+                        default=controlplane.tenancy.scoping.new_id,
                         editable=False,
                         primary_key=True,
                         serialize=False,

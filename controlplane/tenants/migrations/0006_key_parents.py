@@ -1,7 +1,7 @@
 import django.db.models.deletion
 from django.db import migrations, models
 
-from controlplane.database.operations import TenantReference
+from controlplane.tenancy.database.operations import TenantReference
 
 
 class Migration(migrations.Migration):

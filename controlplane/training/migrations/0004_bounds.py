@@ -4,8 +4,8 @@ import django.db.models.deletion
 from django.conf import settings
 from django.db import migrations, models
 
-import controlplane.scoping
-from controlplane.database.operations import TenantTables
+import controlplane.tenancy.scoping
+from controlplane.tenancy.database.operations import TenantTables
 
 
 class Migration(migrations.Migration):
@@ -23,7 +23,7 @@ class Migration(migrations.Migration):
                 (
                     "id",
                     models.UUIDField(
-                        default=controlplane.scoping.new_id,
+                        default=controlplane.tenancy.scoping.new_id,
                         editable=False,
                         primary_key=True,
                         serialize=False,

@@ -5,7 +5,7 @@ from django.db import migrations
 from django.db.backends.base.schema import BaseDatabaseSchemaEditor
 from django.utils import timezone
 
-from controlplane.scoping import tenant_scope
+from controlplane.tenancy.scoping import tenant_scope
 
 
 def make_known(apps: Apps, editor: BaseDatabaseSchemaEditor) -> None:

@@ -3,8 +3,8 @@
 import django.db.models.deletion
 from django.db import migrations, models
 
-import controlplane.scoping
-from controlplane.database.operations import TenantTables
+import controlplane.tenancy.scoping
+from controlplane.tenancy.database.operations import TenantTables
 
 # What was used before there were totals. The owner of the table is held by its policies while they
 # are forced; where there are none yet, this changes nothing.
@@ -32,7 +32,7 @@ class Migration(migrations.Migration):
                 (
                     "id",
                     models.UUIDField(
-                        default=controlplane.scoping.new_id,
+                        default=controlplane.tenancy.scoping.new_id,
                         editable=False,
                         primary_key=True,
                         serialize=False,
@@ -72,7 +72,7 @@ class Migration(migrations.Migration):
                 (
                     "id",
                     models.UUIDField(
-                        default=controlplane.scoping.new_id,
+                        default=controlplane.tenancy.scoping.new_id,
                         editable=False,
                         primary_key=True,
                         serialize=False,

@@ -12,7 +12,7 @@ from rest_framework.test import APIClient
 
 from controlplane.adapters import services
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
-from controlplane.scoping import all_tenants, tenant_scope
+from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants.models import Tenant
 from tests.controlplane.adapters.files import GOOD_CONFIG, GOOD_TENSORS, put
 from tests.controlplane.conftest import Party, as_key, as_user, assert_error

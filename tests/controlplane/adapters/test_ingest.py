@@ -15,10 +15,10 @@ from django.db import connection
 from django.utils import timezone
 
 from contract.protocol import adapter_digest
-from controlplane import storage
 from controlplane.adapters import ingest, services, tasks
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
-from controlplane.scoping import tenant_scope
+from controlplane.infra import storage
+from controlplane.tenancy.scoping import tenant_scope
 from tests.controlplane.adapters import files
 from tests.controlplane.adapters.files import GOOD_CONFIG, GOOD_TENSORS, put
 from tests.controlplane.conftest import TINY_CONFIG, Party, make_party

@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 import pytest
 from django.utils import timezone
 
-from controlplane import storage
 from controlplane.adapters import ingest, remains, services, tasks
 from controlplane.adapters.models import AdapterVersion, BaseModel
 from controlplane.errors import InvalidRequest
 from controlplane.files import services as file_services
+from controlplane.infra import storage
 from controlplane.limits import quotas
-from controlplane.scoping import tenant_scope
+from controlplane.tenancy.scoping import tenant_scope
 from controlplane.training import services as training_services
 from tests.controlplane.adapters import files
 from tests.controlplane.adapters.files import GOOD_CONFIG, GOOD_TENSORS, put

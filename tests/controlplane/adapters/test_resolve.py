@@ -9,7 +9,7 @@ import pytest
 from controlplane.adapters import resolution, services
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
 from controlplane.errors import NotFound
-from controlplane.scoping import TenantScopeError, tenant_scope
+from controlplane.tenancy.scoping import TenantScopeError, tenant_scope
 from tests.controlplane.conftest import Party
 
 Status = AdapterVersion.Status

@@ -19,7 +19,7 @@ from controlplane.errors import InvalidRequest, NotFound
 from controlplane.inference import access
 from controlplane.inference.model_views import model_body
 from controlplane.inference.named import Named
-from controlplane.scoping import all_tenants, tenant_scope
+from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants import auth
 from controlplane.tenants.models import User
 from tests.controlplane.conftest import (

@@ -332,7 +332,7 @@ def test_a_batch_ends_with_its_key(batches: Batches) -> None:
     live = batches.site.live
     code = (
         "import uuid\n"
-        "from controlplane.scoping import tenant_scope\n"
+        "from controlplane.tenancy.scoping import tenant_scope\n"
         "from controlplane.tenants import services\n"
         f"with tenant_scope(uuid.UUID('{live.tenants['acme'].id}')):\n"
         "    print(services.api_key_create(name='for a batch')[1])\n"
@@ -386,7 +386,7 @@ def test_a_limit_is_waited_for_and_a_budget_too(batches: Batches) -> None:
     scope = (
         "import uuid\n"
         "from controlplane.limits import services\n"
-        "from controlplane.scoping import tenant_scope\n"
+        "from controlplane.tenancy.scoping import tenant_scope\n"
         f"with tenant_scope(uuid.UUID('{live.tenants['globex'].id}')):\n"
     )
     batches.site.run_python(

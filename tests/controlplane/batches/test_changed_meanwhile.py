@@ -82,7 +82,7 @@ def test_a_line_that_is_being_sent_when_its_batch_is_cancelled_is_not_begun(
     settings = f"""
 import uuid
 from controlplane.limits import services
-from controlplane.scoping import tenant_scope
+from controlplane.tenancy.scoping import tenant_scope
 with tenant_scope(uuid.UUID("{pool.tenants["acme"].id}")):
     services."""
     batches.site.run_python(f"{settings}budget_set(period='month', hard_limit=10**12)")

@@ -13,7 +13,7 @@ from controlplane.batches import output, results, services
 from controlplane.batches.leases import MAX_TENANT_RUNNING, Lease, LeaseLost, claim
 from controlplane.batches.models import Batch, BatchResult
 from controlplane.batches.results import Result
-from controlplane.scoping import tenant_scope
+from controlplane.tenancy.scoping import tenant_scope
 from tests.controlplane.conftest import Party
 
 

@@ -8,7 +8,7 @@ import pytest
 from django.test import Client
 
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
-from controlplane.scoping import tenant_scope
+from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.models import User
 from controlplane.training.models import Dataset, TrainingRun
 from tests.controlplane.conftest import Party

@@ -9,7 +9,7 @@ import pytest
 from django.test import Client
 from django.urls import reverse
 
-from controlplane.scoping import tenant_scope
+from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants import services
 from controlplane.tenants.models import Membership, Role, Tenant, User
 from tests.controlplane.conftest import PASSWORD, Party, make_operator

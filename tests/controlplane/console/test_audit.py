@@ -10,8 +10,8 @@ from django.test import Client
 
 from controlplane.audit.models import AuditEvent
 from controlplane.console.views import audit
-from controlplane.database.ownership import as_owner
-from controlplane.scoping import tenant_scope
+from controlplane.tenancy.database.ownership import as_owner
+from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.services import api_key_create, tenant_update
 from tests.controlplane.conftest import Party, make_party
 from tests.controlplane.console.conftest import browser_of

@@ -7,7 +7,7 @@ import re
 
 from django.utils import timezone
 
-from controlplane.scoping import tenant_scope
+from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.auth import authenticate
 from controlplane.tenants.key_rules import KeyRules
 from controlplane.tenants.key_services import api_key_create

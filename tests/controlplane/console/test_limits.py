@@ -15,7 +15,7 @@ from controlplane.limits import present
 from controlplane.limits.admit import budget_state_key
 from controlplane.limits.models import Budget, RateLimit
 from controlplane.limits.services import budget_set, rate_limit_set
-from controlplane.scoping import tenant_scope
+from controlplane.tenancy.scoping import tenant_scope
 from tests.controlplane.conftest import Party
 from tests.controlplane.console.conftest import browser_of
 

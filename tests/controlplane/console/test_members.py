@@ -12,7 +12,7 @@ from django.core.cache import cache
 from django.core.mail.backends.base import BaseEmailBackend
 from django.test import Client
 
-from controlplane.scoping import tenant_scope
+from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.models import ApiKey, Invite, Membership, Role, ServiceAccount
 from controlplane.tenants.services import api_key_create
 from tests.controlplane.conftest import PASSWORD, Party

@@ -25,7 +25,7 @@ from django.urls import reverse
 from contract import protocol
 from contract.protocol import Heartbeat
 from controlplane.adapters.models import BaseModel
-from controlplane.scoping import tenant_scope
+from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants import services
 from controlplane.tenants.models import ApiKey, Membership, Tenant, User
 from tests.controlplane.conftest import PASSWORD, TINY_CONFIG, Party, assert_error, make_operator

@@ -8,7 +8,7 @@ from django.utils import timezone
 
 from controlplane.console import overview
 from controlplane.inference.models import InferenceRequest
-from controlplane.scoping import tenant_scope
+from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.models import Role
 from controlplane.tenants.services import member_add
 from controlplane.usage.models import UsageRecord

@@ -20,7 +20,7 @@ from controlplane.inference.models import InferenceRequest
 from controlplane.requestlog.models import LogPolicy, RefusalHour
 from controlplane.requestlog.refusals import Refusal, refusals_add
 from controlplane.requestlog.services import Words, contents_keep, log_policy_set
-from controlplane.scoping import tenant_scope
+from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.models import ApiKey, Role, User
 from controlplane.tenants.services import api_key_create, member_add
 from controlplane.usage.services import usage_settle

@@ -19,7 +19,7 @@ from django.test import Client
 
 from controlplane.audit.models import AuditEvent
 from controlplane.requestlog.services import log_policy
-from controlplane.scoping import tenant_scope
+from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.models import Role, User
 from controlplane.tenants.services import member_add
 from tests.controlplane.conftest import PASSWORD, Party, as_key, as_user, assert_error, make_party

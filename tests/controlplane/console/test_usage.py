@@ -9,7 +9,7 @@ import pytest
 from django.utils import timezone
 
 from controlplane.console.usage import MAX_SERIES, usage_report
-from controlplane.scoping import tenant_scope
+from controlplane.tenancy.scoping import tenant_scope
 from controlplane.usage.models import UsageDay, UsageHour
 from tests.controlplane.conftest import Party
 from tests.controlplane.console.conftest import browser_of

@@ -27,7 +27,7 @@ from controlplane.delivery.services import (
 )
 from controlplane.errors import Conflict
 from controlplane.limits.admit import Refusal
-from controlplane.scoping import all_tenants, tenant_scope
+from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from demo.stack import EmbeddedStack
 from tests.controlplane.conftest import Party
 from tests.queue_rig import QueueRig

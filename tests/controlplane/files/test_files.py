@@ -398,7 +398,7 @@ def test_a_file_whose_publishing_was_only_said_to_fail_keeps_its_bytes(site: Sit
         "from controlplane import storage\n"
         "from controlplane.files import contents, services\n"
         "from controlplane.files.models import File\n"
-        "from controlplane.scoping import tenant_scope\n"
+        "from controlplane.tenancy.scoping import tenant_scope\n"
         "publish = services.file_publish\n"
         "def lose():\n"
         "    raise OperationalError('gone')\n"
@@ -433,7 +433,7 @@ def test_too_long_a_body_is_refused_before_it_is_read(site: Site) -> None:
 def test_a_key_needs_the_scope(site: Site) -> None:
     code = (
         "import uuid\n"
-        "from controlplane.scoping import tenant_scope\n"
+        "from controlplane.tenancy.scoping import tenant_scope\n"
         "from controlplane.tenants import key_services\n"
         "from controlplane.tenants.key_rules import KeyRules\n"
         f"with tenant_scope(uuid.UUID('{site.live.tenants['acme'].id}')):\n"

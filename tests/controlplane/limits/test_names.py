@@ -6,7 +6,7 @@ import pytest
 
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
 from controlplane.limits.services import limits_for, rate_limit_set
-from controlplane.scoping import tenant_scope
+from controlplane.tenancy.scoping import tenant_scope
 from tests.controlplane.conftest import Party
 
 

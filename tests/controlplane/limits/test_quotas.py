@@ -12,7 +12,7 @@ from django.db import connection
 from controlplane.adapters import services, tasks
 from controlplane.adapters.models import AdapterVersion, BaseModel
 from controlplane.errors import RateLimited
-from controlplane.scoping import tenant_scope
+from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.models import User
 from tests.controlplane.adapters.test_ingest import upload
 from tests.controlplane.conftest import Party, as_key, as_user, assert_error, make_operator
@@ -138,7 +138,7 @@ class TestStorage:
 
 def at_once(items: Any, work: Any) -> list[str]:
     """What becomes of each, all in the same moment and in the scope of the caller."""
-    from controlplane.scoping import current_tenant_id
+    from controlplane.tenancy.scoping import current_tenant_id
 
     items, tenant_id = list(items), current_tenant_id()
     barrier, outcomes = threading.Barrier(len(items)), []

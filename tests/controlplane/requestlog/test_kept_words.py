@@ -16,14 +16,14 @@ from tests.live import LiveStack, wait_for
 
 CHOOSE = """
 from controlplane.requestlog.services import log_policy_set
-from controlplane.scoping import tenant_scope
+from controlplane.tenancy.scoping import tenant_scope
 import uuid
 with tenant_scope(uuid.UUID("{tenant}")):
     log_policy_set(content="{content}", content_days=30, metadata_days=90)
 """
 READ = """
 from controlplane.requestlog.services import content_get
-from controlplane.scoping import tenant_scope
+from controlplane.tenancy.scoping import tenant_scope
 import json, uuid
 with tenant_scope(uuid.UUID("{tenant}")):
     found = content_get(request_id="{request_id}")

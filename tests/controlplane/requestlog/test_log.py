@@ -18,7 +18,7 @@ from controlplane.requestlog import retention, sealing, services
 from controlplane.requestlog.models import LogPolicy, RefusalHour, RequestContent
 from controlplane.requestlog.refusals import Refusal, refusals_add
 from controlplane.requestlog.services import Words
-from controlplane.scoping import all_tenants, current_tenant_id, tenant_scope
+from controlplane.tenancy.scoping import all_tenants, current_tenant_id, tenant_scope
 from controlplane.tenants import services as tenants
 from controlplane.tenants.models import Role
 from controlplane.usage.models import UsageRecord

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from django.test import Client
 
 from controlplane.audit.models import AuditEvent
-from controlplane.scoping import tenant_scope
+from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.models import User
 from tests.controlplane.conftest import PASSWORD, Party
 from tests.oidc_issuer import CLIENT_ID, CLIENT_SECRET, Claims, Issuer

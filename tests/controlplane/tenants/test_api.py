@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from controlplane.scoping import tenant_scope
+from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants import auth, services
 from controlplane.tenants.models import Role
 from tests.controlplane.conftest import Party, as_key, as_user, assert_error

@@ -13,7 +13,12 @@ from django.test import RequestFactory
 from django.utils import timezone
 
 from controlplane.errors import AuthenticationFailed, PermissionDenied
-from controlplane.scoping import TenantScopeError, all_tenants, current_tenant_id, tenant_scope
+from controlplane.tenancy.scoping import (
+    TenantScopeError,
+    all_tenants,
+    current_tenant_id,
+    tenant_scope,
+)
 from controlplane.tenants import auth, keys, services
 from controlplane.tenants.models import ApiKey, Role, Tenant
 from tests.controlplane.conftest import Party

@@ -13,7 +13,7 @@ from django.core.management import CommandError, call_command
 from django.utils import timezone
 
 from controlplane.adapters.models import BaseModel
-from controlplane.scoping import all_tenants, tenant_scope
+from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants import auth, key_services
 from controlplane.tenants.models import ApiKey, Membership, Role, User
 from tests.controlplane.conftest import PASSWORD, TINY_CONFIG, Party

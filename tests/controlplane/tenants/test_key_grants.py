@@ -13,7 +13,7 @@ from rest_framework.test import APIClient
 
 from controlplane.errors import AuthenticationFailed
 from controlplane.limits.services import budget_set, limits_for, rate_limit_set
-from controlplane.scoping import tenant_scope
+from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants import auth, key_grants, key_services
 from controlplane.tenants.key_rules import KeyRules, covers_addresses, covers_models
 from controlplane.tenants.models import ApiKey, Membership, Role, ServiceAccount

@@ -10,7 +10,7 @@ from django.utils import timezone
 from rest_framework.test import APIClient
 
 from controlplane.errors import AuthenticationFailed, InvalidRequest, PermissionDenied
-from controlplane.scoping import tenant_scope
+from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants import auth, key_services, services
 from controlplane.tenants.key_rules import KeyRules, allows_address, allows_model
 from controlplane.tenants.models import ApiKey, Role, User

@@ -6,7 +6,7 @@ import pytest
 
 from controlplane.audit.models import AuditEvent
 from controlplane.errors import InvalidRequest
-from controlplane.scoping import tenant_scope
+from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.origins import MAX_ORIGINS, checked_origins
 from tests.controlplane.conftest import Party, as_key, as_user, assert_error
 from tests.controlplane.console.conftest import browser_of

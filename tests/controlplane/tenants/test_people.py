@@ -14,7 +14,7 @@ from django.test import Client
 from django.utils import timezone
 
 from controlplane.errors import AuthenticationFailed, NotFound, PermissionDenied
-from controlplane.scoping import tenant_scope
+from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants import auth, key_services, people, services
 from controlplane.tenants.models import Invite, Membership, Role, User
 from controlplane.tenants.permissions import PERMISSIONS

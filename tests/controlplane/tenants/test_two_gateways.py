@@ -22,7 +22,7 @@ PROMISED_S = 1.0
 _MANAGER = """
 import json, sys, django
 django.setup()
-from controlplane.scoping import tenant_scope
+from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants import key_services
 from controlplane.tenants.key_rules import KeyRules
 from controlplane.tenants.models import Role, ServiceAccount, Tenant

@@ -11,7 +11,7 @@ import pytest
 
 from controlplane.adapters.models import Adapter, BaseModel
 from controlplane.adapters.services import adapter_create, base_model_add
-from controlplane.scoping import tenant_scope
+from controlplane.tenancy.scoping import tenant_scope
 from controlplane.training import services
 from controlplane.training.models import Dataset
 from tests.controlplane.conftest import Party

@@ -13,7 +13,7 @@ from django.utils import timezone
 from controlplane.adapters.models import BaseModel
 from controlplane.errors import ApiError, InvalidRequest, RateLimited
 from controlplane.limits import quotas
-from controlplane.scoping import all_tenants, tenant_scope
+from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants.models import Tenant
 from controlplane.training import dataset_checks, execution, picking, schedules, services, size
 from controlplane.training.models import Schedule, TrainingRun

@@ -6,10 +6,10 @@ import datetime as dt
 
 from django.utils import timezone
 
-from controlplane import storage
 from controlplane.adapters.models import Adapter
+from controlplane.infra import storage
 from controlplane.limits import quotas
-from controlplane.scoping import tenant_scope
+from controlplane.tenancy.scoping import tenant_scope
 from controlplane.training import contents, services, tasks
 from controlplane.training.models import Dataset, DatasetContent, TrainingRun
 from tests.controlplane.conftest import Party

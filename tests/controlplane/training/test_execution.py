@@ -20,11 +20,11 @@ from django.db import OperationalError, connection
 from django.db.models import RestrictedError
 from django.utils import timezone
 
-from controlplane import storage
 from controlplane.adapters import services as adapter_services
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
 from controlplane.adapters.resolution import model_resolve
-from controlplane.scoping import all_tenants, tenant_scope
+from controlplane.infra import storage
+from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.training import execution, holding, services, tasks
 from controlplane.training.models import Dataset, Schedule, TrainingRun
 from tests.controlplane.conftest import Party

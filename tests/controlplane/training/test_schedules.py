@@ -14,7 +14,7 @@ from controlplane.adapters.models import Adapter, today
 from controlplane.adapters.services import base_model_shutdown_set
 from controlplane.celery import app
 from controlplane.errors import Conflict
-from controlplane.scoping import all_tenants, tenant_scope
+from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants.models import Tenant
 from controlplane.training import schedules, services, tasks
 from controlplane.training.models import Dataset, Schedule, ScheduleRun, TrainingRun

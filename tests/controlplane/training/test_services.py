@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from django.utils import timezone
 
-from controlplane import storage
 from controlplane.adapters.models import Adapter
 from controlplane.errors import ApiError, Conflict, InvalidRequest, NotFound, PayloadTooLarge
-from controlplane.scoping import tenant_scope
+from controlplane.infra import storage
+from controlplane.tenancy.scoping import tenant_scope
 from controlplane.training import services
 from controlplane.training.models import Dataset, Schedule, TrainingRun
 from tests.controlplane.conftest import Party

@@ -15,7 +15,7 @@ from django.db import OperationalError
 from contract import protocol
 from contract.protocol import DoneRecord
 from controlplane.inference.models import InferenceRequest
-from controlplane.scoping import all_tenants, tenant_scope
+from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.usage import accountant as module
 from controlplane.usage.accountant import Accountant
 from controlplane.usage.models import UsageRecord

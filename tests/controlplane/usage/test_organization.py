@@ -10,7 +10,7 @@ from django.http import QueryDict
 from rest_framework.test import APIClient
 
 from controlplane.errors import InvalidRequest
-from controlplane.scoping import tenant_scope
+from controlplane.tenancy.scoping import tenant_scope
 from controlplane.usage.models import UsageRecord
 from controlplane.usage.organization import page, parse
 from controlplane.usage.services import usage_records_create

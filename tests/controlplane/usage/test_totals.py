@@ -14,7 +14,7 @@ from django.db import connection
 
 from contract.protocol import DoneRecord
 from controlplane.limits.services import budget_period, budget_set, tokens_spent
-from controlplane.scoping import all_tenants, tenant_scope
+from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.usage.models import UsageDay, UsageHour, UsageRecord
 from controlplane.usage.services import usage_settle
 from controlplane.usage.totals import usage_drift

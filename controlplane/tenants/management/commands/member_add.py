@@ -10,7 +10,7 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import transaction
 
 from controlplane.errors import ApiError
-from controlplane.scoping import tenant_scope
+from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants import services
 from controlplane.tenants.management.commands import find_tenant, read_password
 from controlplane.tenants.models import Role

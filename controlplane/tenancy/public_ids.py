@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from typing import ClassVar
 
-from controlplane.scoping import TenantModel
+from controlplane.tenancy.scoping import TenantModel
 
 
 def public_id(prefix: str, id: uuid.UUID) -> str:

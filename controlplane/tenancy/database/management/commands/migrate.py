@@ -7,7 +7,7 @@ from typing import Any
 from django.core.management.commands import migrate
 from django.db import connections
 
-from controlplane.database.ownership import as_owner, grant_rights
+from controlplane.tenancy.database.ownership import as_owner, grant_rights
 
 
 class Command(migrate.Command):

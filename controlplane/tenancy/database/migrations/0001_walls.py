@@ -1,6 +1,6 @@
 from django.db import migrations
 
-from controlplane.database.operations import TenantTables
+from controlplane.tenancy.database.operations import TenantTables
 
 
 class Migration(migrations.Migration):

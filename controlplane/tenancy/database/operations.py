@@ -19,7 +19,7 @@ from django.db.backends.base.schema import BaseDatabaseSchemaEditor
 from django.db.migrations.operations.base import Operation
 from django.db.migrations.state import ProjectState
 
-from controlplane.scope import OPERATOR_ROLE
+from controlplane.tenancy.scope import OPERATOR_ROLE
 
 #: True for the rows of the tenant in scope; for none when the setting is empty or was never made.
 IS_OURS = "tenant_id = nullif(current_setting('lorikeet.tenant', true), '')::uuid"

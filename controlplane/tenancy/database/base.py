@@ -16,7 +16,7 @@ from typing import Any
 from django.db.backends.postgresql import base
 from psycopg.sql import Composable
 
-from controlplane.scope import database_scope
+from controlplane.tenancy.scope import database_scope
 
 #: Other statements (DDL, SAVEPOINT, ROLLBACK, …) go alone: they touch no rows, and some must.
 _TOUCHES_ROWS = re.compile(

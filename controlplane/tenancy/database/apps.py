@@ -2,8 +2,8 @@ from django.apps import AppConfig
 
 
 class DatabaseConfig(AppConfig):
-    name = "controlplane.database"
+    name = "controlplane.tenancy.database"
 
     def ready(self) -> None:
         # Registers the check.
-        from controlplane.database import checks  # noqa: F401
+        from controlplane.tenancy.database import checks  # noqa: F401

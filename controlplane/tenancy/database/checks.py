@@ -9,13 +9,13 @@ from django.apps import AppConfig, apps
 from django.core.checks import CheckMessage, Error, Tags, register
 from django.db.migrations.loader import MigrationLoader
 
-from controlplane.database.operations import (
+from controlplane.tenancy.database.operations import (
     TenantReference,
     TenantTables,
     split_name,
     tenant_references,
 )
-from controlplane.scoping import TenantModel
+from controlplane.tenancy.scoping import TenantModel
 
 
 @register(Tags.models)

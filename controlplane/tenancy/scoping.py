@@ -4,8 +4,8 @@ A query of a tenant-owned model outside a scope raises `TenantScopeError`: forge
 fails closed. Code that must cross tenants says so, with its reason, through `all_tenants`.
 
 The scope lives in a context variable, so it follows `await` and `sync_to_async`. The database
-backend (`controlplane.database`) tells PostgreSQL the same scope with every statement, and its
-row-level security is a second wall: it holds where this one is forgotten.
+backend (`controlplane.tenancy.database`) tells PostgreSQL the same scope with every statement, and
+its row-level security is a second wall: it holds where this one is forgotten.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from django.db import models
 from django.http import HttpRequest
 from uuid_utils.compat import uuid7
 
-from controlplane.middleware import Middleware
-from controlplane.scope import ALL, current
+from controlplane.tenancy.middleware import Middleware
+from controlplane.tenancy.scope import ALL, current
 
 
 class TenantScopeError(RuntimeError):

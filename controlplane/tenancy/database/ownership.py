@@ -13,7 +13,7 @@ from django.apps import apps
 from django.conf import settings
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from controlplane.scope import OPERATOR_ROLE
+from controlplane.tenancy.scope import OPERATOR_ROLE
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 from django.core.exceptions import ImproperlyConfigured
 
-_FILES = "controlplane.mail_files.EmailBackend"
+_FILES = "controlplane.infra.mail_files.EmailBackend"
 _BACKEND = "django.core.mail.backends.{}.EmailBackend"
 #: Of each way to speak SMTP: the usual port, and the settings that are on.
 _SMTP: dict[str, tuple[int, dict[str, bool]]] = {

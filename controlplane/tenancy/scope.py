@@ -1,6 +1,6 @@
 """The scope that code runs in, for those that Django's models need: the database and the logs.
 
-Everybody else enters and reads it through `controlplane.scoping`.
+Everybody else enters and reads it through `controlplane.tenancy.scoping`.
 """
 
 from __future__ import annotations
