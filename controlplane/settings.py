@@ -64,7 +64,7 @@ INSTALLED_APPS = [
     "controlplane.adapters",
     "controlplane.inference",
     "controlplane.requestlog",
-    "controlplane.delivery",
+    "controlplane.queue",
     "controlplane.limits",
     "controlplane.training",
     "controlplane.files",

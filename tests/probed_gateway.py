@@ -12,7 +12,8 @@ HELD = "/_held"
 
 async def application(scope: dict[str, Any], receive: Any, send: Any) -> None:
     # Here, for tests that want no more than the address.
-    from controlplane import asgi, jobs
+    from controlplane import asgi
+    from controlplane.queue import dispatcher as jobs
 
     if scope["type"] != "http" or scope["path"] != HELD:
         await asgi.application(scope, receive, send)

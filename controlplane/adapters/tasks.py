@@ -15,6 +15,7 @@ _AWAY = (*STORAGE_ERRORS, OperationalError, InterfaceError)
 
 
 @shared_task(
+    name="controlplane.adapters.tasks.adapter_version_validate",
     autoretry_for=(OperationalError, InterfaceError),
     retry_backoff=2,
     retry_backoff_max=60,
@@ -35,6 +36,7 @@ def adapter_version_validate(tenant_id: str, version_id: str) -> None:
 
 
 @shared_task(
+    name="controlplane.adapters.tasks.adapter_version_validate_again",
     autoretry_for=_AWAY,
     retry_backoff=2,
     retry_backoff_max=60,
@@ -46,7 +48,7 @@ def adapter_version_validate_again(tenant_id: str, version_id: str) -> None:
         ingest.version_ingest(uuid.UUID(version_id))
 
 
-@shared_task
+@shared_task(name="controlplane.adapters.tasks.adapter_versions_sweep")
 def adapter_versions_sweep() -> None:
     """Queue lost checks, end uploads that nobody finished, remove what versions left behind."""
     ingest.versions_abandon()

@@ -7,14 +7,14 @@ import dataclasses
 import logging
 from collections.abc import AsyncIterator
 
-from controlplane import jobs
 from controlplane.batches import lines
 from controlplane.batches.feeding import answered, is_passing, refused
 from controlplane.batches.lines import Line, Request
 from controlplane.batches.results import Result
 from controlplane.errors import ApiError, Unavailable
 from controlplane.inference.service import Generation, submit
-from controlplane.mailboxes import Mailbox
+from controlplane.queue import dispatcher as jobs
+from controlplane.queue.batch_replies import Mailbox
 from controlplane.tenants.auth import Principal
 
 log = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ Every line's result is a row, unique by batch and line, written under the batch'
 are made of the rows, and are there from the moment at which the batch says that it has ended. So
 whatever stops a runner, the next one answers what has no row yet, and no line is lost or doubled.
 What was under way is not sent again: it goes on, and the next runner finds it, or its answer, in
-the batch's mailbox (`controlplane.mailboxes`).
+the batch's mailbox (`controlplane.queue.batch_replies`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from asgiref.sync import sync_to_async
 from django.db import InterfaceError, OperationalError, close_old_connections
 from django.utils import timezone
 
-from controlplane import jobs
 from controlplane.batches import lines, output, results
 from controlplane.batches.collecting import collect
 from controlplane.batches.feeding import Feeder
@@ -35,7 +34,8 @@ from controlplane.errors import ApiError, Unavailable
 from controlplane.files import contents
 from controlplane.files.models import File
 from controlplane.infra import storage
-from controlplane.mailboxes import Fenced, Mailbox
+from controlplane.queue import dispatcher as jobs
+from controlplane.queue.batch_replies import Fenced, Mailbox
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants import auth
 from controlplane.tenants.auth import Permission, Principal

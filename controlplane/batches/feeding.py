@@ -9,7 +9,6 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-from controlplane import jobs
 from controlplane.batches import lines
 from controlplane.batches.leases import LeaseLost
 from controlplane.batches.lines import Line, Request
@@ -17,7 +16,8 @@ from controlplane.batches.pace import Pace
 from controlplane.batches.results import Result
 from controlplane.errors import ApiError, GivenUp, InternalError
 from controlplane.inference.service import Generation, submit
-from controlplane.mailboxes import Fenced, Mailbox
+from controlplane.queue import dispatcher as jobs
+from controlplane.queue.batch_replies import Fenced, Mailbox
 from controlplane.tenants.auth import Principal
 
 log = logging.getLogger(__name__)

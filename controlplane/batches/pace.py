@@ -9,7 +9,7 @@ import uuid
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
 
-from controlplane.workers import WorkerStatus
+from controlplane.queue.workers import WorkerStatus
 
 #: Of the places of the workers, batches take at most this share, less what others have.
 SHARE = 0.75

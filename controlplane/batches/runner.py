@@ -15,11 +15,11 @@ from functools import partial
 
 from django.db import Error as DatabaseError
 
-from controlplane import jobs
 from controlplane.batches.execution import Execution, in_thread
 from controlplane.batches.leases import Lease, LeaseLost, claim
 from controlplane.batches.pace import Pace
 from controlplane.errors import Unavailable
+from controlplane.queue import dispatcher as jobs
 
 log = logging.getLogger(__name__)
 

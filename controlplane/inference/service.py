@@ -28,7 +28,6 @@ import hashlib
 from collections.abc import AsyncIterator, Callable
 
 from contract.protocol import ErrorCode, FinishReason, GenerateJob, TokenEvent
-from controlplane import jobs
 from controlplane.errors import (
     ApiError,
     InvalidRequest,
@@ -43,10 +42,11 @@ from controlplane.inference.generation import Call, chat_job, client_param, comp
 from controlplane.inference.json_schema import schema_headers
 from controlplane.inference.named import Named
 from controlplane.inference.schemas import ChatBody, CompletionBody, GenerationBody
-from controlplane.limits.admission import rate_headers
 from controlplane.limits.admit import Admitted
-from controlplane.mailboxes import Mailbox
-from controlplane.replies import Reply
+from controlplane.queue import dispatcher as jobs
+from controlplane.queue.admission import rate_headers
+from controlplane.queue.batch_replies import Mailbox
+from controlplane.queue.replies import Reply
 from controlplane.tenancy.scoping import new_id
 from controlplane.tenants.auth import Principal
 

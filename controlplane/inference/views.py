@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 from django.http import HttpRequest, HttpResponseBase, JsonResponse, StreamingHttpResponse
 
-from controlplane import jobs
 from controlplane.errors import ApiError, InternalError, MethodNotAllowed
 from controlplane.inference import access
 from controlplane.inference.answers import DONE, sse
@@ -25,6 +24,7 @@ from controlplane.inference.schemas import ChatBody, CompletionBody, GenerationB
 from controlplane.inference.service import new_request_id, submit
 from controlplane.infra.addresses import no_such_address
 from controlplane.lorax.bases import default_base
+from controlplane.queue import dispatcher as jobs
 from controlplane.tenants.auth import Principal
 
 log = logging.getLogger(__name__)

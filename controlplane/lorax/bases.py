@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from controlplane import jobs
 from controlplane.adapters.models import BaseModel, is_serving
 from controlplane.errors import ApiError, InvalidRequest, NotFound, Unavailable
 from controlplane.inference.access import in_thread
+from controlplane.queue import dispatcher as jobs
 
 CACHE_S = 5.0
 

@@ -12,7 +12,6 @@ from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonRespons
 from django.shortcuts import redirect
 
 from contract.protocol import Usage
-from controlplane import jobs
 from controlplane.errors import ApiError, InvalidRequest
 from controlplane.inference import access
 from controlplane.inference.event_stream import streamed
@@ -25,6 +24,7 @@ from controlplane.lorax.answers import LoraxAnswer, sse
 from controlplane.lorax.errors import error_body, error_response
 from controlplane.lorax.schemas import MAX_BEST_OF, GenerateBody
 from controlplane.lorax.timings import Timings, whole_headers
+from controlplane.queue import dispatcher as jobs
 
 _lorax_view = gateway_view("POST", errors=error_response)
 

@@ -24,8 +24,6 @@ from controlplane.api import (
     page_of,
     page_of_items,
 )
-from controlplane.delivery import services as delivery
-from controlplane.delivery.models import DeadLetter
 from controlplane.errors import NotFound, PermissionDenied
 from controlplane.limits import quotas
 from controlplane.limits.api import (
@@ -37,12 +35,14 @@ from controlplane.limits.api import (
 from controlplane.limits.models import RateLimit, TenantQuota
 from controlplane.limits.services import rate_limit_set
 from controlplane.operator import pool
+from controlplane.queue import dead_letters
+from controlplane.queue.models import DeadLetter
+from controlplane.queue.workers import workers
 from controlplane.signin.second_factor import is_kept_out
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants import services
 from controlplane.tenants.models import OperatorIdempotencyRecord, Tenant, User, is_slug
 from controlplane.tenants.people_api import TenantSerializer
-from controlplane.workers import workers
 
 
 class OperatorSessionAuthentication(SessionAuthentication):
@@ -284,7 +284,7 @@ class DeadLetterRequeueView(OperatorAPIView):
         letter = rows.filter(pk=letter_id).first()
         if letter is None:
             raise NotFound("There is no such dead letter.")
-        delivery.dead_letter_requeue(letter)
+        dead_letters.dead_letter_requeue(letter)
         return Response(DeadLetterSerializer(rows.get(pk=letter_id)).data)
 
 
@@ -293,7 +293,7 @@ class QuarantineView(OperatorAPIView):
     def get(self, request: Request) -> Response:
         """The adapters that are not served because workers ended with them, newest first."""
         rows: list[Any] = [
-            {"digest": digest, "since": at} for digest, at in delivery.quarantined().items()
+            {"digest": digest, "since": at} for digest, at in dead_letters.quarantined().items()
         ]
         rows.sort(key=lambda row: str(row["since"]), reverse=True)
         return page_of_items(request, rows, QuarantineSerializer, cursor="digest")
@@ -303,7 +303,7 @@ class QuarantinedAdapterView(OperatorAPIView):
     @extend_schema("ops_quarantine_release", responses={204: None})
     def delete(self, request: Request, digest: str) -> Response:
         """Serve an adapter again."""
-        if not delivery.quarantine_release(digest):
+        if not dead_letters.quarantine_release(digest):
             raise NotFound("This adapter is not quarantined.")
         return Response(status=204)
 

@@ -12,7 +12,7 @@ from contract.queue import fair_queue
 from controlplane.audit.services import record_named
 from controlplane.errors import NotFound
 from controlplane.infra.redis_client import redis_client
-from controlplane.workers import WorkerStatus, workers
+from controlplane.queue.workers import WorkerStatus, workers
 
 #: Orders to a worker are few; what is older than this many is read.
 _MAX_ORDERS = 1000

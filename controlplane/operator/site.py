@@ -16,8 +16,8 @@ from django.utils.http import urlencode
 from unfold.sites import UnfoldAdminSite
 
 from controlplane.errors import Unavailable
+from controlplane.queue.workers import WorkerStatus, workers
 from controlplane.signin.second_factor import is_kept_out
-from controlplane.workers import WorkerStatus, workers
 
 #: Groups of (title, icon of Material Symbols, view), in the order of an operator's work.
 _MENU = {

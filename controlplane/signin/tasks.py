@@ -6,7 +6,7 @@ from django.contrib.sessions.models import Session
 from django.utils import timezone
 
 
-@shared_task
+@shared_task(name="controlplane.signin.tasks.sessions_forget")
 def sessions_forget() -> None:
     """Drop sessions that are over, and what was noted of where they were opened."""
     Session.objects.filter(expire_date__lt=timezone.now()).delete()

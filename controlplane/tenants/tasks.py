@@ -5,6 +5,6 @@ from celery import shared_task
 from controlplane import idempotency
 
 
-@shared_task
+@shared_task(name="controlplane.tenants.tasks.idempotency_records_expire")
 def idempotency_records_expire() -> None:
     idempotency.expire()

@@ -7,14 +7,14 @@ from celery import shared_task
 from controlplane.training import contents, execution, schedules
 
 
-@shared_task
+@shared_task(name="controlplane.training.tasks.schedules_fire")
 def schedules_fire() -> None:
     """Start the runs that are due, and look after those that were lost."""
     schedules.schedules_fire()
     execution.training_runs_reconcile()
 
 
-@shared_task
+@shared_task(name="controlplane.training.tasks.training_run_execute")
 def training_run_execute(tenant_id: str, run_id: str) -> None:
     """Train the run whose turn it is: perhaps another than the one for which this was sent.
 
@@ -23,7 +23,7 @@ def training_run_execute(tenant_id: str, run_id: str) -> None:
     execution.training_run_next()
 
 
-@shared_task
+@shared_task(name="controlplane.training.tasks.datasets_sweep")
 def datasets_sweep() -> None:
     """Remove rows that no dataset names and no run will read."""
     contents.contents_sweep()

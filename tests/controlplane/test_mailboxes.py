@@ -15,9 +15,9 @@ import pytest
 from contract.protocol import GATEWAYS_KEY, WORKER_GRACE_S, AdapterRef, GenerateJob, out_key
 from contract.queue.batch_replies import flights_key, mailbox_id
 from controlplane.errors import RateLimited, Unavailable
-from controlplane.jobs import SILENCE_S, Dispatcher
 from controlplane.limits.admit import Limits, Policy
-from controlplane.mailboxes import Fenced, Mailbox, line_request_id
+from controlplane.queue.batch_replies import Fenced, Mailbox, line_request_id
+from controlplane.queue.dispatcher import SILENCE_S, Dispatcher
 from demo.stack import EmbeddedStack
 from tests.queue_rig import QueueRig
 

@@ -3,6 +3,7 @@ from django.apps import AppConfig
 
 class DatabaseConfig(AppConfig):
     name = "controlplane.tenancy.database"
+    label = "database"
 
     def ready(self) -> None:
         # Registers the check.

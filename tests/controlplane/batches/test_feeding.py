@@ -19,7 +19,7 @@ from controlplane.batches.lines import Line
 from controlplane.batches.pace import Pace
 from controlplane.batches.results import Result
 from controlplane.errors import RateLimited
-from controlplane.mailboxes import Mailbox
+from controlplane.queue.batch_replies import Mailbox
 from demo.stack import EmbeddedStack
 
 USAGE = {

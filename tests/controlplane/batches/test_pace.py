@@ -9,7 +9,7 @@ import uuid
 import pytest
 
 from controlplane.batches.pace import Pace
-from controlplane.workers import WorkerStatus
+from controlplane.queue.workers import WorkerStatus
 from tests.messages import make_heartbeat
 
 

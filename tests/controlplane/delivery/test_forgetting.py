@@ -12,7 +12,7 @@ import psutil
 import pytest
 import redis
 
-from controlplane.delivery import forgetting
+from controlplane.queue import forgetting
 from demo.stack import EmbeddedStack
 from tests.controlplane.batches.conftest import Batches, chat_line
 from tests.fakes import FAKE_NAME

@@ -14,10 +14,10 @@ from django.utils import timezone
 from contract import protocol
 from contract.protocol import ErrorCode, GenerateJob, TokenEvent
 from contract.queue import fair_queue
-from controlplane.delivery import services
-from controlplane.delivery.models import DeadLetter
-from controlplane.delivery.reaper import REAPER, Reaper
-from controlplane.delivery.services import (
+from controlplane.errors import Conflict
+from controlplane.limits.admit import Refusal
+from controlplane.queue import dead_letters
+from controlplane.queue.dead_letters import (
     dead_letter_prompts_forget,
     dead_letter_requeue,
     dead_letters_collect,
@@ -25,8 +25,8 @@ from controlplane.delivery.services import (
     quarantine_sync,
     quarantined,
 )
-from controlplane.errors import Conflict
-from controlplane.limits.admit import Refusal
+from controlplane.queue.models import DeadLetter
+from controlplane.queue.reaper import REAPER, Reaper
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from demo.stack import EmbeddedStack
 from tests.controlplane.conftest import Party
@@ -308,7 +308,7 @@ def test_a_letter_that_somebody_died_at_can_be_put_back(
             request_id=job.request_id, model="m", reason="given up", job=job.to_dict()
         )
         with monkeypatch.context() as patch:
-            patch.setattr(services, "redis_client", lambda: 1 // 0)
+            patch.setattr(dead_letters, "redis_client", lambda: 1 // 0)
             with pytest.raises(ZeroDivisionError):
                 dead_letter_requeue(letter)
         letter.refresh_from_db()

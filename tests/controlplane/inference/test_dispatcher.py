@@ -13,10 +13,10 @@ import pytest
 
 from contract import protocol
 from contract.protocol import TokenEvent
-from controlplane import jobs
-from controlplane.jobs import Dispatcher
-from controlplane.mailboxes import READ_ENTRIES
-from controlplane.workers import is_served
+from controlplane.queue import dispatcher as jobs
+from controlplane.queue.batch_replies import READ_ENTRIES
+from controlplane.queue.dispatcher import Dispatcher
+from controlplane.queue.workers import is_served
 from demo.ports import choose_ports
 from demo.stack import EmbeddedStack
 from tests.queue_rig import BASE, QueueRig

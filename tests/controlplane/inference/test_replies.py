@@ -9,7 +9,7 @@ import pytest
 
 from contract.protocol import GenerateJob, TokenEvent
 from controlplane.errors import ApiError, InvalidRequest, Unavailable
-from controlplane.replies import MAX_UNREAD_EVENTS, Reply
+from controlplane.queue.replies import MAX_UNREAD_EVENTS, Reply
 
 
 def make_reply() -> Reply:

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 import pytest
 
 from controlplane.errors import RateLimited
-from controlplane.limits.admission import BudgetSpent, rate_headers, refusal_error
 from controlplane.limits.admit import (
     SEED,
     Admitted,
@@ -20,6 +19,7 @@ from controlplane.limits.admit import (
     Refusal,
     budget_state_key,
 )
+from controlplane.queue.admission import BudgetSpent, rate_headers, refusal_error
 from demo.stack import EmbeddedStack
 from tests.queue_rig import QueueRig
 

@@ -13,7 +13,7 @@ import pytest
 from django.db import IntegrityError, OperationalError
 
 from contract.protocol import GenerateJob, TokenEvent, Usage
-from controlplane.replies import Reply
+from controlplane.queue.replies import Reply
 from controlplane.requestlog import recorder as module
 from controlplane.requestlog.recorder import Recorder
 from controlplane.requestlog.services import Words

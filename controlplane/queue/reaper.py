@@ -29,8 +29,8 @@ from contract.protocol import (
     Usage,
 )
 from contract.queue import batch_replies, fair_queue
-from controlplane.delivery.forgetting import file_rewrite_if_due
-from controlplane.workers import WorkerStatus, read_statuses
+from controlplane.queue.forgetting import file_rewrite_if_due
+from controlplane.queue.workers import WorkerStatus, read_statuses
 
 log = logging.getLogger(__name__)
 

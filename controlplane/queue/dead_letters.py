@@ -17,12 +17,12 @@ from contract import protocol
 from contract.protocol import GenerateJob
 from contract.queue import fair_queue
 from controlplane.audit.services import record, record_named
-from controlplane.delivery.models import DeadLetter, Quarantine
 from controlplane.errors import Conflict, Unavailable
 from controlplane.infra.locks import lock_until_commit
 from controlplane.infra.redis_client import redis_client
-from controlplane.limits.admission import output_estimate, prompt_estimate
 from controlplane.limits.admit import ADMIT, MAX_TENANT_WAITING, MAX_WAITING
+from controlplane.queue.admission import output_estimate, prompt_estimate
+from controlplane.queue.models import DeadLetter, Quarantine
 from controlplane.tenancy.scoping import all_tenants
 
 log = logging.getLogger(__name__)

@@ -25,10 +25,7 @@ from contract import protocol
 from contract.contact import Contact
 from contract.protocol import Control, ControlMessage, ErrorCode, GenerateJob, TokenEvent
 from contract.queue import fair_queue
-from controlplane.delivery.reaper import INTERVAL_S as REAP_INTERVAL_S
-from controlplane.delivery.reaper import Reaper
 from controlplane.errors import ApiError, Unavailable
-from controlplane.limits.admission import admission_args, refusal_error
 from controlplane.limits.admit import (
     ADMIT,
     CANCEL,
@@ -42,7 +39,8 @@ from controlplane.limits.admit import (
     read_verdict,
 )
 from controlplane.limits.services import tokens_spent
-from controlplane.mailboxes import (
+from controlplane.queue.admission import admission_args, refusal_error
+from controlplane.queue.batch_replies import (
     ADMIT_LINE,
     AWAY,
     BLOCK_MS,
@@ -52,15 +50,17 @@ from controlplane.mailboxes import (
     Post,
     uncut,
 )
-from controlplane.replies import Reply
-from controlplane.requestlog.recorder import Recorder
-from controlplane.workers import (
+from controlplane.queue.reaper import INTERVAL_S as REAP_INTERVAL_S
+from controlplane.queue.reaper import Reaper
+from controlplane.queue.replies import Reply
+from controlplane.queue.workers import (
     Speed,
     WorkerStatus,
     is_served,
     read_statuses,
     served_models,
 )
+from controlplane.requestlog.recorder import Recorder
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")

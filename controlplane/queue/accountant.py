@@ -22,8 +22,8 @@ from redis.retry import Retry
 
 from contract import protocol
 from contract.protocol import DoneRecord
-from controlplane.delivery.reaper import Reaper
-from controlplane.delivery.services import dead_letters_collect, quarantine_sync
+from controlplane.queue.dead_letters import dead_letters_collect, quarantine_sync
+from controlplane.queue.reaper import Reaper
 from controlplane.usage.services import usage_settle
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from typing import Any
 from django.conf import settings
 from django.core.management.base import BaseCommand
 
-from controlplane.usage.accountant import Accountant
+from controlplane.queue.accountant import Accountant
 
 log = logging.getLogger(__name__)
 

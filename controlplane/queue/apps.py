@@ -1,0 +1,6 @@
+from django.apps import AppConfig
+
+
+class QueueConfig(AppConfig):
+    name = "controlplane.queue"
+    label = "delivery"  # of its tables and migrations, which are older than the package's name

@@ -1,0 +1,11 @@
+"""Celery's entry points of this app. A task's name is what waits in Redis: it stays."""
+
+from celery import shared_task
+from django.utils import timezone
+
+from controlplane.queue import dead_letters
+
+
+@shared_task(name="controlplane.delivery.tasks.dead_letter_prompts_forget")
+def dead_letter_prompts_forget() -> None:
+    dead_letters.dead_letter_prompts_forget(now=timezone.now())
