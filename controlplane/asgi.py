@@ -23,15 +23,15 @@ _django = get_asgi_application()
 # After Django is set up: these load models and settings.
 from django.conf import settings  # noqa: E402
 
-from controlplane import cross_origin  # noqa: E402
-from controlplane.body_limit import BodyLimit, Receive, Send, send_error  # noqa: E402
 from controlplane.errors import ApiError, UnsupportedMediaType  # noqa: E402
-from controlplane.files import receiving  # noqa: E402
-from controlplane.gzip_answers import Gzipping, takes_gzip  # noqa: E402
+from controlplane.gateway import cross_origin  # noqa: E402
+from controlplane.gateway.asgi import MAX_BODY_BYTES, GatewayHandler  # noqa: E402
+from controlplane.gateway.body_limit import BodyLimit, Receive, Send, send_error  # noqa: E402
+from controlplane.gateway.files import receiving  # noqa: E402
+from controlplane.gateway.gzip_answers import Gzipping, takes_gzip  # noqa: E402
+from controlplane.gateway.known_callers import is_known  # noqa: E402
+from controlplane.gateway.lorax.urls import PATHS as LORAX_PATHS  # noqa: E402
 from controlplane.inference import access  # noqa: E402
-from controlplane.inference.asgi import MAX_BODY_BYTES, GatewayHandler  # noqa: E402
-from controlplane.known_callers import is_known  # noqa: E402
-from controlplane.lorax.urls import PATHS as LORAX_PATHS  # noqa: E402
 from controlplane.queue import dispatcher as jobs  # noqa: E402
 from controlplane.training.services import MAX_DATASET_BYTES  # noqa: E402
 

@@ -1,8 +1,8 @@
 """The web server: `python -m controlplane.serve [APPLICATION] [uvicorn's options]`.
 
 The one way to start it. Whatever else the options say, requests are bounded by
-`controlplane.bounded_http` before anything reads them, and nobody's X-Forwarded-For is believed
-but that of the proxies which FORWARDED_ALLOW_IPS names.
+`controlplane.gateway.bounded_http` before anything reads them, and nobody's X-Forwarded-For is
+believed but that of the proxies which FORWARDED_ALLOW_IPS names.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def arguments(argv: Sequence[str]) -> list[str]:
     if options and not options[0].startswith("-"):
         application = options.pop(0)
     proxies = f"--forwarded-allow-ips={settings.FORWARDED_ALLOW_IPS}"
-    bounded = ["--http=controlplane.bounded_http:BoundedHttp", "--ws=none"]
+    bounded = ["--http=controlplane.gateway.bounded_http:BoundedHttp", "--ws=none"]
     if settings.BASE_URL.startswith("https://"):
         bounded.append(f"--header=strict-transport-security:max-age={settings.HSTS_S}")
     return [application, proxies, *options, *bounded]

@@ -49,7 +49,7 @@ INSTALLED_APPS = [
     "django.contrib.staticfiles",
     "django.contrib.humanize",
     "django_htmx",
-    "controlplane.signin",  # before allauth, whose templates it replaces
+    "controlplane.console.signin",  # before allauth, whose templates it replaces
     "allauth",
     "allauth.account",
     "allauth.mfa",
@@ -153,7 +153,7 @@ LOGIN_REDIRECT_URL = "/console/"
 LOGOUT_REDIRECT_URL = LOGIN_URL
 
 #: Allauth's, of which only ways to sign in are open: no form makes an account.
-ACCOUNT_ADAPTER = "controlplane.signin.adapters.AccountAdapter"
+ACCOUNT_ADAPTER = "controlplane.console.signin.adapters.AccountAdapter"
 ACCOUNT_LOGIN_METHODS = {"email"}
 ACCOUNT_SIGNUP_FIELDS = ["email*", "password1*"]
 ACCOUNT_USER_MODEL_USERNAME_FIELD = None
@@ -164,14 +164,14 @@ ACCOUNT_EMAIL_NOTIFICATIONS = True
 ACCOUNT_SESSION_REMEMBER = True
 ACCOUNT_CONFIRM_EMAIL_ON_GET = False
 ACCOUNT_FORMS = {
-    "login": "controlplane.signin.forms.SignInForm",
-    "reset_password": "controlplane.signin.forms.ResetPasswordForm",
-    "reset_password_from_key": "controlplane.signin.forms.ResetPasswordKeyForm",
-    "change_password": "controlplane.signin.forms.ChangePasswordForm",
-    "set_password": "controlplane.signin.forms.SetPasswordForm",
-    "reauthenticate": "controlplane.signin.forms.ReauthenticateForm",
+    "login": "controlplane.console.signin.forms.SignInForm",
+    "reset_password": "controlplane.console.signin.forms.ResetPasswordForm",
+    "reset_password_from_key": "controlplane.console.signin.forms.ResetPasswordKeyForm",
+    "change_password": "controlplane.console.signin.forms.ChangePasswordForm",
+    "set_password": "controlplane.console.signin.forms.SetPasswordForm",
+    "reauthenticate": "controlplane.console.signin.forms.ReauthenticateForm",
 }
-MFA_ADAPTER = "controlplane.signin.adapters.MfaAdapter"
+MFA_ADAPTER = "controlplane.console.signin.adapters.MfaAdapter"
 MFA_SUPPORTED_TYPES = ["totp", "webauthn", "recovery_codes"]
 MFA_PASSKEY_LOGIN_ENABLED = True
 #: Whoever sends an invite has its token too: a factor of theirs would outlast the password.
@@ -179,13 +179,13 @@ MFA_ALLOW_UNVERIFIED_EMAIL = False
 #: Operators enter /admin and /ops/v1 only with a second factor. Off for a laptop's demo alone.
 OPERATORS_NEED_SECOND_FACTOR = env_bool("LORIKEET_OPERATOR_SECOND_FACTOR", True)
 MFA_FORMS = {
-    "authenticate": "controlplane.signin.forms.AuthenticateForm",
-    "add_webauthn": "controlplane.signin.forms.AddPasskeyForm",
+    "authenticate": "controlplane.console.signin.forms.AuthenticateForm",
+    "add_webauthn": "controlplane.console.signin.forms.AddPasskeyForm",
 }
 #: An OpenID Connect issuer that people may sign in with; empty: none.
 OIDC_ISSUER = env("LORIKEET_OIDC_ISSUER", "")
 OIDC_NAME = env("LORIKEET_OIDC_NAME", "SSO")
-SOCIALACCOUNT_ADAPTER = "controlplane.signin.adapters.SocialAdapter"
+SOCIALACCOUNT_ADAPTER = "controlplane.console.signin.adapters.SocialAdapter"
 SOCIALACCOUNT_EMAIL_AUTHENTICATION_AUTO_CONNECT = True
 SOCIALACCOUNT_PROVIDERS = {"oidc": {"APPS": [], "OAUTH_PKCE_ENABLED": True}}
 if OIDC_ISSUER:
@@ -359,8 +359,8 @@ SPECTACULAR_SETTINGS = {
     "SCHEMA_PATH_PREFIX": "/(?:api|ops)/v1",
     "POSTPROCESSING_HOOKS": [
         "drf_spectacular.hooks.postprocess_schema_enums",
-        "controlplane.openapi.add_gateway",
-        "controlplane.openapi.complete_operations",
+        "controlplane.management.openapi.add_gateway",
+        "controlplane.management.openapi.complete_operations",
     ],
     "ENUM_NAME_OVERRIDES": {
         "AdapterVersionStatus": "controlplane.adapters.models.AdapterVersion.Status",

@@ -12,22 +12,15 @@ def healthz(request: HttpRequest) -> HttpResponse:
 
 
 urlpatterns = [
-    path("", include("controlplane.lorax.urls")),
+    path("", include("controlplane.gateway.lorax.urls")),
     path("healthz", healthz),
-    path("v1/", include("controlplane.inference.urls")),
-    path("console/", include("controlplane.signin.urls")),
+    path("v1/", include("controlplane.gateway.urls")),
+    path("console/", include("controlplane.console.signin.urls")),
     path("console/", include("controlplane.console.urls")),
     path("admin/", admin.site.urls),
     path("api/openapi.json", SpectacularJSONAPIView.as_view(), name="openapi"),
     path("api/docs", SpectacularSwaggerView.as_view(url_name="openapi")),
-    path("api/v1/", include("controlplane.tenants.urls")),
-    path("api/v1/", include("controlplane.adapters.urls")),
-    path("api/v1/", include("controlplane.usage.urls")),
-    path("api/v1/", include("controlplane.training.urls")),
-    path("api/v1/", include("controlplane.limits.urls")),
-    path("api/v1/", include("controlplane.schemas.urls")),
-    path("api/v1/", include("controlplane.requestlog.urls")),
-    path("api/v1/", include("controlplane.audit.urls")),
+    path("api/v1/", include("controlplane.management.urls")),
     path("ops/v1/", include("controlplane.operator.urls")),
 ]
 

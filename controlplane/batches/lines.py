@@ -8,11 +8,11 @@ from typing import Any
 
 from controlplane.errors import ApiError, InvalidRequest
 from controlplane.inference.parsing import parse_body
+from controlplane.inference.responses.answers import answer_of
+from controlplane.inference.responses.schemas import ResponsesBody
+from controlplane.inference.responses.translation import chat_body, in_our_words
 from controlplane.inference.schemas import ChatBody, CompletionBody
 from controlplane.inference.service import Generation
-from controlplane.responses.answers import answer_of
-from controlplane.responses.schemas import ResponsesBody
-from controlplane.responses.translation import chat_body, in_our_words
 from controlplane.tenancy.public_ids import public_id
 from controlplane.tenancy.scoping import new_id
 

@@ -20,7 +20,6 @@ from django.utils.http import urlencode
 from django_htmx.middleware import HtmxDetails
 
 from controlplane.errors import ApiError, NotFound, PermissionDenied
-from controlplane.signin.second_factor import SecondFactorRequired
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants.auth import (
     SESSION_TENANT_KEY,
@@ -31,6 +30,7 @@ from controlplane.tenants.auth import (
 )
 from controlplane.tenants.models import Membership, Role, Tenant, User
 from controlplane.tenants.permissions import PERMISSIONS
+from controlplane.tenants.second_factor import SecondFactorRequired
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from django.db.models.functions import TruncHour
 from controlplane.adapters.models import Adapter, AdapterVersion
 from controlplane.console.charts import BarChart, bar_chart
 from controlplane.console.request_log import FAILED
-from controlplane.inference.models import InferenceRequest
+from controlplane.requestlog.inference_request import InferenceRequest
 from controlplane.requestlog.models import RefusalHour
 from controlplane.usage.models import UsageHour, UsageRecord
 

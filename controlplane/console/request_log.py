@@ -23,7 +23,7 @@ from controlplane.console.charts import (
     span_bar,
 )
 from controlplane.console.templatetags.console import milliseconds
-from controlplane.inference.models import InferenceRequest
+from controlplane.requestlog.inference_request import InferenceRequest
 from controlplane.requestlog.models import RefusalHour
 from controlplane.tenants.models import ApiKey
 from controlplane.usage.models import UsageDay

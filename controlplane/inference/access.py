@@ -30,8 +30,8 @@ from controlplane.adapters.resolution import (
     models_list,
     names_like,
 )
-from controlplane.cross_origin import check_origin
 from controlplane.errors import ApiError, InvalidRequest, NotFound, PermissionDenied, Unavailable
+from controlplane.gateway.cross_origin import check_origin
 from controlplane.inference.named import Named
 from controlplane.limits.admit import Limits
 from controlplane.limits.services import limits_for

@@ -13,10 +13,14 @@ from rest_framework.authentication import SessionAuthentication
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from controlplane.adapters.api import BaseModelSerializer
 from controlplane.adapters.models import BaseModel
 from controlplane.adapters.services import base_model_activate, base_model_shutdown_set
-from controlplane.api import (
+from controlplane.errors import NotFound, PermissionDenied
+from controlplane.limits import quotas
+from controlplane.limits.models import RateLimit, TenantQuota
+from controlplane.limits.services import rate_limit_set
+from controlplane.management.adapters import BaseModelSerializer
+from controlplane.management.base import (
     PAGE_PARAMETERS,
     ManagementAPIView,
     StrictSerializer,
@@ -24,25 +28,21 @@ from controlplane.api import (
     page_of,
     page_of_items,
 )
-from controlplane.errors import NotFound, PermissionDenied
-from controlplane.limits import quotas
-from controlplane.limits.api import (
+from controlplane.management.limits import (
     LimitSerializer,
     QuotaSerializer,
     QuotaSetSerializer,
     RatesSerializer,
 )
-from controlplane.limits.models import RateLimit, TenantQuota
-from controlplane.limits.services import rate_limit_set
+from controlplane.management.people import TenantSerializer
 from controlplane.operator import pool
 from controlplane.queue import dead_letters
 from controlplane.queue.models import DeadLetter
 from controlplane.queue.workers import workers
-from controlplane.signin.second_factor import is_kept_out
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants import services
 from controlplane.tenants.models import OperatorIdempotencyRecord, Tenant, User, is_slug
-from controlplane.tenants.people_api import TenantSerializer
+from controlplane.tenants.second_factor import is_kept_out
 
 
 class OperatorSessionAuthentication(SessionAuthentication):

@@ -17,7 +17,7 @@ from unfold.sites import UnfoldAdminSite
 
 from controlplane.errors import Unavailable
 from controlplane.queue.workers import WorkerStatus, workers
-from controlplane.signin.second_factor import is_kept_out
+from controlplane.tenants.second_factor import is_kept_out
 
 #: Groups of (title, icon of Material Symbols, view), in the order of an operator's work.
 _MENU = {

@@ -1,4 +1,4 @@
-"""What is kept of requests beside the log line of each (`inference.models.InferenceRequest`)."""
+"""What is kept of requests beside the log line of each (`requestlog.inference_request`)."""
 
 from __future__ import annotations
 

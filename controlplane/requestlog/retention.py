@@ -16,7 +16,7 @@ from django.db import Error as DatabaseError
 from django.db import models
 from django.db.models import Sum
 
-from controlplane.inference.models import InferenceRequest
+from controlplane.requestlog.inference_request import InferenceRequest
 from controlplane.requestlog.models import LogPolicy, RefusalHour, RequestContent
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants.models import Tenant

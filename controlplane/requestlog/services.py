@@ -13,8 +13,8 @@ from django.utils import timezone
 
 from controlplane.audit.services import record
 from controlplane.errors import InvalidRequest, NotFound
-from controlplane.inference.models import InferenceRequest
 from controlplane.requestlog import sealing
+from controlplane.requestlog.inference_request import InferenceRequest
 from controlplane.requestlog.models import LogPolicy, RequestContent
 from controlplane.tenancy.scoping import all_tenants
 

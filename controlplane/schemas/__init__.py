@@ -2,7 +2,7 @@
 
 `plan` bounds a schema, writes the one that the decoder gets, and says of every keyword whether it
 is enforced while tokens are chosen, checked when the answer is finished, or unsupported. Pure
-functions; the HTTP view of them is `controlplane.schemas.api`.
+functions; the HTTP view of them is `controlplane.management.schemas`.
 """
 
 from controlplane.schemas.findings import BadSchema, Finding, Status

@@ -23,13 +23,13 @@ from rest_framework.authentication import BaseAuthentication, SessionAuthenticat
 from rest_framework.request import Request
 
 from controlplane.errors import AuthenticationFailed, PermissionDenied
-from controlplane.signin.second_factor import check_second_factor
 from controlplane.tenancy.scoping import all_tenants
 from controlplane.tenants import keys
 from controlplane.tenants.key_rules import allows_address
 from controlplane.tenants.models import ApiKey, Membership, Role, Tenant, User
 from controlplane.tenants.permissions import PERMISSIONS as PERMISSIONS
 from controlplane.tenants.permissions import Permission as Permission
+from controlplane.tenants.second_factor import check_second_factor
 
 #: Where a session keeps the tenant its person works for.
 SESSION_TENANT_KEY = "tenant_id"

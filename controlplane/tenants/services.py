@@ -13,7 +13,7 @@ from django.db import transaction
 
 from controlplane.audit.services import record
 from controlplane.errors import Conflict, InvalidRequest, from_validation
-from controlplane.signin.addresses import address_set
+from controlplane.tenants.email_addresses import address_set
 from controlplane.tenants.key_services import api_key_create as api_key_create
 from controlplane.tenants.key_services import api_key_revoke as api_key_revoke
 from controlplane.tenants.models import Membership, Role, Tenant, User

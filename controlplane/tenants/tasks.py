@@ -2,7 +2,7 @@
 
 from celery import shared_task
 
-from controlplane import idempotency
+from controlplane.tenants import idempotency
 
 
 @shared_task(name="controlplane.tenants.tasks.idempotency_records_expire")

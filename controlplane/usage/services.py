@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from django.db import transaction
 
 from contract.protocol import DoneRecord
-from controlplane.inference.models import InferenceRequest
+from controlplane.requestlog.inference_request import InferenceRequest
 from controlplane.tenancy.scoping import all_tenants
 from controlplane.usage.models import UsageRecord
 from controlplane.usage.totals import usage_totals_add

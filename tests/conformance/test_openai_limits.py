@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from controlplane.inference.asgi import MAX_BODY_BYTES
+from controlplane.gateway.asgi import MAX_BODY_BYTES
 from tests.conformance.conftest import Served, say
 from tests.fakes import FAKE_NAME
 

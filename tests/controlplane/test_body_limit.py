@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from controlplane import body_limit
-from controlplane.body_limit import BodyLimit, Event, Receive, Send
+from controlplane.gateway import body_limit
+from controlplane.gateway.body_limit import BodyLimit, Event, Receive, Send
 
 
 async def echo(scope: dict[str, Any], receive: Receive, send: Send) -> None:

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import uvicorn
 
-from controlplane import bounded_http
-from controlplane.bounded_http import MAX_HEADERS, MAX_TARGET_BYTES, network_of
+from controlplane.gateway import bounded_http
+from controlplane.gateway.bounded_http import MAX_HEADERS, MAX_TARGET_BYTES, network_of
 
 HOST = "127.0.0.1"
 #: More than any head may have.

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from controlplane.batches.lines import parse_line, parse_request
 from controlplane.errors import InvalidRequest
-from controlplane.files.bodies import UploadBody
+from controlplane.gateway.files.bodies import UploadBody
+from controlplane.gateway.lorax.schemas import GenerateBody
 from controlplane.inference.bodies import Body
 from controlplane.inference.parsing import parse_body
+from controlplane.inference.responses.schemas import ResponsesBody
 from controlplane.inference.schemas import ChatBody, CompletionBody
 from controlplane.infra import finite_json
-from controlplane.lorax.schemas import GenerateBody
-from controlplane.responses.schemas import ResponsesBody
 from tests.controlplane.conftest import Party, as_key, assert_error
 
 #: Written where a body below has HERE.

@@ -10,8 +10,8 @@ import pytest
 from django.db import connection, connections
 from django.utils import timezone
 
-from controlplane import idempotency
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
+from controlplane.tenants import idempotency
 from controlplane.tenants.models import ApiKey, IdempotencyRecord, ServiceAccount
 from tests.controlplane.conftest import Party, as_user, assert_error, make_party
 

@@ -12,7 +12,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.test import APIRequestFactory
 
-from controlplane.api import TenantAPIView
+from controlplane.management.base import TenantAPIView
 from controlplane.tenancy.scoping import TenantScopeError, current_tenant_id
 from tests.controlplane.conftest import Party, as_key, as_user, assert_error
 

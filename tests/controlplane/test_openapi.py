@@ -15,10 +15,10 @@ from rest_framework.test import APIClient
 
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
 from controlplane.audit.models import AuditEvent
-from controlplane.inference import urls as gateway_urls
-from controlplane.inference.models import InferenceRequest
+from controlplane.gateway import urls as gateway_urls
 from controlplane.limits.services import budget_set, rate_limit_set
 from controlplane.requestlog import services as request_log
+from controlplane.requestlog.inference_request import InferenceRequest
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants import auth, people
 from controlplane.tenants.models import Membership, Role

@@ -11,13 +11,12 @@ from django.test import Client
 
 from contract import protocol
 from contract.queue import fair_queue
-from controlplane import idempotency
 from controlplane.adapters.models import BaseModel
 from controlplane.audit.models import AuditEvent
 from controlplane.errors import PermissionDenied
 from controlplane.queue.models import DeadLetter
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
-from controlplane.tenants import auth
+from controlplane.tenants import auth, idempotency
 from controlplane.tenants.models import OperatorIdempotencyRecord, Tenant, User
 from tests.controlplane.conftest import (
     Party,

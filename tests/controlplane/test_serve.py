@@ -43,7 +43,9 @@ def test_nothing_starts_uvicorn_itself() -> None:
 def test_no_option_takes_the_bounds_away() -> None:
     given = serve.arguments(["--http=h11", "--ws=wsproto", "--port=1"])
     assert given[0] == "controlplane.asgi:application"
-    assert given.index("--http=controlplane.bounded_http:BoundedHttp") > given.index("--http=h11")
+    assert given.index("--http=controlplane.gateway.bounded_http:BoundedHttp") > given.index(
+        "--http=h11"
+    )
     assert given.index("--ws=none") > given.index("--ws=wsproto")
     assert serve.arguments(["tests.probed_gateway:application"])[0].startswith("tests.")
 

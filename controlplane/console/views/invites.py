@@ -14,8 +14,8 @@ from django.views.decorators.debug import sensitive_post_parameters
 from django.views.decorators.http import require_http_methods
 
 from controlplane.console.forms import PasswordForm, add_service_error
+from controlplane.console.signin.guessing import remember_browser
 from controlplane.errors import Conflict, InvalidRequest, NotFound
-from controlplane.signin.guessing import remember_browser
 from controlplane.tenants import people
 from controlplane.tenants.auth import SESSION_TENANT_KEY
 from controlplane.tenants.models import Invite, Membership, User

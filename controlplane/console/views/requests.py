@@ -17,8 +17,8 @@ from controlplane.console import request_log as reads
 from controlplane.console.access import ConsoleRequest, member_page
 from controlplane.console.said import answer_passages, prompt_passages
 from controlplane.errors import NotFound, from_worker
-from controlplane.inference.models import InferenceRequest
 from controlplane.requestlog import services
+from controlplane.requestlog.inference_request import InferenceRequest
 from controlplane.tenants.auth import Permission
 from controlplane.usage.models import UsageRecord
 

@@ -14,7 +14,7 @@ from django.shortcuts import redirect, render
 from django.views.decorators.http import require_POST, require_safe
 
 from controlplane.console.access import AccountRequest, account_page, tenants_of
-from controlplane.signin.second_factor import is_kept_out
+from controlplane.tenants.second_factor import is_kept_out
 
 
 @require_safe

@@ -1,4 +1,4 @@
-"""Choosing the tenant to act in. Signing in and out is `controlplane.signin`'s."""
+"""Choosing the tenant to act in. Signing in and out is `controlplane.console.signin`'s."""
 
 from __future__ import annotations
 

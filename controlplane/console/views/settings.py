@@ -12,9 +12,9 @@ from controlplane.console.forms import LogPolicyForm, TenantForm, add_service_er
 from controlplane.errors import ApiError
 from controlplane.requestlog import services
 from controlplane.requestlog.models import LogPolicy
-from controlplane.signin.second_factor import members_without
 from controlplane.tenants.auth import Permission, authorize
 from controlplane.tenants.models import Tenant
+from controlplane.tenants.second_factor import members_without
 from controlplane.tenants.services import tenant_update
 
 

@@ -16,8 +16,8 @@ from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel, tod
 from controlplane.audit.models import AuditEvent
 from controlplane.batches.validation import validate
 from controlplane.errors import InvalidRequest, NotFound
+from controlplane.gateway.models import model_body
 from controlplane.inference import access
-from controlplane.inference.model_views import model_body
 from controlplane.inference.named import Named
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants import auth

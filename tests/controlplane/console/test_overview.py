@@ -7,7 +7,7 @@ import datetime as dt
 from django.utils import timezone
 
 from controlplane.console import overview
-from controlplane.inference.models import InferenceRequest
+from controlplane.requestlog.inference_request import InferenceRequest
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.models import Role
 from controlplane.tenants.services import member_add

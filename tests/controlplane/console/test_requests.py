@@ -16,7 +16,7 @@ from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
 from controlplane.console import request_log
-from controlplane.inference.models import InferenceRequest
+from controlplane.requestlog.inference_request import InferenceRequest
 from controlplane.requestlog.models import LogPolicy, RefusalHour
 from controlplane.requestlog.refusals import Refusal, refusals_add
 from controlplane.requestlog.services import Words, contents_keep, log_policy_set

@@ -14,8 +14,8 @@ from django.core.cache import cache
 from django.test import Client, override_settings
 from django.utils import timezone
 
-from controlplane.signin import guessing
-from controlplane.signin.tasks import sessions_forget
+from controlplane.console.signin import guessing
+from controlplane.console.signin.tasks import sessions_forget
 from tests.controlplane.conftest import PASSWORD, Party
 
 SIGN_IN = "/console/sign-in"

@@ -10,11 +10,11 @@ import pytest
 from pydantic import ValidationError
 
 from controlplane.errors import InvalidRequest
+from controlplane.gateway.lorax.schemas import GenerateBody
 from controlplane.inference.bodies import Body
 from controlplane.inference.parsing import parse_body
+from controlplane.inference.responses.schemas import ResponsesBody
 from controlplane.inference.schemas import ChatBody, CompletionBody
-from controlplane.lorax.schemas import GenerateBody
-from controlplane.responses.schemas import ResponsesBody
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 OBJECT = {"type": "object"}

@@ -22,7 +22,7 @@ import psycopg
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from controlplane.inference.asgi import MAX_BODY_BYTES
+from controlplane.gateway.asgi import MAX_BODY_BYTES
 from tests.fakes import FAKE_CONTEXT, FAKE_NAME
 from tests.live import LiveStack, wait_for
 

@@ -8,13 +8,13 @@ import pytest
 
 from controlplane.adapters.models import BaseModel
 from controlplane.errors import NotFound, Unavailable
-from controlplane.lorax import bases
+from controlplane.inference import default_base
 
 
 @pytest.mark.django_db
 def test_a_last_base_that_was_shut_down_is_not_called_busy() -> None:
     """A client would come again and again."""
-    assert isinstance(bases._why_none(), Unavailable)
+    assert isinstance(default_base._why_none(), Unavailable)
     BaseModel.objects.create(
         name="last",
         revision="0" * 64,
@@ -22,5 +22,5 @@ def test_a_last_base_that_was_shut_down_is_not_called_busy() -> None:
         context_length=64,
         shutdown_date=dt.date(2026, 1, 2),
     )
-    error = bases._why_none()
+    error = default_base._why_none()
     assert isinstance(error, NotFound) and "`last` was shut down on 2026-01-02" in error.message

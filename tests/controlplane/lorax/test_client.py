@@ -26,8 +26,8 @@ from controlplane.errors import (
     RateLimited,
     Unavailable,
 )
+from controlplane.gateway.lorax.errors import error_body, status_and_type
 from controlplane.inference.schemas import MAX_MESSAGES
-from controlplane.lorax.errors import error_body, status_and_type
 from tests.controlplane.lorax.conftest import LoraxClient, client_python
 from tests.fakes import END, FAKE_CONTEXT, FAKE_NAME
 from tests.live import LiveStack, wait_for

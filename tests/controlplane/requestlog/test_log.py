@@ -13,8 +13,8 @@ from rest_framework.test import APIClient
 
 from controlplane.audit.models import AuditEvent
 from controlplane.errors import InvalidRequest, NotFound
-from controlplane.inference.models import InferenceRequest
 from controlplane.requestlog import retention, sealing, services
+from controlplane.requestlog.inference_request import InferenceRequest
 from controlplane.requestlog.models import LogPolicy, RefusalHour, RequestContent
 from controlplane.requestlog.refusals import Refusal, refusals_add
 from controlplane.requestlog.services import Words

@@ -13,8 +13,8 @@ from pydantic import TypeAdapter
 
 from contract.protocol import CALL_BEGIN, CALL_END, TokenEvent, Usage
 from controlplane.errors import Unavailable
-from controlplane.responses.answers import ResponsesAnswer
-from controlplane.responses.schemas import ResponsesBody
+from controlplane.inference.responses.answers import ResponsesAnswer
+from controlplane.inference.responses.schemas import ResponsesBody
 
 #: Fields of the client's Response for what there is none of here.
 ABSENT = {

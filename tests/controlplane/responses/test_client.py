@@ -16,9 +16,9 @@ from openai import AsyncOpenAI, OpenAI
 
 from contract.protocol import CALL_BEGIN, CALL_END, TokenEvent, Usage
 from controlplane.errors import Unavailable
-from controlplane.responses.answers import ResponsesAnswer
-from controlplane.responses.schemas import ResponsesBody
-from controlplane.responses.translation import chat_body
+from controlplane.inference.responses.answers import ResponsesAnswer
+from controlplane.inference.responses.schemas import ResponsesBody
+from controlplane.inference.responses.translation import chat_body
 from tests.fakes import FAKE_CONTEXT, FAKE_NAME
 from tests.live import LiveStack, wait_for
 

@@ -14,9 +14,9 @@ from django.db import OperationalError
 
 from contract import protocol
 from contract.protocol import DoneRecord
-from controlplane.inference.models import InferenceRequest
 from controlplane.queue import accountant as module
 from controlplane.queue.accountant import Accountant
+from controlplane.requestlog.inference_request import InferenceRequest
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.usage.models import UsageRecord
 from controlplane.usage.services import usage_settle

@@ -10,9 +10,9 @@ from django.http import QueryDict
 from rest_framework.test import APIClient
 
 from controlplane.errors import InvalidRequest
+from controlplane.gateway.usage.organization import page, parse
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.usage.models import UsageRecord
-from controlplane.usage.organization import page, parse
 from controlplane.usage.services import usage_records_create
 from tests.controlplane.conftest import Party
 

@@ -1,0 +1,238 @@
+"""Takes in files while they arrive: from the client's socket to the object store, in the memory of
+one part, with no copy on a disk in between.
+
+These two addresses have an ASGI application of their own, because Django's handler would write the
+whole body to disk before its first view runs:
+
+    POST /v1/files                 multipart: file, purpose, expires_after[anchor|seconds]
+    POST /v1/uploads/{id}/parts    multipart: data
+
+The form is read by Django's parser, in a thread that waits for the socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar, cast
+
+from asgiref.sync import ThreadSensitiveContext, sync_to_async
+from django.core.exceptions import RequestDataTooBig, SuspiciousOperation
+from django.core.files.uploadhandler import FileUploadHandler
+from django.core.handlers.asgi import ASGIRequest
+from django.db import DataError, close_old_connections
+from django.db import Error as DatabaseError
+from django.http import HttpRequest, HttpResponse, QueryDict
+from django.http.multipartparser import MultiPartParser, MultiPartParserError
+
+from controlplane.errors import ApiError, InvalidRequest, PayloadTooLarge, RateLimited, Unavailable
+from controlplane.files.contents import MAX_FILE_BYTES, FileWriter
+from controlplane.files.services import MAX_PART_BYTES
+from controlplane.gateway.body_limit import Receive, Send
+
+#: Bodies that one process takes in at a time; each has a thread and one part in memory.
+MAX_BODIES = 16
+#: Of these, one tenant's: clients that are slow, or make themselves so, hold up nobody else.
+MAX_TENANT_BODIES = 8
+#: Threads for what waits for the store alone: reads, and uploads that are put together.
+_MAX_READS = 16
+#: A client that sends nothing for so long is given up.
+SILENCE_S = 60.0
+#: The form around a file.
+FORM_BYTES = 1024**2
+#: Of a body that is refused, as much is read as lets most clients see why.
+_DRAIN_BYTES = 1024**2
+_DRAIN_S = 2.0
+
+_PATH = re.compile(r"/v1/(?:files|uploads/(?P<upload_id>[^/]+)/parts)")
+_T = TypeVar("_T")
+_body_threads = ThreadPoolExecutor(MAX_BODIES, thread_name_prefix="file-bodies")
+_read_threads = ThreadPoolExecutor(_MAX_READS, thread_name_prefix="files")
+
+
+def is_ours(scope: dict[str, Any]) -> bool:
+    """Whether a request brings a file."""
+    return scope["method"] == "POST" and _PATH.fullmatch(scope["path"]) is not None
+
+
+async def in_file_thread(work: Callable[[], _T], *, reads_body: bool = False) -> _T:
+    """Run what waits for the store, where it keeps nobody else from the threads.
+
+    reads_body  it waits for a client too, and has a place for that
+    """
+
+    def run() -> _T:
+        try:
+            return work()
+        except DataError as error:
+            raise InvalidRequest("The request has characters that cannot be stored.") from error
+        except DatabaseError as error:
+            raise Unavailable("The database does not answer.", retry_after_s=2) from error
+        finally:
+            close_old_connections()
+
+    threads = _body_threads if reads_body else _read_threads
+    return await sync_to_async(run, thread_sensitive=False, executor=threads)()
+
+
+class Disconnected(Exception):
+    """The client went away before its body was complete."""
+
+
+class Body:
+    """A request's body as a file, for a thread that reads it while it arrives.
+
+    Raises PayloadTooLarge beyond `max_bytes`, Disconnected, and InvalidRequest for a client that
+    falls silent.
+    """
+
+    def __init__(self, receive: Receive, *, max_bytes: int) -> None:
+        self._receive = receive
+        self._loop = asyncio.get_running_loop()
+        self._left = max_bytes
+        self._unread = b""
+        self._is_over = False
+
+    def read(self, size: int) -> bytes:
+        """At most `size` bytes; none at the end. Not to be called on the event loop."""
+        while not self._unread and not self._is_over:
+            self._unread = asyncio.run_coroutine_threadsafe(self._next(), self._loop).result()
+        data, self._unread = self._unread[:size], self._unread[size:]
+        return data
+
+    async def drain(self) -> None:
+        """Read on, within reason, for a client that listens only when it has sent everything."""
+        self._left = _DRAIN_BYTES
+        with contextlib.suppress(ApiError, Disconnected, TimeoutError):
+            async with asyncio.timeout(_DRAIN_S):
+                while not self._is_over:
+                    await self._next()
+
+    async def _next(self) -> bytes:
+        try:
+            async with asyncio.timeout(SILENCE_S):
+                message = await self._receive()
+        except TimeoutError:
+            raise InvalidRequest("The body did not arrive in time.") from None
+        if message["type"] == "http.disconnect":
+            raise Disconnected
+        data: bytes = message.get("body", b"")
+        self._is_over = not message.get("more_body", False)
+        self._left -= len(data)
+        if self._left < 0:
+            self._is_over = True
+            raise PayloadTooLarge("The body is longer than a file may be.")
+        return data
+
+
+class _ToWriter(FileUploadHandler):
+    """Django's upload handler that hands the one file of a form to a writer."""
+
+    def __init__(self, field: str, writer: FileWriter) -> None:
+        super().__init__()
+        self._field = field
+        self._writer = writer
+        #: The name that the client gave to its file; None until the file has begun.
+        self.filename: str | None = None
+
+    def new_file(self, *args: Any, **kwargs: Any) -> None:
+        super().new_file(*args, **kwargs)
+        if self.field_name != self._field or self.filename is not None:
+            raise InvalidRequest(
+                f"The form has one file, {self._field}.", param=str(self.field_name)[:100]
+            )
+        self.filename = self.file_name or "file"
+
+    def receive_data_chunk(self, raw_data: bytes, start: int) -> None:
+        self._writer.write(raw_data)
+
+    def file_complete(self, file_size: int) -> None:
+        """The writer has it."""
+
+
+def read_form(
+    request: HttpRequest, body: Body, writer: FileWriter, field: str
+) -> tuple[QueryDict, str]:
+    """Write the form's file; -> its other fields, and the file's name. Raises ApiError.
+
+    A client without a Content-Length is taken in too: the body has its own bound.
+    """
+    length = request.META.get("CONTENT_LENGTH") or str(MAX_FILE_BYTES)
+    meta = {"CONTENT_TYPE": request.META.get("CONTENT_TYPE", ""), "CONTENT_LENGTH": length}
+    handler = _ToWriter(field, writer)
+    try:
+        fields, _ = MultiPartParser(meta, cast(Any, body), [handler], "utf-8").parse()
+    except (MultiPartParserError, SuspiciousOperation, RequestDataTooBig) as error:
+        raise InvalidRequest(
+            "The body is no form with a file: send it as multipart/form-data."
+        ) from error
+    if handler.filename is None:
+        raise InvalidRequest(
+            f"Missing required parameter: '{field}'.",
+            param=field,
+            code="missing_required_parameter",
+        )
+    return fields, handler.filename
+
+
+class FileReceiver:
+    """The ASGI application of the addresses above."""
+
+    def __init__(self) -> None:
+        self._bodies: Counter[uuid.UUID] = Counter()  # by tenant
+
+    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        from controlplane.gateway.files import views  # they answer with what is here
+
+        match = _PATH.fullmatch(scope["path"])
+        assert match is not None
+        upload_id = match["upload_id"]
+        is_part = upload_id is not None
+        body = Body(receive, max_bytes=(MAX_PART_BYTES if is_part else MAX_FILE_BYTES) + FORM_BYTES)
+        request = ASGIRequest(scope, None)  # type: ignore[arg-type]  # the body is read elsewhere
+        with contextlib.suppress(Disconnected):
+            async with ThreadSensitiveContext():
+                if is_part:
+                    response = await views.part_create(
+                        request, body=body, place=self._place, upload_id=upload_id
+                    )
+                else:
+                    response = await views.file_create(request, body=body, place=self._place)
+            await _answer(cast(HttpResponse, response), body, send)
+
+    @contextlib.asynccontextmanager
+    async def _place(self, tenant_id: uuid.UUID) -> AsyncIterator[None]:
+        """One of the bodies that are taken in at a time. Raises RateLimited, Unavailable."""
+        if self._bodies[tenant_id] >= MAX_TENANT_BODIES:
+            raise RateLimited(
+                f"{MAX_TENANT_BODIES} files of your organization arrive at this moment.",
+                retry_after_s=5,
+            )
+        if self._bodies.total() >= MAX_BODIES:
+            raise Unavailable("Too many files arrive at this moment.", retry_after_s=5)
+        self._bodies[tenant_id] += 1
+        try:
+            yield
+        finally:
+            self._bodies[tenant_id] -= 1
+            if not self._bodies[tenant_id]:
+                del self._bodies[tenant_id]
+
+
+Place = Callable[[uuid.UUID], contextlib.AbstractAsyncContextManager[None]]
+
+
+async def _answer(response: HttpResponse, body: Body, send: Send) -> None:
+    headers = [(name.lower().encode(), value.encode("latin-1")) for name, value in response.items()]
+    if response.status_code >= 400:
+        headers.append((b"connection", b"close"))  # the rest of the body may be on its way
+    start = {"type": "http.response.start", "status": response.status_code, "headers": headers}
+    await send(start)
+    await send({"type": "http.response.body", "body": response.content, "more_body": True})
+    await body.drain()  # a connection that is closed over unread bytes may lose the answer
+    await send({"type": "http.response.body"})

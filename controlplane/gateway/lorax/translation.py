@@ -1,0 +1,139 @@
+"""From LoRAX's body to the one that everything else here understands."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from contract.protocol import GenerateJob
+from controlplane.errors import InvalidRequest
+from controlplane.gateway.lorax.schemas import GenerateBody, Parameters
+from controlplane.inference.bodies import FirstFault
+from controlplane.inference.constraints import ResponseFormat
+from controlplane.inference.schemas import (
+    INT64,
+    MAX_MESSAGES,
+    AdapterPart,
+    ChatBody,
+    Message,
+)
+from controlplane.infra import finite_json
+
+#: How LoRAX says "no adapter".
+NO_ADAPTER = ("", "__base__")
+
+#: Of `inputs` with apply_chat_template: read as a body is, so with no half of a character in it.
+_MESSAGES: TypeAdapter[list[Message]] = TypeAdapter(
+    Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), FirstFault]
+)
+
+
+def seed_of(parameters: Parameters) -> int | None:
+    """The seed to draw with, made where none was given: LoRAX tells its clients which it was."""
+    if not parameters.samples or (parameters.best_of or 1) > 1:
+        return None
+    seed = parameters.seed
+    return secrets.randbits(63) if seed is None else seed
+
+
+def model_name(adapter_id: str) -> str:
+    """`invoices/3`, a repository and its version, is `invoices@3` here."""
+    name, _, number = adapter_id.rpartition("/")
+    return f"{name}@{number}" if name and number.isdigit() else adapter_id
+
+
+def chat_body(body: GenerateBody, *, base_model: str, seed: int | None, stream: bool) -> ChatBody:
+    """The request in OpenAI's terms. Its messages stand for the prompt unless a template was asked
+    for: `as_raw_text` puts the prompt in their place.
+
+    base_model  the name of what answers without an adapter
+    Raises InvalidRequest.
+    """
+    parameters = body.parameters
+    fields: dict[str, Any] = {
+        "messages": _messages(body),
+        "max_tokens": parameters.max_new_tokens,
+        "temperature": _temperature(parameters),
+        "top_k": parameters.top_k,
+        "top_p": parameters.top_p,
+        "repetition_penalty": parameters.repetition_penalty,
+        "seed": None if seed is None else seed - 2 * (INT64 + 1) * (seed > INT64),
+        "stop": parameters.stop or None,
+        "ignore_eos": parameters.ignore_eos_token,
+        "n": parameters.best_of,
+        "stream": stream,
+        # Each token is shown with its log-probability.
+        "logprobs": True,
+        "top_logprobs": parameters.return_k_alternatives or 0,
+        "response_format": _response_format(parameters),
+        **_named(parameters, base_model),
+    }
+    try:
+        return ChatBody(**fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise InvalidRequest(first["msg"], param=".".join(map(str, first["loc"]))) from None
+
+
+def as_raw_text(body: GenerateBody) -> Callable[[GenerateJob], GenerateJob]:
+    """What OpenAI's bodies cannot say of the job."""
+
+    def adjust(job: GenerateJob) -> GenerateJob:
+        if body.parameters.apply_chat_template:
+            return dataclasses.replace(job, token_details=True)
+        return dataclasses.replace(
+            job,
+            token_details=True,
+            messages=None,
+            text=body.inputs,
+            truncate=body.parameters.truncate,
+        )
+
+    return adjust
+
+
+def _temperature(parameters: Parameters) -> float:
+    if not parameters.samples:
+        return 0.0
+    return 1.0 if parameters.temperature is None else parameters.temperature
+
+
+def _messages(body: GenerateBody) -> list[Message]:
+    if not body.parameters.apply_chat_template:
+        return [Message(role="user", content=body.inputs)]
+    try:
+        inputs = body.inputs.encode()
+        finite_json.check_body(inputs)
+        return _MESSAGES.validate_json(inputs)
+    except (ValueError, InvalidRequest) as error:
+        raise InvalidRequest(
+            "With apply_chat_template inputs is a JSON list of messages.", param="inputs"
+        ) from error
+
+
+def _response_format(parameters: Parameters) -> ResponseFormat | None:
+    form = parameters.response_format
+    if form is None:
+        return None
+    if form.schema_ is None:
+        return ResponseFormat(type="json_object")
+    schema = {"name": "response", "schema": form.schema_}
+    return ResponseFormat.model_validate({"type": "json_schema", "json_schema": schema})
+
+
+def _named(parameters: Parameters, base_model: str) -> dict[str, Any]:
+    merged = parameters.merged_adapters
+    if merged is not None:
+        parts = [
+            AdapterPart(name=model_name(adapter_id), weight=weight)
+            for adapter_id, weight in zip(merged.ids, merged.weights, strict=True)
+        ]
+        return {"adapters": parts}
+    adapter_id = parameters.adapter_id
+    if adapter_id is None or adapter_id in NO_ADAPTER:
+        return {"model": base_model}
+    return {"model": model_name(adapter_id)}

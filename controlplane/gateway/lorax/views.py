@@ -1,0 +1,191 @@
+"""LoRAX's addresses: what its clients expect behind a base URL, under a tenant's key.
+
+lorax-client posts to the base URL itself; /generate and /generate_stream are for everybody else.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
+from django.shortcuts import redirect
+
+from contract.protocol import Usage
+from controlplane.errors import ApiError, InvalidRequest
+from controlplane.gateway.event_stream import streamed
+from controlplane.gateway.lorax import translation
+from controlplane.gateway.lorax.answers import LoraxAnswer, sse
+from controlplane.gateway.lorax.errors import error_body, error_response
+from controlplane.gateway.lorax.schemas import MAX_BEST_OF, GenerateBody
+from controlplane.gateway.lorax.timings import Timings, whole_headers
+from controlplane.gateway.views import gateway_view, read_body, request_id_of
+from controlplane.inference import access, default_base
+from controlplane.inference.parsing import parse_body
+from controlplane.inference.service import Generation, submit
+from controlplane.limits.admit import MAX_WAITING
+from controlplane.queue import dispatcher as jobs
+
+_lorax_view = gateway_view("POST", errors=error_response)
+
+
+async def root(request: HttpRequest) -> HttpResponseBase:
+    """The console for who looks, generation for a client whose base URL this is."""
+    if request.method == "POST":
+        return await generate_compat(request)
+    return redirect("console:overview")
+
+
+@_lorax_view
+async def generate_compat(request: HttpRequest) -> HttpResponseBase:
+    """A stream, or a list of one answer."""
+    body = await _body(request)
+    if body.stream:
+        return await _streamed(request, body)
+    answer, headers = await _whole(request, body)
+    return JsonResponse([answer], safe=False, headers=headers)
+
+
+@_lorax_view
+async def generate(request: HttpRequest) -> HttpResponseBase:
+    answer, headers = await _whole(request, await _body(request))
+    return JsonResponse(answer, headers=headers)
+
+
+@_lorax_view
+async def generate_stream(request: HttpRequest) -> HttpResponseBase:
+    return await _streamed(request, await _body(request))
+
+
+@gateway_view("GET", errors=error_response)
+async def info(request: HttpRequest) -> HttpResponseBase:
+    """The base model and the bounds of a request, to callers with a key."""
+    await access.authenticate(request)
+    base = await default_base.default_base()
+    dispatcher = await jobs.dispatcher()
+    context = base.context_length
+    return JsonResponse(
+        {
+            "model_id": base.name,
+            "model_sha": base.revision,
+            "model_dtype": str(base.config.get("dtype") or base.config.get("torch_dtype")),
+            "model_device_type": min(dispatcher.devices(base.name), default="cpu"),
+            "model_pipeline_tag": "text-generation",
+            "max_concurrent_requests": MAX_WAITING,
+            "max_best_of": MAX_BEST_OF,
+            "max_stop_sequences": 4,
+            "max_input_length": max(0, context - 1),
+            "max_total_tokens": context,
+            "waiting_served_ratio": 0.0,
+            "max_batch_total_tokens": context,
+            "max_waiting_tokens": 0,
+            "validation_workers": 1,
+            "version": "lorikeet",
+            "sha": None,
+            "docker_label": None,
+            "request_logger_url": None,
+        }
+    )
+
+
+@gateway_view("GET", "HEAD", errors=error_response)
+async def health(request: HttpRequest) -> HttpResponseBase:
+    """Whether a worker would take a request; for load balancers, so without a key."""
+    dispatcher = await jobs.dispatcher()
+    if await dispatcher.served_models():
+        return HttpResponse()
+    return JsonResponse({"error": "unhealthy", "error_type": "healthcheck"}, status=503)
+
+
+@gateway_view("POST", errors=error_response)
+async def unsupported(request: HttpRequest) -> HttpResponseBase:
+    """/embed, /classify and the like: models that only generate have nothing to say there."""
+    await access.authenticate(request)
+    raise InvalidRequest(f"{request.path} is not supported: the models here generate text.")
+
+
+async def _body(request: HttpRequest) -> GenerateBody:
+    return await read_body(request, lambda sent: parse_body(GenerateBody, sent))
+
+
+async def _submitted(
+    request: HttpRequest, body: GenerateBody, *, stream: bool
+) -> tuple[Generation, LoraxAnswer]:
+    principal = await access.authenticate(request)
+    parameters = body.parameters
+    base = await default_base.default_base() if _needs_base(body) else None
+    seed = translation.seed_of(parameters)
+    chat = translation.chat_body(
+        body, base_model="" if base is None else base.name, seed=seed, stream=stream
+    )
+    generation = await submit(
+        principal,
+        chat,
+        request_id=request_id_of(request),
+        endpoint=f"/{request.path.lstrip('/')}",
+        adjust=translation.as_raw_text(body),
+    )
+    request.rate_headers = generation.headers  # type: ignore[attr-defined]
+    answer = LoraxAnswer(
+        prompt=body.inputs if parameters.return_full_text else "",
+        with_details=parameters.details,
+        with_alternatives=parameters.return_k_alternatives is not None,
+        seed=seed,
+        eos_token_id=default_base.eos_token_id(generation.target.base_model),
+    )
+    return generation, answer
+
+
+def _needs_base(body: GenerateBody) -> bool:
+    parameters = body.parameters
+    names_one = parameters.adapter_id not in (None, *translation.NO_ADAPTER)
+    return not names_one and parameters.merged_adapters is None
+
+
+async def _whole(request: HttpRequest, body: GenerateBody) -> tuple[Any, dict[str, str]]:
+    started = time.perf_counter()
+    generation, answer = await _submitted(request, body, stream=False)
+    submitted = time.perf_counter()
+    try:
+        events = [event async for event in generation.events()]
+    finally:
+        generation.leave()
+    usage = events[-1].usage or Usage()
+    timings = Timings(
+        total_ms=(time.perf_counter() - started) * 1000,
+        validation_ms=(submitted - started) * 1000,
+        queue_ms=events[-1].queue_ms or 0.0,
+    )
+    headers = await _headers(generation, body) | whole_headers(usage, timings)
+    return answer.whole(events, usage), headers
+
+
+async def _streamed(request: HttpRequest, body: GenerateBody) -> HttpResponseBase:
+    if (body.parameters.best_of or 1) > 1:
+        await access.authenticate(request)
+        raise InvalidRequest("best_of above 1 is not supported when streaming tokens.")
+    generation, answer = await _submitted(request, body, stream=True)
+    response = await streamed(generation, answer, failure=_failure)
+    for name, value in (await _headers(generation, body)).items():
+        response[name] = value
+    return response
+
+
+def _failure(error: ApiError) -> bytes:
+    return sse(error_body(error))
+
+
+async def _headers(generation: Generation, body: GenerateBody) -> dict[str, str]:
+    """Those that a stream begins with, too."""
+    base = generation.target.base_model.name
+    devices = (await jobs.dispatcher()).devices(base)
+    headers = {
+        "x-model-id": base,
+        "x-compute-type": f"{'gpu' if set(devices) - {'cpu'} else 'cpu'}+optimized",
+        "x-compute-characters": str(len(body.inputs)),
+    }
+    adapters = [model.name for model in generation.target.models if model.version is not None]
+    if adapters:
+        headers["x-adapter-id"] = ",".join(adapters)
+        headers["x-adapter-source"] = "local"
+    return headers

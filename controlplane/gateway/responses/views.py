@@ -1,0 +1,78 @@
+"""POST /v1/responses."""
+
+from __future__ import annotations
+
+from django.http import HttpRequest, HttpResponseBase, JsonResponse
+
+from controlplane.errors import ApiError, NotFound
+from controlplane.gateway.event_stream import streamed
+from controlplane.gateway.views import gateway_view, name_base, read_body, request_id_of
+from controlplane.inference import access
+from controlplane.inference.parsing import parse_body
+from controlplane.inference.responses.answers import answer_of
+from controlplane.inference.responses.schemas import ResponsesBody
+from controlplane.inference.responses.translation import chat_body, in_our_words
+from controlplane.inference.schemas import ChatBody
+from controlplane.inference.service import submit
+
+
+@gateway_view("POST")
+async def responses(request: HttpRequest) -> HttpResponseBase:
+    """Answer once; nothing of it is kept to be continued or fetched."""
+    body, chat = await _bodies(request)
+    await name_base(request, chat)
+    principal, _ = await access.admit(request, chat.named())
+    request_id = request_id_of(request)
+    try:
+        generation = await submit(
+            principal,
+            chat,
+            request_id=request_id,
+            endpoint=ResponsesBody.endpoint,
+            adjust=body.adjusted,
+        )
+        request.rate_headers = generation.headers  # type: ignore[attr-defined]
+        answer = answer_of(body, generation)
+        if body.stream:
+            return await streamed(
+                generation, answer, failure=lambda error: answer.failure(in_our_words(error))
+            )
+        try:
+            return JsonResponse(answer.whole([event async for event in generation.events()]))
+        finally:
+            generation.leave()
+    except ApiError as error:
+        raise in_our_words(error) from None
+
+
+@gateway_view("GET", "DELETE", "POST")
+async def not_kept(request: HttpRequest, response_id: str, rest: str = "") -> HttpResponseBase:
+    """A response by its id: there is none, for none is kept."""
+    await access.authenticate(request)
+    if response_id in _OPENAIS_OWN and request.method == "POST":
+        raise NotFound(
+            f"There is no POST /v1/responses/{response_id}: {_OPENAIS_OWN[response_id]}",
+            code="unknown_url",
+        )
+    raise NotFound(
+        f"Response with id '{response_id[:100]}' not found: responses are not kept. Send the "
+        "conversation again, as the items of `input`."
+    )
+
+
+#: What OpenAI has under names that look like ids, and what to do instead.
+_OPENAIS_OWN = {
+    "input_tokens": "to count tokens, send the request to POST /v1/responses with "
+    "max_output_tokens 1 and read usage.input_tokens.",
+    "compact": "conversations are the client's here; truncation auto drops the oldest turns.",
+}
+
+
+async def _bodies(request: HttpRequest) -> tuple[ResponsesBody, ChatBody]:
+    """The body and the chat that it means."""
+
+    def both(sent: bytes) -> tuple[ResponsesBody, ChatBody]:
+        body = parse_body(ResponsesBody, sent)
+        return body, chat_body(body)
+
+    return await read_body(request, both)

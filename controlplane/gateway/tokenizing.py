@@ -1,0 +1,169 @@
+"""/tokenize and /detokenize, in vLLM's shape, here and under /v1.
+
+The gateway has no tokenizer: a worker of the base model answers, through the queue like any
+request, so that limits, fairness and deadlines are those of all. It is billed as no tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Annotated, Any, Self
+
+from django.http import HttpRequest, HttpResponseBase, JsonResponse
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from contract.protocol import GenerateJob, Task, TokenEvent
+from controlplane.errors import PayloadTooLarge, Unavailable
+from controlplane.gateway.views import gateway_view, read_body, request_id_of
+from controlplane.inference import access
+from controlplane.inference.bodies import Body, FirstFault
+from controlplane.inference.named import Named
+from controlplane.inference.parsing import parse_body
+from controlplane.inference.schemas import (
+    MAX_MESSAGES,
+    ChatBody,
+    CompletionBody,
+    Message,
+    ModelName,
+    TokenId,
+    Unsupported,
+)
+from controlplane.inference.service import submit
+from controlplane.inference.tools import MAX_TOOLS, Tool, bounded
+from controlplane.tenants.auth import Principal
+
+MAX_TOKENS = 131_072
+#: Of a body: eight bytes a token, where texts have four. A worker is busy as long as it is long.
+MAX_BODY_BYTES = 1 << 20
+#: A worker that knows no such task would generate: no more than this.
+_MOST_GENERATED = 1
+
+
+class TokenizeBody(Body):
+    """POST /tokenize: a `prompt`, or the `messages` of a chat."""
+
+    model: ModelName
+    prompt: str | None = None
+    messages: Annotated[list[Message] | None, Field(min_length=1, max_length=MAX_MESSAGES)] = None
+    tools: Annotated[
+        Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None, BeforeValidator(bounded)
+    ] = None
+    add_generation_prompt: bool | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    continue_final_message: Unsupported = None
+    chat_template: Unsupported = None
+    chat_template_kwargs: Unsupported = None
+
+    @model_validator(mode="after")
+    def _is_one_of_two(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise PydanticCustomError("missing", "prompt: required, or messages in its place")
+        if self.messages is not None and self.add_special_tokens:
+            raise ValueError("add_special_tokens: a chat has those of its template, and no others")
+        if self.messages is None and (self.tools or self.add_generation_prompt is not None):
+            raise ValueError("messages: required with tools and add_generation_prompt")
+        return self
+
+    def generation(self) -> ChatBody | CompletionBody:
+        """The request whose prompt this is."""
+        if self.messages is None:
+            return CompletionBody(
+                model=self.model, prompt=self.prompt or "", max_tokens=_MOST_GENERATED
+            )
+        tools: Any = [tool.model_dump(exclude_unset=True) for tool in self.tools or ()] or None
+        return ChatBody(
+            model=self.model,
+            messages=self.messages,
+            tools=tools,  # as they were sent: they are bounded before they are read
+            max_tokens=_MOST_GENERATED,
+        )
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    model: ModelName
+    tokens: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKENS), FirstFault]
+
+    def generation(self) -> CompletionBody:
+        """A request with these tokens as its prompt."""
+        return CompletionBody(model=self.model, prompt=self.tokens, max_tokens=_MOST_GENERATED)
+
+
+@gateway_view("POST")
+async def tokenize(request: HttpRequest) -> HttpResponseBase:
+    principal, body = await _checked(request, TokenizeBody)
+
+    def adjust(job: GenerateJob) -> GenerateJob:
+        return dataclasses.replace(
+            _as_task(job, Task.TOKENIZE),
+            special_tokens=body.add_special_tokens is not False,
+            generation_prompt=body.add_generation_prompt is not False,
+        )
+
+    event, context_length = await _answer(request, principal, body.generation(), adjust)
+    token_ids = event.token_ids
+    if token_ids is None:
+        raise Unavailable("The worker that answered is of an older version.", retry_after_s=5)
+    return JsonResponse(
+        {
+            "count": len(token_ids),
+            "max_model_len": context_length,
+            "tokens": list(token_ids),
+            "token_strs": list(event.token_strs or ()) if body.return_token_strs else None,
+        }
+    )
+
+
+@gateway_view("POST")
+async def detokenize(request: HttpRequest) -> HttpResponseBase:
+    principal, body = await _checked(request, DetokenizeBody)
+    event, _ = await _answer(
+        request, principal, body.generation(), lambda job: _as_task(job, Task.DETOKENIZE)
+    )
+    return JsonResponse({"prompt": event.text})
+
+
+async def _checked(request: HttpRequest, kind: Any) -> tuple[Principal, Any]:
+    """The caller and the body, as `views.checked_body`."""
+    body = await read_body(request, lambda sent: _parsed(kind, sent))
+    principal, _ = await access.admit(request, Named.model(body.model))
+    return principal, body
+
+
+def _parsed(kind: Any, sent: bytes) -> Any:
+    if len(sent) > MAX_BODY_BYTES:
+        raise PayloadTooLarge(
+            f"A body to tokenize has at most {MAX_BODY_BYTES:,} bytes: send it in parts."
+        )
+    return parse_body(kind, sent)
+
+
+def _as_task(job: GenerateJob, task: Task) -> GenerateJob:
+    """The job, of which the base model's tokenizer does all; its words are not kept."""
+    return dataclasses.replace(job, task=task, adapters=(), store=False)
+
+
+async def _answer(
+    request: HttpRequest,
+    principal: Principal,
+    body: ChatBody | CompletionBody,
+    adjust: Callable[[GenerateJob], GenerateJob],
+) -> tuple[TokenEvent, int]:
+    """The one event that answers, and the model's context in tokens. Raises ApiError."""
+    generation = await submit(
+        principal,
+        body,
+        request_id=request_id_of(request),
+        endpoint=f"/{request.path.lstrip('/')}",
+        adjust=adjust,
+    )
+    request.rate_headers = generation.headers  # type: ignore[attr-defined]
+    try:
+        events = [event async for event in generation.events()]
+    finally:
+        generation.leave()
+    return events[-1], generation.target.base_model.context_length

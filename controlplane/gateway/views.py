@@ -1,0 +1,169 @@
+"""The gateway: /v1, in OpenAI's words. Plain async views; nothing here waits on a thread but the
+key and the model's name, and those only when they are not fresh in memory.
+
+No database connection is held while an answer is generated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from django.http import HttpRequest, HttpResponseBase, JsonResponse, StreamingHttpResponse
+
+from controlplane.errors import ApiError, InternalError, MethodNotAllowed
+from controlplane.gateway.event_stream import streamed
+from controlplane.inference import access
+from controlplane.inference.answers import DONE, sse
+from controlplane.inference.default_base import default_base
+from controlplane.inference.parsing import parse_body
+from controlplane.inference.schemas import ChatBody, CompletionBody, GenerationBody
+from controlplane.inference.service import new_request_id, submit
+from controlplane.infra.addresses import no_such_address
+from controlplane.queue import dispatcher as jobs
+from controlplane.tenants.auth import Principal
+
+log = logging.getLogger(__name__)
+
+#: Of the API that answers follow, as OpenAI counts.
+OPENAI_VERSION = "2020-10-01"
+
+#: Reading less takes a few milliseconds at most, whatever is in it.
+LONG_BODY_BYTES = 16 * 1024
+
+_B = TypeVar("_B", bound=GenerationBody)
+_T = TypeVar("_T")
+View = Callable[..., Coroutine[Any, Any, HttpResponseBase]]
+
+
+def gateway_view(
+    *methods: str, errors: Callable[[ApiError], HttpResponseBase] = ApiError.response
+) -> Callable[[View], View]:
+    """A view of the gateway: one of `methods`, OpenAI's headers on every answer.
+
+    HEAD is answered as GET where that is one of them; the server leaves the body out.
+
+    errors  how failures are answered; else in OpenAI's body
+    """
+
+    def decorate(view: View) -> View:
+        @functools.wraps(view)
+        async def wrapper(request: HttpRequest, **kwargs: Any) -> HttpResponseBase:
+            started = time.perf_counter()
+            request_id = request.request_id = new_request_id()  # type: ignore[attr-defined]
+            is_head = request.method == "HEAD" and "GET" in methods and "HEAD" not in methods
+            if is_head:
+                request.method = "GET"
+            try:
+                if request.method not in methods:
+                    raise MethodNotAllowed(f"{request.method} is not allowed here.", methods)
+                response = await view(request, **kwargs)
+            except ApiError as error:
+                response = errors(error)
+                _count_refusal(request, error)
+            except Exception:
+                log.exception("request %s failed", request_id)
+                response = errors(InternalError("The server failed on this request."))
+            if is_head and isinstance(response, StreamingHttpResponse):
+                response.streaming_content = ()  # nobody fetches what nobody gets
+            for name, value in getattr(request, "rate_headers", {}).items():
+                response.setdefault(name, value)
+            principal: Principal | None = getattr(request, "principal", None)
+            if principal is not None:
+                response["openai-organization"] = principal.tenant.slug
+            response["openai-version"] = OPENAI_VERSION
+            response["x-request-id"] = request_id
+            response["openai-processing-ms"] = str(round((time.perf_counter() - started) * 1000))
+            return response
+
+        return wrapper
+
+    return decorate
+
+
+def _count_refusal(request: HttpRequest, error: ApiError) -> None:
+    """In the log of the caller's tenant. What was accepted has a record instead."""
+    if hasattr(request, "rate_headers"):
+        return
+    dispatcher, tenant_id = jobs.running_dispatcher(), access.known_tenant(request)
+    if dispatcher is not None and tenant_id is not None and request.resolver_match is not None:
+        # The pattern and not the path, which a client can make as many of as it likes.
+        endpoint = f"/{request.resolver_match.route}"
+        dispatcher.recorder.refuse(tenant_id, endpoint, error.status, error.code or "")
+
+
+@gateway_view("POST")
+async def chat_completions(request: HttpRequest) -> HttpResponseBase:
+    return await _generate(request, ChatBody)
+
+
+@gateway_view("POST")
+async def completions(request: HttpRequest) -> HttpResponseBase:
+    return await _generate(request, CompletionBody)
+
+
+@gateway_view("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+async def unknown(request: HttpRequest, path: str) -> HttpResponseBase:
+    raise no_such_address(request)
+
+
+async def _generate(
+    request: HttpRequest, kind: type[ChatBody] | type[CompletionBody]
+) -> HttpResponseBase:
+    """Check, submit, and answer once the first event is there."""
+    principal, body = await checked_body(request, kind)
+    generation = await submit(principal, body, request_id=request_id_of(request))
+    request.rate_headers = generation.headers  # type: ignore[attr-defined]
+    if body.stream:
+        return await streamed(generation, generation.answer(), failure=_failure, ending=DONE)
+    try:
+        return JsonResponse(await generation.whole())
+    finally:
+        generation.leave()
+
+
+def _failure(error: ApiError) -> bytes:
+    return sse(error.body())
+
+
+async def checked_body(request: HttpRequest, kind: type[_B]) -> tuple[Principal, _B]:
+    """The caller and the body. A wrong key comes first, and one visit finds all that is needed.
+
+    Raises ApiError.
+    """
+    body = await read_body(request, lambda sent: parse_body(kind, sent))
+    await name_base(request, body)
+    principal, _ = await access.admit(request, body.named())
+    return principal, body
+
+
+async def name_base(request: HttpRequest, body: GenerationBody) -> None:
+    """Put the base model's name where a known caller left it empty, as LoRAX's clients do."""
+    if body.model == "" and not body.adapters:
+        await access.authenticate(request)
+        body.model = (await default_base("model")).name
+
+
+async def read_body(request: HttpRequest, parse: Callable[[bytes], _T]) -> _T:
+    """What `parse` makes of the body, or the key's fault before the body's.
+
+    A long one is read for known callers only, and in a thread: others go on meanwhile.
+    """
+    sent = request.read()  # `request.body` has a smaller bound of its own
+    if len(sent) > LONG_BODY_BYTES:
+        await access.authenticate(request)
+        return await asyncio.to_thread(parse, sent)
+    try:
+        return parse(sent)
+    except ApiError:
+        await access.authenticate(request)
+        raise
+
+
+def request_id_of(request: HttpRequest) -> str:
+    """The id that the answer's x-request-id has."""
+    return str(request.request_id)  # type: ignore[attr-defined]

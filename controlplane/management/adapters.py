@@ -1,0 +1,197 @@
+"""/api/v1/adapters and /api/v1/base-models."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from drf_spectacular.utils import extend_schema
+from rest_framework import serializers
+from rest_framework.request import Request
+from rest_framework.response import Response
+
+from controlplane.adapters import services
+from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel, is_serving
+from controlplane.management.base import (
+    PAGE_PARAMETERS,
+    StrictSerializer,
+    TenantAPIView,
+    page,
+    page_of,
+)
+from controlplane.tenants.auth import Permission
+
+
+class BaseModelSerializer(serializers.ModelSerializer[BaseModel]):
+    object = serializers.CharField(default="base_model", read_only=True)
+
+    class Meta:
+        model = BaseModel
+        fields = (
+            *("id", "object", "name", "revision", "context_length", "max_rank"),
+            *("shutdown_date", "created_at"),
+        )
+
+
+class AdapterSerializer(serializers.ModelSerializer[Adapter]):
+    object = serializers.CharField(default="adapter", read_only=True)
+    base_model = serializers.CharField(source="base_model.name")
+    live_version = serializers.IntegerField(
+        source="live_version.number",
+        default=None,
+        allow_null=True,
+        help_text="The version that answers under the bare name; null until one is ready.",
+    )
+
+    shutdown_date = serializers.DateField(
+        source="base_model.shutdown_date",
+        allow_null=True,
+        help_text="From the beginning of this day (UTC) it answers no more: its base model's.",
+    )
+
+    class Meta:
+        model = Adapter
+        fields = (
+            *("id", "object", "name", "base_model", "description", "live_version"),
+            *("shutdown_date", "created_at"),
+        )
+
+
+class AdapterCreateSerializer(StrictSerializer):
+    name = serializers.CharField(max_length=63)
+    base_model = serializers.CharField(
+        required=False, help_text="May be left out when there is one base model only."
+    )
+    description = serializers.CharField(required=False, default="", max_length=500)
+
+
+class ReasonSerializer(serializers.Serializer[dict[str, str]]):
+    field = serializers.CharField(help_text="A file, a field of the config, or a tensor's name.")  # type: ignore[assignment]
+    message = serializers.CharField()
+
+
+class VersionSerializer(serializers.ModelSerializer[AdapterVersion]):
+    object = serializers.CharField(default="adapter_version", read_only=True)
+    adapter = serializers.CharField(source="adapter.name")
+    model = serializers.SerializerMethodField(help_text="What requests put in `model`.")
+    reasons = ReasonSerializer(many=True, help_text="Why it was rejected.")
+    report = serializers.DictField(help_text="What was found in the files.")
+
+    class Meta:
+        model = AdapterVersion
+        fields = (
+            *("id", "object", "adapter", "number", "model", "status", "source", "digest"),
+            *("num_bytes", "max_rank", "reasons", "report", "created_at", "ready_at"),
+        )
+
+    def get_model(self, version: AdapterVersion) -> str:
+        return f"{version.adapter.name}@{version.number}"
+
+
+class VersionCreateSerializer(StrictSerializer):
+    files = serializers.DictField(
+        child=serializers.IntegerField(),
+        help_text="Length in bytes of adapter_config.json and of adapter_model.safetensors.",
+    )
+    base_model = serializers.CharField(
+        required=False, help_text="For a new adapter when there are several base models."
+    )
+
+
+class UploadSerializer(serializers.Serializer[dict[str, Any]]):
+    url = serializers.URLField()
+    method = serializers.ChoiceField(["PUT"])
+    headers = serializers.DictField(child=serializers.CharField())
+
+
+class VersionCreatedSerializer(VersionSerializer):
+    uploads = serializers.DictField(child=UploadSerializer())
+
+    class Meta(VersionSerializer.Meta):
+        fields = (*VersionSerializer.Meta.fields, "uploads")  # type: ignore[assignment]
+
+
+class BaseModelsView(TenantAPIView):
+    @extend_schema("base_models_list", PAGE_PARAMETERS, responses=page_of(BaseModelSerializer))
+    def get(self, request: Request) -> Response:
+        """The base models that adapters can be made for."""
+        return page(request, BaseModel.objects.filter(is_serving()), BaseModelSerializer)
+
+
+class AdaptersView(TenantAPIView):
+    permissions: ClassVar = {"POST": Permission.ADAPTERS_WRITE}
+
+    @extend_schema("adapters_list", PAGE_PARAMETERS, responses=page_of(AdapterSerializer))
+    def get(self, request: Request) -> Response:
+        """The tenant's adapters, newest first."""
+        rows = Adapter.objects.select_related("base_model", "live_version")
+        return page(request, rows, AdapterSerializer)
+
+    @extend_schema(request=AdapterCreateSerializer, responses={201: AdapterSerializer})
+    def post(self, request: Request) -> Response:
+        """Make an adapter without versions. Uploading a version makes it too."""
+        body = AdapterCreateSerializer.parsed(request)
+        adapter = services.adapter_create(
+            name=body["name"],
+            base_model_name=body.get("base_model"),
+            description=body["description"],
+        )
+        return Response(AdapterSerializer(adapter).data, status=201)
+
+
+class AdapterView(TenantAPIView):
+    @extend_schema(responses=AdapterSerializer)
+    def get(self, request: Request, name: str) -> Response:
+        return Response(AdapterSerializer(services.adapter_get(name=name)).data)
+
+
+class VersionsView(TenantAPIView):
+    permissions: ClassVar = {"POST": Permission.ADAPTERS_WRITE}
+
+    @extend_schema("versions_list", PAGE_PARAMETERS, responses=page_of(VersionSerializer))
+    def get(self, request: Request, name: str) -> Response:
+        """The adapter's versions, newest first."""
+        adapter = services.adapter_get(name=name)
+        rows = AdapterVersion.objects.filter(adapter=adapter).select_related("adapter")
+        return page(request, rows, VersionSerializer)
+
+    @extend_schema(request=VersionCreateSerializer, responses={201: VersionCreatedSerializer})
+    def post(self, request: Request, name: str) -> Response:
+        """Begin a version: the answer has a URL for each file, to PUT exactly its length to.
+
+        Then call `complete`. The adapter is made when there is none of this name.
+        """
+        body = VersionCreateSerializer.parsed(request)
+        version = services.adapter_version_create(
+            name=name,
+            files=body["files"],
+            base_model_name=body.get("base_model"),
+            created_by=self.principal.user,
+        )
+        urls = services.adapter_version_upload_urls(version=version)
+        uploads = {
+            file: {
+                "url": url,
+                "method": "PUT",
+                "headers": {"Content-Length": str(body["files"][file])},
+            }
+            for file, url in urls.items()
+        }
+        return Response({**VersionSerializer(version).data, "uploads": uploads}, status=201)
+
+
+class VersionView(TenantAPIView):
+    @extend_schema(responses=VersionSerializer)
+    def get(self, request: Request, name: str, number: int) -> Response:
+        version = services.adapter_version_get(name=name, number=number)
+        return Response(VersionSerializer(version).data)
+
+
+class VersionCompleteView(TenantAPIView):
+    permissions: ClassVar = {"POST": Permission.ADAPTERS_WRITE}
+
+    @extend_schema(request=None, responses={202: VersionSerializer})
+    def post(self, request: Request, name: str, number: int) -> Response:
+        """Say that both files are uploaded. The version becomes `ready` or `rejected`."""
+        version = services.adapter_version_get(name=name, number=number)
+        version = services.adapter_version_complete(version=version)
+        return Response(VersionSerializer(version).data, status=202)

@@ -1,0 +1,280 @@
+"""/api/v1/limits and /api/v1/budgets."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
+
+from django.db import IntegrityError, transaction
+from drf_spectacular.utils import extend_schema
+from rest_framework import serializers
+from rest_framework.request import Request
+from rest_framework.response import Response
+
+from controlplane.errors import Conflict, NotFound, PermissionDenied
+from controlplane.limits import quotas, services
+from controlplane.limits.models import Budget, RateLimit
+from controlplane.management.base import (
+    PAGE_PARAMETERS,
+    StrictSerializer,
+    TenantAPIView,
+    page,
+    page_of,
+)
+from controlplane.tenants.auth import Permission, Principal
+from controlplane.tenants.key_grants import check_limits_of
+from controlplane.tenants.key_services import api_key_get
+
+_T = TypeVar("_T")
+_MAX_INT, _MAX_BIGINT = 2**31 - 1, 2**63 - 1
+_KEY_HELP = "The public id of the key it is for; null: all the tenant's."
+_MODEL_HELP = "`invoices` holds for every version, `invoices@3` for that one. Empty: all models."
+_OPERATORS = "The tenant's own limits are the operator's to set."
+
+
+_QUOTA_HELP = {
+    "storage_bytes": "Of files, adapters and datasets in all.",
+    "training_runs": "Training runs that wait or run.",
+    "training_at_once": "Training runs that run at a time.",
+    "training_steps": "Of one training run.",
+    "training_tokens": "Of one training run: steps x batch_size x max_length.",
+    "adapter_checks": "Adapter versions that wait for their check.",
+}
+
+
+class QuotaStateSerializer(serializers.Serializer[Any]):
+    limit = serializers.IntegerField()
+    used = serializers.IntegerField(
+        required=False, help_text="Now; left out of what bounds each run for itself."
+    )
+
+
+class QuotaSerializer(serializers.Serializer[Any]):
+    object = serializers.CharField(default="quota", read_only=True)
+
+    def get_fields(self) -> dict[str, serializers.Field[Any, Any, Any, Any]]:
+        own = {name: QuotaStateSerializer(help_text=text) for name, text in _QUOTA_HELP.items()}
+        return {**super().get_fields(), **own}
+
+
+class QuotaSetSerializer(StrictSerializer):
+    def get_fields(self) -> dict[str, serializers.Field[Any, Any, Any, Any]]:
+        own = {
+            name: serializers.IntegerField(
+                required=False,
+                allow_null=True,
+                default=None,
+                min_value=0,
+                max_value=_MAX_BIGINT if name in _LONG else _MAX_INT,
+                help_text=f"{text} Null: as for every tenant.",
+            )
+            for name, text in _QUOTA_HELP.items()
+        }
+        return {**super().get_fields(), **own}
+
+
+_LONG = ("storage_bytes", "training_tokens")
+
+
+class LimitSerializer(serializers.ModelSerializer[RateLimit]):
+    object = serializers.CharField(default="limit", read_only=True)
+    api_key = serializers.CharField(
+        source="api_key.public_id", default=None, allow_null=True, help_text=_KEY_HELP
+    )
+    model = serializers.CharField(help_text=_MODEL_HELP)
+
+    class Meta:
+        model = RateLimit
+        fields = ("id", "object", "api_key", "model", *RateLimit.RATES, "created_at", "updated_at")
+
+
+def _rate(help_text: str) -> serializers.IntegerField:
+    return serializers.IntegerField(
+        required=False,
+        allow_null=True,
+        default=None,
+        min_value=1,
+        max_value=_MAX_INT,
+        help_text=help_text,
+    )
+
+
+class RatesSerializer(StrictSerializer):
+    requests_per_minute = _rate("Null: not limited.")
+    tokens_per_minute = _rate("Null: not limited.")
+    max_concurrent = _rate("Requests being answered at once.")
+    max_waiting = _rate("Requests that may wait for a worker.")
+
+
+class LimitSetSerializer(RatesSerializer):
+    api_key = serializers.CharField(
+        required=False, allow_null=True, default=None, max_length=64, help_text=_KEY_HELP
+    )
+    model = serializers.CharField(
+        required=False, default="", max_length=200, allow_blank=True, help_text=_MODEL_HELP
+    )
+
+
+class BudgetSerializer(serializers.ModelSerializer[Budget]):
+    object = serializers.CharField(default="budget", read_only=True)
+    api_key = serializers.CharField(
+        source="api_key.public_id", default=None, allow_null=True, help_text=_KEY_HELP
+    )
+
+    class Meta:
+        model = Budget
+        fields = (
+            *("id", "object", "api_key", "period", "hard_limit", "soft_limit"),
+            *("created_at", "updated_at"),
+        )
+
+
+def _tokens(help_text: str) -> serializers.IntegerField:
+    return serializers.IntegerField(
+        required=False,
+        allow_null=True,
+        default=None,
+        min_value=0,
+        max_value=_MAX_BIGINT,
+        help_text=help_text,
+    )
+
+
+class BudgetSetSerializer(StrictSerializer):
+    api_key = serializers.CharField(
+        required=False, allow_null=True, default=None, max_length=64, help_text=_KEY_HELP
+    )
+    period = serializers.ChoiceField(
+        Budget.Period.choices, required=False, default=Budget.Period.MONTH
+    )
+    hard_limit = _tokens("Tokens past which requests are refused.")
+    soft_limit = _tokens("Tokens past which answers say so.")
+
+
+class LimitsView(TenantAPIView):
+    permissions: ClassVar = {"PUT": Permission.LIMITS_MANAGE}
+
+    @extend_schema("limits_list", PAGE_PARAMETERS, responses=page_of(LimitSerializer))
+    def get(self, request: Request) -> Response:
+        """The limits that hold, of the tenant, of keys and of models."""
+        return page(request, RateLimit.objects.select_related("api_key"), LimitSerializer)
+
+    @extend_schema("limits_set", request=LimitSetSerializer, responses=LimitSerializer)
+    def put(self, request: Request) -> Response:
+        """Make or replace the limits of one key, of one model, or of a key's use of a model.
+
+        What bounds the tenant as a whole is the operator's to set.
+        """
+        body = LimitSetSerializer.parsed(request)
+        if body["api_key"] is None and not body["model"]:
+            raise PermissionDenied(_OPERATORS)
+        row = _once(
+            lambda: services.rate_limit_set(
+                api_key_id=_key_id(self.principal, body["api_key"]),
+                model=body["model"],
+                **{name: body[name] for name in RateLimit.RATES},
+            )
+        )
+        return Response(LimitSerializer(row).data)
+
+
+class LimitView(TenantAPIView):
+    permissions: ClassVar = {"DELETE": Permission.LIMITS_MANAGE}
+
+    @extend_schema(responses=LimitSerializer)
+    def get(self, request: Request, limit_id: uuid.UUID) -> Response:
+        return Response(LimitSerializer(self._row(limit_id)).data)
+
+    @extend_schema(responses={204: None})
+    def delete(self, request: Request, limit_id: uuid.UUID) -> Response:
+        """Limit no more what this limited."""
+        row = self._row(limit_id)
+        if row.scope == "tenant":
+            raise PermissionDenied(_OPERATORS)
+        check_limits_of(self.principal, row.api_key)
+        services.rate_limit_remove(api_key_id=row.api_key_id, model=row.model)
+        return Response(status=204)
+
+    @staticmethod
+    def _row(limit_id: uuid.UUID) -> RateLimit:
+        row = RateLimit.objects.select_related("api_key").filter(pk=limit_id).first()
+        if row is None:
+            raise NotFound("There is no such limit.")
+        return row
+
+
+class BudgetsView(TenantAPIView):
+    permissions: ClassVar = {"PUT": Permission.LIMITS_MANAGE}
+
+    @extend_schema("budgets_list", PAGE_PARAMETERS, responses=page_of(BudgetSerializer))
+    def get(self, request: Request) -> Response:
+        """The tenant's budgets and those of its keys, in tokens."""
+        return page(request, Budget.objects.select_related("api_key"), BudgetSerializer)
+
+    @extend_schema("budgets_set", request=BudgetSetSerializer, responses=BudgetSerializer)
+    def put(self, request: Request) -> Response:
+        """Make or replace the budget of the tenant, or of a key, for a kind of period."""
+        body = BudgetSetSerializer.parsed(request)
+        row = _once(
+            lambda: services.budget_set(
+                api_key_id=_key_id(self.principal, body["api_key"]),
+                period=body["period"],
+                hard_limit=body["hard_limit"],
+                soft_limit=body["soft_limit"],
+            )
+        )
+        return Response(BudgetSerializer(row).data)
+
+
+class BudgetView(TenantAPIView):
+    permissions: ClassVar = {"DELETE": Permission.LIMITS_MANAGE}
+
+    @extend_schema(responses=BudgetSerializer)
+    def get(self, request: Request, budget_id: uuid.UUID) -> Response:
+        return Response(BudgetSerializer(self._row(budget_id)).data)
+
+    @extend_schema(responses={204: None})
+    def delete(self, request: Request, budget_id: uuid.UUID) -> Response:
+        """Spend without this budget from now on."""
+        row = self._row(budget_id)
+        check_limits_of(self.principal, row.api_key)
+        services.budget_remove(api_key_id=row.api_key_id, period=row.period)
+        return Response(status=204)
+
+    @staticmethod
+    def _row(budget_id: uuid.UUID) -> Budget:
+        row = Budget.objects.select_related("api_key").filter(pk=budget_id).first()
+        if row is None:
+            raise NotFound("There is no such budget.")
+        return row
+
+
+class QuotaView(TenantAPIView):
+    @extend_schema("quota_retrieve", responses=QuotaSerializer)
+    def get(self, request: Request) -> Response:
+        """What the tenant may have at a time, and has. The operator sets it."""
+        return Response(QuotaSerializer(quotas.quota_state()).data)
+
+
+def _key_id(by: Principal, public_id: str | None) -> Any:
+    """Of the key that the caller names to set its limits; None for none."""
+    if public_id is None:
+        check_limits_of(by, None)
+        return None
+    try:
+        api_key = api_key_get(public_id=public_id)
+        check_limits_of(by, api_key)
+    except (NotFound, PermissionDenied) as error:
+        error.param = "api_key"
+        raise
+    return api_key.pk
+
+
+def _once(write: Callable[[], _T]) -> _T:
+    """Raises Conflict when somebody else made the same row in the same moment."""
+    try:
+        with transaction.atomic():
+            return write()
+    except IntegrityError as error:
+        raise Conflict("Somebody else is setting this just now: try again.") from error

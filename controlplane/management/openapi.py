@@ -1,0 +1,258 @@
+"""What completes the OpenAPI document: /v1, which Django REST framework does not know, and what
+every operation shares.
+
+The document is committed as docs/openapi.json (`make openapi`); a test compares the two.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from pydantic import BaseModel
+
+from controlplane.gateway.batches import openapi as batches
+from controlplane.gateway.files import openapi as files
+from controlplane.gateway.lorax import openapi as lorax
+from controlplane.gateway.openapi import (
+    SCHEMA_ERROR,
+    SERVICE_TIER,
+    Json,
+    body_schemas,
+    operation,
+    path_parameter,
+    reference,
+    with_body,
+    with_parameters,
+)
+from controlplane.gateway.responses.openapi import RESPONSE
+from controlplane.gateway.tokenizing import DetokenizeBody, TokenizeBody
+from controlplane.gateway.usage import openapi as usage
+from controlplane.inference.responses.schemas import ResponsesBody
+from controlplane.inference.schemas import ChatBody, CompletionBody
+from controlplane.tenants import idempotency
+
+_MANAGEMENT = ("/api/v1/", "/ops/v1/")
+#: Writes of /v1 that take an Idempotency-Key too.
+_KEPT = ("/v1/batches", "/v1/uploads")
+_METHODS = ("get", "put", "post", "patch", "delete")
+
+_ERROR: Json = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"], "description": "The field at fault."},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_STAMP: Json = {
+    "id": {"type": "string"},
+    "object": {"type": "string"},
+    "created": {"type": "integer", "description": "Seconds since 1970."},
+    "model": {"type": "string"},
+}
+_USAGE: Json = {
+    "type": "object",
+    "required": ["prompt_tokens", "completion_tokens", "total_tokens"],
+    "properties": {
+        name: {"type": "integer"} for name in ("prompt_tokens", "completion_tokens", "total_tokens")
+    },
+}
+_MODEL: Json = {
+    "type": "object",
+    "required": ["id", "object", "created", "owned_by"],
+    "properties": {
+        "id": {"type": "string"},
+        "object": {"const": "model"},
+        "created": {"type": "integer"},
+        "owned_by": {"type": "string"},
+        "parent": {"type": ["string", "null"], "description": "An adapter's base model."},
+        "root": {"type": "string", "description": "The base model, whose tokenizer it is."},
+        "max_model_len": {"type": "integer", "description": "Tokens of its context."},
+        "version": {"type": ["integer", "null"], "description": "Of the adapter."},
+        "shutdown_date": {
+            "type": ["string", "null"],
+            "format": "date",
+            "description": "From the beginning of this day (UTC) it is refused.",
+        },
+    },
+}
+
+
+def _answer(choice: Json, **more: Json) -> Json:
+    """A whole answer with one kind of choices, and what else it has."""
+    choices = {
+        "type": "array",
+        "items": {
+            "type": "object",
+            "properties": {
+                "index": {"type": "integer"},
+                "finish_reason": {"type": ["string", "null"]},
+                "logprobs": {},
+                **choice,
+            },
+        },
+    }
+    return {
+        "type": "object",
+        "required": ["id", "object", "created", "model", "choices"],
+        "properties": {**_STAMP, **more, "choices": choices, "usage": _USAGE},
+    }
+
+
+_MESSAGE: Json = {
+    "type": "object",
+    "properties": {"role": {"type": "string"}, "content": {"type": ["string", "null"]}},
+}
+_COMPONENTS: Json = {
+    "Error": _ERROR,
+    "ChatCompletion": _answer(
+        {"message": _MESSAGE, "schema_error": SCHEMA_ERROR}, service_tier=SERVICE_TIER
+    ),
+    "Completion": _answer({"text": {"type": "string"}}),
+    "Response": RESPONSE,
+    "Tokens": {
+        "type": "object",
+        "required": ["count", "max_model_len", "tokens", "token_strs"],
+        "properties": {
+            "count": {"type": "integer"},
+            "max_model_len": {"type": "integer", "description": "Of prompt and answer together."},
+            "tokens": {"type": "array", "items": {"type": "integer"}},
+            "token_strs": {"type": ["array", "null"], "items": {"type": "string"}},
+        },
+    },
+    "Detokenized": {
+        "type": "object",
+        "required": ["prompt"],
+        "properties": {"prompt": {"type": "string"}},
+    },
+    "Model": _MODEL,
+    "ModelDeleted": {
+        "type": "object",
+        "required": ["id", "object", "deleted"],
+        "properties": {
+            "id": {"type": "string"},
+            "object": {"const": "model"},
+            "deleted": {"type": "boolean"},
+        },
+    },
+    "ModelList": {
+        "type": "object",
+        "required": ["object", "data"],
+        "properties": {
+            "object": {"const": "list"},
+            "data": {"type": "array", "items": reference("Model")},
+        },
+    },
+}
+
+
+def add_gateway(result: Json, generator: Any, request: Any, public: bool) -> Json:
+    """drf-spectacular's hook: the addresses of /v1, with bodies from their pydantic models."""
+    schemas = result["components"]["schemas"]
+    schemas.update(_COMPONENTS)
+    schemas.update(lorax.schemas())
+    result["paths"].update(lorax.paths())
+    for body in (ChatBody, CompletionBody, ResponsesBody, TokenizeBody, DetokenizeBody):
+        schemas.update(body_schemas(body))
+    for part in (files, batches, usage):
+        schemas.update(part.SCHEMAS)
+        result["paths"].update(copy.deepcopy(part.PATHS))  # `complete_operations` adds to them
+    name = path_parameter("name")
+    result["paths"].update(
+        {
+            "/v1/chat/completions": {
+                "post": _generation(
+                    "Answer a chat.", "chat_completions", ChatBody, "ChatCompletion"
+                )
+            },
+            "/v1/completions": {
+                "post": _generation("Continue a text.", "completions", CompletionBody, "Completion")
+            },
+            "/v1/responses": {
+                "post": _generation(
+                    "Answer, and keep nothing.", "responses", ResponsesBody, "Response"
+                )
+            },
+            "/v1/tokenize": {
+                "post": with_body(
+                    operation("A text's or a chat's tokens.", "tokenize", "Tokens"),
+                    reference("TokenizeBody"),
+                )
+            },
+            "/v1/detokenize": {
+                "post": with_body(
+                    operation("The text of tokens.", "detokenize", "Detokenized"),
+                    reference("DetokenizeBody"),
+                )
+            },
+            "/v1/models": {
+                "get": operation("What the key may name as a model.", "models", "ModelList")
+            },
+            "/v1/models/{name}": {
+                "get": with_parameters(operation("One model.", "model", "Model"), name),
+                "delete": with_parameters(
+                    operation(
+                        "Take an adapter, or one version, out of service.",
+                        "model_delete",
+                        "ModelDeleted",
+                    ),
+                    name,
+                ),
+            },
+        }
+    )
+    return result
+
+
+def complete_operations(result: Json, generator: Any, request: Any, public: bool) -> Json:
+    """drf-spectacular's hook: errors on every operation, the Idempotency-Key on every POST."""
+    error = {
+        "description": "In OpenAI's form.",
+        "content": {"application/json": {"schema": reference("Error")}},
+    }
+    for path, item in result["paths"].items():
+        for method in _METHODS:
+            if method not in item:
+                continue
+            call = item[method]
+            call["responses"].setdefault("4XX", error)
+            call["responses"].setdefault("503", error)
+            if method == "post" and (path.startswith(_MANAGEMENT) or path in _KEPT):
+                call.setdefault("parameters", []).append(_IDEMPOTENCY_KEY)
+    result["paths"] = dict(sorted(result["paths"].items()))
+    schemas = result["components"]["schemas"]
+    result["components"]["schemas"] = dict(sorted(schemas.items()))
+    return result
+
+
+_IDEMPOTENCY_KEY: Json = {
+    "in": "header",
+    "name": idempotency.HEADER,
+    "description": (
+        "Of your making, for one write: sent again within 24 hours, it gives the first answer."
+    ),
+    "schema": {
+        "type": "string",
+        "minLength": 1,
+        "maxLength": idempotency.MAX_KEY_LENGTH,
+        "pattern": "^[!-~]+$",
+    },
+}
+
+
+def _generation(description: str, operation_id: str, body: type[BaseModel], answer: str) -> Json:
+    call = operation(
+        f"{description} With `stream` the answer is server-sent events.", operation_id, answer
+    )
+    content = call["responses"]["200"]["content"]
+    content["text/event-stream"] = {"schema": {"type": "string"}}
+    return with_body(call, reference(body.__name__))

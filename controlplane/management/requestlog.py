@@ -1,0 +1,267 @@
+"""/api/v1/requests: the log of what was asked; its words only where the tenant keeps them."""
+
+from __future__ import annotations
+
+import datetime as dt
+import uuid
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from django.db.models import Exists, OuterRef, QuerySet
+from django.utils.dateparse import parse_datetime
+from drf_spectacular.utils import OpenApiParameter, extend_schema
+from rest_framework import serializers
+from rest_framework.request import Request
+from rest_framework.response import Response
+
+from controlplane.errors import InvalidRequest, from_worker
+from controlplane.management.base import (
+    PAGE_PARAMETERS,
+    StrictSerializer,
+    TenantAPIView,
+    page,
+    page_of,
+)
+from controlplane.requestlog import services
+from controlplane.requestlog.inference_request import InferenceRequest
+from controlplane.requestlog.models import LogPolicy, RefusalHour, RequestContent
+from controlplane.requestlog.services import MAX_CONTENT_DAYS, MAX_METADATA_DAYS, StoredWords
+from controlplane.tenants.auth import Permission
+
+_CONTENT_HELP = (
+    "off: no prompt or answer is stored, and what was is unreadable at once. on_request: those of "
+    "requests with `store: true`. all: those of all but requests with `store: false`."
+)
+#: What 499 is to other servers' logs: the client left before the answer was whole.
+CLIENT_LEFT = 499
+
+
+class InferenceRequestSerializer(serializers.ModelSerializer[InferenceRequest]):
+    object = serializers.CharField(default="request", read_only=True)
+    id = serializers.CharField(source="request_id", help_text="As in the header x-request-id.")
+    cursor = serializers.UUIDField(source="pk")
+    status = serializers.SerializerMethodField(
+        help_text="The HTTP status of how it ended; 499 when its client left."
+    )
+    digests = serializers.ListField(
+        child=serializers.CharField(), help_text="Of the adapters that answered."
+    )
+    weights = serializers.ListField(
+        child=serializers.FloatField(), allow_null=True, help_text="Of the digests, in a blend."
+    )
+    sampling = serializers.DictField(
+        allow_null=True,
+        help_text="What it asked for that is not as usual: temperature, max_tokens, seed, …; "
+        "never its stop strings or biases.",
+    )
+    has_content = serializers.BooleanField(
+        default=False, help_text="Whether its words are stored: `/content` has them."
+    )
+
+    class Meta:
+        model = InferenceRequest
+        fields = (
+            *("id", "object", "cursor", "endpoint", "model", "base_model", "adapter_version_id"),
+            *(
+                "digests",
+                "weights",
+                "sampling",
+                "attempts",
+                "api_key_id",
+                "stream",
+                "is_batch",
+                "status",
+                "finish_reason",
+            ),
+            *("error_code", "accepted_at", "queue_ms", "load_ms", "first_token_ms", "total_ms"),
+            *("prompt_tokens", "cached_tokens", "completion_tokens", "has_content"),
+        )
+
+    def get_status(self, row: InferenceRequest) -> int:
+        if row.error_code:
+            return from_worker(row.error_code, "").status
+        return CLIENT_LEFT if row.finish_reason == "cancelled" else 200
+
+
+def _text(name: str, value: str) -> str:
+    return value
+
+
+def _flag(name: str, value: str) -> bool:
+    if value not in ("true", "false"):
+        raise InvalidRequest(f"{name} is true or false.", param=name)
+    return value == "true"
+
+
+def _id(name: str, value: str) -> uuid.UUID:
+    try:
+        return uuid.UUID(value)
+    except ValueError as error:
+        raise InvalidRequest(f"{name} is an id.", param=name) from error
+
+
+def _moment(name: str, value: str) -> dt.datetime:
+    try:
+        moment = parse_datetime(value.replace(" ", "+"))  # a plus that nobody escaped
+    except ValueError:
+        moment = None
+    if moment is None or not 2000 <= moment.year <= 9000:
+        raise InvalidRequest(f"{name} is a time: write it as 2026-01-31T12:00:00Z.", param=name)
+    return moment if moment.tzinfo else moment.replace(tzinfo=dt.UTC)
+
+
+_Filter = tuple[str, Callable[[str, str], Any], str]
+#: By the name of a query parameter: the look-up, how it is read, and what it is for.
+_FILTERS: dict[str, _Filter] = {
+    "model": ("model", _text, "Only requests that named this model."),
+    "endpoint": ("endpoint", _text, "Only those sent to this address: /v1/chat/completions, …"),
+    "finish_reason": (
+        "finish_reason",
+        _text,
+        "Only requests that ended so: stop, length, cancelled, error, …",
+    ),
+    "error_code": ("error_code", _text, "Only requests that failed so."),
+    "stream": ("stream", _flag, "Only streamed ones, or only others: true or false."),
+    "api_key_id": ("api_key_id", _id, "Only this key's."),
+    "adapter_version_id": ("adapter_version_id", _id, "Only those that this version answered."),
+    "accepted_after": ("accepted_at__gte", _moment, "Only those accepted then or later."),
+    "accepted_before": ("accepted_at__lt", _moment, "Only those accepted before."),
+}
+
+
+class RequestsView(TenantAPIView):
+    permissions: ClassVar = {"GET": Permission.REQUESTS_READ}
+
+    @extend_schema(
+        "requests_list",
+        [
+            *PAGE_PARAMETERS,
+            *(OpenApiParameter(name, str, description=d) for name, (*_, d) in _FILTERS.items()),
+        ],
+        responses=page_of(InferenceRequestSerializer),
+    )
+    def get(self, request: Request) -> Response:
+        """The tenant's requests that have ended, newest first."""
+        rows = _with_content(InferenceRequest.objects.all())
+        for name, (lookup, read, _) in _FILTERS.items():
+            wanted = request.query_params.get(name)
+            if wanted is None:
+                continue
+            if "\0" in wanted:
+                rows = rows.none()
+            else:
+                rows = rows.filter(**{lookup: read(name, wanted)})
+        return page(request, rows, InferenceRequestSerializer, cursor="cursor")
+
+
+def _with_content(rows: QuerySet[InferenceRequest]) -> QuerySet[InferenceRequest]:
+    stored = RequestContent.objects.filter(request_id=OuterRef("request_id"))
+    return rows.annotate(has_content=Exists(stored))
+
+
+class RequestView(TenantAPIView):
+    permissions: ClassVar = {"GET": Permission.REQUESTS_READ}
+
+    @extend_schema(responses=InferenceRequestSerializer)
+    def get(self, request: Request, request_id: str) -> Response:
+        row = services.request_get(request_id=request_id)
+        shown = _with_content(InferenceRequest.objects.filter(pk=row.pk)).get()
+        return Response(InferenceRequestSerializer(shown).data)
+
+
+class RequestContentSerializer(serializers.Serializer[StoredWords]):
+    id = serializers.CharField(source="request_id")
+    object = serializers.CharField(default="request.content")
+    stored_at = serializers.DateTimeField()
+    expires_at = serializers.DateTimeField()
+    prompt = serializers.DictField(
+        help_text="What was asked: `messages` of a chat, else `text` or `token_ids`."
+    )
+    outputs = serializers.ListField(child=serializers.CharField(), help_text="What was answered.")
+    finish_reason = serializers.CharField()
+    is_truncated = serializers.BooleanField(help_text="Whether part was too long to be stored.")
+
+
+class RequestContentView(TenantAPIView):
+    permissions: ClassVar = {
+        "GET": Permission.REQUESTS_CONTENT,
+        "DELETE": Permission.REQUESTS_CONTENT,
+    }
+
+    @extend_schema("request_content", responses=RequestContentSerializer)
+    def get(self, request: Request, request_id: str) -> Response:
+        """What a request asked and was answered, if the tenant keeps that."""
+        words = services.content_get(request_id=request_id)
+        return Response(RequestContentSerializer(words).data)
+
+    @extend_schema("request_content_delete", responses={204: None})
+    def delete(self, request: Request, request_id: str) -> Response:
+        """Forget the words of a request; how it went stays in the log."""
+        services.content_delete(request_id=request_id)
+        return Response(status=204)
+
+
+class LogPolicySerializer(serializers.ModelSerializer[LogPolicy]):
+    object = serializers.CharField(default="request_log", read_only=True)
+    content = serializers.ChoiceField(LogPolicy.Content.choices, help_text=_CONTENT_HELP)
+
+    class Meta:
+        model = LogPolicy
+        fields = ("object", "content", "content_days", "metadata_days")
+
+
+class LogPolicySetSerializer(StrictSerializer):
+    content = serializers.ChoiceField(
+        LogPolicy.Content.choices, required=False, help_text=_CONTENT_HELP
+    )
+    content_days = serializers.IntegerField(
+        required=False,
+        min_value=1,
+        max_value=MAX_CONTENT_DAYS,
+        help_text="Prompts and answers are deleted after so many days.",
+    )
+    metadata_days = serializers.IntegerField(
+        required=False,
+        min_value=1,
+        max_value=MAX_METADATA_DAYS,
+        help_text="Log lines are deleted after so many days; what was billed stays.",
+    )
+
+
+class LogPolicyView(TenantAPIView):
+    permissions: ClassVar = {"PUT": Permission.TENANT_MANAGE}
+
+    @extend_schema("request_log", responses=LogPolicySerializer)
+    def get(self, request: Request) -> Response:
+        """What the tenant keeps of its requests, and for how long."""
+        return Response(LogPolicySerializer(services.log_policy()).data)
+
+    @extend_schema("request_log_set", request=LogPolicySetSerializer, responses=LogPolicySerializer)
+    def put(self, request: Request) -> Response:
+        """Choose what is kept. What is left out stays as it is."""
+        body = LogPolicySetSerializer.parsed(request)
+        policy = services.log_policy()
+        policy = services.log_policy_set(
+            content=body.get("content", policy.content),
+            content_days=body.get("content_days", policy.content_days),
+            metadata_days=body.get("metadata_days", policy.metadata_days),
+        )
+        return Response(LogPolicySerializer(policy).data)
+
+
+class RefusalHourSerializer(serializers.ModelSerializer[RefusalHour]):
+    object = serializers.CharField(default="refusal_hour", read_only=True)
+    cursor = serializers.UUIDField(source="pk")
+
+    class Meta:
+        model = RefusalHour
+        fields = ("object", "cursor", "starts_at", "endpoint", "status", "code", "requests")
+
+
+class RefusalsView(TenantAPIView):
+    permissions: ClassVar = {"GET": Permission.REQUESTS_READ}
+
+    @extend_schema("refusals_list", PAGE_PARAMETERS, responses=page_of(RefusalHourSerializer))
+    def get(self, request: Request) -> Response:
+        """How many requests were refused before they began, by hour (UTC) and reason."""
+        return page(request, RefusalHour.objects.all(), RefusalHourSerializer, cursor="cursor")

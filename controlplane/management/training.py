@@ -1,0 +1,241 @@
+"""/api/v1/datasets, /api/v1/training-runs and /api/v1/adapters/{name}/schedule."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from drf_spectacular.types import OpenApiTypes
+from drf_spectacular.utils import OpenApiParameter, extend_schema
+from rest_framework import serializers
+from rest_framework.parsers import BaseParser
+from rest_framework.request import Request
+from rest_framework.response import Response
+
+from controlplane.adapters.services import adapter_get
+from controlplane.errors import InvalidRequest, NotFound, PayloadTooLarge
+from controlplane.management.base import (
+    PAGE_PARAMETERS,
+    StrictSerializer,
+    TenantAPIView,
+    page,
+    page_of,
+)
+from controlplane.tenants.auth import Permission
+from controlplane.training import services
+from controlplane.training.models import Dataset, Schedule, TrainingRun
+
+_NAME = OpenApiParameter("name", str, required=True, description="What runs call the dataset.")
+_ADAPTER = OpenApiParameter("adapter", str, description="Only the runs of this adapter.")
+_HYPERPARAMETERS_HELP = (
+    "rank, alpha, target_modules, epochs, max_steps, batch_size, learning_rate, warmup_steps, "
+    "max_length, seed; what is left out takes the trainer's default."
+)
+
+
+class RowsParser(BaseParser):
+    """The body as bytes, of at most the length of a dataset, whatever its media type."""
+
+    media_type = "*/*"
+
+    def parse(  # type: ignore[override]  # a view gets what its parser gives
+        self,
+        stream: Any,
+        media_type: str | None = None,
+        parser_context: Mapping[str, Any] | None = None,
+    ) -> bytes:
+        content: bytes = stream.read(services.MAX_DATASET_BYTES + 1)
+        if len(content) > services.MAX_DATASET_BYTES:
+            raise PayloadTooLarge(f"A dataset has at most {services.MAX_DATASET_BYTES} bytes.")
+        return content
+
+
+class DatasetSerializer(serializers.ModelSerializer[Dataset]):
+    object = serializers.CharField(default="dataset", read_only=True)
+
+    class Meta:
+        model = Dataset
+        fields = (
+            *("id", "object", "name", "sha256", "num_bytes", "num_rows"),
+            *("created_at", "updated_at"),
+        )
+
+
+class TrainingRunSerializer(serializers.ModelSerializer[TrainingRun]):
+    object = serializers.CharField(default="training_run", read_only=True)
+    adapter = serializers.CharField(source="adapter.name")
+    dataset = serializers.CharField(source="dataset.name")
+    version = serializers.IntegerField(
+        source="version.number",
+        default=None,
+        allow_null=True,
+        help_text="The adapter's version that came of it.",
+    )
+    error = serializers.CharField(help_text="Why it failed; empty if it did not.")
+
+    class Meta:
+        model = TrainingRun
+        fields = (
+            *("id", "object", "adapter", "dataset", "dataset_sha256", "status", "progress"),
+            *("error", "cancel_requested", "attempts", "version", "hyperparameters"),
+            *("created_at", "started_at", "finished_at"),
+        )
+
+
+class TrainingRunCreateSerializer(StrictSerializer):
+    adapter = serializers.CharField(max_length=63, help_text="Made if there is none of this name.")
+    dataset = serializers.CharField(max_length=63)
+    hyperparameters = serializers.JSONField(required=False, help_text=_HYPERPARAMETERS_HELP)
+    base_model = serializers.CharField(
+        required=False, help_text="For a new adapter when there are several base models."
+    )
+
+
+class ScheduleSerializer(serializers.ModelSerializer[Schedule]):
+    object = serializers.CharField(default="schedule", read_only=True)
+    adapter = serializers.CharField(source="adapter.name")
+    dataset = serializers.CharField(source="dataset.name")
+
+    class Meta:
+        model = Schedule
+        fields = (
+            *("id", "object", "adapter", "dataset", "cron", "timezone", "hyperparameters"),
+            *("is_paused", "next_run_at", "created_at"),
+        )
+
+
+class ScheduleSetSerializer(StrictSerializer):
+    dataset = serializers.CharField(max_length=63)
+    cron = serializers.CharField(
+        max_length=100, help_text="Minute, hour, day, month, weekday: `30 2 * * *` is nightly."
+    )
+    timezone = serializers.CharField(
+        required=False, default="UTC", max_length=64, help_text="An IANA name: Europe/Berlin."
+    )
+    hyperparameters = serializers.JSONField(required=False, help_text=_HYPERPARAMETERS_HELP)
+    is_paused = serializers.BooleanField(required=False, default=False)
+
+
+class DatasetsView(TenantAPIView):
+    permissions: ClassVar = {"POST": Permission.TRAINING_WRITE}
+
+    def get_parsers(self) -> list[BaseParser]:
+        return [RowsParser()]
+
+    @extend_schema("datasets_list", PAGE_PARAMETERS, responses=page_of(DatasetSerializer))
+    def get(self, request: Request) -> Response:
+        """The tenant's datasets, newest first."""
+        return page(request, Dataset.objects.all(), DatasetSerializer)
+
+    @extend_schema(
+        parameters=[_NAME],
+        request={"application/jsonl": OpenApiTypes.BINARY},
+        responses={201: DatasetSerializer},
+    )
+    def post(self, request: Request) -> Response:
+        """Upload chat JSONL: the body is the file. A known name means the new rows from now on.
+
+        Each line is {"messages": [{"role", "content"}, …]}; what the assistant says is learned.
+        """
+        name = request.query_params.get("name")
+        if name is None:
+            raise InvalidRequest("Name the dataset: POST …/datasets?name=…", param="name")
+        # Without a body there is nothing to parse.
+        content = request.data if isinstance(request.data, bytes) else b""
+        dataset = services.dataset_upload(name=name, content=content)
+        return Response(DatasetSerializer(dataset).data, status=201)
+
+
+class DatasetView(TenantAPIView):
+    @extend_schema(responses=DatasetSerializer)
+    def get(self, request: Request, name: str) -> Response:
+        return Response(DatasetSerializer(services.dataset_get(name=name)).data)
+
+
+class TrainingRunsView(TenantAPIView):
+    permissions: ClassVar = {"POST": Permission.TRAINING_WRITE}
+
+    @extend_schema(
+        "training_runs_list",
+        parameters=[*PAGE_PARAMETERS, _ADAPTER],
+        responses=page_of(TrainingRunSerializer),
+    )
+    def get(self, request: Request) -> Response:
+        """The tenant's training runs, newest first."""
+        rows = TrainingRun.objects.select_related("adapter", "dataset", "version")
+        adapter = request.query_params.get("adapter")
+        if adapter is not None:
+            rows = rows.filter(adapter=adapter_get(name=adapter))
+        return page(request, rows, TrainingRunSerializer)
+
+    @extend_schema(request=TrainingRunCreateSerializer, responses={201: TrainingRunSerializer})
+    def post(self, request: Request) -> Response:
+        """Train an adapter on a dataset. The result is its next version, and answers at once."""
+        body = TrainingRunCreateSerializer.parsed(request)
+        run = services.training_run_create(
+            adapter_name=body["adapter"],
+            dataset_name=body["dataset"],
+            hyperparameters=body.get("hyperparameters"),
+            base_model_name=body.get("base_model"),
+            created_by=self.principal.user,
+        )
+        return Response(TrainingRunSerializer(run).data, status=201)
+
+
+def _run(run_id: uuid.UUID) -> TrainingRun:
+    rows = TrainingRun.objects.select_related("adapter", "dataset", "version")
+    run = rows.filter(pk=run_id).first()
+    if run is None:
+        raise NotFound("There is no such training run.")
+    return run
+
+
+class TrainingRunView(TenantAPIView):
+    @extend_schema(responses=TrainingRunSerializer)
+    def get(self, request: Request, run_id: uuid.UUID) -> Response:
+        return Response(TrainingRunSerializer(_run(run_id)).data)
+
+
+class TrainingRunCancelView(TenantAPIView):
+    permissions: ClassVar = {"POST": Permission.TRAINING_WRITE}
+
+    @extend_schema(request=None, responses=TrainingRunSerializer)
+    def post(self, request: Request, run_id: uuid.UUID) -> Response:
+        """Stop a run that is queued or running; within seconds it is `cancelled`."""
+        run = services.training_run_cancel(run=_run(run_id))
+        return Response(TrainingRunSerializer(run).data)
+
+
+class ScheduleView(TenantAPIView):
+    permissions: ClassVar = {
+        "PUT": Permission.TRAINING_WRITE,
+        "DELETE": Permission.TRAINING_WRITE,
+    }
+
+    @extend_schema(responses=ScheduleSerializer)
+    def get(self, request: Request, name: str) -> Response:
+        """When the adapter is retrained."""
+        schedule = services.schedule_get(adapter=adapter_get(name=name))
+        return Response(ScheduleSerializer(schedule).data)
+
+    @extend_schema(request=ScheduleSetSerializer, responses=ScheduleSerializer)
+    def put(self, request: Request, name: str) -> Response:
+        """Retrain the adapter whenever the cron line says, in its time zone."""
+        adapter = adapter_get(name=name)
+        body = ScheduleSetSerializer.parsed(request)
+        schedule = services.schedule_set(
+            adapter=adapter,
+            dataset_name=body["dataset"],
+            cron_line=body["cron"],
+            timezone_name=body["timezone"],
+            hyperparameters=body.get("hyperparameters"),
+            is_paused=body["is_paused"],
+        )
+        return Response(ScheduleSerializer(schedule).data)
+
+    @extend_schema(responses={204: None})
+    def delete(self, request: Request, name: str) -> Response:
+        """Retrain the adapter no more; runs that were begun go on."""
+        services.schedule_delete(adapter=adapter_get(name=name))
+        return Response(status=204)

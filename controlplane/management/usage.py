@@ -1,0 +1,70 @@
+"""/api/v1/usage."""
+
+from __future__ import annotations
+
+import datetime as dt
+from typing import ClassVar
+
+from django.utils import timezone
+from drf_spectacular.utils import OpenApiParameter, extend_schema
+from rest_framework import serializers
+from rest_framework.request import Request
+from rest_framework.response import Response
+
+from controlplane.errors import InvalidRequest
+from controlplane.management.base import TenantAPIView
+from controlplane.tenants.auth import Permission
+from controlplane.usage.models import usage_by_day
+
+DEFAULT_DAYS = 30
+MAX_DAYS = 366
+
+
+class UsageDaySerializer(serializers.Serializer[dict[str, object]]):
+    date = serializers.DateField()
+    model = serializers.CharField()
+    requests = serializers.IntegerField()
+    prompt_tokens = serializers.IntegerField()
+    cached_tokens = serializers.IntegerField(help_text="Of the prompt tokens.")
+    completion_tokens = serializers.IntegerField()
+
+
+class UsageSerializer(serializers.Serializer[dict[str, object]]):
+    object = serializers.CharField(default="list")
+    data = UsageDaySerializer(many=True)  # type: ignore[assignment]
+
+
+class UsageView(TenantAPIView):
+    permissions: ClassVar = {"GET": Permission.USAGE_READ}
+
+    @extend_schema(
+        "usage_list",
+        [
+            OpenApiParameter("start", dt.date, description="First day; 29 days before `end`."),
+            OpenApiParameter("end", dt.date, description="Last day, UTC; default today."),
+        ],
+        responses=UsageSerializer,
+    )
+    def get(self, request: Request) -> Response:
+        """Tokens and requests of the tenant, per day (UTC) and model, newest first."""
+        end = _day(request, "end") or timezone.now().date()
+        start = _day(request, "start") or end - dt.timedelta(days=DEFAULT_DAYS - 1)
+        if not 0 <= (end - start).days < MAX_DAYS:
+            raise InvalidRequest(
+                f"start must not be after end, and at most {MAX_DAYS} days are given at a time.",
+                param="start",
+            )
+        return Response({"object": "list", "data": usage_by_day(start, end)})
+
+
+def _day(request: Request, name: str) -> dt.date | None:
+    text = request.query_params.get(name)
+    if text is None:
+        return None
+    try:
+        day = dt.date.fromisoformat(text)
+    except ValueError as error:
+        raise InvalidRequest(f"{name} is no date: write it as 2026-01-31.", param=name) from error
+    if not 2000 <= day.year <= 9000:
+        raise InvalidRequest(f"{name} is out of range.", param=name)
+    return day

@@ -1,0 +1,91 @@
+"""The operator's pages for base models, and a look at the tenants' adapters."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from django import forms
+from django.contrib import admin
+from django.http import HttpRequest
+from django.utils.html import format_html, format_html_join
+
+from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
+from controlplane.adapters.validation import BaseShape
+from controlplane.operator.admin.base import AuditedAdmin, ReadOnlyAdmin
+
+
+class BaseModelForm(forms.ModelForm):  # type: ignore[type-arg]
+    """Checks that the config has the shapes that adapters are held against."""
+
+    def clean_config(self) -> Any:
+        config = self.cleaned_data["config"]
+        if not isinstance(config, dict):
+            raise forms.ValidationError("Paste the model's config.json: a JSON object.")
+        try:
+            BaseShape.from_config(config)
+        except ValueError as error:
+            raise forms.ValidationError(str(error)) from error
+        return config
+
+
+@admin.register(BaseModel)
+class BaseModelAdmin(AuditedAdmin):
+    form = BaseModelForm
+    list_display = (
+        *("name", "is_active", "shutdown_date", "context_length", "max_rank", "short_revision"),
+    )
+    list_filter = ("is_active",)
+    search_fields = ("name", "revision")
+
+    def get_readonly_fields(self, request: HttpRequest, obj: BaseModel | None = None) -> Any:
+        # Adapters were checked against these; another revision is another base model.
+        return ("name", "revision", "config", "created_at") if obj else ("created_at",)
+
+    @admin.display(description="Revision")
+    def short_revision(self, base_model: BaseModel) -> str:
+        return base_model.revision[:12]
+
+
+@admin.register(Adapter)
+class AdapterAdmin(ReadOnlyAdmin):
+    list_display = ("name", "tenant", "base_model", "live_number", "created_at")
+    list_filter = ("base_model", "tenant")
+    search_fields = ("name", "tenant__slug")
+    list_select_related = ("tenant", "base_model", "live_version")
+
+    @admin.display(description="Live version")
+    def live_number(self, adapter: Adapter) -> int | None:
+        return adapter.live_version.number if adapter.live_version else None
+
+
+@admin.register(AdapterVersion)
+class AdapterVersionAdmin(ReadOnlyAdmin):
+    list_display = ("adapter", "number", "tenant", "status", "source", "max_rank", "created_at")
+    list_filter = ("status", "source", "tenant")
+    search_fields = ("adapter__name", "digest", "tenant__slug")
+    list_select_related = ("adapter", "tenant")
+    fields = (
+        "tenant",
+        "adapter",
+        "number",
+        "status",
+        "why_rejected",
+        "source",
+        "digest",
+        "num_bytes",
+        "max_rank",
+        "found",
+        "created_by",
+        "created_at",
+        "ready_at",
+    )
+
+    @admin.display(description="Why rejected")
+    def why_rejected(self, version: AdapterVersion) -> str:
+        reasons = ((reason.get("field"), reason.get("message")) for reason in version.reasons)
+        return format_html_join("\n", "<p><code>{}</code> {}</p>", reasons) or "–"
+
+    @admin.display(description="Found by the checks")
+    def found(self, version: AdapterVersion) -> str:
+        return format_html("<pre>{}</pre>", json.dumps(version.report, indent=2))

@@ -1,0 +1,170 @@
+"""The operator's pages for tenants, people and keys. No page shows a secret."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from allauth.account.models import EmailAddress
+from allauth.mfa.models import Authenticator
+from allauth.socialaccount.models import SocialAccount, SocialApp, SocialToken
+from allauth.usersessions.models import UserSession
+from django.contrib import admin, messages
+from django.contrib.auth.admin import UserAdmin
+from django.contrib.auth.models import Group
+from django.db.models import QuerySet
+from django.http import HttpRequest
+from unfold.admin import TabularInline
+from unfold.forms import AdminPasswordChangeForm, UserChangeForm, UserCreationForm
+
+from controlplane.operator.admin.base import AuditedAdmin, ReadOnlyAdmin
+from controlplane.tenancy.scoping import tenant_scope
+from controlplane.tenants.email_addresses import address_set
+from controlplane.tenants.models import ApiKey, Membership, Tenant, User
+from controlplane.tenants.services import api_key_revoke, tenant_status_set
+from controlplane.tenants.signin_audit import second_factors_remove
+
+# Roles are a membership's matter; Django's groups would be a second, unused answer.
+admin.site.unregister(Group)
+# A person's own matters; allauth's pages would show what nobody else has to see.
+for _model in (EmailAddress, Authenticator, SocialAccount, SocialApp, SocialToken, UserSession):
+    admin.site.unregister(_model)
+
+
+class MembershipInline(TabularInline):
+    model = Membership
+    extra = 0
+    autocomplete_fields = ("user",)
+    fields = ("user", "role")
+
+    def formfield_for_dbfield(self, db_field: Any, request: HttpRequest, **kwargs: Any) -> Any:
+        """Named, for who does not see the column's head."""
+        field = super().formfield_for_dbfield(db_field, request, **kwargs)
+        if field is not None:
+            field.widget.attrs["aria-label"] = str(field.label or db_field.verbose_name)
+        return field
+
+
+@admin.register(Tenant)
+class TenantAdmin(AuditedAdmin):
+    list_display = ("slug", "name", "status", "created_at")
+    list_filter = ("status",)
+    search_fields = ("slug", "name")
+    ordering = ("slug",)
+    inlines = (MembershipInline,)
+    actions = ("suspend", "reactivate")
+
+    def get_readonly_fields(self, request: HttpRequest, obj: Tenant | None = None) -> Any:
+        # A slug is in URLs and logs: it stays as it was made.
+        return ("slug", "created_at") if obj else ("created_at",)
+
+    def has_delete_permission(self, request: HttpRequest, obj: Tenant | None = None) -> bool:
+        # Deleting a tenant also concerns its objects and caches: that is no admin page's work.
+        return False
+
+    @admin.action(description="Suspend: refuse their keys and sign-ins")
+    def suspend(self, request: HttpRequest, queryset: QuerySet[Tenant]) -> None:
+        self._move(request, queryset, Tenant.Status.SUSPENDED)
+
+    @admin.action(description="Reactivate")
+    def reactivate(self, request: HttpRequest, queryset: QuerySet[Tenant]) -> None:
+        self._move(request, queryset, Tenant.Status.ACTIVE)
+
+    def _move(
+        self, request: HttpRequest, queryset: QuerySet[Tenant], status: Tenant.Status
+    ) -> None:
+        others = list(queryset.exclude(status=status))
+        for tenant in others:
+            tenant_status_set(tenant=tenant, status=status)
+        self.message_user(
+            request, f"{len(others)} tenants are now {status.value}.", messages.SUCCESS
+        )
+
+
+class PersonCreationForm(UserCreationForm):
+    """Django's form with the e-mail address in place of a user name."""
+
+    class Meta:
+        model = User
+        fields = ("email",)
+
+    def clean_email(self) -> str:
+        # Addresses are stored in lower case: sign-in looks for that.
+        return str(self.cleaned_data["email"]).lower()
+
+
+class PersonChangeForm(UserChangeForm):
+    clean_email = PersonCreationForm.clean_email
+
+
+@admin.register(User)
+class PersonAdmin(UserAdmin, AuditedAdmin):  # type: ignore[type-arg]
+    form = PersonChangeForm
+    add_form = PersonCreationForm
+    change_password_form = AdminPasswordChangeForm
+    list_display = ("email", "first_name", "last_name", "is_staff", "is_active", "last_login")
+    list_filter = ("is_staff", "is_active")
+    search_fields = ("email", "first_name", "last_name")
+    ordering = ("email",)
+    filter_horizontal = ()
+    readonly_fields = ("last_login", "date_joined")
+    fieldsets = (
+        (None, {"fields": ("email", "password", "first_name", "last_name")}),
+        ("Access", {"fields": ("is_active", "is_staff", "is_superuser")}),
+        ("Dates", {"fields": ("last_login", "date_joined")}),
+    )
+    add_fieldsets = ((None, {"fields": ("email", "usable_password", "password1", "password2")}),)
+    actions = ("remove_second_factors",)
+
+    def save_model(self, request: HttpRequest, obj: User, form: Any, change: bool) -> None:
+        super().save_model(request, obj, form, change)
+        if "email" in form.changed_data:
+            # The operator answers for it; the one before opens nothing any more.
+            address_set(obj, is_proven=True)
+
+    @admin.action(description="Remove second factors: for who has lost them and their codes")
+    def remove_second_factors(self, request: HttpRequest, queryset: QuerySet[User]) -> None:
+        for user in queryset:
+            second_factors_remove(user)
+        self.message_user(
+            request, f"{len(queryset)} people sign in by password alone now.", messages.SUCCESS
+        )
+
+
+@admin.register(Membership)
+class MembershipAdmin(AuditedAdmin):
+    list_display = ("user", "tenant", "role", "created_at")
+    list_filter = ("role", "tenant")
+    search_fields = ("user__email", "tenant__slug")
+    autocomplete_fields = ("user", "tenant")
+    list_select_related = ("user", "tenant")
+
+
+@admin.register(ApiKey)
+class ApiKeyAdmin(ReadOnlyAdmin):
+    list_display = ("name", "ending", "tenant", "created_at", "last_used_at", "revoked_at")
+    list_filter = (("revoked_at", admin.EmptyFieldListFilter), "tenant")
+    search_fields = ("name", "public_id", "last4", "tenant__slug")
+    fields: ClassVar[tuple[str, ...]] = (
+        "tenant",
+        "name",
+        "public_id",
+        "ending",
+        "created_by",
+        "created_at",
+        "expires_at",
+        "last_used_at",
+        "revoked_at",
+    )
+    actions = ("revoke",)
+
+    @admin.display(description="Ends in")
+    def ending(self, api_key: ApiKey) -> str:
+        return f"…{api_key.last4}"
+
+    @admin.action(description="Revoke: refuse these keys, and those they made, from now on")
+    def revoke(self, request: HttpRequest, queryset: QuerySet[ApiKey]) -> None:
+        keys = list(queryset.filter(revoked_at=None).values_list("tenant_id", "public_id"))
+        for tenant_id, public_id in keys:
+            with tenant_scope(tenant_id):
+                api_key_revoke(public_id=public_id)
+        self.message_user(request, f"{len(keys)} keys are revoked.", messages.SUCCESS)

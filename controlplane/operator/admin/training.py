@@ -1,0 +1,54 @@
+"""A look at the tenants' datasets, training runs and schedules."""
+
+from __future__ import annotations
+
+import json
+
+from django.contrib import admin
+from django.utils.html import format_html
+
+from controlplane.operator.admin.base import ReadOnlyAdmin
+from controlplane.training.models import Dataset, Schedule, TrainingRun
+
+
+@admin.register(Dataset)
+class DatasetAdmin(ReadOnlyAdmin):
+    list_display = ("name", "tenant", "num_rows", "num_bytes", "updated_at")
+    list_filter = ("tenant",)
+    search_fields = ("name", "tenant__slug", "sha256")
+    list_select_related = ("tenant",)
+
+
+@admin.register(TrainingRun)
+class TrainingRunAdmin(ReadOnlyAdmin):
+    list_display = ("id", "tenant", "adapter", "status", "created_at", "finished_at")
+    list_filter = ("status", "tenant")
+    search_fields = ("adapter__name", "tenant__slug", "error")
+    list_select_related = ("tenant", "adapter")
+    fields = (
+        "tenant",
+        "adapter",
+        "dataset",
+        "dataset_sha256",
+        "status",
+        "error",
+        "last_progress",
+        "hyperparameters",
+        "version",
+        "created_by",
+        "created_at",
+        "started_at",
+        "finished_at",
+    )
+
+    @admin.display(description="Progress")
+    def last_progress(self, run: TrainingRun) -> str:
+        return format_html("<pre>{}</pre>", json.dumps(run.progress, indent=2))
+
+
+@admin.register(Schedule)
+class ScheduleAdmin(ReadOnlyAdmin):
+    list_display = ("adapter", "tenant", "cron", "timezone", "is_paused", "next_run_at")
+    list_filter = ("is_paused", "tenant")
+    search_fields = ("adapter__name", "tenant__slug")
+    list_select_related = ("adapter", "tenant")

@@ -1,0 +1,47 @@
+"""The request log: one row per accepted request, written by the accountant when it ended."""
+
+from __future__ import annotations
+
+from django.db import models
+
+from controlplane.tenancy.scoping import TenantModel
+
+
+class InferenceRequest(TenantModel):
+    """What one request asked for and how it went. Never its prompt or its answer."""
+
+    request_id = models.CharField(max_length=64, unique=True)
+    api_key_id = models.UUIDField(null=True)
+    model = models.CharField(max_length=200)
+    base_model = models.CharField(max_length=63)
+    adapter_version_id = models.UUIDField(null=True)
+    worker_id = models.CharField(max_length=100)
+    stream = models.BooleanField(default=False)
+    finish_reason = models.CharField(max_length=32)
+    error_code = models.CharField(max_length=64, blank=True)
+    #: The address it was sent to.
+    endpoint = models.CharField(max_length=64, blank=True, default="")
+    is_batch = models.BooleanField(default=False)
+    #: Of the adapters that answered.
+    digests = models.JSONField(default=list, blank=True)
+    #: Of the digests, in a blend. Null in this and the next two: from before they were kept.
+    weights = models.JSONField(null=True)
+    #: What the request said of it, less its stop strings and biases: those are its words.
+    sampling = models.JSONField(null=True)
+    #: How often workers took it up.
+    attempts = models.PositiveIntegerField(null=True)
+    prompt_tokens = models.PositiveIntegerField(default=0)
+    cached_tokens = models.PositiveIntegerField(default=0)
+    completion_tokens = models.PositiveIntegerField(default=0)
+    accepted_at = models.DateTimeField()
+    queue_ms = models.FloatField(default=0)
+    load_ms = models.FloatField(default=0)
+    first_token_ms = models.FloatField(null=True)
+    total_ms = models.FloatField(default=0)
+
+    class Meta:
+        app_label = "inference"  # of its table and migrations
+        indexes = [models.Index(fields=["tenant", "accepted_at"])]
+
+    def __str__(self) -> str:
+        return self.request_id
