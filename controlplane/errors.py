@@ -26,9 +26,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from django.core.exceptions import ObjectDoesNotExist, ValidationError
-from django.http import Http404, HttpRequest, HttpResponse, JsonResponse
-from django.urls import Resolver404
-from django.views import defaults
+from django.http import Http404, JsonResponse
 from rest_framework import exceptions as drf
 from rest_framework.response import Response
 
@@ -226,26 +224,7 @@ def _sendable(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-_NOTHING_HERE = "There is no such thing."
-_JSON_PATHS = ("/api/", "/ops/", "/v1/")
-
-
-def page_not_found(request: HttpRequest, exception: Exception) -> HttpResponse:
-    """Django's hook for an address that leads nowhere."""
-    from controlplane.infra.addresses import is_page, no_such_address  # which need what is here
-
-    if is_page(request) and not request.path.startswith(_JSON_PATHS):
-        return defaults.page_not_found(request, exception)
-    if isinstance(exception, Resolver404):
-        return no_such_address(request).response()
-    return NotFound(_NOTHING_HERE).response()
-
-
-def server_error(request: HttpRequest) -> HttpResponse:
-    """Django's hook for an exception that nobody expected; it is logged already."""
-    if request.path.startswith(_JSON_PATHS):
-        return InternalError("Something went wrong on this side.").response()
-    return defaults.server_error(request)
+NOTHING_HERE = "There is no such thing."
 
 
 def _from_drf(error: Exception) -> ApiError | None:
@@ -261,13 +240,13 @@ def _from_drf(error: Exception) -> ApiError | None:
     if isinstance(error, drf.PermissionDenied):
         return PermissionDenied(str(error.detail))
     if isinstance(error, drf.NotFound):
-        return NotFound(_NOTHING_HERE)
+        return NotFound(NOTHING_HERE)
     if isinstance(error, drf.APIException):
         converted = InvalidRequest(str(error.detail))
         converted.status = error.status_code
         return converted
     if isinstance(error, Http404 | ObjectDoesNotExist):
-        return NotFound(_NOTHING_HERE)
+        return NotFound(NOTHING_HERE)
     return None
 
 

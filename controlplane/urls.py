@@ -24,5 +24,5 @@ urlpatterns = [
     path("ops/v1/", include("controlplane.operator.urls")),
 ]
 
-handler404 = "controlplane.errors.page_not_found"
-handler500 = "controlplane.errors.server_error"
+handler404 = "controlplane.infra.addresses.page_not_found"
+handler500 = "controlplane.infra.addresses.server_error"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from django.http import HttpRequest
+from django.http import HttpRequest, HttpResponse
 from django.urls import Resolver404, resolve
+from django.views import defaults
 
-from controlplane.errors import NotFound
+from controlplane.errors import NOTHING_HERE, InternalError, NotFound
 
 #: Longer addresses are not looked at.
 _MAX_CHARS = 300
@@ -26,6 +27,23 @@ _SAID = {
 _SAID["health_generate"] = _SAID["healthcheck"] = _SAID["ready"] = _SAID["ping"]
 _SAID["get_model_info"] = _SAID["get_server_info"] = _SAID["server_info"] = _SAID["version"]
 _API_V1 = "/api/v1/"
+_JSON_PATHS = ("/api/", "/ops/", "/v1/")
+
+
+def page_not_found(request: HttpRequest, exception: Exception) -> HttpResponse:
+    """Django's hook for an address that leads nowhere."""
+    if is_page(request) and not request.path.startswith(_JSON_PATHS):
+        return defaults.page_not_found(request, exception)
+    if isinstance(exception, Resolver404):
+        return no_such_address(request).response()
+    return NotFound(NOTHING_HERE).response()
+
+
+def server_error(request: HttpRequest) -> HttpResponse:
+    """Django's hook for an exception that nobody expected; it is logged already."""
+    if request.path.startswith(_JSON_PATHS):
+        return InternalError("Something went wrong on this side.").response()
+    return defaults.server_error(request)
 
 
 def is_page(request: HttpRequest) -> bool:

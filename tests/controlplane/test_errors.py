@@ -11,6 +11,7 @@ from rest_framework import exceptions as drf
 
 from contract.protocol import ErrorCode
 from controlplane import errors
+from controlplane.infra import addresses
 
 
 def test_every_worker_code_is_answered() -> None:
@@ -89,6 +90,6 @@ def test_unknown_addresses(client: Client, path: str, accept: str, kind: str) ->
 
 
 def test_unexpected_failure_says_nothing_of_its_cause() -> None:
-    answer = errors.server_error(RequestFactory().get("/api/v1/adapters"))
+    answer = addresses.server_error(RequestFactory().get("/api/v1/adapters"))
     assert json.loads(answer.content)["error"]["code"] == "internal"
-    assert errors.server_error(RequestFactory().get("/console")).status_code == 500
+    assert addresses.server_error(RequestFactory().get("/console")).status_code == 500
