@@ -29,7 +29,7 @@ from controlplane.tenants.auth import (
     session_principal,
 )
 from controlplane.tenants.models import Membership, Role, Tenant, User
-from controlplane.tenants.permissions import PERMISSIONS
+from controlplane.tenants.roles import PERMISSIONS
 from controlplane.tenants.second_factor import SecondFactorRequired
 
 

@@ -27,8 +27,8 @@ from controlplane.tenancy.scoping import all_tenants
 from controlplane.tenants import keys
 from controlplane.tenants.key_rules import allows_address
 from controlplane.tenants.models import ApiKey, Membership, Role, Tenant, User
-from controlplane.tenants.permissions import PERMISSIONS as PERMISSIONS
 from controlplane.tenants.permissions import Permission as Permission
+from controlplane.tenants.roles import PERMISSIONS as PERMISSIONS
 from controlplane.tenants.second_factor import check_second_factor
 
 #: Where a session keeps the tenant its person works for.

@@ -13,6 +13,7 @@ from django.db import models
 from django.utils import timezone
 
 from controlplane.tenancy.scoping import TenantModel, new_id
+from controlplane.tenants.permissions import DEFAULT_SCOPES
 
 #: Names that become part of a URL, a model name or a key: no slash, no colon, no at-sign.
 _SLUG = re.compile(r"\A[a-z0-9](?:[a-z0-9._-]{0,61}[a-z0-9])?\Z")
@@ -29,8 +30,6 @@ def is_slug(text: str) -> bool:
 
 
 def _default_scopes() -> list[str]:
-    from controlplane.tenants.permissions import DEFAULT_SCOPES  # which needs Role from here
-
     return list(DEFAULT_SCOPES)
 
 

@@ -32,7 +32,8 @@ from controlplane.tenants.models import (
     Tenant,
     User,
 )
-from controlplane.tenants.permissions import PERMISSIONS, Permission
+from controlplane.tenants.permissions import Permission
+from controlplane.tenants.roles import PERMISSIONS
 
 INVITE_LIFETIME = dt.timedelta(days=7)
 _NO_INVITE = "This invite does not exist, is used, or has expired."

@@ -1,10 +1,8 @@
-"""What there is to allow, and what each role has of it. A key's scopes are permissions too."""
+"""What there is to allow: to people by their roles, to keys by their scopes."""
 
 from __future__ import annotations
 
 import enum
-
-from controlplane.tenants.models import Role
 
 
 class Permission(enum.StrEnum):
@@ -26,8 +24,8 @@ class Permission(enum.StrEnum):
     TENANT_MANAGE = "tenant:manage"
 
 
-_VIEWER = frozenset({Permission.READ, Permission.USAGE_READ, Permission.REQUESTS_READ})
-_DEVELOPER = _VIEWER | {
+VIEWER = frozenset({Permission.READ, Permission.USAGE_READ, Permission.REQUESTS_READ})
+DEVELOPER = VIEWER | {
     Permission.INFER,
     Permission.ADAPTERS_WRITE,
     Permission.TRAINING_WRITE,
@@ -36,13 +34,5 @@ _DEVELOPER = _VIEWER | {
     Permission.BATCHES_READ,
     Permission.BATCHES_WRITE,
 }
-PERMISSIONS: dict[Role, frozenset[Permission]] = {
-    Role.OWNER: frozenset(Permission),
-    # An admin may do all but change the tenant itself, so cannot make an owner either.
-    Role.ADMIN: frozenset(Permission) - {Permission.TENANT_MANAGE},
-    Role.DEVELOPER: _DEVELOPER,
-    Role.VIEWER: _VIEWER,
-    Role.BILLING: frozenset({Permission.READ, Permission.USAGE_READ, Permission.LIMITS_MANAGE}),
-}
 #: Of a key that says nothing else, in the order of the enumeration.
-DEFAULT_SCOPES = tuple(permission.value for permission in Permission if permission in _DEVELOPER)
+DEFAULT_SCOPES = tuple(permission.value for permission in Permission if permission in DEVELOPER)

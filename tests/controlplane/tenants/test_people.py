@@ -17,7 +17,7 @@ from controlplane.errors import AuthenticationFailed, NotFound, PermissionDenied
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants import auth, key_services, people, services
 from controlplane.tenants.models import Invite, Membership, Role, User
-from controlplane.tenants.permissions import PERMISSIONS
+from controlplane.tenants.roles import PERMISSIONS
 from tests.controlplane.conftest import PASSWORD, Party, as_user, assert_error, make_party
 from tests.controlplane.test_openapi import COMMITTED
 
