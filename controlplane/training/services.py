@@ -11,6 +11,7 @@ import hashlib
 import logging
 from typing import Any
 
+from celery import signature
 from django.db import transaction
 from django.utils import timezone
 from kombu.exceptions import OperationalError
@@ -35,6 +36,8 @@ from controlplane.training.models import Dataset, Schedule, TrainingRun, dataset
 
 log = logging.getLogger(__name__)
 
+#: The task that trains, by its name: the tasks import the services.
+EXECUTE_TASK = "controlplane.training.tasks.training_run_execute"
 MAX_DATASET_BYTES = 32 * 1024**2
 #: A queued run that nobody began within this time is queued again: its message may be lost.
 QUEUE_LEASE = dt.timedelta(minutes=10)
@@ -167,11 +170,8 @@ def _room_in_s() -> float:
 
 def training_run_send(run: TrainingRun) -> None:
     """Hand a queued run to Celery. If that fails, the reconcile tick does it later."""
-    # Imported here: the tasks import the services.
-    from controlplane.training.tasks import training_run_execute
-
     try:
-        training_run_execute.delay(str(run.tenant_id), str(run.pk))
+        signature(EXECUTE_TASK).delay(str(run.tenant_id), str(run.pk))
     except OperationalError:
         log.warning("a training run could not be queued yet", extra={"run_id": str(run.pk)})
 

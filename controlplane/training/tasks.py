@@ -5,6 +5,7 @@ from __future__ import annotations
 from celery import shared_task
 
 from controlplane.training import contents, execution, schedules
+from controlplane.training.services import EXECUTE_TASK
 
 
 @shared_task(name="controlplane.training.tasks.schedules_fire")
@@ -14,7 +15,7 @@ def schedules_fire() -> None:
     execution.training_runs_reconcile()
 
 
-@shared_task(name="controlplane.training.tasks.training_run_execute")
+@shared_task(name=EXECUTE_TASK)
 def training_run_execute(tenant_id: str, run_id: str) -> None:
     """Train the run whose turn it is: perhaps another than the one for which this was sent.
 
