@@ -24,14 +24,13 @@ _django = get_asgi_application()
 from django.conf import settings  # noqa: E402
 
 from controlplane.errors import ApiError, UnsupportedMediaType  # noqa: E402
-from controlplane.gateway import cross_origin  # noqa: E402
+from controlplane.gateway import callers, cross_origin  # noqa: E402
 from controlplane.gateway.asgi import MAX_BODY_BYTES, GatewayHandler  # noqa: E402
 from controlplane.gateway.body_limit import BodyLimit, Receive, Send, send_error  # noqa: E402
-from controlplane.gateway.files import receiving  # noqa: E402
+from controlplane.gateway.files import receiver  # noqa: E402
 from controlplane.gateway.gzip_answers import Gzipping, takes_gzip  # noqa: E402
 from controlplane.gateway.known_callers import is_known  # noqa: E402
 from controlplane.gateway.lorax.urls import PATHS as LORAX_PATHS  # noqa: E402
-from controlplane.inference import access  # noqa: E402
 from controlplane.queue import dispatcher as jobs  # noqa: E402
 from controlplane.training.services import MAX_DATASET_BYTES  # noqa: E402
 
@@ -40,7 +39,7 @@ MAX_SITE_BODY_BYTES = MAX_DATASET_BYTES + 1024**2
 #: For the keys' last uses, when the server ends.
 _LAST_NOTES_S = 2.0
 
-_files = receiving.FileReceiver()
+_files = receiver.FileReceiver()
 _gateway = BodyLimit(GatewayHandler(), max_bytes=MAX_BODY_BYTES, is_known=is_known)
 _static = ServeStaticASGI(_django, root=str(settings.STATIC_ROOT), prefix=settings.STATIC_URL)
 _site = BodyLimit(_static, max_bytes=MAX_SITE_BODY_BYTES, is_known=is_known)
@@ -55,7 +54,7 @@ async def application(scope: dict[str, Any], receive: Receive, send: Send) -> No
 
 async def _answer(scope: dict[str, Any], receive: Receive, send: Send) -> None:
     headers = dict(scope["headers"])
-    is_files = receiving.is_ours(scope)
+    is_files = receiver.is_ours(scope)
     is_gateways = is_files or _is_gateways(scope)
     if is_gateways and b"origin" in headers:
         if cross_origin.is_preflight(scope, headers):
@@ -115,6 +114,6 @@ async def _lifespan(receive: Receive, send: Send) -> None:
             await jobs.close_dispatcher()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LAST_NOTES_S):
-                    await access.note_used()
+                    await callers.note_used()
             await send({"type": "lifespan.shutdown.complete"})
             return

@@ -99,6 +99,21 @@ def names_like(name: str) -> list[str]:
     return list(found)
 
 
+def limit_names(model: str) -> set[str]:
+    """What a limit may be written for, to bind this model: by what answers, not by how it is named.
+
+    A limit of `invoices` holds for every version of it, one of `invoices@3` for that version, also
+    while `invoices` means it.
+    """
+    adapter, at, _ = model.partition("@")
+    names = {model, adapter}
+    if not at:
+        live = Adapter.objects.filter(name=adapter, live_version__isnull=False)
+        numbers = live.values_list("live_version__number", flat=True)
+        names |= {f"{adapter}@{number}" for number in numbers}
+    return names
+
+
 def _ready_version(wanted: ModelName) -> AdapterVersion | None:
     versions = AdapterVersion.objects.filter(
         adapter__name=wanted.name,

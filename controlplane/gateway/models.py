@@ -8,6 +8,7 @@ from django.http import HttpRequest, HttpResponseBase, JsonResponse
 
 from controlplane.adapters.resolution import ResolvedModel
 from controlplane.adapters.services import model_delete
+from controlplane.gateway import callers
 from controlplane.gateway.row_views import acting
 from controlplane.gateway.views import gateway_view
 from controlplane.inference import access
@@ -16,18 +17,18 @@ from controlplane.tenants.auth import Permission
 
 @gateway_view("GET")
 async def model_list(request: HttpRequest) -> HttpResponseBase:
-    models = await access.models(request)
+    models = await callers.models(request)
     return JsonResponse({"object": "list", "data": [model_body(model) for model in models]})
 
 
 @gateway_view("GET", "DELETE")
 async def model_detail(request: HttpRequest, name: str) -> HttpResponseBase:
     if request.method == "DELETE":
-        principal = await access.authenticate(request, Permission.ADAPTERS_WRITE)
+        principal = await callers.authenticate(request, Permission.ADAPTERS_WRITE)
         access.check_named(principal, name)
         await access.in_thread(acting(request, principal, lambda: model_delete(name)))
         return JsonResponse({"id": name, "object": "model", "deleted": True})
-    return JsonResponse(model_body(await access.model(request, name)))
+    return JsonResponse(model_body(await callers.model(request, name)))
 
 
 def model_body(model: ResolvedModel) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from pydantic_core import PydanticCustomError
 
 from contract.protocol import GenerateJob, Task, TokenEvent
 from controlplane.errors import PayloadTooLarge, Unavailable
+from controlplane.gateway import callers
 from controlplane.gateway.views import gateway_view, read_body, request_id_of
-from controlplane.inference import access
 from controlplane.inference.bodies import Body, FirstFault
 from controlplane.inference.named import Named
 from controlplane.inference.parsing import parse_body
@@ -130,7 +130,7 @@ async def detokenize(request: HttpRequest) -> HttpResponseBase:
 async def _checked(request: HttpRequest, kind: Any) -> tuple[Principal, Any]:
     """The caller and the body, as `views.checked_body`."""
     body = await read_body(request, lambda sent: _parsed(kind, sent))
-    principal, _ = await access.admit(request, Named.model(body.model))
+    principal, _ = await callers.admit(request, Named.model(body.model))
     return principal, body
 
 

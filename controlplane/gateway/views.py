@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 from django.http import HttpRequest, HttpResponseBase, JsonResponse, StreamingHttpResponse
 
 from controlplane.errors import ApiError, InternalError, MethodNotAllowed
+from controlplane.gateway import callers
 from controlplane.gateway.event_stream import streamed
-from controlplane.inference import access
 from controlplane.inference.answers import DONE, sse
 from controlplane.inference.default_base import default_base
 from controlplane.inference.parsing import parse_body
@@ -89,7 +89,7 @@ def _count_refusal(request: HttpRequest, error: ApiError) -> None:
     """In the log of the caller's tenant. What was accepted has a record instead."""
     if hasattr(request, "rate_headers"):
         return
-    dispatcher, tenant_id = jobs.running_dispatcher(), access.known_tenant(request)
+    dispatcher, tenant_id = jobs.running_dispatcher(), callers.known_tenant(request)
     if dispatcher is not None and tenant_id is not None and request.resolver_match is not None:
         # The pattern and not the path, which a client can make as many of as it likes.
         endpoint = f"/{request.resolver_match.route}"
@@ -137,14 +137,14 @@ async def checked_body(request: HttpRequest, kind: type[_B]) -> tuple[Principal,
     """
     body = await read_body(request, lambda sent: parse_body(kind, sent))
     await name_base(request, body)
-    principal, _ = await access.admit(request, body.named())
+    principal, _ = await callers.admit(request, body.named())
     return principal, body
 
 
 async def name_base(request: HttpRequest, body: GenerationBody) -> None:
     """Put the base model's name where a known caller left it empty, as LoRAX's clients do."""
     if body.model == "" and not body.adapters:
-        await access.authenticate(request)
+        await callers.authenticate(request)
         body.model = (await default_base("model")).name
 
 
@@ -155,12 +155,12 @@ async def read_body(request: HttpRequest, parse: Callable[[bytes], _T]) -> _T:
     """
     sent = request.read()  # `request.body` has a smaller bound of its own
     if len(sent) > LONG_BODY_BYTES:
-        await access.authenticate(request)
+        await callers.authenticate(request)
         return await asyncio.to_thread(parse, sent)
     try:
         return parse(sent)
     except ApiError:
-        await access.authenticate(request)
+        await callers.authenticate(request)
         raise
 
 

@@ -1,4 +1,4 @@
-"""Who is asking and what their `model` means, in at most one visit to the database.
+"""What a caller's `model` means, whether they may use it, and what bounds them there.
 
 Answers are kept for `CACHE_S`, as `controlplane.tenants.auth` keeps keys: under load most requests
 need no query and no thread.
@@ -6,10 +6,8 @@ need no query and no thread.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import difflib
-import logging
 import time
 import uuid
 from collections.abc import Callable
@@ -18,7 +16,6 @@ from typing import TypeVar
 from asgiref.sync import sync_to_async
 from django.db import DataError, close_old_connections
 from django.db import Error as DatabaseError
-from django.http import HttpRequest
 
 from controlplane.adapters.models import AdapterVersion, BaseModel
 from controlplane.adapters.names import plain_name
@@ -26,24 +23,19 @@ from controlplane.adapters.resolution import (
     ResolvedModel,
     base_model_resolve,
     check_serving,
+    limit_names,
     model_resolve,
-    models_list,
     names_like,
 )
-from controlplane.errors import ApiError, InvalidRequest, NotFound, PermissionDenied, Unavailable
-from controlplane.gateway.cross_origin import check_origin
+from controlplane.errors import InvalidRequest, NotFound, PermissionDenied, Unavailable
 from controlplane.inference.named import Named
 from controlplane.limits.admit import Limits
 from controlplane.limits.services import limits_for
 from controlplane.tenancy.scoping import tenant_scope
-from controlplane.tenants import auth
 from controlplane.tenants.auth import CACHE_S, Permission, Principal, authorize
 from controlplane.tenants.key_rules import allows_model
 
-log = logging.getLogger(__name__)
-
 _CACHE_MAX_MODELS = 10_000
-_TOUCH_DELAY_S = 1.0
 #: How alike two names are, from 0 to 1, of which one may be meant for the other.
 NEAR = 0.75
 
@@ -65,51 +57,6 @@ class Target:
 
 _models: dict[tuple[uuid.UUID, str], tuple[ResolvedModel, float]] = {}
 _limits: dict[tuple[uuid.UUID, str], tuple[Limits, float]] = {}  # by key and model
-
-
-async def authenticate(
-    request: HttpRequest, permission: Permission = Permission.INFER
-) -> Principal:
-    """The caller, who may do this. Raises ApiError when there is none or they may not."""
-    credentials = _credentials(request)
-    principal = auth.cached_principal(*credentials)
-    if principal is None:
-        principal = await in_thread(lambda: auth.authenticate(*credentials, touches=False))
-        _touch_beside(principal)
-    _let_in(request, principal)
-    authorize(principal, permission)
-    return principal
-
-
-def _let_in(request: HttpRequest, principal: Principal) -> None:
-    """The caller is known from here on. Raises PermissionDenied for a page of another origin."""
-    request.principal = principal  # type: ignore[attr-defined]
-    check_origin(request, principal.tenant)
-
-
-def known_tenant(request: HttpRequest) -> uuid.UUID | None:
-    """The caller's tenant, as far as it can be told without asking anybody."""
-    try:
-        principal = auth.cached_principal(*_credentials(request))
-    except ApiError:
-        return None
-    return None if principal is None else principal.tenant.id
-
-
-async def admit(request: HttpRequest, named: Named) -> tuple[Principal, Target]:
-    """The caller and what they named.
-
-    Raises ApiError; NotFound for a model that does not exist as for one of another tenant.
-    """
-    credentials = _credentials(request)
-    principal = auth.cached_principal(*credentials)
-    if principal is None:
-        try:
-            return await in_thread(lambda: _admit(request, credentials, named))
-        finally:
-            _touch_beside(getattr(request, "principal", None))
-    _let_in(request, principal)
-    return principal, await target_of(principal, named)
 
 
 async def target_of(principal: Principal, named: Named) -> Target:
@@ -162,29 +109,7 @@ def _together(limits: list[Limits]) -> Limits:
     return Limits(tuple(policies.values()), tuple(budgets.values()))
 
 
-async def model(request: HttpRequest, name: str) -> ResolvedModel:
-    """The one model of this name. Raises ApiError as `admit` does."""
-    _, target = await admit(request, Named.model(name))
-    return target.models[0]
-
-
-async def models(request: HttpRequest) -> list[ResolvedModel]:
-    """What the caller can name as a model."""
-    principal = await authenticate(request)
-
-    def query() -> list[ResolvedModel]:
-        with tenant_scope(principal.tenant.id):
-            return [model for model in models_list() if _may_name(principal, model.name)]
-
-    return await in_thread(query)
-
-
-def _credentials(request: HttpRequest) -> tuple[str | None, str]:
-    """The Authorization header and the address it came from."""
-    return request.headers.get("Authorization"), request.META.get("REMOTE_ADDR") or ""
-
-
-def _may_name(principal: Principal, model_name: str) -> bool:
+def may_name(principal: Principal, model_name: str) -> bool:
     if principal.api_key is None:
         return True
     return allows_model(principal.api_key.allowed_models, plain_name(model_name))
@@ -193,7 +118,7 @@ def _may_name(principal: Principal, model_name: str) -> bool:
 def check_named(principal: Principal, name: str, param: str = "model") -> None:
     """Raise PermissionDenied for a model that the key may not name. To be asked before the model
     is looked up, so that the answer says nothing of what there is."""
-    if not _may_name(principal, name):
+    if not may_name(principal, name):
         raise PermissionDenied(
             f"This API key may not use the model `{name[:200]}`.",
             param=param,
@@ -205,15 +130,6 @@ def _check(principal: Principal, named: Named) -> None:
     authorize(principal, Permission.INFER)
     for name, param in zip(named.names, named.params, strict=True):
         check_named(principal, name, param)
-
-
-def _admit(
-    request: HttpRequest, credentials: tuple[str | None, str], named: Named
-) -> tuple[Principal, Target]:
-    principal = auth.authenticate(*credentials, touches=False)
-    _let_in(request, principal)
-    _check(principal, named)
-    return principal, _load_target(principal, named)
 
 
 def _load_target(principal: Principal, named: Named) -> Target:
@@ -237,7 +153,7 @@ def _load_target(principal: Principal, named: Named) -> Target:
 
 def _way_out(principal: Principal, name: str) -> str:
     """What to say to somebody who named a model that there is not: of their own names alone."""
-    known = [own for own in names_like(name) if _may_name(principal, own)]
+    known = [own for own in names_like(name) if may_name(principal, own)]
     near = difflib.get_close_matches(name[:64], [own[:64] for own in known], 3, NEAR)
     longer = [own for own in known if len(name) > 2 and own.startswith(name)]
     shown = list(dict.fromkeys(near + longer))[:3]
@@ -281,47 +197,11 @@ def _target(named: Named, models: list[ResolvedModel]) -> Target:
 def _load_limits(principal: Principal, model_name: str) -> Limits:
     assert principal.api_key is not None
     until = time.monotonic() + CACHE_S
-    limits = limits_for(principal.api_key, plain_name(model_name))
+    limits = limits_for(principal.api_key, limit_names(plain_name(model_name)))
     if len(_limits) >= _CACHE_MAX_MODELS:
         _limits.clear()
     _limits[principal.api_key.id, model_name] = (limits, until)
     return limits
-
-
-#: Whose keys' use is to be noted, and the task that will: it holds all of a moment together.
-_used: list[Principal] = []
-_noting: asyncio.Task[None] | None = None
-
-
-def _touch_beside(principal: Principal | None) -> None:
-    """Note that the key was used; the request does not wait for it."""
-    global _noting
-    if principal is not None and auth.touch_is_due(principal):
-        _used.append(principal)
-        if _noting is None or _noting.done():
-            _noting = asyncio.create_task(_note_soon())
-
-
-async def _note_soon() -> None:
-    await asyncio.sleep(_TOUCH_DELAY_S)  # the answers go first
-    await note_used()
-
-
-async def note_used() -> None:
-    """Note whose keys were used so far; a server that ends waits for it."""
-    while _used:
-        principals = _used.copy()
-        _used.clear()
-        await asyncio.to_thread(_touch, principals)
-
-
-def _touch(principals: list[Principal]) -> None:
-    try:
-        auth.touch(principals)
-    except DatabaseError as error:
-        log.warning("the last use of %d keys is not noted: %r", len(principals), error)
-    finally:
-        close_old_connections()
 
 
 async def in_thread(query: Callable[[], _T]) -> _T:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import uuid
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from django.core.exceptions import ValidationError
@@ -11,7 +12,6 @@ from django.db import transaction
 from django.db.models import Q, QuerySet, Sum
 from django.utils import timezone
 
-from controlplane.adapters.models import Adapter
 from controlplane.audit.services import record
 from controlplane.errors import from_validation
 from controlplane.limits.admit import BudgetPeriod, Limits, Policy
@@ -23,35 +23,20 @@ from controlplane.usage.models import UsageDay
 _Row = TypeVar("_Row", RateLimit, Budget)
 
 
-def limits_for(api_key: ApiKey | None, model: str) -> Limits:
-    """All that bounds this key's use of this model, for the tenant in scope.
+def limits_for(api_key: ApiKey | None, names: Iterable[str]) -> Limits:
+    """All that bounds this key's use of a model that has these names, for the tenant in scope.
 
     The limits of a key hold for it and all keys that come from it together: making another key is
     no way past them.
     """
     is_own = Q(api_key=None) | Q(api_key__in=api_key.line if api_key else [])
-    rates = RateLimit.objects.filter(is_own, model__in=["", *_names_of(model)]).order_by("id")
+    rates = RateLimit.objects.filter(is_own, model__in=["", *names]).order_by("id")
     budgets = Budget.objects.filter(is_own).order_by("id")
     now = timezone.now()
     return Limits(
         policies=tuple(_policy(row) for row in rates),
         budgets=tuple(budget_period(row, now) for row in budgets),
     )
-
-
-def _names_of(model: str) -> set[str]:
-    """What a limit may be written for, to bind this model: by what answers, not by how it is named.
-
-    A limit of `invoices` holds for every version of it, one of `invoices@3` for that version, also
-    while `invoices` means it.
-    """
-    adapter, at, _ = model.partition("@")
-    names = {model, adapter}
-    if not at:
-        live = Adapter.objects.filter(name=adapter, live_version__isnull=False)
-        numbers = live.values_list("live_version__number", flat=True)
-        names |= {f"{adapter}@{number}" for number in numbers}
-    return names
 
 
 def _policy(row: RateLimit) -> Policy:
@@ -82,6 +67,17 @@ def budget_period(row: Budget, now: dt.datetime) -> BudgetPeriod:
         hard_limit=row.hard_limit,
         soft_limit=row.soft_limit,
     )
+
+
+def limited_keys(key_ids: Iterable[uuid.UUID]) -> set[uuid.UUID]:
+    """Those of the keys that have limits or budgets of their own."""
+    return {
+        key_id
+        for model in (RateLimit, Budget)
+        for key_id in model._default_manager.filter(api_key__in=key_ids).values_list(
+            "api_key_id", flat=True
+        )
+    }
 
 
 def tokens_spent(tenant_id: str, budget: BudgetPeriod) -> int:

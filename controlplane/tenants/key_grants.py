@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
+import uuid
+from collections.abc import Callable, Iterable
 
 from controlplane.errors import Conflict, PermissionDenied
-from controlplane.limits.models import Budget, RateLimit
 from controlplane.tenants import auth
 from controlplane.tenants.auth import Principal
 from controlplane.tenants.key_rules import (
@@ -25,6 +26,8 @@ from controlplane.tenants.models import ApiKey
 
 #: Keys that a key may come from: each of them is asked for limits by every request.
 MAX_ANCESTORS = 8
+#: Each says which of some keys have limits of its kind. Apps with limits of keys add to it.
+LIMITED: list[Callable[[Iterable[uuid.UUID]], set[uuid.UUID]]] = []
 
 
 def rules_of(api_key: ApiKey) -> KeyRules:
@@ -148,16 +151,9 @@ def ancestors_for(by: Principal | None) -> list[str]:
     return line
 
 
-def _limited_keys(api_key: ApiKey) -> set[object]:
-    """Those of its line that have limits or budgets of their own."""
-    line = api_key.line
-    return {
-        key_id
-        for model in (RateLimit, Budget)
-        for key_id in model._default_manager.filter(api_key__in=line).values_list(
-            "api_key_id", flat=True
-        )
-    }
+def _limited_keys(api_key: ApiKey) -> set[uuid.UUID]:
+    """Those of its line that have limits of their own."""
+    return {key_id for limited in LIMITED for key_id in limited(api_key.line)}
 
 
 def _refuse(field: str, how_far: str) -> None:

@@ -63,7 +63,7 @@ NOWHERE = {"responses/{response_id}", "responses/{response_id}/{rest}", "{path}"
 
 def test_every_address_of_the_gateway_is_in_it() -> None:
     routes = {re.sub(r"<\w+:(\w+)>", r"{\1}", str(p.pattern)) for p in gateway_urls.urlpatterns}
-    taken_past_django = {"uploads/{upload_id}/parts"}  # by files.receiving
+    taken_past_django = {"uploads/{upload_id}/parts"}  # by files.receiver
     described = {path.removeprefix("/v1/") for path in COMMITTED["paths"] if path[:4] == "/v1/"}
     assert (routes - NOWHERE) | taken_past_django == described
 

@@ -26,7 +26,7 @@ from django.test import AsyncClient
 from django.urls import path
 
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
-from controlplane.inference import access
+from controlplane.gateway import callers
 from controlplane.tenancy.database import checks
 from controlplane.tenancy.database.operations import reference_name, tenant_references
 from controlplane.tenancy.scope import OPERATOR_ROLE, TenantFilter
@@ -240,7 +240,7 @@ def test_the_wall_can_be_taken_down_and_raised_again() -> None:
 
 async def look_around(request: HttpRequest) -> JsonResponse:
     """As a handler of the gateway, but one whose queries ask for everybody's rows."""
-    principal = await access.authenticate(request)
+    principal = await callers.authenticate(request)
     seen: set[str] = set()
 
     def in_transaction() -> list[str]:

@@ -6,6 +6,7 @@ from django.http import HttpRequest, HttpResponseBase, JsonResponse
 
 from controlplane.batches import services
 from controlplane.batches.models import Batch
+from controlplane.gateway import callers
 from controlplane.gateway.batches.bodies import BatchBody, batch_body
 from controlplane.gateway.row_views import acting, list_page, once
 from controlplane.gateway.views import gateway_view
@@ -20,14 +21,14 @@ MAX_PAGE = 100
 @gateway_view("GET", "POST")
 async def batches(request: HttpRequest) -> HttpResponseBase:
     if request.method == "GET":
-        principal = await access.authenticate(request, Permission.BATCHES_READ)
+        principal = await callers.authenticate(request, Permission.BATCHES_READ)
 
         def load() -> dict[str, object]:
             rows = Batch.objects.all()
             return list_page(request, rows, batch_body, prefix=Batch.PREFIX, max_limit=MAX_PAGE)
 
         return JsonResponse(await access.in_thread(acting(request, principal, load)))
-    principal = await access.authenticate(request, Permission.BATCHES_WRITE)
+    principal = await callers.authenticate(request, Permission.BATCHES_WRITE)
     authorize(principal, Permission.FILES_READ)  # it reads a file
     authorize(principal, Permission.INFER)
     content = request.read()
@@ -49,14 +50,14 @@ async def batches(request: HttpRequest) -> HttpResponseBase:
 
 @gateway_view("GET")
 async def batch_detail(request: HttpRequest, batch_id: str) -> HttpResponseBase:
-    principal = await access.authenticate(request, Permission.BATCHES_READ)
+    principal = await callers.authenticate(request, Permission.BATCHES_READ)
     batch = await access.in_thread(acting(request, principal, lambda: services.batch_get(batch_id)))
     return JsonResponse(batch_body(batch))
 
 
 @gateway_view("POST")
 async def batch_cancel(request: HttpRequest, batch_id: str) -> HttpResponseBase:
-    principal = await access.authenticate(request, Permission.BATCHES_WRITE)
+    principal = await callers.authenticate(request, Permission.BATCHES_WRITE)
     batch = await access.in_thread(
         acting(request, principal, lambda: services.batch_cancel(services.batch_get(batch_id)))
     )

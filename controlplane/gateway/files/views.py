@@ -13,6 +13,7 @@ from controlplane.files import contents, services
 from controlplane.files.contents import MAX_FILE_BYTES
 from controlplane.files.models import File, Purpose, UploadPart
 from controlplane.files.services import MAX_PART_BYTES, undone_on_failure
+from controlplane.gateway import callers
 from controlplane.gateway.files.bodies import (
     CompleteBody,
     UploadBody,
@@ -35,8 +36,8 @@ _RANGE = re.compile(r"bytes=(\d{0,20})-(\d{0,20})", re.ASCII)
 
 @gateway_view("POST")
 async def file_create(request: HttpRequest, *, body: Body, place: Place) -> HttpResponseBase:
-    """Take a file in. Called by `receiving.FileReceiver`."""
-    principal = await access.authenticate(request, Permission.FILES_WRITE)
+    """Take a file in. Called by `receiver.FileReceiver`."""
+    principal = await callers.authenticate(request, Permission.FILES_WRITE)
     max_bytes = _declared_bytes(request, MAX_FILE_BYTES)
     async with place(principal.tenant.id):
         file = await access.in_thread(
@@ -71,8 +72,8 @@ def _declared_bytes(request: HttpRequest, most: int) -> int:
 
 @gateway_view("GET", "POST")
 async def file_list(request: HttpRequest) -> HttpResponseBase:
-    """The tenant's files; POST is `receiving.FileReceiver`'s and does not come here."""
-    principal = await access.authenticate(request, Permission.FILES_READ)
+    """The tenant's files; POST is `receiver.FileReceiver`'s and does not come here."""
+    principal = await callers.authenticate(request, Permission.FILES_READ)
     if request.method == "POST":
         raise NotFound("Files are taken in by the web server alone.")
     purpose = request.GET.get("purpose")
@@ -98,12 +99,12 @@ async def file_list(request: HttpRequest) -> HttpResponseBase:
 @gateway_view("GET", "DELETE")
 async def file_detail(request: HttpRequest, file_id: str) -> HttpResponseBase:
     if request.method == "GET":
-        principal = await access.authenticate(request, Permission.FILES_READ)
+        principal = await callers.authenticate(request, Permission.FILES_READ)
         file = await access.in_thread(
             acting(request, principal, lambda: services.file_get(file_id))
         )
         return JsonResponse(file_body(file))
-    principal = await access.authenticate(request, Permission.FILES_WRITE)
+    principal = await callers.authenticate(request, Permission.FILES_WRITE)
     await access.in_thread(
         acting(request, principal, lambda: services.file_delete(services.file_get(file_id)))
     )
@@ -113,7 +114,7 @@ async def file_detail(request: HttpRequest, file_id: str) -> HttpResponseBase:
 @gateway_view("GET")
 async def file_content(request: HttpRequest, file_id: str) -> HttpResponseBase:
     """The bytes, or those that a Range header with one range asks for."""
-    principal = await access.authenticate(request, Permission.FILES_READ)
+    principal = await callers.authenticate(request, Permission.FILES_READ)
     file = await access.in_thread(acting(request, principal, lambda: services.file_get(file_id)))
     start, end = _range(request.headers.get("Range"), file.num_bytes)
     stream = _Content(contents.pieces(file, start=start, end=end))
@@ -192,7 +193,7 @@ class _Content:
 
 @gateway_view("POST")
 async def upload_create(request: HttpRequest) -> HttpResponseBase:
-    principal = await access.authenticate(request, Permission.FILES_WRITE)
+    principal = await callers.authenticate(request, Permission.FILES_WRITE)
     content = request.read()
     body = parse_body(UploadBody, content)
 
@@ -209,8 +210,8 @@ async def upload_create(request: HttpRequest) -> HttpResponseBase:
 async def part_create(
     request: HttpRequest, *, body: Body, place: Place, upload_id: str
 ) -> HttpResponseBase:
-    """Take a part in. Called by `receiving.FileReceiver`."""
-    principal = await access.authenticate(request, Permission.FILES_WRITE)
+    """Take a part in. Called by `receiver.FileReceiver`."""
+    principal = await callers.authenticate(request, Permission.FILES_WRITE)
     max_bytes = _declared_bytes(request, MAX_PART_BYTES)
 
     def begin() -> UploadPart:
@@ -234,7 +235,7 @@ async def part_create(
 
 @gateway_view("POST")
 async def upload_complete(request: HttpRequest, upload_id: str) -> HttpResponseBase:
-    principal = await access.authenticate(request, Permission.FILES_WRITE)
+    principal = await callers.authenticate(request, Permission.FILES_WRITE)
     body = parse_body(CompleteBody, request.read())
     upload = await in_file_thread(
         acting(
@@ -250,7 +251,7 @@ async def upload_complete(request: HttpRequest, upload_id: str) -> HttpResponseB
 
 @gateway_view("POST")
 async def upload_cancel(request: HttpRequest, upload_id: str) -> HttpResponseBase:
-    principal = await access.authenticate(request, Permission.FILES_WRITE)
+    principal = await callers.authenticate(request, Permission.FILES_WRITE)
     upload = await access.in_thread(
         acting(request, principal, lambda: services.upload_cancel(services.upload_get(upload_id)))
     )

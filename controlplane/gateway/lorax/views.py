@@ -13,6 +13,7 @@ from django.shortcuts import redirect
 
 from contract.protocol import Usage
 from controlplane.errors import ApiError, InvalidRequest
+from controlplane.gateway import callers
 from controlplane.gateway.event_stream import streamed
 from controlplane.gateway.lorax import translation
 from controlplane.gateway.lorax.answers import LoraxAnswer, sse
@@ -20,7 +21,7 @@ from controlplane.gateway.lorax.errors import error_body, error_response
 from controlplane.gateway.lorax.schemas import MAX_BEST_OF, GenerateBody
 from controlplane.gateway.lorax.timings import Timings, whole_headers
 from controlplane.gateway.views import gateway_view, read_body, request_id_of
-from controlplane.inference import access, default_base
+from controlplane.inference import default_base
 from controlplane.inference.parsing import parse_body
 from controlplane.inference.service import Generation, submit
 from controlplane.limits.admit import MAX_WAITING
@@ -60,7 +61,7 @@ async def generate_stream(request: HttpRequest) -> HttpResponseBase:
 @gateway_view("GET", errors=error_response)
 async def info(request: HttpRequest) -> HttpResponseBase:
     """The base model and the bounds of a request, to callers with a key."""
-    await access.authenticate(request)
+    await callers.authenticate(request)
     base = await default_base.default_base()
     dispatcher = await jobs.dispatcher()
     context = base.context_length
@@ -100,7 +101,7 @@ async def health(request: HttpRequest) -> HttpResponseBase:
 @gateway_view("POST", errors=error_response)
 async def unsupported(request: HttpRequest) -> HttpResponseBase:
     """/embed, /classify and the like: models that only generate have nothing to say there."""
-    await access.authenticate(request)
+    await callers.authenticate(request)
     raise InvalidRequest(f"{request.path} is not supported: the models here generate text.")
 
 
@@ -111,7 +112,7 @@ async def _body(request: HttpRequest) -> GenerateBody:
 async def _submitted(
     request: HttpRequest, body: GenerateBody, *, stream: bool
 ) -> tuple[Generation, LoraxAnswer]:
-    principal = await access.authenticate(request)
+    principal = await callers.authenticate(request)
     parameters = body.parameters
     base = await default_base.default_base() if _needs_base(body) else None
     seed = translation.seed_of(parameters)
@@ -162,7 +163,7 @@ async def _whole(request: HttpRequest, body: GenerateBody) -> tuple[Any, dict[st
 
 async def _streamed(request: HttpRequest, body: GenerateBody) -> HttpResponseBase:
     if (body.parameters.best_of or 1) > 1:
-        await access.authenticate(request)
+        await callers.authenticate(request)
         raise InvalidRequest("best_of above 1 is not supported when streaming tokens.")
     generation, answer = await _submitted(request, body, stream=True)
     response = await streamed(generation, answer, failure=_failure)

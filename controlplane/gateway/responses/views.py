@@ -5,9 +5,9 @@ from __future__ import annotations
 from django.http import HttpRequest, HttpResponseBase, JsonResponse
 
 from controlplane.errors import ApiError, NotFound
+from controlplane.gateway import callers
 from controlplane.gateway.event_stream import streamed
 from controlplane.gateway.views import gateway_view, name_base, read_body, request_id_of
-from controlplane.inference import access
 from controlplane.inference.parsing import parse_body
 from controlplane.inference.responses.answers import answer_of
 from controlplane.inference.responses.schemas import ResponsesBody
@@ -21,7 +21,7 @@ async def responses(request: HttpRequest) -> HttpResponseBase:
     """Answer once; nothing of it is kept to be continued or fetched."""
     body, chat = await _bodies(request)
     await name_base(request, chat)
-    principal, _ = await access.admit(request, chat.named())
+    principal, _ = await callers.admit(request, chat.named())
     request_id = request_id_of(request)
     try:
         generation = await submit(
@@ -48,7 +48,7 @@ async def responses(request: HttpRequest) -> HttpResponseBase:
 @gateway_view("GET", "DELETE", "POST")
 async def not_kept(request: HttpRequest, response_id: str, rest: str = "") -> HttpResponseBase:
     """A response by its id: there is none, for none is kept."""
-    await access.authenticate(request)
+    await callers.authenticate(request)
     if response_id in _OPENAIS_OWN and request.method == "POST":
         raise NotFound(
             f"There is no POST /v1/responses/{response_id}: {_OPENAIS_OWN[response_id]}",

@@ -11,6 +11,7 @@ from django.db.models.functions import TruncMinute
 from django.http import HttpRequest, HttpResponseBase, JsonResponse, QueryDict
 
 from controlplane.errors import InvalidRequest
+from controlplane.gateway import callers
 from controlplane.gateway.views import gateway_view
 from controlplane.inference import access
 from controlplane.tenancy.scoping import tenant_scope
@@ -40,7 +41,7 @@ class Query:
 
 @gateway_view("GET")
 async def completions_usage(request: HttpRequest) -> HttpResponseBase:
-    principal = await access.authenticate(request, Permission.USAGE_READ)
+    principal = await callers.authenticate(request, Permission.USAGE_READ)
     query = parse(request.GET, now=dt.datetime.now(dt.UTC))
 
     def load() -> dict[str, Any]:

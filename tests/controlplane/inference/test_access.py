@@ -10,6 +10,7 @@ import pytest
 
 from controlplane import asgi
 from controlplane.adapters.models import BaseModel
+from controlplane.gateway import callers
 from controlplane.inference import access
 from controlplane.inference.named import Named
 from controlplane.tenants import auth
@@ -50,7 +51,7 @@ async def test_a_server_that_ends_notes_whose_keys_were_used(
     noted: list[auth.Principal] = []
     monkeypatch.setattr(auth, "touch", noted.extend)
     principal = auth.Principal(tenant=acme.tenant, role=auth.Role.OWNER, api_key=acme.api_key)
-    access._touch_beside(principal)
+    callers._touch_beside(principal)
     assert noted == []
 
     async def receive() -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
+from controlplane.adapters.resolution import limit_names
 from controlplane.limits.services import limits_for, rate_limit_set
 from controlplane.tenancy.scoping import tenant_scope
 from tests.controlplane.conftest import Party
@@ -39,12 +40,14 @@ def test_a_limit_binds_what_answers(
     with tenant_scope(acme.tenant.id):
         row = rate_limit_set(model=limited, requests_per_minute=5)
         for name in bound:
-            assert [p.id for p in limits_for(acme.api_key, name).policies] == [row.id.hex], name
+            assert [p.id for p in limits_for(acme.api_key, limit_names(name)).policies] == [
+                row.id.hex
+            ], name
         for name in free:
-            assert limits_for(acme.api_key, name).policies == (), name
+            assert limits_for(acme.api_key, limit_names(name)).policies == (), name
     with tenant_scope(globex.tenant.id):
         for name in bound:
-            assert limits_for(globex.api_key, name).policies == ()
+            assert limits_for(globex.api_key, limit_names(name)).policies == ()
 
 
 def test_the_limit_follows_the_live_version(acme: Party, invoices: Adapter) -> None:
@@ -52,4 +55,4 @@ def test_the_limit_follows_the_live_version(acme: Party, invoices: Adapter) -> N
         rate_limit_set(model="invoices@3", requests_per_minute=5)
         invoices.live_version = invoices.versions.get(number=2)
         invoices.save()
-        assert limits_for(acme.api_key, "invoices").policies == ()
+        assert limits_for(acme.api_key, limit_names("invoices")).policies == ()

@@ -166,7 +166,7 @@ class TestLimits:
         grandchild = client_of(maker).post(KEYS, {"name": "gg"}, format="json").json()
         with tenant_scope(acme.tenant.id):
             for made in (own, child, grandchild):
-                found = limits_for(key_services.api_key_get(public_id=made["public_id"]), "m")
+                found = limits_for(key_services.api_key_get(public_id=made["public_id"]), ["m"])
                 assert [policy.requests_per_minute for policy in found.policies] == [3]
                 assert [budget.hard_limit for budget in found.budgets] == [100]
 
@@ -309,7 +309,7 @@ def test_keys_from_before_go_on(acme: Party) -> None:
     with tenant_scope(acme.tenant.id):
         row = ApiKey.objects.get(pk=acme.api_key.pk)
         assert (row.parent, row.ancestors, row.line) == (None, [], [row.pk])
-        assert limits_for(row, "m").policies == ()
+        assert limits_for(row, ["m"]).policies == ()
     assert auth.authenticate(acme.header).permissions >= {Permission.INFER}
 
 

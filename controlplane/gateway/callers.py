@@ -1,0 +1,139 @@
+"""Who calls the gateway: their key, in at most one visit to the database with what they name.
+
+Keys are kept for a moment, by `controlplane.tenants.auth`; models and limits by
+`controlplane.inference.access`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+
+from django.db import Error as DatabaseError
+from django.db import close_old_connections
+from django.http import HttpRequest
+
+from controlplane.adapters.resolution import ResolvedModel, models_list
+from controlplane.errors import ApiError
+from controlplane.gateway.cross_origin import check_origin
+from controlplane.inference.access import Target, in_thread, may_name, target_now, target_of
+from controlplane.inference.named import Named
+from controlplane.tenancy.scoping import tenant_scope
+from controlplane.tenants import auth
+from controlplane.tenants.auth import Permission, Principal, authorize
+
+log = logging.getLogger(__name__)
+
+_TOUCH_DELAY_S = 1.0
+
+
+async def authenticate(
+    request: HttpRequest, permission: Permission = Permission.INFER
+) -> Principal:
+    """The caller, who may do this. Raises ApiError when there is none or they may not."""
+    credentials = _credentials(request)
+    principal = auth.cached_principal(*credentials)
+    if principal is None:
+        principal = await in_thread(lambda: auth.authenticate(*credentials, touches=False))
+        _touch_beside(principal)
+    _let_in(request, principal)
+    authorize(principal, permission)
+    return principal
+
+
+def _let_in(request: HttpRequest, principal: Principal) -> None:
+    """The caller is known from here on. Raises PermissionDenied for a page of another origin."""
+    request.principal = principal  # type: ignore[attr-defined]
+    check_origin(request, principal.tenant)
+
+
+def known_tenant(request: HttpRequest) -> uuid.UUID | None:
+    """The caller's tenant, as far as it can be told without asking anybody."""
+    try:
+        principal = auth.cached_principal(*_credentials(request))
+    except ApiError:
+        return None
+    return None if principal is None else principal.tenant.id
+
+
+async def admit(request: HttpRequest, named: Named) -> tuple[Principal, Target]:
+    """The caller and what they named.
+
+    Raises ApiError; NotFound for a model that does not exist as for one of another tenant.
+    """
+    credentials = _credentials(request)
+    principal = auth.cached_principal(*credentials)
+    if principal is None:
+        try:
+            return await in_thread(lambda: _admit(request, credentials, named))
+        finally:
+            _touch_beside(getattr(request, "principal", None))
+    _let_in(request, principal)
+    return principal, await target_of(principal, named)
+
+
+async def model(request: HttpRequest, name: str) -> ResolvedModel:
+    """The one model of this name. Raises ApiError as `admit` does."""
+    _, target = await admit(request, Named.model(name))
+    return target.models[0]
+
+
+async def models(request: HttpRequest) -> list[ResolvedModel]:
+    """What the caller can name as a model."""
+    principal = await authenticate(request)
+
+    def query() -> list[ResolvedModel]:
+        with tenant_scope(principal.tenant.id):
+            return [model for model in models_list() if may_name(principal, model.name)]
+
+    return await in_thread(query)
+
+
+def _credentials(request: HttpRequest) -> tuple[str | None, str]:
+    """The Authorization header and the address it came from."""
+    return request.headers.get("Authorization"), request.META.get("REMOTE_ADDR") or ""
+
+
+def _admit(
+    request: HttpRequest, credentials: tuple[str | None, str], named: Named
+) -> tuple[Principal, Target]:
+    principal = auth.authenticate(*credentials, touches=False)
+    _let_in(request, principal)
+    return principal, target_now(principal, named)
+
+
+#: Whose keys' use is to be noted, and the task that will: it holds all of a moment together.
+_used: list[Principal] = []
+_noting: asyncio.Task[None] | None = None
+
+
+def _touch_beside(principal: Principal | None) -> None:
+    """Note that the key was used; the request does not wait for it."""
+    global _noting
+    if principal is not None and auth.touch_is_due(principal):
+        _used.append(principal)
+        if _noting is None or _noting.done():
+            _noting = asyncio.create_task(_note_soon())
+
+
+async def _note_soon() -> None:
+    await asyncio.sleep(_TOUCH_DELAY_S)  # the answers go first
+    await note_used()
+
+
+async def note_used() -> None:
+    """Note whose keys were used so far; a server that ends waits for it."""
+    while _used:
+        principals = _used.copy()
+        _used.clear()
+        await asyncio.to_thread(_touch, principals)
+
+
+def _touch(principals: list[Principal]) -> None:
+    try:
+        auth.touch(principals)
+    except DatabaseError as error:
+        log.warning("the last use of %d keys is not noted: %r", len(principals), error)
+    finally:
+        close_old_connections()
