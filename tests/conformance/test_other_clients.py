@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 from tests.conformance.conftest import Served
-from tests.controlplane.lorax.conftest import LoraxClient, lorax_client
+from tests.controlplane.gateway.lorax.conftest import LoraxClient, lorax_client
 from tests.tiny_base import ROOMY_NAME
 
 __all__ = ["lorax_client"]  # a fixture

@@ -26,7 +26,7 @@ from controlplane.tenants.key_rules import KeyRules
 from controlplane.tenants.models import Role, ServiceAccount
 from controlplane.tenants.permissions import Permission
 from tests.controlplane.conftest import Party
-from tests.controlplane.test_openapi import COMMITTED, make_named
+from tests.controlplane.management.test_openapi import COMMITTED, make_named
 
 #: Of each operation; half of them fit its schema.
 NUM_EXAMPLES = 12

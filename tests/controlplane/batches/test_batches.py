@@ -13,7 +13,7 @@ from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
 
 from tests.controlplane.batches.conftest import ENDPOINT, Batches, chat_line
-from tests.controlplane.files.test_files import objects, sweep
+from tests.controlplane.gateway.files.test_files import objects, sweep
 from tests.fakes import FAKE_NAME
 from tests.live import LiveStack, wait_for
 

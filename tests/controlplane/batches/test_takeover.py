@@ -15,7 +15,7 @@ from contract.queue.batch_replies import flights_key
 from controlplane.batches.runner import LOOK_S
 from tests.controlplane.batches.conftest import Batches, chat_line
 from tests.controlplane.batches.test_batch_crashes import lapse, nothing_is_left, records
-from tests.controlplane.files.test_files import objects, sweep
+from tests.controlplane.gateway.files.test_files import objects, sweep
 from tests.live import LiveStack, Process, wait_for
 
 #: Three quarters of them are a batch's.

@@ -26,7 +26,7 @@ from controlplane.tenants.services import api_key_create, member_add
 from controlplane.usage.services import usage_settle
 from tests.controlplane.conftest import PASSWORD, Party
 from tests.controlplane.console.conftest import Belongings, browser_of
-from tests.controlplane.usage.test_accountant import record
+from tests.controlplane.queue.test_accountant import record
 
 PAGE = "/console/requests"
 MARKUP = "<img src=x onerror=alert(1)>"

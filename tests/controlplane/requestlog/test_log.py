@@ -24,7 +24,7 @@ from controlplane.tenants.models import Role
 from controlplane.usage.models import UsageRecord
 from controlplane.usage.services import usage_settle
 from tests.controlplane.conftest import Party, as_key, as_user, assert_error
-from tests.controlplane.usage.test_accountant import record
+from tests.controlplane.queue.test_accountant import record
 
 LOG, REQUESTS = "/api/v1/request-log", "/api/v1/requests"
 SECRET = "the patient's name is Ada"

@@ -19,7 +19,7 @@ from controlplane.tenants import auth, key_services, people, services
 from controlplane.tenants.models import Invite, Membership, Role, User
 from controlplane.tenants.roles import PERMISSIONS
 from tests.controlplane.conftest import PASSWORD, Party, as_user, assert_error, make_party
-from tests.controlplane.test_openapi import COMMITTED
+from tests.controlplane.management.test_openapi import COMMITTED
 
 INVITES, ACCOUNTS, MEMBERS = "/api/v1/invites", "/api/v1/service-accounts", "/api/v1/members"
 

@@ -19,7 +19,7 @@ from controlplane.usage.models import UsageDay, UsageHour, UsageRecord
 from controlplane.usage.services import usage_settle
 from controlplane.usage.totals import usage_drift
 from tests.controlplane.conftest import Party
-from tests.controlplane.usage.test_accountant import record
+from tests.controlplane.queue.test_accountant import record
 
 START = dt.datetime(2026, 3, 1, 22, tzinfo=dt.UTC).timestamp()
 

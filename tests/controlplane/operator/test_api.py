@@ -25,7 +25,7 @@ from tests.controlplane.conftest import (
     assert_error,
     make_operator,
 )
-from tests.controlplane.test_openapi import COMMITTED, METHODS
+from tests.controlplane.management.test_openapi import COMMITTED, METHODS
 
 OPERATIONS = [
     (method, path)

@@ -28,7 +28,7 @@ from controlplane.errors import (
 )
 from controlplane.gateway.lorax.errors import error_body, status_and_type
 from controlplane.inference.schemas import MAX_MESSAGES
-from tests.controlplane.lorax.conftest import LoraxClient, client_python
+from tests.controlplane.gateway.lorax.conftest import LoraxClient, client_python
 from tests.fakes import END, FAKE_CONTEXT, FAKE_NAME
 from tests.live import LiveStack, wait_for
 

@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.controlplane.files.test_files import CHATS, objects, sweep
+from tests.controlplane.gateway.files.test_files import CHATS, objects, sweep
 from tests.site import Site
 
 

@@ -10,7 +10,7 @@ from rest_framework.test import APIClient
 
 from controlplane.usage.services import usage_settle
 from tests.controlplane.conftest import Party, as_key
-from tests.controlplane.usage.test_accountant import record
+from tests.controlplane.queue.test_accountant import record
 
 
 def moment(day: str, hour: int = 12) -> float:
