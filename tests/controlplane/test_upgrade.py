@@ -1,0 +1,107 @@
+"""A database made by an earlier release takes today's migrations, and keeps what it had.
+
+`schema_edf1380.json` is of a database that commit edf1380 made on PostgreSQL, before packages of
+the control plane moved: the migrations that were applied, by the app's label; each model's content
+type; the tables, their columns and types; how many row-level policies each table had.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+from demo.stack import EmbeddedStack
+from tests.conftest import ROOT
+from tests.database import own_database
+
+BEFORE: dict[str, Any] = json.loads((Path(__file__).parent / "schema_edf1380.json").read_text())
+_COLUMNS = """
+    select table_name, column_name, data_type, is_nullable = 'YES'
+    from information_schema.columns where table_schema = 'public'
+"""
+_POLICIES = """
+    select relname, count(*) from pg_policy join pg_class on pg_class.oid = polrelid
+    group by relname
+"""
+_CONTENT_TYPES = "select app_label, model from django_content_type"
+#: Applies to each app what it had, and no more: in the database of that release.
+_AS_BEFORE = f"""
+from django.core.management import call_command
+for label, names in {BEFORE["migrations"]!r}.items():
+    call_command("migrate", label, names[-1], verbosity=0)
+"""
+
+
+@pytest.fixture(scope="module")
+def upgraded(stack: EmbeddedStack) -> dict[str, str]:
+    """The environment of such a database, after today's `migrate`."""
+    env = {**os.environ, **own_database(stack.env, "upgrade")}
+    _manage(env, "shell", "--no-imports", "-c", _AS_BEFORE)
+    assert _columns(env).items() >= _columns_before().items()
+    _manage(env, "migrate", "--no-input")
+    return env
+
+
+def test_every_applied_migration_is_known_under_its_label(upgraded: dict[str, str]) -> None:
+    listed = _manage(upgraded, "showmigrations", "--format", "plan")
+    applied = {line.split()[-1] for line in listed.splitlines() if line.startswith("[X]")}
+    names = {f"{label}.{name}" for label, of_app in BEFORE["migrations"].items() for name in of_app}
+    assert names - applied == set()
+
+
+def test_no_migration_is_missing(upgraded: dict[str, str]) -> None:
+    said = _manage(upgraded, "makemigrations", "--check", "--dry-run")
+    assert "No changes detected" in said
+
+
+def test_tables_columns_and_policies_stay(upgraded: dict[str, str]) -> None:
+    before = _columns_before()
+    after = _columns(upgraded)
+    assert {column: after.get(column) for column in before} == before
+    policies = dict(_rows(upgraded, _POLICIES))
+    assert {table: policies.get(table) for table in BEFORE["policies"]} == BEFORE["policies"]
+
+
+def test_models_keep_their_apps(upgraded: dict[str, str]) -> None:
+    before = {
+        (label, model) for label, models in BEFORE["content_types"].items() for model in models
+    }
+    after = set(_rows(upgraded, _CONTENT_TYPES))
+    assert before - after == set()
+    models = [model for _, model in before]
+    assert {row for row in after if row[1] in models} == before  # none has a second home
+
+
+def _columns_before() -> dict[tuple[str, str], str]:
+    return {
+        (table, name): kind
+        for table, columns in BEFORE["columns"].items()
+        for name, _, kind in (column.partition(" ") for column in columns)
+    }
+
+
+def _columns(env: dict[str, str]) -> dict[tuple[str, str], str]:
+    return {
+        (table, name): kind + (" null" if can_be_null else "")
+        for table, name, kind, can_be_null in _rows(env, _COLUMNS)
+    }
+
+
+def _rows(env: dict[str, str], query: str) -> list[tuple[Any, ...]]:
+    with psycopg.connect(env["DATABASE_OWNER_URL"]) as connection:
+        return connection.execute(query.encode()).fetchall()
+
+
+def _manage(env: dict[str, str], *command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "manage.py", *command], cwd=ROOT, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
