@@ -10,7 +10,7 @@ from controlplane.batches import lines
 from controlplane.batches.lines import Line, LineFault, parse_line
 from controlplane.errors import ApiError
 from controlplane.inference import access
-from controlplane.inference.named import Named
+from controlplane.inference.model_selector import ModelSelector
 from controlplane.inference.service import new_request_id
 from controlplane.tenants.auth import Principal
 
@@ -84,7 +84,7 @@ class _Check:
         self._keep = keep
         self._refused: list[Refusal] = []
         self._custom_ids: set[str] = set()
-        self._known: dict[Named, ApiError | None] = {}
+        self._known: dict[ModelSelector, ApiError | None] = {}
 
     def line(self, number: int, raw: bytes) -> None:
         """Raises LineFault."""
@@ -110,24 +110,24 @@ class _Check:
             request = lines.parse_request(line, self._endpoint)
         except ApiError as error:
             if line.model:
-                self._check_named(Named.model(line.model))
+                self._check_named(ModelSelector.model(line.model))
             output = lines.error_line(line.custom_id, new_request_id(), error, self._endpoint)
             self._refused.append((line.number, output))
             if len(self._refused) >= _REFUSALS:
                 self.flush()
             return
-        self._check_named(request.body.named())
+        self._check_named(request.body.selector())
 
-    def _check_named(self, named: Named) -> None:
-        if named not in self._known:
-            self._known[named] = self._look_up(named)
-        error = self._known[named]
+    def _check_named(self, selector: ModelSelector) -> None:
+        if selector not in self._known:
+            self._known[selector] = self._look_up(selector)
+        error = self._known[selector]
         if error is not None:
             raise LineFault(error.code or error.type, error.message, f"body.{error.param}")
 
-    def _look_up(self, named: Named) -> ApiError | None:
+    def _look_up(self, selector: ModelSelector) -> ApiError | None:
         try:
-            access.target_now(self._principal, named)
+            access.target_now(self._principal, selector)
         except ApiError as error:
             if error.status >= 500:
                 raise  # says nothing of the model

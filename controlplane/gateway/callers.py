@@ -18,7 +18,7 @@ from controlplane.adapters.resolution import ResolvedModel, models_list
 from controlplane.errors import ApiError
 from controlplane.gateway.cross_origin import check_origin
 from controlplane.inference.access import Target, in_thread, may_name, target_now, target_of
-from controlplane.inference.named import Named
+from controlplane.inference.model_selector import ModelSelector
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants import auth
 from controlplane.tenants.auth import Permission, Principal, authorize
@@ -57,7 +57,7 @@ def known_tenant(request: HttpRequest) -> uuid.UUID | None:
     return None if principal is None else principal.tenant.id
 
 
-async def admit(request: HttpRequest, named: Named) -> tuple[Principal, Target]:
+async def admit(request: HttpRequest, selector: ModelSelector) -> tuple[Principal, Target]:
     """The caller and what they named.
 
     Raises ApiError; NotFound for a model that does not exist as for one of another tenant.
@@ -66,16 +66,16 @@ async def admit(request: HttpRequest, named: Named) -> tuple[Principal, Target]:
     principal = auth.cached_principal(*credentials)
     if principal is None:
         try:
-            return await in_thread(lambda: _admit(request, credentials, named))
+            return await in_thread(lambda: _admit(request, credentials, selector))
         finally:
             _touch_beside(getattr(request, "principal", None))
     _let_in(request, principal)
-    return principal, await target_of(principal, named)
+    return principal, await target_of(principal, selector)
 
 
 async def model(request: HttpRequest, name: str) -> ResolvedModel:
     """The one model of this name. Raises ApiError as `admit` does."""
-    _, target = await admit(request, Named.model(name))
+    _, target = await admit(request, ModelSelector.model(name))
     return target.models[0]
 
 
@@ -96,11 +96,11 @@ def _credentials(request: HttpRequest) -> tuple[str | None, str]:
 
 
 def _admit(
-    request: HttpRequest, credentials: tuple[str | None, str], named: Named
+    request: HttpRequest, credentials: tuple[str | None, str], selector: ModelSelector
 ) -> tuple[Principal, Target]:
     principal = auth.authenticate(*credentials, touches=False)
     _let_in(request, principal)
-    return principal, target_now(principal, named)
+    return principal, target_now(principal, selector)
 
 
 #: Whose keys' use is to be noted, and the task that will: it holds all of a moment together.

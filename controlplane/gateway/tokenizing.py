@@ -19,7 +19,7 @@ from controlplane.errors import PayloadTooLarge, Unavailable
 from controlplane.gateway import callers
 from controlplane.gateway.views import gateway_view, read_body, request_id_of
 from controlplane.inference.bodies import Body, FirstFault
-from controlplane.inference.named import Named
+from controlplane.inference.model_selector import ModelSelector
 from controlplane.inference.parsing import parse_body
 from controlplane.inference.schemas import (
     MAX_MESSAGES,
@@ -130,7 +130,7 @@ async def detokenize(request: HttpRequest) -> HttpResponseBase:
 async def _checked(request: HttpRequest, kind: Any) -> tuple[Principal, Any]:
     """The caller and the body, as `views.checked_body`."""
     body = await read_body(request, lambda sent: _parsed(kind, sent))
-    principal, _ = await callers.admit(request, Named.model(body.model))
+    principal, _ = await callers.admit(request, ModelSelector.model(body.model))
     return principal, body
 
 

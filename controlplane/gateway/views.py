@@ -137,7 +137,7 @@ async def checked_body(request: HttpRequest, kind: type[_B]) -> tuple[Principal,
     """
     body = await read_body(request, lambda sent: parse_body(kind, sent))
     await name_base(request, body)
-    principal, _ = await callers.admit(request, body.named())
+    principal, _ = await callers.admit(request, body.selector())
     return principal, body
 
 

@@ -28,7 +28,7 @@ from controlplane.adapters.resolution import (
     names_like,
 )
 from controlplane.errors import InvalidRequest, NotFound, PermissionDenied, Unavailable
-from controlplane.inference.named import Named
+from controlplane.inference.model_selector import ModelSelector
 from controlplane.limits.admit import Limits
 from controlplane.limits.services import limits_for
 from controlplane.tenancy.scoping import tenant_scope
@@ -59,44 +59,44 @@ _models: dict[tuple[uuid.UUID, str], tuple[ResolvedModel, float]] = {}
 _limits: dict[tuple[uuid.UUID, str], tuple[Limits, float]] = {}  # by key and model
 
 
-async def target_of(principal: Principal, named: Named) -> Target:
+async def target_of(principal: Principal, selector: ModelSelector) -> Target:
     """What a request names as its model, for a caller that is known.
 
     Raises PermissionDenied, NotFound, or InvalidRequest for adapters that do not go together.
     """
-    _check(principal, named)
-    found = [_cached_model(principal, name) for name in named.names]
+    _check(principal, selector)
+    found = [_cached_model(principal, name) for name in selector.names]
     if None in found:
-        return await in_thread(lambda: _load_target(principal, named))
-    return _target(named, [model for model in found if model is not None])
+        return await in_thread(lambda: _load_target(principal, selector))
+    return _target(selector, [model for model in found if model is not None])
 
 
-def target_now(principal: Principal, named: Named) -> Target:
+def target_now(principal: Principal, selector: ModelSelector) -> Target:
     """`target_of`, for code that is in a thread already and may query."""
-    _check(principal, named)
-    return _load_target(principal, named)
+    _check(principal, selector)
+    return _load_target(principal, selector)
 
 
-async def target_under_way(named: Named, base_model: str) -> Target:
+async def target_under_way(selector: ModelSelector, base_model: str) -> Target:
     """What answers a request that was let in when its name meant something, less its adapters.
 
     Raises NotFound.
     """
     model = await in_thread(lambda: base_model_resolve(base_model))
-    return Target(name=named.label, models=(model,), parts=())
+    return Target(name=selector.label, models=(model,), parts=())
 
 
-async def limits_of(principal: Principal, named: Named) -> Limits:
+async def limits_of(principal: Principal, selector: ModelSelector) -> Limits:
     """What bounds the caller's use of all that the request names, as of at most `CACHE_S` ago."""
     assert principal.api_key is not None
     now = time.monotonic()
-    known = [_limits.get((principal.api_key.id, name), (None, 0.0)) for name in named.names]
+    known = [_limits.get((principal.api_key.id, name), (None, 0.0)) for name in selector.names]
     fresh = [limits for limits, until in known if limits is not None and until > now]
-    if len(fresh) < len(named.names):
+    if len(fresh) < len(selector.names):
 
         def query() -> list[Limits]:
             with tenant_scope(principal.tenant.id):
-                return [_load_limits(principal, name) for name in named.names]
+                return [_load_limits(principal, name) for name in selector.names]
 
         fresh = await in_thread(query)
     return _together(fresh)
@@ -126,17 +126,17 @@ def check_named(principal: Principal, name: str, param: str = "model") -> None:
         )
 
 
-def _check(principal: Principal, named: Named) -> None:
+def _check(principal: Principal, selector: ModelSelector) -> None:
     authorize(principal, Permission.INFER)
-    for name, param in zip(named.names, named.params, strict=True):
+    for name, param in zip(selector.names, selector.params, strict=True):
         check_named(principal, name, param)
 
 
-def _load_target(principal: Principal, named: Named) -> Target:
+def _load_target(principal: Principal, selector: ModelSelector) -> Target:
     found = []
     until = time.monotonic() + CACHE_S  # from the question on: the answer may take its time
     with tenant_scope(principal.tenant.id):
-        for name, param in zip(named.names, named.params, strict=True):
+        for name, param in zip(selector.names, selector.params, strict=True):
             try:
                 found.append(model_resolve(name))
             except NotFound as error:
@@ -148,7 +148,7 @@ def _load_target(principal: Principal, named: Named) -> Target:
         _models.clear()
     for model in found:
         _models[principal.tenant.id, model.name] = (model, until)
-    return _target(named, found)
+    return _target(selector, found)
 
 
 def _way_out(principal: Principal, name: str) -> str:
@@ -166,14 +166,14 @@ def _cached_model(principal: Principal, name: str) -> ResolvedModel | None:
     return model if until > time.monotonic() else None
 
 
-def _target(named: Named, models: list[ResolvedModel]) -> Target:
+def _target(selector: ModelSelector, models: list[ResolvedModel]) -> Target:
     """The models together.
 
     Raises InvalidRequest when they cannot be applied at once, NotFound when they are shut down.
     """
     base_model = models[0].base_model
     parts: list[tuple[AdapterVersion, float]] = []
-    for model, weight, param in zip(models, named.weights, named.params, strict=True):
+    for model, weight, param in zip(models, selector.weights, selector.params, strict=True):
         check_serving(model, param=param)
         if model.base_model.pk != base_model.pk:
             raise InvalidRequest(
@@ -191,7 +191,7 @@ def _target(named: Named, models: list[ResolvedModel]) -> Target:
             if any(model.version.digest == version.digest for version, _ in parts):
                 raise InvalidRequest(f"`{model.name}` is in the blend twice.", param=param)
             parts.append((model.version, 1.0 if weight is None else weight))
-    return Target(name=named.label, models=tuple(models), parts=tuple(parts))
+    return Target(name=selector.label, models=tuple(models), parts=tuple(parts))
 
 
 def _load_limits(principal: Principal, model_name: str) -> Limits:

@@ -20,7 +20,7 @@ from pydantic_core import PydanticCustomError
 
 from controlplane.inference.bodies import Body, FirstFault, Replayed, at_most, without_nul
 from controlplane.inference.constraints import Constrained
-from controlplane.inference.named import Named
+from controlplane.inference.model_selector import ModelSelector
 from controlplane.inference.tools import (
     MAX_TOOLS,
     FunctionTool,
@@ -181,17 +181,17 @@ class GenerationBody(Constrained):
             raise PydanticCustomError("missing", "model: required")
         return self
 
-    def named(self) -> Named:
+    def selector(self) -> ModelSelector:
         """The models and adapters that the body names."""
         if not self.adapters:
-            return Named.model(self.model or "")
+            return ModelSelector.model(self.model or "")
         label = self.model or "+".join(part.called for part in self.adapters)[:MAX_MODEL_CHARS]
         names = tuple(part.called for part in self.adapters)
         weights = tuple(part.weight for part in self.adapters)
         params = tuple(f"adapters.{i}.{part.field}" for i, part in enumerate(self.adapters))
         if not self.model:
-            return Named(label=label, names=names, weights=weights, params=params)
-        return Named(
+            return ModelSelector(label=label, names=names, weights=weights, params=params)
+        return ModelSelector(
             label=label,
             names=(self.model, *names),
             weights=(None, *weights),

@@ -40,7 +40,7 @@ from controlplane.inference.access import Target
 from controlplane.inference.answers import Answer, ChatAnswer, CompletionAnswer, Json
 from controlplane.inference.generation import Call, chat_job, client_param, completion_job
 from controlplane.inference.json_schema import schema_headers
-from controlplane.inference.named import Named
+from controlplane.inference.model_selector import ModelSelector
 from controlplane.inference.schemas import ChatBody, CompletionBody, GenerationBody
 from controlplane.limits.admit import Admitted
 from controlplane.queue import dispatcher as jobs
@@ -80,9 +80,9 @@ async def submit(
     Raises ApiError: PermissionDenied, NotFound, InvalidRequest, RateLimited, Unavailable.
     With a mailbox, Fenced.
     """
-    named = body.named()
+    selector = body.selector()
     under_way = mailbox.base_model_of(request_id) if mailbox is not None else None
-    target = await _target_of(principal, named, under_way)
+    target = await _target_of(principal, selector, under_way)
     dispatcher = await jobs.dispatcher()
     call = Call(
         principal=principal,
@@ -101,7 +101,7 @@ async def submit(
         job = adjust(job)
     if mailbox is not None:
         job = mailbox.as_admitted(job)
-    limits = await access.limits_of(principal, named)
+    limits = await access.limits_of(principal, selector)
     reply, admitted = await dispatcher.submit(
         job, limits, context_length=target.base_model.context_length, mailbox=mailbox
     )
@@ -115,17 +115,19 @@ async def submit(
     )
 
 
-async def _target_of(principal: Principal, named: Named, under_way: str | None) -> Target:
+async def _target_of(
+    principal: Principal, selector: ModelSelector, under_way: str | None
+) -> Target:
     """What is to answer, or does already, whatever became of its name since then.
 
     under_way  the base model that answers; None: nothing does yet
     """
     try:
-        return await access.target_of(principal, named)
+        return await access.target_of(principal, selector)
     except (InvalidRequest, NotFound, PermissionDenied):
         if under_way is None:
             raise
-        return await access.target_under_way(named, under_way)
+        return await access.target_under_way(selector, under_way)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ async def responses(request: HttpRequest) -> HttpResponseBase:
     """Answer once; nothing of it is kept to be continued or fetched."""
     body, chat = await _bodies(request)
     await name_base(request, chat)
-    principal, _ = await callers.admit(request, chat.named())
+    principal, _ = await callers.admit(request, chat.selector())
     request_id = request_id_of(request)
     try:
         generation = await submit(

@@ -12,11 +12,11 @@ from controlplane import asgi
 from controlplane.adapters.models import BaseModel
 from controlplane.gateway import callers
 from controlplane.inference import access
-from controlplane.inference.named import Named
+from controlplane.inference.model_selector import ModelSelector
 from controlplane.tenants import auth
 from tests.controlplane.conftest import Party
 
-TINY = Named.model("tiny")
+TINY = ModelSelector.model("tiny")
 
 
 def slowly(query: Callable[..., Any]) -> Callable[..., Any]:

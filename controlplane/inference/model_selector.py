@@ -6,7 +6,7 @@ import dataclasses
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Named:
+class ModelSelector:
     """What a body says of the model: names, in the order of the body.
 
     label    what the answer, usage and logs call it
@@ -20,6 +20,6 @@ class Named:
     params: tuple[str, ...] = ("model",)
 
     @classmethod
-    def model(cls, name: str) -> Named:
+    def model(cls, name: str) -> ModelSelector:
         """One model and nothing else."""
         return cls(label=name, names=(name,))
