@@ -9,7 +9,7 @@ from django.http import HttpRequest, HttpResponseBase, JsonResponse
 from controlplane.adapters.resolution import ResolvedModel
 from controlplane.adapters.services import model_delete
 from controlplane.gateway import callers
-from controlplane.gateway.row_views import acting
+from controlplane.gateway.row_views import as_caller
 from controlplane.gateway.views import gateway_view
 from controlplane.inference import access
 from controlplane.tenants.auth import Permission
@@ -26,7 +26,7 @@ async def model_detail(request: HttpRequest, name: str) -> HttpResponseBase:
     if request.method == "DELETE":
         principal = await callers.authenticate(request, Permission.ADAPTERS_WRITE)
         access.check_named(principal, name)
-        await access.in_thread(acting(request, principal, lambda: model_delete(name)))
+        await access.in_thread(as_caller(request, principal, lambda: model_delete(name)))
         return JsonResponse({"id": name, "object": "model", "deleted": True})
     return JsonResponse(model_body(await callers.model(request, name)))
 

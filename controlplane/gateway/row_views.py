@@ -21,7 +21,9 @@ from controlplane.tenants.models import IdempotencyRecord
 _T = TypeVar("_T")
 
 
-def acting(request: HttpRequest, principal: Principal, work: Callable[[], _T]) -> Callable[[], _T]:
+def as_caller(
+    request: HttpRequest, principal: Principal, work: Callable[[], _T]
+) -> Callable[[], _T]:
     """`work`, done in the caller's tenant scope and told to the audit trail as the caller's."""
 
     def run() -> _T:
@@ -32,10 +34,10 @@ def acting(request: HttpRequest, principal: Principal, work: Callable[[], _T]) -
     return run
 
 
-def once(
+def idempotent(
     request: HttpRequest, principal: Principal, body: bytes, write: Callable[[], dict[str, Any]]
 ) -> Callable[[], HttpResponse]:
-    """`write`, as `acting`, and its answer; under an Idempotency-Key the first answer again."""
+    """`write`, as `as_caller`, and its answer; under an Idempotency-Key the first answer again."""
     key = request.headers.get(idempotency.HEADER)
 
     def answered() -> HttpResponse:
@@ -59,7 +61,7 @@ def once(
                 headers={idempotency.REPLAYED_HEADER: "true"},
             )
 
-    return acting(request, principal, answered if key is None else kept)
+    return as_caller(request, principal, answered if key is None else kept)
 
 
 def list_page(

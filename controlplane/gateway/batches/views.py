@@ -8,7 +8,7 @@ from controlplane.batches import services
 from controlplane.batches.models import Batch
 from controlplane.gateway import callers
 from controlplane.gateway.batches.bodies import BatchBody, batch_body
-from controlplane.gateway.row_views import acting, list_page, once
+from controlplane.gateway.row_views import as_caller, idempotent, list_page
 from controlplane.gateway.views import gateway_view
 from controlplane.inference import access
 from controlplane.inference.parsing import parse_body
@@ -27,7 +27,7 @@ async def batches(request: HttpRequest) -> HttpResponseBase:
             rows = Batch.objects.all()
             return list_page(request, rows, batch_body, prefix=Batch.PREFIX, max_limit=MAX_PAGE)
 
-        return JsonResponse(await access.in_thread(acting(request, principal, load)))
+        return JsonResponse(await access.in_thread(as_caller(request, principal, load)))
     principal = await callers.authenticate(request, Permission.BATCHES_WRITE)
     authorize(principal, Permission.FILES_READ)  # it reads a file
     authorize(principal, Permission.INFER)
@@ -45,13 +45,15 @@ async def batches(request: HttpRequest) -> HttpResponseBase:
         )
         return batch_body(batch)
 
-    return await access.in_thread(once(request, principal, content, create))
+    return await access.in_thread(idempotent(request, principal, content, create))
 
 
 @gateway_view("GET")
 async def batch_detail(request: HttpRequest, batch_id: str) -> HttpResponseBase:
     principal = await callers.authenticate(request, Permission.BATCHES_READ)
-    batch = await access.in_thread(acting(request, principal, lambda: services.batch_get(batch_id)))
+    batch = await access.in_thread(
+        as_caller(request, principal, lambda: services.batch_get(batch_id))
+    )
     return JsonResponse(batch_body(batch))
 
 
@@ -59,6 +61,6 @@ async def batch_detail(request: HttpRequest, batch_id: str) -> HttpResponseBase:
 async def batch_cancel(request: HttpRequest, batch_id: str) -> HttpResponseBase:
     principal = await callers.authenticate(request, Permission.BATCHES_WRITE)
     batch = await access.in_thread(
-        acting(request, principal, lambda: services.batch_cancel(services.batch_get(batch_id)))
+        as_caller(request, principal, lambda: services.batch_cancel(services.batch_get(batch_id)))
     )
     return JsonResponse(batch_body(batch))
