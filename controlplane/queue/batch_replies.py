@@ -134,7 +134,7 @@ class Mailbox:
     async def open(self) -> None:
         """Read what there is. Raises Fenced, and Unavailable."""
         try:
-            await uncut(self._open())
+            await shielded(self._open())
         except AWAY as error:
             raise Unavailable("The queue does not answer.") from error
 
@@ -259,7 +259,7 @@ class Mailbox:
         if self._landed:
             pipe.hdel(self._key, *self._landed)
         try:
-            await uncut(pipe.execute())
+            await shielded(pipe.execute())
         except AWAY as error:
             log.warning("what was answered stays in %s: %r", self.out, error)
         else:
@@ -268,7 +268,7 @@ class Mailbox:
     async def close(self) -> None:
         """The batch has ended: nothing is kept for it any more. Raises Unavailable."""
         try:
-            await uncut(self._redis.eval(CLOSE, 2, self._key, self.out, self._fence))
+            await shielded(self._redis.eval(CLOSE, 2, self._key, self.out, self._fence))
         except AWAY as error:
             raise Unavailable("The queue does not answer.") from error
 
@@ -317,7 +317,7 @@ class Post:
         pipe.xadd(self._out, {protocol.PAYLOAD_FIELD: _NUDGE})
         pipe.expire(self._out, protocol.OUT_STREAM_TTL_S)
         with contextlib.suppress(*AWAY):  # then it is read a moment later
-            await uncut(pipe.execute())
+            await shielded(pipe.execute())
 
     def remove(self, mailbox: Mailbox) -> None:
         if self._mailboxes.get(mailbox.out) is mailbox:
@@ -347,7 +347,7 @@ class Post:
                 mailbox.take_in(entry_id, fields, self._deliver)
 
 
-async def uncut(work: Coroutine[Any, Any, _T]) -> _T:
+async def shielded(work: Coroutine[Any, Any, _T]) -> _T:
     """What it comes to. Cancelled, it goes on by itself, and who waits for it ends.
 
     For what asks Redis: before Python 3.12 `asyncio.wait_for`, with which its client sends, may

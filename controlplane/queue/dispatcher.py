@@ -48,7 +48,7 @@ from controlplane.queue.batch_replies import (
     Fenced,
     Mailbox,
     Post,
-    uncut,
+    shielded,
 )
 from controlplane.queue.reaper import INTERVAL_S as REAP_INTERVAL_S
 from controlplane.queue.reaper import Reaper
@@ -114,7 +114,7 @@ class Dispatcher:
 
     async def close(self) -> None:
         """Say goodbye; workers stop what still runs for this gateway."""
-        while tasks := list(self._tasks):  # a cancellation may get lost: see `uncut`
+        while tasks := list(self._tasks):  # a cancellation may get lost: see `shielded`
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks, timeout=CANCEL_RETRY_S)
@@ -164,7 +164,7 @@ class Dispatcher:
             reply = self._expect(job, mailbox)
             reply.note_accepted()
             return reply, Admitted()
-        await uncut(self._check_served(job.base_model))
+        await shielded(self._check_served(job.base_model))
         reply = self._expect(job, mailbox)
         # Shielded: were it cut off half-way, a cancellation could overtake the job itself.
         sending = self._spawn(self._admit(job, limits, context_length, mailbox))
