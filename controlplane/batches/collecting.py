@@ -14,7 +14,7 @@ from controlplane.batches.results import Result
 from controlplane.errors import ApiError, Unavailable
 from controlplane.inference.service import Generation, submit
 from controlplane.queue import dispatcher as jobs
-from controlplane.queue.batch_replies import Mailbox
+from controlplane.queue.batch_replies import BatchReplyStream
 from controlplane.tenants.auth import Principal
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,11 @@ class _Waiting:
 
 
 async def collect(
-    found: AsyncIterator[Line], *, endpoint: str, principal: Principal | None, mailbox: Mailbox
+    found: AsyncIterator[Line],
+    *,
+    endpoint: str,
+    principal: Principal | None,
+    batch_stream: BatchReplyStream,
 ) -> list[Result]:
     """The results of those lines that were answered, or are before they can be cancelled.
 
@@ -41,20 +45,20 @@ async def collect(
     Raises Unavailable.
     """
     waiting: list[_Waiting] = []
-    left = mailbox.lines_under_way
+    left = batch_stream.lines_under_way
     dispatcher = await jobs.dispatcher()
     try:
         async for line in found:
             if principal is None:
                 break
             try:
-                waiting.append(await _wait_for(line, endpoint, principal, mailbox))
+                waiting.append(await _wait_for(line, endpoint, principal, batch_stream))
             except Unavailable:
                 raise  # that says nothing of the line
             except ApiError as error:
                 log.info("the answer of line %d cannot be told: %r", line.number, error)
         ended = {each.request_id for each in waiting if each.generation.reply.is_ended}
-        running = {mailbox.request_id(number) for number in left} - ended
+        running = {batch_stream.request_id(number) for number in left} - ended
         if cancelling := [dispatcher.cancel(request_id) for request_id in running]:
             await asyncio.wait(cancelling, timeout=PATIENCE_S)
         return await _results(waiting, endpoint)
@@ -63,17 +67,19 @@ async def collect(
             each.generation.leave()
 
 
-async def _wait_for(line: Line, endpoint: str, principal: Principal, mailbox: Mailbox) -> _Waiting:
+async def _wait_for(
+    line: Line, endpoint: str, principal: Principal, batch_stream: BatchReplyStream
+) -> _Waiting:
     """Raises ApiError when its answer could not be told."""
     request = lines.parse_request(line, endpoint)
-    request_id = mailbox.request_id(line.number)
+    request_id = batch_stream.request_id(line.number)
     generation = await submit(
         principal,
         request.body,
         request_id=request_id,
         endpoint=endpoint,
         is_batch=True,
-        mailbox=mailbox,
+        batch_stream=batch_stream,
     )
     return _Waiting(line, request_id, request, generation)
 

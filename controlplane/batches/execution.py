@@ -4,7 +4,7 @@ Every line's result is a row, unique by batch and line, written under the batch'
 are made of the rows, and are there from the moment at which the batch says that it has ended. So
 whatever stops a runner, the next one answers what has no row yet, and no line is lost or doubled.
 What was under way is not sent again: it goes on, and the next runner finds it, or its answer, in
-the batch's mailbox (`controlplane.queue.batch_replies`).
+the batch's reply stream (`controlplane.queue.batch_replies`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from controlplane.files import contents
 from controlplane.files.models import File
 from controlplane.infra import storage
 from controlplane.queue import dispatcher as jobs
-from controlplane.queue.batch_replies import Fenced, Mailbox
+from controlplane.queue.batch_replies import BatchReplyStream, Fenced
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants import auth
 from controlplane.tenants.auth import Permission, Principal
@@ -172,22 +172,22 @@ class Execution:
     async def _feed(self, batch: Batch) -> None:
         """Answer the lines that have no result yet."""
         done = await self._patiently(lambda: results.done_lines(self._lease))
-        async with self._mailbox(is_ending=False) as mailbox:
-            await mailbox.settle(done)
+        async with self._batch_stream(is_ending=False) as batch_stream:
+            await batch_stream.settle(done)
             feeder = Feeder(
                 batch_id=batch.pk,
                 endpoint=batch.endpoint,
                 deadline=batch.expires_at.timestamp(),
                 principal=self._known_principal,
                 pace=self._pace,
-                mailbox=mailbox,
+                batch_stream=batch_stream,
                 keep=self._keep,
             )
             with self._pace.joined(batch.pk):
                 await feeder.run(self._lines(batch, lambda number: number not in done))
 
     @contextlib.asynccontextmanager
-    async def _mailbox(self, *, is_ending: bool) -> AsyncIterator[Mailbox]:
+    async def _batch_stream(self, *, is_ending: bool) -> AsyncIterator[BatchReplyStream]:
         """The batch's, with all that came so far. Raises LeaseLost, and Unavailable.
 
         is_ending  nothing more is sent, and what this runner was sending is refused if it comes
@@ -195,8 +195,8 @@ class Execution:
         dispatcher = await jobs.dispatcher()
         fence = 2 * self._lease.fence + is_ending
         try:
-            async with dispatcher.mailbox(self._lease.batch_id, fence) as mailbox:
-                yield mailbox
+            async with dispatcher.batch_stream(self._lease.batch_id, fence) as batch_stream:
+                yield batch_stream
         except Fenced as error:
             raise LeaseLost from error
 
@@ -275,17 +275,17 @@ class Execution:
     async def _collect(self, batch: Batch) -> None:
         """Keep what was answered by the time at which the batch was stopped, and end the rest."""
         done = await self._patiently(lambda: results.done_lines(self._lease))
-        async with self._mailbox(is_ending=True) as mailbox:
-            await mailbox.settle(done)
-            if left := mailbox.lines_under_way:
+        async with self._batch_stream(is_ending=True) as batch_stream:
+            await batch_stream.settle(done)
+            if left := batch_stream.lines_under_way:
                 found = await collect(
                     self._lines_left(batch, left),
                     endpoint=batch.endpoint,
                     principal=self._principal,
-                    mailbox=mailbox,
+                    batch_stream=batch_stream,
                 )
                 await self._keep(found)
-            await mailbox.close()
+            await batch_stream.close()
 
     async def _lines_left(self, batch: Batch, left: set[int]) -> AsyncIterator[Line]:
         """The lines of these numbers, as far as there still are any."""

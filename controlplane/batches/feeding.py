@@ -17,7 +17,7 @@ from controlplane.batches.results import Result
 from controlplane.errors import ApiError, GivenUp, InternalError
 from controlplane.inference.service import Generation, submit
 from controlplane.queue import dispatcher as jobs
-from controlplane.queue.batch_replies import Fenced, Mailbox
+from controlplane.queue.batch_replies import BatchReplyStream, Fenced
 from controlplane.tenants.auth import Principal
 
 log = logging.getLogger(__name__)
@@ -45,12 +45,12 @@ class _Forgotten(Exception):
 
 class Feeder:
     """Answers lines until there are no more. Cancelled, it leaves what is under way to whoever
-    opens the mailbox next.
+    opens the stream next.
 
-    deadline   Unix seconds; past it nobody wants the answers
-    principal  who asks, as it stands at that moment
-    mailbox    the batch's, opened
-    keep       writes results; it is not called twice at a time
+    deadline      Unix seconds; past it nobody wants the answers
+    principal     who asks, as it stands at that moment
+    batch_stream  the batch's, opened
+    keep          writes results; it is not called twice at a time
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Feeder:
         deadline: float,
         principal: Callable[[], Principal],
         pace: Pace,
-        mailbox: Mailbox,
+        batch_stream: BatchReplyStream,
         keep: Callable[[list[Result]], Awaitable[None]],
     ) -> None:
         self._batch_id = batch_id
@@ -69,7 +69,7 @@ class Feeder:
         self._deadline = deadline
         self._principal = principal
         self._pace = pace
-        self._mailbox = mailbox
+        self._batch_stream = batch_stream
         self._keep = keep
         self._unwritten: asyncio.Queue[Result] = asyncio.Queue(MAX_UNWRITTEN)
         self._is_over = asyncio.Event()  # nothing more comes to be written
@@ -123,21 +123,21 @@ class Feeder:
     async def _answer(self, line: Line) -> Result:
         """The line's result, after as many attempts as it takes."""
         while True:
-            request_id = self._mailbox.request_id(line.number)
+            request_id = self._batch_stream.request_id(line.number)
             try:
                 return await self._attempt(line, request_id)
             except _Refused:
                 await self._wait_until_open()
             except _Forgotten:
-                self._mailbox.send_again(line.number)
+                self._batch_stream.send_again(line.number)
             except Fenced as error:
                 raise LeaseLost from error
             except Exception as error:
-                num_attempts = self._mailbox.num_attempts(line.number)
+                num_attempts = self._batch_stream.num_attempts(line.number)
                 failure = self._told(line, error)
                 if not is_passing(failure) or num_attempts >= MAX_ATTEMPTS:
                     return refused(line, request_id, failure, self._endpoint)
-                self._mailbox.try_again(line.number)
+                self._batch_stream.try_again(line.number)
                 pause_s = 2.0**num_attempts * random.uniform(0.25, 0.5)
                 await asyncio.sleep(min(MAX_WAIT_S, pause_s))
 
@@ -146,7 +146,7 @@ class Feeder:
 
         Raises _Refused, _Forgotten, Fenced; ApiError and whatever else when there is no answer.
         """
-        is_under_way = self._mailbox.is_under_way(request_id)
+        is_under_way = self._batch_stream.is_under_way(request_id)
         generation: Generation | None = None
         async with self._pace.place(self._batch_id, is_taken=is_under_way):
             try:
@@ -167,7 +167,7 @@ class Feeder:
 
     async def _end(self, request_id: str) -> None:
         """Let nothing go on that nobody will hear."""
-        if self._mailbox.is_under_way(request_id):
+        if self._batch_stream.is_under_way(request_id):
             (await jobs.dispatcher()).cancel(request_id)
 
     def _told(self, line: Line, error: Exception) -> ApiError:
@@ -183,7 +183,7 @@ class Feeder:
         One at a time, so that the first refusal spares the others theirs.
         """
         async with self._submitting:
-            if self._closed_for_s() > 0 and not self._mailbox.is_under_way(request_id):
+            if self._closed_for_s() > 0 and not self._batch_stream.is_under_way(request_id):
                 raise _Refused
             try:
                 return await submit(
@@ -193,7 +193,7 @@ class Feeder:
                     endpoint=self._endpoint,
                     is_batch=True,
                     deadline=self._deadline,
-                    mailbox=self._mailbox,
+                    batch_stream=self._batch_stream,
                 )
             except ApiError as error:
                 if error.status not in (429, 503):
@@ -218,7 +218,7 @@ class Feeder:
                 found = [self._unwritten.get_nowait() for _ in range(self._unwritten.qsize())]
                 if found:
                     await self._keep(found)
-                    await self._mailbox.settle({result.line for result in found})
+                    await self._batch_stream.settle({result.line for result in found})
         finally:
             over.cancel()
 

@@ -45,7 +45,7 @@ from controlplane.inference.schemas import ChatBody, CompletionBody, GenerationB
 from controlplane.limits.admit import Admitted
 from controlplane.queue import dispatcher as jobs
 from controlplane.queue.admission import rate_headers
-from controlplane.queue.batch_replies import Mailbox
+from controlplane.queue.batch_replies import BatchReplyStream
 from controlplane.queue.replies import Reply
 from controlplane.tenancy.scoping import new_id
 from controlplane.tenants.auth import Principal
@@ -65,30 +65,30 @@ async def submit(
     adjust: Callable[[GenerateJob], GenerateJob] | None = None,
     is_batch: bool = False,
     deadline: float | None = None,
-    mailbox: Mailbox | None = None,
+    batch_stream: BatchReplyStream | None = None,
 ) -> Generation:
     """Have a request accepted into the fair queue.
 
-    principal   with an API key, which the use is billed to
-    request_id  from `new_request_id`; at most one request is accepted under it
-    endpoint    the address that the client used, for the log; "": the body's own
-    adjust      a last change to the job, of what no field of the body says
-    is_batch    served from what interactive requests leave
-    deadline    Unix seconds past which nobody wants the answer; None: `DEADLINE_S` from now
-    mailbox     where it is answered, instead of in this process's own stream: who leaves it does
-                not cancel it then, and one that is under way there is not submitted again
+    principal     with an API key, which the use is billed to
+    request_id    from `new_request_id`; at most one request is accepted under it
+    endpoint      the address that the client used, for the log; "": the body's own
+    adjust        a last change to the job, of what no field of the body says
+    is_batch      served from what interactive requests leave
+    deadline      Unix seconds past which nobody wants the answer; None: `DEADLINE_S` from now
+    batch_stream  where it is answered, instead of in this process's own stream: who leaves it does
+                  not cancel it then, and one that is under way there is not submitted again
     Raises ApiError: PermissionDenied, NotFound, InvalidRequest, RateLimited, Unavailable.
-    With a mailbox, Fenced.
+    With a batch_stream, Fenced.
     """
     selector = body.selector()
-    under_way = mailbox.base_model_of(request_id) if mailbox is not None else None
+    under_way = batch_stream.base_model_of(request_id) if batch_stream is not None else None
     target = await _target_of(principal, selector, under_way)
     dispatcher = await jobs.dispatcher()
     call = Call(
         principal=principal,
         target=target,
         request_id=request_id,
-        gateway_id=dispatcher.gateway_id if mailbox is None else mailbox.gateway_id,
+        gateway_id=dispatcher.gateway_id if batch_stream is None else batch_stream.gateway_id,
         endpoint=endpoint or body.endpoint,
         is_batch=is_batch or body.is_flex,
         deadline=deadline,
@@ -99,11 +99,11 @@ async def submit(
         job = completion_job(body, call)
     if adjust is not None:
         job = adjust(job)
-    if mailbox is not None:
-        job = mailbox.as_admitted(job)
+    if batch_stream is not None:
+        job = batch_stream.as_admitted(job)
     limits = await access.limits_of(principal, selector)
     reply, admitted = await dispatcher.submit(
-        job, limits, context_length=target.base_model.context_length, mailbox=mailbox
+        job, limits, context_length=target.base_model.context_length, batch_stream=batch_stream
     )
     return Generation(
         job=job,

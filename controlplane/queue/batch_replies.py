@@ -1,9 +1,10 @@
-"""The streams in which workers answer: a gateway's own, and the mailboxes of batches.
+"""The streams in which workers answer: a gateway's own, and the reply streams of batches.
 
 What is answered to a gateway is of use to nobody else, and goes with it. A batch outlives its
 runners, so its lines are answered into a stream of the batch's own. Whoever runs the batch opens
-it as its `Mailbox`, which reads it from the start: what was answered while nobody read, what is
-still under way, and under which id. Nothing of it is removed before the lines' results are kept.
+it as its `BatchReplyStream`, which reads it from the start: what was answered while nobody read,
+what is still under way, and under which id. Nothing of it is removed before the lines' results are
+kept.
 
 A line's attempts have ids that follow from the batch, the line and a number. So a line that is sent
 twice, by whatever accident, is one request: the queue takes it once while it knows of it, and the
@@ -47,7 +48,7 @@ _PAGE = 100
 _NUDGE = b"[]"
 
 # ADMIT for a line of a batch.
-# KEYS job, flights | ARGV fence, line, flight, ADMIT's …
+# KEYS job, pending lines | ARGV fence, line, what is pending, ADMIT's …
 # -> ADMIT's, or fenced
 ADMIT_LINE = f"""
 local function admit(KEYS, ARGV)
@@ -65,7 +66,7 @@ end
 return verdict
 """
 
-# KEYS flights | ARGV fence -> the hash; nothing when a later runner has it
+# KEYS pending lines | ARGV fence -> the hash; nothing when a later runner has it
 OPEN = f"""
 local fence = redis.call('HGET', KEYS[1], 'fence')
 if fence and tonumber(fence) > tonumber(ARGV[1]) then return {{}} end
@@ -74,7 +75,7 @@ redis.call('EXPIRE', KEYS[1], {batch_replies.MAILBOX_TTL_S})
 return redis.call('HGETALL', KEYS[1])
 """
 
-# KEYS flights, out | ARGV fence
+# KEYS pending lines, out | ARGV fence
 # The fence stays: of the runners that were given up one may still wake.
 CLOSE = f"""
 local fence = redis.call('HGET', KEYS[1], 'fence')
@@ -107,7 +108,7 @@ def line_request_id(batch_id: uuid.UUID, line: int, attempt: int) -> str:
     return f"req_{batch_id.hex[:12]}{uuid.uuid5(batch_id, f'{line} {attempt}').hex[12:]}"
 
 
-class Mailbox:
+class BatchReplyStream:
     """One batch's, in the hands of the runner that holds its lease. `open` it first.
 
     redis  asyncio's client, of protocol 2
@@ -125,7 +126,7 @@ class Mailbox:
         self._attempts: dict[int, int] = {}
         self._under_way: set[int] = set()
         self._lines: dict[str, int] = {}  # request id -> line, of the attempts that count
-        self._flights: dict[str, dict[str, Any]] = {}  # of requests that were found under way
+        self._pending_lines: dict[str, dict[str, Any]] = {}  # of requests that were found under way
         self._news: dict[str, list[TokenEvent]] = {}  # of requests that are not settled
         self._entries: dict[bytes, set[str]] = {}  # -> the requests that still need them
         self._spent: list[bytes] = []
@@ -144,10 +145,10 @@ class Mailbox:
             raise Fenced
         for field, value in zip(found[::2], found[1::2], strict=True):
             if field != b"fence":
-                line, flight = int(field), json.loads(value)
-                self._attempts[line] = flight["attempt"]
+                line, pending_line = int(field), json.loads(value)
+                self._attempts[line] = pending_line["attempt"]
                 self._under_way.add(line)
-                self._flights[self.request_id(line)] = flight
+                self._pending_lines[self.request_id(line)] = pending_line
         while True:
             after = f"({self.last_id.decode()}"
             entries = await self._redis.xrange(self.out, after, count=_PAGE)
@@ -185,31 +186,31 @@ class Mailbox:
     def send_again(self, line: int) -> None:
         """Redis has lost the request: it may be sent under its own id, and is billed once."""
         self._under_way.discard(line)
-        self._flights.pop(self.request_id(line), None)
+        self._pending_lines.pop(self.request_id(line), None)
 
     def admission(self, job: GenerateJob) -> tuple[list[str], list[Any]]:
         """What ADMIT_LINE's keys and arguments begin with, behind the job's key."""
         line = self._lines[job.request_id]
-        flight = {
+        pending_line = {
             "attempt": self.num_attempts(line),
             "created_at": job.created_at,
             "base_model": job.base_model,
             "adapters": [ref.to_dict() for ref in job.adapters],
         }
-        return [self._key], [self._fence, line, json.dumps(flight, separators=(",", ":"))]
+        return [self._key], [self._fence, line, json.dumps(pending_line, separators=(",", ":"))]
 
     def as_admitted(self, job: GenerateJob) -> GenerateJob:
         """The job as it is under way: by now its model's name may mean other weights."""
-        flight = self._flights.get(job.request_id)
-        if flight is None:
+        pending_line = self._pending_lines.get(job.request_id)
+        if pending_line is None:
             return job
-        adapters = tuple(AdapterRef.from_dict(ref) for ref in flight["adapters"])
-        return dataclasses.replace(job, created_at=flight["created_at"], adapters=adapters)
+        adapters = tuple(AdapterRef.from_dict(ref) for ref in pending_line["adapters"])
+        return dataclasses.replace(job, created_at=pending_line["created_at"], adapters=adapters)
 
     def base_model_of(self, request_id: str) -> str | None:
         """What answers a request that was found under way; None of another."""
-        flight = self._flights.get(request_id)
-        return None if flight is None else flight.get("base_model")
+        pending_line = self._pending_lines.get(request_id)
+        return None if pending_line is None else pending_line.get("base_model")
 
     def note_admitted(self, request_id: str) -> None:
         line = self._lines[request_id]
@@ -225,7 +226,7 @@ class Mailbox:
     ) -> None:
         """Give an entry's events to who waits for them, and keep them for who may again."""
         if _order(entry_id) <= _order(self.last_id):
-            return  # asked for before this mailbox was opened
+            return  # asked for before this stream was opened
         self.last_id = entry_id
         events = read_events(fields)
         needed_by = {event.request_id for event in events} & self._lines.keys()
@@ -275,7 +276,7 @@ class Mailbox:
     def _forget(self, request_ids: set[str]) -> None:
         for request_id in request_ids:
             del self._lines[request_id]
-            self._flights.pop(request_id, None)
+            self._pending_lines.pop(request_id, None)
             self._news.pop(request_id, None)
         for entry_id, needed_by in list(self._entries.items()):
             needed_by -= request_ids
@@ -284,8 +285,8 @@ class Mailbox:
                 self._spent.append(entry_id)
 
 
-class Post:
-    """Reads all streams of one process: its own, and those of the mailboxes that it has open.
+class ReplyReader:
+    """Reads all streams of one process: its own, and those of the batches that it has open.
 
     redis       asyncio's client, of protocol 2
     gateway_id  its own
@@ -299,34 +300,37 @@ class Post:
         self._out = protocol.out_key(gateway_id)
         self._last_id = b"0-0"
         self._deliver = deliver
-        self._mailboxes: dict[str, Mailbox] = {}
+        self._batch_streams: dict[str, BatchReplyStream] = {}
 
     async def say_alive(self) -> None:
-        """So that workers go on with what was asked for here; those that know mailboxes go on with
-        these in any case. Raises what Redis's client raises."""
-        open_now = [mailbox.gateway_id for mailbox in self._mailboxes.values()]
+        """Let workers go on with what was asked for here.
+
+        Those that know batches' streams go on with these in any case. Raises what Redis's client
+        raises.
+        """
+        open_now = [batch_stream.gateway_id for batch_stream in self._batch_streams.values()]
         await self._beat(
             keys=[protocol.GATEWAYS_KEY, self._out],
             args=[self._last_id, FORGET_S, self._gateway_id, *open_now],
         )
 
-    async def add(self, mailbox: Mailbox) -> None:
+    async def add(self, batch_stream: BatchReplyStream) -> None:
         """Read this one, too, from where it has been read."""
-        self._mailboxes[mailbox.out] = mailbox
+        self._batch_streams[batch_stream.out] = batch_stream
         pipe = self._redis.pipeline(transaction=False)
         pipe.xadd(self._out, {protocol.PAYLOAD_FIELD: _NUDGE})
         pipe.expire(self._out, protocol.OUT_STREAM_TTL_S)
         with contextlib.suppress(*AWAY):  # then it is read a moment later
             await shielded(pipe.execute())
 
-    def remove(self, mailbox: Mailbox) -> None:
-        if self._mailboxes.get(mailbox.out) is mailbox:
-            del self._mailboxes[mailbox.out]
+    def remove(self, batch_stream: BatchReplyStream) -> None:
+        if self._batch_streams.get(batch_stream.out) is batch_stream:
+            del self._batch_streams[batch_stream.out]
 
     async def read_loop(self) -> None:
         """Deliver events for ever. The last ids read make a reconnection lose nothing."""
         while True:
-            streams = {box.out: box.last_id for box in self._mailboxes.values()}
+            streams = {box.out: box.last_id for box in self._batch_streams.values()}
             streams[self._out] = self._last_id
             try:
                 found = await self._redis.xread(streams, count=READ_ENTRIES, block=BLOCK_MS)
@@ -343,8 +347,8 @@ class Post:
                 self._last_id = entry_id
                 for event in read_events(fields):
                     self._deliver(event)
-            elif (mailbox := self._mailboxes.get(out)) is not None:
-                mailbox.take_in(entry_id, fields, self._deliver)
+            elif (batch_stream := self._batch_streams.get(out)) is not None:
+                batch_stream.take_in(entry_id, fields, self._deliver)
 
 
 async def shielded(work: Coroutine[Any, Any, _T]) -> _T:

@@ -45,9 +45,9 @@ from controlplane.queue.batch_replies import (
     AWAY,
     BLOCK_MS,
     RETRY_S,
+    BatchReplyStream,
     Fenced,
-    Mailbox,
-    Post,
+    ReplyReader,
     shielded,
 )
 from controlplane.queue.reaper import INTERVAL_S as REAP_INTERVAL_S
@@ -100,15 +100,15 @@ class Dispatcher:
         self._workers: list[WorkerStatus] = []
         self._speed = Speed()
         self._contact = Contact()
-        self._post = Post(self._redis, self.gateway_id, self._deliver)
+        self._reply_reader = ReplyReader(self._redis, self.gateway_id, self._deliver)
         self._tasks: set[asyncio.Task[Any]] = set()
         self.recorder = Recorder()
 
     async def start(self) -> None:
         """Announce this gateway; workers cancel the jobs of one that they do not know."""
-        await self._post.say_alive()
+        await self._reply_reader.say_alive()
         await self._refresh_workers()
-        loops = (self._post.read_loop, self._beat_loop, self._refresh_loop, self._reap_loop)
+        loops = (self._reply_reader.read_loop, self._beat_loop, self._refresh_loop, self._reap_loop)
         for loop in (*loops, self.recorder.run):
             self._spawn(_keep_up(loop))
 
@@ -135,15 +135,17 @@ class Dispatcher:
         return task
 
     @contextlib.asynccontextmanager
-    async def mailbox(self, batch_id: uuid.UUID, fence: int) -> AsyncIterator[Mailbox]:
-        """A batch's mailbox, opened and read meanwhile. Raises Fenced, and Unavailable."""
-        mailbox = Mailbox(self._redis, self._pool, batch_id, fence)
-        await mailbox.open()
-        await self._post.add(mailbox)
+    async def batch_stream(
+        self, batch_id: uuid.UUID, fence: int
+    ) -> AsyncIterator[BatchReplyStream]:
+        """A batch's reply stream, opened and read meanwhile. Raises Fenced, and Unavailable."""
+        batch_stream = BatchReplyStream(self._redis, self._pool, batch_id, fence)
+        await batch_stream.open()
+        await self._reply_reader.add(batch_stream)
         try:
-            yield mailbox
+            yield batch_stream
         finally:
-            self._post.remove(mailbox)
+            self._reply_reader.remove(batch_stream)
 
     async def submit(
         self,
@@ -151,23 +153,23 @@ class Dispatcher:
         limits: Limits = NO_LIMITS,
         *,
         context_length: int = 0,
-        mailbox: Mailbox | None = None,
+        batch_stream: BatchReplyStream | None = None,
     ) -> tuple[Reply, Admitted]:
         """Have a job accepted. Whoever gets the reply must `leave` it in the end.
 
-        mailbox  the job is answered there, and goes on when it is left; one that is under way
-                 there is only waited for
+        batch_stream  the job is answered there, and goes on when it is left; one that is
+                      under way there is only waited for
         Raises RateLimited when the tenant's limits refuse it, Unavailable when no worker serves
         the base model, too much is waiting, or the queue does not answer; Fenced.
         """
-        if mailbox is not None and mailbox.is_under_way(job.request_id):
-            reply = self._expect(job, mailbox)
+        if batch_stream is not None and batch_stream.is_under_way(job.request_id):
+            reply = self._expect(job, batch_stream)
             reply.note_accepted()
             return reply, Admitted()
         await shielded(self._check_served(job.base_model))
-        reply = self._expect(job, mailbox)
+        reply = self._expect(job, batch_stream)
         # Shielded: were it cut off half-way, a cancellation could overtake the job itself.
-        sending = self._spawn(self._admit(job, limits, context_length, mailbox))
+        sending = self._spawn(self._admit(job, limits, context_length, batch_stream))
         try:
             verdict = await asyncio.shield(sending)
         except AWAY as error:
@@ -183,19 +185,23 @@ class Dispatcher:
             del self._replies[job.request_id]
             raise Fenced if verdict.reason == "fenced" else refusal_error(verdict, limits)
         reply.note_accepted()
-        if mailbox is not None:
-            mailbox.note_admitted(job.request_id)
+        if batch_stream is not None:
+            batch_stream.note_admitted(job.request_id)
         return reply, verdict
 
-    def _expect(self, job: GenerateJob, mailbox: Mailbox | None) -> Reply:
+    def _expect(self, job: GenerateJob, batch_stream: BatchReplyStream | None) -> Reply:
         """From now on what comes for the job is its reply's, with what came before."""
         reply = self._replies[job.request_id] = Reply(job, self.recorder.open(job))
-        for event in mailbox.news(job.request_id) if mailbox is not None else ():
+        for event in batch_stream.news(job.request_id) if batch_stream is not None else ():
             self._deliver(event)
         return reply
 
     async def _admit(
-        self, job: GenerateJob, limits: Limits, context_length: int, mailbox: Mailbox | None
+        self,
+        job: GenerateJob,
+        limits: Limits,
+        context_length: int,
+        batch_stream: BatchReplyStream | None,
     ) -> Admitted | Refusal:
         args = admission_args(
             job,
@@ -206,8 +212,8 @@ class Dispatcher:
         )
         keys = [protocol.job_key(self._pool, job.request_id)]
         script = self._admit_script
-        if mailbox is not None:
-            more_keys, more_args = mailbox.admission(job)
+        if batch_stream is not None:
+            more_keys, more_args = batch_stream.admission(job)
             script, keys, args = self._admit_line, keys + more_keys, more_args + args
         while True:
             reply = await script(keys=keys, args=args)
@@ -309,7 +315,7 @@ class Dispatcher:
         while True:
             await asyncio.sleep(protocol.HEARTBEAT_INTERVAL_S)
             with contextlib.suppress(*AWAY):
-                await self._post.say_alive()
+                await self._reply_reader.say_alive()
                 self._contact.note()
                 if self._contact.is_steady:
                     await self._find_lost_replies()

@@ -97,8 +97,8 @@ def check(batches: Batches, pool: LiveStack, batch: Any) -> None:
 def nothing_is_left(pool: LiveStack, batch: Any) -> bool:
     """In Redis, but for the fence."""
     batch_id = batch.id.removeprefix("batch_")
-    flights = pool.redis.hgetall(flights_key(pool.pool, batch_id))
-    return set(flights) <= {b"fence"} and not pool.redis.exists(out_key(mailbox_id(batch_id)))
+    pending_lines = pool.redis.hgetall(flights_key(pool.pool, batch_id))
+    return set(pending_lines) <= {b"fence"} and not pool.redis.exists(out_key(mailbox_id(batch_id)))
 
 
 def test_runners_that_are_killed_again_and_again(batches: Batches, pool: LiveStack) -> None:

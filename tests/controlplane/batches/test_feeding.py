@@ -19,7 +19,7 @@ from controlplane.batches.lines import Line
 from controlplane.batches.pace import Pace
 from controlplane.batches.results import Result
 from controlplane.errors import RateLimited
-from controlplane.queue.batch_replies import Mailbox
+from controlplane.queue.batch_replies import BatchReplyStream
 from demo.stack import EmbeddedStack
 
 USAGE = {
@@ -49,9 +49,9 @@ BATCH = uuid.uuid4()
 
 
 @pytest.fixture
-async def mailbox(stack: EmbeddedStack) -> AsyncIterator[Mailbox]:
+async def batch_stream(stack: EmbeddedStack) -> AsyncIterator[BatchReplyStream]:
     client = redis.asyncio.Redis.from_url(stack.env["REDIS_URL"], protocol=2)
-    made = Mailbox(client, f"feeding-{uuid.uuid4().hex[:8]}", BATCH, fence=1)
+    made = BatchReplyStream(client, f"feeding-{uuid.uuid4().hex[:8]}", BATCH, fence=1)
     await made.open()
     yield made
     await made.close()
@@ -59,7 +59,7 @@ async def mailbox(stack: EmbeddedStack) -> AsyncIterator[Mailbox]:
 
 
 def a_feeder(
-    mailbox: Mailbox, keep: Callable[[list[Result]], Awaitable[None]], pace: Pace
+    batch_stream: BatchReplyStream, keep: Callable[[list[Result]], Awaitable[None]], pace: Pace
 ) -> Feeder:
     return Feeder(
         batch_id=BATCH,
@@ -67,13 +67,13 @@ def a_feeder(
         deadline=time.time() + 60,
         principal=lambda: None,  # type: ignore[arg-type, return-value]
         pace=pace,
-        mailbox=mailbox,
+        batch_stream=batch_stream,
         keep=keep,
     )
 
 
 async def test_a_line_that_the_server_fails_on_keeps_no_other_from_its_answer(
-    monkeypatch: pytest.MonkeyPatch, mailbox: Mailbox
+    monkeypatch: pytest.MonkeyPatch, batch_stream: BatchReplyStream
 ) -> None:
     kept: list[Result] = []
 
@@ -87,7 +87,7 @@ async def test_a_line_that_the_server_fails_on_keeps_no_other_from_its_answer(
 
     monkeypatch.setattr(feeding, "submit", submit)
     monkeypatch.setattr(feeding, "MAX_ATTEMPTS", 2)
-    feeder = a_feeder(mailbox, keep, Pace(lambda: [], most=4))
+    feeder = a_feeder(batch_stream, keep, Pace(lambda: [], most=4))
     async with asyncio.timeout(20):
         await feeder.run(found(4))
     assert sorted(result.line for result in kept) == [1, 2, 3, 4]
@@ -97,7 +97,7 @@ async def test_a_line_that_the_server_fails_on_keeps_no_other_from_its_answer(
 
 
 async def test_cancelled_it_leaves_what_is_under_way_and_keeps_what_is_answered(
-    monkeypatch: pytest.MonkeyPatch, mailbox: Mailbox
+    monkeypatch: pytest.MonkeyPatch, batch_stream: BatchReplyStream
 ) -> None:
     kept: list[int] = []
     begun: list[str] = []
@@ -114,7 +114,7 @@ async def test_cancelled_it_leaves_what_is_under_way_and_keeps_what_is_answered(
 
     async def submit(principal: Any, body: Any, *, request_id: str, **_: Any) -> Any:
         begun.append(body.prompt)
-        mailbox.note_admitted(request_id)
+        batch_stream.note_admitted(request_id)
         return Slow(body.prompt)
 
     async def keep(results: list[Result]) -> None:
@@ -128,7 +128,7 @@ async def test_cancelled_it_leaves_what_is_under_way_and_keeps_what_is_answered(
     monkeypatch.setattr(Feeder, "_end", end)
     pace = Pace(lambda: [], most=3)
     monkeypatch.setattr(pace, "limit", lambda: 3)
-    feeder = a_feeder(mailbox, keep, pace)
+    feeder = a_feeder(batch_stream, keep, pace)
     with pace.joined(BATCH):
         running = asyncio.create_task(feeder.run(found(1000)))
         async with asyncio.timeout(30):
@@ -139,14 +139,14 @@ async def test_cancelled_it_leaves_what_is_under_way_and_keeps_what_is_answered(
                 await running
     assert len(begun) == 4
     assert (kept, cancelled) == ([2], [])
-    assert mailbox.lines_under_way == {1, 3, 4}
+    assert batch_stream.lines_under_way == {1, 3, 4}
 
 
 async def test_what_was_under_way_takes_its_place_without_waiting(
-    monkeypatch: pytest.MonkeyPatch, mailbox: Mailbox
+    monkeypatch: pytest.MonkeyPatch, batch_stream: BatchReplyStream
 ) -> None:
     for line in (1, 2, 3):
-        mailbox.note_admitted(mailbox.request_id(line))
+        batch_stream.note_admitted(batch_stream.request_id(line))
     asked: list[str] = []
 
     async def submit(principal: Any, body: Any, **_: Any) -> Any:
@@ -163,17 +163,17 @@ async def test_what_was_under_way_takes_its_place_without_waiting(
         pass
 
     monkeypatch.setattr(feeding, "submit", submit)
-    feeder = a_feeder(mailbox, keep, Pace(lambda: [], most=1))
+    feeder = a_feeder(batch_stream, keep, Pace(lambda: [], most=1))
     async with asyncio.timeout(20):
         await feeder.run(found(5))
     assert sorted(asked) == [f"prompt {number}" for number in range(1, 6)]
-    assert mailbox.lines_under_way == set()
+    assert batch_stream.lines_under_way == set()
 
 
 async def test_what_is_under_way_waits_for_no_limit(
-    monkeypatch: pytest.MonkeyPatch, mailbox: Mailbox
+    monkeypatch: pytest.MonkeyPatch, batch_stream: BatchReplyStream
 ) -> None:
-    mailbox.note_admitted(mailbox.request_id(2))
+    batch_stream.note_admitted(batch_stream.request_id(2))
     kept: list[int] = []
 
     async def submit(principal: Any, body: Any, **_: Any) -> Any:
@@ -185,7 +185,9 @@ async def test_what_is_under_way_waits_for_no_limit(
         kept.extend(result.line for result in results)
 
     monkeypatch.setattr(feeding, "submit", submit)
-    running = asyncio.create_task(a_feeder(mailbox, keep, Pace(lambda: [], most=4)).run(found(2)))
+    running = asyncio.create_task(
+        a_feeder(batch_stream, keep, Pace(lambda: [], most=4)).run(found(2))
+    )
     async with asyncio.timeout(10):
         while kept != [2]:
             await asyncio.sleep(0.01)

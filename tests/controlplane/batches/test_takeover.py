@@ -96,7 +96,7 @@ def test_what_is_under_way_goes_on_without_a_runner(
 def test_a_batch_is_answered_where_it_was_taken_in(
     batches: Batches, pool: LiveStack, worker: Process
 ) -> None:
-    """A runner of another pool, on the same database, has neither its workers nor its mailbox."""
+    """A runner of another pool, on the same database, has neither its workers nor its replies."""
     other = pool.with_pool("takeover-elsewhere").start_batch_runner("taker-stranger")
     batch = create(batches, 3, SHORT)
     time.sleep(2 * LOOK_S)
