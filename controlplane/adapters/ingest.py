@@ -19,7 +19,7 @@ from django.db import transaction
 from django.utils import timezone
 
 from contract.protocol import adapter_digest
-from controlplane.adapters import peft_config, remains, tensor_file
+from controlplane.adapters import orphaned_objects, peft_config, tensor_file
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
 from controlplane.adapters.rejection import Reason, Rejected, shown
 from controlplane.adapters.validation import BaseShape, CheckedAdapter, check_adapter
@@ -59,8 +59,8 @@ def version_ingest(version_id: uuid.UUID) -> None:
             _reject(version, Rejected.because("", "a file went missing: upload a new version"))
         else:
             if not _accept(version, checked):  # it was decided while the bytes were put there
-                remains.kept_forget(version, version.digest)
-    remains.staging_clear(version)
+                orphaned_objects.kept_forget(version, version.digest)
+    orphaned_objects.staging_clear(version)
 
 
 def version_next() -> AdapterVersion | None:
@@ -118,7 +118,7 @@ def version_drop(version: AdapterVersion, why: str) -> bool:
     Raises storage.STORAGE_ERRORS; it is not rejected then.
     """
     with tenant_scope(version.tenant_id):
-        remains.staging_clear(version)  # first: when the store is away, the version stays
+        orphaned_objects.staging_clear(version)  # first: when the store is away, the version stays
         rejected = Rejected.because("", why)
         return _reject(version, rejected, expected=Status(version.status))
 
@@ -135,7 +135,7 @@ def _check_and_keep(version: AdapterVersion) -> CheckedAdapter:
         file.seek(0)
         checked = _check(version, config, file.read(_header_end(checked)))
         _check_values(file, checked)
-        if not remains.kept_note(version):
+        if not orphaned_objects.kept_note(version):
             return checked  # it is decided; nobody accepts this
         storage.upload(Path(file.name), version.tensors_key)
     storage.put_bytes(version.config_key, config)
@@ -220,7 +220,7 @@ def _accept(version: AdapterVersion, checked: CheckedAdapter) -> bool:
     """Make the version ready, and live unless a newer one is; False when it was decided before."""
     # The lock orders two versions that become ready at once.
     adapter = Adapter.objects.select_for_update().get(pk=version.adapter_id)
-    moved = remains.is_kept(version) and version.move(
+    moved = orphaned_objects.is_kept(version) and version.move(
         Status.VALIDATING,
         Status.READY,
         digest=version.digest,

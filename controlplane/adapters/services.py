@@ -17,7 +17,7 @@ from django.utils import timezone
 from kombu.exceptions import OperationalError
 
 from contract.protocol import context_length
-from controlplane.adapters import ingest, peft_config, remains, tasks, tensor_file
+from controlplane.adapters import ingest, orphaned_objects, peft_config, tasks, tensor_file
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel, is_serving
 from controlplane.adapters.resolution import model_resolve
 from controlplane.adapters.validation import BaseShape
@@ -281,7 +281,7 @@ def storage_used() -> int:
 
     A version that was rejected counts until its URLs are dead and what they brought is removed.
     """
-    decided_before = timezone.now() - remains.REJECTED_COUNTS
+    decided_before = timezone.now() - orphaned_objects.REJECTED_COUNTS
     is_gone = Q(status=Status.REJECTED, status_changed_at__lt=decided_before)
     is_gone |= Q(removed_at__isnull=False)
     rows = AdapterVersion.objects.exclude(is_gone)

@@ -7,7 +7,7 @@ import uuid
 from celery import shared_task
 from django.db import InterfaceError, OperationalError
 
-from controlplane.adapters import ingest, remains
+from controlplane.adapters import ingest, orphaned_objects
 from controlplane.infra.storage import STORAGE_ERRORS
 from controlplane.tenancy.scoping import tenant_scope
 
@@ -54,6 +54,6 @@ def adapter_versions_sweep() -> None:
     ingest.versions_abandon()
     for version in ingest.versions_overdue():
         adapter_version_validate_again.delay(str(version.tenant_id), str(version.pk))
-    remains.versions_clear()
-    remains.staging_sweep()
-    remains.retired_remove()
+    orphaned_objects.versions_clear()
+    orphaned_objects.staging_sweep()
+    orphaned_objects.retired_remove()

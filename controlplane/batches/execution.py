@@ -23,11 +23,11 @@ from django.utils import timezone
 
 from controlplane.batches import lines, output, results
 from controlplane.batches.collecting import collect
+from controlplane.batches.concurrency import Concurrency
 from controlplane.batches.feeding import Feeder
 from controlplane.batches.leases import LEASE, RENEW_S, Lease, LeaseLost
 from controlplane.batches.lines import Line, LineFault
 from controlplane.batches.models import Batch
-from controlplane.batches.pace import Pace
 from controlplane.batches.results import Result
 from controlplane.batches.validation import validate
 from controlplane.errors import ApiError, Unavailable
@@ -72,9 +72,9 @@ class _Halted(Exception):
 class Execution:
     """What a runner does about one batch that it has leased."""
 
-    def __init__(self, lease: Lease, pace: Pace) -> None:
+    def __init__(self, lease: Lease, concurrency: Concurrency) -> None:
         self._lease = lease
-        self._pace = pace
+        self._concurrency = concurrency
         self._halt = threading.Event()
         self._principal: Principal | None = None
         self._has_input = True
@@ -108,7 +108,7 @@ class Execution:
             await self._while_held(self._answer_all(batch), is_answering=True)
         except _Stop as stopped:
             stop = stopped
-        await self._patiently(lambda: results.stop(self._lease, stop.ends_as, stop.fault))
+        await self._with_retry(lambda: results.stop(self._lease, stop.ends_as, stop.fault))
 
     async def _while_held(self, work: Awaitable[None], *, is_answering: bool) -> None:
         """Do it, and hold the lease meanwhile. Raises LeaseLost, and _Stop while answering."""
@@ -159,7 +159,7 @@ class Execution:
     async def _answer_all(self, batch: Batch) -> None:
         self._check(batch)
         if batch.status == Status.VALIDATING:
-            await self._patiently(lambda: self._validate(batch))
+            await self._with_retry(lambda: self._validate(batch))
             batch = await self._renewed()
             self._check(batch)
         while True:
@@ -171,7 +171,7 @@ class Execution:
 
     async def _feed(self, batch: Batch) -> None:
         """Answer the lines that have no result yet."""
-        done = await self._patiently(lambda: results.done_lines(self._lease))
+        done = await self._with_retry(lambda: results.done_lines(self._lease))
         async with self._batch_stream(is_ending=False) as batch_stream:
             await batch_stream.settle(done)
             feeder = Feeder(
@@ -179,11 +179,11 @@ class Execution:
                 endpoint=batch.endpoint,
                 deadline=batch.expires_at.timestamp(),
                 principal=self._known_principal,
-                pace=self._pace,
+                concurrency=self._concurrency,
                 batch_stream=batch_stream,
                 keep=self._keep,
             )
-            with self._pace.joined(batch.pk):
+            with self._concurrency.joined(batch.pk):
                 await feeder.run(self._lines(batch, lambda number: number not in done))
 
     @contextlib.asynccontextmanager
@@ -205,7 +205,7 @@ class Execution:
         return self._principal
 
     async def _keep(self, found: list[Result]) -> None:
-        await self._patiently(lambda: results.keep(self._lease, found))
+        await self._with_retry(lambda: results.keep(self._lease, found))
 
     def _validate(self, batch: Batch) -> None:
         """In a thread: the first pass. The batch is in_progress then, or failed."""
@@ -270,11 +270,11 @@ class Execution:
             except AWAY as error:
                 log.warning("batch %s waits: %r", self._lease.batch_id, error)
                 await asyncio.sleep(RETRY_S)
-        await self._patiently(lambda: output.write(self._lease, batch, self._left(batch)))
+        await self._with_retry(lambda: output.write(self._lease, batch, self._left(batch)))
 
     async def _collect(self, batch: Batch) -> None:
         """Keep what was answered by the time at which the batch was stopped, and end the rest."""
-        done = await self._patiently(lambda: results.done_lines(self._lease))
+        done = await self._with_retry(lambda: results.done_lines(self._lease))
         async with self._batch_stream(is_ending=True) as batch_stream:
             await batch_stream.settle(done)
             if left := batch_stream.lines_under_way:
@@ -298,7 +298,7 @@ class Execution:
         with contextlib.suppress(_Stop):
             yield from self._raw_lines(batch)
 
-    async def _patiently(self, work: Callable[[], _T]) -> _T:
+    async def _with_retry(self, work: Callable[[], _T]) -> _T:
         """Do it in a thread, again while the database or the store is away."""
         while True:
             try:

@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from controlplane.batches import lines
+from controlplane.batches.concurrency import Concurrency
 from controlplane.batches.leases import LeaseLost
 from controlplane.batches.lines import Line, Request
-from controlplane.batches.pace import Pace
 from controlplane.batches.results import Result
 from controlplane.errors import ApiError, GivenUp, InternalError
 from controlplane.inference.service import Generation, submit
@@ -60,7 +60,7 @@ class Feeder:
         endpoint: str,
         deadline: float,
         principal: Callable[[], Principal],
-        pace: Pace,
+        concurrency: Concurrency,
         batch_stream: BatchReplyStream,
         keep: Callable[[list[Result]], Awaitable[None]],
     ) -> None:
@@ -68,7 +68,7 @@ class Feeder:
         self._endpoint = endpoint
         self._deadline = deadline
         self._principal = principal
-        self._pace = pace
+        self._concurrency = concurrency
         self._batch_stream = batch_stream
         self._keep = keep
         self._unwritten: asyncio.Queue[Result] = asyncio.Queue(MAX_UNWRITTEN)
@@ -148,7 +148,7 @@ class Feeder:
         """
         is_under_way = self._batch_stream.is_under_way(request_id)
         generation: Generation | None = None
-        async with self._pace.place(self._batch_id, is_taken=is_under_way):
+        async with self._concurrency.place(self._batch_id, is_taken=is_under_way):
             try:
                 request = lines.parse_request(line, self._endpoint)
                 generation = await self._submit(request, request_id)

@@ -15,9 +15,9 @@ from functools import partial
 
 from django.db import Error as DatabaseError
 
+from controlplane.batches.concurrency import Concurrency
 from controlplane.batches.execution import Execution, in_thread
 from controlplane.batches.leases import Lease, LeaseLost, claim
-from controlplane.batches.pace import Pace
 from controlplane.errors import Unavailable
 from controlplane.queue import dispatcher as jobs
 
@@ -46,10 +46,10 @@ class Runner:
         dispatcher = await self._dispatcher()
         if dispatcher is None:
             return
-        pace = Pace(lambda: dispatcher.known_workers, most=self._max_in_flight)
+        concurrency = Concurrency(lambda: dispatcher.known_workers, most=self._max_in_flight)
         try:
             while not self.stop.is_set():
-                await self._take_up(pace)
+                await self._take_up(concurrency)
                 await self._pause()
         finally:
             for task in self._running:
@@ -73,7 +73,7 @@ class Runner:
         except TimeoutError:
             return
 
-    async def _take_up(self, pace: Pace) -> None:
+    async def _take_up(self, concurrency: Concurrency) -> None:
         """Claim what is waiting, as far as there is room."""
         while len(self._running) < MAX_BATCHES:
             at_work = list(self._running.values())
@@ -84,7 +84,7 @@ class Runner:
                 return
             if lease is None:
                 return
-            execution = Execution(lease, pace)
+            execution = Execution(lease, concurrency)
             task = asyncio.create_task(self._work(lease, execution))
             self._running[task] = lease.batch_id
             task.add_done_callback(self._running.pop)

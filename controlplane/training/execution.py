@@ -30,13 +30,13 @@ from controlplane.limits import quotas, turns
 from controlplane.limits.models import Turn
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.training import picking, services, size
-from controlplane.training.holding import (
+from controlplane.training.lease import (
     DATABASE_AWAY,
     PUBLISHING_LEASE,
     RUNNING_LEASE,
     held,
     hold,
-    patiently,
+    with_retry,
 )
 from controlplane.training.loss_curve import LossCurve
 from controlplane.training.models import TrainingRun
@@ -158,7 +158,7 @@ def _train(run: TrainingRun, folder: Path) -> Path:
         output_dir=folder / "adapter",
         hyperparameters=run.hyperparameters,
     )
-    rows = patiently(
+    rows = with_retry(
         run,
         Status.RUNNING,
         lambda: storage.read_bytes(run.dataset_key, max_bytes=services.MAX_DATASET_BYTES),
@@ -210,7 +210,7 @@ def _publish(run: TrainingRun, folder: Path) -> None:
     """Make the adapter folder the next version, through the checks of an upload."""
     config_path, tensors_path = (folder / name for name in ADAPTER_FILES)
     sizes = {path.name: path.stat().st_size for path in (config_path, tensors_path)}
-    version = patiently(run, Status.RUNNING, lambda: _version_of(run, sizes))
+    version = with_retry(run, Status.RUNNING, lambda: _version_of(run, sizes))
 
     def upload() -> None:
         uploaded = adapter_services.adapter_version_upload_files(
@@ -218,7 +218,7 @@ def _publish(run: TrainingRun, folder: Path) -> None:
         )
         _conclude(run, uploaded)
 
-    patiently(run, Status.PUBLISHING, upload)
+    with_retry(run, Status.PUBLISHING, upload)
 
 
 @transaction.atomic

@@ -11,10 +11,11 @@ from django.http import HttpResponse
 from django.shortcuts import redirect, render
 from django.views.decorators.http import require_POST, require_safe
 
+from controlplane.console import limit_meters
 from controlplane.console.access import ConsoleRequest, member_page
 from controlplane.console.forms import BudgetForm, LimitForm, add_service_error
 from controlplane.errors import ApiError, NotFound, PermissionDenied
-from controlplane.limits import present, services
+from controlplane.limits import services
 from controlplane.limits.models import Budget, RateLimit
 from controlplane.tenants.auth import Permission
 
@@ -114,7 +115,7 @@ def _explain(form: LimitForm | BudgetForm, error: Exception) -> None:
 def _context() -> dict[str, Any]:
     rates = list(RateLimit.objects.select_related("api_key").order_by("api_key__name", "model"))
     budgets = list(Budget.objects.select_related("api_key").order_by("api_key__name", "period"))
-    meters, states = present.meters(rates), present.budget_states(budgets)
+    meters, states = limit_meters.meters(rates), limit_meters.budget_states(budgets)
     return {
         "rates": [{"row": row, "meters": meters[row.pk]} for row in rates],
         "budgets": [{"row": row, "state": states[row.pk]} for row in budgets],

@@ -15,7 +15,7 @@ from contract.protocol import Sampling
 from controlplane.adapters.models import BaseModel
 from controlplane.console import request_log as reads
 from controlplane.console.access import ConsoleRequest, member_page
-from controlplane.console.said import answer_passages, prompt_passages
+from controlplane.console.transcripts import answer_passages, prompt_passages
 from controlplane.errors import NotFound, from_worker
 from controlplane.requestlog import services
 from controlplane.requestlog.inference_request import InferenceRequest

@@ -14,9 +14,9 @@ import pytest
 import redis.asyncio
 
 from controlplane.batches import feeding
+from controlplane.batches.concurrency import Concurrency
 from controlplane.batches.feeding import Feeder
 from controlplane.batches.lines import Line
-from controlplane.batches.pace import Pace
 from controlplane.batches.results import Result
 from controlplane.errors import RateLimited
 from controlplane.queue.batch_replies import BatchReplyStream
@@ -59,14 +59,16 @@ async def batch_stream(stack: EmbeddedStack) -> AsyncIterator[BatchReplyStream]:
 
 
 def a_feeder(
-    batch_stream: BatchReplyStream, keep: Callable[[list[Result]], Awaitable[None]], pace: Pace
+    batch_stream: BatchReplyStream,
+    keep: Callable[[list[Result]], Awaitable[None]],
+    concurrency: Concurrency,
 ) -> Feeder:
     return Feeder(
         batch_id=BATCH,
         endpoint="/v1/completions",
         deadline=time.time() + 60,
         principal=lambda: None,  # type: ignore[arg-type, return-value]
-        pace=pace,
+        concurrency=concurrency,
         batch_stream=batch_stream,
         keep=keep,
     )
@@ -87,7 +89,7 @@ async def test_a_line_that_the_server_fails_on_keeps_no_other_from_its_answer(
 
     monkeypatch.setattr(feeding, "submit", submit)
     monkeypatch.setattr(feeding, "MAX_ATTEMPTS", 2)
-    feeder = a_feeder(batch_stream, keep, Pace(lambda: [], most=4))
+    feeder = a_feeder(batch_stream, keep, Concurrency(lambda: [], most=4))
     async with asyncio.timeout(20):
         await feeder.run(found(4))
     assert sorted(result.line for result in kept) == [1, 2, 3, 4]
@@ -126,10 +128,10 @@ async def test_cancelled_it_leaves_what_is_under_way_and_keeps_what_is_answered(
 
     monkeypatch.setattr(feeding, "submit", submit)
     monkeypatch.setattr(Feeder, "_end", end)
-    pace = Pace(lambda: [], most=3)
-    monkeypatch.setattr(pace, "limit", lambda: 3)
-    feeder = a_feeder(batch_stream, keep, pace)
-    with pace.joined(BATCH):
+    concurrency = Concurrency(lambda: [], most=3)
+    monkeypatch.setattr(concurrency, "limit", lambda: 3)
+    feeder = a_feeder(batch_stream, keep, concurrency)
+    with concurrency.joined(BATCH):
         running = asyncio.create_task(feeder.run(found(1000)))
         async with asyncio.timeout(30):
             while "prompt 4" not in begun:
@@ -163,7 +165,7 @@ async def test_what_was_under_way_takes_its_place_without_waiting(
         pass
 
     monkeypatch.setattr(feeding, "submit", submit)
-    feeder = a_feeder(batch_stream, keep, Pace(lambda: [], most=1))
+    feeder = a_feeder(batch_stream, keep, Concurrency(lambda: [], most=1))
     async with asyncio.timeout(20):
         await feeder.run(found(5))
     assert sorted(asked) == [f"prompt {number}" for number in range(1, 6)]
@@ -186,7 +188,7 @@ async def test_what_is_under_way_waits_for_no_limit(
 
     monkeypatch.setattr(feeding, "submit", submit)
     running = asyncio.create_task(
-        a_feeder(batch_stream, keep, Pace(lambda: [], most=4)).run(found(2))
+        a_feeder(batch_stream, keep, Concurrency(lambda: [], most=4)).run(found(2))
     )
     async with asyncio.timeout(10):
         while kept != [2]:

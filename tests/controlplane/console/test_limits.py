@@ -11,7 +11,7 @@ import redis
 from django.conf import settings
 
 from contract.queue import fair_queue
-from controlplane.limits import present
+from controlplane.console import limit_meters
 from controlplane.limits.admit import budget_state_key
 from controlplane.limits.models import Budget, RateLimit
 from controlplane.limits.services import budget_set, rate_limit_set
@@ -35,13 +35,13 @@ def test_what_is_taken_is_shown(acme: Party, client: redis.Redis) -> None:
         now = time.time()
         client.hset(key, mapping={"r": f"{now + 15:.6f}", "t": f"{now - 5:.6f}"})
         client.zadd(f"{key}:run", {"one": now + 60, "two": now + 60, "over": now - 1})
-        taken = {meter.label: meter.used for meter in present.meters([row])[row.pk]}
+        taken = {meter.label: meter.used for meter in limit_meters.meters([row])[row.pk]}
         assert taken == {"requests a minute": 15, "tokens a minute": 0, "at a time": 2}
         budget = budget_set(period="day", hard_limit=1000)
-        period = present.budget_states([budget])[budget.pk].period
+        period = limit_meters.budget_states([budget])[budget.pk].period
         state_key = budget_state_key(settings.POOL, str(acme.tenant.id), period)
         client.hset(state_key, mapping={"spent": 250, "reserved": 30})
-        state = present.budget_states([budget])[budget.pk]
+        state = limit_meters.budget_states([budget])[budget.pk]
         assert (state.spent, state.reserved) == (250, 30)
     page = browser_of(acme.viewer).get("/console/limits/now").content.decode()
     assert "2 of 4 at a time" in page
@@ -65,7 +65,7 @@ def test_a_spent_budget_is_drawn_and_said_as_one(
 ) -> None:
     with tenant_scope(acme.tenant.id):
         budget = budget_set(period="day", soft_limit=80, hard_limit=100)
-        period = present.budget_states([budget])[budget.pk].period
+        period = limit_meters.budget_states([budget])[budget.pk].period
     state_key = budget_state_key(settings.POOL, str(acme.tenant.id), period)
     client.hset(state_key, mapping={"spent": spent, "reserved": 0})
     page = browser_of(acme.viewer).get("/console/limits/now").content.decode()
@@ -78,7 +78,7 @@ def test_without_redis_the_page_is_there(acme: Party, monkeypatch: pytest.Monkey
     with tenant_scope(acme.tenant.id):
         rate_limit_set(model="invoices", requests_per_minute=60)
         budget_set(period="day", hard_limit=1000)
-    monkeypatch.setattr(present, "_ask", lambda groups: None)
+    monkeypatch.setattr(limit_meters, "_ask", lambda groups: None)
     page = browser_of(acme.viewer).get("/console/limits").content.decode()
     assert "? of 60 requests a minute" in page
     assert "0 of 1,000" in page

@@ -25,7 +25,7 @@ from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
 from controlplane.adapters.resolution import model_resolve
 from controlplane.infra import storage
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
-from controlplane.training import execution, holding, services, tasks
+from controlplane.training import execution, lease, services, tasks
 from controlplane.training.models import Dataset, Schedule, TrainingRun
 from tests.controlplane.conftest import Party
 from tests.controlplane.training.conftest import FAST
@@ -156,7 +156,7 @@ def quick_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def quick_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holding, "RETRY_S", 0.05)
+    monkeypatch.setattr(lease, "RETRY_S", 0.05)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 from django.utils import timezone
 
-from controlplane.adapters import ingest, remains, services, tasks
+from controlplane.adapters import ingest, orphaned_objects, services, tasks
 from controlplane.adapters.models import AdapterVersion, BaseModel
 from controlplane.errors import InvalidRequest
 from controlplane.files import services as file_services
@@ -160,7 +160,7 @@ def test_an_upload_under_way_is_left_alone() -> None:
     version = services.adapter_version_create(name="invoices", files=stated)
     storage.put_bytes(version.staged_config_key, b"{}")
     age(version, hours=25)
-    assert remains.versions_clear() == 0
+    assert orphaned_objects.versions_clear() == 0
     assert storage.object_size(version.staged_config_key) == 2
 
 
@@ -185,7 +185,7 @@ def test_bytes_that_another_version_has_too_stay(is_ready: bool) -> None:
     dropped.refresh_from_db()
     assert ingest.version_drop(dropped, "its check ends its process")
     age(dropped, hours=25)
-    assert remains.versions_clear() == 1
+    assert orphaned_objects.versions_clear() == 1
     assert is_there(other, digest)
     assert validate(other).status == Status.READY
 
@@ -200,7 +200,7 @@ def test_who_comes_too_late_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> N
         digests.append(version.kept_digest)
         assert ingest.version_drop(version, "its check took too long")
         age(version, hours=25)
-        assert remains.versions_clear() == 1
+        assert orphaned_objects.versions_clear() == 1
         put_there(path, key)
 
     monkeypatch.setattr(storage, "upload", upload_late)
@@ -236,10 +236,10 @@ def test_a_turn_is_bounded_and_begins_with_what_was_left(
     for version in versions:
         storage.put_bytes(version.staged_config_key, b"late")
         age(version, hours=25)
-    monkeypatch.setattr(remains, "MAX_PER_TURN", 2)
+    monkeypatch.setattr(orphaned_objects, "MAX_PER_TURN", 2)
     there, settings.S3_ENDPOINT_URL = settings.S3_ENDPOINT_URL, "http://127.0.0.1:9"
     with pytest.raises(storage.STORAGE_ERRORS):
-        remains.versions_clear()
+        orphaned_objects.versions_clear()
     settings.S3_ENDPOINT_URL = there
-    assert [remains.versions_clear() for _ in range(3)] == [2, 1, 0]
+    assert [orphaned_objects.versions_clear() for _ in range(3)] == [2, 1, 0]
     assert all(is_staging_empty(version) for version in versions)

@@ -8,7 +8,7 @@ import uuid
 
 import pytest
 
-from controlplane.batches.pace import Pace
+from controlplane.batches.concurrency import Concurrency
 from controlplane.queue.workers import WorkerStatus
 from tests.messages import make_heartbeat
 
@@ -35,36 +35,36 @@ def worker(
     ],
 )
 def test_places_are_what_others_leave(workers: list[WorkerStatus], limit: int) -> None:
-    assert Pace(lambda: workers, most=512).limit() == limit
+    assert Concurrency(lambda: workers, most=512).limit() == limit
 
 
 async def test_own_requests_are_not_taken_for_others() -> None:
     workers = [worker()]
-    pace = Pace(lambda: workers, most=512)
+    concurrency = Concurrency(lambda: workers, most=512)
     batch = uuid.uuid4()
     async with contextlib.AsyncExitStack() as stack:
         for _ in range(10):
-            await stack.enter_async_context(pace.place(batch))
+            await stack.enter_async_context(concurrency.place(batch))
         workers[:] = [worker(10)]
-        assert pace.limit() == 48
+        assert concurrency.limit() == 48
         workers[:] = [worker(30)]  # another runner's, or people's
-        assert pace.limit() == 28
-    assert pace.num_taken == 0
+        assert concurrency.limit() == 28
+    assert concurrency.num_taken == 0
 
 
 async def test_batches_share_the_places() -> None:
-    pace = Pace(lambda: [worker(max_running=16)], most=512)  # 12 places
+    concurrency = Concurrency(lambda: [worker(max_running=16)], most=512)  # 12 places
     first, second = uuid.uuid4(), uuid.uuid4()
     held = {first: 0, second: 0}
     over = asyncio.Event()
 
     async def hold(batch: uuid.UUID) -> None:
-        async with pace.place(batch):
+        async with concurrency.place(batch):
             held[batch] += 1
             await over.wait()
             held[batch] -= 1
 
-    with pace.joined(first), pace.joined(second):
+    with concurrency.joined(first), concurrency.joined(second):
         tasks = [asyncio.create_task(hold(first)) for _ in range(50)]
         await asyncio.sleep(0.05)
         assert held == {first: 6, second: 0}
@@ -73,30 +73,30 @@ async def test_batches_share_the_places() -> None:
         assert held == {first: 6, second: 6}
         over.set()
         await asyncio.gather(*tasks)
-    assert pace.num_taken == 0
+    assert concurrency.num_taken == 0
 
 
 @pytest.mark.parametrize("num_places", [1, 3])
 async def test_batches_take_turns_when_there_are_fewer_places_than_batches(num_places: int) -> None:
     """However many lines of a batch wait, and however soon each is followed by another."""
-    pace = Pace(lambda: [worker(max_running=64)], most=num_places)
+    concurrency = Concurrency(lambda: [worker(max_running=64)], most=num_places)
     batches = [uuid.uuid4() for _ in range(4)]
     served: list[uuid.UUID] = []
 
     async def lines(batch: uuid.UUID) -> None:
         for _ in range(5):
-            async with pace.place(batch):
+            async with concurrency.place(batch):
                 served.append(batch)
                 await asyncio.sleep(0)
 
     async with asyncio.timeout(10):
         with contextlib.ExitStack() as stack:
             for batch in batches:
-                stack.enter_context(pace.joined(batch))
+                stack.enter_context(concurrency.joined(batch))
             async with asyncio.TaskGroup() as group:
                 for batch in batches:
                     for _ in range(20):
                         group.create_task(lines(batch))
     first = served[:200]
     assert all(40 <= first.count(batch) <= 60 for batch in batches)
-    assert len(served) == 400 and pace.num_taken == 0
+    assert len(served) == 400 and concurrency.num_taken == 0

@@ -46,7 +46,7 @@ def hold(run: TrainingRun, status: Status, **fields: Any) -> bool:
     return rows.update(lease_until=timezone.now() + _LEASES[status], **fields) == 1
 
 
-def patiently(run: TrainingRun, status: Status, work: Callable[[], _T]) -> _T:
+def with_retry(run: TrainingRun, status: Status, work: Callable[[], _T]) -> _T:
     """Do what may be done twice, again while the database or the store is away.
 
     Raises TrainingAbandoned when the run is somebody else's meanwhile, or is to be cancelled.

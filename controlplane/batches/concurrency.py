@@ -17,7 +17,7 @@ SHARE = 0.75
 LOOK_S = 0.5
 
 
-class Pace:
+class Concurrency:
     """Places for requests, shared evenly by the runner's batches.
 
     Other runners' requests look like anybody's, so several runners divide the share among them.
