@@ -26,7 +26,7 @@ from controlplane.training.models import Dataset, TrainingRun
 from controlplane.usage.models import UsageRecord
 from tests.controlplane.conftest import Party, as_user
 
-DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "openapi.json"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "openapi.json"
 METHODS = ("get", "put", "post", "patch", "delete")
 
 

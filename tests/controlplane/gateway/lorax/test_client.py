@@ -442,7 +442,7 @@ class TestAddresses:
 
 
 def test_the_pages_example_runs(site: Site) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "from-lorax.md").read_text()
+    page = (Path(__file__).parents[4] / "docs" / "from-lorax.md").read_text()
     [code] = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
     code = code.replace("invoices", "acme-adapter")
     env = {"LORIKEET_URL": site.url, "OPENAI_API_KEY": site.key}
