@@ -31,7 +31,7 @@ from controlplane.gateway.files import receiver  # noqa: E402
 from controlplane.gateway.gzip_answers import Gzipping, takes_gzip  # noqa: E402
 from controlplane.gateway.known_callers import is_known  # noqa: E402
 from controlplane.gateway.lorax.urls import PATHS as LORAX_PATHS  # noqa: E402
-from controlplane.queue import dispatcher as jobs  # noqa: E402
+from controlplane.queue.dispatcher import close_dispatcher, get_dispatcher  # noqa: E402
 from controlplane.training.services import MAX_DATASET_BYTES  # noqa: E402
 
 #: A dataset and the form around it.
@@ -106,12 +106,12 @@ async def _lifespan(receive: Receive, send: Send) -> None:
         event = await receive()
         if event["type"] == "lifespan.startup":
             try:
-                await jobs.dispatcher()
+                await get_dispatcher()
             except ApiError:
                 pass  # without Redis the console still works, and the next request tries again
             await send({"type": "lifespan.startup.complete"})
         else:
-            await jobs.close_dispatcher()
+            await close_dispatcher()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LAST_NOTES_S):
                     await callers.note_used()

@@ -13,12 +13,12 @@ HELD = "/_held"
 async def application(scope: dict[str, Any], receive: Any, send: Any) -> None:
     # Here, for tests that want no more than the address.
     from controlplane import asgi
-    from controlplane.queue import dispatcher as jobs
+    from controlplane.queue.dispatcher import running_dispatcher
 
     if scope["type"] != "http" or scope["path"] != HELD:
         await asgi.application(scope, receive, send)
         return
-    dispatcher = jobs.running_dispatcher()
+    dispatcher = running_dispatcher()
     replies = {} if dispatcher is None else dispatcher._replies
     held = {"replies": len(replies), "tasks": len(asyncio.all_tasks())}
     headers = [(b"content-type", b"application/json")]

@@ -13,8 +13,8 @@ from controlplane.batches.lines import Line, Request
 from controlplane.batches.results import Result
 from controlplane.errors import ApiError, Unavailable
 from controlplane.inference.service import Generation, submit
-from controlplane.queue import dispatcher as jobs
 from controlplane.queue.batch_replies import BatchReplyStream
+from controlplane.queue.dispatcher import get_dispatcher
 from controlplane.tenants.auth import Principal
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ async def collect(
     """
     waiting: list[_Waiting] = []
     left = batch_stream.lines_under_way
-    dispatcher = await jobs.dispatcher()
+    dispatcher = await get_dispatcher()
     try:
         async for line in found:
             if principal is None:

@@ -34,8 +34,8 @@ from controlplane.errors import ApiError, Unavailable
 from controlplane.files import contents
 from controlplane.files.models import File
 from controlplane.infra import storage
-from controlplane.queue import dispatcher as jobs
 from controlplane.queue.batch_replies import BatchReplyStream, Fenced
+from controlplane.queue.dispatcher import get_dispatcher
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants import auth
 from controlplane.tenants.auth import Permission, Principal
@@ -192,7 +192,7 @@ class Execution:
 
         is_ending  nothing more is sent, and what this runner was sending is refused if it comes
         """
-        dispatcher = await jobs.dispatcher()
+        dispatcher = await get_dispatcher()
         fence = 2 * self._lease.fence + is_ending
         try:
             async with dispatcher.batch_stream(self._lease.batch_id, fence) as batch_stream:

@@ -16,8 +16,8 @@ from controlplane.batches.lines import Line, Request
 from controlplane.batches.results import Result
 from controlplane.errors import ApiError, GivenUp, InternalError
 from controlplane.inference.service import Generation, submit
-from controlplane.queue import dispatcher as jobs
 from controlplane.queue.batch_replies import BatchReplyStream, Fenced
+from controlplane.queue.dispatcher import get_dispatcher
 from controlplane.tenants.auth import Principal
 
 log = logging.getLogger(__name__)
@@ -168,7 +168,7 @@ class Feeder:
     async def _end(self, request_id: str) -> None:
         """Let nothing go on that nobody will hear."""
         if self._batch_stream.is_under_way(request_id):
-            (await jobs.dispatcher()).cancel(request_id)
+            (await get_dispatcher()).cancel(request_id)
 
     def _told(self, line: Line, error: Exception) -> ApiError:
         """What the line's client is told; a fault of ours keeps no other line from its answer."""

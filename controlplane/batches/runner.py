@@ -19,7 +19,7 @@ from controlplane.batches.concurrency import Concurrency
 from controlplane.batches.execution import Execution, in_thread
 from controlplane.batches.leases import Lease, LeaseLost, claim
 from controlplane.errors import Unavailable
-from controlplane.queue import dispatcher as jobs
+from controlplane.queue.dispatcher import Dispatcher, close_dispatcher, get_dispatcher
 
 log = logging.getLogger(__name__)
 
@@ -55,13 +55,13 @@ class Runner:
             for task in self._running:
                 task.cancel()
             await asyncio.gather(*self._running, return_exceptions=True)
-            await jobs.close_dispatcher()
+            await close_dispatcher()
 
-    async def _dispatcher(self) -> jobs.Dispatcher | None:
+    async def _dispatcher(self) -> Dispatcher | None:
         """The way to the workers, waited for; None when it is time to stop."""
         while not self.stop.is_set():
             try:
-                return await jobs.dispatcher()
+                return await get_dispatcher()
             except Unavailable as error:
                 log.warning("waiting for Redis: %s", error)
                 await self._pause()

@@ -24,7 +24,7 @@ from controlplane.inference.parsing import parse_body
 from controlplane.inference.schemas import ChatBody, CompletionBody, GenerationBody
 from controlplane.inference.service import new_request_id, submit
 from controlplane.infra.addresses import no_such_address
-from controlplane.queue import dispatcher as jobs
+from controlplane.queue.dispatcher import running_dispatcher
 from controlplane.tenants.auth import Principal
 
 log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ def _count_refusal(request: HttpRequest, error: ApiError) -> None:
     """In the log of the caller's tenant. What was accepted has a record instead."""
     if hasattr(request, "rate_headers"):
         return
-    dispatcher, tenant_id = jobs.running_dispatcher(), callers.known_tenant(request)
+    dispatcher, tenant_id = running_dispatcher(), callers.known_tenant(request)
     if dispatcher is not None and tenant_id is not None and request.resolver_match is not None:
         # The pattern and not the path, which a client can make as many of as it likes.
         endpoint = f"/{request.resolver_match.route}"

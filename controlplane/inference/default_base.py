@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from controlplane.adapters.models import BaseModel, is_serving
 from controlplane.errors import ApiError, InvalidRequest, NotFound, Unavailable
 from controlplane.inference.access import in_thread
-from controlplane.queue import dispatcher as jobs
+from controlplane.queue.dispatcher import get_dispatcher
 
 CACHE_S = 5.0
 
@@ -24,7 +24,7 @@ async def default_base(field: str = "adapter_id") -> BaseModel:
     """
     active = await _active()
     if len(active) > 1:
-        served = await (await jobs.dispatcher()).served_models()
+        served = await (await get_dispatcher()).served_models()
         active = [base for base in active if base.name in served] or active
     if not active:
         raise await in_thread(_why_none)

@@ -43,9 +43,9 @@ from controlplane.inference.json_schema import schema_headers
 from controlplane.inference.model_selector import ModelSelector
 from controlplane.inference.schemas import ChatBody, CompletionBody, GenerationBody
 from controlplane.limits.admit import Admitted
-from controlplane.queue import dispatcher as jobs
 from controlplane.queue.admission import rate_headers
 from controlplane.queue.batch_replies import BatchReplyStream
+from controlplane.queue.dispatcher import get_dispatcher
 from controlplane.queue.replies import Reply
 from controlplane.tenancy.scoping import new_id
 from controlplane.tenants.auth import Principal
@@ -83,7 +83,7 @@ async def submit(
     selector = body.selector()
     under_way = batch_stream.base_model_of(request_id) if batch_stream is not None else None
     target = await _target_of(principal, selector, under_way)
-    dispatcher = await jobs.dispatcher()
+    dispatcher = await get_dispatcher()
     call = Call(
         principal=principal,
         target=target,

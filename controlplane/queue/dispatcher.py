@@ -397,7 +397,7 @@ _dispatchers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Futur
 )
 
 
-async def dispatcher() -> Dispatcher:
+async def get_dispatcher() -> Dispatcher:
     """This event loop's dispatcher, started on first use.
 
     Raises Unavailable when Redis does not answer.

@@ -25,7 +25,7 @@ from controlplane.inference import default_base
 from controlplane.inference.parsing import parse_body
 from controlplane.inference.service import Generation, submit
 from controlplane.limits.admit import MAX_WAITING
-from controlplane.queue import dispatcher as jobs
+from controlplane.queue.dispatcher import get_dispatcher
 
 _lorax_view = gateway_view("POST", errors=error_response)
 
@@ -63,7 +63,7 @@ async def info(request: HttpRequest) -> HttpResponseBase:
     """The base model and the bounds of a request, to callers with a key."""
     await callers.authenticate(request)
     base = await default_base.default_base()
-    dispatcher = await jobs.dispatcher()
+    dispatcher = await get_dispatcher()
     context = base.context_length
     return JsonResponse(
         {
@@ -92,7 +92,7 @@ async def info(request: HttpRequest) -> HttpResponseBase:
 @gateway_view("GET", "HEAD", errors=error_response)
 async def health(request: HttpRequest) -> HttpResponseBase:
     """Whether a worker would take a request; for load balancers, so without a key."""
-    dispatcher = await jobs.dispatcher()
+    dispatcher = await get_dispatcher()
     if await dispatcher.served_models():
         return HttpResponse()
     return JsonResponse({"error": "unhealthy", "error_type": "healthcheck"}, status=503)
@@ -179,7 +179,7 @@ def _failure(error: ApiError) -> bytes:
 async def _headers(generation: Generation, body: GenerateBody) -> dict[str, str]:
     """Those that a stream begins with, too."""
     base = generation.target.base_model.name
-    devices = (await jobs.dispatcher()).devices(base)
+    devices = (await get_dispatcher()).devices(base)
     headers = {
         "x-model-id": base,
         "x-compute-type": f"{'gpu' if set(devices) - {'cpu'} else 'cpu'}+optimized",

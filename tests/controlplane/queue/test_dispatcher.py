@@ -13,7 +13,7 @@ import pytest
 
 from contract import protocol
 from contract.protocol import TokenEvent
-from controlplane.queue import dispatcher as jobs
+from controlplane.queue import dispatcher as dispatcher_module
 from controlplane.queue.batch_replies import READ_ENTRIES
 from controlplane.queue.dispatcher import Dispatcher
 from controlplane.queue.workers import is_served
@@ -32,7 +32,7 @@ async def rig(stack: EmbeddedStack) -> AsyncIterator[QueueRig]:
 
 @pytest.fixture
 async def dispatcher(rig: QueueRig, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Dispatcher]:
-    monkeypatch.setattr(jobs, "WORKERS_REFRESH_S", 0.05)
+    monkeypatch.setattr(dispatcher_module, "WORKERS_REFRESH_S", 0.05)
     made = Dispatcher(rig.url, rig.pool)
     await made.start()
     yield made
@@ -78,7 +78,7 @@ async def test_what_is_not_in_the_queue_yet_is_not_missed_there(
     rig: QueueRig, dispatcher: Dispatcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its admission takes longer than a reply may be silent."""
-    monkeypatch.setattr(jobs, "SILENCE_S", 0.0)
+    monkeypatch.setattr(dispatcher_module, "SILENCE_S", 0.0)
     rig.beat("w")
     admit = dispatcher._admit
 
@@ -135,7 +135,7 @@ async def test_a_backlog_is_read_beside_everything_else(
 async def test_who_leaves_while_redis_is_away_is_not_forgotten(
     rig: QueueRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jobs, "CANCEL_RETRY_S", 0.05)
+    monkeypatch.setattr(dispatcher_module, "CANCEL_RETRY_S", 0.05)
     proxy = FaultProxy(choose_ports(1)[0], urlsplit(rig.url).port or 0)
     listener = await proxy.start()
     rig.beat("w")
@@ -161,7 +161,7 @@ async def test_it_ends_also_when_a_cancellation_gets_lost(
     rig: QueueRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in `asyncio.wait_for` of Python 3.11, when what it waits for ends at that moment."""
-    monkeypatch.setattr(jobs, "CANCEL_RETRY_S", 0.05)
+    monkeypatch.setattr(dispatcher_module, "CANCEL_RETRY_S", 0.05)
     dispatcher = Dispatcher(rig.url, rig.pool)
     await dispatcher.start()
     lost = asyncio.Event()
