@@ -20,7 +20,7 @@ import pytest
 
 HERE = Path(__file__).parent
 REQUIREMENTS = HERE / "requirements.txt"
-CACHE = HERE.parent.parent.parent / ".cache"
+CACHE = HERE.parents[3] / ".cache"
 
 
 def client_python() -> Path:
