@@ -17,7 +17,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from asgiref.sync import sync_to_async
 from django.db import InterfaceError, OperationalError, close_old_connections
 from django.utils import timezone
 
@@ -34,6 +33,7 @@ from controlplane.errors import ApiError, Unavailable
 from controlplane.files import contents
 from controlplane.files.models import File
 from controlplane.infra import storage
+from controlplane.infra.threads import in_thread
 from controlplane.queue.batch_replies import BatchReplyStream, Fenced
 from controlplane.queue.dispatcher import get_dispatcher
 from controlplane.tenancy.scoping import tenant_scope
@@ -93,13 +93,13 @@ class Execution:
             log.info("batch %s has ended, or is somebody else's", self._lease.batch_id)
         except asyncio.CancelledError:
             with contextlib.suppress(Exception):
-                await in_thread(self._lease.release)
+                await in_batch_thread(self._lease.release)
             raise
 
     async def give_up(self) -> None:
         """End a batch that nobody gets to its end."""
         fault = LineFault("internal", "The server failed on this batch.")
-        await in_thread(lambda: results.stop(self._lease, Status.FAILED, fault))
+        await in_batch_thread(lambda: results.stop(self._lease, Status.FAILED, fault))
 
     async def _until_stopped(self, batch: Batch) -> None:
         """Answer lines until there are none or something ends it, and say how it ends."""
@@ -141,7 +141,7 @@ class Execution:
                 self._check(batch)
 
     async def _renewed(self) -> Batch:
-        batch, self._principal, self._has_input = await in_thread(lambda: _load(self._lease))
+        batch, self._principal, self._has_input = await in_batch_thread(lambda: _load(self._lease))
         return batch
 
     def _check(self, batch: Batch) -> None:
@@ -309,7 +309,7 @@ class Execution:
 
     async def _in_thread(self, work: Callable[[], _T]) -> _T:
         """Do it in a thread; when this is cancelled, wait until the thread has noticed."""
-        future = asyncio.ensure_future(in_thread(work))
+        future = asyncio.ensure_future(in_batch_thread(work))
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
@@ -321,16 +321,9 @@ class Execution:
                 future.exception()  # it is known
 
 
-async def in_thread(work: Callable[[], _T]) -> _T:
-    """Run a query or a pass over a file, and give its connection back."""
-
-    def run() -> _T:
-        try:
-            return work()
-        finally:
-            close_old_connections()
-
-    return await sync_to_async(run, thread_sensitive=False, executor=_threads)()
+async def in_batch_thread(work: Callable[[], _T]) -> _T:
+    """Run a query or a pass over a file in the threads that batches have."""
+    return await in_thread(work, executor=_threads)
 
 
 def _input_gone() -> _Stop:

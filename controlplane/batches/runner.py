@@ -16,7 +16,7 @@ from functools import partial
 from django.db import Error as DatabaseError
 
 from controlplane.batches.concurrency import Concurrency
-from controlplane.batches.execution import Execution, in_thread
+from controlplane.batches.execution import Execution, in_batch_thread
 from controlplane.batches.leases import Lease, LeaseLost, claim
 from controlplane.errors import Unavailable
 from controlplane.queue.dispatcher import Dispatcher, close_dispatcher, get_dispatcher
@@ -78,7 +78,7 @@ class Runner:
         while len(self._running) < MAX_BATCHES:
             at_work = list(self._running.values())
             try:
-                lease = await in_thread(partial(claim, at_work))
+                lease = await in_batch_thread(partial(claim, at_work))
             except DatabaseError as error:
                 log.warning("waiting for the database: %r", error)
                 return

@@ -17,8 +17,9 @@ from django.http import HttpRequest
 from controlplane.adapters.resolution import ResolvedModel, models_list
 from controlplane.errors import ApiError
 from controlplane.gateway.cross_origin import check_origin
-from controlplane.inference.access import Target, in_thread, may_name, target_now, target_of
+from controlplane.inference.access import Target, may_name, target_now, target_of
 from controlplane.inference.model_selector import ModelSelector
+from controlplane.infra.threads import query_in_thread
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants import auth
 from controlplane.tenants.auth import Permission, Principal, authorize
@@ -35,7 +36,7 @@ async def authenticate(
     credentials = _credentials(request)
     principal = auth.cached_principal(*credentials)
     if principal is None:
-        principal = await in_thread(lambda: auth.authenticate(*credentials, touches=False))
+        principal = await query_in_thread(lambda: auth.authenticate(*credentials, touches=False))
         _touch_beside(principal)
     _let_in(request, principal)
     authorize(principal, permission)
@@ -66,7 +67,7 @@ async def admit(request: HttpRequest, selector: ModelSelector) -> tuple[Principa
     principal = auth.cached_principal(*credentials)
     if principal is None:
         try:
-            return await in_thread(lambda: _admit(request, credentials, selector))
+            return await query_in_thread(lambda: _admit(request, credentials, selector))
         finally:
             _touch_beside(getattr(request, "principal", None))
     _let_in(request, principal)
@@ -87,7 +88,7 @@ async def models(request: HttpRequest) -> list[ResolvedModel]:
         with tenant_scope(principal.tenant.id):
             return [model for model in models_list() if may_name(principal, model.name)]
 
-    return await in_thread(query)
+    return await query_in_thread(query)
 
 
 def _credentials(request: HttpRequest) -> tuple[str | None, str]:

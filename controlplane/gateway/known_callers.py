@@ -11,7 +11,7 @@ from django.core.handlers.asgi import ASGIRequest
 from django.db import DatabaseError
 
 from controlplane.errors import ApiError
-from controlplane.inference import access
+from controlplane.infra.threads import query_in_thread
 from controlplane.tenants import auth
 
 
@@ -32,6 +32,6 @@ async def is_known(scope: dict[str, Any]) -> bool:
         return bool(get_user(request).is_authenticated)
 
     try:
-        return await access.in_thread(has_session if header is None else has_key)
+        return await query_in_thread(has_session if header is None else has_key)
     except (ApiError, DatabaseError):
         return False

@@ -12,6 +12,7 @@ from controlplane.gateway import callers
 from controlplane.gateway.row_views import as_caller
 from controlplane.gateway.views import gateway_view
 from controlplane.inference import access
+from controlplane.infra.threads import query_in_thread
 from controlplane.tenants.auth import Permission
 
 
@@ -26,7 +27,7 @@ async def model_detail(request: HttpRequest, name: str) -> HttpResponseBase:
     if request.method == "DELETE":
         principal = await callers.authenticate(request, Permission.ADAPTERS_WRITE)
         access.check_named(principal, name)
-        await access.in_thread(as_caller(request, principal, lambda: model_delete(name)))
+        await query_in_thread(as_caller(request, principal, lambda: model_delete(name)))
         return JsonResponse({"id": name, "object": "model", "deleted": True})
     return JsonResponse(model_body(await callers.model(request, name)))
 

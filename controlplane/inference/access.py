@@ -10,12 +10,7 @@ import dataclasses
 import difflib
 import time
 import uuid
-from collections.abc import Callable
 from typing import TypeVar
-
-from asgiref.sync import sync_to_async
-from django.db import DataError, close_old_connections
-from django.db import Error as DatabaseError
 
 from controlplane.adapters.models import AdapterVersion, BaseModel
 from controlplane.adapters.names import plain_name
@@ -27,8 +22,9 @@ from controlplane.adapters.resolution import (
     model_resolve,
     names_like,
 )
-from controlplane.errors import InvalidRequest, NotFound, PermissionDenied, Unavailable
+from controlplane.errors import InvalidRequest, NotFound, PermissionDenied
 from controlplane.inference.model_selector import ModelSelector
+from controlplane.infra.threads import query_in_thread
 from controlplane.limits.admit import Limits
 from controlplane.limits.services import limits_for
 from controlplane.tenancy.scoping import tenant_scope
@@ -67,7 +63,7 @@ async def target_of(principal: Principal, selector: ModelSelector) -> Target:
     _check(principal, selector)
     found = [_cached_model(principal, name) for name in selector.names]
     if None in found:
-        return await in_thread(lambda: _load_target(principal, selector))
+        return await query_in_thread(lambda: _load_target(principal, selector))
     return _target(selector, [model for model in found if model is not None])
 
 
@@ -82,7 +78,7 @@ async def target_under_way(selector: ModelSelector, base_model: str) -> Target:
 
     Raises NotFound.
     """
-    model = await in_thread(lambda: base_model_resolve(base_model))
+    model = await query_in_thread(lambda: base_model_resolve(base_model))
     return Target(name=selector.label, models=(model,), parts=())
 
 
@@ -98,7 +94,7 @@ async def limits_of(principal: Principal, selector: ModelSelector) -> Limits:
             with tenant_scope(principal.tenant.id):
                 return [_load_limits(principal, name) for name in selector.names]
 
-        fresh = await in_thread(query)
+        fresh = await query_in_thread(query)
     return _together(fresh)
 
 
@@ -202,19 +198,3 @@ def _load_limits(principal: Principal, model_name: str) -> Limits:
         _limits.clear()
     _limits[principal.api_key.id, model_name] = (limits, until)
     return limits
-
-
-async def in_thread(query: Callable[[], _T]) -> _T:
-    """Run a query and give its connection back at once: what follows may take minutes."""
-
-    def run() -> _T:
-        try:
-            return query()
-        except DataError as error:
-            raise InvalidRequest("The request has characters that cannot be stored.") from error
-        except DatabaseError as error:
-            raise Unavailable("The database does not answer.", retry_after_s=2) from error
-        finally:
-            close_old_connections()
-
-    return await sync_to_async(run)()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from controlplane.adapters.models import BaseModel, is_serving
 from controlplane.errors import ApiError, InvalidRequest, NotFound, Unavailable
-from controlplane.inference.access import in_thread
+from controlplane.infra.threads import query_in_thread
 from controlplane.queue.dispatcher import get_dispatcher
 
 CACHE_S = 5.0
@@ -27,7 +27,7 @@ async def default_base(field: str = "adapter_id") -> BaseModel:
         served = await (await get_dispatcher()).served_models()
         active = [base for base in active if base.name in served] or active
     if not active:
-        raise await in_thread(_why_none)
+        raise await query_in_thread(_why_none)
     if len(active) > 1:
         names = ", ".join(base.name for base in active[:20])
         raise InvalidRequest(
@@ -51,7 +51,7 @@ async def _active() -> Sequence[BaseModel]:
     global _known
     until, found = _known
     if until <= time.monotonic():
-        found = await in_thread(lambda: list(BaseModel.objects.filter(is_serving())[:100]))
+        found = await query_in_thread(lambda: list(BaseModel.objects.filter(is_serving())[:100]))
         _known = (time.monotonic() + CACHE_S, found)
     return found
 

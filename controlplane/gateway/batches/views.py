@@ -10,8 +10,8 @@ from controlplane.gateway import callers
 from controlplane.gateway.batches.bodies import BatchBody, batch_body
 from controlplane.gateway.row_views import as_caller, idempotent, list_page
 from controlplane.gateway.views import gateway_view
-from controlplane.inference import access
 from controlplane.inference.parsing import parse_body
+from controlplane.infra.threads import query_in_thread
 from controlplane.tenants.auth import authorize
 from controlplane.tenants.permissions import Permission
 
@@ -27,7 +27,7 @@ async def batches(request: HttpRequest) -> HttpResponseBase:
             rows = Batch.objects.all()
             return list_page(request, rows, batch_body, prefix=Batch.PREFIX, max_limit=MAX_PAGE)
 
-        return JsonResponse(await access.in_thread(as_caller(request, principal, load)))
+        return JsonResponse(await query_in_thread(as_caller(request, principal, load)))
     principal = await callers.authenticate(request, Permission.BATCHES_WRITE)
     authorize(principal, Permission.FILES_READ)  # it reads a file
     authorize(principal, Permission.INFER)
@@ -45,13 +45,13 @@ async def batches(request: HttpRequest) -> HttpResponseBase:
         )
         return batch_body(batch)
 
-    return await access.in_thread(idempotent(request, principal, content, create))
+    return await query_in_thread(idempotent(request, principal, content, create))
 
 
 @gateway_view("GET")
 async def batch_detail(request: HttpRequest, batch_id: str) -> HttpResponseBase:
     principal = await callers.authenticate(request, Permission.BATCHES_READ)
-    batch = await access.in_thread(
+    batch = await query_in_thread(
         as_caller(request, principal, lambda: services.batch_get(batch_id))
     )
     return JsonResponse(batch_body(batch))
@@ -60,7 +60,7 @@ async def batch_detail(request: HttpRequest, batch_id: str) -> HttpResponseBase:
 @gateway_view("POST")
 async def batch_cancel(request: HttpRequest, batch_id: str) -> HttpResponseBase:
     principal = await callers.authenticate(request, Permission.BATCHES_WRITE)
-    batch = await access.in_thread(
+    batch = await query_in_thread(
         as_caller(request, principal, lambda: services.batch_cancel(services.batch_get(batch_id)))
     )
     return JsonResponse(batch_body(batch))

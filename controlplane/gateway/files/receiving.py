@@ -12,17 +12,15 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, cast
 
-from asgiref.sync import sync_to_async
 from django.core.exceptions import RequestDataTooBig, SuspiciousOperation
 from django.core.files.uploadhandler import FileUploadHandler
-from django.db import DataError, close_old_connections
-from django.db import Error as DatabaseError
 from django.http import HttpRequest, QueryDict
 from django.http.multipartparser import MultiPartParser, MultiPartParserError
 
-from controlplane.errors import ApiError, InvalidRequest, PayloadTooLarge, Unavailable
+from controlplane.errors import ApiError, InvalidRequest, PayloadTooLarge
 from controlplane.files.contents import MAX_FILE_BYTES, FileWriter
 from controlplane.gateway.body_limit import Receive
+from controlplane.infra.threads import query_in_thread
 
 #: Bodies that one process takes in at a time; each has a thread and one part in memory.
 MAX_BODIES = 16
@@ -46,19 +44,8 @@ async def in_file_thread(work: Callable[[], _T], *, reads_body: bool = False) ->
 
     reads_body  it waits for a client too, and has a place for that
     """
-
-    def run() -> _T:
-        try:
-            return work()
-        except DataError as error:
-            raise InvalidRequest("The request has characters that cannot be stored.") from error
-        except DatabaseError as error:
-            raise Unavailable("The database does not answer.", retry_after_s=2) from error
-        finally:
-            close_old_connections()
-
     threads = _body_threads if reads_body else _read_threads
-    return await sync_to_async(run, thread_sensitive=False, executor=threads)()
+    return await query_in_thread(work, executor=threads)
 
 
 class Disconnected(Exception):

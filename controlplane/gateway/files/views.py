@@ -25,9 +25,9 @@ from controlplane.gateway.files.bodies import (
 from controlplane.gateway.files.receiving import FORM_BYTES, Body, Place, in_file_thread, read_form
 from controlplane.gateway.row_views import as_caller, idempotent, list_page
 from controlplane.gateway.views import gateway_view
-from controlplane.inference import access
 from controlplane.inference.parsing import parse_body
 from controlplane.infra import storage
+from controlplane.infra.threads import query_in_thread
 from controlplane.tenants.permissions import Permission
 
 MAX_PAGE = 10_000
@@ -40,7 +40,7 @@ async def file_create(request: HttpRequest, *, body: Body, place: Place) -> Http
     principal = await callers.authenticate(request, Permission.FILES_WRITE)
     max_bytes = _declared_bytes(request, MAX_FILE_BYTES)
     async with place(principal.tenant.id):
-        file = await access.in_thread(
+        file = await query_in_thread(
             as_caller(request, principal, lambda: services.file_begin(max_bytes=max_bytes))
         )
         writer = services.file_writer(file, max_bytes=MAX_FILE_BYTES)
@@ -93,19 +93,19 @@ async def file_list(request: HttpRequest) -> HttpResponseBase:
             default_limit=MAX_PAGE,
         )
 
-    return JsonResponse(await access.in_thread(as_caller(request, principal, load)))
+    return JsonResponse(await query_in_thread(as_caller(request, principal, load)))
 
 
 @gateway_view("GET", "DELETE")
 async def file_detail(request: HttpRequest, file_id: str) -> HttpResponseBase:
     if request.method == "GET":
         principal = await callers.authenticate(request, Permission.FILES_READ)
-        file = await access.in_thread(
+        file = await query_in_thread(
             as_caller(request, principal, lambda: services.file_get(file_id))
         )
         return JsonResponse(file_body(file))
     principal = await callers.authenticate(request, Permission.FILES_WRITE)
-    await access.in_thread(
+    await query_in_thread(
         as_caller(request, principal, lambda: services.file_delete(services.file_get(file_id)))
     )
     return JsonResponse({"id": file_id, "object": "file", "deleted": True})
@@ -115,7 +115,7 @@ async def file_detail(request: HttpRequest, file_id: str) -> HttpResponseBase:
 async def file_content(request: HttpRequest, file_id: str) -> HttpResponseBase:
     """The bytes, or those that a Range header with one range asks for."""
     principal = await callers.authenticate(request, Permission.FILES_READ)
-    file = await access.in_thread(as_caller(request, principal, lambda: services.file_get(file_id)))
+    file = await query_in_thread(as_caller(request, principal, lambda: services.file_get(file_id)))
     start, end = _range(request.headers.get("Range"), file.num_bytes)
     stream = _Content(contents.pieces(file, start=start, end=end))
     await stream.open()  # while the status can still say that it fails
@@ -203,7 +203,7 @@ async def upload_create(request: HttpRequest) -> HttpResponseBase:
         )
         return upload_body(upload)
 
-    return await access.in_thread(idempotent(request, principal, content, create))
+    return await query_in_thread(idempotent(request, principal, content, create))
 
 
 @gateway_view("POST")
@@ -219,7 +219,7 @@ async def part_create(
         return services.part_begin(upload, max_bytes=max_bytes)
 
     async with place(principal.tenant.id):
-        part = await access.in_thread(as_caller(request, principal, begin))
+        part = await query_in_thread(as_caller(request, principal, begin))
         writer = services.part_writer(part)
 
         def take_in() -> None:
@@ -252,7 +252,7 @@ async def upload_complete(request: HttpRequest, upload_id: str) -> HttpResponseB
 @gateway_view("POST")
 async def upload_cancel(request: HttpRequest, upload_id: str) -> HttpResponseBase:
     principal = await callers.authenticate(request, Permission.FILES_WRITE)
-    upload = await access.in_thread(
+    upload = await query_in_thread(
         as_caller(
             request, principal, lambda: services.upload_cancel(services.upload_get(upload_id))
         )

@@ -13,7 +13,7 @@ from django.http import HttpRequest, HttpResponseBase, JsonResponse, QueryDict
 from controlplane.errors import InvalidRequest
 from controlplane.gateway import callers
 from controlplane.gateway.views import gateway_view
-from controlplane.inference import access
+from controlplane.infra.threads import query_in_thread
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.permissions import Permission
 from controlplane.usage.models import UsageDay, UsageHour, UsageRecord, UsageTotal
@@ -48,7 +48,7 @@ async def completions_usage(request: HttpRequest) -> HttpResponseBase:
         with tenant_scope(principal.tenant.id):
             return page(query)
 
-    return JsonResponse(await access.in_thread(load))
+    return JsonResponse(await query_in_thread(load))
 
 
 def parse(params: QueryDict, *, now: dt.datetime) -> Query:

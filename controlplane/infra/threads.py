@@ -1,0 +1,45 @@
+"""Work that blocks, in threads that give their database connections back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import TypeVar
+
+from asgiref.sync import sync_to_async
+from django.db import DataError, close_old_connections
+from django.db import Error as DatabaseError
+
+from controlplane.errors import InvalidRequest, Unavailable
+
+_T = TypeVar("_T")
+
+
+async def in_thread(work: Callable[[], _T], *, executor: Executor | None = None) -> _T:
+    """Run the work and give its connection back at once: what follows may take minutes.
+
+    executor  whose threads; None: Django's thread of the request
+    """
+
+    def run() -> _T:
+        try:
+            return work()
+        finally:
+            close_old_connections()
+
+    if executor is None:
+        return await sync_to_async(run)()
+    return await sync_to_async(run, thread_sensitive=False, executor=executor)()
+
+
+async def query_in_thread(work: Callable[[], _T], *, executor: Executor | None = None) -> _T:
+    """Run the work as `in_thread` does; a failure of the database becomes an answer.
+
+    Raises InvalidRequest for characters that cannot be stored, Unavailable for all else.
+    """
+    try:
+        return await in_thread(work, executor=executor)
+    except DataError as error:
+        raise InvalidRequest("The request has characters that cannot be stored.") from error
+    except DatabaseError as error:
+        raise Unavailable("The database does not answer.", retry_after_s=2) from error
