@@ -5,18 +5,15 @@ from __future__ import annotations
 import uuid
 
 from celery import shared_task
-from django.db import InterfaceError, OperationalError
 
 from controlplane.adapters import ingest, orphaned_objects
-from controlplane.infra.storage import STORAGE_ERRORS
+from controlplane.infra.outages import DATABASE_OUTAGE, STORE_OUTAGE
 from controlplane.tenancy.scoping import tenant_scope
-
-_AWAY = (*STORAGE_ERRORS, OperationalError, InterfaceError)
 
 
 @shared_task(
     name="controlplane.adapters.tasks.adapter_version_validate",
-    autoretry_for=(OperationalError, InterfaceError),
+    autoretry_for=DATABASE_OUTAGE,
     retry_backoff=2,
     retry_backoff_max=60,
     max_retries=20,
@@ -29,7 +26,7 @@ def adapter_version_validate(tenant_id: str, version_id: str) -> None:
     try:
         with tenant_scope(version.tenant_id):
             ingest.version_ingest(version.pk)
-    except _AWAY:
+    except STORE_OUTAGE:
         # This one again: it is taken up now, and no other message is for it.
         ids = (str(version.tenant_id), str(version.pk))
         adapter_version_validate_again.apply_async(ids, countdown=2)
@@ -37,7 +34,7 @@ def adapter_version_validate(tenant_id: str, version_id: str) -> None:
 
 @shared_task(
     name="controlplane.adapters.tasks.adapter_version_validate_again",
-    autoretry_for=_AWAY,
+    autoretry_for=STORE_OUTAGE,
     retry_backoff=2,
     retry_backoff_max=60,
     max_retries=20,

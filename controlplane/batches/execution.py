@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from django.db import InterfaceError, OperationalError, close_old_connections
+from django.db import close_old_connections
 from django.utils import timezone
 
 from controlplane.batches import lines, output, results
@@ -33,6 +33,7 @@ from controlplane.errors import ApiError, Unavailable
 from controlplane.files import contents
 from controlplane.files.models import File
 from controlplane.infra import storage
+from controlplane.infra.outages import STORE_OUTAGE
 from controlplane.infra.threads import in_thread
 from controlplane.queue.batch_replies import BatchReplyStream, Fenced
 from controlplane.queue.dispatcher import get_dispatcher
@@ -48,7 +49,7 @@ _T = TypeVar("_T")
 
 #: Between attempts while the database or the store is away.
 RETRY_S = 1.0
-AWAY = (OperationalError, InterfaceError, Unavailable, *storage.STORAGE_ERRORS)
+OUTAGE = (*STORE_OUTAGE, Unavailable)
 #: Lines that are read at a time.
 _READ_LINES = 64
 _READ_BYTES = 1024**2
@@ -132,7 +133,7 @@ class Execution:
             try:
                 batch = await self._renewed()
                 renewed_at = loop.time()
-            except AWAY as error:
+            except OUTAGE as error:
                 log.warning("the lease of batch %s: %r", self._lease.batch_id, error)
                 if loop.time() - renewed_at > LEASE.total_seconds() - 2 * RENEW_S:
                     raise LeaseLost from error
@@ -165,7 +166,7 @@ class Execution:
         while True:
             try:
                 return await self._feed(batch)
-            except AWAY as error:
+            except OUTAGE as error:
                 log.warning("batch %s waits: %r", self._lease.batch_id, error)
                 await asyncio.sleep(RETRY_S)
 
@@ -267,7 +268,7 @@ class Execution:
             try:
                 await self._collect(batch)
                 break
-            except AWAY as error:
+            except OUTAGE as error:
                 log.warning("batch %s waits: %r", self._lease.batch_id, error)
                 await asyncio.sleep(RETRY_S)
         await self._with_retry(lambda: output.write(self._lease, batch, self._left(batch)))
@@ -303,7 +304,7 @@ class Execution:
         while True:
             try:
                 return await self._in_thread(work)
-            except AWAY as error:
+            except OUTAGE as error:
                 log.warning("batch %s waits: %r", self._lease.batch_id, error)
                 await asyncio.sleep(RETRY_S)
 

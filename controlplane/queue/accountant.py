@@ -15,13 +15,14 @@ from threading import Event
 from typing import Any
 
 import redis
-from django.db import DataError, IntegrityError, InterfaceError, OperationalError, connection
+from django.db import DataError, IntegrityError, connection
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 from redis.retry import Retry
 
 from contract import protocol
 from contract.protocol import DoneRecord
+from controlplane.infra.outages import DATABASE_OUTAGE
 from controlplane.queue.dead_letters import dead_letters_collect, quarantine_sync
 from controlplane.queue.reaper import Reaper
 from controlplane.usage.services import usage_settle
@@ -35,8 +36,6 @@ CLAIM_IDLE_MS = 60_000
 MAX_BACKOFF_S = 10.0
 LETTERS_INTERVAL_S = 2.0
 
-#: PostgreSQL is away, or restarting: the same records will do later.
-AWAY = (OperationalError, InterfaceError)
 #: This record will never do.
 POISON = (ValueError, TypeError, KeyError, AttributeError, OverflowError, DataError, IntegrityError)
 
@@ -80,7 +79,7 @@ class Accountant:
                 self._settle(self._claim())
                 self._look_after_the_pool()
                 self._backoff_s = 0.0
-            except (RedisError, *AWAY) as error:
+            except (RedisError, *DATABASE_OUTAGE) as error:
                 is_ready = False  # what was read and not settled is pending now
                 connection.close()
                 self._wait(error)

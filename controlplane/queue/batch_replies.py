@@ -23,19 +23,15 @@ import uuid
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from redis.exceptions import RedisError
-
 from contract import protocol
 from contract.protocol import AdapterRef, GenerateJob, TokenEvent
 from contract.queue import batch_replies
 from controlplane.errors import Unavailable
+from controlplane.infra.outages import REDIS_OUTAGE
 from controlplane.limits.admit import ADMIT
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-
-#: Redis or the line to it. uvloop says RuntimeError of a connection that was cut a moment ago.
-AWAY = (RedisError, OSError, RuntimeError)
 
 BLOCK_MS = 2000
 #: Entries of a stream that are read at a time: a gateway that stood still has others to serve, too.
@@ -136,7 +132,7 @@ class BatchReplyStream:
         """Read what there is. Raises Fenced, and Unavailable."""
         try:
             await shielded(self._open())
-        except AWAY as error:
+        except REDIS_OUTAGE as error:
             raise Unavailable("The queue does not answer.") from error
 
     async def _open(self) -> None:
@@ -261,7 +257,7 @@ class BatchReplyStream:
             pipe.hdel(self._key, *self._landed)
         try:
             await shielded(pipe.execute())
-        except AWAY as error:
+        except REDIS_OUTAGE as error:
             log.warning("what was answered stays in %s: %r", self.out, error)
         else:
             self._spent, self._landed = [], []
@@ -270,7 +266,7 @@ class BatchReplyStream:
         """The batch has ended: nothing is kept for it any more. Raises Unavailable."""
         try:
             await shielded(self._redis.eval(CLOSE, 2, self._key, self.out, self._fence))
-        except AWAY as error:
+        except REDIS_OUTAGE as error:
             raise Unavailable("The queue does not answer.") from error
 
     def _forget(self, request_ids: set[str]) -> None:
@@ -320,7 +316,7 @@ class ReplyReader:
         pipe = self._redis.pipeline(transaction=False)
         pipe.xadd(self._out, {protocol.PAYLOAD_FIELD: _NUDGE})
         pipe.expire(self._out, protocol.OUT_STREAM_TTL_S)
-        with contextlib.suppress(*AWAY):  # then it is read a moment later
+        with contextlib.suppress(*REDIS_OUTAGE):  # then it is read a moment later
             await shielded(pipe.execute())
 
     def remove(self, batch_stream: BatchReplyStream) -> None:
@@ -334,7 +330,7 @@ class ReplyReader:
             streams[self._out] = self._last_id
             try:
                 found = await self._redis.xread(streams, count=READ_ENTRIES, block=BLOCK_MS)
-            except AWAY as error:
+            except REDIS_OUTAGE as error:
                 log.warning("waiting for Redis: %r", error)
                 await asyncio.sleep(RETRY_S)
                 continue

@@ -26,6 +26,7 @@ from contract.contact import Contact
 from contract.protocol import Control, ControlMessage, ErrorCode, GenerateJob, TokenEvent
 from contract.queue import fair_queue
 from controlplane.errors import ApiError, Unavailable
+from controlplane.infra.outages import REDIS_OUTAGE
 from controlplane.limits.admit import (
     ADMIT,
     CANCEL,
@@ -42,7 +43,6 @@ from controlplane.limits.services import tokens_spent
 from controlplane.queue.admission import admission_args, refusal_error
 from controlplane.queue.batch_replies import (
     ADMIT_LINE,
-    AWAY,
     BLOCK_MS,
     RETRY_S,
     BatchReplyStream,
@@ -119,7 +119,7 @@ class Dispatcher:
                 task.cancel()
             await asyncio.wait(tasks, timeout=CANCEL_RETRY_S)
         await self.recorder.close()
-        with contextlib.suppress(*AWAY):
+        with contextlib.suppress(*REDIS_OUTAGE):
             await self._redis.zrem(protocol.GATEWAYS_KEY, self.gateway_id)
         await self._redis.aclose()
 
@@ -172,7 +172,7 @@ class Dispatcher:
         sending = self._spawn(self._admit(job, limits, context_length, batch_stream))
         try:
             verdict = await asyncio.shield(sending)
-        except AWAY as error:
+        except REDIS_OUTAGE as error:
             self.leave(reply)  # it may have arrived all the same
             raise Unavailable("The queue does not answer.") from error
         except asyncio.CancelledError:
@@ -233,7 +233,7 @@ class Dispatcher:
     async def _check_served(self, base_model: str) -> None:
         """Raises Unavailable when nobody serves the base model, or will soon again."""
         if not is_served(self._workers, base_model):  # perhaps it has only just come
-            with contextlib.suppress(*AWAY):
+            with contextlib.suppress(*REDIS_OUTAGE):
                 await self._refresh_workers()
             if not is_served(self._workers, base_model) and not await self._may_return(base_model):
                 raise Unavailable(f"No worker serves {base_model} now.", retry_after_s=5)
@@ -246,14 +246,14 @@ class Dispatcher:
         pipe.time().zscore(fair_queue.served_key(self._pool), queue)
         try:
             (seconds, _), heard = await pipe.execute()
-        except AWAY:
+        except REDIS_OUTAGE:
             return False
         return heard is not None and seconds - heard < protocol.WORKER_GRACE_S
 
     async def served_models(self) -> set[str]:
         """The base models that requests are taken for."""
         if not (served := served_models(self._workers)):  # perhaps the first has only just come
-            with contextlib.suppress(*AWAY):
+            with contextlib.suppress(*REDIS_OUTAGE):
                 await self._refresh_workers()
             served = served_models(self._workers)
         return served
@@ -292,7 +292,7 @@ class Dispatcher:
                     ],
                 )
                 return
-            except AWAY as error:
+            except REDIS_OUTAGE as error:
                 log.warning("could not cancel %s yet: %r", request_id, error)
                 await asyncio.sleep(CANCEL_RETRY_S)
 
@@ -314,7 +314,7 @@ class Dispatcher:
     async def _beat_loop(self) -> None:
         while True:
             await asyncio.sleep(protocol.HEARTBEAT_INTERVAL_S)
-            with contextlib.suppress(*AWAY):
+            with contextlib.suppress(*REDIS_OUTAGE):
                 await self._reply_reader.say_alive()
                 self._contact.note()
                 if self._contact.is_steady:
@@ -333,7 +333,7 @@ class Dispatcher:
     async def _refresh_loop(self) -> None:
         while True:
             await asyncio.sleep(WORKERS_REFRESH_S)
-            with contextlib.suppress(*AWAY):
+            with contextlib.suppress(*REDIS_OUTAGE):
                 await self._refresh_workers()
 
     async def _refresh_workers(self) -> None:
@@ -408,7 +408,7 @@ async def get_dispatcher() -> Dispatcher:
         future = _dispatchers[loop] = asyncio.ensure_future(_start())
     try:
         return await asyncio.shield(future)
-    except AWAY as error:
+    except REDIS_OUTAGE as error:
         if _dispatchers.get(loop) is future:
             del _dispatchers[loop]  # the next request tries again
         raise Unavailable("The queue does not answer.") from error

@@ -25,13 +25,13 @@ from controlplane.adapters.models import AdapterVersion, BaseModel
 from controlplane.audit.services import record
 from controlplane.errors import ApiError
 from controlplane.infra import storage
+from controlplane.infra.outages import DATABASE_OUTAGE
 from controlplane.infra.temp_folders import scratch_folder
 from controlplane.limits import quotas, turns
 from controlplane.limits.models import Turn
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.training import picking, services, size
 from controlplane.training.lease import (
-    DATABASE_AWAY,
     PUBLISHING_LEASE,
     RUNNING_LEASE,
     held,
@@ -172,7 +172,7 @@ def _train(run: TrainingRun, folder: Path) -> Path:
             progress = {**progress, "losses": curve.points}
         try:
             return hold(run, Status.RUNNING, progress=progress)
-        except DATABASE_AWAY as error:
+        except DATABASE_OUTAGE as error:
             # Nobody else can take the run meanwhile; when it is back, it says whose the run is.
             log.warning("training goes on without the database: %r", error)
             connection.close()

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from django.db import InterfaceError, OperationalError, connection
+from django.db import connection
 from django.db.models import QuerySet
 from django.utils import timezone
 
-from controlplane.infra import storage
+from controlplane.infra.outages import STORE_OUTAGE
 from controlplane.training.models import TrainingRun
 from controlplane.training.trainer import TrainingAbandoned
 
@@ -26,8 +26,6 @@ RUNNING_LEASE = dt.timedelta(seconds=90)
 PUBLISHING_LEASE = dt.timedelta(minutes=15)
 _LEASES = {Status.RUNNING: RUNNING_LEASE, Status.PUBLISHING: PUBLISHING_LEASE}
 
-DATABASE_AWAY = (OperationalError, InterfaceError)
-AWAY = (*DATABASE_AWAY, *storage.STORAGE_ERRORS)
 #: Hours of training are not thrown away because a server restarts.
 MAX_WAIT_S = 3600.0
 RETRY_S = 2.0
@@ -60,7 +58,7 @@ def with_retry(run: TrainingRun, status: Status, work: Callable[[], _T]) -> _T:
                 if status != Status.RUNNING or not held(run, Status.PUBLISHING).exists():
                     raise TrainingAbandoned
             return work()
-        except AWAY as error:
+        except STORE_OUTAGE as error:
             if time.monotonic() >= give_up_at:
                 raise
             log.warning("a training run waits: %r", error, extra={"run_id": str(run.pk)})
