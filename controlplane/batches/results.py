@@ -12,7 +12,7 @@ from controlplane.audit.services import record
 from controlplane.batches.leases import Lease
 from controlplane.batches.lines import LineFault
 from controlplane.batches.models import Batch, BatchResult, timestamp_field
-from controlplane.batches.validation import Found, Refusal
+from controlplane.batches.validation import Found, RefusedLine
 from controlplane.files.models import File
 from controlplane.files.services import file_publish
 from controlplane.tenancy.scoping import tenant_scope
@@ -40,7 +40,7 @@ def begin_validation(lease: Lease) -> None:
         batch.save(update_fields=["num_failed"])
 
 
-def keep_refusals(lease: Lease, refusals: list[Refusal]) -> None:
+def keep_refusals(lease: Lease, refusals: list[RefusedLine]) -> None:
     keep(lease, [Result(line=line, is_error=True, output=out) for line, out in refusals])
 
 

@@ -21,7 +21,7 @@ MAX_FAULTS = 100
 _REFUSALS = 500
 
 #: (line, its line of the error file)
-Refusal = tuple[int, str]
+RefusedLine = tuple[int, str]
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -39,7 +39,7 @@ def validate(
     *,
     endpoint: str,
     principal: Principal,
-    keep: Callable[[list[Refusal]], None],
+    keep: Callable[[list[RefusedLine]], None],
 ) -> Found:
     """Check all lines. To be called in a thread.
 
@@ -76,13 +76,13 @@ class _Check:
     """What has to be remembered from line to line."""
 
     def __init__(
-        self, endpoint: str, principal: Principal, keep: Callable[[list[Refusal]], None]
+        self, endpoint: str, principal: Principal, keep: Callable[[list[RefusedLine]], None]
     ) -> None:
         self.found = Found()
         self._endpoint = endpoint
         self._principal = principal
         self._keep = keep
-        self._refused: list[Refusal] = []
+        self._refused: list[RefusedLine] = []
         self._custom_ids: set[str] = set()
         self._known: dict[ModelSelector, ApiError | None] = {}
 

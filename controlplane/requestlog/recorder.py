@@ -23,7 +23,7 @@ from django.db import DataError, IntegrityError, close_old_connections
 from django.db import Error as DatabaseError
 
 from contract.protocol import GenerateJob, TokenEvent
-from controlplane.requestlog.refusals import Refusal, refusals_add
+from controlplane.requestlog.refusals import RefusalKey, refusals_add
 from controlplane.requestlog.services import Words, content_choices, contents_keep, wants
 
 log = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class Recorder:
     def __init__(self) -> None:
         self._queue: collections.deque[Words] = collections.deque()
         self._num_chars = 0
-        self._refusals: collections.Counter[Refusal] = collections.Counter()
+        self._refusals: collections.Counter[RefusalKey] = collections.Counter()
         #: None until they are known: till then every request's words are collected.
         self._choices: dict[uuid.UUID, str] | None = None
         self._choices_due = self._refusals_due = 0.0
@@ -140,7 +140,7 @@ class Recorder:
     def refuse(self, tenant_id: uuid.UUID, endpoint: str, status: int, code: str) -> None:
         """Count a request that was refused before it began."""
         hour = dt.datetime.now(dt.UTC).replace(minute=0, second=0, microsecond=0)
-        self._refusals[Refusal(tenant_id, hour, endpoint[:64], status, code[:64])] += 1
+        self._refusals[RefusalKey(tenant_id, hour, endpoint[:64], status, code[:64])] += 1
 
     async def run(self) -> None:
         """Write for ever."""

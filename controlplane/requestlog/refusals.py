@@ -14,7 +14,7 @@ from controlplane.tenancy.scoping import all_tenants, new_id
 from controlplane.tenants.models import Tenant
 
 
-class Refusal(NamedTuple):
+class RefusalKey(NamedTuple):
     """What is counted together."""
 
     tenant_id: uuid.UUID
@@ -35,7 +35,7 @@ do update set requests = {table}.requests + excluded.requests
 """
 
 
-def refusals_add(counts: Mapping[Refusal, int]) -> None:
+def refusals_add(counts: Mapping[RefusalKey, int]) -> None:
     """Add to what is counted already; a tenant that is gone meanwhile needs no counts.
 
     Raises django.db.Error, and then nothing is added.
@@ -45,7 +45,7 @@ def refusals_add(counts: Mapping[Refusal, int]) -> None:
     keys = sorted(counts, key=lambda key: tuple(map(str, key)))
     now = dt.datetime.now(dt.UTC)
     columns: list[list[object]] = [[new_id() for _ in keys], [now] * len(keys)]
-    columns += [[key[index] for key in keys] for index in range(len(Refusal._fields))]
+    columns += [[key[index] for key in keys] for index in range(len(RefusalKey._fields))]
     columns.append([counts[key] for key in keys])
     sql = _ADD.format(table=RefusalHour._meta.db_table, tenants=Tenant._meta.db_table)
     with all_tenants(reason="refusals of many tenants"), connection.cursor() as cursor:

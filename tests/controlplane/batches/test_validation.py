@@ -15,7 +15,7 @@ import pytest
 
 from controlplane.adapters.models import BaseModel
 from controlplane.batches import lines
-from controlplane.batches.validation import MAX_FAULTS, Found, Refusal, validate
+from controlplane.batches.validation import MAX_FAULTS, Found, RefusedLine, validate
 from controlplane.files import contents
 from controlplane.tenants import auth
 from tests.controlplane.conftest import Party
@@ -43,8 +43,8 @@ def raw(number: int, text: str = "Which of these is the total?", **body: Any) ->
     return json.dumps(fields).encode()
 
 
-def run(acme: Party, raw_lines: Iterator[bytes]) -> tuple[Found, list[Refusal]]:
-    kept: list[Refusal] = []
+def run(acme: Party, raw_lines: Iterator[bytes]) -> tuple[Found, list[RefusedLine]]:
+    kept: list[RefusedLine] = []
     principal = auth.authenticate(acme.header)
     found = validate(raw_lines, endpoint=ENDPOINT, principal=principal, keep=kept.extend)
     return found, kept

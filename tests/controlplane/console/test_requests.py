@@ -18,7 +18,7 @@ from django.utils import timezone
 from controlplane.console import request_log
 from controlplane.requestlog.inference_request import InferenceRequest
 from controlplane.requestlog.models import LogPolicy, RefusalHour
-from controlplane.requestlog.refusals import Refusal, refusals_add
+from controlplane.requestlog.refusals import RefusalKey, refusals_add
 from controlplane.requestlog.services import Words, contents_keep, log_policy_set
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.models import ApiKey, Role, User
@@ -430,7 +430,7 @@ class TestWords:
 class TestRefusals:
     def test_by_reason_and_hour(self, acme: Party, globex: Party) -> None:
         hour = timezone.now().replace(minute=0, second=0, microsecond=0)
-        limited = Refusal(acme.tenant.id, hour, "/v1/completions", 429, "rate_limit_exceeded")
+        limited = RefusalKey(acme.tenant.id, hour, "/v1/completions", 429, "rate_limit_exceeded")
         earlier = limited._replace(hour=hour - dt.timedelta(hours=2))
         refusals_add(
             {
@@ -461,7 +461,7 @@ class TestRefusals:
 
     def test_one_without_a_code_has_its_status_said(self, acme: Party) -> None:
         hour = timezone.now().replace(minute=0, second=0, microsecond=0)
-        refusals_add({Refusal(acme.tenant.id, hour, "/v1/completions", 400, ""): 2})
+        refusals_add({RefusalKey(acme.tenant.id, hour, "/v1/completions", 400, ""): 2})
         assert b"<td>Bad Request</td>" in browser_of(acme.viewer).get(PAGE).content
 
     def test_none_is_said_too(self, acme: Party) -> None:

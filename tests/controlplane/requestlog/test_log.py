@@ -16,7 +16,7 @@ from controlplane.errors import InvalidRequest, NotFound
 from controlplane.requestlog import retention, sealing, services
 from controlplane.requestlog.inference_request import InferenceRequest
 from controlplane.requestlog.models import LogPolicy, RefusalHour, RequestContent
-from controlplane.requestlog.refusals import Refusal, refusals_add
+from controlplane.requestlog.refusals import RefusalKey, refusals_add
 from controlplane.requestlog.services import Words
 from controlplane.tenancy.scoping import all_tenants, current_tenant_id, tenant_scope
 from controlplane.tenants import services as tenants
@@ -351,7 +351,7 @@ class TestApi:
 
     def test_refusals_are_counted_by_hour_and_reason(self, acme: Party, globex: Party) -> None:
         hour = dt.datetime(2026, 1, 31, 12, tzinfo=dt.UTC)
-        limited = Refusal(acme.tenant.id, hour, "/v1/completions", 429, "rate_limit_exceeded")
+        limited = RefusalKey(acme.tenant.id, hour, "/v1/completions", 429, "rate_limit_exceeded")
         refusals_add({limited: 2, limited._replace(status=404, code="model_not_found"): 1})
         refusals_add({limited: 3, limited._replace(tenant_id=globex.tenant.id): 7})
         found = as_key(acme).get("/api/v1/refusals").json()["data"]
@@ -365,7 +365,7 @@ class TestApi:
 
 def test_a_tenant_that_is_gone_costs_the_others_no_counts(acme: Party, globex: Party) -> None:
     hour = dt.datetime(2026, 1, 31, 12, tzinfo=dt.UTC)
-    refused = Refusal(acme.tenant.id, hour, "/v1/completions", 429, "rate_limit_exceeded")
+    refused = RefusalKey(acme.tenant.id, hour, "/v1/completions", 429, "rate_limit_exceeded")
     gone = refused._replace(tenant_id=globex.tenant.id)
     with tenant_scope(globex.tenant.id):
         globex.tenant.delete()
