@@ -7,7 +7,7 @@ from drf_spectacular.views import SpectacularJSONAPIView, SpectacularSwaggerView
 
 
 def healthz(request: HttpRequest) -> HttpResponse:
-    """That the process answers; says nothing of what it depends on."""
+    """Say that this process answers; nothing of what it depends on."""
     return HttpResponse("ok", content_type="text/plain")
 
 

@@ -60,7 +60,7 @@ def record_named(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Thing:
-    """What was changed: whose it is, of what kind, and which."""
+    """The thing that was changed: its tenant, its kind and its id."""
 
     tenant_id: uuid.UUID | None
     kind: str

@@ -103,7 +103,7 @@ def lines(found: Iterable[bytes], *, max_bytes: int) -> Iterator[bytes]:
 
 
 def check(file: File) -> None:
-    """That the stored bytes are what the file's purpose asks for.
+    """Check that the stored bytes are what the file's purpose asks for.
 
     Raises InvalidRequest with the lines that are wrong, PayloadTooLarge for too many bytes.
     """

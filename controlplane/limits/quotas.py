@@ -47,7 +47,7 @@ def allowed_to_each(name: str) -> Coalesce:
 
 
 def check(name: str, more: int = 1, *, retry_after_s: Callable[[], float] | None = None) -> None:
-    """That so much more fits; to be called in the transaction that makes it.
+    """Check that `more` fits; to be called in the transaction that makes it.
 
     retry_after_s  when there may be room again, as far as one can tell
     Raises InvalidRequest for storage, RateLimited for work.

@@ -38,7 +38,9 @@ class ApiKeySerializer(serializers.ModelSerializer[ApiKey]):
     allowed_models = serializers.ListField(child=serializers.CharField(), help_text=_MODELS_HELP)
     allowed_ips = serializers.ListField(child=serializers.CharField(), help_text=_IPS_HELP)
     owner = serializers.UUIDField(
-        source="owner_id", allow_null=True, help_text="The member whose it is, if one's."
+        source="owner_id",
+        allow_null=True,
+        help_text="The member who owns the key, if a member does.",
     )
     service_account = serializers.UUIDField(
         source="service_account_id", allow_null=True, help_text="The service account, if one's."

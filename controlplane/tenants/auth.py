@@ -87,7 +87,7 @@ def authorize_grant(principal: Principal, permissions: Iterable[str]) -> None:
     Raises PermissionDenied if not.
     """
     if missing := sorted(set(permissions) - principal.permissions):
-        raise PermissionDenied(f"Only who has the permission {missing[0]} may do this.")
+        raise PermissionDenied(f"This needs the permission {missing[0]}.")
 
 
 def authenticate(header: str | None, address: str = "", *, touches: bool = True) -> Principal:

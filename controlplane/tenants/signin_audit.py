@@ -20,7 +20,7 @@ from controlplane.tenants.models import Membership, User
 
 @transaction.atomic
 def tell(action: str, user: User, **after: Any) -> None:
-    """One event for each tenant of the person; for one who has none, in the platform's trail."""
+    """Record one event for each tenant of the person; without any, one in the platform's trail."""
     with all_tenants(reason="a person's sign-in concerns each of their tenants"):
         rows = Membership.objects.filter(user=user).order_by("tenant_id")
         tenant_ids = list(rows.values_list("tenant_id", flat=True))

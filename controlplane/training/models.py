@@ -140,7 +140,7 @@ class Schedule(TenantModel):
 
 
 class ScheduleRun(TenantModel):
-    """That a schedule's slot was fired; unique, so a slot fires once."""
+    """A slot of a schedule that was fired; unique, so a slot fires once."""
 
     schedule = models.ForeignKey(Schedule, on_delete=models.CASCADE, related_name="runs")
     slot = models.DateTimeField()

@@ -28,7 +28,7 @@ def most_tokens(hyperparameters: dict[str, Any], num_rows: int) -> int:
 
 
 def check(hyperparameters: dict[str, Any], dataset: Dataset) -> None:
-    """That the tenant in scope may have so long a run. Raises InvalidRequest."""
+    """Check that the tenant in scope may have a run of this length. Raises InvalidRequest."""
     steps, most = num_steps(hyperparameters, dataset.num_rows), quotas.allowed("training_steps")
     if steps > most:
         field = "max_steps" if hyperparameters.get("max_steps") else "epochs"

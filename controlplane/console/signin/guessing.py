@@ -1,4 +1,4 @@
-"""How often a password may be tried: slow for who guesses, open for the person whose it is.
+"""How often a password may be tried: slow for someone who guesses, open for its owner.
 
 A wrong password counts for the address that it comes from, for the account from that address, and
 for the account from all of them. No stranger can use up the first two for somebody elsewhere. The

@@ -30,7 +30,7 @@ _MAX_READS = 16
 SILENCE_S = 60.0
 #: The form around a file.
 FORM_BYTES = 1024**2
-#: Of a body that is refused, as much is read as lets most clients see why.
+#: A refused body is read so far: most clients read no answer before they have sent all.
 _DRAIN_BYTES = 1024**2
 _DRAIN_S = 2.0
 

@@ -64,7 +64,7 @@ def test_an_admin_makes_no_owner(acme: Party) -> None:
     browser = browser_of(acme.viewer)
     path = f"/console/members/{membership(acme, 'viewer').pk}/role"
     answer = browser.post(path, {"role": "owner"}, follow=True)
-    assert b"Only who has the permission tenant:manage" in answer.content
+    assert b"This needs the permission tenant:manage" in answer.content
     assert membership(acme, "viewer").role == Role.ADMIN
     page = browser.get("/console/members").content
     assert b'<option value="owner"' not in page
