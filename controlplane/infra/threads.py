@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Executor
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from asgiref.sync import sync_to_async
@@ -15,7 +15,7 @@ from controlplane.errors import InvalidRequest, Unavailable
 _T = TypeVar("_T")
 
 
-async def in_thread(work: Callable[[], _T], *, executor: Executor | None = None) -> _T:
+async def in_thread(work: Callable[[], _T], *, executor: ThreadPoolExecutor | None = None) -> _T:
     """Run the work and give its connection back at once: what follows may take minutes.
 
     executor  whose threads; None: Django's thread of the request
@@ -32,7 +32,9 @@ async def in_thread(work: Callable[[], _T], *, executor: Executor | None = None)
     return await sync_to_async(run, thread_sensitive=False, executor=executor)()
 
 
-async def query_in_thread(work: Callable[[], _T], *, executor: Executor | None = None) -> _T:
+async def query_in_thread(
+    work: Callable[[], _T], *, executor: ThreadPoolExecutor | None = None
+) -> _T:
     """Run the work as `in_thread` does; a failure of the database becomes an answer.
 
     Raises InvalidRequest for characters that cannot be stored, Unavailable for all else.
