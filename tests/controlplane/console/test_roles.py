@@ -12,7 +12,8 @@ from django.urls import URLPattern, reverse
 from controlplane.console.urls import urlpatterns
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.models import Role, User
-from controlplane.tenants.permissions import PERMISSIONS, Permission
+from controlplane.tenants.permissions import Permission
+from controlplane.tenants.roles import PERMISSIONS
 from controlplane.tenants.services import member_add
 from tests.controlplane.conftest import PASSWORD, Party
 from tests.controlplane.console.conftest import browser_of
