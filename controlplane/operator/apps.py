@@ -5,3 +5,8 @@ class OperatorConfig(AdminConfig):
     """Django's admin, with our site in place of its own."""
 
     default_site = "controlplane.operator.site.OperatorSite"
+
+    def ready(self) -> None:
+        super().ready()
+        # Registers our pages, and takes away those that other apps have registered by now.
+        from controlplane.operator import admin  # noqa: F401

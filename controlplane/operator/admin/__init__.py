@@ -1,4 +1,4 @@
-"""The operator's pages of rows. Django imports this package; each module registers its pages."""
+"""The operator's pages of rows: each module registers its pages when it is imported."""
 
 from controlplane.operator.admin import (  # noqa: F401
     adapters,
