@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from engine.adapters.store import AdapterStore
 from engine.config import EngineConfig
 from engine.errors import RequestError
 from engine.execution.batch import BatchBuilder
-from engine.execution.in_flight import Flight
+from engine.execution.in_flight import InFlightStep
 from engine.execution.runner import ModelRunner
 from engine.memory.page_pool import PagePool, PageUse
 from engine.memory.pinned_prefixes import PinnedPrefixes
@@ -76,7 +75,7 @@ class Engine:
         self._clock = clock
         self._context_limit = config.context_limit(model)
         self._runner = ModelRunner(config, model, weights)
-        self._flight: Flight | None = None
+        self._in_flight: InFlightStep | None = None
         self._pool = self._make_pool(config)
         self._prefixes = PrefixCache(self._pool, is_enabled=config.prefix_cache)
         self._store = self._make_store(config, digest_of)
@@ -245,41 +244,34 @@ class Engine:
 
         An adapter that is loaded ahead counts as well.
         """
-        return bool(self._requests) or self._flight is not None or self._store.is_loading_ahead
+        return bool(self._requests) or self._in_flight is not None or self._store.is_loading_ahead
 
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
         """Run one iteration: at most one new token for every running request.
 
-        On a GPU a step's tokens come from the next call, which first plans and launches the step
-        after it, wherever nothing but the logits decides what the tokens are.
+        On a GPU a step's tokens come from the next call, which first schedules and launches the
+        step after it, over placeholders, wherever nothing but the logits decides what they are.
         """
-        return self._pins.without_own(self._iterate())
-
-    def _iterate(self) -> list[RequestOutput]:
-        self._poll()
-        now = self._clock()
-        self._deadlines.pace.stop(now)
-        for request_id, late in self._deadlines.too_late(now):
-            self._requests.end_later(request_id, FinishReason.ERROR, late)
+        now = self._poll()
         outputs: list[RequestOutput] = []
-        if self._flight is not None:
-            self._deadlines.pace.start(now, self._flight.step.num_tokens)
-            outputs = self._move_on(self._flight, now)
-            if self._flight is not None:
-                return outputs
-        outputs += self._requests.end_early()
-        step = self._scheduler.schedule(now)
-        outputs += self._requests.end_failed(step)
-        if not step.rows:
-            if not outputs:
-                self._wait()
-            return outputs
-        if self._runner.gpu is None:
-            self._deadlines.pace.start(now, step.num_tokens)
-            return outputs + self._land(self._launch(step))
-        self._flight = self._launch(step)
-        return outputs
+        while True:
+            outputs += self._finish_early(now)
+            previous, self._in_flight = self._in_flight, None
+            step = self._schedule(previous, now)
+            if step.rows:
+                batch = None if step.new_pages is not None else self._builder.build(step)
+                self._in_flight = self._runner.launch(step, batch, self._chooser)
+            outputs += self._commit(previous, now)
+            outputs += self._requests.end_failed(step)
+            if previous is None or self._in_flight is not None:
+                break  # else nothing could run over placeholders, or it read a wrong one
+        if self._in_flight is not None and self._in_flight.is_done:  # a CPU's
+            done, self._in_flight = self._in_flight, None
+            outputs += self._commit(done, now)
+        if not (outputs or step.rows):
+            self._wait()
+        return self._pins.without_own(outputs)
 
     def stats(self) -> EngineStats:
         cached, pinned = self._prefixes.num_idle, self._pins.num_pages
@@ -321,12 +313,21 @@ class Engine:
 
     # The stages of a step
 
-    def _poll(self) -> None:
-        """See what the loader and grammar threads have finished, and what pins lack."""
+    def _poll(self) -> float:
+        """See what time and the engine's threads have brought; returns the time."""
         self._compute_pins()
         self._store.poll(self._scheduler.wanted_adapters())
         for sequence, failure in self._grammars.poll():
             self._fail(sequence, failure)
+        self._fail_unloadable()
+        now = self._clock()
+        self._deadlines.pace.stop(now)
+        for request_id, late in self._deadlines.too_late(now):
+            self._requests.end_later(request_id, FinishReason.ERROR, late)
+        return now
+
+    def _fail_unloadable(self) -> None:
+        """Fail the waiting whose adapters cannot be loaded."""
         if not self._store.has_failures:
             return
         for sequence in self._scheduler.waiting:
@@ -345,81 +346,60 @@ class Engine:
     def _fail(self, sequence: Sequence, error: BaseException) -> None:
         self._requests.end_later(sequence.request.request_id, FinishReason.ERROR, error)
 
-    def _launch(self, step: Step) -> Flight:
-        """Run the step, on a GPU without waiting for it.
+    def _finish_early(self, now: float) -> list[RequestOutput]:
+        """End what was cancelled, has failed or is late; the step in flight is committed first.
 
-        Where nothing but the logits decides, tokens are chosen on the device; else, when the step
-        lands: by then the caller has dealt with the outputs of the step before.
+        With nothing to end, placeholders stand for the tokens that the device is choosing.
         """
-        batch = self._builder.build(step)
-        sampling = [row.sequence for row in step.rows if row.samples]
-        gpu = self._runner.gpu
-        is_whole = batch.scores is None and all(map(self._is_free, sampling))
-        if gpu is not None and is_whole:
-            draw = self._sampler.draw(sampling)
-            tokens = gpu.start(batch, draw)
-            return Flight(
-                step=step,
-                sampling=sampling,
-                finish=tokens.sampled,
-                tokens=tokens,
-                runner=gpu if gpu.can_go_on(batch) else None,
-                draw=draw,
-            )
-        choose = self._chooser.choose_of_live
-        finish = functools.partial(choose, self._runner.run(batch), sampling)
-        return Flight(step=step, sampling=sampling, finish=finish, scores=batch.scores)
+        launched = self._in_flight
+        if launched is not None and launched.tokens is not None and not self._requests.has_endings:
+            launched.append_placeholders(self._scheduler.commit)
+            return []
+        self._in_flight = None
+        return self._commit(launched, now) + self._requests.end_early()
 
-    def _is_free(self, sequence: Sequence) -> bool:
-        return self._grammars.matcher(sequence) is None and self._sampler.is_free(sequence)
-
-    def _move_on(self, flight: Flight, now: float) -> list[RequestOutput]:
-        """Land the step under way, after launching the next one if that is possible before."""
-        self._flight, failed = None, None
-        if flight.tokens is not None and not self._requests.has_endings:
-            flight.assume(self._scheduler.commit)
-            failed = self._launch_ahead(flight, now)
-        outputs = self._land(flight)
-        return outputs if failed is None else outputs + self._requests.end_failed(failed)
-
-    def _launch_ahead(self, flight: Flight, now: float) -> Step | None:
-        """Launch the step after `flight`, before its tokens are read; their number is enough.
-
-        Returns the step if one was planned, launched or not.
-        """
-        for sequence in flight.sampling:
+    def _schedule(self, previous: InFlightStep | None, now: float) -> Step:
+        """Plan the next step, after `previous`, whose tokens are placeholders."""
+        if previous is None:
+            return self._scheduler.schedule(now)
+        for sequence in previous.step.sampling:
             if is_full(sequence, self._context_limit):
                 self._requests.release(sequence)  # its last token is on its way
-        if flight.can_go_on and not self._scheduler.can_admit(now):
-            new_pages = self._scheduler.look_ahead(flight.step.rows)
+        if previous.can_replay and not self._scheduler.can_admit(now):
+            new_pages = self._scheduler.look_ahead(previous.step.rows)
             if new_pages is not None:
-                self._flight = flight.go_on(new_pages)
-                return None
-        step = self._scheduler.schedule(now)
-        if step.rows:
-            self._flight = self._launch(step)
-        return step
+                previous.step.new_pages = new_pages
+                return previous.step
+        return self._scheduler.schedule(now)
 
-    def _land(self, flight: Flight) -> list[RequestOutput]:
-        """Wait for a step's tokens and hand them to their sequences."""
-        sampled = list(map(checked, flight.sampling, flight.finish()))
-        if self._flight is not None and flight.went_wrong:
-            self._flight = None  # it went on from another token, and is computed again
+    def _commit(self, launched: InFlightStep | None, now: float) -> list[RequestOutput]:
+        """Wait for a step's tokens and hand them to their sequences.
+
+        A step that was launched over a placeholder for another token is dropped, and computed
+        again.
+        """
+        if launched is None:
+            return []
+        self._deadlines.pace.start(now, launched.step.num_tokens)
+        sampling = launched.step.sampling
+        sampled = list(map(checked, sampling, launched.read()))
+        if launched.is_mispredicted:
+            self._in_flight = None
         self._num_steps += 1
-        flight.commit(self._scheduler.commit)
-        overflowed = flight.scores.tell() if flight.scores is not None else []
+        launched.commit(self._scheduler.commit)
+        overflowed = launched.scores.tell() if launched.scores is not None else []
         for sequence in overflowed:
             self._fail(sequence, overflow_of(sequence))
         outputs = []
-        for sequence, token in zip(flight.sampling, sampled, strict=True):
-            if sequence.has_ended:  # in the step before, when this one was under way
+        for sequence, token in zip(sampling, sampled, strict=True):
+            if sequence.has_ended:  # in the step before, when this one was in flight
                 continue
             error = overflow_of(sequence) if sequence in overflowed else token.error
             if error is not None:
-                flight.tell_none(sequence)
+                launched.drop_placeholder(sequence)
                 outputs.append(self._requests.end(sequence, FinishReason.ERROR, error))
             else:
-                flight.tell(sequence, token.token_id)
+                launched.resolve(sequence, token.token_id)
                 self._num_generated += 1
                 outputs.append(self._accept(sequence, token))
         return outputs

@@ -209,13 +209,18 @@ class Row:
 class Step:
     """What one forward pass computes; rows of one adapter key are adjacent.
 
-    budget  tokens that may still be added
-    failed  sequences that cannot go on, with the reason; they are still the scheduler's
+    budget     tokens that may still be added
+    failed     sequences that cannot go on, with the reason; they are still the scheduler's
+    sampling   sequences that get a token, in the order of the rows; known from the launch on
+    new_pages  of a step that repeats the one before, one token further: (row, index in its page
+               table, page) of each page that the rows need for it. None: any other step
     """
 
     budget: int
     rows: list[Row] = field(default_factory=list)
     failed: list[tuple[Sequence, EngineError]] = field(default_factory=list)
+    sampling: list[Sequence] = field(default_factory=list)
+    new_pages: list[tuple[int, int, int]] | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -41,12 +41,14 @@ class Tokens:
     """A launched step's tokens, on their way to the host.
 
     drawn       what rows that are not greedy were drawn from
+    can_replay  whether `GpuRunner.replay` may follow: all rows are decodes of one graph
     were_wrong  whether the device went on with another token than `sampled` gave
     """
 
     host: torch.Tensor
     arrived: torch.cuda.Event | None  # None: they are there
     drawn: Drawn | None = None
+    can_replay: bool = False
     were_wrong: bool = False
 
     def sampled(self) -> list[Sampled]:
@@ -126,6 +128,7 @@ class GpuRunner:
         self._fetched = torch.empty(2, max_running, dtype=torch.int64, pin_memory=arena.is_cuda)
         self._turn = 0
         self._chosen: torch.Tensor | None = None  # the newest step's tokens, on the device
+        self._draw: Draw | None = None  # what its rows that are not greedy were drawn by
 
     def warm_up(self) -> None:
         """Record every graph, so that no request waits for one."""
@@ -152,60 +155,63 @@ class GpuRunner:
             self._model.forward(replace(self._gpu_batch(widest), may_fuse=may_fuse))
         return self._graphs.bytes_of_others(recorded) + self._mixed.bytes_of_others()
 
-    def can_go_on(self, batch: Batch) -> bool:
-        """Whether `go_on` may follow: the batch has decodes alone."""
+    def run(self, batch: Batch) -> torch.Tensor:
+        """The logits [N, V] of the batch's sampling rows, valid until the next run.
+
+        Tokens of the batch that have not been read are those of the step started last.
+        """
+        return self._run(batch)[0]
+
+    def start(self, batch: Batch, draw: Draw | None) -> Tokens:
+        """Launch a batch and the choice of its tokens.
+
+        draw  what the rows that are not greedy draw by; None: all are greedy
+        """
+        logits, graphs = self._run(batch)
+        self._draw = draw
+        if graphs is not None:
+            return self._fetch(logits, graphs)
+        rows = slice(logits.shape[0])
+        if logits.shape[0]:
+            greedy_triton(logits, self._plain.token_ids[rows], self._plain.marked[rows])
+        return self._fetch(logits, self._plain)
+
+    def replay(self, new_pages: SequenceOf[tuple[int, int, int]]) -> Tokens:
+        """Run the newest step's rows one token further: their inputs are on the device already.
+
+        new_pages  (row, column of its page table, page) that the rows need for it
+        """
+        self._graphs.add_pages(new_pages)
+        return self._fetch(self._graphs.step(), self._graphs)
+
+    def _run(self, batch: Batch) -> tuple[torch.Tensor, DecodeGraphs | MixedGraphs | None]:
+        """The logits of `run`, and the graphs that chose the greedy tokens as well, if any did."""
+        if batch.has_unread:
+            assert self._chosen is not None
+            fill_unread_triton(batch.token_ids, self._chosen)
+        if batch.scores is None:  # a graph keeps the logits of the rows that sample alone
+            if self._is_decode(batch):
+                self._load(batch)
+                return self._graphs.step(), self._graphs
+            if self._mixed.fits(batch):
+                for arrival in batch.arrivals:
+                    arrival.await_all()  # 2 ms; launch by launch it would be hidden, and cost 15
+                return self._mixed.run(batch), self._mixed
+        return self._model.forward(self._gpu_batch(batch)), None
+
+    def _is_decode(self, batch: Batch) -> bool:
+        """Whether the batch has decodes alone, and a graph."""
         return (
             batch.max_new == 1
             and batch.sample_rows.shape[0] == batch.token_ids.shape[0]
             and self._graphs.fits(batch.token_ids.shape[0], batch.page_tables.shape[1], batch.lora)
         )
 
-    def run(self, batch: Batch) -> torch.Tensor:
-        """The logits [N, V] of the batch's sampling rows, valid until the next run.
-
-        Tokens of the batch that have not been read are those of the step started last.
-        """
-        if batch.has_unread:
-            assert self._chosen is not None
-            fill_unread_triton(batch.token_ids, self._chosen)
-        if batch.scores is not None:  # a graph keeps the logits of the rows that sample alone
-            return self._model.forward(self._gpu_batch(batch))
-        if self.can_go_on(batch):
-            self._load(batch)
-            return self._graphs.step()
-        if self._mixed.fits(batch):
-            for arrival in batch.arrivals:
-                arrival.await_all()  # 2 ms; launch by launch it would be hidden, and cost 15
-            return self._mixed.run(batch)
-        return self._model.forward(self._gpu_batch(batch))
-
-    def start(self, batch: Batch, draw: Draw | None) -> Tokens:
-        """Launch a batch and the choice of its tokens."""
-        logits = self.run(batch)
-        if self.can_go_on(batch):
-            return self._fetch(logits, self._graphs, draw)
-        if self._mixed.fits(batch):
-            return self._fetch(logits, self._mixed, draw)
-        rows = slice(logits.shape[0])
-        if logits.shape[0]:
-            greedy_triton(logits, self._plain.token_ids[rows], self._plain.marked[rows])
-        return self._fetch(logits, self._plain, draw)
-
-    def go_on(self, new_pages: SequenceOf[tuple[int, int, int]], draw: Draw | None) -> Tokens:
-        """Run the same rows one token further: their inputs are on the device already.
-
-        new_pages  (row, column of its page table, page) that the rows need for it
-        """
-        self._graphs.add_pages(new_pages)
-        return self._fetch(self._graphs.step(), self._graphs, draw)
-
-    def _fetch(
-        self, logits: torch.Tensor, chosen: DecodeGraphs | MixedGraphs | Chosen, draw: Draw | None
-    ) -> Tokens:
+    def _fetch(self, logits: torch.Tensor, chosen: DecodeGraphs | MixedGraphs | Chosen) -> Tokens:
         """Draw what is not greedy, into the `token_ids` of `chosen`, and send all to the host."""
         rows = slice(logits.shape[0])
         token_ids, marked = chosen.token_ids[rows], chosen.marked[rows]
-        drawn = None if draw is None else draw.launch(logits, token_ids, marked)
+        drawn = None if self._draw is None else self._draw.launch(logits, token_ids, marked)
         self._turn = 1 - self._turn
         self._chosen = token_ids
         host = self._fetched[self._turn, : len(token_ids)]
@@ -214,7 +220,8 @@ class GpuRunner:
         if token_ids.is_cuda:
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record()
-        return Tokens(host=host, arrived=arrived, drawn=drawn)
+        can_replay = chosen is self._graphs
+        return Tokens(host=host, arrived=arrived, drawn=drawn, can_replay=can_replay)
 
     def _load(self, batch: Batch) -> None:
         for arrival in batch.arrivals:

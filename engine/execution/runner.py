@@ -21,12 +21,15 @@ from engine.execution.decoder import (
     TiledAdapters,
 )
 from engine.execution.gpu_runner import GpuRunner
+from engine.execution.in_flight import InFlightStep
 from engine.execution.lora_inputs import MAX_ENTRIES
 from engine.execution.lora_table import EntryBuffers
 from engine.memory.prefix_cache import AdapterKey
 from engine.model.config import ModelConfig
 from engine.model.rope import RopeTables
 from engine.model.weights import Weights, load_weights
+from engine.sampling.logits import Chooser
+from engine.sequence import Step
 from kernels.attention_cpu import CpuAttention
 from kernels.huge_pages import keep_freed_memory, lazy_zeros
 from kernels.lora_cpu import CpuLora
@@ -129,16 +132,31 @@ class ModelRunner:
         if self._cpu_lora is not None:
             self._cpu_lora.forget(lambda key: any(digest == part for part, _ in key))
 
+    def launch(self, step: Step, batch: Batch | None, chooser: Chooser) -> InFlightStep:
+        """Start a step: on a GPU without waiting for it; on a CPU it has run when this returns.
+
+        batch  the step's; None: the step repeats the one before (`Step.new_pages`)
+
+        Where nothing but the logits decides, a GPU chooses the tokens; else the host does when they
+        are read: by then the caller has dealt with the outputs of the step before.
+        """
+        gpu = self._gpu
+        if batch is None:
+            assert gpu is not None and step.new_pages is not None
+            tokens = gpu.replay(step.new_pages)
+            return InFlightStep(step=step, read=tokens.sampled, tokens=tokens)
+        step.sampling = sampling = [row.sequence for row in step.rows if row.samples]
+        if gpu is not None and batch.scores is None and chooser.needs_logits_alone(sampling):
+            tokens = gpu.start(batch, chooser.draw(sampling))
+            return InFlightStep(step=step, read=tokens.sampled, tokens=tokens)
+        read = functools.partial(chooser.choose_of_live, self.run(batch), sampling)
+        return InFlightStep(step=step, read=read, scores=batch.scores, is_done=gpu is None)
+
     def run(self, batch: Batch) -> torch.Tensor:
         """The logits [N, V] of the batch's sampling rows; the step's KV is in the arena after."""
         if self._gpu is not None:
             return self._gpu.run(batch)
         return self._decoder(batch, self._attention(batch), self._adapters(batch))
-
-    @property
-    def gpu(self) -> GpuRunner | None:
-        """None: steps run on the CPU, and `run` returns when they have."""
-        return self._gpu
 
     def _attention(self, batch: Batch) -> Attention:
         self._rope.reach(int(batch.context_lens.max()))

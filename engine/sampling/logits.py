@@ -17,7 +17,7 @@ import torch
 
 from engine.errors import AdapterOverflow, EngineError
 from engine.sampling.grammar import Grammars
-from engine.sampling.sampler import Sampled, Sampler
+from engine.sampling.sampler import Draw, Sampled, Sampler
 from engine.sequence import Sequence
 
 log = logging.getLogger(__name__)
@@ -30,6 +30,15 @@ class Chooser:
 
     def __init__(self, sampler: Sampler, grammars: Grammars) -> None:
         self._sampler, self._grammars = sampler, grammars
+
+    def needs_logits_alone(self, sequences: SequenceOf[Sequence]) -> bool:
+        """Whether a device can choose the next tokens of all, from the model's logits."""
+        matcher, is_free = self._grammars.matcher, self._sampler.is_free
+        return all(matcher(sequence) is None and is_free(sequence) for sequence in sequences)
+
+    def draw(self, sequences: SequenceOf[Sequence]) -> Draw | None:
+        """See `Sampler.draw`."""
+        return self._sampler.draw(sequences)
 
     def choose_of_live(
         self, logits: torch.Tensor, sequences: SequenceOf[Sequence]

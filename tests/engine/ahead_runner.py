@@ -27,23 +27,20 @@ class AheadRunner:
         self._runner: Any = engine._runner
         self._chosen = torch.empty(0, dtype=torch.int64)
         self._last: Batch | None = None
+        self._draw: Draw | None = None
         self.counts = {"known": 0, "unread": 0, "same": 0}
         self._runner._gpu = self
-
-    def takes(self, batch: Batch) -> bool:
-        return True
-
-    def can_go_on(self, batch: Batch) -> bool:
-        return batch.max_new == 1 and len(batch.sample_rows) == len(batch.token_ids)
 
     def run(self, batch: Batch) -> torch.Tensor:
         self.counts["unread" if batch.has_unread else "known"] += 1
         return self._forward(batch)
 
     def start(self, batch: Batch, draw: Draw | None) -> Tokens:
-        return self._choose(self.run(batch), draw)
+        self._draw = draw
+        can_replay = batch.max_new == 1 and len(batch.sample_rows) == len(batch.token_ids)
+        return self._choose(self.run(batch), can_replay)
 
-    def go_on(self, new_pages: Sequence[tuple[int, int, int]], draw: Draw | None) -> Tokens:
+    def replay(self, new_pages: Sequence[tuple[int, int, int]]) -> Tokens:
         self.counts["same"] += 1
         last = self._last
         assert last is not None
@@ -63,7 +60,7 @@ class AheadRunner:
             contexts=last.contexts + 1,
             page_tables=tables,
         )
-        return self._choose(self._forward(batch), draw)
+        return self._choose(self._forward(batch), can_replay=True)
 
     def _forward(self, batch: Batch) -> torch.Tensor:
         if batch.has_unread:
@@ -76,9 +73,9 @@ class AheadRunner:
         )
         return logits
 
-    def _choose(self, logits: torch.Tensor, draw: Draw | None) -> Tokens:
+    def _choose(self, logits: torch.Tensor, can_replay: bool) -> Tokens:
         self._chosen = logits.argmax(-1)
         marked = mark_ref(logits, self._chosen)
-        drawn = None if draw is None else draw.launch(logits, self._chosen, marked)
+        drawn = None if self._draw is None else self._draw.launch(logits, self._chosen, marked)
         host = (marked if drawn is None else drawn.marked).clone()
-        return Tokens(host=host, arrived=None, drawn=drawn)
+        return Tokens(host=host, arrived=None, drawn=drawn, can_replay=can_replay)

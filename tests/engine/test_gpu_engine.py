@@ -133,7 +133,7 @@ def test_steps_beyond_the_graphs_go_ahead_too(
                 engine.add(request(str(3 + i), tokens, adapter=adapter, max_tokens=3))
         for output in engine.step():
             results.setdefault(output.request_id, []).extend(output.token_ids)
-        ahead += engine._flight is not None and engine._flight.tokens is not None
+        ahead += engine._in_flight is not None and engine._in_flight.tokens is not None
     for i, tokens in enumerate(early + late):
         count = 8 if i < 3 else 3
         assert results[str(i)] == oracle.generate(tokens, count, adapter), i
@@ -281,7 +281,7 @@ def test_a_smaller_graph_may_be_recorded_after_a_larger_step(make_engine: MakeEn
     """Recording runs the pass over buffers that a larger bucket has filled."""
     engine = make_gpu_engine(make_engine, max_step_tokens=64)
     run(engine, *(request(str(i), prompt(i, 30), max_tokens=1) for i in range(2)))
-    mixed = engine._runner.gpu._mixed
+    mixed = engine._runner._gpu._mixed
     size = mixed.sizes[0]
     assert size < 60, "the prompts were a larger step"
     mixed._clear()
