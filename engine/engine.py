@@ -27,16 +27,16 @@ from engine.memory.prefix_cache import PrefixCache
 from engine.model.config import ModelConfig
 from engine.model.weights import Weights
 from engine.request import AdapterPart, FinishReason, Request, RequestOutput
-from engine.requests import LiveRequests
+from engine.requests import RequestTable
 from engine.sampling.grammar import Grammars
-from engine.sampling.logits import Chooser, as_engine_error, checked, overflow_of
+from engine.sampling.logits import LogitsProcessor, as_engine_error, checked, overflow_of
 from engine.sampling.sampler import Sampled, Sampler
-from engine.sampling.stopping import is_full, judge
+from engine.sampling.stopping import check_stop, is_full
 from engine.scheduling.deadlines import Deadlines
 from engine.scheduling.scheduler import Scheduler
 from engine.sequence import Sequence, Step
 from engine.stats import AdapterStatus, EngineStats
-from engine.validation import Intake
+from engine.validation import RequestValidator
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class Engine:
         self._deadlines = Deadlines(config.max_step_tokens, self._scheduler.count_uncomputed)
         most = int(config.pin_share * self._pool.num_pages)
         self._pins = PinnedPrefixes(self._prefixes, config.page_size, most, self._store.versions)
-        self._intake = Intake(
+        self._validator = RequestValidator(
             config,
             model,
             pool=self._pool,
@@ -101,15 +101,15 @@ class Engine:
         self._builder = self._make_builder(config)
         self._sampler = Sampler(vocab_size=model.vocab_size, device=config.device)
         self._grammars = Grammars(tokenizer or config.model_dir, model.vocab_size)
-        self._chooser = Chooser(self._sampler, self._grammars)
-        self._requests = LiveRequests(
+        self._logits_processor = LogitsProcessor(self._sampler, self._grammars)
+        self._requests = RequestTable(
             store=self._store,
             scheduler=self._scheduler,
             sampler=self._sampler,
             grammars=self._grammars,
             deadlines=self._deadlines,
             pins=self._pins,
-            stop_ids=self._intake.stop_ids,
+            stop_ids=self._validator.stop_ids,
             clock=clock,
         )
         self._num_steps = self._num_generated = 0
@@ -188,7 +188,7 @@ class Engine:
         """
         if request.request_id in self._requests:
             raise RequestError("the request id is already in use", param="request_id")
-        self._intake.check(request)
+        self._validator.check(request)
         self._requests.enter(request)
 
     def prepare_grammars(self) -> Future[None]:
@@ -212,7 +212,7 @@ class Engine:
         adapters is unregistered. Idempotent. Raises PinLimitExceeded, and what `add` raises.
         """
         request = self._pins.request_for(tenant_id, adapters, token_ids)
-        self._intake.check(request)
+        self._validator.check(request)
         self._pins.add(request)
         self._compute_pins()
 
@@ -237,7 +237,7 @@ class Engine:
 
         Idempotent; does nothing for what has ended or never was.
         """
-        self._requests.end_later(request_id, reason, index=index)
+        self._requests.finish_later(request_id, reason, index=index)
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do, now or as soon as an adapter or grammar is ready.
@@ -261,9 +261,9 @@ class Engine:
             step = self._schedule(previous, now)
             if step.rows:
                 batch = None if step.new_pages is not None else self._builder.build(step)
-                self._in_flight = self._runner.launch(step, batch, self._chooser)
+                self._in_flight = self._runner.launch(step, batch, self._logits_processor)
             outputs += self._commit(previous, now)
-            outputs += self._requests.end_failed(step)
+            outputs += self._requests.finish_failed(step)
             if previous is None or self._in_flight is not None:
                 break  # else nothing could run over placeholders, or it read a wrong one
         if self._in_flight is not None and self._in_flight.is_done:  # a CPU's
@@ -323,7 +323,7 @@ class Engine:
         now = self._clock()
         self._deadlines.pace.stop(now)
         for request_id, late in self._deadlines.too_late(now):
-            self._requests.end_later(request_id, FinishReason.ERROR, late)
+            self._requests.finish_later(request_id, FinishReason.ERROR, late)
         return now
 
     def _fail_unloadable(self) -> None:
@@ -340,11 +340,11 @@ class Engine:
         """Begin what pins lack, and end what has lost its pin."""
         for request_id in self._pins.orphans():
             self.cancel(request_id)
-        for request in self._pins.due(self._clock(), self._intake.check):
+        for request in self._pins.due(self._clock(), self._validator.check):
             self._requests.enter(request)
 
     def _fail(self, sequence: Sequence, error: BaseException) -> None:
-        self._requests.end_later(sequence.request.request_id, FinishReason.ERROR, error)
+        self._requests.finish_later(sequence.request.request_id, FinishReason.ERROR, error)
 
     def _finish_early(self, now: float) -> list[RequestOutput]:
         """End what was cancelled, has failed or is late; the step in flight is committed first.
@@ -352,11 +352,11 @@ class Engine:
         With nothing to end, placeholders stand for the tokens that the device is choosing.
         """
         launched = self._in_flight
-        if launched is not None and launched.tokens is not None and not self._requests.has_endings:
+        if launched is not None and launched.tokens is not None and not self._requests.has_pending:
             launched.append_placeholders(self._scheduler.commit)
             return []
         self._in_flight = None
-        return self._commit(launched, now) + self._requests.end_early()
+        return self._commit(launched, now) + self._requests.finish_pending()
 
     def _schedule(self, previous: InFlightStep | None, now: float) -> Step:
         """Plan the next step, after `previous`, whose tokens are placeholders."""
@@ -397,7 +397,7 @@ class Engine:
             error = overflow_of(sequence) if sequence in overflowed else token.error
             if error is not None:
                 launched.drop_placeholder(sequence)
-                outputs.append(self._requests.end(sequence, FinishReason.ERROR, error))
+                outputs.append(self._requests.finish(sequence, FinishReason.ERROR, error))
             else:
                 launched.resolve(sequence, token.token_id)
                 self._num_generated += 1
@@ -414,11 +414,12 @@ class Engine:
     def _accept(self, sequence: Sequence, sampled: Sampled) -> RequestOutput:
         """What a sequence's newest token comes to, which it may end."""
         try:
-            reason, is_text = judge(sequence, self._grammars.matcher(sequence), self._context_limit)
+            matcher = self._grammars.matcher(sequence)
+            reason, is_text = check_stop(sequence, matcher, self._context_limit)
         except Exception as error:  # the request's own matcher's
             known = as_engine_error(sequence.request.request_id, error)
-            return self._requests.end(sequence, FinishReason.ERROR, known)
-        output = self._requests.end(sequence, reason) if reason else sequence.output()
+            return self._requests.finish(sequence, FinishReason.ERROR, known)
+        output = self._requests.finish(sequence, reason) if reason else sequence.output()
         if is_text:
             output.token_ids = [sampled.token_id]
         if sequence.request.sampling.logprobs is not None:

@@ -1,6 +1,6 @@
-"""LiveRequests: the requests that have not ended, known alike to every owner.
+"""RequestTable: the requests that have not ended.
 
-What has to happen at once when a sequence enters, leaves or ends is here, and nothing else is.
+It tells every other owner at once when a sequence enters, gives back its pages, or ends.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from engine.adapters.store import AdapterStore
-from engine.endings import Endings
 from engine.errors import EngineError
 from engine.memory.pinned_prefixes import PinnedPrefixes
+from engine.pending_finishes import PendingFinishes
 from engine.request import FinishReason, Request, RequestOutput
 from engine.sampling.grammar import Grammars
 from engine.sampling.logits import as_engine_error
@@ -20,7 +20,7 @@ from engine.scheduling.scheduler import Scheduler
 from engine.sequence import Sequence, Step
 
 
-class LiveRequests:
+class RequestTable:
     """Owns the sequences of all requests by their ids; the others own what each of them holds.
 
     stop_ids  the tokens that end a request
@@ -43,7 +43,7 @@ class LiveRequests:
         self._grammars, self._deadlines, self._pins = grammars, deadlines, pins
         self._stop_ids, self._clock = stop_ids, clock
         self._sequences: dict[str, list[Sequence]] = {}
-        self._endings = Endings()
+        self._pending = PendingFinishes()
         self._num_arrivals = 0
 
     def __contains__(self, request_id: object) -> bool:
@@ -53,7 +53,10 @@ class LiveRequests:
         return len(self._sequences)
 
     def enter(self, request: Request) -> None:
-        """Accept a request that `Intake` has checked; what this raises leaves nothing behind."""
+        """Accept a request that has passed `RequestValidator.check`.
+
+        If it raises, nothing of the request stays behind.
+        """
         sequences = Sequence.of(request, self._num_arrivals, self._stop_ids(request))
         try:
             for sequence in sequences:
@@ -83,7 +86,7 @@ class LiveRequests:
             self._scheduler.remove(sequence)
             self._store.remove_user(sequence.digests)
 
-    def end(
+    def finish(
         self, sequence: Sequence, reason: FinishReason, error: EngineError | None = None
     ) -> RequestOutput:
         """Forget the sequence everywhere and say so."""
@@ -101,7 +104,7 @@ class LiveRequests:
             self._pins.note_end(request_id, self._clock())
         return output
 
-    def end_later(
+    def finish_later(
         self,
         request_id: str,
         reason: FinishReason,
@@ -110,21 +113,21 @@ class LiveRequests:
     ) -> None:
         """Let a request, or one of its n, end with the next step, if it has not by then."""
         known = None if error is None else as_engine_error(request_id, error)
-        self._endings.add(self._sequences.get(request_id, ()), reason, known, index)
+        self._pending.add(self._sequences.get(request_id, ()), reason, known, index)
 
     @property
-    def has_endings(self) -> bool:
-        """Whether `end_early` has anything to do."""
-        return bool(self._endings)
+    def has_pending(self) -> bool:
+        """Whether `finish_pending` has anything to do."""
+        return bool(self._pending)
 
-    def end_early(self) -> list[RequestOutput]:
+    def finish_pending(self) -> list[RequestOutput]:
         """End what was cancelled, has failed or is past its deadline."""
-        return [self.end(*ending) for ending in self._endings.take()]
+        return [self.finish(*each) for each in self._pending.take()]
 
-    def end_failed(self, step: Step) -> list[RequestOutput]:
+    def finish_failed(self, step: Step) -> list[RequestOutput]:
         """End those that can never run."""
         return [
-            self.end(sequence, FinishReason.ERROR, error)
+            self.finish(sequence, FinishReason.ERROR, error)
             for sequence, error in step.failed
             if not sequence.has_ended
         ]

@@ -1,4 +1,4 @@
-"""Intake: what of a request can be judged before it is accepted. No torch here."""
+"""RequestValidator: refuses requests that could never run. No torch here."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from engine.model.config import ModelConfig
 from engine.request import Request
 
 
-class Intake:
-    """Judges requests against the model, the adapters and the arena; changes nothing.
+class RequestValidator:
+    """Checks requests against the model, the adapters and the arena; changes nothing.
 
     most_held  pages that a sequence of so many tokens holds at a time
     """

@@ -28,7 +28,7 @@ from engine.memory.prefix_cache import AdapterKey
 from engine.model.config import ModelConfig
 from engine.model.rope import RopeTables
 from engine.model.weights import Weights, load_weights
-from engine.sampling.logits import Chooser
+from engine.sampling.logits import LogitsProcessor
 from engine.sequence import Step
 from kernels.attention_cpu import CpuAttention
 from kernels.huge_pages import keep_freed_memory, lazy_zeros
@@ -132,7 +132,7 @@ class ModelRunner:
         if self._cpu_lora is not None:
             self._cpu_lora.forget(lambda key: any(digest == part for part, _ in key))
 
-    def launch(self, step: Step, batch: Batch | None, chooser: Chooser) -> InFlightStep:
+    def launch(self, step: Step, batch: Batch | None, processor: LogitsProcessor) -> InFlightStep:
         """Start a step: on a GPU without waiting for it; on a CPU it has run when this returns.
 
         batch  the step's; None: the step repeats the one before (`Step.new_pages`)
@@ -146,10 +146,10 @@ class ModelRunner:
             tokens = gpu.replay(step.new_pages)
             return InFlightStep(step=step, read=tokens.sampled, tokens=tokens)
         step.sampling = sampling = [row.sequence for row in step.rows if row.samples]
-        if gpu is not None and batch.scores is None and chooser.needs_logits_alone(sampling):
-            tokens = gpu.start(batch, chooser.draw(sampling))
+        if gpu is not None and batch.scores is None and processor.needs_logits_alone(sampling):
+            tokens = gpu.start(batch, processor.draw(sampling))
             return InFlightStep(step=step, read=tokens.sampled, tokens=tokens)
-        read = functools.partial(chooser.choose_of_live, self.run(batch), sampling)
+        read = functools.partial(processor.choose_live, self.run(batch), sampling)
         return InFlightStep(step=step, read=read, scores=batch.scores, is_done=gpu is None)
 
     def run(self, batch: Batch) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Chooser: from a step's logits to a token for each sequence, or to what went wrong with it.
+"""LogitsProcessor: turns a step's logits into one token, or one error, for each sequence.
 
 What fails for one sequence (its adapter's numbers overflow, its grammar's matcher raises) is that
-sequence's error alone. The batch is handled as a whole; only when that raises, row by row, to
-learn whose fault it was.
+sequence's error alone. The batch is handled as a whole, and row by row only when that
+raises, to find the row at fault.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Chooser:
+class LogitsProcessor:
     """Applies what the requests ask of the logits, and chooses."""
 
     def __init__(self, sampler: Sampler, grammars: Grammars) -> None:
@@ -40,9 +40,7 @@ class Chooser:
         """See `Sampler.draw`."""
         return self._sampler.draw(sequences)
 
-    def choose_of_live(
-        self, logits: torch.Tensor, sequences: SequenceOf[Sequence]
-    ) -> list[Sampled]:
+    def choose_live(self, logits: torch.Tensor, sequences: SequenceOf[Sequence]) -> list[Sampled]:
         """`choose`; those that have ended meanwhile get any token."""
         live = [i for i, sequence in enumerate(sequences) if not sequence.has_ended]
         logits = logits if len(live) == len(sequences) else logits[live]

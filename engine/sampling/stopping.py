@@ -14,7 +14,7 @@ def is_full(sequence: Sequence, context_limit: int) -> bool:
     return is_last or sequence.num_tokens >= context_limit
 
 
-def judge(
+def check_stop(
     sequence: Sequence, matcher: Matcher | None, context_limit: int
 ) -> tuple[FinishReason | None, bool]:
     """Why the newest token ends its request, if it does, and whether it is part of the text.

@@ -308,7 +308,7 @@ class Game:
         stats, host = engine.stats(), engine._store._loader._host
         assert (stats.adapter_pages, stats.num_adapters) == (0, 0)
         assert host.num_free == host.num_pages
-        assert not engine._store._adapters and not engine._requests._endings
+        assert not engine._store._adapters and not engine._requests._pending
         assert not engine._sampler._states and not engine._grammars._matchers
         assert not engine._deadlines._entries
 

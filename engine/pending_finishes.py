@@ -1,4 +1,4 @@
-"""What the next step ends early: cancelled, failed, or too late. No torch here."""
+"""PendingFinishes: sequences that the next step ends early. No torch here."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from engine.request import FinishReason
 from engine.sequence import Sequence
 
 
-class Endings:
-    """Sequences with the reason why they end; of several the first counts."""
+class PendingFinishes:
+    """Sequences that were cancelled, failed or are late, each with the first reason given."""
 
     def __init__(self) -> None:
         self._reasons: dict[Sequence, tuple[FinishReason, EngineError | None]] = {}
