@@ -164,7 +164,7 @@ class EngineConfig:
             is_cpu=self.is_cpu,
         )
 
-    def reach(self, model: ModelConfig) -> int | None:
+    def kv_window(self, model: ModelConfig) -> int | None:
         """How far back from a new token, itself included, its KV may be read; None: all of it."""
         windows = [window for window in model.windows if window is not None]
         if not windows or len(windows) < model.num_layers:
@@ -181,6 +181,6 @@ class EngineConfig:
         """
         max_kv, _ = self.page_limits(model, num_pages)
         limit = self.context_limit(model)
-        if self.reach(model) is not None:  # pages far behind are given back
+        if self.kv_window(model) is not None:  # pages far behind are given back
             return limit
         return min(limit, max_kv * self.page_size)

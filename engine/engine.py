@@ -85,7 +85,7 @@ class Engine:
             prefixes=self._prefixes,
             page_size=config.page_size,
             limits=config.scheduler_limits,
-            reach=config.reach(model),
+            window=config.kv_window(model),
         )
         self._deadlines = Deadlines(config.max_step_tokens, self._scheduler.count_uncomputed)
         most = int(config.pin_share * self._pool.num_pages)
@@ -366,7 +366,7 @@ class Engine:
             if is_full(sequence, self._context_limit):
                 self._requests.release(sequence)  # its last token is on its way
         if previous.can_replay and not self._scheduler.can_admit(now):
-            new_pages = self._scheduler.look_ahead(previous.step.rows)
+            new_pages = self._scheduler.reserve_next_pages(previous.step.rows)
             if new_pages is not None:
                 previous.step.new_pages = new_pages
                 return previous.step

@@ -125,7 +125,7 @@ class Sequence:
         self.has_left = False
         self.is_waiting_for_grammar = False
         self.num_skips = 0
-        # The waiting line's: who goes first, and how long it may wait for those that came later.
+        # The waiting queue's: who goes first, and how long it may wait for those that came later.
         self.rank: tuple[int, int] = (0, arrival)
         self.patience: float | None = None
         self.overdue_at = math.inf

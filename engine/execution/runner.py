@@ -159,7 +159,7 @@ class ModelRunner:
         return self._decoder(batch, self._attention(batch), self._adapters(batch))
 
     def _attention(self, batch: Batch) -> Attention:
-        self._rope.reach(int(batch.context_lens.max()))
+        self._rope.extend_to(int(batch.context_lens.max()))
         if self._cpu_attention is None:
             tables = (self._rope.cos, self._rope.sin)
             return PagedAttention(batch, tables, self.arena, self._layout, self._model)

@@ -109,8 +109,8 @@ class YarnScaling:
 class RopeTables:
     """cos and sin [M, D] fp32 by position, the first half repeated.
 
-    A position's rows are there once `reach` has been asked for it. On a CPU those that never were
-    take no memory, in whatever context the model knows.
+    A position's rows are there after `extend_to` was called for it. On a CPU the others take no
+    memory, however long the model's context is.
     """
 
     def __init__(
@@ -132,8 +132,8 @@ class RopeTables:
         )
         self._num_filled = 0
 
-    def reach(self, num_positions: int) -> None:
-        """Have the rows of the first `num_positions` positions."""
+    def extend_to(self, num_positions: int) -> None:
+        """Fill the rows of the first `num_positions` positions, unless they are there."""
         while self._num_filled < num_positions:
             start, end = self._num_filled, min(self._num_filled + _CHUNK, len(self.cos))
             angles = torch.outer(torch.arange(start, end).float(), self._inverse)
@@ -152,7 +152,7 @@ def rope_tables(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin [max_positions, D] fp32 of `RopeTables`, all rows."""
     tables = RopeTables(head_dim, theta, scaling, max_positions, device)
-    tables.reach(max_positions)
+    tables.extend_to(max_positions)
     return tables.cos, tables.sin
 
 

@@ -13,15 +13,15 @@ class PageTables:
     """Fills and empties the page tables of sequences; what is full goes to the prefix cache.
 
     page_size  tokens per page
-    reach      how far back from a new token, itself included, KV may be read; pages further back
+    window     how far back from a new token, itself included, KV may be read; pages further back
                are given back while the sequence runs. None: all is read
     """
 
     def __init__(
-        self, pool: PagePool, prefixes: PrefixCache, page_size: int, reach: int | None = None
+        self, pool: PagePool, prefixes: PrefixCache, page_size: int, window: int | None = None
     ) -> None:
         self._pool, self._prefixes, self._page_size = pool, prefixes, page_size
-        self._reach = reach
+        self._window = window
 
     def count_for(self, num_tokens: int) -> int:
         """Pages of so many tokens."""
@@ -30,7 +30,7 @@ class PageTables:
     @property
     def gives_back(self) -> bool:
         """Whether a running sequence loses pages that nothing reads any more."""
-        return self._reach is not None
+        return self._window is not None
 
     def most_held(self, num_tokens: int) -> int:
         """Pages with which a sequence of so many tokens can run, however few others there are.
@@ -39,9 +39,9 @@ class PageTables:
         token still reads.
         """
         num_pages = self.count_for(num_tokens)
-        if self._reach is None:
+        if self._window is None:
             return num_pages
-        return min(num_pages, (self._reach - 1 + self._page_size - 2) // self._page_size + 2)
+        return min(num_pages, (self._window - 1 + self._page_size - 2) // self._page_size + 2)
 
     def count_to_start(self, sequence: Sequence, found: list[int]) -> int:
         """Pages that have to be free before it starts behind the pages that were found for it.
@@ -125,9 +125,9 @@ class PageTables:
 
     def _first_seen(self, num_computed: int) -> int:
         """The first page that the token after `num_computed` sees, or any token after that."""
-        if self._reach is None:
+        if self._window is None:
             return 0
-        return max(num_computed + 1 - self._reach, 0) // self._page_size
+        return max(num_computed + 1 - self._window, 0) // self._page_size
 
     def _drop(self, sequence: Sequence) -> None:
         """Give back the pages that the sequence's next token, and all after it, do not see."""
@@ -138,7 +138,7 @@ class PageTables:
                 sequence.page_table[index] = 0
             sequence.num_dropped = first
 
-    def look_ahead(self, rows: list[Row]) -> list[tuple[int, int, int]] | None:
+    def reserve_next_pages(self, rows: list[Row]) -> list[tuple[int, int, int]] | None:
         """Take the pages that decoding rows need for their next step.
 
         Returns (row, index in its page table, page) of each new page; None, with nothing taken,
@@ -166,8 +166,8 @@ class PageTables:
         assert sequence.num_computed <= capacity, "KV without a page"
         assert capacity - self._page_size < sequence.num_tokens, "a page too many"
         dropped = sequence.num_dropped * self._page_size
-        assert not dropped or self._reach is not None, "a page was given back that is read"
-        assert dropped <= max(sequence.num_computed + 1 - (self._reach or 0), 0)
+        assert not dropped or self._window is not None, "a page was given back that is read"
+        assert dropped <= max(sequence.num_computed + 1 - (self._window or 0), 0)
 
     def _keys(self, sequence: Sequence, num_pages: int) -> list[bytes]:
         """What the sequence's first pages, which are full, are known by."""

@@ -2,7 +2,7 @@
 
 Iteration-level: each step carries one token of every decoding sequence and, with what is left of
 the token budget, chunks of prompts. Sequences are ranked: overdue, interactive, batch
-(`waiting_queue`), within each by arrival. Batch work gets what the others leave: of the slots, the
+(`waiting_queue`), within each by arrival. Batch work gets what the others leave of running seats,
 pages and the budget for prompts. A waiting sequence whose adapter or grammar is not ready is passed
 over and blocks nobody.
 
@@ -33,7 +33,7 @@ from engine.memory.page_pool import PagePool, PageUse
 from engine.memory.prefix_cache import AdapterKey, PrefixCache
 from engine.request import Priority
 from engine.scheduling.page_tables import PageTables
-from engine.scheduling.waiting_queue import SchedulerLimits, Urgency, WaitingLine, insert_by_rank
+from engine.scheduling.waiting_queue import SchedulerLimits, Urgency, WaitingQueue, insert_by_rank
 from engine.sequence import Row, Sequence, Step
 from engine.stats import PreemptionCause
 
@@ -77,16 +77,16 @@ class Scheduler:
         prefixes: PrefixCache,
         page_size: int,
         limits: SchedulerLimits,
-        reach: int | None = None,
+        window: int | None = None,
     ) -> None:
-        """reach: see `PageTables`."""
+        """window: see `PageTables`."""
         self._pool, self._adapters, self._page_size = pool, adapters, page_size
-        self._tables = PageTables(pool, prefixes, page_size, reach)
+        self._tables = PageTables(pool, prefixes, page_size, window)
         self._limits = limits
         # Every running sequence must find room for its decode token in the step.
         self.max_running = min(limits.max_running, limits.max_step_tokens)
         self._in_use: Counter[str] = Counter()  # digest -> running sequences
-        self._line = WaitingLine(limits)
+        self._queue = WaitingQueue(limits)
         self.running: list[Sequence] = []  # the highest rank first
         self.preemptions: Counter[PreemptionCause] = Counter()  # so far
         self._now = float("-inf")  # of the newest call that told it
@@ -94,17 +94,17 @@ class Scheduler:
     @property
     def waiting(self) -> list[Sequence]:
         """The most urgent first."""
-        return self._line.sequences
+        return self._queue.sequences
 
     def add(self, sequence: Sequence, now: float) -> None:
-        self._line.enter(sequence, now)
+        self._queue.enter(sequence, now)
 
     def remove(self, sequence: Sequence) -> None:
         """The sequence has ended: forget it and release what it holds."""
         if sequence.is_running:
             self._stop(sequence)
         else:
-            self._line.leave(sequence, self._now)
+            self._queue.leave(sequence, self._now)
 
     def wanted_adapters(self) -> Iterable[str]:
         """Digests that waiting sequences need, the most urgent first."""
@@ -116,7 +116,7 @@ class Scheduler:
         now  seconds on any clock that never goes back
         """
         self._now = now
-        self._line.promote(now)
+        self._queue.promote(now)
         step = Step(budget=self._limits.max_step_tokens)
         # Decodes first: a prompt's chunk must not delay those who are already answering.
         prefills = []
@@ -128,7 +128,7 @@ class Scheduler:
         is_open = True
         for urgency in Urgency:
             own = [sequence for sequence in prefills if sequence.rank[0] == urgency]
-            waiting = self._line.of(urgency) if urgency is Urgency.OVERDUE else []
+            waiting = self._queue.of(urgency) if urgency is Urgency.OVERDUE else []
             num_before = sum(s.rank < waiting[0].rank for s in own) if waiting else len(own)
             self._continue_prompts(step, own[:num_before])
             # Who has been preempted by now waits: being admitted again, it has had its turn.
@@ -141,7 +141,7 @@ class Scheduler:
     def can_admit(self, now: float) -> bool:
         """Whether a waiting sequence might get into the next step."""
         self._now = now
-        self._line.promote(now)
+        self._queue.promote(now)
         if not self.waiting:
             return False
         if len(self.running) < self.max_running or self._victim(self.waiting[0]):
@@ -152,9 +152,9 @@ class Scheduler:
         """See `PageTables.most_held`."""
         return self._tables.most_held(num_tokens)
 
-    def look_ahead(self, rows: list[Row]) -> list[tuple[int, int, int]] | None:
-        """See `PageTables.look_ahead`."""
-        return self._tables.look_ahead(rows)
+    def reserve_next_pages(self, rows: list[Row]) -> list[tuple[int, int, int]] | None:
+        """See `PageTables.reserve_next_pages`."""
+        return self._tables.reserve_next_pages(rows)
 
     def commit(self, row: Row) -> None:
         """The step has run: the row's tokens are in the pages, and full pages can be shared."""
@@ -170,7 +170,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless page tables, pins and orders agree."""
-        self._line.check_integrity(self._now)
+        self._queue.check_integrity(self._now)
         ranks = [sequence.rank for sequence in self.running]
         assert ranks == sorted(set(ranks)), "sequences out of order"
         for sequence in self.running:
@@ -239,7 +239,7 @@ class Scheduler:
             step.rows.remove(row)
             step.budget += row.num_tokens
         self._stop(victim)
-        self._line.enter(victim, self._now)
+        self._queue.enter(victim, self._now)
         self.preemptions[cause] += 1
 
     def _stop(self, sequence: Sequence) -> None:
@@ -263,7 +263,7 @@ class Scheduler:
                 return False
             chosen = self._choose(window)
             sequence = window[chosen]
-            if not self._claim_slot(step, sequence) or not step.budget:
+            if not self._claim_seat(step, sequence) or not step.budget:
                 return False
             if not self._claim_adapters(step, sequence):
                 if _has_failed(step, sequence):
@@ -287,7 +287,7 @@ class Scheduler:
 
     def _candidates(self, urgency: Urgency) -> list[Sequence]:
         """The waiting of this urgency who lack nothing but room, the first of them."""
-        waiting = self._line.of(urgency)
+        waiting = self._queue.of(urgency)
         if not waiting:
             return []
         if len(self.running) >= self.max_running and self._victim(waiting[0]) is None:
@@ -339,7 +339,7 @@ class Scheduler:
             self._preempt(step, victim, _CAUSES[_outranks(sequence, victim)])
         return victim is not None
 
-    def _claim_slot(self, step: Step, sequence: Sequence) -> bool:
+    def _claim_seat(self, step: Step, sequence: Sequence) -> bool:
         return len(self.running) < self.max_running or self._preempt_for(step, sequence)
 
     def _claim_adapters(self, step: Step, sequence: Sequence) -> bool:
@@ -412,7 +412,7 @@ class Scheduler:
         return new > 0 and len(self._in_use) + new > self._limits.max_adapters
 
     def _start(self, sequence: Sequence, pages: list[int]) -> None:
-        self._line.leave(sequence, self._now)
+        self._queue.leave(sequence, self._now)
         insert_by_rank(self.running, sequence)
         sequence.is_running = True
         self._tables.start(sequence, pages)

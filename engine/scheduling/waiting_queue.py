@@ -1,4 +1,4 @@
-"""WaitingLine: who waits, in the order in which they are to be admitted. No torch here.
+"""WaitingQueue: who waits, in the order in which they are to be admitted. No torch here.
 
 Three kinds of urgency: *overdue*, *interactive*, *batch*; within each, the order of arrival. A
 sequence that has waited as long as its class must (`SchedulerLimits.max_wait_s`,
@@ -46,7 +46,7 @@ def insert_by_rank(sequences: list[Sequence], sequence: Sequence) -> None:
     insort(sequences, sequence, key=_by_rank)
 
 
-class WaitingLine:
+class WaitingQueue:
     """Owns the waiting sequences and how long each may go on waiting.
 
     sequences  the most urgent first
@@ -94,7 +94,7 @@ class WaitingLine:
         return self.sequences[first:last]
 
     def check_integrity(self, now: float) -> None:
-        """Raise AssertionError unless the line is in order and nobody overdue goes unnoticed."""
+        """Raise AssertionError unless the queue is in order and nobody overdue goes unnoticed."""
         ranks = [sequence.rank for sequence in self.sequences]
         assert ranks == sorted(set(ranks)), "sequences out of order"
         for sequence in self.sequences:

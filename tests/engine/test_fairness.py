@@ -50,7 +50,7 @@ def test_a_running_batch_prompt_yields_its_tokens_to_an_interactive_one() -> Non
     assert not machine.preemptions
 
 
-def test_an_interactive_request_takes_a_slot_from_the_youngest_batch_request() -> None:
+def test_an_interactive_request_takes_a_seat_from_the_youngest_batch_request() -> None:
     machine = scheduler(max_running=3)
     for i, priority in enumerate([BATCH, BATCH, INTERACTIVE]):
         add(machine, i, 3, priority=priority)

@@ -64,7 +64,7 @@ def test_rows_of_rotation_tables_are_there_when_they_are_asked_for() -> None:
     device = torch.device("cpu")
     tables = RopeTables(128, 1e4, None, 20_000, device)
     for num_positions in (1, 5000, 4096, 20_000):
-        tables.reach(num_positions)
+        tables.extend_to(num_positions)
         cos, sin = rope_tables(128, 1e4, None, num_positions, device)
         assert torch.equal(tables.cos[:num_positions], cos)
         assert torch.equal(tables.sin[:num_positions], sin)

@@ -89,7 +89,7 @@ def test_what_is_cached_is_computed_again(make_engine: MakeEngine, oracle: Oracl
 
 
 def test_who_is_preempted_keeps_what_is_known(make_engine: MakeEngine, oracle: Oracle) -> None:
-    """An interactive request takes the only slot in the middle of the prompt, again and again."""
+    """An interactive request takes the only seat in the middle of the prompt, again and again."""
     engine = make_engine(max_running=1, max_step_tokens=20)
     tokens = prompt(2, 130)
     asked = request("r", tokens, max_tokens=3, prompt_logprobs=1, priority=Priority.BATCH)
