@@ -15,17 +15,17 @@ CPU_ARENA_BYTES = 1 << 30
 # What drawing a token needs per logit at its peak: the row in fp32, scaled, as probabilities and
 # their sums in fp64, and as log-probabilities.
 _SAMPLING_BYTES = 40
-# Of the card, for what a rehearsal does not show: blocks of the caching allocator that fit no
+# Of the card, for what a profile run does not show: blocks of the caching allocator that fit no
 # later request, libraries that load late.
 _MARGIN_SHARE = 0.02
 
 
 def arena_pages(
-    config: EngineConfig, model: ModelConfig, rehearse: Callable[[torch.Tensor], int]
+    config: EngineConfig, model: ModelConfig, profile_run: Callable[[torch.Tensor], int]
 ) -> int:
     """Pages of the arena.
 
-    rehearse  runs the widest step over an arena of one page, leaving nothing behind, and returns
+    profile_run  runs the widest step over an arena of one page, leaving nothing behind, and returns
               the bytes that the graphs take beyond those that it recorded; called on a GPU alone,
               when the config does not say how large the arena is
 
@@ -40,7 +40,7 @@ def arena_pages(
     if config.is_cpu:
         return max(1, CPU_ARENA_BYTES // page_bytes)
     rows = min(config.max_running, config.max_step_tokens)
-    left = _left_after(config, model, rehearse) - _SAMPLING_BYTES * rows * model.vocab_size
+    left = _left_after(config, model, profile_run) - _SAMPLING_BYTES * rows * model.vocab_size
     fewest = -(-config.context_limit(model) // config.page_size)
     if left < fewest * page_bytes:
         raise OutOfMemory(
@@ -52,14 +52,14 @@ def arena_pages(
 
 
 def _left_after(
-    config: EngineConfig, model: ModelConfig, rehearse: Callable[[torch.Tensor], int]
+    config: EngineConfig, model: ModelConfig, profile_run: Callable[[torch.Tensor], int]
 ) -> int:
     """Bytes of the device that are free while everything but the arena is there."""
     layout = config.page_layout(model)
     dtype = torch.float32 if config.dtype_name == "float32" else torch.bfloat16
     torch.cuda.empty_cache()
     page = torch.zeros(1, layout.page_elems, dtype=dtype, device=config.device)
-    other_graphs = rehearse(page)
+    other_graphs = profile_run(page)
     torch.cuda.synchronize(page.device)
     # What the allocator holds is the most that was ever in use, not what is in use now.
     free, total = torch.cuda.mem_get_info(page.device)

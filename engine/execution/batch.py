@@ -14,7 +14,7 @@ import torch
 from engine.adapters.copies import Arrival
 from engine.adapters.store import AdapterStore
 from engine.execution.lora_extras import ExtrasTable
-from engine.execution.lora_table import Entries, EntryBuffers, EntryCache, Reach, join
+from engine.execution.lora_table import Entries, EntryBuffers, EntryCache, LoraScope, join
 from engine.execution.prompt_scores import Scores, plan_scores
 from engine.execution.uploads import upload
 from engine.memory.prefix_cache import AdapterKey
@@ -38,7 +38,7 @@ class Batch:
     page_tables   [S, max_pages] int32, zero past a sequence's pages
     sample_rows   [N] int64      rows whose next token is wanted, in the order of the step's rows
     lora          None when no row has an adapter
-    reach         of the step's adapters
+    scope         of the step's adapters
     adapter_keys  the virtual adapters of `lora.table`, in its order
     lengths       [S] tokens of each sequence in this step, on the host
     contexts      [S] context_lens on the host
@@ -59,7 +59,7 @@ class Batch:
     adapter_keys: tuple[AdapterKey, ...]
     lengths: npt.NDArray[np.int32]
     contexts: npt.NDArray[np.int32]
-    reach: Reach = Reach.NONE
+    scope: LoraScope = LoraScope.NONE
     arrivals: tuple[Arrival, ...] = ()
     has_unread: bool = False
     scores: Scores | None = None
@@ -90,7 +90,7 @@ class BatchBuilder:
         self._table_keys: tuple[AdapterKey, ...] = ()
         self._table_entries: list[Entries] = []
         self._max_tiles = 0
-        self._reach = Reach.NONE
+        self._scope = LoraScope.NONE
         self._extras: ExtrasTable | None = None
 
     def build(self, step: Step) -> Batch:
@@ -146,7 +146,7 @@ class BatchBuilder:
             adapter_keys=keys,
             lengths=lengths,
             contexts=starts + lengths,
-            reach=Reach.NONE if lora is None else self._reach,
+            scope=LoraScope.NONE if lora is None else self._scope,
             arrivals=self._store.arrivals(digest for key in keys for digest, _ in key),
             has_unread=bool((token_ids < 0).any()),
             scores=plan_scores(rows, query_start, self._device, extras_of),
@@ -193,7 +193,7 @@ class BatchBuilder:
 
     def _build_table(self, keys: tuple[AdapterKey, ...], entries: list[Entries]) -> LoraTable:
         self._max_tiles = max(own.num_tiles for own in entries)
-        self._reach = max(own.reach for own in entries)
+        self._scope = max(own.scope for own in entries)
         self._extras = None
         if any(own.has_extras for own in entries):
             tiles, has_tables = [own.tiles for own in entries], self._has_row_tables

@@ -21,7 +21,7 @@ import torch
 
 from engine.execution.gpu_decoder import GpuBatch, GpuModel
 from engine.execution.lora_inputs import LoraInputs
-from engine.execution.lora_table import Reach
+from engine.execution.lora_table import LoraScope
 from kernels import LoraBatch
 from kernels.attention_decode import DecodeWorkspace
 from kernels.lora_plan import LoraPlan, empty_plan, fill_plan
@@ -119,9 +119,9 @@ class DecodeGraphs:
         self._query_start = torch.arange(max_batch + 1, dtype=torch.int32, device=device)
         self._workspaces: dict[int, DecodeWorkspace] = {}
         self._plans: dict[int, LoraPlan] = {}
-        self._graphs: dict[tuple[int, Reach], _Graph] = {}
+        self._graphs: dict[tuple[int, LoraScope], _Graph] = {}
         self.pool: Any = None  # of memory, for what graphs compute on the way
-        self._current: tuple[int, Reach] = (0, Reach.NONE)
+        self._current: tuple[int, LoraScope] = (0, LoraScope.NONE)
         self.num_rows = 0
 
     @property
@@ -139,20 +139,20 @@ class DecodeGraphs:
             return False
         return self._lora.fits(lora)
 
-    def capture(self, size: int, reach: Reach) -> None:
+    def capture(self, size: int, scope: LoraScope) -> None:
         """Record the graph of a bucket, unless it is there or the device has none.
 
         Not while a step is under way: the input buffers are cleared.
         """
-        if (size, reach) in self._graphs or self._model.device.type != "cuda":
+        if (size, scope) in self._graphs or self._model.device.type != "cuda":
             return
-        batch = self._batch(size, reach)
+        batch = self._batch(size, scope)
         self.clear()
         stream = self._model.recording_stream
         assert stream is not None
         graph, logits = record(lambda: self._run(batch, size), self.pool, stream)
         self.pool = self.pool or graph.pool()
-        self._graphs[size, reach] = _Graph(graph=graph, logits=logits)
+        self._graphs[size, scope] = _Graph(graph=graph, logits=logits)
 
     def bytes_of_others(self, recorded: int) -> int:
         """Bytes that the graphs take when all are there and those of one bucket are.
@@ -161,7 +161,7 @@ class DecodeGraphs:
         """
         logits = self._model.config.vocab_size * self._model.arena.element_size()
         others = (size for size in self.sizes if size != recorded)
-        return sum(len(Reach) * (size * logits + GRAPH_BYTES) for size in others)
+        return sum(len(LoraScope) * (size * logits + GRAPH_BYTES) for size in others)
 
     def load(
         self,
@@ -170,14 +170,14 @@ class DecodeGraphs:
         context_lens: torch.Tensor,
         page_tables: torch.Tensor,
         lora: LoraBatch | None,
-        reach: Reach,
+        scope: LoraScope,
     ) -> None:
         """Set the inputs of the next step; the caller has asked `fits`."""
         rows = token_ids.shape[0]
         size = self.bucket(rows)
         assert size is not None
-        self.capture(size, reach)
-        self._current, self.num_rows = (size, reach), rows
+        self.capture(size, scope)
+        self._current, self.num_rows = (size, scope), rows
         self.token_ids[:rows].copy_(token_ids)
         self.context_lens[:rows].copy_(context_lens - 1)  # before the step
         self.context_lens[rows:size].fill_(-1)
@@ -199,8 +199,8 @@ class DecodeGraphs:
         `marked` says which of them come of numbers that overflowed (`kernels.sampling`).
         """
         if self._model.device.type != "cuda":  # no graphs there: the same pass, launch by launch
-            size, reach = self._current
-            return self._run(self._batch(size, reach), size)[: self.num_rows]
+            size, scope = self._current
+            return self._run(self._batch(size, scope), size)[: self.num_rows]
         entry = self._graphs[self._current]
         entry.graph.replay()
         return entry.logits[: self.num_rows]
@@ -210,7 +210,7 @@ class DecodeGraphs:
         self.context_lens.fill_(-1)
         self._lora.clear()
 
-    def _batch(self, size: int, reach: Reach) -> GpuBatch:
+    def _batch(self, size: int, scope: LoraScope) -> GpuBatch:
         """A view of the buffers' first `size` rows."""
         model = self._model
         if size not in self._workspaces:
@@ -227,7 +227,7 @@ class DecodeGraphs:
             max_new=1,
             workspace=self._workspaces[size],
         )
-        if not reach:
+        if not scope:
             return batch
         if size not in self._plans:
             self._plans[size] = empty_plan(size, size, self._lora.max_blocks, 16, model.device)
@@ -235,8 +235,8 @@ class DecodeGraphs:
             batch,
             table=self._lora.table,
             plan=self._plans[size],
-            is_mlp_plain=reach is Reach.ATTENTION,
-            extras=self._lora.extras(size) if reach is Reach.ADJUSTED else None,
+            is_mlp_plain=scope is LoraScope.ATTENTION,
+            extras=self._lora.extras(size) if scope is LoraScope.ADJUSTED else None,
         )
 
     def _run(self, batch: GpuBatch, size: int) -> torch.Tensor:

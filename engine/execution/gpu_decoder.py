@@ -159,12 +159,12 @@ class GpuModel:
                 extras = batch.extras and sampled(batch.extras, batch.sample_rows)
                 batch = replace(batch, plan=batch.sample_plan, extras=extras)
             linear, norm = (layer.o, layer.o_bias), layer.post_norm
-            normed, residual = self._add(
+            normed, residual = self._residual_linear(
                 batch, index, Projection.O, attended, linear, residual, norm
             )
             inner = self._mlp(batch, index, layer, normed)
             linear, norm = (layer.down, layer.down_bias), next_norm
-            normed, residual = self._add(
+            normed, residual = self._residual_linear(
                 batch, index, Projection.DOWN, inner, linear, residual, norm
             )
         if batch.scores is not None:
@@ -197,7 +197,7 @@ class GpuModel:
         self, batch: GpuBatch, index: int, layer: LayerWeights, x: torch.Tensor
     ) -> torch.Tensor:
         """What the heads gathered, [T, H D]; the o projection is yet to come."""
-        qkv, delta = self._beside(batch, index, QKV, x, layer.qkv, later=layer.qkv_bias)
+        qkv, delta = self._linear_with_lora(batch, index, QKV, x, layer.qkv, later=layer.qkv_bias)
         q = rope_kv_write_triton(
             qkv,
             self._cos,
@@ -247,7 +247,7 @@ class GpuModel:
             return attention_prefill_triton(*args, max_new=batch.max_new, window=window)
         return attention_decode_triton(*args, workspace=batch.workspace, window=window, out=out)
 
-    def _add(
+    def _residual_linear(
         self,
         batch: GpuBatch,
         index: int,
@@ -265,7 +265,7 @@ class GpuModel:
         eps, (weight, bias) = self.config.rms_norm_eps, linear
         is_long = x.shape[0] >= _LONG and bias is None and batch.extras is None
         onto = residual if is_long else None
-        out, delta = self._beside(batch, index, (projection,), x, weight, bias, onto)
+        out, delta = self._linear_with_lora(batch, index, (projection,), x, weight, bias, onto)
         if not is_long:
             return add_rms_norm_triton(out, residual, norm, eps, delta)
         if delta is not None:
@@ -293,10 +293,10 @@ class GpuModel:
             self._adjust(batch, index, GATE_UP, gate_up)
             return lora_silu_mul_triton(gate_up, h, self.arena, table, plan, index)
         return silu_mul_triton(
-            *self._beside(batch, index, GATE_UP, x, layer.gate_up, layer.gate_up_bias)
+            *self._linear_with_lora(batch, index, GATE_UP, x, layer.gate_up, layer.gate_up_bias)
         )
 
-    def _beside(
+    def _linear_with_lora(
         self,
         batch: GpuBatch,
         index: int,

@@ -17,7 +17,7 @@ from engine.execution.batch import Batch
 from engine.execution.decode_graphs import BUCKETS, DecodeGraphs
 from engine.execution.gpu_decoder import ChunkBlocks, GpuBatch, GpuModel
 from engine.execution.lora_inputs import MAX_BLOCKS, MAX_ENTRIES, LoraInputs
-from engine.execution.lora_table import Reach
+from engine.execution.lora_table import LoraScope
 from engine.execution.mixed_graphs import BLOCK, MixedGraphs, cut_blocks
 from engine.execution.prompt_scores import Scores
 from engine.execution.uploads import upload
@@ -133,22 +133,22 @@ class GpuRunner:
     def warm_up(self) -> None:
         """Record every graph, so that no request waits for one."""
         for size in self._graphs.sizes:
-            for reach in Reach:
-                self._graphs.capture(size, reach)
+            for scope in LoraScope:
+                self._graphs.capture(size, scope)
         for size in self._mixed.sizes:
-            for reach in Reach:
-                self._mixed.capture(size, reach, self._graphs.pool)
+            for scope in LoraScope:
+                self._mixed.capture(size, scope, self._graphs.pool)
 
-    def rehearse(self) -> int:
+    def profile_run(self) -> int:
         """Run what takes the most memory: a step of `max_tokens` tokens, the largest graphs.
 
         Writes nothing to the arena, of which it needs one page. Returns the bytes that `warm_up`
         is going to take beyond what this took.
         """
         recorded = self._graphs.sizes[-1]
-        for reach in Reach:
-            self._graphs.capture(recorded, reach)
-            self._mixed.capture(self._mixed.sizes[-1], reach, self._graphs.pool)
+        for scope in LoraScope:
+            self._graphs.capture(recorded, scope)
+            self._mixed.capture(self._mixed.sizes[-1], scope, self._graphs.pool)
         widest = _widest(self._max_tokens, self._max_running, self._model)
         widest = replace(widest, scores=_most_scores(self._max_tokens, self._model))
         for may_fuse in (False, True):  # what a gain or bias forbids takes more memory
@@ -231,7 +231,7 @@ class GpuRunner:
             context_lens=batch.context_lens,
             page_tables=batch.page_tables,
             lora=batch.lora,
-            reach=batch.reach,
+            scope=batch.scope,
         )
 
     def _gpu_batch(self, batch: Batch) -> GpuBatch:

@@ -31,7 +31,7 @@ _MAX_KEPT = 1 << 20
 TilesOf = Callable[[str], TileMap]
 
 
-class Reach(enum.IntEnum):
+class LoraScope(enum.IntEnum):
     """What of a layer a step's adapters change; what none changes need not ask for adapters."""
 
     NONE = 0
@@ -51,7 +51,7 @@ class Entries:
     b_offset: npt.NDArray[np.int64]
     rows: npt.NDArray[np.int32]
     scale: npt.NDArray[np.float32]
-    reach: Reach
+    scope: LoraScope
 
     @classmethod
     def of(cls, key: AdapterKey, tiles: list[TileMap]) -> Entries:
@@ -64,7 +64,7 @@ class Entries:
             b_offset=_side_by_side([part.b_offset for part in tiles]),
             rows=_side_by_side([part.rows for part in tiles]),
             scale=_side_by_side(scale),
-            reach=max(_reach(part) for part in tiles),
+            scope=max(_scope(part) for part in tiles),
         )
 
 
@@ -179,13 +179,13 @@ def _size(entries: Iterable[Entries]) -> int:
     return sum(own.rows.size for own in entries)
 
 
-def _reach(tiles: TileMap) -> Reach:
+def _scope(tiles: TileMap) -> LoraScope:
     """Where an adapter has tiles; its entries are [L * 7, tiles] in the projections' order."""
     if tiles.adjusts or tiles.replaces:
-        return Reach.ADJUSTED
+        return LoraScope.ADJUSTED
     is_mlp = np.arange(len(tiles.a_offset)) % NUM_PROJECTIONS >= Projection.GATE
-    reaches_mlp = tiles.has_extras or (tiles.a_offset[is_mlp] >= 0).any()
-    return Reach.ALL if reaches_mlp else Reach.ATTENTION
+    changes_mlp = tiles.has_extras or (tiles.a_offset[is_mlp] >= 0).any()
+    return LoraScope.ALL if changes_mlp else LoraScope.ATTENTION
 
 
 def _side_by_side(parts: list[npt.NDArray[T]]) -> npt.NDArray[T]:

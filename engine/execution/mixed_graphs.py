@@ -22,7 +22,7 @@ from engine.execution.batch import Batch
 from engine.execution.decode_graphs import GRAPH_BYTES, record
 from engine.execution.gpu_decoder import ChunkBlocks, GpuBatch, GpuModel
 from engine.execution.lora_inputs import LoraInputs, fill_segments
-from engine.execution.lora_table import Reach
+from engine.execution.lora_table import LoraScope
 from engine.execution.uploads import upload
 from kernels.attention_decode import DecodeWorkspace
 from kernels.lora_plan import RANK_BLOCK, LoraPlan, empty_plan, fill_plan
@@ -84,7 +84,7 @@ class MixedGraphs:
         self.marked = ints(max_rows, dtype=torch.int64)
         self._workspaces: dict[int, DecodeWorkspace] = {}
         self._plans: dict[int, tuple[LoraPlan, LoraPlan]] = {}
-        self._graphs: dict[tuple[int, Reach], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, LoraScope], torch.cuda.CUDAGraph] = {}
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -101,31 +101,31 @@ class MixedGraphs:
             and self._lora.fits(batch.lora)
         )
 
-    def capture(self, size: int, reach: Reach, pool: Any) -> None:
+    def capture(self, size: int, scope: LoraScope, pool: Any) -> None:
         """Record the graph of a bucket, unless it is there or the device has none."""
-        if (size, reach) in self._graphs or self._model.device.type != "cuda":
+        if (size, scope) in self._graphs or self._model.device.type != "cuda":
             return
         self._clear()
-        run_args = (self._batch(size, reach), self._shape(size))
+        run_args = (self._batch(size, scope), self._shape(size))
         stream = self._model.recording_stream
         assert stream is not None
         graph, _ = record(lambda: self._run(*run_args), pool, stream)
-        self._graphs[size, reach] = graph
+        self._graphs[size, scope] = graph
 
     def bytes_of_others(self) -> int:
         """Bytes that the graphs take when all are there beyond those of the largest bucket."""
-        return len(Reach) * (len(self._sizes) - 1) * GRAPH_BYTES
+        return len(LoraScope) * (len(self._sizes) - 1) * GRAPH_BYTES
 
     def run(self, batch: Batch) -> torch.Tensor:
         """The logits [N, V] of the sampling rows, valid until the next run; the caller has asked
         `fits`. `token_ids` holds their greedy tokens, `marked` as in `DecodeGraphs`."""
-        size, reach = self._size_of(batch), batch.reach
-        self.capture(size, reach, None)
+        size, scope = self._size_of(batch), batch.scope
+        self.capture(size, scope, None)
         self._load(batch, self._shape(size))
         if self._model.device.type == "cuda":
-            self._graphs[size, reach].replay()
+            self._graphs[size, scope].replay()
         else:  # no graphs there: the same pass, launch by launch
-            self._run(self._batch(size, reach), self._shape(size))
+            self._run(self._batch(size, scope), self._shape(size))
         return self._logits[: batch.sample_rows.shape[0]]
 
     def _size_of(self, batch: Batch) -> int:
@@ -158,7 +158,7 @@ class MixedGraphs:
             before = torch.searchsorted(batch.sample_rows, bounds, out_int32=True)
             fill_segments(self._sample_indptr, before, shape.rows)
 
-    def _batch(self, size: int, reach: Reach) -> GpuBatch:
+    def _batch(self, size: int, scope: LoraScope) -> GpuBatch:
         """A view of the buffers' beginnings."""
         shape = self._shape(size)
         model, rows = self._model, shape.rows
@@ -166,14 +166,14 @@ class MixedGraphs:
             self._workspaces[rows] = DecodeWorkspace(
                 rows, model.config.num_heads, model.layout, model.device
             )
-        if reach and size not in self._plans:
+        if scope and size not in self._plans:
             # 32 tokens a chunk pay where prompts are long, not where they meet decodes.
             block_t, most = 2 * RANK_BLOCK if size > 512 else RANK_BLOCK, self._lora.max_blocks
             self._plans[size] = (
                 empty_plan(size, rows, most, block_t, model.device),
                 empty_plan(rows, rows, most, RANK_BLOCK, model.device),
             )
-        plan, sample_plan = self._plans[size] if reach else (None, None)
+        plan, sample_plan = self._plans[size] if scope else (None, None)
         return GpuBatch(
             token_ids=self._token_ids[:size],
             positions=self._positions[:size],
@@ -184,14 +184,14 @@ class MixedGraphs:
             max_new=size,
             workspace=self._workspaces[rows],
             sample_rows=self._sample_rows[:rows],
-            table=self._lora.table if reach else None,
+            table=self._lora.table if scope else None,
             # Where the products fill the card, what runs beside them only takes their room: 18.1
             # instead of 18.3 ms for 512 tokens of 94 adapters on an H200.
             is_in_line=size > 256,
-            is_mlp_plain=reach is Reach.ATTENTION,
+            is_mlp_plain=scope is LoraScope.ATTENTION,
             plan=plan,
             sample_plan=sample_plan,
-            extras=self._lora.extras(size) if reach is Reach.ADJUSTED else None,
+            extras=self._lora.extras(size) if scope is LoraScope.ADJUSTED else None,
         )
 
     def _run(self, batch: GpuBatch, shape: Shape) -> torch.Tensor:

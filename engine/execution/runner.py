@@ -77,10 +77,10 @@ class ModelRunner:
             max_tokens=config.max_step_tokens,
         )
 
-        def rehearse(arena: torch.Tensor) -> int:
-            return make_gpu(arena=arena, max_positions=config.context_limit(model)).rehearse()
+        def profile_run(arena: torch.Tensor) -> int:
+            return make_gpu(arena=arena, max_positions=config.context_limit(model)).profile_run()
 
-        num_pages = arena_pages(config, model, rehearse)
+        num_pages = arena_pages(config, model, profile_run)
         max_positions = config.position_limit(model, num_pages)
         self.arena = (
             lazy_zeros(num_pages, layout.page_elems, dtype=dtype)

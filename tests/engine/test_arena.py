@@ -50,11 +50,11 @@ def test_on_a_gpu_it_is_what_is_left(tiny_model: Path) -> None:
     model = ModelConfig.from_folder(tiny_model)
     other_graphs = 100 << 20
 
-    def rehearse(arena: torch.Tensor) -> int:
+    def profile_run(arena: torch.Tensor) -> int:
         assert arena.shape[0] == 1
         return other_graphs
 
-    got = arena_pages(config, model, rehearse) * config.page_bytes(model)
+    got = arena_pages(config, model, profile_run) * config.page_bytes(model)
     expected = 2 * GIB - other_graphs - 0.02 * 4 * GIB - 4 * 40 * model.vocab_size
     assert 0 <= expected - got <= config.page_bytes(model)
 
@@ -74,7 +74,7 @@ def test_the_offline_engine_asks_for_both_pools_or_for_neither(tiny_model: Path)
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter's")
-def test_the_rehearsal_writes_nothing(tiny_model: Path) -> None:
+def test_the_profile_run_writes_nothing(tiny_model: Path) -> None:
     config = EngineConfig(model_dir=tiny_model, use_triton=True, dtype="float32", max_running=3)
     model = ModelConfig.from_folder(tiny_model)
     layout = config.page_layout(model)
@@ -88,7 +88,7 @@ def test_the_rehearsal_writes_nothing(tiny_model: Path) -> None:
         max_running=3,
         max_tokens=20,
     )
-    assert runner.rehearse() > 0
+    assert runner.profile_run() > 0
     assert page.isnan().all()
 
 

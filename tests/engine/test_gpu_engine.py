@@ -20,7 +20,7 @@ from engine.execution import gpu_runner, mixed_graphs
 from engine.execution.batch import Batch
 from engine.execution.gpu_decoder import ChunkBlocks
 from engine.execution.gpu_runner import GpuRunner, Tokens
-from engine.execution.lora_table import Reach
+from engine.execution.lora_table import LoraScope
 from engine.execution.mixed_graphs import MAX_PROMPTS, Shape, cut_blocks
 from engine.sampling.sampler import Sampled
 from tests.engine.conftest import MakeEngine, Oracle, Result, prompt, request, run
@@ -285,7 +285,7 @@ def test_a_smaller_graph_may_be_recorded_after_a_larger_step(make_engine: MakeEn
     size = mixed.sizes[0]
     assert size < 60, "the prompts were a larger step"
     mixed._clear()
-    mixed._run(mixed._batch(size, Reach.NONE), mixed._shape(size))
+    mixed._run(mixed._batch(size, LoraScope.NONE), mixed._shape(size))
 
 
 def test_blocks_of_prompts_between_decodes() -> None:

@@ -24,7 +24,7 @@ from engine.execution import gpu_decoder
 from engine.execution.decode_graphs import DecodeGraphs, record, uncollected
 from engine.execution.gpu_decoder import GpuBatch, GpuModel
 from engine.execution.lora_inputs import LoraInputs
-from engine.execution.lora_table import Reach
+from engine.execution.lora_table import LoraScope
 from engine.model.config import ModelConfig
 from engine.model.weights import LayerWeights, Weights
 from kernels import LoraTable, PageLayout
@@ -179,14 +179,14 @@ def test_prefill_then_decode_is_hugging_faces(chosen: list[int]) -> None:
     graphs = DecodeGraphs(rig.model, max_batch=4, max_pages=6, lora=inputs)
     lora = rig.adapters.batch([(1, v) for v in chosen])
     positions = torch.tensor([len(prompt) for prompt in PROMPTS], device=DEVICE)
-    for reach in Reach:
-        graphs.capture(4, reach)
+    for scope in LoraScope:
+        graphs.capture(4, scope)
     graphs.load(
         token_ids=torch.tensor([tokens[-1] for tokens in sequences], device=DEVICE),
         context_lens=(positions + 1).to(torch.int32),
         page_tables=tables,
         lora=lora if lora.max_tiles else None,
-        reach=Reach.ALL if lora.max_tiles else Reach.NONE,
+        scope=LoraScope.ALL if lora.max_tiles else LoraScope.NONE,
     )
     for _ in range(4):  # past a page boundary, nothing uploaded in between
         logits = graphs.step()
