@@ -16,7 +16,7 @@ it held no KV: "cold" with nothing loaded beforehand, "overcommitted" when those
 been used once and given way to as many others as fit, so that all of them are in host memory alone.
 
 The adapters' files are few (--files) and registered under many digests; each digest has pages, and
-a host image, of its own. Prints one JSON line per case.
+a packed adapter in host memory, of its own. Prints one JSON line per case.
 """
 
 from __future__ import annotations

@@ -157,14 +157,14 @@ class Engine:
         """
         self._store.register(digest, path)
 
-    def load_ahead(self, digest: str) -> None:
+    def prefetch(self, digest: str) -> None:
         """Have a registered adapter read into host memory before a request needs it.
 
         It is read during the steps that follow, on a thread, when requests leave a thread and room
         for it; `has_work` is true meanwhile. What is wrong with it, the requests that need it are
         told, and `adapter_status`. Raises UnknownAdapter.
         """
-        self._store.load_ahead(digest)
+        self._store.prefetch(digest)
 
     def adapter_status(self, digest: str) -> AdapterStatus | None:
         """Where an adapter is, and why it could not be loaded; None for one that is not known."""
@@ -242,9 +242,9 @@ class Engine:
     def has_work(self) -> bool:
         """Whether `step` has anything to do, now or as soon as an adapter or grammar is ready.
 
-        An adapter that is loaded ahead counts as well.
+        An adapter that is prefetched counts as well.
         """
-        return bool(self._requests) or self._in_flight is not None or self._store.is_loading_ahead
+        return bool(self._requests) or self._in_flight is not None or self._store.is_prefetching
 
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:

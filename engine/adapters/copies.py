@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from engine.adapters.host_memory import HostPages
-from engine.adapters.pages import SLOTS, Place
+from engine.adapters.pages import SUB_PAGES, Place
 from engine.adapters.threads import start_thread
 
 # Events per copy. More of them start a prefill little sooner: its layers take longer than theirs.
@@ -159,6 +159,6 @@ def _copy(source: HostPages, arena: torch.Tensor, place: Place) -> None:
 
 def _copy_tail(page: torch.Tensor, arena: torch.Tensor, tail: list[int]) -> None:
     if tail:
-        slots, targets = page.view(SLOTS, -1), arena.view(-1, len(page) // SLOTS)
-        for i, slot in enumerate(tail):
-            targets[slot].copy_(slots[i], non_blocking=True)
+        sub_pages, targets = page.view(SUB_PAGES, -1), arena.view(-1, len(page) // SUB_PAGES)
+        for i, sub_page in enumerate(tail):
+            targets[sub_page].copy_(sub_pages[i], non_blocking=True)

@@ -22,24 +22,24 @@ _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F1
 
 
 def write_plain(
-    image: torch.Tensor,
+    packed: torch.Tensor,
     plan: AdapterPlan,
     tiles: TileMap,
     entries: Mapping[str, Any],
     body: memoryview,
 ) -> AdapterPlan:
-    """Write what needs no arithmetic to `image`; the plan of what is left for `fill_tiles`.
+    """Write what needs no arithmetic to `packed`; the plan of what is left for `fill_tiles`.
 
     entries, body  the header of the safetensors file, checked, and what follows it
 
     Everything is left where dtypes differ or a value is not finite.
     """
-    size, wanted = image.element_size(), _DTYPE_NAMES[image.dtype]
+    size, wanted = packed.element_size(), _DTYPE_NAMES[packed.dtype]
     if any(e["dtype"] != wanted or e["data_offsets"][0] % size for e in entries.values()):
         return plan
-    flat = bits(image).reshape(-1)
+    flat = bits(packed).reshape(-1)
     content = np.frombuffer(body, flat.dtype)
-    if not bits_are_finite(content, image.dtype):
+    if not bits_are_finite(content, packed.dtype):
         return plan
 
     def matrix(name: str) -> Bits:

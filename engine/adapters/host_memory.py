@@ -17,12 +17,12 @@ from engine.memory.page_pool import PagePool, PageUse
 
 @dataclass(slots=True)
 class HostPages:
-    """Room for one adapter's image: image page i is row `numbers[i]` of `open()`.
+    """Room for one packed adapter: its page i is row `numbers[i]` of `open()`.
 
     is_own       whether the room is outside the slab, for this adapter alone
     is_given_up  whether somebody has it who may never let go
-    content      what the files held that the image was made of, in a word
-    tiles        where the image's tiles lie, at offsets of the image; None: it is not there yet
+    content      stands for what the files held that it was packed from
+    tiles        where its tiles lie, at offsets of the packed adapter; None: it is not packed yet
     """
 
     numbers: list[int]
@@ -40,7 +40,7 @@ class HostPages:
         return self.memory
 
     def rows(self) -> Iterable[torch.Tensor]:
-        """The image's pages in order, each [page_elems]."""
+        """The packed adapter's pages in order, each [page_elems]."""
         memory = self.open()
         return (memory[number] for number in self.numbers)
 
@@ -48,7 +48,7 @@ class HostPages:
 class HostMemory:
     """Hands out the slab's pages, `num_bytes` in all; `take` never waits.
 
-    arena  [P, page_elems]: what the images are copied to
+    arena  [P, page_elems]: what packed adapters are copied to
     """
 
     def __init__(self, arena: torch.Tensor, num_bytes: int) -> None:

@@ -6,7 +6,7 @@ from functools import partial
 
 from engine.adapters.pages import AdapterPages
 from engine.adapters.record import Adapter
-from engine.memory.eviction import Holding, ReloadCosts
+from engine.memory.eviction import EvictionCandidate, ReloadCosts
 from engine.memory.eviction_index import EvictionIndex
 
 
@@ -15,8 +15,8 @@ class IdleAdapters:
 
     def __init__(self, pages: AdapterPages, costs: ReloadCosts) -> None:
         self._pages = pages
-        # Host memory may drop images meanwhile: those adapters are worth more then.
-        self._index = EvictionIndex(partial(holding_of, costs))
+        # Host memory may drop packed adapters meanwhile: their retention value rises then.
+        self._index = EvictionIndex(partial(candidate_of, costs))
 
     def __contains__(self, adapter: object) -> bool:
         return adapter in self._index
@@ -33,7 +33,7 @@ class IdleAdapters:
         self._pages.set_idle(adapter.place, is_idle=False)
         self._index.remove(adapter)
 
-    def first(self, now: int) -> Holding[Adapter] | None:
+    def first(self, now: int) -> EvictionCandidate[Adapter] | None:
         """Who goes first; None when there is none."""
         return self._index.first(now)
 
@@ -43,7 +43,7 @@ class IdleAdapters:
         self._index.check_integrity()
 
 
-def holding_of(costs: ReloadCosts, adapter: Adapter) -> Holding[Adapter]:
-    """What an adapter in the arena holds there."""
+def candidate_of(costs: ReloadCosts, adapter: Adapter) -> EvictionCandidate[Adapter]:
+    """An adapter's pages in the arena."""
     reload_s = costs.adapter(adapter.num_pages, is_in_host=adapter.host is not None)
-    return Holding(adapter, adapter.num_pages, reload_s, adapter.last_use)
+    return EvictionCandidate(adapter, adapter.num_pages, reload_s, adapter.last_use)

@@ -18,7 +18,7 @@ from engine.adapters.host_memory import HostMemory, HostPages
 from engine.adapters.record import Adapter, AdapterState
 from engine.adapters.threads import start_thread
 from engine.errors import AdapterUnavailable
-from engine.memory.eviction import Holding, ReloadCosts
+from engine.memory.eviction import EvictionCandidate, ReloadCosts
 from engine.memory.eviction_index import EvictionIndex
 from engine.memory.page_pool import PagePool
 
@@ -70,20 +70,20 @@ class AdapterLoader:
     ) -> None:
         self._reader, self._host, self._pool = reader, host, pool
         self._limits, self._clock = limits, clock
-        self._in_host: dict[str, Adapter] = {}  # whose image is whole
+        self._in_host: dict[str, Adapter] = {}  # whose packing is done
         # Of these, those of the slab that are not on their way to the arena.
-        self._loose = EvictionIndex(partial(image_of, costs))
+        self._evictable = EvictionIndex(partial(packed_candidate_of, costs))
         self._loading: set[Adapter] = set()
         self._failed: dict[str, Adapter] = {}  # that may not be tried again yet
         self._hung: list[_Hung] = []
-        self._ahead: dict[str, Adapter] = {}  # to be read when nothing else is, in this order
+        self._to_prefetch: dict[str, Adapter] = {}  # to be read when nothing else is, in this order
 
     # Reading
 
     def start(self, adapter: Adapter, keep: Collection[str]) -> None:
         """Begin to read an adapter, if there are a thread and room in host memory.
 
-        keep  digests whose images stay, while they are yet to go to the arena
+        keep  digests that stay in host memory until they have gone to the arena
 
         What cannot be read while threads hang has failed: nobody knows how long that would be.
         """
@@ -95,42 +95,42 @@ class AdapterLoader:
         if self._make_room(adapter.num_pages, keep):
             self._start(adapter)
 
-    def load_ahead(self, adapter: Adapter) -> None:
-        """Read an adapter that nobody needs yet, once `start_ahead` finds the time and the room.
+    def prefetch(self, adapter: Adapter) -> None:
+        """Read an adapter that nobody needs yet, once `start_prefetch` finds the time and the room.
 
         One that is larger than all of host memory stays on disk.
         """
         if adapter.state is AdapterState.DISK and adapter.num_pages <= self._host.num_pages:
-            self._ahead[adapter.digest] = adapter
+            self._to_prefetch[adapter.digest] = adapter
 
-    def start_ahead(self, keep: Collection[str]) -> None:
-        """Begin to read adapters ahead, on all threads but one, where there are several.
+    def start_prefetch(self, keep: Collection[str]) -> None:
+        """Begin to read adapters that nobody needs yet, leaving one of several threads free.
 
-        keep  as in `start`. What was read ahead stays as well until it was used once: of more
+        keep  as in `start`. What was prefetched stays as well until it was used once: of more
               adapters than there is room for, the later ones are left on disk.
         """
         most = max(self._limits.num_threads - 1, 1)
-        if not self._ahead or len(self._loading) >= most:
+        if not self._to_prefetch or len(self._loading) >= most:
             return
-        kept = {a.digest for a in self._in_host.values() if a.is_ahead}.union(keep)
-        while self._ahead and len(self._loading) < most:
-            adapter = self._ahead.pop(next(iter(self._ahead)))
+        kept = {a.digest for a in self._in_host.values() if a.is_prefetched}.union(keep)
+        while self._to_prefetch and len(self._loading) < most:
+            adapter = self._to_prefetch.pop(next(iter(self._to_prefetch)))
             if adapter.state is not AdapterState.DISK or adapter.error is not None:
                 continue  # a request has had it read, or tried to
             if self._is_out_of_reach(adapter) or adapter.num_pages > self._host.num_pages:
                 continue
             if not self._make_room(adapter.num_pages, kept):
                 return  # thousands may be left: one look at all that stay a step
-            adapter.is_ahead = True
+            adapter.is_prefetched = True
             self._start(adapter)
 
     @property
-    def is_loading_ahead(self) -> bool:
-        return bool(self._ahead) or any(adapter.is_ahead for adapter in self._loading)
+    def is_prefetching(self) -> bool:
+        return bool(self._to_prefetch) or any(adapter.is_prefetched for adapter in self._loading)
 
     def is_coming(self, adapter: Adapter) -> bool:
         """Whether the adapter is read now, or will be though nobody needs it."""
-        return adapter in self._loading or adapter.digest in self._ahead
+        return adapter in self._loading or adapter.digest in self._to_prefetch
 
     def _start(self, adapter: Adapter) -> None:
         adapter.host = self._host.take(adapter.num_pages)
@@ -219,20 +219,20 @@ class AdapterLoader:
         """The adapter is no longer registered."""
         self.drop(adapter)
         self._failed.pop(adapter.digest, None)
-        self._ahead.pop(adapter.digest, None)
+        self._to_prefetch.pop(adapter.digest, None)
 
     # Host memory
 
     def hold(self, adapter: Adapter) -> None:
-        """The adapter's image is on its way to the arena: it stays until `let_go`."""
-        if adapter in self._loose:
-            self._loose.remove(adapter)
+        """Keep a packed adapter that is on its way to the arena, until `let_go`."""
+        if adapter in self._evictable:
+            self._evictable.remove(adapter)
 
     def let_go(self, adapter: Adapter) -> None:
-        """The image may go, as soon as others need its room."""
+        """Let a packed adapter be dropped as soon as others need its room."""
         assert adapter.host is not None
         if not adapter.host.is_own:
-            self._loose.add(adapter)
+            self._evictable.add(adapter)
 
     def drop(self, adapter: Adapter) -> None:
         """Give up an adapter's room in host memory, if it has any."""
@@ -241,28 +241,28 @@ class AdapterLoader:
             self._host.release(adapter.host)
             self._in_host.pop(adapter.digest, None)
             adapter.host = None
-        adapter.is_ahead = False
+        adapter.is_prefetched = False
 
     def _make_room(self, num_pages: int, keep: Collection[str]) -> bool:
-        """Drop whole images until `num_pages` can be taken: first those that are in the arena too.
+        """Drop packed adapters until `num_pages` can be taken: first those that the arena has too.
 
-        An image on its way to the arena stays, and so do those of `keep` that are yet to go there,
+        One on its way to the arena stays, and so do those of `keep` that are yet to go there,
         and those outside the slab. False, and nothing is dropped, when all others are not enough.
         """
         if self._host.can_take(num_pages):
             return True
         in_host = (self._in_host[digest] for digest in keep if digest in self._in_host)
-        kept = {a for a in in_host if a in self._loose and a.state is AdapterState.HOST}
-        num_loose = self._loose.num_pages - sum(adapter.num_pages for adapter in kept)
-        if self._host.num_free + num_loose < num_pages:
+        kept = {a for a in in_host if a in self._evictable and a.state is AdapterState.HOST}
+        num_evictable = self._evictable.num_pages - sum(adapter.num_pages for adapter in kept)
+        if self._host.num_free + num_evictable < num_pages:
             return False
         passed_over = []
         while not self._host.can_take(num_pages):
-            first = self._loose.first(self._pool.time)
+            first = self._evictable.first(self._pool.time)
             assert first is not None, "less came free than was counted"
             adapter = first.owner
             if adapter in kept:
-                self._loose.remove(adapter)
+                self._evictable.remove(adapter)
                 passed_over.append(adapter)
                 continue
             self.drop(adapter)
@@ -270,29 +270,29 @@ class AdapterLoader:
                 adapter.state = AdapterState.DISK
                 adapter.lacks_room = False
         for adapter in passed_over:
-            self._loose.add(adapter)
+            self._evictable.add(adapter)
         return True
 
     def check_integrity(self, adapters: Iterable[Adapter]) -> None:
-        """Raise AssertionError unless states, images and failures of all adapters agree."""
+        """Raise AssertionError unless states, host memory and failures of all adapters agree."""
         rooms = [hung.room for hung in self._hung]
         for adapter in adapters:
             assert (adapter.error is not None) == (adapter.digest in self._failed)
             assert (adapter.state is AdapterState.LOADING) == (adapter in self._loading)
             is_whole = adapter.host is not None and adapter.state is not AdapterState.LOADING
             assert is_whole == (adapter.digest in self._in_host)
-            is_loose = is_whole and adapter.arrival is None
+            is_evictable = is_whole and adapter.arrival is None
             if adapter.host is not None:
                 rooms.append(adapter.host)
-                is_loose = is_loose and not adapter.host.is_own
-            assert is_loose == (adapter in self._loose)
-            assert self._ahead.get(adapter.digest, adapter) is adapter
+                is_evictable = is_evictable and not adapter.host.is_own
+            assert is_evictable == (adapter in self._evictable)
+            assert self._to_prefetch.get(adapter.digest, adapter) is adapter
         self._host.check_integrity(rooms)
-        self._loose.check_integrity()
+        self._evictable.check_integrity()
 
 
-def image_of(costs: ReloadCosts, adapter: Adapter) -> Holding[Adapter]:
-    """What an adapter's image holds; that of one in the arena is not missed."""
+def packed_candidate_of(costs: ReloadCosts, adapter: Adapter) -> EvictionCandidate[Adapter]:
+    """A packed adapter; one that is in the arena too costs nothing to lose."""
     is_copy = adapter.state is AdapterState.RESIDENT
     reload_s = 0.0 if is_copy else costs.adapter(adapter.num_pages, is_in_host=False)
-    return Holding(adapter, adapter.num_pages, reload_s, adapter.last_use)
+    return EvictionCandidate(adapter, adapter.num_pages, reload_s, adapter.last_use)

@@ -1,8 +1,8 @@
 """AdapterPages: the arena's pages that adapters have, whole ones and shared ones. No torch here.
 
 The last page of an adapter is seldom full: of a small adapter it may be most of what it has. So a
-page is also cut into eight *slots*, and the rest that fills no page takes slots of pages that
-several adapters share.
+page is also cut into eight *sub-pages*, and the rest that fills no page takes sub-pages of pages
+that several adapters share.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from dataclasses import dataclass
 
 from engine.memory.page_pool import PagePool, PageUse
 
-SLOTS = 8
+SUB_PAGES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an adapter's image lies in the arena.
+    """Where a packed adapter lies in the arena.
 
-    pages  of the arena that hold the image's first pages, in their order
-    tail   slots (arena page * SLOTS + slot in it) that hold those of the image's last page, as far
-           as it is filled; empty: there is no page beside `pages`
+    pages  of the arena that hold its first pages, in their order
+    tail   sub-pages (arena page * SUB_PAGES + sub-page in it) that hold those of its last page, as
+           far as that is filled; empty: there is no page beside `pages`
     """
 
     pages: list[int]
@@ -37,30 +37,30 @@ class AdapterPages:
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
-        self._free: dict[int, list[int]] = {}  # shared page -> its free slots
-        # Whole pages of idle places; slots of theirs in shared pages; those with no others.
+        self._free: dict[int, list[int]] = {}  # shared page -> its free sub-pages
+        # Whole pages of idle places; sub-pages of theirs in shared pages; those with no others.
         self._num_idle_whole = 0
-        self._idle_slots: dict[int, int] = {}
+        self._idle_sub_pages: dict[int, int] = {}
         self._idle_shared: set[int] = set()
 
-    def num_needed(self, num_pages: int, tail_slots: int) -> int:
+    def num_needed(self, num_pages: int, tail_sub_pages: int) -> int:
         """Pages that `take` would want of the pool."""
-        if not tail_slots:
+        if not tail_sub_pages:
             return num_pages
-        return num_pages - 1 + (sum(self._choose(tail_slots).values()) < tail_slots)
+        return num_pages - 1 + (sum(self._choose(tail_sub_pages).values()) < tail_sub_pages)
 
-    def take(self, num_pages: int, tail_slots: int) -> Place:
-        """Room for an image of `num_pages`; the caller has asked the pool for `num_needed`.
+    def take(self, num_pages: int, tail_sub_pages: int) -> Place:
+        """Take room for a packed adapter; the caller has asked the pool for `num_needed`.
 
-        tail_slots  how many slots of the last page are filled; 0: the page is taken whole
+        tail_sub_pages  how many sub-pages of the last page are filled; 0: the page is taken whole
         """
-        if not tail_slots:
+        if not tail_sub_pages:
             return Place(self._pool.take(num_pages, PageUse.ADAPTER), [])
-        counts = self._choose(tail_slots)
-        rest = tail_slots - sum(counts.values())
+        counts = self._choose(tail_sub_pages)
+        rest = tail_sub_pages - sum(counts.values())
         if rest:
             [page] = self._pool.take(1, PageUse.ADAPTER)
-            self._free[page] = list(range((page + 1) * SLOTS - 1, page * SLOTS - 1, -1))
+            self._free[page] = list(range((page + 1) * SUB_PAGES - 1, page * SUB_PAGES - 1, -1))
             counts[page] = rest
         tail = [self._free[page].pop() for page, count in counts.items() for _ in range(count)]
         self._look_at(counts)
@@ -69,12 +69,12 @@ class AdapterPages:
     def release(self, place: Place) -> None:
         """Nobody reads or writes `place` any more."""
         self._pool.release(place.pages)
-        for slot in place.tail:
-            self._free[slot // SLOTS].append(slot)
-        shared = {slot // SLOTS for slot in place.tail}
+        for sub_page in place.tail:
+            self._free[sub_page // SUB_PAGES].append(sub_page)
+        shared = {sub_page // SUB_PAGES for sub_page in place.tail}
         self._look_at(shared)
         for page in shared:
-            if len(self._free[page]) == SLOTS:
+            if len(self._free[page]) == SUB_PAGES:
                 del self._free[page]
                 self._pool.release([page])
 
@@ -82,9 +82,9 @@ class AdapterPages:
         """Count a place among the idle ones from now on, or no longer; never does when taken."""
         sign = 1 if is_idle else -1
         self._num_idle_whole += sign * len(place.pages)
-        shared = Counter(slot // SLOTS for slot in place.tail)
+        shared = Counter(sub_page // SUB_PAGES for sub_page in place.tail)
         for page, count in shared.items():
-            self._idle_slots[page] = self._idle_slots.get(page, 0) + sign * count
+            self._idle_sub_pages[page] = self._idle_sub_pages.get(page, 0) + sign * count
         self._look_at(shared)
 
     @property
@@ -95,18 +95,19 @@ class AdapterPages:
     def _look_at(self, shared: Iterable[int]) -> None:
         """Note which of these shared pages have nothing in them but what is idle."""
         for page in shared:
-            idle = self._idle_slots.get(page, 0)
+            idle = self._idle_sub_pages.get(page, 0)
             if not idle:
-                self._idle_slots.pop(page, None)
-            if idle and idle + len(self._free[page]) == SLOTS:
+                self._idle_sub_pages.pop(page, None)
+            if idle and idle + len(self._free[page]) == SUB_PAGES:
                 self._idle_shared.add(page)
             else:
                 self._idle_shared.discard(page)
 
-    def _choose(self, num_slots: int) -> dict[int, int]:
-        """Shared pages that a tail goes to, and how many slots of each; the rest takes a new page.
+    def _choose(self, num_sub_pages: int) -> dict[int, int]:
+        """Shared pages that a tail goes to, and how many sub-pages of each.
 
-        The page that it fits best; else the one with most room, and for what is left another.
+        What has no room there takes a new page.
+        Chosen is the page that it fits best; else the one with most room, and another for the rest.
         """
         chosen: dict[int, int] = {}
         for _ in range(2):
@@ -115,15 +116,15 @@ class AdapterPages:
                 for page, free in self._free.items()
                 if free and page not in chosen
             ]
-            fitting = [room for room in rooms if room[0] >= num_slots]
+            fitting = [room for room in rooms if room[0] >= num_sub_pages]
             if fitting:
-                chosen[min(fitting)[1]] = num_slots
+                chosen[min(fitting)[1]] = num_sub_pages
                 return chosen
             if chosen or not rooms:
                 return chosen
             room, page = max(rooms)
             chosen[page] = room
-            num_slots -= room
+            num_sub_pages -= room
         return chosen
 
     def owned(self, places: Iterable[Place | None]) -> list[list[int]]:
@@ -133,20 +134,24 @@ class AdapterPages:
     def check_integrity(
         self, places: Iterable[Place | None], idle: Iterable[Place | None] = ()
     ) -> None:
-        """Raise AssertionError unless every slot of a shared page is free or has one owner.
+        """Raise AssertionError unless every sub-page of a shared page is free or has one owner.
 
         idle  those of `places` that count as idle
         """
-        slots = Counter(slot for free in self._free.values() for slot in free)
+        sub_pages = Counter(sub_page for free in self._free.values() for sub_page in free)
         for place in filter(None, places):
-            slots.update(place.tail)
-        wanted = [page * SLOTS + slot for page in self._free for slot in range(SLOTS)]
-        assert slots == Counter(wanted), "slots leaked, or owned twice"
-        assert all(len(free) < SLOTS for free in self._free.values()), "a shared page is empty"
-        num_whole, idle_slots = 0, Counter[int]()
+            sub_pages.update(place.tail)
+        wanted = [
+            page * SUB_PAGES + sub_page for page in self._free for sub_page in range(SUB_PAGES)
+        ]
+        assert sub_pages == Counter(wanted), "sub-pages leaked, or owned twice"
+        assert all(len(free) < SUB_PAGES for free in self._free.values()), "a shared page is empty"
+        num_whole, idle_sub_pages = 0, Counter[int]()
         for place in filter(None, idle):
             num_whole += len(place.pages)
-            idle_slots.update(slot // SLOTS for slot in place.tail)
-        assert (num_whole, idle_slots) == (self._num_idle_whole, self._idle_slots)
-        emptied = {p for p, count in idle_slots.items() if count + len(self._free[p]) == SLOTS}
+            idle_sub_pages.update(sub_page // SUB_PAGES for sub_page in place.tail)
+        assert (num_whole, idle_sub_pages) == (self._num_idle_whole, self._idle_sub_pages)
+        emptied = {
+            p for p, count in idle_sub_pages.items() if count + len(self._free[p]) == SUB_PAGES
+        }
         assert emptied == self._idle_shared

@@ -32,13 +32,14 @@ class Adapter:
     version          which registration of the digest this is, where content may differ between them
     content          of its files when they were first read; None: they have not been
     host, loading    its room in host memory, and the thread that fills it
-    num_pages        of its image; of the last one only `tail_slots` are filled, if that is not 0
+    num_pages        that it has packed
+    tail_sub_pages   of the last page that are filled; 0: all of it
     place, arrival   where it lies in the arena, and the copy that fills it
     tiles            where they lie in the arena
     pins, users      requests that run with it; accepted ones, running or waiting
     last_use         in steps of the engine
     lacks_room       it is in host memory, and only pages are missing
-    is_ahead         no request has needed it since it was read, or began to be read
+    is_prefetched    no request has needed it since it was read, or began to be read
     failure          of the last attempt to load it, until one succeeds
     error, retry_at  the same until another attempt may be made, and when that is
     """
@@ -46,7 +47,7 @@ class Adapter:
     digest: str
     path: Path
     num_pages: int
-    tail_slots: int = 0
+    tail_sub_pages: int = 0
     version: int = 0
     content: str | None = None
     state: AdapterState = AdapterState.DISK
@@ -61,7 +62,7 @@ class Adapter:
     users: int = 0
     is_unregistered: bool = False
     lacks_room: bool = False
-    is_ahead: bool = False
+    is_prefetched: bool = False
     failure: AdapterError | None = None
     error: AdapterError | None = None
     num_failures: int = 0  # in a row
@@ -99,7 +100,7 @@ class Adapter:
         assert 0 <= self.pins <= self.users
         assert self.error is None or self.state is AdapterState.DISK
         assert self.error in (None, self.failure)
-        assert not self.is_ahead or self.state in (AdapterState.LOADING, AdapterState.HOST)
+        assert not self.is_prefetched or self.state in (AdapterState.LOADING, AdapterState.HOST)
         assert (
             not self.is_unregistered
             or self.users

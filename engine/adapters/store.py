@@ -2,7 +2,7 @@
 
     DISK -> LOADING -> HOST -> COPYING -> RESIDENT
       ^        |         ^                    |
-      +--------+ failed  +--------------------+ evicted, or back to DISK without its host image
+      +--------+ failed  +--------------------+ evicted, to DISK unless HOST still has it
 
 Files are read on threads, and pages are filled beside the steps; the step loop only looks how far
 they are (`poll`). Everything else here runs on the thread that steps the engine. An adapter is
@@ -36,10 +36,10 @@ from engine.stats import AdapterStatus
 
 
 class AdapterStore:
-    """Owns the adapters' files, host images and pages.
+    """Owns the adapters' files, packed copies in host memory and pages.
 
     pool, arena  where pages come from, and the tensor [P, page_elems] that they are rows of
-    host         where images are kept
+    host         where packed adapters are kept
     clock        what timeouts and retries are measured on, in seconds
     """
 
@@ -89,7 +89,7 @@ class AdapterStore:
                 known.retry_at = self._clock()
             return
         tiles = self._reader.place(self._reader.read_plan(path))
-        num_pages, tail = tiles.num_pages, tiles.tail_slots
+        num_pages, tail = tiles.num_pages, tiles.tail_sub_pages
         limit = min(self._pool.max_used(PageUse.ADAPTER), self._pool.num_pages - 1)
         if num_pages > limit:
             raise OutOfPages(f"the adapter needs {num_pages} pages; adapters may have {limit}")
@@ -99,17 +99,17 @@ class AdapterStore:
             digest=digest,
             path=path,
             num_pages=num_pages,
-            tail_slots=tail,
+            tail_sub_pages=tail,
             version=self._num_made,
         )
 
-    def load_ahead(self, digest: str) -> None:
+    def prefetch(self, digest: str) -> None:
         """Have a registered adapter read before anybody needs it, if that is in nobody's way.
 
         Raises UnknownAdapter.
         """
         self.check_known((digest,))
-        self._loader.load_ahead(self._adapters[digest])
+        self._loader.prefetch(self._adapters[digest])
 
     def unregister(self, digest: str) -> None:
         """Forget `digest`: at once for new requests, for accepted ones when they have ended."""
@@ -130,7 +130,7 @@ class AdapterStore:
         self.check_known(digests)
         for digest in digests:
             self._adapters[digest].users += 1
-            self._adapters[digest].is_ahead = False
+            self._adapters[digest].is_prefetched = False
 
     def remove_user(self, digests: Sequence[str]) -> None:
         """The request has ended."""
@@ -175,7 +175,7 @@ class AdapterStore:
         What others left of the pages that they shared may be a page more for each but two of them.
         """
         adapters = [self._adapters[digest] for digest in digests]
-        num_tails = sum(adapter.tail_slots > 0 for adapter in adapters)
+        num_tails = sum(adapter.tail_sub_pages > 0 for adapter in adapters)
         return sum(adapter.num_pages for adapter in adapters) + max(num_tails - 2, 0)
 
     def pin(self, digest: str) -> None:
@@ -236,7 +236,7 @@ class AdapterStore:
         adapter = self._adapters[digest]
 
         def count() -> int:
-            return self._pages.num_needed(adapter.num_pages, adapter.tail_slots)
+            return self._pages.num_needed(adapter.num_pages, adapter.tail_sub_pages)
 
         before, num_needed = 0, count()
         while before < num_needed and not self._pool.can_take(num_needed, PageUse.ADAPTER):
@@ -289,7 +289,7 @@ class AdapterStore:
             if num_missing == self._limits.max_prefetch:
                 return
         if not is_short:
-            self._loader.start_ahead(seen)
+            self._loader.start_prefetch(seen)
 
     def wait(self, timeout_s: float) -> None:
         """Sleep until a thread finishes something, `timeout_s` at most."""
@@ -320,7 +320,7 @@ class AdapterStore:
         if adapter.lacks_room:
             return
         assert adapter.host is not None and adapter.host.tiles is not None
-        place = adapter.place = self._pages.take(adapter.num_pages, adapter.tail_slots)
+        place = adapter.place = self._pages.take(adapter.num_pages, adapter.tail_sub_pages)
         adapter.tiles = adapter.host.tiles.at(place.pages, self._page_elems, place.tail)
         adapter.state = AdapterState.COPYING
         self._loader.hold(adapter)
@@ -391,9 +391,9 @@ class AdapterStore:
         return bool(self._arriving)
 
     @property
-    def is_loading_ahead(self) -> bool:
+    def is_prefetching(self) -> bool:
         """Whether anything is read, or waits to be, that no request needed when that began."""
-        return self._loader.is_loading_ahead
+        return self._loader.is_prefetching
 
     def status(self, digest: str) -> AdapterStatus | None:
         """Where an adapter is; None when it is not known."""

@@ -1,8 +1,8 @@
 """An adapter's place in pages: which part of it lies where (docs/memory.md).
 
-`place_tiles` decides from shapes alone; `fill_tiles` writes the tensors into an image of the pages
-in host memory, which is then copied page by page into the arena. Offsets are relative to that
-image until `TileMap.at` turns them into offsets of the arena.
+`place_tiles` decides from shapes alone; `fill_tiles` writes the tensors into pages in host
+memory, the *packed adapter*, which is then copied page by page into the arena. Offsets are those of
+the packed adapter until `TileMap.at` turns them into offsets of the arena.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from engine.adapters.base_weights import BaseWeights
 from engine.adapters.host_values import write_rows
-from engine.adapters.pages import SLOTS
+from engine.adapters.pages import SUB_PAGES
 from engine.adapters.plan import EMBEDDING, AdapterPlan, Target
 from engine.adapters.rows import Replacement
 from engine.adapters.values import (
@@ -41,7 +41,7 @@ _ALIGNMENT = 8
 class VocabMap:
     """Where an adapter's share of the embedding or of the last matrix is, see `kernels.VocabPart`.
 
-    Offsets are those of the image or of the arena, as in the TileMap that this is part of.
+    Offsets are those of the packed adapter or of the arena, as in the TileMap that this is part of.
     """
 
     scale: float
@@ -89,15 +89,15 @@ class TileMap:
 
     Offsets count elements; -1: no tile.
 
-    tail_slots    of the last page only so many slots are filled; 0: it is needed whole
-    gain_offset   [L * 7] of DoRA's row factors, less one; None: no projection has one
-    shift_offset  [L * 7] likewise of the biases
-    embedding, head   None: the adapter does not change them
-    new_embedding, new_head   None: it replaces nothing of them
+    tail_sub_pages  so many sub-pages of the last page are filled; 0: it is needed whole
+    gain_offset     [L * 7] of DoRA's row factors, less one; None: no projection has one
+    shift_offset    [L * 7] likewise of the biases
+    embedding, head  None: the adapter does not change them
+    new_embedding, new_head  None: it replaces nothing of them
     """
 
     num_pages: int
-    tail_slots: int
+    tail_sub_pages: int
     num_tiles: int
     a_offset: Int64s
     b_offset: Int64s
@@ -129,8 +129,8 @@ class TileMap:
     def layer_ends(self, page_elems: int) -> list[int]:
         """Of each layer, how many of the first pages hold all that is read up to its end.
 
-        The embedding's share counts to the first layer; the last layer's are all the pages. Of an
-        image, not of the arena.
+        The embedding's share counts to the first layer; the last layer's are all the pages. Of a
+        packed adapter, not of the arena.
         """
         vectors = (self.gain_offset, self.shift_offset)
         offsets = (self.a_offset, self.b_offset, *(each for each in vectors if each is not None))
@@ -147,14 +147,14 @@ class TileMap:
         return ends
 
     def at(self, pages: list[int], page_elems: int, tail: Sequence[int] = ()) -> TileMap:
-        """The same map with offsets of the arena, image page i lying at `pages[i]`.
+        """The same map with offsets of the arena: page i of the packed adapter lies at `pages[i]`.
 
-        tail  where the slots of the page after those lie, see `engine.adapters.pages.Place`
+        tail  where the sub-pages of the page after those lie, see `engine.adapters.pages.Place`
         """
         unit, places = page_elems, np.asarray(pages, dtype=np.int64)
         if tail:
-            unit = page_elems // SLOTS
-            whole = (places[:, None] * SLOTS + np.arange(SLOTS)).ravel()
+            unit = page_elems // SUB_PAGES
+            whole = (places[:, None] * SUB_PAGES + np.arange(SUB_PAGES)).ravel()
             places = np.concatenate((whole, np.asarray(tail, dtype=np.int64)))
         base = places * unit
 
@@ -214,9 +214,9 @@ class _Packer:
         self._pieces.append((size, offsets, index))
 
     def pack(self) -> tuple[int, int]:
-        """Decide and write every offset; (the number of pages, slots that the last one fills).
+        """Decide and write every offset; (the number of pages, sub-pages that the last one fills).
 
-        No slots: the last page is filled better than slots would be.
+        No sub-pages: the last page is filled better than they would be.
         """
         waiting, num_pages = self._pieces, 0
         last: list[_Piece] = []
@@ -224,19 +224,23 @@ class _Packer:
             start = num_pages * self._page_elems
             last, waiting = _fill(waiting, start, self._page_elems)
             num_pages += 1
-        return num_pages, self._pack_slots(last, (num_pages - 1) * self._page_elems)
+        return num_pages, self._pack_sub_pages(last, (num_pages - 1) * self._page_elems)
 
-    def _pack_slots(self, pieces: list[_Piece], start: int) -> int:
-        """Lay the last page's pieces into slots, none across two, unless that takes all of them."""
-        slot_elems, rest = divmod(self._page_elems, SLOTS)
-        if rest or slot_elems % _ALIGNMENT or any(size > slot_elems for size, _, _ in pieces):
+    def _pack_sub_pages(self, pieces: list[_Piece], start: int) -> int:
+        """Lay the last page's pieces into sub-pages, none across two, unless that takes all."""
+        sub_page_elems, rest = divmod(self._page_elems, SUB_PAGES)
+        if (
+            rest
+            or sub_page_elems % _ALIGNMENT
+            or any(size > sub_page_elems for size, _, _ in pieces)
+        ):
             return 0
         before = [int(offsets[index]) for _, offsets, index in pieces]
         waiting = pieces
-        for slot in range(SLOTS - 1):
-            _, waiting = _fill(waiting, start + slot * slot_elems, slot_elems)
+        for sub_page in range(SUB_PAGES - 1):
+            _, waiting = _fill(waiting, start + sub_page * sub_page_elems, sub_page_elems)
             if not waiting:
-                return slot + 1
+                return sub_page + 1
         for (_, offsets, index), offset in zip(pieces, before, strict=True):
             offsets[index] = offset
         return 0
@@ -284,10 +288,10 @@ def place_tiles(plan: AdapterPlan, model: ModelConfig, layout: PageLayout) -> Ti
     head = _place_vocab(packer, plan.head, model)
     is_shared = plan.new_head == plan.new_embedding
     new_head = new_embedding if is_shared else _place_rows(packer, plan.new_head, model)
-    num_pages, tail_slots = packer.pack()
+    num_pages, tail_sub_pages = packer.pack()
     return TileMap(
         num_pages=num_pages,
-        tail_slots=tail_slots,
+        tail_sub_pages=tail_sub_pages,
         num_tiles=num_tiles,
         a_offset=a_offset,
         b_offset=b_offset,
@@ -329,20 +333,20 @@ def _place_vocab(packer: _Packer, target: Target | None, model: ModelConfig) -> 
 
 
 def fill_tiles(
-    image: torch.Tensor,
+    packed: torch.Tensor,
     plan: AdapterPlan,
     tiles: TileMap,
     tensor: Callable[[str], torch.Tensor],
     base: BaseWeights,
 ) -> None:
-    """Write the adapter's tensors into `image` [num_pages, page_elems] as `tiles` says.
+    """Write the adapter's tensors into `packed` [num_pages, page_elems] as `tiles` says.
 
     tensor  gives a tensor of the file by name
     base    DoRA's factors depend on it
     Raises AdapterMismatch naming a tensor whose values do not fit.
     """
     check_copies(plan, tensor, base)
-    flat = image.view(-1)
+    flat = packed.view(-1)
     for target in plan.targets:
         values = applied_values(target, tensor, base)
         entry = target.layer * NUM_PROJECTIONS + target.projection

@@ -140,7 +140,7 @@ class AdapterNames:
 
         def introduce(engine: Engine) -> None:
             engine.register_adapter(digest, adapter.path)
-            engine.load_ahead(digest)
+            engine.prefetch(digest)
             self.release(engine, [adapter])
 
         self._loop.call(introduce).result()

@@ -25,9 +25,9 @@ def arena_pages(
 ) -> int:
     """Pages of the arena.
 
-    profile_run  runs the widest step over an arena of one page, leaving nothing behind, and returns
-              the bytes that the graphs take beyond those that it recorded; called on a GPU alone,
-              when the config does not say how large the arena is
+    profile_run  runs the widest step over an arena of one page, leaving nothing behind, and
+                 returns the bytes that the graphs take beyond those that it recorded; called on a
+                 GPU alone, when the config does not say how large the arena is
 
     Raises ValueError when the config's arena has no page, OutOfMemory when less is left than one
     request of the longest context needs.

@@ -55,14 +55,14 @@ class ReloadCosts:
 
 
 @dataclass(frozen=True, slots=True)
-class Holding(Generic[T_co]):
+class EvictionCandidate(Generic[T_co]):
     """Pages that come free together.
 
     owner       the adapter, or the page of a prefix
     num_pages   how many; 1 or more
     reload_s    seconds that having them again would take
     last_use    when somebody last read them, in steps of the engine
-    is_pinned   they stay, whatever they are worth
+    is_pinned   they stay, whatever their value
     """
 
     owner: T_co
@@ -72,17 +72,19 @@ class Holding(Generic[T_co]):
     is_pinned: bool = False
 
 
-def worth(holding: Holding[T], now: int) -> float:
+def retention_value(candidate: EvictionCandidate[T], now: int) -> float:
     """What keeping a page of it is expected to save per step; infinite when it is pinned."""
-    if holding.is_pinned:
+    if candidate.is_pinned:
         return math.inf
-    return holding.reload_s / holding.num_pages / (now - holding.last_use + 1)
+    return candidate.reload_s / candidate.num_pages / (now - candidate.last_use + 1)
 
 
-def eviction_order(holdings: Iterable[Holding[T]], now: int) -> list[Holding[T]]:
+def eviction_order(
+    candidates: Iterable[EvictionCandidate[T]], now: int
+) -> list[EvictionCandidate[T]]:
     """Who goes, the first one first; who is pinned does not.
 
-    Of equal worth the least recently used goes first, then the one of fewer pages.
+    Of equal value the least recently used goes first, then the one of fewer pages.
     """
-    loose = [holding for holding in holdings if not holding.is_pinned]
-    return sorted(loose, key=lambda h: (worth(h, now), h.last_use, h.num_pages))
+    evictable = [candidate for candidate in candidates if not candidate.is_pinned]
+    return sorted(evictable, key=lambda c: (retention_value(c, now), c.last_use, c.num_pages))

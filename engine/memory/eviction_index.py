@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
-from engine.memory.eviction import Holding, eviction_order
+from engine.memory.eviction import EvictionCandidate, eviction_order
 
 T = TypeVar("T")
 
@@ -17,15 +17,15 @@ _Entry = tuple[int, int, T]  # last use, when it was added, whose
 class EvictionIndex(Generic[T]):
     """Knows who of its members goes first, as `eviction_order` says, however many there are.
 
-    look  what a member holds now, which is not pinned
+    look  a member as it is now, which is not pinned
 
-    What somebody is worth changes with every step. But of two that are as large and come back as
-    soon the one used less recently is worth less at any time: they are kept in that order, and only
-    the first of each kind are compared. A member may come to be worth more, and is put right when
-    it is the first of its kind; one that comes to be worth less has to be added anew.
+    Retention values change with every step. But of two members of the same size and reload time the
+    one used less recently has the lower value at any time: they are kept in that order, and only
+    the first of each kind are compared. A member whose value rises is moved when it is the first
+    of its kind; one whose value falls has to be added anew.
     """
 
-    def __init__(self, look: Callable[[T], Holding[T]]) -> None:
+    def __init__(self, look: Callable[[T], EvictionCandidate[T]]) -> None:
         self._look = look
         self._kinds: dict[_Kind, list[_Entry[T]]] = {}
         self._entries: dict[T, tuple[_Kind, _Entry[T]]] = {}
@@ -40,12 +40,12 @@ class EvictionIndex(Generic[T]):
 
     def add(self, owner: T) -> None:
         assert owner not in self._entries
-        holding = self._look(owner)
-        kind, entry = _kind(holding), (holding.last_use, self._num_added, owner)
+        candidate = self._look(owner)
+        kind, entry = _kind(candidate), (candidate.last_use, self._num_added, owner)
         self._num_added += 1
         insort(self._kinds.setdefault(kind, []), entry)
         self._entries[owner] = kind, entry
-        self.num_pages += holding.num_pages
+        self.num_pages += candidate.num_pages
 
     def remove(self, owner: T) -> None:
         kind, entry = self._entries.pop(owner)
@@ -55,7 +55,7 @@ class EvictionIndex(Generic[T]):
             del self._kinds[kind]
         self.num_pages -= kind[0]
 
-    def first(self, now: int) -> Holding[T] | None:
+    def first(self, now: int) -> EvictionCandidate[T] | None:
         """Who goes first; None when there is none."""
         for owner in [entries[0][2] for entries in self._kinds.values()]:
             self._put_right(owner)
@@ -64,9 +64,9 @@ class EvictionIndex(Generic[T]):
 
     def _put_right(self, owner: T) -> None:
         while True:
-            holding = self._look(owner)
+            candidate = self._look(owner)
             kind, entry = self._entries[owner]
-            if (kind, entry[0]) == (_kind(holding), holding.last_use):
+            if (kind, entry[0]) == (_kind(candidate), candidate.last_use):
                 return
             self.remove(owner)
             self.add(owner)
@@ -75,17 +75,17 @@ class EvictionIndex(Generic[T]):
             owner = self._kinds[kind][0][2]
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless all are in order, and worth no less than when added."""
+        """Raise AssertionError unless all are in order, and no value has fallen."""
         for kind, entries in self._kinds.items():
             assert entries == sorted(entries)
             for entry in entries:
                 assert self._entries[entry[2]] == (kind, entry)
-                holding = self._look(entry[2])
-                assert holding.last_use >= entry[0]
-                assert holding.num_pages == kind[0] and holding.reload_s >= kind[1]
+                candidate = self._look(entry[2])
+                assert candidate.last_use >= entry[0]
+                assert candidate.num_pages == kind[0] and candidate.reload_s >= kind[1]
         assert sum(map(len, self._kinds.values())) == len(self._entries)
         assert self.num_pages == sum(kind[0] for kind, _ in self._entries.values())
 
 
-def _kind(holding: Holding[T]) -> _Kind:
-    return holding.num_pages, holding.reload_s
+def _kind(candidate: EvictionCandidate[T]) -> _Kind:
+    return candidate.num_pages, candidate.reload_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from engine.memory.eviction import Holding, ReloadCosts, eviction_order
+from engine.memory.eviction import EvictionCandidate, ReloadCosts, eviction_order
 from engine.memory.page_pool import PagePool, PageUse
 from engine.memory.prefix_cache import PrefixCache
 
@@ -22,7 +22,7 @@ class IdlePages(Generic[T]):
         self,
         num_pages: int,
         use: PageUse,
-        first: Callable[[], Holding[T] | None],
+        first: Callable[[], EvictionCandidate[T] | None],
         num_adapter: int,
         evict: Callable[[T], None],
     ) -> None:
@@ -50,10 +50,10 @@ class IdlePages(Generic[T]):
                 assert adapter is not None, "less came free than was counted"
                 evict(adapter.owner)
 
-    def _goes_first(self, oldest_use: int, adapter: Holding[T] | None) -> bool:
+    def _goes_first(self, oldest_use: int, adapter: EvictionCandidate[T] | None) -> bool:
         """Whether the prefix page last used then goes before the adapter."""
         if adapter is None:
             return True
-        page = Holding(None, 1, self._costs.prefix, oldest_use)
-        choices: tuple[Holding[T | None], ...] = (page, adapter)
+        page = EvictionCandidate(None, 1, self._costs.prefix, oldest_use)
+        choices: tuple[EvictionCandidate[T | None], ...] = (page, adapter)
         return eviction_order(choices, self._pool.time)[0] is page

@@ -153,7 +153,7 @@ class Game:
             self.requests[request.request_id] = request
             # Beside others a tail may have come to lie in two pages, and stays there without them.
             known = self.engine._store._adapters
-            num_tails = sum(known[digest].tail_slots > 0 for digest in digests)
+            num_tails = sum(known[digest].tail_sub_pages > 0 for digest in digests)
             self._rooms[request.request_id] = room + num_tails
             self.results |= {(request.request_id, i): Result() for i in range(request.n)}
 
@@ -184,9 +184,9 @@ class Game:
         indices = range(request.n) if index is None else [index]
         self._cancelled |= {(request.request_id, i) for i in indices}
 
-    def _load_ahead(self) -> None:
+    def _prefetch(self) -> None:
         if digest := self._draw_digest():
-            self.engine.load_ahead(digest)
+            self.engine.prefetch(digest)
 
     def _replace(self) -> None:
         """A name means another adapter from now on, or the same one from elsewhere, or nothing."""
@@ -239,7 +239,7 @@ class Game:
         (_some_steps, 40),
         (_time_passes, 2),
         (_cancel, 6),
-        (_load_ahead, 5),
+        (_prefetch, 5),
         (_replace, 6),
         (_trouble, 4),
         (_pin, 4),

@@ -293,11 +293,11 @@ def test_tiles_hold_exactly_the_tensors(rank: int) -> None:
     plan = plan_adapter({**PLAIN, "r": rank}, tensors(rank, ALL), MODEL)
     tiles = place_tiles(plan, MODEL, LAYOUT)
     content = {name: torch.randn(shape) for name, (_, shape) in tensors(rank, ALL).items()}
-    image = torch.full((tiles.num_pages, LAYOUT.page_elems), float("nan"))
-    fill_tiles(image, plan, tiles, content.__getitem__, NO_BASE)
+    packed = torch.full((tiles.num_pages, LAYOUT.page_elems), float("nan"))
+    fill_tiles(packed, plan, tiles, content.__getitem__, NO_BASE)
     num_values = sum(tensor.numel() for tensor in content.values())
-    assert int(image.isfinite().sum()) == num_values
-    assert image.numel() <= 1.05 * num_values + 2 * LAYOUT.page_elems
+    assert int(packed.isfinite().sum()) == num_values
+    assert packed.numel() <= 1.05 * num_values + 2 * LAYOUT.page_elems
     for target in plan.targets:
         at = target.layer * 7 + target.projection
         for offsets, wanted in (
@@ -306,7 +306,7 @@ def test_tiles_hold_exactly_the_tensors(rank: int) -> None:
         ):
             width = wanted.shape[1]
             rows = [
-                image.view(-1)[offset : offset + count * width].view(count, width)
+                packed.view(-1)[offset : offset + count * width].view(count, width)
                 for offset, count in zip(offsets.tolist(), tiles.rows[at].tolist(), strict=True)
                 if offset >= 0
             ]

@@ -13,7 +13,7 @@ pytest.importorskip("hypothesis")  # GPU machines have none
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.adapters.pages import SLOTS, AdapterPages, Place
+from engine.adapters.pages import SUB_PAGES, AdapterPages, Place
 from engine.adapters.plan import PROJECTION_NAMES, AdapterPlan, Site, plan_adapter
 from engine.adapters.tiles import TileMap, place_tiles
 from engine.memory.page_pool import PagePool, PageUse
@@ -71,8 +71,12 @@ def adapter(
 
 
 def own_pages(tiles: TileMap) -> float:
-    """Pages that are the adapter's: whole ones, and its slots of shared ones."""
-    return tiles.num_pages if not tiles.tail_slots else tiles.num_pages - 1 + tiles.tail_slots / 8
+    """Pages that are the adapter's: whole ones, and its sub-pages of shared ones."""
+    return (
+        tiles.num_pages
+        if not tiles.tail_sub_pages
+        else tiles.num_pages - 1 + tiles.tail_sub_pages / 8
+    )
 
 
 KINDS: dict[str, tuple[tuple[str, ...], dict[str, bool]]] = {
@@ -109,9 +113,9 @@ def test_many_adapters_take_little_more_than_their_bytes(name: str, ranks: tuple
     for i in range(200):
         plan, own = adapter(model, ranks[i % len(ranks)], PROJECTION_NAMES)
         tiles = place_tiles(plan, model, layout)
-        needed = pages.num_needed(tiles.num_pages, tiles.tail_slots)
+        needed = pages.num_needed(tiles.num_pages, tiles.tail_sub_pages)
         before = pool.num_used(PageUse.ADAPTER)
-        places.append((own, pages.take(tiles.num_pages, tiles.tail_slots)))
+        places.append((own, pages.take(tiles.num_pages, tiles.tail_sub_pages)))
         assert pool.num_used(PageUse.ADAPTER) == before + needed
         num_values += own
     assert pool.num_used(PageUse.ADAPTER) * layout.page_elems <= MOST_OVER * num_values
@@ -124,15 +128,15 @@ def test_many_adapters_take_little_more_than_their_bytes(name: str, ranks: tuple
 
 
 @pytest.mark.parametrize("rank", [3, 8])
-def test_what_lies_in_slots_is_found_there(rank: int) -> None:
-    """Every offset moves with its slot, and nothing straddles two."""
+def test_what_lies_in_sub_pages_is_found_there(rank: int) -> None:
+    """Every offset moves with its sub-page, and nothing straddles two."""
     layout = layout_of(SMOLLM2)
     plan, _ = adapter(SMOLLM2, rank, PROJECTION_NAMES, use_dora=True)
     tiles = place_tiles(plan, SMOLLM2, layout)
-    assert tiles.tail_slots
-    slot_elems = layout.page_elems // SLOTS
+    assert tiles.tail_sub_pages
+    sub_page_elems = layout.page_elems // SUB_PAGES
     pages = list(range(100, 100 + 2 * (tiles.num_pages - 1), 2))
-    tail = [9 * SLOTS + 7 - i for i in range(tiles.tail_slots)]
+    tail = [9 * SUB_PAGES + 7 - i for i in range(tiles.tail_sub_pages)]
     moved = tiles.at(pages, layout.page_elems, tail)
     assert tiles.gain_offset is not None and moved.gain_offset is not None
     pairs = [(tiles.a_offset, moved.a_offset), (tiles.b_offset, moved.b_offset)]
@@ -147,8 +151,8 @@ def test_what_lies_in_slots_is_found_there(rank: int) -> None:
             if page < len(pages):
                 assert after == pages[page] * layout.page_elems + offset
                 continue
-            slot, offset = divmod(offset, slot_elems)
-            assert after == tail[slot] * slot_elems + offset
+            sub_page, offset = divmod(offset, sub_page_elems)
+            assert after == tail[sub_page] * sub_page_elems + offset
             num_in_tail += 1
     assert num_in_tail
     widths = SMOLLM2.projection_widths
@@ -157,12 +161,16 @@ def test_what_lies_in_slots_is_found_there(rank: int) -> None:
         for offsets, width in ((tiles.a_offset, in_width), (tiles.b_offset, out_width)):
             for offset, count in zip(offsets[entry].tolist(), rows.tolist(), strict=True):
                 if offset // layout.page_elems == tiles.num_pages - 1:
-                    assert offset // slot_elems == (offset + count * width - 1) // slot_elems
+                    assert (
+                        offset // sub_page_elems == (offset + count * width - 1) // sub_page_elems
+                    )
 
 
 @given(
     st.lists(
-        st.tuples(st.booleans(), st.integers(1, 5), st.integers(0, SLOTS - 1), st.integers(0, 99)),
+        st.tuples(
+            st.booleans(), st.integers(1, 5), st.integers(0, SUB_PAGES - 1), st.integers(0, 99)
+        ),
         max_size=60,
     )
 )
@@ -172,7 +180,7 @@ def test_pages_come_and_go(steps: list[tuple[bool, int, int, int]]) -> None:
     pool = PagePool(60)
     pages = AdapterPages(pool)
     places: list[Place] = []
-    for goes, num_pages, tail_slots, index in steps:
+    for goes, num_pages, tail_sub_pages, index in steps:
         if goes and places:
             first = index % len(places)
             going = [places.pop(first) for _ in range(min(1 + index % 3, len(places) - first))]
@@ -184,12 +192,12 @@ def test_pages_come_and_go(steps: list[tuple[bool, int, int, int]]) -> None:
                 pages.set_idle(place, is_idle=False)
                 pages.release(place)
             assert pool.num_free == wanted
-        elif pool.can_take(needed := pages.num_needed(num_pages, tail_slots), PageUse.ADAPTER):
+        elif pool.can_take(needed := pages.num_needed(num_pages, tail_sub_pages), PageUse.ADAPTER):
             wanted = pool.num_free - needed
-            places.append(pages.take(num_pages, tail_slots))
+            places.append(pages.take(num_pages, tail_sub_pages))
             assert pool.num_free == wanted
-            assert len(places[-1].tail) == tail_slots
-            assert len({slot // SLOTS for slot in places[-1].tail}) <= 2
+            assert len(places[-1].tail) == tail_sub_pages
+            assert len({sub_page // SUB_PAGES for sub_page in places[-1].tail}) <= 2
         pages.check_integrity(places)
         pool.check_integrity(pages.owned(places))
     for place in places:
@@ -209,14 +217,14 @@ def test_what_others_leave_costs_a_blend_a_page_less_two_of_its_parts(seed: int)
         others: list[Place] = []
         num_parts = choose.randint(2, 5)
         for _ in range(num_parts - 1):
-            others += [pages.take(1, choose.randint(1, SLOTS - 1)) for _ in range(4)]
+            others += [pages.take(1, choose.randint(1, SUB_PAGES - 1)) for _ in range(4)]
             choose.shuffle(others)
             for _ in range(choose.randint(0, 4)):
                 pages.release(others.pop())
-            own.append(pages.take(1, choose.randint(1, SLOTS - 1)))
+            own.append(pages.take(1, choose.randint(1, SUB_PAGES - 1)))
         for place in others:
             pages.release(place)
-        needed = pages.num_needed(1, choose.randint(1, SLOTS - 1))
+        needed = pages.num_needed(1, choose.randint(1, SUB_PAGES - 1))
         total = pool.num_pages - pool.num_free + needed
         assert total <= num_parts + max(num_parts - 2, 0)
         worst = max(worst, total - num_parts)

@@ -157,7 +157,7 @@ def tiles(first: int, count: int) -> TileMap:
     offsets = first + np.arange(7 * count, dtype=np.int64).reshape(7, count)
     return TileMap(
         num_pages=1,
-        tail_slots=0,
+        tail_sub_pages=0,
         num_tiles=count,
         a_offset=offsets,
         b_offset=offsets + 1000,

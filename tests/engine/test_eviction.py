@@ -16,42 +16,49 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.adapters.host_memory import HostMemory
-from engine.adapters.idle import IdleAdapters, holding_of
-from engine.adapters.loader import AdapterLoader, LoadLimits, image_of
+from engine.adapters.idle import IdleAdapters, candidate_of
+from engine.adapters.loader import AdapterLoader, LoadLimits, packed_candidate_of
 from engine.adapters.pages import AdapterPages
 from engine.adapters.record import Adapter, AdapterState
-from engine.memory.eviction import Holding, ReloadCosts, eviction_order, worth
+from engine.memory.eviction import EvictionCandidate, ReloadCosts, eviction_order, retention_value
 from engine.memory.eviction_index import EvictionIndex
 from engine.memory.page_pool import PagePool
 
 
-def order(*holdings: Holding[str], now: int = 100) -> str:
-    return "".join(holding.owner for holding in eviction_order(holdings, now))
+def order(*candidates: EvictionCandidate[str], now: int = 100) -> str:
+    return "".join(candidate.owner for candidate in eviction_order(candidates, now))
 
 
 def test_of_two_alike_the_least_recently_used_goes() -> None:
-    assert order(Holding("a", 4, 1.0, 50), Holding("b", 4, 1.0, 40)) == "ba"
+    assert order(EvictionCandidate("a", 4, 1.0, 50), EvictionCandidate("b", 4, 1.0, 40)) == "ba"
 
 
 def test_of_two_as_old_the_cheaper_page_goes() -> None:
-    assert order(Holding("a", 4, 1.0, 50), Holding("b", 40, 1.0, 50)) == "ba"
-    assert order(Holding("a", 4, 2.0, 50), Holding("b", 4, 1.0, 50)) == "ba"
+    assert order(EvictionCandidate("a", 4, 1.0, 50), EvictionCandidate("b", 40, 1.0, 50)) == "ba"
+    assert order(EvictionCandidate("a", 4, 2.0, 50), EvictionCandidate("b", 4, 1.0, 50)) == "ba"
 
 
 def test_age_outweighs_cost_in_the_end() -> None:
-    dear, cheap = Holding("dear", 1, 10.0, 0), Holding("cheap", 1, 1.0, 0)
-    fresh = Holding("fresh", 1, 1.0, 95)
+    dear, cheap = EvictionCandidate("dear", 1, 10.0, 0), EvictionCandidate("cheap", 1, 1.0, 0)
+    fresh = EvictionCandidate("fresh", 1, 1.0, 95)
     assert eviction_order([dear, fresh, cheap], 100) == [cheap, dear, fresh]
 
 
-def test_of_equal_worth_the_older_then_the_smaller_goes() -> None:
-    assert order(Holding("b", 2, 2.0, 7), Holding("a", 1, 1.0, 7)) == "ab"
-    assert order(Holding("c", 9, 0.0, 8), Holding("b", 9, 0.0, 7), Holding("a", 1, 0.0, 7)) == "abc"
+def test_of_equal_value_the_older_then_the_smaller_goes() -> None:
+    assert order(EvictionCandidate("b", 2, 2.0, 7), EvictionCandidate("a", 1, 1.0, 7)) == "ab"
+    assert (
+        order(
+            EvictionCandidate("c", 9, 0.0, 8),
+            EvictionCandidate("b", 9, 0.0, 7),
+            EvictionCandidate("a", 1, 0.0, 7),
+        )
+        == "abc"
+    )
 
 
-HOLDINGS = st.lists(
+CANDIDATES = st.lists(
     st.builds(
-        Holding,
+        EvictionCandidate,
         owner=st.integers(),
         num_pages=st.integers(1, 500),
         reload_s=st.floats(0, 10),
@@ -61,13 +68,15 @@ HOLDINGS = st.lists(
 )
 
 
-@given(HOLDINGS)
-def test_all_but_the_pinned_go_in_the_order_of_their_worth(holdings: list[Holding[int]]) -> None:
-    going = eviction_order(holdings, 1000)
-    assert sorted(map(id, going)) == sorted(id(h) for h in holdings if not h.is_pinned)
-    values = [worth(holding, 1000) for holding in going]
+@given(CANDIDATES)
+def test_all_but_the_pinned_go_in_the_order_of_their_value(
+    candidates: list[EvictionCandidate[int]],
+) -> None:
+    going = eviction_order(candidates, 1000)
+    assert sorted(map(id, going)) == sorted(id(c) for c in candidates if not c.is_pinned)
+    values = [retention_value(candidate, 1000) for candidate in going]
     assert values == sorted(values)
-    assert all(worth(h, 1000) == float("inf") for h in holdings if h.is_pinned)
+    assert all(retention_value(c, 1000) == float("inf") for c in candidates if c.is_pinned)
 
 
 def test_what_pages_of_an_8b_model_on_a_gpu_cost() -> None:
@@ -83,18 +92,18 @@ def test_what_pages_of_an_8b_model_on_a_gpu_cost() -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_idle_adapters_go_in_that_order_without_a_look_at_all(seed: int) -> None:
-    """They come and go, and host memory drops images of some, as time goes on."""
+    """They come and go, and host memory drops some packed adapters, as time goes on."""
     chance, now = random.Random(seed), 0
     pages = AdapterPages(PagePool(2000))
     costs = ReloadCosts(host=0.01, disk=0.02, prefix=1.0)
-    idle, image = IdleAdapters(pages, costs), object()
+    idle, packed = IdleAdapters(pages, costs), object()
     known: set[Adapter] = set()
     for i in range(300):
         now += chance.choice([0, 1, 20])
         if not known or chance.random() < 0.5:
             num_pages, tail = chance.choice([1, 2, 3, 9]), chance.randrange(8)
             place = pages.take(num_pages, tail)
-            host: Any = chance.choice([None, image])
+            host: Any = chance.choice([None, packed])
             adapter = Adapter(digest=str(i), path=Path(), num_pages=num_pages, place=place)
             adapter.host, adapter.last_use = host, now - chance.choice([0, 3, 40])
             idle.add(adapter)
@@ -102,12 +111,12 @@ def test_idle_adapters_go_in_that_order_without_a_look_at_all(seed: int) -> None
         for adapter in known:
             if chance.random() < 0.05:
                 adapter.host = None
-        holdings = [holding_of(costs, adapter) for adapter in known]
+        candidates = [candidate_of(costs, adapter) for adapter in known]
         first = idle.first(now)
         assert first is not None
-        wanted = eviction_order(holdings, now)[0]
-        assert first == wanted or (worth(first, now), first.last_use) == (
-            worth(wanted, now),
+        wanted = eviction_order(candidates, now)[0]
+        assert first == wanted or (retention_value(first, now), first.last_use) == (
+            retention_value(wanted, now),
             wanted.last_use,
         )
         goes = first.owner if chance.random() < 0.7 else chance.choice(list(known))
@@ -127,9 +136,9 @@ def test_idle_adapters_go_in_that_order_without_a_look_at_all(seed: int) -> None
 def test_of_ten_thousand_few_are_looked_at() -> None:
     seen: list[int] = []
 
-    def look(owner: int) -> Holding[int]:
+    def look(owner: int) -> EvictionCandidate[int]:
         seen.append(owner)
-        return Holding(owner, 1 + owner % 3, 1.0, last_use=owner)
+        return EvictionCandidate(owner, 1 + owner % 3, 1.0, last_use=owner)
 
     index = EvictionIndex(look)
     for owner in random.Random(0).sample(range(10_000), 10_000):
@@ -141,7 +150,7 @@ def test_of_ten_thousand_few_are_looked_at() -> None:
         index.remove(going.owner)
 
 
-class Images:
+class PackedAdapters:
     """Adapters in a small host memory that come and go, are copied, used and evicted."""
 
     def __init__(self, seed: int) -> None:
@@ -165,7 +174,7 @@ class Images:
         return [adapter for adapter in self.all if adapter.host is not None]
 
     def load(self, num_pages: int) -> None:
-        """Room has been made; the image has been read."""
+        """Room has been made; the adapter has been packed."""
         adapter = Adapter(digest=str(len(self.all)), path=Path(), num_pages=num_pages)
         adapter.host = self.host.take(num_pages)
         adapter.loading, adapter.state = Future(), AdapterState.LOADING
@@ -174,7 +183,7 @@ class Images:
         self.all.append(adapter)
 
     def move(self, adapter: Adapter) -> None:
-        """One thing that may happen to an image."""
+        """One thing that may happen to a packed adapter."""
         if adapter.state is AdapterState.HOST and self.chance.random() < 0.5:
             adapter.state, adapter.arrival = AdapterState.COPYING, cast(Any, object())
             self.loader.hold(adapter)
@@ -192,41 +201,41 @@ class Images:
 
     def going(self, num_pages: int, keep: set[str]) -> list[Adapter] | None:
         """Who has to go, by a look at all; None when that is not enough."""
-        loose = [
-            image_of(self.costs, adapter)
+        evictable = [
+            packed_candidate_of(self.costs, adapter)
             for adapter in self.there
             if adapter.arrival is None
             and (adapter.digest not in keep or adapter.state is AdapterState.RESIDENT)
         ]
         gone, num_free = [], self.host.num_free
-        for holding in eviction_order(loose, self.pool.time):
+        for candidate in eviction_order(evictable, self.pool.time):
             if num_free >= num_pages:
                 break
-            gone.append(holding.owner)
-            num_free += holding.num_pages
+            gone.append(candidate.owner)
+            num_free += candidate.num_pages
         return gone if num_free >= num_pages else None
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_images_go_in_that_order_without_a_look_at_all(seed: int) -> None:
-    images = Images(seed)
-    chance, num_refused = images.chance, 0
+def test_packed_adapters_go_in_that_order_without_a_look_at_all(seed: int) -> None:
+    packed = PackedAdapters(seed)
+    chance, num_refused = packed.chance, 0
     for _ in range(400):
-        images.pool.time += chance.choice([1, 1, 20])
-        if there := images.there:
-            images.move(chance.choice(there))
-        images.pool.time += 1  # no two are as old
+        packed.pool.time += chance.choice([1, 1, 20])
+        if there := packed.there:
+            packed.move(chance.choice(there))
+        packed.pool.time += 1  # no two are as old
         num_pages = chance.choice([1, 2, 3, 9, 30])
-        keep = {adapter.digest for adapter in images.there if chance.random() < 0.3}
-        wanted = images.going(num_pages, keep)
-        before = images.there
-        assert images.loader._make_room(num_pages, keep) == (wanted is not None)
+        keep = {adapter.digest for adapter in packed.there if chance.random() < 0.3}
+        wanted = packed.going(num_pages, keep)
+        before = packed.there
+        assert packed.loader._make_room(num_pages, keep) == (wanted is not None)
         gone = [adapter for adapter in before if adapter.host is None]
         assert set(gone) == set(wanted or [])
         assert all(a.state in (AdapterState.DISK, AdapterState.RESIDENT) for a in gone)
-        images.loader._loose.check_integrity()
+        packed.loader._evictable.check_integrity()
         if wanted is None:
             num_refused += 1
         else:
-            images.load(num_pages)
-    assert num_refused and len(images.all) > 100
+            packed.load(num_pages)
+    assert num_refused and len(packed.all) > 100

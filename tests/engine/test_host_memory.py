@@ -98,7 +98,7 @@ def test_the_quick_way_and_the_general_one_agree(
     arena = torch.zeros(1, engine._runner.arena.shape[1])
     left: list[int] = []
 
-    def images(way: Callable[..., AdapterPlan]) -> dict[str, torch.Tensor]:
+    def packed(way: Callable[..., AdapterPlan]) -> dict[str, torch.Tensor]:
         monkeypatch.setattr("engine.adapters.files.write_plain", way)
         found = {}
         for name, path in adapters.items():
@@ -112,7 +112,7 @@ def test_the_quick_way_and_the_general_one_agree(
         left.append(len(plan.targets))
         return plan
 
-    quick, general = images(counted), images(lambda image, plan, *rest: plan)
+    quick, general = packed(counted), packed(lambda room, plan, *rest: plan)
     assert all(torch.equal(quick[name], general[name]) for name in adapters)
     assert dict(zip(adapters, left, strict=True))["all-4"] == 0
     engine.close()

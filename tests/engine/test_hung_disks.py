@@ -98,7 +98,7 @@ def test_nothing_is_read_while_too_many_threads_hang_and_nobody_waits_for_it(
         request("adapter", prompt(0, 5), adapter="qv-16", max_tokens=6),
         request("base", prompt(0, 5), max_tokens=6),
     ]
-    engine.load_ahead("mlp-rs")
+    engine.prefetch("mlp-rs")
     got = run(engine, *requests, max_steps=20, check=True)
     assert isinstance(got["adapter"].error, AdapterUnavailable)
     assert got["base"].token_ids == oracle.generate(prompt(0, 5), 6)
@@ -114,7 +114,7 @@ def test_host_memory_that_hanging_threads_hold_is_done_without(
     """Adapters that it had room for get memory of their own, as those larger than all of it."""
     engine = disk.start(host_cache_bytes=5 * PAGE_BYTES)
     disk.hang("hanging", copy_of(adapters["all-4"], tmp_path / "hanging"))
-    engine.load_ahead("qv-16")
+    engine.prefetch("qv-16")
     for name in ("mlp-rs", "all-4", "qv-16"):
         got = run(engine, request(name, prompt(0, 5), adapter=name, max_tokens=6), check=True)
         assert got[name].token_ids == oracle.generate(prompt(0, 5), 6, name)
@@ -127,7 +127,7 @@ def test_host_memory_that_hanging_threads_hold_is_done_without(
 def test_what_lies_beside_host_memory_makes_no_room_in_it(
     disk: Disk, adapters: dict[str, Path], tmp_path: Path
 ) -> None:
-    """All of it is a thread's that hangs; a larger adapter's image waits for room in the arena."""
+    """All of it is a thread's that hangs; a larger packed adapter waits for room in the arena."""
     engine = disk.start(arena_bytes=70 * PAGE_BYTES, host_cache_bytes=PAGE_BYTES, loader_threads=2)
     engine.add(request("long", prompt(1, 220), max_tokens=90))
     engine.step()
@@ -171,7 +171,7 @@ def test_who_outgrows_the_arena_ends_though_something_is_read(
     engine = disk.start(arena_bytes=70 * PAGE_BYTES, min_adapter_bytes=66 * PAGE_BYTES)
     disk.hanging.add(folder := copy_of(adapters["ko-1"], tmp_path / "hanging"))
     engine.register_adapter("hanging", folder)
-    engine.load_ahead("hanging")
+    engine.prefetch("hanging")
     engine.add(request("large", prompt(0, 40), max_tokens=60))
     engine.add(request("small", prompt(1, 5), max_tokens=6))
     ends = {}
@@ -208,7 +208,7 @@ def test_a_process_without_threads_to_spare_fails_what_needs_one(
 ) -> None:
     engine = disk.start()
     if is_read:
-        engine.load_ahead("qv-16")
+        engine.prefetch("qv-16")
         run(engine)
     with monkeypatch.context() as context:
         no_thread = RuntimeError("can't start new thread")

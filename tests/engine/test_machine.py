@@ -222,9 +222,9 @@ class EngineMachine(RuleBasedStateMachine):
             self.requests[request.request_id] = request
 
     @rule(name=st.sampled_from(["one", "two", "three", BROKEN]))
-    def load_ahead(self, name: str) -> None:
+    def prefetch(self, name: str) -> None:
         try:
-            self.engine.load_ahead(self.digests.get(name, "never-was"))
+            self.engine.prefetch(self.digests.get(name, "never-was"))
         except UnknownAdapter:
             assert name not in self.digests
 

@@ -429,7 +429,7 @@ def test_floors_that_leave_nothing_are_refused(tiny_model: Path) -> None:
 def test_a_blend_whose_parts_do_not_fit_into_host_memory_together(
     make_small: MakeEngine, oracle: Oracle, num_pages: dict[str, int], size: str
 ) -> None:
-    """The first part's image gives way once it is in the arena."""
+    """The first part's packed adapter gives way once it is in the arena."""
     most = max(num_pages["all-4"], num_pages["qv-16"])
     engine = make_small(host_cache_bytes=most * PAGE_BYTES if size == "one" else 0)
     oracle.blend("crowded", {"all-4": 0.5, "qv-16": 0.5})
@@ -465,24 +465,24 @@ def test_what_is_loaded_ahead_needs_its_file_no_more(
     engine = make_engine()
     folder = copy_of(adapters["all-4"], tmp_path / "a")
     engine.register_adapter("a", folder)
-    engine.load_ahead("a")
+    engine.prefetch("a")
     assert engine.has_work() and engine.adapter_status("a") == AdapterStatus("loading")
     run(engine, check=True)
     assert engine.adapter_status("a") == AdapterStatus("host")
     assert engine.stats().adapter_pages == 0
     shutil.rmtree(folder)
-    engine.load_ahead("a")
+    engine.prefetch("a")
     assert not engine.has_work()
     got = run(engine, request("r", prompt(0, 5), adapter="a", max_tokens=6), check=True)["r"]
     assert got.token_ids == oracle.generate(prompt(0, 5), 6, "all-4")
     assert engine.adapter_status("a") == AdapterStatus("resident")
     assert engine.adapter_status("nobody") is None
     with pytest.raises(UnknownAdapter):
-        engine.load_ahead("nobody")
+        engine.prefetch("nobody")
 
 
 @pytest.mark.parametrize("loader_threads", [2, 3])
-def test_loading_ahead_leaves_requests_a_thread(
+def test_prefetching_leaves_requests_a_thread(
     make_engine: MakeEngine,
     adapters: dict[str, Path],
     oracle: Oracle,
@@ -493,7 +493,7 @@ def test_loading_ahead_leaves_requests_a_thread(
     engine = make_engine(clock=lambda: now[0], loader_threads=loader_threads, load_timeout_s=30.0)
     disk = HangingDisk(engine, adapters["all-4"], tmp_path / "hanging")
     for name in ("hanging", "ko-1"):
-        engine.load_ahead(name)
+        engine.prefetch(name)
     results: dict[str, Result] = {}
     for name in ("all-64", "qv-16"):
         engine.add(request(name, prompt(0, 5), adapter=name, max_tokens=6))
@@ -515,7 +515,7 @@ def test_loading_ahead_leaves_requests_a_thread(
     assert engine.adapter_status("hanging") == AdapterStatus("resident")
 
 
-def test_loading_ahead_takes_room_from_nobody_who_needs_it(
+def test_prefetching_takes_room_from_nobody_who_needs_it(
     make_small: MakeEngine, oracle: Oracle, num_pages: dict[str, int]
 ) -> None:
     """Images that were never used stay for the first request, but make room for one."""
@@ -523,36 +523,36 @@ def test_loading_ahead_takes_room_from_nobody_who_needs_it(
     room = num_pages[first] + max(num_pages[name] for name in others) - 1
     engine = make_small(host_cache_bytes=room * PAGE_BYTES)
     for name in EVERYTHING:
-        engine.load_ahead(name)
+        engine.prefetch(name)
     run(engine, check=True)
     ahead = [name for name in EVERYTHING if engine.adapter_status(name) == AdapterStatus("host")]
     assert ahead[0] == first and sum(num_pages[name] for name in ahead) <= room
     left = next(name for name in others if name not in ahead)
-    engine.load_ahead(left)
+    engine.prefetch(left)
     run(engine, check=True)
     assert engine.adapter_status(left) == AdapterStatus("disk")
     got = run(engine, request("r", prompt(0, 5), adapter=left, max_tokens=6), check=True)["r"]
     assert got.token_ids == oracle.generate(prompt(0, 5), 6, left)
 
 
-def test_loading_ahead_may_displace_what_was_used(
+def test_prefetching_may_displace_what_was_used(
     make_small: MakeEngine, num_pages: dict[str, int]
 ) -> None:
     engine = make_small(host_cache_bytes=max(num_pages.values()) * PAGE_BYTES)
     run(engine, request("r", [1, 2], adapter=EVERYTHING[0], max_tokens=2))
-    engine.load_ahead(EVERYTHING[2])
+    engine.prefetch(EVERYTHING[2])
     run(engine, check=True)
     assert engine.adapter_status(EVERYTHING[2]) == AdapterStatus("host")
     assert engine.adapter_status(EVERYTHING[0]) == AdapterStatus("resident")
 
 
-def test_what_is_forgotten_is_not_loaded_ahead(
+def test_what_is_forgotten_is_not_prefetched(
     make_engine: MakeEngine, adapters: dict[str, Path], tmp_path: Path
 ) -> None:
     engine = make_engine(loader_threads=1)
     disk = HangingDisk(engine, adapters["all-4"], tmp_path / "hanging")
     for name in ("hanging", "qv-16", "ko-1"):
-        engine.load_ahead(name)
+        engine.prefetch(name)
     engine.step()
     for name in ("hanging", "qv-16"):
         engine.unregister_adapter(name)
@@ -563,8 +563,8 @@ def test_what_is_forgotten_is_not_loaded_ahead(
     assert engine.adapter_status("ko-1") == AdapterStatus("host")
 
 
-def test_what_no_host_memory_could_hold_is_not_loaded_ahead(make_small: MakeEngine) -> None:
+def test_what_no_host_memory_could_hold_is_not_prefetched(make_small: MakeEngine) -> None:
     engine = make_small(host_cache_bytes=0)
-    engine.load_ahead("all-4")
+    engine.prefetch("all-4")
     assert not engine.has_work()
     assert engine.adapter_status("all-4") == AdapterStatus("disk")
