@@ -1,4 +1,4 @@
-"""Engine: the only file that knows all the others. Start at `Engine.step`."""
+"""Engine: wires the rooms together and runs the step loop. Start reading at `Engine.step`."""
 
 from __future__ import annotations
 
@@ -160,14 +160,14 @@ class Engine:
     def prefetch(self, digest: str) -> None:
         """Have a registered adapter read into host memory before a request needs it.
 
-        It is read during the steps that follow, on a thread, when requests leave a thread and room
-        for it; `has_work` is true meanwhile. What is wrong with it, the requests that need it are
-        told, and `adapter_status`. Raises UnknownAdapter.
+        A thread reads it during the following steps, once requests leave a thread and room for it;
+        `has_work` is true until then. If it cannot be read, `adapter_status` says why, and so do
+        the requests that need it. Raises UnknownAdapter.
         """
         self._store.prefetch(digest)
 
     def adapter_status(self, digest: str) -> AdapterStatus | None:
-        """Where an adapter is, and why it could not be loaded; None for one that is not known."""
+        """Return where an adapter is and why it could not be loaded; None if it is not known."""
         return self._store.status(digest)
 
     def unregister_adapter(self, digest: str) -> None:
@@ -182,9 +182,9 @@ class Engine:
     def add(self, request: Request) -> None:
         """Accept a request; its output comes from the steps that follow.
 
-        Raises, accepting nothing, InvalidPrompt, ContextTooLong, BadGrammar, UnknownAdapter,
-        OutOfPages or RequestError. What shows only later (a schema that cannot be enforced, an
-        adapter that cannot be read) ends the request with its error in a RequestOutput.
+        Raises InvalidPrompt, ContextTooLong, BadGrammar, UnknownAdapter, OutOfPages or
+        RequestError; the request is not accepted then. An error that shows later (a schema that
+        cannot be enforced, an adapter that cannot be read) is in the request's last RequestOutput.
         """
         if request.request_id in self._requests:
             raise RequestError("the request id is already in use", param="request_id")
@@ -192,10 +192,10 @@ class Engine:
         self._requests.enter(request)
 
     def prepare_grammars(self) -> Future[None]:
-        """Read on a thread what the first grammar would wait for: seconds, and memory for good.
+        """Load the grammar library and its tokenizer on a thread, before a request needs them.
 
-        The future raises what is wrong, ImportError where Outlines is missing; requests without a
-        grammar need none of it.
+        It takes seconds, and memory that is never given back; requests without a grammar do not
+        need it. The future raises what fails, ImportError if Outlines is missing.
         """
         return self._grammars.prepare()
 
@@ -223,7 +223,7 @@ class Engine:
         tenant_id: str = "",
         adapters: tuple[AdapterPart, ...] = (),
     ) -> None:
-        """Let a pinned prefix go like any other; does nothing when it is not pinned."""
+        """Unpin a prefix, so that it can be evicted; do nothing if it is not pinned."""
         self._pins.remove(self._pins.request_for(tenant_id, adapters, token_ids))
         self._compute_pins()
 
@@ -235,14 +235,14 @@ class Engine:
     ) -> None:
         """End a request, or one of its n; the last outputs, with `reason`, come from the next step.
 
-        Idempotent; does nothing for what has ended or never was.
+        Idempotent; does nothing if the request has ended or never existed.
         """
         self._requests.finish_later(request_id, reason, index=index)
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do, now or as soon as an adapter or grammar is ready.
 
-        An adapter that is prefetched counts as well.
+        An adapter that is being prefetched counts as work.
         """
         return bool(self._requests) or self._in_flight is not None or self._store.is_prefetching
 
@@ -250,8 +250,9 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Run one iteration: at most one new token for every running request.
 
-        On a GPU a step's tokens come from the next call, which first schedules and launches the
-        step after it, over placeholders, wherever nothing but the logits decides what they are.
+        A CPU's step is committed by the call that launched it, a GPU's by the next call: that one
+        first schedules and launches the step after it, with placeholders for the tokens, if the
+        device can choose them from the logits alone.
         """
         now = self._poll()
         outputs: list[RequestOutput] = []
@@ -314,7 +315,7 @@ class Engine:
     # The stages of a step
 
     def _poll(self) -> float:
-        """See what time and the engine's threads have brought; returns the time."""
+        """Take in what threads have finished and which deadlines have passed; return the time."""
         self._compute_pins()
         self._store.poll(self._scheduler.wanted_adapters())
         for sequence, failure in self._grammars.poll():
@@ -327,7 +328,7 @@ class Engine:
         return now
 
     def _fail_unloadable(self) -> None:
-        """Fail the waiting whose adapters cannot be loaded."""
+        """Fail waiting sequences whose adapters cannot be loaded."""
         if not self._store.has_failures:
             return
         for sequence in self._scheduler.waiting:
@@ -337,7 +338,7 @@ class Engine:
                     self._fail(sequence, error)
 
     def _compute_pins(self) -> None:
-        """Begin what pins lack, and end what has lost its pin."""
+        """Start requests that compute pinned prefixes; cancel those whose pin is gone."""
         for request_id in self._pins.orphans():
             self.cancel(request_id)
         for request in self._pins.due(self._clock(), self._validator.check):
@@ -347,9 +348,10 @@ class Engine:
         self._requests.finish_later(sequence.request.request_id, FinishReason.ERROR, error)
 
     def _finish_early(self, now: float) -> list[RequestOutput]:
-        """End what was cancelled, has failed or is late; the step in flight is committed first.
+        """End sequences that were cancelled, failed or are late, after the step in flight.
 
-        With nothing to end, placeholders stand for the tokens that the device is choosing.
+        If there are none, and the device chooses the step's tokens, the step stays in flight, with
+        placeholders for its tokens.
         """
         launched = self._in_flight
         if launched is not None and launched.tokens is not None and not self._requests.has_pending:
@@ -359,7 +361,7 @@ class Engine:
         return self._commit(launched, now) + self._requests.finish_pending()
 
     def _schedule(self, previous: InFlightStep | None, now: float) -> Step:
-        """Plan the next step, after `previous`, whose tokens are placeholders."""
+        """Plan the next step; the tokens of `previous`, if given, are placeholders."""
         if previous is None:
             return self._scheduler.schedule(now)
         for sequence in previous.step.sampling:
@@ -373,10 +375,10 @@ class Engine:
         return self._scheduler.schedule(now)
 
     def _commit(self, launched: InFlightStep | None, now: float) -> list[RequestOutput]:
-        """Wait for a step's tokens and hand them to their sequences.
+        """Wait for a step's tokens and append them to their sequences.
 
-        A step that was launched over a placeholder for another token is dropped, and computed
-        again.
+        If a placeholder stood for another token than the step's, drops the step that was launched
+        over it: it is scheduled and computed again.
         """
         if launched is None:
             return []
@@ -405,14 +407,14 @@ class Engine:
         return outputs
 
     def _wait(self) -> None:
-        """Nothing can run: sleep until a thread has news, briefly."""
+        """Sleep briefly, as nothing can run until a thread has finished."""
         if self._store.is_loading:
             self._store.wait(_IDLE_WAIT_S)
         elif self._requests:
             time.sleep(_IDLE_WAIT_S)
 
     def _accept(self, sequence: Sequence, sampled: Sampled) -> RequestOutput:
-        """What a sequence's newest token comes to, which it may end."""
+        """Make the output for a sequence's newest token, and end the sequence if that is due."""
         try:
             matcher = self._grammars.matcher(sequence)
             reason, is_text = check_stop(sequence, matcher, self._context_limit)

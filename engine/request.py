@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out of it. No torch here."""
+"""Requests and outputs: what goes into the engine and what comes out. No torch here."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class FinishReason(enum.StrEnum):
 
 
 class Priority(enum.StrEnum):
-    """Whose turn it is: batch work gets what interactive requests leave (see `scheduler`)."""
+    """Who is scheduled first: batch work gets what interactive requests leave."""
 
     INTERACTIVE = "interactive"
     BATCH = "batch"
@@ -43,8 +43,8 @@ class SamplingParams:
     max_tokens          None: to the end of the context; 0: the prompt alone is computed
     temperature         0: greedy
     top_k               0: off; applied before top_p, top_p before min_p
-    seed                the same seed gives the same tokens whatever else is in the batch, but where
-                        two are as close as rounding is (docs/scheduling.md, "Seeds")
+    seed                the same seed gives the same tokens whatever else is in the batch, unless
+                        two tokens are as close as rounding (docs/scheduling.md, "Seeds")
     repetition_penalty  over prompt and generated tokens; the other two over generated ones
     logit_bias          token id -> number added to its logit
     logprobs            None: off; k: the chosen token's and those of the k best
@@ -224,7 +224,7 @@ class TokenLogprob:
 
 @dataclass(slots=True, kw_only=True)
 class RequestOutput:
-    """News of one request: what one step added to one of its continuations.
+    """What one step added to one continuation of a request.
 
     index             which of the request's n continuations; each ends exactly once
     token_ids         new since the last output, without the EOS or stop token that ends a request
@@ -252,7 +252,7 @@ class RequestOutput:
 
 
 def is_finite(value: Any) -> bool:
-    """Whether `value` is a number that fp32, in which all is computed, can hold."""
+    """Whether `value` is a finite number within the range of fp32."""
     is_number = isinstance(value, Real)
     return is_number and bool(-_MAX_FP32 <= value <= _MAX_FP32)  # false for NaN
 

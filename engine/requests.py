@@ -21,7 +21,7 @@ from engine.sequence import Sequence, Step
 
 
 class RequestTable:
-    """Owns the sequences of all requests by their ids; the others own what each of them holds.
+    """Owns the sequences of all requests, by request id.
 
     stop_ids  the tokens that end a request
     clock     what deadlines are measured on, in seconds
@@ -77,9 +77,10 @@ class RequestTable:
             self._scheduler.add(sequence, now)
 
     def release(self, sequence: Sequence) -> None:
-        """Give back what a sequence held; a step under way may still write to its pages.
+        """Give back a sequence's pages and adapters.
 
-        Whatever else is put there is launched, or copied, after that step.
+        A step in flight may still write to the pages: their next owner's writes are launched, or
+        copied, after that step.
         """
         if not sequence.has_left:
             sequence.has_left = True
@@ -89,7 +90,7 @@ class RequestTable:
     def finish(
         self, sequence: Sequence, reason: FinishReason, error: EngineError | None = None
     ) -> RequestOutput:
-        """Forget the sequence everywhere and say so."""
+        """Remove the sequence from every owner; return its last output."""
         output = sequence.output()
         output.finish_reason, output.error = reason, error
         sequence.has_ended = True
@@ -111,7 +112,7 @@ class RequestTable:
         error: BaseException | None = None,
         index: int | None = None,
     ) -> None:
-        """Let a request, or one of its n, end with the next step, if it has not by then."""
+        """Mark a request, or one of its n, to end at the next step unless it ends before."""
         known = None if error is None else as_engine_error(request_id, error)
         self._pending.add(self._sequences.get(request_id, ()), reason, known, index)
 
@@ -121,11 +122,11 @@ class RequestTable:
         return bool(self._pending)
 
     def finish_pending(self) -> list[RequestOutput]:
-        """End what was cancelled, has failed or is past its deadline."""
+        """End the sequences that `finish_later` has marked."""
         return [self.finish(*each) for each in self._pending.take()]
 
     def finish_failed(self, step: Step) -> list[RequestOutput]:
-        """End those that can never run."""
+        """End the sequences that the scheduler found unable to run."""
         return [
             self.finish(sequence, FinishReason.ERROR, error)
             for sequence, error in step.failed
@@ -133,7 +134,7 @@ class RequestTable:
         ]
 
     def sequences(self, request_id: str) -> list[Sequence]:
-        """Those of a request that have not ended."""
+        """Return a request's sequences that have not ended."""
         return list(self._sequences.get(request_id, ()))
 
     def all_sequences(self) -> set[Sequence]:

@@ -1,4 +1,4 @@
-"""A sequence on its way through the engine, and its share of one step. No torch here."""
+"""Sequence: one continuation in the engine; Step and Row: what a pass computes. No torch here."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from engine.request import Request, RequestOutput, TokenLogprob
 
 
 class PromptLogprobs:
-    """The log-probabilities of one prompt's tokens as far as they are known; its n share it.
+    """The log-probabilities of one prompt's tokens, as far as known; shared by the request's n.
 
-    num_known  positions whose successor's is known, from the first on; the last has none
-    num_top    the alternatives that are kept of each
+    num_known  positions, from the first on, for which the next token's is known
+    num_top    alternatives kept for each
     """
 
     __slots__ = ("_entries", "_is_taken", "_num_wanted", "num_top")
@@ -35,14 +35,14 @@ class PromptLogprobs:
         return len(self._entries) >= self._num_wanted
 
     def add(self, first: int, entries: list[TokenLogprob]) -> None:
-        """Those that positions from `first` on tell; known ones stay as they are."""
+        """Add the entries of positions from `first` on; known ones stay as they are."""
         assert first <= self.num_known, "a position was left out"
         for entry in entries[self.num_known - first :]:
             top = entry.top[: self.num_top]
             self._entries.append(TokenLogprob(entry.token_id, entry.logprob, top, entry.rank))
 
     def take(self) -> list[TokenLogprob] | None:
-        """All of them, once; None before they are known and ever after."""
+        """Return all of them once; None before all are known, and after that one time."""
         if self._is_taken or not self.is_complete:
             return None
         self._is_taken = True
@@ -56,17 +56,17 @@ class Sequence:
 
     index         which of the request's n
     siblings      all n, itself included
-    token_ids     the prompt, then what was generated; ~i for token i of a step that is under way
+    token_ids     the prompt, then what was generated; ~i stands for token i of a step in flight
     num_computed  tokens whose KV is in the pages; the rest is still to be run
     page_table    page i holds tokens 16 i to 16 i + 15
-    num_dropped   pages at its start that were given back, for nothing reads them any more; 0 in
-                  the table
-    num_cached    tokens of the prompt that were found in the prefix cache by the first of the
-                  siblings to start; None: none has
+    num_dropped   pages at its start that were given back, as nothing reads them any more; the
+                  table has 0 for them
+    num_cached    tokens of the prompt that the first sibling to start found in the prefix cache;
+                  None: no sibling has started
     stop_ids      tokens that end it
-    prompt_logprobs  what is known of them; None: nobody wants them
+    prompt_logprobs  those known so far; None: not asked for
     versions      of its adapters, in their order: which content each digest stood for
-    has_left      whether it has given back what it held; its last token may be on its way
+    has_left      whether it has given back its pages; its last token may still be in flight
     num_skips     how often it was overtaken by a sequence of its class
     """
 
@@ -163,12 +163,12 @@ class Sequence:
 
     @property
     def seed(self) -> int | None:
-        """What its randomness starts from: sequence i of a request has the request's seed + i."""
+        """Its random seed: sequence i of a request has the request's seed + i."""
         seed = self.request.sampling.seed
         return None if seed is None else int(seed) + self.index
 
     def output(self) -> RequestOutput:
-        """Where it stands, without news."""
+        """Make an output with its counts and no tokens."""
         return RequestOutput(
             request_id=self.request.request_id,
             index=self.index,
@@ -197,7 +197,7 @@ class Row:
 
     @property
     def scored(self) -> range:
-        """Positions whose rows tell of a prompt token that is not known yet."""
+        """Positions whose rows give a prompt log-probability that is not known yet."""
         wanted, first = self.sequence.prompt_logprobs, self.sequence.num_computed
         if wanted is None:
             return range(0)
@@ -210,10 +210,10 @@ class Step:
     """What one forward pass computes; rows of one adapter key are adjacent.
 
     budget     tokens that may still be added
-    failed     sequences that cannot go on, with the reason; they are still the scheduler's
-    sampling   sequences that get a token, in the order of the rows; known from the launch on
-    new_pages  of a step that repeats the one before, one token further: (row, index in its page
-               table, page) of each page that the rows need for it. None: any other step
+    failed     sequences that cannot run, with the reason; the scheduler still owns them
+    sampling   sequences that get a token, in the order of the rows; set by the launch
+    new_pages  (row, index in its page table, page) of each new page, for a step that replays the
+               one before, one token further; None for any other step
     """
 
     budget: int

@@ -40,9 +40,9 @@ _MANY_DECODES = 16
 class Tokens:
     """A launched step's tokens, on their way to the host.
 
-    drawn       what rows that are not greedy were drawn from
+    drawn       what the rows that are not greedy were drawn from
     can_replay  whether `GpuRunner.replay` may follow: all rows are decodes of one graph
-    were_wrong  whether the device went on with another token than `sampled` gave
+    were_wrong  whether the device used another token than `sampled` returned
     """
 
     host: torch.Tensor
@@ -52,7 +52,7 @@ class Tokens:
     were_wrong: bool = False
 
     def sampled(self) -> list[Sampled]:
-        """One token a row, as soon as the step has run."""
+        """Wait for the step; return one token for each row."""
         if self.arrived is not None:
             self.arrived.synchronize()
         token_ids: list[int] = self.host.tolist()
@@ -75,7 +75,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """Where a step launch by launch leaves its tokens, as `DecodeGraphs` has them."""
+    """Where a step without a graph leaves its tokens, as `DecodeGraphs` does."""
 
     token_ids: torch.Tensor
     marked: torch.Tensor
@@ -142,8 +142,8 @@ class GpuRunner:
     def profile_run(self) -> int:
         """Run what takes the most memory: a step of `max_tokens` tokens, the largest graphs.
 
-        Writes nothing to the arena, of which it needs one page. Returns the bytes that `warm_up`
-        is going to take beyond what this took.
+        Needs an arena of one page and writes nothing to it. Returns the bytes that `warm_up` will
+        take in addition.
         """
         recorded = self._graphs.sizes[-1]
         for scope in LoraScope:
@@ -156,9 +156,9 @@ class GpuRunner:
         return self._graphs.bytes_of_others(recorded) + self._mixed.bytes_of_others()
 
     def run(self, batch: Batch) -> torch.Tensor:
-        """The logits [N, V] of the batch's sampling rows, valid until the next run.
+        """Return the logits [N, V] of the batch's sampling rows, valid until the next run.
 
-        Tokens of the batch that have not been read are those of the step started last.
+        Placeholders in the batch stand for tokens of the step that was started last.
         """
         return self._run(batch)[0]
 
@@ -177,7 +177,7 @@ class GpuRunner:
         return self._fetch(logits, self._plain)
 
     def replay(self, new_pages: SequenceOf[tuple[int, int, int]]) -> Tokens:
-        """Run the newest step's rows one token further: their inputs are on the device already.
+        """Run the rows of the last step one token further: their inputs are on the device.
 
         new_pages  (row, column of its page table, page) that the rows need for it
         """
@@ -185,7 +185,7 @@ class GpuRunner:
         return self._fetch(self._graphs.step(), self._graphs)
 
     def _run(self, batch: Batch) -> tuple[torch.Tensor, DecodeGraphs | MixedGraphs | None]:
-        """The logits of `run`, and the graphs that chose the greedy tokens as well, if any did."""
+        """Return the logits, and the graphs that computed them and the greedy tokens, if any."""
         if batch.has_unread:
             assert self._chosen is not None
             fill_unread_triton(batch.token_ids, self._chosen)
@@ -200,7 +200,7 @@ class GpuRunner:
         return self._model.forward(self._gpu_batch(batch)), None
 
     def _is_decode(self, batch: Batch) -> bool:
-        """Whether the batch has decodes alone, and a graph."""
+        """Whether the batch has only decodes, and a graph exists for it."""
         return (
             batch.max_new == 1
             and batch.sample_rows.shape[0] == batch.token_ids.shape[0]
@@ -273,7 +273,7 @@ class GpuRunner:
 
 
 def _blocks(batch: Batch) -> ChunkBlocks:
-    """The prompts of a step that has decodes too."""
+    """Cut the prompts of a step that has decodes too."""
     device = batch.page_tables.device
     start, context, row = upload(cut_blocks(batch.lengths, batch.contexts), device)
     return ChunkBlocks(
@@ -285,13 +285,13 @@ def _blocks(batch: Batch) -> ChunkBlocks:
 
 
 def _most_scores(num_tokens: int, model: GpuModel) -> Scores:
-    """Every row scored, with as many alternatives as may be asked for."""
+    """Make scores for every row, with as many alternatives as a request may ask for."""
     rows = torch.arange(num_tokens, device=model.device)
     return Scores(rows, torch.zeros_like(rows), min(MAX_LOGPROBS, model.config.vocab_size))
 
 
 def _widest(num_tokens: int, max_running: int, model: GpuModel) -> Batch:
-    """A batch of prompts that all have one adapter, of tiles that lie nowhere."""
+    """Make the widest batch: prompts that share one adapter, whose tiles have no pages."""
     device = model.device
     num_rows = min(max_running, num_tokens)
     ends = torch.arange(1, num_rows + 1, device=device) * num_tokens // num_rows

@@ -1,4 +1,4 @@
-"""A step that has been launched and whose tokens have not been read."""
+"""InFlightStep: a step that was launched and whose tokens have not been read."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from engine.sequence import Row, Sequence, Step
 class InFlightStep:
     """What `ModelRunner.launch` returns, on a CPU and on a GPU.
 
-    read              waits for the step and gives one token for each of `step.sampling`
-    tokens            of a step that chose its tokens on the device; None: the host chooses them
-    scores            what the step tells of prompts
-    is_done           whether the step has run, so that reading its tokens waits for nothing
-    has_placeholders  whether the step counts as done and its tokens as there, though nobody
-                      knows them
+    read              waits for the step and returns one token for each of `step.sampling`
+    tokens            the tokens, if the device chooses them; None: the host does, in `read`
+    scores            the prompt log-probabilities that the step computes
+    is_done           whether the step has run already, as on a CPU
+    has_placeholders  whether its rows are committed and placeholders stand for its tokens
     """
 
     step: Step
@@ -31,9 +30,9 @@ class InFlightStep:
     has_placeholders: bool = False
 
     def append_placeholders(self, commit: Callable[[Row], None]) -> None:
-        """Let the next step be planned: token i of this one is ~i until `resolve`.
+        """Commit the rows and append ~i for token i, so that the next step can be scheduled.
 
-        Only where the device chooses the tokens: there they are the next step's inputs.
+        Only for tokens that the device chooses: it reads them as the next step's inputs.
         """
         self.commit(commit)
         self.has_placeholders = True
@@ -49,25 +48,25 @@ class InFlightStep:
                     commit(row)
 
     def resolve(self, sequence: Sequence, token_id: int) -> None:
-        """Give one of `step.sampling` its token, in place of its placeholder."""
+        """Append the token of one of `step.sampling`, in place of its placeholder if it has one."""
         if self.has_placeholders:
             sequence.token_ids[-1] = token_id
         else:
             sequence.token_ids.append(token_id)
 
     def drop_placeholder(self, sequence: Sequence) -> None:
-        """One of `step.sampling` has no token."""
+        """Remove the placeholder, if any, of one of `step.sampling` that gets no token."""
         if self.has_placeholders:
             sequence.token_ids.pop()
 
     @property
     def can_replay(self) -> bool:
-        """Whether the same rows can go on at once: decodes of a graph that all keep their pages."""
+        """Whether the next step may replay the graph: decodes that all keep their pages."""
         if self.tokens is None or not self.tokens.can_replay:
             return False
         return not any(row.sequence.has_left for row in self.step.rows)
 
     @property
     def is_mispredicted(self) -> bool:
-        """Whether a step that was launched after this one read another token than `read` gave."""
+        """Whether the next step took another token from the device than `read` returned."""
         return self.tokens is not None and self.tokens.were_wrong

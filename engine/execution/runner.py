@@ -133,12 +133,12 @@ class ModelRunner:
             self._cpu_lora.forget(lambda key: any(digest == part for part, _ in key))
 
     def launch(self, step: Step, batch: Batch | None, processor: LogitsProcessor) -> InFlightStep:
-        """Start a step: on a GPU without waiting for it; on a CPU it has run when this returns.
+        """Start a step. A CPU runs it before this returns; a GPU is not waited for.
 
-        batch  the step's; None: the step repeats the one before (`Step.new_pages`)
+        batch  the step's inputs; None: replay the step before with `Step.new_pages`
 
-        Where nothing but the logits decides, a GPU chooses the tokens; else the host does when they
-        are read: by then the caller has dealt with the outputs of the step before.
+        A GPU chooses the tokens if they follow from the logits alone. If not, the host chooses them
+        when they are read: by then the tokens of the step before are known.
         """
         gpu = self._gpu
         if batch is None:

@@ -1,9 +1,8 @@
-"""Whose pages are given away first: one order for idle prefixes and idle adapters. No torch here.
+"""The order of eviction, common to idle prefixes and idle adapters. No torch here.
 
-Both lie in the same arena, so both are measured alike: what a page saves by staying is the time
-that having its content again would take, per page, times the rate at which it is used, for which
-the best guess is one use per time that it has been idle. Source: GreedyDual-Size (Cao and Irani,
-USITS'97) with the age in place of its inflation.
+Both lie in the same arena, so one measure serves both. A page that stays saves the time to reload
+it, times the rate of its use; the rate is estimated as one use per time that the page has been
+idle. Source: GreedyDual-Size (Cao and Irani, USITS'97) with the age in place of its inflation.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ T_co = TypeVar("T_co", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class ReloadCosts:
-    """What having pages again costs, by where their content comes from: seconds a page.
+    """The seconds that reloading a page takes, by where its content comes from.
 
-    host    over the bus from host memory
-    disk    read, hashed, laid out and copied
-    prefix  16 tokens computed
+    host    copied from host memory
+    disk    read, hashed, packed and copied
+    prefix  computed: 16 tokens
     """
 
     host: float
@@ -38,7 +37,7 @@ class ReloadCosts:
     def estimate(
         cls, *, page_bytes: int, num_params: int, page_size: int, is_cpu: bool
     ) -> ReloadCosts:
-        """For hardware of the usual speed; only the ratios between the three matter."""
+        """Estimate for usual hardware; only the ratios between the three matter."""
         host_bytes_s, disk_bytes_s = (5e9, 1e9) if is_cpu else (40e9, 1.5e9)
         flop_s = 1e11 if is_cpu else 5e14
         return cls(
@@ -48,7 +47,7 @@ class ReloadCosts:
         )
 
     def adapter(self, num_pages: int, *, is_in_host: bool) -> float:
-        """Seconds until an evicted adapter of so many pages is back."""
+        """Return the seconds to reload an evicted adapter of so many pages."""
         if is_in_host:
             return self.HOST_S + num_pages * self.host
         return self.DISK_S + num_pages * self.disk
@@ -56,13 +55,13 @@ class ReloadCosts:
 
 @dataclass(frozen=True, slots=True)
 class EvictionCandidate(Generic[T_co]):
-    """Pages that come free together.
+    """Pages that are evicted together.
 
     owner       the adapter, or the page of a prefix
-    num_pages   how many; 1 or more
-    reload_s    seconds that having them again would take
-    last_use    when somebody last read them, in steps of the engine
-    is_pinned   they stay, whatever their value
+    num_pages   1 or more
+    reload_s    seconds to reload them
+    last_use    when they were last read, in steps of the engine
+    is_pinned   they are never evicted
     """
 
     owner: T_co
@@ -73,7 +72,7 @@ class EvictionCandidate(Generic[T_co]):
 
 
 def retention_value(candidate: EvictionCandidate[T], now: int) -> float:
-    """What keeping a page of it is expected to save per step; infinite when it is pinned."""
+    """Return the seconds per step that keeping one of its pages saves; infinite if pinned."""
     if candidate.is_pinned:
         return math.inf
     return candidate.reload_s / candidate.num_pages / (now - candidate.last_use + 1)
@@ -82,9 +81,9 @@ def retention_value(candidate: EvictionCandidate[T], now: int) -> float:
 def eviction_order(
     candidates: Iterable[EvictionCandidate[T]], now: int
 ) -> list[EvictionCandidate[T]]:
-    """Who goes, the first one first; who is pinned does not.
+    """Sort what may be evicted, the first to go first, and leave out what is pinned.
 
-    Of equal value the least recently used goes first, then the one of fewer pages.
+    Of equal values the least recently used goes first, then the one of fewer pages.
     """
     evictable = [candidate for candidate in candidates if not candidate.is_pinned]
     return sorted(evictable, key=lambda c: (retention_value(c, now), c.last_use, c.num_pages))

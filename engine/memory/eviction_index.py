@@ -1,4 +1,4 @@
-"""EvictionIndex: who goes first of thousands, without a look at each. No torch here."""
+"""EvictionIndex: finds the first of thousands to evict, comparing only a few. No torch here."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _Entry = tuple[int, int, T]  # last use, when it was added, whose
 
 
 class EvictionIndex(Generic[T]):
-    """Knows who of its members goes first, as `eviction_order` says, however many there are.
+    """Knows which member goes first by `eviction_order`, however many members there are.
 
-    look  a member as it is now, which is not pinned
+    look  returns a member's state now; it is not pinned
 
     Retention values change with every step. But of two members of the same size and reload time the
     one used less recently has the lower value at any time: they are kept in that order, and only
@@ -56,7 +56,7 @@ class EvictionIndex(Generic[T]):
         self.num_pages -= kind[0]
 
     def first(self, now: int) -> EvictionCandidate[T] | None:
-        """Who goes first; None when there is none."""
+        """Return the member that goes first; None if there is none."""
         for owner in [entries[0][2] for entries in self._kinds.values()]:
             self._put_right(owner)
         heads = [self._look(entries[0][2]) for entries in self._kinds.values()]

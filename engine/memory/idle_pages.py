@@ -1,4 +1,4 @@
-"""IdlePages: frees what nobody uses, prefixes and adapters, in one order. No torch here."""
+"""IdlePages: frees idle prefixes and idle adapters in one order. No torch here."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class IdlePages(Generic[T]):
         num_adapter: int,
         evict: Callable[[T], None],
     ) -> None:
-        """Free pages until `num_pages` can be taken for `use`; none when all are not enough.
+        """Free pages until `num_pages` can be taken for `use`; free none if all are not enough.
 
-        first        the idle adapter that goes first; None: none is left
-        num_adapter  pages that come free when all idle adapters go
+        first        returns the idle adapter that goes first; None: none is left
+        num_adapter  pages that all idle adapters hold
         evict        frees an adapter's pages
 
-        Where only the limit of `use` is in the way, its own kind alone helps.
+        If only the limit of `use` is exceeded, frees pages of that use alone.
         """
         own, free = self._pool.missing(num_pages, use)
         if own == free == 0:
@@ -51,7 +51,7 @@ class IdlePages(Generic[T]):
                 evict(adapter.owner)
 
     def _goes_first(self, oldest_use: int, adapter: EvictionCandidate[T] | None) -> bool:
-        """Whether the prefix page last used then goes before the adapter."""
+        """Whether a prefix page with this last use goes before the adapter."""
         if adapter is None:
             return True
         page = EvictionCandidate(None, 1, self._costs.prefix, oldest_use)

@@ -1,8 +1,7 @@
 """PagePool: who owns which page of the arena. No torch here.
 
-The arena (docs/memory.md) is cut into equal pages. A page belongs to the KV of one or more
-requests, or to one adapter. The pool knows pages by number only; what they hold is the owner's
-business.
+The arena (docs/memory.md) is cut into equal pages. A page holds KV of one or more requests, or
+parts of adapters. The pool knows pages by number only, not what they hold.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ class PageUse(enum.IntEnum):
 class PagePool:
     """Hands out pages and counts references to them.
 
-    `can_take` asks and changes nothing; `take` does it. A page is free again when it was released
-    as often as it was taken and shared.
+    `can_take` changes nothing. A page is free again when it was released as often as it was taken
+    and shared.
 
-    max_kv, max_adapter  the most pages of each use; None: all. What one of them leaves is the
-                         other's floor.
-    time                 steps so far: what owners note when a page was last used
+    max_kv, max_adapter  the most pages of each use; None: all. The rest is always left to the
+                         other use.
+    time                 steps so far; owners note the last use of a page by it
     """
 
     def __init__(
@@ -57,11 +56,11 @@ class PagePool:
         return self._refs[page]
 
     def max_used(self, use: PageUse) -> int:
-        """The most pages that `use` may have."""
+        """Return the most pages that `use` may have."""
         return self._max_used[use]
 
     def missing(self, num_pages: int, use: PageUse) -> tuple[int, int]:
-        """Pages that must come free before `num_pages` can be taken: (of `use` itself, of any)."""
+        """Return the pages to free before `num_pages` can be taken: (of `use` itself, of any)."""
         over = self._num_used[use] + num_pages - self._max_used[use]
         return max(over, 0), max(num_pages - len(self._free), 0)
 
@@ -70,7 +69,7 @@ class PagePool:
         return self.missing(num_pages, use) == (0, 0)
 
     def take(self, num_pages: int, use: PageUse) -> list[int]:
-        """`num_pages` pages with one reference each; the caller has asked `can_take`."""
+        """Take `num_pages` pages, with one reference each; the caller has asked `can_take`."""
         assert self.can_take(num_pages, use), f"{num_pages} pages wanted, {self.num_free} free"
         if num_pages == 0:
             return []

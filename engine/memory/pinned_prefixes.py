@@ -1,10 +1,9 @@
-"""PinnedPrefixes: beginnings of prompts that stay in the arena, for the system prompts of adapters.
+"""PinnedPrefixes: prefixes that stay in the arena, such as an adapter's system prompt.
 
-A pin holds a reference to every page of its prefix, as a request does that never ends: the pages
-are not idle, so nothing evicts them, and the prefix cache finds them for whoever has the same
-tenant, adapters and tokens. What is missing is computed once, by a request of batch priority that
-nobody hears of; while pages are scarce it waits, and after a failure it is tried again later. No
-torch here.
+A pin holds a reference to every page of its prefix, like a request that never ends: the pages are
+not idle, so they are not evicted, and the prefix cache finds them for requests with the same
+tenant, adapters and tokens. Missing pages are computed by an internal request of batch priority. It
+waits while pages are scarce, and is tried again after a failure. No torch here.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ class _Pin:
     """One pinned prefix.
 
     request   computes the prefix
-    keys      of its pages; together with the last of them the pin is known
-    pages     those there are, held
-    retry_at  not computed again before this
+    keys      of its pages; the last of them identifies the pin
+    pages     those that the pin holds
+    retry_at  not computed again before this time
     """
 
     request: Request
@@ -49,8 +48,8 @@ class _Pin:
 class PinnedPrefixes:
     """Owns the pins and their references to pages.
 
-    max_pages  of all pins together; those that several pins share count for each
-    versions   of adapters, as `PageKeys` has them
+    max_pages  of all pins together; a page that several pins share counts for each
+    versions   of adapters, as in `PageKeys`
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class PinnedPrefixes:
     def request_for(
         self, tenant_id: str, adapters: tuple[AdapterPart, ...], token_ids: Sequence[int]
     ) -> Request:
-        """What would compute the prefix's full pages; raises RequestError when it has none."""
+        """Make the request that computes the prefix's full pages; RequestError if it has none."""
         if not self._prefixes.is_enabled:
             raise RequestError("nothing can be pinned without a prefix cache", param="token_ids")
         num_tokens = len(token_ids) // self._page_size * self._page_size
@@ -90,7 +89,7 @@ class PinnedPrefixes:
         )
 
     def add(self, request: Request) -> None:
-        """Pin what the request computes; does nothing when it is pinned already.
+        """Pin what the request computes, unless it is pinned already.
 
         Raises PinLimitExceeded.
         """
@@ -109,7 +108,7 @@ class PinnedPrefixes:
         self._take(pin)
 
     def remove(self, request: Request) -> None:
-        """Unpin what the request computes; does nothing when it is not pinned."""
+        """Unpin what the request computes; do nothing if it is not pinned."""
         self._drop(self._keys(request)[-1])
 
     def _drop(self, key: bytes) -> None:
@@ -125,9 +124,9 @@ class PinnedPrefixes:
                 self._drop(key)
 
     def due(self, now: float, check: Callable[[Request], None]) -> list[Request]:
-        """What is to be computed and not under way; the caller is to begin it.
+        """Return the requests that the caller is to start now.
 
-        check  raises EngineError when a request cannot be taken now
+        check  raises EngineError if a request cannot be accepted now
         """
         due = []
         for pin in self._pins.values():
@@ -145,7 +144,7 @@ class PinnedPrefixes:
         return due
 
     def orphans(self) -> list[str]:
-        """The requests under way whose pins have gone."""
+        """Return the ids of running requests whose pins are gone."""
         return [
             request_id
             for request_id, pin in self._computing.items()
@@ -153,7 +152,7 @@ class PinnedPrefixes:
         ]
 
     def note_end(self, request_id: str, now: float) -> None:
-        """A request has ended; was it a pin's, what it computed is held from now on."""
+        """Note that a request has ended; if it computed a pin, hold its pages from now on."""
         pin = self._computing.get(request_id)
         if pin is not None:
             self._postpone(request_id, now)
@@ -161,16 +160,16 @@ class PinnedPrefixes:
                 self._take(pin)
 
     def without_own(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
-        """The outputs that callers are to see."""
+        """Leave out the outputs of internal requests."""
         return [output for output in outputs if not output.request_id.startswith(_OWN)]
 
     @property
     def num_pages(self) -> int:
-        """Pages that are held now, each counted once."""
+        """How many pages are held now; each counts once."""
         return len({page for pin in self._pins.values() for page in pin.pages})
 
     def num_shared(self, request: Request) -> int:
-        """Pages that are held now and that the request would find."""
+        """Return how many held pages the request would find."""
         pinned = {key for pin in self._pins.values() for key in pin.keys[: len(pin.pages)]}
         num_full = (len(request.token_ids) - 1) // self._page_size
         keys = self._keys(request, num_full)
@@ -188,7 +187,7 @@ class PinnedPrefixes:
             assert pin.is_computing == (pin.request.request_id in self._computing)
 
     def _postpone(self, request_id: str, now: float) -> None:
-        """The request has ended, or could not even begin: the next attempt is later."""
+        """Try again later, as the request has ended or could not start."""
         pin = self._computing.pop(request_id)
         pin.is_computing = False
         pin.retry_at, pin.retry_s = now + pin.retry_s, min(2 * pin.retry_s, _LAST_RETRY_S)

@@ -1,9 +1,9 @@
-"""PrefixCache: pages of KV found again by the tokens, the tenant and the adapters behind them.
+"""PrefixCache: finds pages of KV again by their tokens, tenant and adapters.
 
 A full page's key is a hash chained from the keys before it, so that equal keys mean equal tokens
 from the first one on. The chain starts from the tenant and the ordered adapters with their
-weights: nobody finds another tenant's pages, another adapter's, or another blend's. Source: vLLM's
-automatic prefix caching (arXiv:2309.06180). No torch here.
+weights: pages of another tenant, adapter or blend are never found. Source: vLLM's automatic prefix
+caching (arXiv:2309.06180). No torch here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ AdapterKey = tuple[tuple[str, float], ...]
 
 
 class PageKeys:
-    """The keys of one sequence's full pages, hashed when first asked for.
+    """Computes the keys of one sequence's full pages when they are first asked for.
 
     page_size  tokens per page
     versions   of the adapters, in their order, where a digest may come to stand for other content
@@ -42,7 +42,7 @@ class PageKeys:
         self._keys: list[bytes] = []
 
     def first(self, num_pages: int, token_ids: Sequence[int]) -> list[bytes]:
-        """The keys of the first `num_pages` pages; `token_ids` fill them and only ever grow."""
+        """Return the keys of the first `num_pages` pages, which `token_ids` fill."""
         while len(self._keys) < num_pages:
             start = len(self._keys) * self._page_size
             tokens = array("q", token_ids[start : start + self._page_size])
@@ -55,10 +55,10 @@ class PageKeys:
 class PrefixCache:
     """Owns one reference to every page that it can find again.
 
-    A page that only the cache refers to is *idle*; `evict` frees those, the least recently used
-    first. Pages that requests read are shared with them and stay.
+    A page that only the cache refers to is *idle*; `evict` frees idle pages, the least recently
+    used first. Pages that requests read are shared with them and stay.
 
-    is_enabled  False: nothing is kept and nothing found
+    is_enabled  False: the cache keeps and finds nothing
     """
 
     def __init__(self, pool: PagePool, *, is_enabled: bool = True) -> None:
@@ -70,7 +70,7 @@ class PrefixCache:
 
     @property
     def num_idle(self) -> int:
-        """Pages that `evict` could free."""
+        """How many pages `evict` could free."""
         return len(self._idle)
 
     @property
@@ -79,7 +79,7 @@ class PrefixCache:
         return next(iter(self._idle.values()), None)
 
     def take(self, keys: Sequence[bytes]) -> list[int]:
-        """The pages of the longest known beginning of `keys`, shared with the caller."""
+        """Share the pages of the longest known prefix of `keys` with the caller."""
         pages = []
         for key in keys:
             page = self._page_of.get(key)
@@ -92,15 +92,16 @@ class PrefixCache:
         return pages
 
     def add(self, key: bytes, page: int) -> None:
-        """Keep the caller's full page; does nothing when a page of the same KV is known."""
+        """Keep the caller's full page, unless a page with the same KV is known."""
         if self.is_enabled and key not in self._page_of:
             self._pool.share((page,))
             self._page_of[key], self._key_of[page] = page, key
 
     def release(self, pages: Sequence[int]) -> None:
-        """Drop the caller's references to the pages of one table; known pages stay, idle.
+        """Drop the caller's references to the pages of one table; known pages become idle.
 
-        The last pages of a prefix go before the first ones, without which nobody finds them.
+        The last pages of a prefix are evicted before the first ones, without which they cannot be
+        found.
         """
         self._pool.release(pages)
         for page in reversed(pages):
@@ -113,7 +114,7 @@ class PrefixCache:
             self.evict_oldest()
 
     def evict_oldest(self) -> None:
-        """Free the idle page that was used least recently; there is one."""
+        """Free the least recently used idle page, of which there is one."""
         page, _ = self._idle.popitem(last=False)
         del self._page_of[self._key_of.pop(page)]
         self._pool.release((page,))

@@ -1,11 +1,11 @@
-"""Deadlines: which requests are too late, and which are bound to be. No torch here.
+"""Deadlines: which requests are too late or can no longer be in time. No torch here.
 
-A request is given up before its deadline when even the least that it still has to do would end
-after it. The least is counted in its favour throughout: its prompt's missing tokens in full steps,
-as if it ran alone, less what the prefix cache has; then one token, or those up to `min_tokens`; at
-the fastest step, and in full steps the fastest token, that this engine has ever seen; and of the
-time that comes out only `_MARGIN` is believed. Queueing is not counted: those ahead may be
-cancelled. Before `_NUM_OBSERVED` steps nothing is given up.
+A request is given up before its deadline if a lower bound of its remaining time ends after it. The
+bound assumes that the request runs alone: the missing tokens of its prompt in full steps, less what
+the prefix cache has, then one token, or those up to `min_tokens`. It assumes the fastest step, and
+in full steps the fastest token, that this engine has seen, and takes `_MARGIN` of the result.
+Queueing does not count: requests ahead may be cancelled. Before `_NUM_OBSERVED` steps nothing is
+given up.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _NUM_OBSERVED = 8
 
 
 class Pace:
-    """The fastest that this engine has been.
+    """Measures the fastest step and the fastest token of this engine.
 
-    max_step_tokens  what a full step holds
+    max_step_tokens  tokens of a full step
     """
 
     def __init__(self, max_step_tokens: int) -> None:
@@ -35,11 +35,11 @@ class Pace:
         self._started: tuple[float, int] | None = None
 
     def start(self, now: float, num_tokens: int) -> None:
-        """A step of so many tokens begins, which the next `stop` will have seen the end of."""
+        """Note that a step of so many tokens begins; it ends before the next `stop`."""
         self._started = (now, num_tokens)
 
     def stop(self, now: float) -> None:
-        """The next step is about to begin."""
+        """Note that the step has ended, as the next one is about to begin."""
         if self._started is None:
             return
         start, num_tokens = self._started
@@ -54,7 +54,7 @@ class Pace:
             self._token_s = min(self._token_s, seconds / num_tokens)
 
     def least_s(self, num_tokens: int, num_more: int) -> float:
-        """Seconds that computing `num_tokens` and then `num_more` one by one takes at least."""
+        """Return the fewest seconds for `num_tokens` and then `num_more`, one by one."""
         if self._num_observed < _NUM_OBSERVED:
             return 0.0
         num_steps = -(-num_tokens // self._max_step_tokens) + num_more
@@ -99,7 +99,7 @@ class Deadlines:
             self._most_tokens = self._most_more = 0
 
     def too_late(self, now: float) -> list[tuple[str, DeadlineExceeded]]:
-        """The requests that cannot end in time, with the error that each is to end with."""
+        """Return the requests that cannot end in time, each with its error."""
         found: list[tuple[str, DeadlineExceeded]] = []
         # What a request has generated may have to be computed again after a preemption.
         most_tokens = self._most_tokens + self._most_more

@@ -10,11 +10,11 @@ from engine.sequence import Row, Sequence
 
 
 class PageTables:
-    """Fills and empties the page tables of sequences; what is full goes to the prefix cache.
+    """Fills and empties the page tables of sequences; gives full pages to the prefix cache.
 
     page_size  tokens per page
     window     how far back from a new token, itself included, KV may be read; pages further back
-               are given back while the sequence runs. None: all is read
+               are given back while the sequence runs. None: all KV is read
     """
 
     def __init__(
@@ -24,7 +24,7 @@ class PageTables:
         self._window = window
 
     def count_for(self, num_tokens: int) -> int:
-        """Pages of so many tokens."""
+        """Return how many pages so many tokens fill."""
         return -(-num_tokens // self._page_size)
 
     @property
@@ -33,10 +33,10 @@ class PageTables:
         return self._window is not None
 
     def most_held(self, num_tokens: int) -> int:
-        """Pages with which a sequence of so many tokens can run, however few others there are.
+        """Return how many pages are always enough for a sequence of so many tokens to run.
 
-        All of them; where pages are given back, what a chunk of a page touches and what its first
-        token still reads.
+        All its pages; with a window, those that a chunk of one page writes and those that its first
+        token reads.
         """
         num_pages = self.count_for(num_tokens)
         if self._window is None:
@@ -44,26 +44,26 @@ class PageTables:
         return min(num_pages, (self._window - 1 + self._page_size - 2) // self._page_size + 2)
 
     def count_to_start(self, sequence: Sequence, found: list[int]) -> int:
-        """Pages that have to be free before it starts behind the pages that were found for it.
+        """Return how many pages have to be free before it starts behind its found pages.
 
-        Room for all its tokens, not just a chunk: else it would soon be preempted. Where pages are
-        given back, for the most that it holds: it may have more tokens than there is room for.
+        Enough for all its tokens, not just a chunk: else it would soon be preempted. With a window,
+        enough for the most that it holds at a time.
         """
         num_new = self.count_for(sequence.num_tokens) - len(found)
         num_held = len(found) - self._first_seen(len(found) * self._page_size)
         return min(num_new, self.most_held(sequence.num_tokens) - num_held)
 
     def count_missing(self, sequence: Sequence, num_tokens: int) -> int:
-        """Pages that its next `num_tokens` tokens need and it has not."""
+        """Return how many more pages its next `num_tokens` tokens need."""
         end = sequence.num_computed + num_tokens
         return -(-end // self._page_size) - len(sequence.page_table)
 
     def find(self, sequence: Sequence) -> list[int]:
-        """The sequence's first pages, as far as somebody has computed them; now shared with it.
+        """Find and share the sequence's first pages, as far as they are computed.
 
-        Those that its next token does not see are 0, and not shared. A sibling has the prompt's
-        full pages even where nothing is kept for strangers; what is in the prompt's last page
-        besides is computed again, a page at most.
+        Pages that its next token does not see are 0 and not shared. A sibling has the prompt's full
+        pages even if the prefix cache is off; tokens in the prompt's last, partly
+        filled page are computed again.
         """
         # One token at least is computed: what follows is sampled from it.
         num_full = (sequence.num_tokens - 1) // self._page_size
@@ -91,7 +91,7 @@ class PageTables:
         self._prefixes.release(pages[self._first_seen(len(pages) * self._page_size) :])
 
     def start(self, sequence: Sequence, pages: list[int]) -> None:
-        """The sequence begins behind the pages that were found for it."""
+        """Start the sequence behind the pages that were found for it."""
         sequence.page_table = array("i", pages)
         sequence.num_computed = len(pages) * self._page_size
         sequence.num_dropped = self._first_seen(sequence.num_computed)
@@ -106,13 +106,13 @@ class PageTables:
             sequence.page_table.extend(self._pool.take(num_new, PageUse.KV))
 
     def clear(self, sequence: Sequence) -> None:
-        """The sequence runs no longer."""
+        """Release the pages of a sequence that runs no longer."""
         self._prefixes.release(sequence.pages)
         sequence.page_table = array("i")
         sequence.num_computed = sequence.num_dropped = 0
 
     def commit(self, row: Row) -> None:
-        """The row's tokens are in the pages, and full pages can be shared."""
+        """Note that the row's tokens are in the pages; offer full pages for sharing."""
         sequence = row.sequence
         first = sequence.num_computed // self._page_size
         sequence.num_computed += row.num_tokens
@@ -170,7 +170,7 @@ class PageTables:
         assert dropped <= max(sequence.num_computed + 1 - (self._window or 0), 0)
 
     def _keys(self, sequence: Sequence, num_pages: int) -> list[bytes]:
-        """What the sequence's first pages, which are full, are known by."""
+        """Return the prefix cache's keys of the sequence's first full pages."""
         if sequence.page_keys is None:
             tenant_id = sequence.request.tenant_id
             sequence.page_keys = PageKeys(

@@ -1,4 +1,4 @@
-"""Who runs in the next step. No torch here.
+"""Scheduler: which sequences run in the next step. No torch here.
 
 Iteration-level: each step carries one token of every decoding sequence and, with what is left of
 the token budget, chunks of prompts. Sequences are ranked: overdue, interactive, batch
@@ -8,16 +8,15 @@ over and blocks nobody.
 
 Who may be overtaken, and how often:
 
-- where not all fit, a sequence that brings no adapter to the batch may overtake those of its class
-  that bring one, and anybody may overtake one whose adapter lacks room: each is overtaken by
-  `max_skips` others at most, then nobody of its class or of a lower one is admitted before it
-- an interactive sequence that finds no room takes it from running batch work that is not overdue,
-  and an overdue one from whatever arrived after it. So a sequence waits, in all its waits together,
-  `max_wait_s` (`max_batch_wait_s`) at most for others that arrived after it; from then on it waits
-  for its adapter and for what arrived before it, and for nothing else. Of all overdue sequences the
-  first is never preempted, so there is always one that gets on.
+- If not all fit, a sequence whose adapters are in the batch already may overtake those of its class
+  that would add one, and any sequence may overtake one whose adapter lacks room. After `max_skips`
+  overtakings of a sequence nobody of its class, or of a lower one, is admitted before it.
+- An interactive sequence without room preempts running batch work that is not overdue; an overdue
+  one preempts whatever arrived after it. So all waits of a sequence for later arrivals add up to
+  `max_wait_s` (`max_batch_wait_s`) at most. After that it waits only for its adapter and for
+  earlier arrivals. The first of all overdue sequences is never preempted, so one always advances.
 
-When pages run out, what is idle goes first, then the running sequence of the lowest rank is
+When pages run out, idle pages are evicted first. Then the running sequence of the lowest rank is
 preempted: its pages are released and its tokens recomputed later, unless the prefix cache still
 has them. Source: Orca (OSDI'22) for iterations, Sarathi-Serve (arXiv:2403.02310) for chunks.
 """
@@ -100,7 +99,7 @@ class Scheduler:
         self._queue.enter(sequence, now)
 
     def remove(self, sequence: Sequence) -> None:
-        """The sequence has ended: forget it and release what it holds."""
+        """Forget a sequence that has ended, and release its pages and adapters."""
         if sequence.is_running:
             self._stop(sequence)
         else:
@@ -157,11 +156,11 @@ class Scheduler:
         return self._tables.reserve_next_pages(rows)
 
     def commit(self, row: Row) -> None:
-        """The step has run: the row's tokens are in the pages, and full pages can be shared."""
+        """Note that a row has run: its tokens are in the pages, and full pages can be shared."""
         self._tables.commit(row)
 
     def count_uncomputed(self, sequence: Sequence) -> int:
-        """Tokens that it would have to compute if it ran now, at the least."""
+        """Return the fewest tokens that it would have to compute if it ran now."""
         if sequence.is_running:
             return sequence.num_uncomputed
         pages = self._tables.find(sequence)
@@ -198,10 +197,10 @@ class Scheduler:
             self._run(step, sequence, num_tokens)
 
     def _chunk(self, step: Step, sequence: Sequence) -> int:
-        """How many tokens it computes next.
+        """Return how many tokens it computes next.
 
-        Where pages behind are given back, no more than there is room for, but a page's: after
-        each chunk there is room again.
+        If pages behind the window are given back, no more than the free pages hold, but at least a
+        page's: each chunk makes room for the next one.
         """
         num_tokens = min(sequence.num_uncomputed, step.budget)
         if self._tables.gives_back:
@@ -212,7 +211,7 @@ class Scheduler:
         return num_tokens
 
     def _run(self, step: Step, sequence: Sequence, num_tokens: int) -> None:
-        """Put the row into the step; its pages can be taken."""
+        """Add a row to the step and take its pages, which are free."""
         self._tables.extend(sequence, num_tokens)
         step.rows.append(Row(sequence, num_tokens))
         step.budget -= num_tokens
@@ -286,7 +285,7 @@ class Scheduler:
         return not passed  # else lower classes would take what it waits for
 
     def _candidates(self, urgency: Urgency) -> list[Sequence]:
-        """The waiting of this urgency who lack nothing but room, the first of them."""
+        """Return the first waiting sequences of this urgency that lack nothing but room."""
         waiting = self._queue.of(urgency)
         if not waiting:
             return []
@@ -307,7 +306,7 @@ class Scheduler:
         return all(adapters.is_resident(d) or adapters.lacks_room(d) for d in sequence.digests)
 
     def _choose(self, window: list[Sequence]) -> int:
-        """Who is next: the first, unless one that brings no adapter may overtake it."""
+        """Choose the next one: the first, unless one that adds no adapter may overtake it."""
         if window[0].rank[0] is Urgency.OVERDUE:
             return 0
         if len(window) <= self.max_running - len(self.running):
@@ -323,7 +322,7 @@ class Scheduler:
         return sequence.num_skips >= self._limits.max_skips
 
     def _victim(self, sequence: Sequence) -> Sequence | None:
-        """Who has to make room for a waiting sequence that finds none."""
+        """Return the running sequence that has to make room for a waiting one, if any."""
         if not self.running:
             return None
         if _outranks(sequence, self.running[-1]):
@@ -343,9 +342,9 @@ class Scheduler:
         return len(self.running) < self.max_running or self._preempt_for(step, sequence)
 
     def _claim_adapters(self, step: Step, sequence: Sequence) -> bool:
-        """Whether the sequence's adapters are there and may be used beside those in use.
+        """Whether the sequence's adapters are resident and within the limit of adapters in use.
 
-        Where pages for them are missing, makes room for `AdapterStore.poll` to take.
+        If pages for them are missing, frees them for `AdapterStore.poll` to take.
         """
         missing = [d for d in sequence.digests if not self._adapters.is_resident(d)]
         num_pages = sum(self._adapters.num_pages(digest) for digest in missing)
@@ -362,9 +361,9 @@ class Scheduler:
         return True
 
     def _is_out_of_reach(self, digest: str, sequence: Sequence) -> bool:
-        """Whether an adapter of the first in line has no room though nobody else needs any.
+        """Whether an adapter of the first waiting sequence has no room though nothing else runs.
 
-        So it may be when prefixes were pinned after the request had been accepted.
+        That happens if prefixes were pinned after the request had been accepted.
         """
         is_alone = not self.running and self.waiting[0] is sequence
         if not is_alone or self._adapters.is_copying:
@@ -390,7 +389,7 @@ class Scheduler:
     def _is_free(self, num_pages: int, sequence: Sequence, use: PageUse = PageUse.KV) -> bool:
         """Whether so many pages can be taken, after evicting what is idle.
 
-        Its own adapters stay, and those that an overdue sequence before it has waited for.
+        Keeps its own adapters, and those that an overdue sequence before it has waited for.
         """
         if not self._pool.can_take(num_pages, use):
             keep = set(sequence.digests)
@@ -400,7 +399,7 @@ class Scheduler:
         return self._pool.can_take(num_pages, use)
 
     def _is_free_at_last(self, num_pages: int, sequence: Sequence) -> bool:
-        """The same for the only one that can run: nobody else's adapters stay."""
+        """As `_is_free`, for the only sequence that can run: keeps only its own adapters."""
         if not self._adapters.is_copying:  # else parts of a blend would go before the last comes
             self._adapters.evict_idle(num_pages, keep=sequence.digests)
         return self._pool.can_take(num_pages)
@@ -422,12 +421,12 @@ class Scheduler:
 
 
 def _outranks(sequence: Sequence, running: Sequence) -> bool:
-    """Whether one that is interactive meets running batch work that is not overdue."""
+    """Whether an interactive sequence meets running batch work that is not overdue."""
     return sequence.request.priority is Priority.INTERACTIVE and running.rank[0] is Urgency.BATCH
 
 
 def _is_prompt_under_way(sequence: Sequence) -> bool:
-    """Whether a sibling is computing the prompt, which it will then share."""
+    """Whether a sibling is computing the prompt, whose pages it will share."""
     running = [s for s in sequence.siblings if s.is_running]
     return bool(running) and not any(s.has_prompt for s in running)
 

@@ -1,10 +1,9 @@
-"""WaitingQueue: who waits, in the order in which they are to be admitted. No torch here.
+"""WaitingQueue: the waiting sequences, in the order of admission. No torch here.
 
 Three kinds of urgency: *overdue*, *interactive*, *batch*; within each, the order of arrival. A
-sequence that has waited as long as its class must (`SchedulerLimits.max_wait_s`,
-`max_batch_wait_s`; all its waits counted together) becomes overdue and stays so to its end.
-Whatever arrives later, it comes after those that are overdue: this is the bound on how long
-anybody can be kept from running by others who came after.
+sequence whose waits add up to the limit of its class (`SchedulerLimits.max_wait_s`,
+`max_batch_wait_s`) becomes overdue and stays so to its end. All later arrivals rank after it: this
+bounds how long later arrivals can keep a sequence from running.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class Urgency(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
-    """What `engine.config.EngineConfig` says under the same names."""
+    """The fields of `engine.config.EngineConfig` of the same names."""
 
     max_running: int
     max_step_tokens: int
@@ -58,7 +57,7 @@ class WaitingQueue:
         self._next_overdue = math.inf  # the moment before which nobody becomes overdue
 
     def enter(self, sequence: Sequence, now: float) -> None:
-        """Wait, for the first time or again: what it has waited before counts."""
+        """Add a sequence, for the first time or again; its earlier waits count."""
         if sequence.patience is None:
             is_batch = sequence.request.priority is Priority.BATCH
             urgency = Urgency.BATCH if is_batch else Urgency.INTERACTIVE
@@ -75,7 +74,7 @@ class WaitingQueue:
         sequence.patience = max(0.0, sequence.overdue_at - now)
 
     def promote(self, now: float) -> None:
-        """Note who has become overdue."""
+        """Move sequences that have become overdue to the front."""
         if now < self._next_overdue:
             return
         ordinary = [s for s in self.sequences if s.rank[0] is not Urgency.OVERDUE]
