@@ -23,7 +23,7 @@ import redis
 from bench.machine import environment
 from contract import protocol
 from contract.protocol import AdapterRef, GenerateJob
-from contract.queue import fair_queue
+from contract.queue import fair_queue, scripts
 from controlplane.limits.admit import ADMIT, BudgetPeriod, Limits, Policy, admit_args
 from demo.ports import HOST, choose_ports
 from demo.servers import Redis
@@ -117,7 +117,7 @@ def measure(client: Any, tenants: int, calls: int) -> dict[str, float]:
     return figures
 
 
-SCRIPTS = {"admit": ADMIT, "pull": fair_queue.PULL}
+SCRIPTS = {"admit": ADMIT, "pull": scripts.load("pull")}
 
 
 def main() -> int:

@@ -12,7 +12,7 @@ import redis
 
 from contract import protocol
 from contract.protocol import AdapterRef, DoneRecord, GenerateJob, Heartbeat, TokenEvent
-from contract.queue import fair_queue
+from contract.queue import fair_queue, scripts
 from controlplane.limits.admit import ADMIT, Admitted, Limits, Refusal, admit_args, read_verdict
 
 BASE = "base"
@@ -38,8 +38,8 @@ class QueueRig:
         self._numbers = itertools.count()
         self._sha = {
             "admit": self.client.script_load(ADMIT),
-            "pull": self.client.script_load(fair_queue.PULL),
-            "publish": self.client.script_load(fair_queue.PUBLISH),
+            "pull": self.client.script_load(scripts.load("pull")),
+            "publish": self.client.script_load(scripts.load("publish")),
         }
 
     def job(self, tenant: str = "t", *, digest: str = "", batch: bool = False) -> GenerateJob:

@@ -25,10 +25,9 @@ from typing import Any, TypeVar
 
 from contract import protocol
 from contract.protocol import AdapterRef, GenerateJob, TokenEvent
-from contract.queue import batch_replies
+from contract.queue import batch_replies, scripts
 from controlplane.errors import Unavailable
 from controlplane.infra.outages import REDIS_OUTAGE
-from controlplane.limits.admit import ADMIT
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -43,56 +42,10 @@ _PAGE = 100
 #: An entry without events: who waits for news looks what else there is to wait for.
 _NUDGE = b"[]"
 
-# ADMIT for a line of a batch.
-# KEYS job, pending lines | ARGV fence, line, what is pending, ADMIT's …
-# -> ADMIT's, or fenced
-ADMIT_LINE = f"""
-local function admit(KEYS, ARGV)
-{ADMIT}
-end
-local fence = redis.call('HGET', KEYS[2], 'fence')
-if fence and tonumber(fence) > tonumber(ARGV[1]) then return {{'fenced', 0, '0', '0'}} end
-local verdict = admit(KEYS, {{unpack(ARGV, 4)}})
-if verdict[1] == 'ok' then
-  redis.call('HSET', KEYS[2], 'fence', ARGV[1], ARGV[2], ARGV[3])
-  redis.call('EXPIRE', KEYS[2], {batch_replies.MAILBOX_TTL_S})
-  -- Had Redis lost the job and a worker still has it, their leases must differ.
-  if #verdict > 1 then redis.call('HSET', KEYS[1], 'lease', redis.call('TIME')[1]) end
-end
-return verdict
-"""
-
-# KEYS pending lines | ARGV fence -> the hash; nothing when a later runner has it
-OPEN = f"""
-local fence = redis.call('HGET', KEYS[1], 'fence')
-if fence and tonumber(fence) > tonumber(ARGV[1]) then return {{}} end
-redis.call('HSET', KEYS[1], 'fence', ARGV[1])
-redis.call('EXPIRE', KEYS[1], {batch_replies.MAILBOX_TTL_S})
-return redis.call('HGETALL', KEYS[1])
-"""
-
-# KEYS pending lines, out | ARGV fence
-# The fence stays: of the runners that were given up one may still wake.
-CLOSE = f"""
-local fence = redis.call('HGET', KEYS[1], 'fence')
-if fence and tonumber(fence) > tonumber(ARGV[1]) then return end
-redis.call('DEL', KEYS[1], KEYS[2])
-redis.call('HSET', KEYS[1], 'fence', ARGV[1])
-redis.call('EXPIRE', KEYS[1], {batch_replies.MAILBOX_TTL_S})
-"""
-
-
-# KEYS gateways, out | ARGV last id read, seconds after which a dead gateway is forgotten, gateway …
-BEAT = """
-redis.replicate_commands()
-local now = redis.call('TIME')[1]
-for i = 3, #ARGV do redis.call('ZADD', KEYS[1], now, ARGV[i]) end
-redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now - ARGV[2])
--- To the last word, not in whole blocks: what was read is not to rest here, nor in Redis's file.
-local ms, number = string.match(ARGV[1], '(%d+)-(%d+)')
-redis.call('XTRIM', KEYS[2], 'MINID', ms .. '-' .. string.format('%.0f', number + 1))
-return now
-"""
+ADMIT_LINE = scripts.load("admit_line")
+OPEN = scripts.load("open_batch_replies")
+CLOSE = scripts.load("close_batch_replies")
+BEAT = scripts.load("gateway_beat")
 
 
 class Fenced(Exception):

@@ -28,7 +28,7 @@ from contract.protocol import (
     TokenEvent,
     Usage,
 )
-from contract.queue import batch_replies, fair_queue
+from contract.queue import batch_replies, fair_queue, scripts
 from controlplane.queue.forgetting import file_rewrite_if_due
 from controlplane.queue.workers import WorkerStatus, read_statuses
 
@@ -38,67 +38,6 @@ INTERVAL_S = 2.0
 BATCH = 64
 #: Not a worker's name: it takes what no worker will ever pull.
 REAPER = "~reaper"
-
-# KEYS job, inbox, workers | ARGV pool, worker, seconds of silence, inbox entry, group, attempts
-# -> alive | over | requeued | end, lease, attempt, emitted, prompt, cached, cancel
-SEIZE = (
-    "redis.replicate_commands()\n"
-    + fair_queue.PUT_BACK
-    + """
-local job, inbox, group, entry = KEYS[1], KEYS[2], ARGV[5], ARGV[4]
-local time = redis.call('TIME')
-local heard = redis.call('ZSCORE', KEYS[3], ARGV[2])
-if heard and time[1] + time[2] / 1e6 - heard < tonumber(ARGV[3]) then return {'alive'} end
-local state, worker, boot, attempt, alone, emitted, cancel = unpack(redis.call('HMGET', job,
-  'state', 'worker', 'boot', 'attempt', 'alone', 'emitted', 'cancel'))
-if state ~= 'running' or worker ~= ARGV[2] then
-  redis.call('XACK', inbox, group, entry)
-  redis.call('XDEL', inbox, entry)
-  return {'over'}
-end
-if boot ~= 'reaper' then
-  redis.call('HINCRBY', job, 'lease', 1)
-  attempt = tonumber(attempt)
-  local is_guilty = alone and attempt >= tonumber(ARGV[6])
-  if is_guilty then
-    redis.call('HINCRBY', job, 'attempt', 1)
-  elseif attempt > 1 and not alone then
-    -- It was only waiting for its turn to run alone.
-    redis.call('HINCRBY', job, 'attempt', -1)
-  end
-  if not is_guilty and not cancel and tonumber(emitted or 0) == 0 then
-    put_back(ARGV[1], job, inbox, entry, group)
-    return {'requeued'}
-  end
-  redis.call('HSET', job, 'boot', 'reaper', 'seq', 0)
-end
-local now = redis.call('HMGET', job, 'lease', 'attempt', 'emitted', 'prompt_tokens',
-  'cached_tokens', 'cancel')
-return {'end', now[1], now[2], now[3] or '0', now[4] or '0', now[5] or '0', now[6] or '0'}
-"""
-)
-
-# KEYS reaper | ARGV seconds of a turn, seconds after which nobody has watched
-# -> time as Redis gives it, since when the pool is watched; nothing: it is another's turn
-LOOK = """
-redis.replicate_commands()
-local time = redis.call('TIME')
-local now = time[1] + time[2] / 1e6
-local passed = now - (redis.call('HGET', KEYS[1], 'looked') or 0)
-if passed >= 0 and passed < tonumber(ARGV[1]) then return {} end
-if passed < 0 or passed > tonumber(ARGV[2]) then redis.call('HSET', KEYS[1], 'since', now) end
-redis.call('HSET', KEYS[1], 'looked', now)
-return {time[1], time[2], redis.call('HGET', KEYS[1], 'since')}
-"""
-
-# KEYS inbox, inboxes, workers, worker, control | ARGV worker
-# What is left of a worker that said that it goes, or has not been heard of for WORKER_TTL_S.
-FORGET = """
-if redis.call('XLEN', KEYS[1]) > 0 or redis.call('EXISTS', KEYS[4]) == 1 then return 0 end
-redis.call('ZREM', KEYS[3], ARGV[1])
-redis.call('DEL', KEYS[1], KEYS[5])
-return redis.call('SREM', KEYS[2], ARGV[1])
-"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -122,11 +61,11 @@ class Reaper:
         self._watch = f"reap:{{{pool}}}"
         self._workers = protocol.workers_key(pool)
         self._inboxes = fair_queue.inboxes_key(pool)
-        self._seize = self._redis.register_script(SEIZE)
-        self._publish = self._redis.register_script(fair_queue.PUBLISH)
-        self._pull = self._redis.register_script(fair_queue.PULL)
-        self._forget = self._redis.register_script(FORGET)
-        self._look = self._redis.register_script(LOOK)
+        self._seize = self._redis.register_script(scripts.load("seize"))
+        self._publish = self._redis.register_script(scripts.load("publish"))
+        self._pull = self._redis.register_script(scripts.load("pull"))
+        self._forget = self._redis.register_script(scripts.load("forget_worker"))
+        self._look = self._redis.register_script(scripts.load("reaper_turn"))
         self._next_turn = 0.0
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ import pytest
 from openai import OpenAI
 
 from contract import protocol
-from contract.queue import fair_queue
+from contract.queue import fair_queue, scripts
 from tests.fakes import DEADLY_SEED, FAKE_NAME
 from tests.live import Process, wait_for
 from tests.worker.scenes import (  # noqa: F401
@@ -215,7 +215,7 @@ def test_what_was_taken_with_a_lost_reply_is_found(
     (call,) = scene.calls(streamed=0, whole=1)
     inbox, queue = protocol.inbox_key(live.pool, name), fair_queue.queue_key(live.pool, FAKE_NAME)
     args = [live.pool, name, live.heartbeat(name).boot_id, 4, protocol.INBOX_GROUP]  # type: ignore[union-attr]
-    take = functools.partial(live.redis.eval, fair_queue.PULL, 3, queue, inbox, "-", *args)
+    take = functools.partial(live.redis.eval, scripts.load("pull"), 3, queue, inbox, "-", *args)
     wait_for(take, what="the request in the queue")
     os.killpg(worker.pid, signal.SIGCONT)
     assert call.wait().error is None, call.error

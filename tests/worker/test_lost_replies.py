@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from contract import protocol
-from contract.queue import fair_queue
+from contract.queue import fair_queue, scripts
 from demo.ports import choose_ports
 from tests.fakes import FAKE_NAME, fake_config
 from tests.live import wait_for
@@ -78,7 +78,7 @@ def test_a_full_worker_finds_what_it_does_not_know_of(scene: Scene) -> None:
         queue = fair_queue.queue_key(live.pool, FAKE_NAME)
         args = [live.pool, name, live.heartbeat(name).boot_id, 4, protocol.INBOX_GROUP]  # type: ignore[union-attr]
         keys = [queue, protocol.inbox_key(live.pool, name), "-"]
-        take = functools.partial(live.redis.eval, fair_queue.PULL, 3, *keys, *args)
+        take = functools.partial(live.redis.eval, scripts.load("pull"), 3, *keys, *args)
         wait_for(take, what="the request in the queue")
         os.killpg(worker.pid, signal.SIGCONT)
 

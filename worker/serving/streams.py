@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import redis.asyncio
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
-from redis.exceptions import NoScriptError, ResponseError
+from redis.exceptions import ResponseError
 
 from contract import protocol
 from contract.protocol import ControlMessage, DoneRecord, Heartbeat, TokenEvent, Usage
-from contract.queue import batch_replies, fair_queue
-from worker.serving.scripts import SCRIPTS
+from contract.queue import batch_replies, fair_queue, scripts
 
 log = logging.getLogger(__name__)
+
+SCRIPTS = (
+    *("begin", "mark_poison", "publish", "pull", "requeue", "run_alone"),
+    *("unregister", "worker_beat"),
+)
 
 READ_COUNT = 64
 #: Beyond what a worker ever holds.
@@ -95,7 +99,7 @@ class Streams:
         self._inbox = protocol.inbox_key(pool, worker_id)
         self._control = protocol.control_key(pool, worker_id)
         self._has_come = False  # told that it lives
-        self._sha: dict[str, str] = {}
+        self._scripts = {name: self._redis.register_script(scripts.load(name)) for name in SCRIPTS}
 
     async def close(self) -> None:
         await self._redis.aclose()
@@ -193,17 +197,12 @@ class Streams:
         What this run itself took keeps its lease.
         """
         worker = protocol.worker_key(self._pool, self._worker_id)
-        replies = await self._run_many(
-            "begin",
-            [
-                (
-                    [protocol.job_key(self._pool, request_id), self._inbox, worker],
-                    [self._worker_id, self._boot_id, entry_id],
-                )
-                for entry_id, request_id in requests
-            ],
-        )
-        return [_dispatch(reply) for reply in replies]
+        pipe = self._redis.pipeline(transaction=False)
+        for entry_id, request_id in requests:
+            job = protocol.job_key(self._pool, request_id)
+            args: list[Any] = [self._worker_id, self._boot_id, entry_id]
+            await self._scripts["begin"]([job, self._inbox, worker], args, client=pipe)
+        return [_dispatch(reply) for reply in await pipe.execute()]
 
     async def publish(self, gateway_id: str, news: Sequence[News]) -> list[News]:
         """Send one gateway its events, and finish the requests that ended, in one step.
@@ -249,7 +248,7 @@ class Streams:
         is_suspect  the engine may have died of it: its attempt counts
         """
         await self._run(
-            "hand_back",
+            "requeue",
             [protocol.job_key(self._pool, request_id), self._inbox],
             [lease, self._pool, entry_id, protocol.INBOX_GROUP, int(is_suspect)],
         )
@@ -258,11 +257,13 @@ class Streams:
         """Note that a request ended the engine, and not for the first time: its end makes a dead
         letter of it."""
         job = protocol.job_key(self._pool, request_id)
-        await self._run("convict", [job], [lease, protocol.MAX_ATTEMPTS + 1])
+        await self._run("mark_poison", [job], [lease, protocol.MAX_ATTEMPTS + 1])
 
     async def will_run_alone(self, request_id: str, lease: int) -> bool:
         """Note that a request runs apart from others that were in a crash. -> lease still held."""
-        return bool(await self._run("alone", [protocol.job_key(self._pool, request_id)], [lease]))
+        return bool(
+            await self._run("run_alone", [protocol.job_key(self._pool, request_id)], [lease])
+        )
 
     async def acknowledge(self, entry_id: bytes) -> None:
         """Remove an entry from the inbox whose request has ended otherwise."""
@@ -286,7 +287,7 @@ class Streams:
         Raises Replaced when a later run said so under the same id.
         """
         reply = await self._run(
-            "beat",
+            "worker_beat",
             [
                 protocol.workers_key(self._pool),
                 protocol.worker_key(self._pool, self._worker_id),
@@ -328,24 +329,8 @@ class Streams:
             [self._worker_id, self._boot_id],
         )
 
-    async def _run(self, script: str, keys: list[str], args: list[Any]) -> Any:
-        return (await self._run_many(script, [(keys, args)]))[0]
-
-    async def _run_many(
-        self, script: str, calls: Iterable[tuple[list[str], list[Any]]]
-    ) -> list[Any]:
-        calls = list(calls)
-        for _ in range(2):
-            if script not in self._sha:
-                self._sha[script] = await self._redis.script_load(SCRIPTS[script])
-            pipe = self._redis.pipeline(transaction=False)
-            for keys, args in calls:
-                pipe.evalsha(self._sha[script], len(keys), *keys, *args)
-            try:
-                return list(await pipe.execute())
-            except NoScriptError:  # Redis was restarted; none of the calls took place
-                del self._sha[script]
-        raise NoScriptError(script)
+    async def _run(self, script: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
+        return await self._scripts[script](keys, args)
 
 
 def _stretches(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -13,7 +13,7 @@ from django.utils import timezone
 
 from contract import protocol
 from contract.protocol import ErrorCode, GenerateJob, TokenEvent
-from contract.queue import fair_queue
+from contract.queue import fair_queue, scripts
 from controlplane.errors import Conflict
 from controlplane.limits.admit import Refusal
 from controlplane.queue import dead_letters
@@ -227,7 +227,7 @@ def test_what_is_no_job_is_a_dead_letter_and_harms_no_other(ward: Ward, is_pulle
     if is_pulled:
         keys = [rig.queue, protocol.inbox_key(rig.pool, "w"), "-"]
         args = [rig.pool, "w", "boot", 4, protocol.INBOX_GROUP]
-        assert len(rig.client.eval(fair_queue.PULL, 3, *keys, *args)) == 2
+        assert len(rig.client.eval(scripts.load("pull"), 3, *keys, *args)) == 2
         ward.die()
         ward.reap()
         assert rig.state(other)[b"state"] == b"queued"

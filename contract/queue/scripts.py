@@ -1,0 +1,29 @@
+"""Loads the queue's Lua, which stands beside this file: one script in each `.lua` file.
+
+Two things in them are not Lua. The line `--#include NAME` stands for the file NAME.lua; `{NAME}`
+stands for the constant NAME of `contract.protocol`, `fair_queue` or `batch_replies`.
+
+All changes to a request go through a script that compares the lease first, so a worker that was
+paused and replaced can no longer tell anything, acknowledge anything or bill anything. Each
+script may be repeated after a lost reply without a second effect.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+
+from contract import protocol
+from contract.queue import batch_replies, fair_queue
+
+_FOLDER = Path(__file__).parent
+_CONSTANTS = {**vars(protocol), **vars(fair_queue), **vars(batch_replies)}
+
+
+@functools.cache
+def load(name: str) -> str:
+    """Return the script in NAME.lua, with its includes and constants filled in."""
+    source = (_FOLDER / f"{name}.lua").read_text("utf-8")
+    source = re.sub(r"(?m)^--#include (\w+)\n", lambda match: load(match[1]), source)
+    return re.sub(r"\{([A-Z_]+)\}", lambda match: str(_CONSTANTS[match[1]]), source)
