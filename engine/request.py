@@ -8,8 +8,9 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, NamedTuple
 
+from contract.protocol import FinishReason as FinishReason
 from engine.errors import EngineError, InvalidPrompt, RequestError
 from engine.grammar_text import Grammar, GrammarKind
 
@@ -18,15 +19,6 @@ MAX_ADAPTER_PARTS = 8
 MAX_SEQUENCES = 64
 MAX_GRAMMAR_CHARS = 512 * 1024
 _MAX_FP32 = (2 - 2**-23) * 2.0**127
-
-
-class FinishReason(enum.StrEnum):
-    """Why a request ended; the values are the wire protocol's."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    CANCELLED = "cancelled"
-    ERROR = "error"
 
 
 class Priority(enum.StrEnum):
@@ -206,8 +198,7 @@ class Request:
                 )
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
+class TokenLogprob(NamedTuple):
     """One generated token, or one of a prompt, and the best alternatives, most likely first.
 
     rank  of a prompt's token: 1 for the likeliest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from engine.errors import AdapterError
@@ -50,20 +50,20 @@ class EngineStats:
     preemptions         how many requests lost their pages so far, by cause
     """
 
-    step: int
-    running: int
-    waiting: int
-    max_running: int
-    num_pages: int
-    free_pages: int
-    cached_pages: int
-    kv_pages: int
-    pinned_pages: int
-    adapter_pages: int
-    resident_digests: tuple[str, ...]
-    num_adapters: int
-    num_generated: int
-    preemptions: Mapping[PreemptionCause, int]
+    step: int = 0
+    running: int = 0
+    waiting: int = 0
+    max_running: int = 0
+    num_pages: int = 0
+    free_pages: int = 0
+    cached_pages: int = 0
+    kv_pages: int = 0
+    pinned_pages: int = 0
+    adapter_pages: int = 0
+    resident_digests: tuple[str, ...] = ()
+    num_adapters: int = 0
+    num_generated: int = 0
+    preemptions: Mapping[PreemptionCause, int] = field(default_factory=dict)
 
     @property
     def num_preemptions(self) -> int:

@@ -20,8 +20,8 @@ from engine.request import (
     RequestOutput,
     TokenLogprob,
 )
+from engine.stats import EngineStats
 from worker.config import S3Config, WorkerConfig
-from worker.engine_process.channel import Stats
 
 FAKE_NAME = "fake-base"
 FAKE_REVISION = "f" * 64
@@ -195,8 +195,8 @@ class FakeEngine:
             num_generated=running.generated,
         )
 
-    def stats(self) -> Stats:
-        return Stats(
+    def stats(self) -> EngineStats:
+        return EngineStats(
             step=self._steps,
             running=min(len(self._requests), self._max_running),
             waiting=max(0, len(self._requests) - self._max_running),

@@ -26,6 +26,7 @@ COMPLETION_MAX_TOKENS = 16
 DEADLINE_S = 600.0
 #: top_p 0 is OpenAI's way to say "the likeliest token".
 MIN_TOP_P = 1e-6
+_SAMPLING = [field.name for field in dataclasses.fields(Sampling)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,23 +120,13 @@ def completion_job(body: CompletionBody, call: Call) -> GenerateJob:
 
 
 def _sampling(body: GenerationBody, *, max_tokens: int | None, logprobs: int | None) -> Sampling:
-    return Sampling(
-        max_tokens=max_tokens,
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_p=1.0 if body.top_p is None else max(body.top_p, MIN_TOP_P),
-        top_k=max(0, body.top_k or 0),
-        min_p=body.min_p or 0.0,
-        seed=body.seed,
-        stop=tuple(body.stop or ()),
-        presence_penalty=body.presence_penalty or 0.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
-        repetition_penalty=body.repetition_penalty or 1.0,
-        logit_bias=dict(body.logit_bias or {}),
-        logprobs=logprobs,
-        min_tokens=body.min_tokens or 0,
-        prompt_logprobs=body.prompt_logprobs,
-        ignore_eos=bool(body.ignore_eos),
-    )
+    """Return what the body says under the same names; what it leaves out is as usual."""
+    given = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
+    given |= {"max_tokens": max_tokens, "logprobs": logprobs}
+    given |= {"stop": tuple(body.stop or ()), "top_k": max(0, body.top_k or 0)}
+    if body.top_p is not None:
+        given["top_p"] = max(body.top_p, MIN_TOP_P)
+    return Sampling(**given)
 
 
 def _grammar(body: GenerationBody) -> dict[str, Any]:

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from contract.protocol import Sampling
+from engine.errors import DeadlineExceeded, EngineError
+from engine.request import FinishReason, RequestOutput, TokenLogprob
 from tests.fakes import write_fake_base
 from tests.messages import make_job
-from worker.engine_process.channel import Failure, Output
 from worker.serving import active_request
 from worker.serving.active_request import ActiveRequest
 from worker.serving.engine_commands import Prompt
@@ -49,19 +50,21 @@ def feed(request: ActiveRequest, codec: TextCodec, text: str, **fields: Any) -> 
     """Give it `text` token by token, as steps a second apart."""
     for token_id in codec.encode(text, add_special_tokens=False):
         generated = request.generated + 1
-        output = Output(
+        output = RequestOutput(
             request_id="r", token_ids=[token_id], num_prompt_tokens=7, num_generated=generated
         )
         request.feed(output, now=101.0 + generated)
     if fields:
-        request.feed(Output(request_id="r", num_generated=request.generated + 1, **fields), 120.0)
+        request.feed(
+            RequestOutput(request_id="r", num_generated=request.generated + 1, **fields), 120.0
+        )
 
 
 def test_events_are_numbered_and_only_the_last_has_usage(codec: TextCodec) -> None:
     request = make_request(codec)
     feed(request, codec, "ab")
     first = news_of(request)
-    feed(request, codec, "c", finish_reason="stop")
+    feed(request, codec, "c", finish_reason=FinishReason.STOP)
     last = news_of(request)
     assert (first.event.seq, first.event.text, first.event.usage) == (0, "ab", None)
     assert (last.event.seq, last.event.text, last.event.finish_reason) == (1, "c", "stop")
@@ -77,7 +80,7 @@ def test_an_answer_that_is_not_streamed_is_one_event(codec: TextCodec) -> None:
     request = make_request(codec, stream=False)
     feed(request, codec, "ab")
     assert not request.has_news
-    feed(request, codec, "c", finish_reason="stop")
+    feed(request, codec, "c", finish_reason=FinishReason.STOP)
     assert request.has_news
     assert news_of(request).event.text == "abc"
 
@@ -96,7 +99,7 @@ def test_a_stop_string_ends_it_while_the_engine_goes_on(codec: TextCodec) -> Non
 
 def test_text_held_back_for_a_stop_string_comes_with_the_end(codec: TextCodec) -> None:
     request = make_request(codec, stop=("END",))
-    feed(request, codec, "the EN", finish_reason="length")
+    feed(request, codec, "the EN", finish_reason=FinishReason.LENGTH)
     news = news_of(request)
     assert (news.event.text, news.event.finish_reason) == ("the EN", "length")
 
@@ -104,15 +107,19 @@ def test_text_held_back_for_a_stop_string_comes_with_the_end(codec: TextCodec) -
 def test_an_incomplete_character_comes_with_the_end(codec: TextCodec) -> None:
     request = make_request(codec)
     ids = codec.encode("a🦜", add_special_tokens=False)[:-1]
-    request.feed(Output(request_id="r", token_ids=ids, finish_reason="length"), 101.0)
+    request.feed(
+        RequestOutput(request_id="r", token_ids=ids, finish_reason=FinishReason.LENGTH), 101.0
+    )
     assert news_of(request).event.text == "a\ufffd"
 
 
 def test_a_failure_keeps_what_was_generated(codec: TextCodec) -> None:
     request = make_request(codec)
     feed(request, codec, "ab")
-    failure = Failure("deadline_exceeded", "too late", "deadline")
-    request.feed(Output(request_id="r", failure=failure, finish_reason="error"), 103.0)
+    error = DeadlineExceeded("too late", param="deadline")
+    request.feed(
+        RequestOutput(request_id="r", error=error, finish_reason=FinishReason.ERROR), 103.0
+    )
     news = news_of(request)
     assert (news.event.error_code, news.event.error_message) == ("deadline_exceeded", "too late")
     assert news.done is not None
@@ -131,7 +138,7 @@ def test_timings_are_from_acceptance(codec: TextCodec) -> None:
     request = make_request(codec)
     request.timings.loaded = 101.0
     request.timings.started = 101.5
-    feed(request, codec, "a", finish_reason="stop")
+    feed(request, codec, "a", finish_reason=FinishReason.STOP)
     done = news_of(request).done
     assert done is not None
     assert (done.load_ms, done.queue_ms) == (500.0, 1000.0)
@@ -141,10 +148,10 @@ def test_timings_are_from_acceptance(codec: TextCodec) -> None:
 def test_logprobs_name_tokens_and_their_bytes(codec: TextCodec) -> None:
     request = make_request(codec, logprobs=1)
     (token_id,) = codec.encode("z", add_special_tokens=False)
-    output = Output(
+    output = RequestOutput(
         request_id="r",
         token_ids=[token_id],
-        logprobs=[(token_id, -0.25, ((token_id, -0.25), (2, float("-inf"))))],
+        logprobs=[TokenLogprob(token_id, -0.25, ((token_id, -0.25), (2, float("-inf"))))],
     )
     request.feed(output, 101.0)
     assert news_of(request).event.logprobs == (
@@ -164,8 +171,8 @@ def test_details_say_what_each_token_adds_to_the_text(codec: TextCodec) -> None:
     request = make_request(codec, token_details=True, logprobs=1, stop=("END",))
     special = 2
     for token_id in [special, *codec.encode("a🦜 END", add_special_tokens=False)]:
-        logprobs = [(token_id, -0.5, ((token_id, -0.5),))]
-        request.feed(Output(request_id="r", token_ids=[token_id], logprobs=logprobs), 101.0)
+        logprobs = [TokenLogprob(token_id, -0.5, ((token_id, -0.5),))]
+        request.feed(RequestOutput(request_id="r", token_ids=[token_id], logprobs=logprobs), 101.0)
     event = news_of(request).event
     assert event.logprobs is not None
     assert [entry["id"] for entry in event.logprobs][:2] == [
@@ -188,7 +195,7 @@ def test_choices_end_each_for_itself_and_are_billed_together(codec: TextCodec) -
     }
 
     def step(index: int, char: str, generated: int, **fields: Any) -> int | None:
-        output = Output(
+        output = RequestOutput(
             request_id="r",
             index=index,
             token_ids=[letter[char]],
@@ -211,7 +218,7 @@ def test_choices_end_each_for_itself_and_are_billed_together(codec: TextCodec) -
     assert (stopped.event.index, stopped.event.finish_reason) == (1, "stop")
     assert stopped.event.usage is None
     step(1, "a", 5)  # what the engine had under way; nobody sees it, but it was generated
-    step(0, "b", 2, finish_reason="length")
+    step(0, "b", 2, finish_reason=FinishReason.LENGTH)
     assert request.is_finished
     assert request.runs_on
     (last,) = request.take_news()
@@ -230,13 +237,13 @@ def test_each_prompt_has_its_choices(codec: TextCodec) -> None:
     (token_id,) = codec.encode("z", add_special_tokens=False)
     for prompt in (1, 0):
         for index in (0, 1):
-            output = Output(
+            output = RequestOutput(
                 request_id="r",
                 index=index,
                 token_ids=[token_id],
                 num_prompt_tokens=prompt + 1,
                 num_generated=1,
-                finish_reason="length",
+                finish_reason=FinishReason.LENGTH,
             )
             request.feed(output, 101.0, prompt=prompt)
     news = request.take_news()
@@ -251,8 +258,10 @@ def test_each_prompt_has_its_choices(codec: TextCodec) -> None:
 def test_a_choice_that_fails_ends_the_request(codec: TextCodec) -> None:
     request = make_request(codec, n=2)
     request.in_engine = True
-    failure = Failure("internal", "broken")
-    request.feed(Output(request_id="r", index=1, failure=failure, finish_reason="error"), 101.0)
+    error = EngineError("broken")
+    request.feed(
+        RequestOutput(request_id="r", index=1, error=error, finish_reason=FinishReason.ERROR), 101.0
+    )
     event = news_of(request).event
     assert (event.error_code, event.usage is not None) == ("internal", True)
     assert request.runs_on  # the other choice is to be cancelled
@@ -267,7 +276,7 @@ def test_an_engine_that_waits_for_checks_of_answers_is_not_stuck(codec: TextCode
     requests._progress_at = time.monotonic() - 100
     feed(request, codec, "1")
     assert requests.stuck_s() >= 100
-    feed(request, codec, "", finish_reason="stop")
+    feed(request, codec, "", finish_reason=FinishReason.STOP)
     assert request.awaits_check
     assert requests.stuck_s() < 1
 
@@ -283,9 +292,9 @@ def test_log_probabilities_that_pile_up_end_their_request(
 
     def feed_one(index: int) -> None:
         number = request.usage.completion_tokens // 2 + 1
-        logprobs = [(10, -1.0, top)]
+        logprobs = [TokenLogprob(10, -1.0, top)]
         request.feed(
-            Output(
+            RequestOutput(
                 request_id="r",
                 index=index,
                 token_ids=[10],
@@ -313,8 +322,10 @@ def test_log_probabilities_that_pile_up_end_their_request(
 @pytest.mark.parametrize("logprob", [float("-inf"), float("nan"), -12000.0], ids=str)
 def test_every_log_probability_is_a_number_of_json(codec: TextCodec, logprob: float) -> None:
     request = make_request(codec, logprobs=1)
-    logprobs = [(10, logprob, ((10, logprob),))]
-    request.feed(Output(request_id="r", token_ids=[10], logprobs=logprobs, num_generated=1), 101.0)
+    logprobs = [TokenLogprob(10, logprob, ((10, logprob),))]
+    request.feed(
+        RequestOutput(request_id="r", token_ids=[10], logprobs=logprobs, num_generated=1), 101.0
+    )
     event = news_of(request).event
     assert event.logprobs is not None
     (told,) = event.logprobs
@@ -326,7 +337,7 @@ def test_each_event_says_how_far_its_choice_is(codec: TextCodec) -> None:
     request = make_request(codec, with_counts=True, prompts=("x", "y"), text=None)
     for prompt, tokens in ((0, 7), (1, 9)):
         request.feed(
-            Output(request_id="r", token_ids=[5], num_prompt_tokens=tokens, num_generated=1),
+            RequestOutput(request_id="r", token_ids=[5], num_prompt_tokens=tokens, num_generated=1),
             101.0,
             prompt=prompt,
         )
@@ -343,11 +354,14 @@ def test_token_ids_are_told_once_with_the_text_that_they_are_of(codec: TextCodec
     request.show_prompt_ids([[8, 9]])
     bird = codec.encode("🦜", add_special_tokens=False)
     plain = codec.encode("a", add_special_tokens=False)
-    request.feed(Output(request_id="r", index=0, token_ids=plain), 101.0)
-    request.feed(Output(request_id="r", index=1, token_ids=bird[:2]), 101.0)
+    request.feed(RequestOutput(request_id="r", index=0, token_ids=plain), 101.0)
+    request.feed(RequestOutput(request_id="r", index=1, token_ids=bird[:2]), 101.0)
     first = news_of(request).event
     assert (first.token_ids, first.prompt_token_ids) == (tuple(plain), (8, 9))
-    request.feed(Output(request_id="r", index=1, token_ids=bird[2:], finish_reason="stop"), 102.0)
+    request.feed(
+        RequestOutput(request_id="r", index=1, token_ids=bird[2:], finish_reason=FinishReason.STOP),
+        102.0,
+    )
     second = news_of(request).event
     assert (second.text, second.token_ids) == ("🦜", tuple(bird))
     assert second.prompt_token_ids is None
@@ -358,6 +372,6 @@ def test_token_ids_that_pile_up_end_their_request(
 ) -> None:
     monkeypatch.setattr("worker.serving.active_request.MAX_LOGPROBS", 3)
     request = make_request(codec, with_token_ids=True, stream=False)
-    request.feed(Output(request_id="r", token_ids=[5] * 4), 101.0)
+    request.feed(RequestOutput(request_id="r", token_ids=[5] * 4), 101.0)
     event = news_of(request).event
     assert (event.error_code, event.error_param) == ("invalid_request", "return_token_ids")

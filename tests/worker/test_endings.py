@@ -20,7 +20,7 @@ import pytest
 from contract import protocol
 from contract.protocol import ErrorCode
 from demo.stack import EmbeddedStack
-from engine.request import RequestOutput
+from engine.request import Request, RequestOutput, SamplingParams
 from tests.fakes import FAKE_NAME, FakeEngine, fake_config, fake_engine
 from tests.live import wait_for
 from tests.messages import make_job
@@ -36,7 +36,7 @@ from tests.worker.scenes import (  # noqa: F401
 from tests.worker.test_streams import WORKER, Pool, make_news, take
 from tests.worker.test_streams import pool as queue  # noqa: F401
 from worker.config import WorkerConfig
-from worker.engine_process.channel import Add, Output, StepReport
+from worker.engine_process.channel import StepReport
 from worker.engine_process.link import EngineLink
 from worker.serving import service
 from worker.serving.requests import Requests
@@ -148,9 +148,9 @@ class Linked:
     lost: asyncio.Event
 
 
-def add(**fields: Any) -> Add:
-    given = {"request_id": "r#1.0", "tenant_id": "t", "token_ids": [10], "sampling": {}}
-    return Add(**{**given, **fields})
+def add(**fields: Any) -> Request:
+    given = {"request_id": "r#1.0", "token_ids": [10], "sampling": SamplingParams()}
+    return Request(**{**given, **fields})
 
 
 @pytest.fixture
@@ -182,7 +182,7 @@ async def linked(config: WorkerConfig) -> AsyncIterator[Callable[..., Linked]]:
     ids=["report that cannot be read", "engine that fails", "command that cannot be sent"],
 )
 async def test_the_loss_of_an_engine_is_noticed(
-    linked: Callable[..., Linked], factory: Any, command: Add
+    linked: Callable[..., Linked], factory: Any, command: Request
 ) -> None:
     found = linked(factory)
     async with asyncio.timeout(20):
@@ -205,8 +205,8 @@ async def test_an_output_that_cannot_be_taken_in_ends_its_request_alone(
         requests.take_up(f"{number}-0".encode(), job, Dispatch(state="queued", lease=1, attempt=1))
     while len(requests.in_engine) < 2:
         await asyncio.sleep(0.01)
-    bad = Output(request_id="r1#1.0", token_ids=["no token"])  # type: ignore[list-item]
-    requests.on_outputs([bad, Output(request_id="r2#1.0", token_ids=[65], num_generated=1)])
+    bad = RequestOutput(request_id="r1#1.0", token_ids=["no token"])  # type: ignore[list-item]
+    requests.on_outputs([bad, RequestOutput(request_id="r2#1.0", token_ids=[65], num_generated=1)])
     assert requests.active == {b"2-0"}
     assert requests.num_tokens == 2
     assert requests.flusher.unsent == {b"1-0"}, "its client is to hear of it"

@@ -10,17 +10,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from contract.protocol import AdapterRef, Sampling
 from engine.errors import ContextTooLong
-from engine.request import SamplingParams
+from engine.request import AdapterPart, FinishReason, Request, SamplingParams
 from tests.fakes import FakeEngine
 from tests.messages import make_job
-from worker.engine_process.channel import Add, Cancel, Register, StepReport, Unregister
-from worker.engine_process.process import EngineLoop, to_failure, to_request
-from worker.serving.engine_commands import Prompt, to_adds
+from worker.engine_process.channel import Cancel, Register, StepReport, Unregister
+from worker.engine_process.process import EngineLoop, to_engine_error
+from worker.serving.engine_commands import Prompt, to_requests
 
 
 @dataclasses.dataclass
@@ -45,13 +46,13 @@ def rig() -> Iterator[Rig]:
     theirs.close()
 
 
-def add(request_id: str = "r1", *, adapters: tuple[str, ...] = (), **sampling: object) -> Add:
-    return Add(
+def add(request_id: str = "r1", *, adapters: tuple[str, ...] = (), **sampling: Any) -> Request:
+    return Request(
         request_id=request_id,
         tenant_id="t",
         token_ids=[10, 11],
-        sampling=dict(sampling),
-        adapters=tuple((digest, 1.0) for digest in adapters),
+        sampling=SamplingParams(**sampling),
+        adapters=tuple(AdapterPart(digest=digest) for digest in adapters),
     )
 
 
@@ -76,43 +77,43 @@ def test_requests_added_meanwhile_join_the_next_step(rig: Rig) -> None:
 def test_a_refused_request_is_reported_and_others_go_on(rig: Rig) -> None:
     outputs = rig.turn(add("bad", temperature=-1.0), add("good")).outputs
     bad, good = outputs
-    assert bad.failure is not None
-    assert (bad.failure.code, bad.failure.param) == ("invalid_request", "temperature")
+    assert bad.error is not None
+    assert (bad.error.code, bad.error.param) == ("invalid_request", "temperature")
     assert bad.finish_reason == "error"
     assert good.token_ids == [10]
 
 
 def test_cancelling_gives_one_last_output_with_its_count(rig: Rig) -> None:
     rig.turn(add(ignore_eos=True))
-    (output,) = rig.turn(Cancel("r1", "cancelled")).outputs
+    (output,) = rig.turn(Cancel("r1", FinishReason.CANCELLED)).outputs
     assert (output.finish_reason, output.num_generated) == ("cancelled", 1)
 
 
 def test_an_adapter_that_does_not_fit_fails_its_requests_alone(rig: Rig, tmp_path: Path) -> None:
     folder = adapter_folder(tmp_path, unsupported=True)
     outputs = rig.turn(Register("d1", folder), add("r1", adapters=("d1",)), add("r2")).outputs
-    assert outputs[0].failure is not None
-    assert outputs[0].failure.code == "adapter_incompatible"
+    assert outputs[0].error is not None
+    assert outputs[0].error.code == "adapter_incompatible"
     assert outputs[1].token_ids == [10]
 
 
 def test_an_adapter_that_could_not_be_read_is_tried_again(rig: Rig, tmp_path: Path) -> None:
     """It is registered once for all its requests: an error of the disk must not be for good."""
     outputs = rig.turn(Register("d1", str(tmp_path)), add("r1", adapters=("d1",))).outputs
-    assert [output.failure is not None for output in outputs] == [True]
+    assert [output.error is not None for output in outputs] == [True]
     (output,) = rig.turn(add("r2", adapters=("d1",))).outputs
-    assert output.failure is not None
+    assert output.error is not None
     adapter_folder(tmp_path)
     (output,) = rig.turn(add("r3", adapters=("d1",))).outputs
-    assert (output.failure, output.token_ids) == (None, [10])
+    assert (output.error, output.token_ids) == (None, [10])
 
 
 def test_an_unregistered_adapter_is_not_known(rig: Rig, tmp_path: Path) -> None:
     folder = adapter_folder(tmp_path)
     (output,) = rig.turn(Register("d1", folder), add("r1", adapters=("d1",))).outputs
-    assert output.failure is None
+    assert output.error is None
     outputs = rig.turn(Unregister("d1"), add("r2", adapters=("d1",))).outputs
-    assert [o.failure.code for o in outputs if o.failure] == ["adapter_unavailable"]
+    assert [o.error.code for o in outputs if o.error] == ["adapter_unavailable"]
 
 
 def test_the_stats_come_when_the_engine_falls_idle(rig: Rig) -> None:
@@ -154,8 +155,7 @@ def test_every_wire_field_reaches_the_engine() -> None:
         is_batch=True,
         adapters=(AdapterRef(digest="d", config_key="", tensors_key="", num_bytes=0, weight=0.5),),
     )
-    (add,) = to_adds(job, 1, [Prompt([1, 2])], context_length=100)
-    request = to_request(add)
+    (request,) = to_requests(job, 1, [Prompt([1, 2])], context_length=100)
     for field in dataclasses.fields(Sampling):
         if field.name in ("stop", "logit_bias"):
             continue
@@ -169,14 +169,16 @@ def test_every_wire_field_reaches_the_engine() -> None:
 @pytest.mark.parametrize("max_tokens,expected", [(None, 98), (5, 5), (98, 98), (1000, 98)], ids=str)
 def test_an_answer_is_cut_at_the_end_of_the_context(max_tokens: int | None, expected: int) -> None:
     job = make_job(sampling=Sampling(max_tokens=max_tokens))
-    (add,) = to_adds(job, 1, [Prompt([1, 2])], context_length=100)
-    assert add.sampling["max_tokens"] == expected
+    (request,) = to_requests(job, 1, [Prompt([1, 2])], context_length=100)
+    assert request.sampling.max_tokens == expected
 
 
 def test_what_the_engine_did_not_foresee_is_internal() -> None:
-    assert to_failure(ContextTooLong("long", param="token_ids")).code == "context_length_exceeded"
-    assert to_failure(ZeroDivisionError("secret")).code == "internal"
-    assert "secret" not in to_failure(ZeroDivisionError("secret")).message
+    assert (
+        to_engine_error(ContextTooLong("long", param="token_ids")).code == "context_length_exceeded"
+    )
+    assert to_engine_error(ZeroDivisionError("secret")).code == "internal"
+    assert "secret" not in to_engine_error(ZeroDivisionError("secret")).message
 
 
 @pytest.mark.parametrize("error", [None, ImportError("No module named 'outlines'")], ids=repr)

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from contract.protocol import ErrorCode
+from engine.grammar_text import Grammar, GrammarKind
+from engine.request import Request, SamplingParams
 from tests.tiny_base import write_tiny_base
-from worker.engine_process.channel import Add
 from worker.errors import Refused
 from worker.grammar import killable_process as killable_module
 from worker.grammar import service as grammars_module
@@ -39,13 +40,14 @@ async def grammars(tiny: Path) -> AsyncIterator[Grammars]:
     made.stop()
 
 
-def add(tenant: str = "t", **grammar: str) -> Add:
-    return Add(request_id="r", tenant_id=tenant, token_ids=[1], sampling={}, **grammar)
+def add(tenant: str = "t", **grammar: str) -> Request:
+    sampling = SamplingParams()
+    return Request(request_id="r", tenant_id=tenant, token_ids=[1], sampling=sampling, **grammar)
 
 
-async def refusal(grammars: Grammars, command: Add) -> Refused:
+async def refusal(grammars: Grammars, request: Request) -> Refused:
     with pytest.raises(Refused) as caught:
-        await grammars.admit(command)
+        await grammars.admit(request)
     return caught.value
 
 
@@ -88,9 +90,9 @@ async def test_what_one_tenant_compiled_is_new_to_another(
     """Also while the other waits for it: else the time would tell what another tenant uses."""
     tried: list[str] = []
 
-    async def slow(kind: str, text: str, cpu_s: float) -> Done:
+    async def slow(grammar: Grammar, cpu_s: float) -> Done:
         await asyncio.sleep(0.02)
-        tried.append(text)
+        tried.append(grammar.text)
         return Done(None, 0.02)
 
     monkeypatch.setattr(grammars._trial, "call", slow)
@@ -106,9 +108,9 @@ async def test_tenants_take_turns(grammars: Grammars, monkeypatch: pytest.Monkey
     """One tenant's many grammars put off another's by one of them at most."""
     order: list[str] = []
 
-    async def slow(kind: str, text: str, cpu_s: float) -> Done:
+    async def slow(grammar: Grammar, cpu_s: float) -> Done:
         await asyncio.sleep(0.01)
-        order.append(text)
+        order.append(grammar.text)
         return Done(None, 0.01)
 
     monkeypatch.setattr(grammars._trial, "call", slow)
@@ -125,7 +127,7 @@ async def test_a_tenants_time_for_new_grammars_is_bounded(
     monkeypatch.setattr(grammars_module, "QUOTA_S", 0.05)
     monkeypatch.setattr(grammars_module, "QUOTA_WINDOW_S", 1.0)
 
-    async def slow(kind: str, text: str, cpu_s: float) -> Done:
+    async def slow(grammar: Grammar, cpu_s: float) -> Done:
         return Done(None, 0.1)
 
     monkeypatch.setattr(grammars._trial, "call", slow)
@@ -142,14 +144,14 @@ async def test_many_who_want_the_same_wait_for_one_trial(
 ) -> None:
     calls: list[Any] = []
 
-    async def counted(*job: str, cpu_s: float) -> Done:
+    async def counted(*job: Grammar, cpu_s: float) -> Done:
         calls.append(job)
         await asyncio.sleep(0.01)
         return Done(None, 0.01)
 
     monkeypatch.setattr(grammars._trial, "call", counted)
     await asyncio.gather(*(grammars.admit(add("t", regex="x")) for _ in range(20)))
-    assert calls == [("regex", "x")]
+    assert calls == [(Grammar(GrammarKind.REGEX, "x"),)]
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from contract.protocol import TokenEvent
+from engine.request import FinishReason, RequestOutput, TokenLogprob
 from tests.worker.test_active import make_request
-from worker.engine_process.channel import Output
 from worker.text.codec import TextCodec
 
 CORPUS = [
@@ -83,12 +83,12 @@ def answered(codec: TextCodec, ids: list[int], **fields: Any) -> tuple[str, list
     events: list[TokenEvent] = []
     for number, token_id in enumerate(ids):
         top = ((token_id, -0.5), (ids[0], -1.5))
-        output = Output(
+        output = RequestOutput(
             request_id="r",
             token_ids=[token_id],
-            logprobs=[(token_id, -0.5, top)],
+            logprobs=[TokenLogprob(token_id, -0.5, top)],
             num_generated=number + 1,
-            finish_reason="stop" if number == len(ids) - 1 else None,
+            finish_reason=FinishReason.STOP if number == len(ids) - 1 else None,
         )
         request.feed(output, 101.0)
         events += [news.event for news in request.take_news()]

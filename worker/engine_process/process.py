@@ -17,28 +17,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
-from contract.protocol import ErrorCode, adapter_digest_of
+from contract.protocol import adapter_digest_of
 from engine.errors import AdapterMismatch, EngineError, OutOfPages
-from engine.request import (
-    AdapterPart,
-    FinishReason,
-    Priority,
-    Request,
-    RequestOutput,
-    SamplingParams,
-)
+from engine.request import FinishReason, Request, RequestOutput
+from engine.stats import EngineStats
 from worker.config import WorkerConfig
-from worker.engine_process.channel import (
-    Add,
-    Cancel,
-    Command,
-    Failure,
-    Output,
-    Register,
-    Stats,
-    StepReport,
-    Unregister,
-)
+from worker.engine_process.channel import Cancel, Command, Register, StepReport, Unregister
 from worker.engine_process.parent_death import die_with_parent
 
 log = logging.getLogger(__name__)
@@ -48,25 +32,6 @@ STALL_POLL_S = 0.001
 STATS_INTERVAL_S = 0.25
 #: A digest names content: what did not fit once never will. A disk's errors may pass.
 _LASTING = (AdapterMismatch, OutOfPages)
-
-
-class EngineStats(Protocol):
-    """What the heartbeat tells of an engine."""
-
-    @property
-    def step(self) -> int: ...
-    @property
-    def running(self) -> int: ...
-    @property
-    def waiting(self) -> int: ...
-    @property
-    def max_running(self) -> int: ...
-    @property
-    def free_pages(self) -> int: ...
-    @property
-    def num_pages(self) -> int: ...
-    @property
-    def resident_digests(self) -> Iterable[str]: ...
 
 
 class EngineLike(Protocol):
@@ -140,7 +105,7 @@ class EngineLoop:
         self._told_stats_at = 0.0
 
     def run(self) -> None:
-        self._connection.send(StepReport(stats=self._stats()))
+        self._connection.send(StepReport(stats=self._engine.stats()))
         # Ready: what follows, on a thread, is for the first answer that a grammar constrains.
         self._engine.prepare_grammars().add_done_callback(_on_prepared)
         while True:
@@ -152,14 +117,14 @@ class EngineLoop:
         if self._engine.has_work():
             stepped = self._engine.step()
             self._is_stalled = not stepped
-            outputs += [to_output(output) for output in stepped]
+            outputs += stepped
         now = time.monotonic()
         is_due = now - self._told_stats_at >= STATS_INTERVAL_S or not self._engine.has_work()
         if is_due:
             self._told_stats_at = now
         if outputs or is_due:
             self._connection.send(
-                StepReport(outputs=outputs, stats=self._stats() if is_due else None)
+                StepReport(outputs=outputs, stats=self._engine.stats() if is_due else None)
             )
 
     def _receive(self) -> list[Command]:
@@ -173,17 +138,16 @@ class EngineLoop:
             commands += self._connection.recv()
         return commands
 
-    def _apply(self, commands: Iterable[Command]) -> list[Output]:
+    def _apply(self, commands: Iterable[Command]) -> list[RequestOutput]:
         """Hand the commands to the engine; the outputs of requests that it refuses."""
         refused = []
         for command in commands:
             match command:
-                case Add():
+                case Request():
                     if output := self._add(command):
                         refused.append(output)
                 case Cancel():
-                    reason = FinishReason(command.reason)
-                    self._engine.cancel(command.request_id, reason, command.index)
+                    self._engine.cancel(command.request_id, command.reason, command.index)
                 case Register():
                     self._register(command)
                 case Unregister():
@@ -191,14 +155,14 @@ class EngineLoop:
                     self._engine.unregister_adapter(command.digest)
         return refused
 
-    def _add(self, command: Add) -> Output | None:
-        for digest, _ in command.adapters:
-            if error := self._refusal_of(digest):
-                return _refusal(command, to_failure(error))
+    def _add(self, request: Request) -> RequestOutput | None:
+        for part in request.adapters:
+            if refusal := self._refusal_of(part.digest):
+                return _refusal(request, refusal)
         try:
-            self._engine.add(to_request(command))
+            self._engine.add(request)
         except Exception as error:
-            return _refusal(command, to_failure(error))
+            return _refusal(request, error)
         return None
 
     def _register(self, command: Register) -> None:
@@ -216,18 +180,6 @@ class EngineLoop:
             self._register(self._refused[digest][0])
         return self._refused[digest][1] if digest in self._refused else None
 
-    def _stats(self) -> Stats:
-        stats = self._engine.stats()
-        return Stats(
-            step=stats.step,
-            running=stats.running,
-            waiting=stats.waiting,
-            max_running=stats.max_running,
-            free_pages=stats.free_pages,
-            num_pages=stats.num_pages,
-            resident_digests=tuple(stats.resident_digests),
-        )
-
 
 def _on_prepared(prepared: Future[None]) -> None:
     if error := prepared.exception():
@@ -236,57 +188,18 @@ def _on_prepared(prepared: Future[None]) -> None:
     gc.freeze()
 
 
-def to_request(command: Add) -> Request:
-    return Request(
-        request_id=command.request_id,
-        tenant_id=command.tenant_id,
-        token_ids=command.token_ids,
-        sampling=SamplingParams(**command.sampling),  # type: ignore[arg-type]
-        adapters=tuple(
-            AdapterPart(digest=digest, weight=weight) for digest, weight in command.adapters
-        ),
-        n=command.n,
-        json_schema=command.json_schema,
-        regex=command.regex,
-        lark=command.lark,
-        deadline=command.deadline,
-        priority=Priority.BATCH if command.is_batch else Priority.INTERACTIVE,
-    )
-
-
-def to_output(output: RequestOutput) -> Output:
-    logprobs, end, prompt = output.logprobs, output.end_logprob, output.prompt_logprobs
-    return Output(
-        request_id=output.request_id,
-        index=output.index,
-        token_ids=list(output.token_ids),
-        logprobs=None
-        if logprobs is None
-        else [(entry.token_id, entry.logprob, entry.top) for entry in logprobs],
-        end_logprob=None if end is None else (end.token_id, end.logprob, end.top),
-        prompt_logprobs=None
-        if prompt is None
-        else [(entry.token_id, entry.logprob, entry.top, entry.rank or 0) for entry in prompt],
-        finish_reason=output.finish_reason,
-        failure=None if output.error is None else to_failure(output.error),
-        num_prompt_tokens=output.num_prompt_tokens,
-        num_cached_tokens=output.num_cached_tokens,
-        num_generated=output.num_generated,
-    )
-
-
-def to_failure(error: Exception) -> Failure:
+def to_engine_error(error: Exception) -> EngineError:
     """The error as its request's client hears of it; what the engine did not foresee is logged."""
     if isinstance(error, EngineError):
-        return Failure(error.code, error.message, error.param)
+        return error
     log.error("the engine refused a request in an unforeseen way", exc_info=error)
-    return Failure(ErrorCode.INTERNAL, "The worker failed on this request.")
+    return EngineError("The worker failed on this request.")
 
 
-def _refusal(command: Add, failure: Failure) -> Output:
-    return Output(
-        request_id=command.request_id,
+def _refusal(request: Request, error: Exception) -> RequestOutput:
+    return RequestOutput(
+        request_id=request.request_id,
         finish_reason=FinishReason.ERROR,
-        failure=failure,
-        num_prompt_tokens=len(command.token_ids),
+        error=to_engine_error(error),
+        num_prompt_tokens=len(request.token_ids),
     )

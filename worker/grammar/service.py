@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from contract.protocol import ErrorCode
-from worker.engine_process.channel import Add
+from engine.grammar_text import Grammar
+from engine.request import Request
 from worker.errors import Refused
 from worker.grammar import trial
 from worker.grammar.fair_lock import Turns
@@ -44,8 +45,7 @@ QUOTA_S, QUOTA_WINDOW_S = 10.0, 60.0
 #: What took too long may have met a frozen machine: so long nobody tries it again.
 RETRY_S = 60.0
 
-_Grammar = tuple[str, str]  # kind, text
-_Trial = tuple[str, _Grammar]  # tenant, and what it has tried
+_Trial = tuple[str, Grammar]  # tenant, and what it has tried
 
 
 class _Verdict(NamedTuple):
@@ -71,28 +71,28 @@ class Grammars:
         self._too_slow: OrderedDict[bytes, float] = OrderedDict()  # tenant, schema -> until when
         self._checks = Turns()
         self._trials: dict[_Trial, asyncio.Future[str | None]] = {}
-        self._waiting: OrderedDict[str, deque[_Grammar]] = OrderedDict()  # by tenant
+        self._waiting: OrderedDict[str, deque[Grammar]] = OrderedDict()  # by tenant
         self._spent: dict[str, deque[tuple[float, float]]] = {}  # tenant -> when, CPU s
         self._runner: asyncio.Task[None] | None = None
 
-    async def admit(self, command: Add) -> None:
-        """Wait until the command's grammar has been tried. Raises Refused when it failed, or when
+    async def admit(self, request: Request) -> None:
+        """Wait until the request's grammar has been tried. Raises Refused when it failed, or when
         its tenant has no more time for new ones."""
-        grammar = _grammar_of(command)
+        grammar = request.grammar
         if grammar is None:
             return
-        key = _key(command.tenant_id, *grammar)
+        key = _key(request.tenant_id, grammar.kind, grammar.text)
         known = self._found.get(key)
         if known is not None and time.monotonic() < known.until:
             self._found.move_to_end(key)
             problem = known.problem
         else:
-            problem = await self._tried(grammar, command.tenant_id)
+            problem = await self._tried(grammar, request.tenant_id)
         if problem is not None:
             raise Refused(
                 ErrorCode.INVALID_RESPONSE_FORMAT,
-                f"The answer's {_NAMES[grammar[0]]} cannot be used: {problem[:500]}.",
-                grammar[0],
+                f"The answer's {_NAMES[grammar.kind]} cannot be used: {problem[:500]}.",
+                grammar.param,
             )
 
     async def problem_of(self, schema: str, answer: str, tenant_id: str) -> str | None:
@@ -119,7 +119,7 @@ class Grammars:
         self._trial.stop()
         self._check.stop()
 
-    async def _tried(self, grammar: _Grammar, tenant_id: str) -> str | None:
+    async def _tried(self, grammar: Grammar, tenant_id: str) -> str | None:
         """Have a grammar tried, once for all of its tenant's requests. -> what is wrong with it"""
         trial = tenant_id, grammar
         future = self._trials.get(trial)
@@ -155,7 +155,7 @@ class Grammars:
             until, seconds = math.inf, 0.0
             try:
                 await self._trial.start()  # after one that was killed: not this tenant's doing
-                problem, seconds = await self._trial.call(*grammar, cpu_s=TRIAL_CPU_S)
+                problem, seconds = await self._trial.call(grammar, cpu_s=TRIAL_CPU_S)
             except HelperLost as error:
                 until, seconds = time.monotonic() + RETRY_S, error.cpu_s
                 log.warning("tenant %s: a grammar was given up: %s", tenant_id, error)
@@ -166,7 +166,9 @@ class Grammars:
                 problem = "it could not be tried"
             spent = self._spent.setdefault(tenant_id, deque())
             spent.append((time.monotonic(), seconds))
-            _remember(self._found, _key(tenant_id, *grammar), _Verdict(problem, until))
+            _remember(
+                self._found, _key(tenant_id, grammar.kind, grammar.text), _Verdict(problem, until)
+            )
             future = self._trials.pop((tenant_id, grammar))
             with contextlib.suppress(asyncio.InvalidStateError):
                 future.set_result(problem)
@@ -180,14 +182,6 @@ def _check_set_up() -> Callable[[str, str], str | None]:
 
 
 _NAMES = {"json_schema": "schema", "regex": "regular expression", "lark": "grammar"}
-
-
-def _grammar_of(command: Add) -> _Grammar | None:
-    for kind in _NAMES:
-        text = getattr(command, kind)
-        if text is not None:
-            return kind, text
-    return None
 
 
 def _over_quota(message: str) -> Refused:

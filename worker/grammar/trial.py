@@ -14,8 +14,8 @@ from engine.grammar_text import Grammar, GrammarKind, parser_limits
 TRIAL_TOKENS = 48
 
 
-def set_up(model_dir: str) -> Callable[[str, str], str | None]:
-    """-> (kind, text) -> what is wrong with the grammar, None if nothing is.
+def set_up(model_dir: str) -> Callable[[Grammar], str | None]:
+    """-> grammar -> what is wrong with it, None if nothing is.
 
     Without Outlines and transformers, which would triple the memory: their part in a grammar's
     compilation is a call of llguidance's `grammar_from`.
@@ -26,8 +26,8 @@ def set_up(model_dir: str) -> Callable[[str, str], str | None]:
     tokenizer = llguidance.LLTokenizer(tokenizer_file.read_text())
     limits = parser_limits(llguidance)
 
-    def try_grammar(kind: str, text: str) -> str | None:
-        return _try(llguidance, tokenizer, limits, Grammar(GrammarKind(kind), text))
+    def try_grammar(grammar: Grammar) -> str | None:
+        return _try(llguidance, tokenizer, limits, grammar)
 
     return try_grammar
 

@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any
 
 from contract.protocol import DoneRecord, ErrorCode, FinishReason, GenerateJob, TokenEvent, Usage
-from worker.engine_process.channel import Output
+from engine.request import RequestOutput
 from worker.serving.choice import Choice
 from worker.serving.engine_commands import Prompt, scored_top
 from worker.serving.streams import News
@@ -130,7 +130,7 @@ class ActiveRequest:
         for number, token_ids in enumerate(prompts):
             self._choices[number * self.job.n].show_prompt_ids(token_ids)
 
-    def feed(self, output: Output, now: float, *, prompt: int = 0) -> int | None:
+    def feed(self, output: RequestOutput, now: float, *, prompt: int = 0) -> int | None:
         """Take in what a step added to a choice of the given prompt.
 
         -> the engine's index of a choice that ended at a stop string, which the engine does not
@@ -146,9 +146,9 @@ class ActiveRequest:
                 own.take_prompt(self._shown[prompt], output.prompt_logprobs)
         choice = self._choices[prompt * self.job.n + output.index]
         choice.feed(output)
-        if output.failure is not None:
-            failure = output.failure
-            self.fail(failure.code, failure.message, failure.param, now=now)
+        if output.error is not None:
+            error = output.error
+            self.fail(error.code, error.message, error.param, now=now)
         elif self._has_too_many_logprobs:
             param = "logprobs" if self.job.sampling.logprobs is not None else "return_token_ids"
             self.fail(ErrorCode.INVALID_REQUEST, TOO_MANY_LOGPROBS, param, now=now)

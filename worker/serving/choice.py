@@ -9,7 +9,7 @@ import dataclasses
 from typing import Any
 
 from contract.protocol import FinishReason, GenerateJob, TokenEvent
-from worker.engine_process.channel import Logprob, Output, PromptLogprob
+from engine.request import RequestOutput, TokenLogprob
 from worker.grammar.checks import is_bound
 from worker.serving.engine_commands import Prompt
 from worker.text.codec import Detokenizer, StopStrings, TextCodec
@@ -82,7 +82,7 @@ class Choice:
         """Put text before what is generated."""
         self._text = text + self._text
 
-    def take_prompt(self, prompt: Prompt, scored: list[PromptLogprob]) -> None:
+    def take_prompt(self, prompt: Prompt, scored: list[TokenLogprob]) -> None:
         """Tell what was asked of the prompt: before what is generated, or beside it.
 
         scored  of its tokens from the second on
@@ -98,13 +98,13 @@ class Choice:
                 own = _cut(entry, sampling.logprobs)
                 self._logprobs.append(own | {"span": prompt.spans[i]} if prompt.spans else own)
 
-    def _prompt_entries(self, prompt: Prompt, scored: list[PromptLogprob]) -> list[dict[str, Any]]:
+    def _prompt_entries(self, prompt: Prompt, scored: list[TokenLogprob]) -> list[dict[str, Any]]:
         """An entry for each of the prompt's tokens; of the first nothing is known."""
         entries: list[dict[str, Any]] = []
         is_first = True
-        known: list[PromptLogprob | None] = [None, *scored]
+        known: list[TokenLogprob | None] = [None, *scored]
         for token_id, own in zip(prompt.token_ids, known, strict=True):
-            logprob, top, rank = (0.0, (), None) if own is None else own[1:]
+            _, logprob, top, rank = own or TokenLogprob(token_id, 0.0, ())
             entry = self._token(token_id, logprob, is_first=is_first) | {"id": token_id}
             entry["top_logprobs"] = [
                 self._token(*alternative, is_first=is_first) | {"id": alternative[0]}
@@ -120,7 +120,7 @@ class Choice:
         """Tell the prompt's tokens with the first that is told."""
         self._prompt_token_ids = tuple(token_ids)
 
-    def feed(self, output: Output) -> None:
+    def feed(self, output: RequestOutput) -> None:
         """Take in what a step added. Raises nothing; a failure is the request's to see."""
         self.generated = max(self.generated, output.num_generated)
         self.runs_on = self.runs_on and output.finish_reason is None
@@ -138,7 +138,7 @@ class Choice:
         elif output.finish_reason is not None:
             self._finish(output.finish_reason)
 
-    def _read(self, output: Output) -> str:
+    def _read(self, output: RequestOutput) -> str:
         """The text of an output's tokens; what is to be told of each token is kept."""
         if not output.logprobs or self._job.sampling.logprobs is None:
             return self._detokenizer.feed(output.token_ids)
@@ -184,8 +184,8 @@ class Choice:
         self._prompt_token_ids = None
         self._is_end_told = self._told_reason is not None
 
-    def _logprob(self, entry: Logprob) -> dict[str, Any]:
-        token_id, logprob, top = entry
+    def _logprob(self, entry: TokenLogprob) -> dict[str, Any]:
+        token_id, logprob, top, _ = entry
         shown = self._token(token_id, logprob)
         shown["top_logprobs"] = [self._token(*alternative) for alternative in top]
         self._is_first = self._is_first and self._codec.is_special(token_id)

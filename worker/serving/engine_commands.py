@@ -1,4 +1,4 @@
-"""From a job to the engine's commands: prompts to token ids, wire names to the engine's.
+"""From a job to the engine's requests: prompts to token ids, wire names to the engine's.
 
 The engine takes one prompt at a time, so a job with several is as many of its requests, under
 `engine_ids`.
@@ -7,12 +7,13 @@ The engine takes one prompt at a time, so a job with several is as many of its r
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from contract.protocol import ErrorCode, GenerateJob
-from worker.engine_process.channel import Add
+from contract.protocol import ErrorCode, GenerateJob, Sampling
+from engine.request import AdapterPart, Priority, Request, SamplingParams
 from worker.errors import Refused
 from worker.text.codec import PromptError, TextCodec
 from worker.text.tools import calls_grammar, plain_messages
@@ -22,6 +23,10 @@ from worker.text.tools import calls_grammar, plain_messages
 MAX_PROMPT_LOGPROBS = 100_000
 #: Of all prompts of a request whose token ids its client wants to see.
 MAX_SHOWN_IDS = 200_000
+#: What the wire and the engine call by one name and mean alike.
+_AS_THEY_ARE = {field.name for field in dataclasses.fields(Sampling)}.intersection(
+    field.name for field in dataclasses.fields(SamplingParams)
+) - {"max_tokens", "logit_bias", "prompt_logprobs"}
 
 
 class Prompt(NamedTuple):
@@ -179,25 +184,26 @@ def _too_long(tokens: str, context_length: int, param: str) -> Refused:
     )
 
 
-def to_adds(
+def to_requests(
     job: GenerateJob, lease: int, prompts: Sequence[Prompt], context_length: int
-) -> list[Add]:
-    """The engine's commands. An answer that would overrun the context is cut there."""
+) -> list[Request]:
+    """The engine's requests. An answer that would overrun the context is cut there."""
     calls = calls_grammar(job)
     _check_scored(job, prompts)
+    adapters = tuple(AdapterPart(digest=ref.digest, weight=ref.weight) for ref in job.adapters)
     return [
-        Add(
+        Request(
             request_id=engine_id,
             tenant_id=job.tenant_id,
             token_ids=prompt.token_ids,
             sampling=_sampling(job, context_length - len(prompt.token_ids)),
             n=job.n,
-            adapters=tuple((ref.digest, ref.weight) for ref in job.adapters),
+            adapters=adapters,
             json_schema=None if calls else job.decoding_schema or job.json_schema,
             regex=job.regex,
             lark=calls or job.grammar,
             deadline=job.deadline,
-            is_batch=job.is_batch,
+            priority=Priority.BATCH if job.is_batch else Priority.INTERACTIVE,
         )
         for engine_id, prompt in zip(engine_ids(job, lease), prompts, strict=True)
     ]
@@ -225,25 +231,15 @@ def _check_scored(job: GenerateJob, prompts: Sequence[Prompt]) -> None:
         )
 
 
-def _sampling(job: GenerateJob, room: int) -> dict[str, Any]:
-    """The fields of the engine's SamplingParams; `room`: tokens that the context has left."""
+def _sampling(job: GenerateJob, room: int) -> SamplingParams:
+    """`room`: tokens that the context has left."""
     sampling = job.sampling
-    return {
-        "max_tokens": room if sampling.max_tokens is None else min(sampling.max_tokens, room),
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "seed": sampling.seed,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        "repetition_penalty": sampling.repetition_penalty,
-        "logit_bias": _logit_bias(sampling.logit_bias),
-        "logprobs": sampling.logprobs,
-        "prompt_logprobs": scored_top(job),
-        "ignore_eos": sampling.ignore_eos,
-        "min_tokens": sampling.min_tokens,
-    }
+    return SamplingParams(
+        **{name: getattr(sampling, name) for name in _AS_THEY_ARE},
+        max_tokens=room if sampling.max_tokens is None else min(sampling.max_tokens, room),
+        logit_bias=_logit_bias(sampling.logit_bias),
+        prompt_logprobs=scored_top(job),
+    )
 
 
 def _logit_bias(biases: dict[str, float]) -> dict[int, float]:

@@ -23,15 +23,16 @@ from contract.protocol import (
     Task,
 )
 from contract.queue.batch_replies import is_mailbox
+from engine.request import RequestOutput
 from worker.config import WorkerConfig
-from worker.engine_process.channel import Cancel, Command, Output, Register, Unregister
+from worker.engine_process.channel import Cancel, Command, Register, Unregister
 from worker.errors import Refused
 from worker.grammar.checks import checks_of
 from worker.grammar.service import Grammars
 from worker.serving.active_request import ActiveRequest
 from worker.serving.adapter_cache import AdapterCache, AdapterFetchError, Fetch
 from worker.serving.choice import Choice
-from worker.serving.engine_commands import EngineId, engine_ids, read_prompts, to_adds
+from worker.serving.engine_commands import EngineId, engine_ids, read_prompts, to_requests
 from worker.serving.flusher import Flusher
 from worker.serving.spool import Spool
 from worker.serving.streams import Dispatch, Streams
@@ -186,8 +187,8 @@ class Requests:
             if attempt > 1:
                 await self._wait_to_run_alone(request)
             prompts = await asyncio.to_thread(read_prompts, job, self._codec)
-            commands = to_adds(job, request.lease, prompts, self._codec.context_length)
-            await self.grammars.admit(commands[0])
+            requests = to_requests(job, request.lease, prompts, self._codec.context_length)
+            await self.grammars.admit(requests[0])
         except Refused as refused:
             request.fail(refused.code, refused.message, refused.param, now=time.time())
         except Exception:
@@ -202,8 +203,8 @@ class Requests:
             request.show_prompt_ids([prompt.token_ids for prompt in prompts])
         request.timings.started = time.time()
         request.in_engine = True
-        for command in commands:
-            self._send(command)
+        for engine_request in requests:
+            self._send(engine_request)
 
     async def _wait_to_run_alone(self, request: ActiveRequest) -> None:
         """Run those that were in a crash one at a time: the next crash tells whose fault it is."""
@@ -232,7 +233,7 @@ class Requests:
                 self._send(Register(ref.digest, str(folder)))
         request.timings.loaded = time.time()
 
-    def on_outputs(self, outputs: list[Output]) -> None:
+    def on_outputs(self, outputs: list[RequestOutput]) -> None:
         """Take in what a step of the engine brought."""
         now = time.time()
         if outputs:
@@ -256,7 +257,9 @@ class Requests:
                 self._send(Cancel(output.request_id, FinishReason.STOP, stopped))
             self.flusher.add(request)
 
-    def _feed(self, request: ActiveRequest, output: Output, now: float, prompt: int) -> int | None:
+    def _feed(
+        self, request: ActiveRequest, output: RequestOutput, now: float, prompt: int
+    ) -> int | None:
         """`ActiveRequest.feed`; what goes wrong there is this request's end, and no other's."""
         try:
             return request.feed(output, now, prompt=prompt)

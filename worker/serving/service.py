@@ -22,8 +22,9 @@ from redis.exceptions import RedisError
 
 from contract.contact import Contact
 from contract.protocol import HEARTBEAT_INTERVAL_S, Control, GenerateJob, Heartbeat
+from engine.stats import EngineStats
 from worker.config import WorkerConfig
-from worker.engine_process.channel import Stats, StepReport
+from worker.engine_process.channel import StepReport
 from worker.engine_process.link import EngineLink
 from worker.serving.adapter_cache import Fetch, S3Fetch
 from worker.serving.requests import LOST, Requests
@@ -97,7 +98,7 @@ class Worker:
         )
         # A test's engine has seldom a grammar to obey.
         self._prepares_helpers = engine_factory is None
-        self._stats = Stats()
+        self._stats = EngineStats()
         self._contact = Contact()
         self._telling = asyncio.Lock()  # that it lives, or leaves
         self._has_left = False
