@@ -36,8 +36,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
+from contract.training import JobError, TrainJob
 from worker.base_model import MANIFEST
-from worker.training.job import JobError, TrainJob
 
 
 class Stopped(BaseException):
@@ -123,7 +123,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, _stop)
     try:
         if len(sys.argv) != 2:
-            raise JobError("usage: python -m worker.train JOB.json")
+            raise JobError("usage", "python -m worker.train JOB.json")
         train(TrainJob.read(Path(sys.argv[1])), log)
     except Stopped:
         log.emit("error", message="stopped before the end")

@@ -6,10 +6,10 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 
+from contract import chat_rows
 from controlplane.errors import InvalidRequest, PayloadTooLarge
 from controlplane.files.models import File, Purpose
 from controlplane.infra import storage
-from controlplane.training import chat_rows
 from controlplane.training.services import MAX_DATASET_BYTES
 
 MAX_FILE_BYTES = 512 * 1024**2

@@ -19,6 +19,7 @@ from django.db import connection, transaction
 from django.db.models import F
 from django.utils import timezone
 
+from contract.training import Hyperparameters, TrainJob
 from controlplane.adapters import services as adapter_services
 from controlplane.adapters.ingest import version_drop
 from controlplane.adapters.models import AdapterVersion, BaseModel
@@ -41,7 +42,6 @@ from controlplane.training.lease import (
 from controlplane.training.loss_curve import LossCurve
 from controlplane.training.models import TrainingRun
 from controlplane.training.trainer import (
-    TrainerJob,
     TrainerStopped,
     TrainingAbandoned,
     TrainingFailed,
@@ -152,11 +152,11 @@ def _give_back(run: TrainingRun, status: Status = Status.RUNNING) -> None:
 def _train(run: TrainingRun, folder: Path) -> Path:
     """The folder of the trained adapter, in `folder`."""
     size.check(run.hyperparameters, run.dataset)  # a schedule's dataset may have grown since
-    job = TrainerJob(
+    job = TrainJob(
         base_model_dir=_base_model_dir(run.adapter.base_model),
         dataset=folder / "dataset.jsonl",
         output_dir=folder / "adapter",
-        hyperparameters=run.hyperparameters,
+        hyperparameters=Hyperparameters.from_dict(run.hyperparameters),
     )
     rows = with_retry(
         run,

@@ -16,6 +16,7 @@ from django.db import transaction
 from django.utils import timezone
 from kombu.exceptions import OperationalError
 
+from contract import chat_rows
 from controlplane.adapters.models import Adapter
 from controlplane.adapters.services import adapter_create
 from controlplane.audit.services import record
@@ -31,7 +32,8 @@ from controlplane.infra import storage
 from controlplane.limits import quotas
 from controlplane.tenancy.scoping import current_tenant_id
 from controlplane.tenants.models import User, is_slug, slug_validator
-from controlplane.training import chat_rows, contents, cron, dataset_checks, hyperparameters, size
+from controlplane.training import contents, cron, dataset_checks, size
+from controlplane.training.hyperparameters import checked_hyperparameters
 from controlplane.training.models import Dataset, Schedule, TrainingRun, dataset_key
 
 log = logging.getLogger(__name__)
@@ -104,7 +106,7 @@ def training_run_create(
     dataset, Conflict for another base model and for one that has been shut down, RateLimited when
     the tenant has too many runs.
     """
-    checked = _checked_hyperparameters(hyperparameters)
+    checked = checked_hyperparameters(hyperparameters)
     with transaction.atomic():
         quotas.check("training_runs", retry_after_s=_room_in_s)
         dataset = dataset_get(name=dataset_name, param="dataset")
@@ -220,7 +222,7 @@ def schedule_set(
     The first slot is the next one from now on. Raises InvalidRequest naming the field, NotFound
     for the dataset.
     """
-    checked = _checked_hyperparameters(hyperparameters)
+    checked = checked_hyperparameters(hyperparameters)
     next_run_at = _next_run_at(cron_line, timezone_name)
     fields = {
         "cron": cron_line,
@@ -282,10 +284,6 @@ def _next_run_at(cron_line: str, timezone_name: str) -> dt.datetime:
         return cron.next_slot(cron_line, timezone_name, timezone.now())
     except ValueError as error:
         raise InvalidRequest(f"{cron_line!r}: {error}.", param="cron") from error
-
-
-def _checked_hyperparameters(fields: dict[str, Any] | None) -> dict[str, Any]:
-    return hyperparameters.check({} if fields is None else fields)
 
 
 def _adapter_for(name: str, base_model_name: str | None) -> Adapter:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from contract.training import Hyperparameters
 from controlplane.errors import InvalidRequest
 from controlplane.limits import quotas
 from controlplane.training.models import Dataset
 
-#: What the trainer takes for what is left out; a test holds the two together.
-DEFAULTS = {"epochs": 1.0, "batch_size": 8, "max_length": 512}
+_DEFAULTS = Hyperparameters()
 
 
 def num_steps(hyperparameters: dict[str, Any], num_rows: int) -> int:
@@ -48,4 +48,4 @@ def check(hyperparameters: dict[str, Any], dataset: Dataset) -> None:
 
 
 def _of(hyperparameters: dict[str, Any], name: str) -> Any:
-    return hyperparameters.get(name, DEFAULTS[name])
+    return hyperparameters.get(name, getattr(_DEFAULTS, name))

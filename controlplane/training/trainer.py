@@ -6,7 +6,6 @@ cancel is to kill.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import os
@@ -17,6 +16,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from contract.training import TrainJob
 
 log = logging.getLogger(__name__)
 
@@ -38,34 +39,12 @@ class TrainingAbandoned(Exception):
     """The listener wanted no more of it, and the child was stopped."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerJob:
-    """What the child is asked to do: the fields of JOB.json."""
-
-    base_model_dir: Path
-    dataset: Path
-    output_dir: Path
-    hyperparameters: dict[str, Any]
-
-    def write(self, path: Path) -> None:
-        path.write_text(
-            json.dumps(
-                {
-                    "base_model_dir": str(self.base_model_dir.resolve()),
-                    "dataset": str(self.dataset.resolve()),
-                    "output_dir": str(self.output_dir.resolve()),
-                    "hyperparameters": self.hyperparameters,
-                }
-            )
-        )
-
-
 #: Takes the newest progress event, or {} before the first; returns whether to go on.
 Listener = Callable[[dict[str, Any]], bool]
 
 
 def run_trainer(
-    job: TrainerJob,
+    job: TrainJob,
     folder: Path,
     listener: Listener,
     *,

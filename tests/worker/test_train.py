@@ -26,7 +26,6 @@ from worker.training.chat_data import (
     load_examples,
     read_chats,
 )
-from worker.training.job import Hyperparameters, JobError
 
 ROOT = Path(__file__).parent.parent.parent
 CHAT = [
@@ -218,12 +217,12 @@ GOOD = {"messages": [USER, ASSISTANT]}
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([GOOD, {"prompt": "a"}], 'line 2: expected an object with a list "messages"'),
+        ([GOOD, {"prompt": "a"}], "line 2: messages must be a list of messages"),
         ([GOOD, GOOD, {"messages": []}], "line 3: "),
         ([{"messages": [USER, {"role": "tool", "content": "b"}]}], r"line 1: messages\[1\].role"),
         ([{"messages": [USER, {"role": "assistant"}]}], r"line 1: messages\[1\].content"),
         ([{"messages": [ASSISTANT, USER]}], "line 1: messages must begin with the user"),
-        ([{"messages": [USER]}], "line 1: messages must begin with the user and have an assistant"),
+        ([{"messages": [USER]}], "line 1: messages must have one of the assistant"),
         ([], "no rows"),
     ],
 )
@@ -236,27 +235,8 @@ def test_a_bad_row_is_named_by_its_line(tmp_path: Path, rows: list[Any], message
 def test_bytes_that_are_no_row_are_named_by_their_line(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_bytes(json.dumps(GOOD).encode() + b"\n\n" + line)
-    with pytest.raises(DatasetError, match="line 3: "):
+    with pytest.raises(DatasetError, match=r"^line 3 is "):
         read_chats(path)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("rank", 0),
-        ("rank", 2.5),
-        ("alpha", float("nan")),
-        ("max_steps", 0),
-        ("learning_rate", "fast"),
-        ("batch_size", True),
-        ("target_modules", "q_proj"),
-        ("target_modules", []),
-        ("dropout", 0.1),
-    ],
-)
-def test_a_wrong_hyperparameter_is_refused_by_name(field: str, value: Any) -> None:
-    with pytest.raises(JobError, match=rf"hyperparameters\.{field}"):
-        Hyperparameters.from_dict({field: value})
 
 
 @pytest.mark.parametrize(

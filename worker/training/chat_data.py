@@ -1,13 +1,12 @@
 """Chat JSONL to what a causal model trains on: token ids, and which of them are the answer's.
 
-A row is {"messages": [{"role", "content"}, …]}. The chat template of the base's tokenizer renders
+`contract.chat_rows` says what a row is. The chat template of the base's tokenizer renders
 it; only tokens that the assistant writes carry a loss. Templates rarely mark those themselves, so
 their spans are found by rendering the chat up to each assistant message.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,8 @@ from typing import Any
 import jinja2
 import torch
 
-MAX_ROWS = 100_000
-MAX_LINE_BYTES = 1 << 20
-ROLES = ("system", "user", "assistant")
+from contract.chat_rows import MAX_LINE_BYTES, Chat, Problem, read_rows
+
 #: Label of a token without a loss; the value PyTorch's and HF's losses skip.
 IGNORED = -100
 
@@ -35,48 +33,18 @@ class Example:
     is_truncated: bool
 
 
-def read_chats(path: Path) -> list[list[dict[str, str]]]:
-    """The `messages` of every row, blank lines left out.
-
-    Raises DatasetError, with the line's number, at the first row that is not a chat, when there
-    are more than MAX_ROWS rows or a line is longer than MAX_LINE_BYTES, and when there is no row.
-    """
-    chats: list[list[dict[str, str]]] = []
+def read_chats(path: Path) -> list[Chat]:
+    """Return the `messages` of every row. Raises DatasetError at the first row that is no chat."""
+    chats: list[Chat] = []
     with path.open("rb") as file:
-        number = 0
-        while line := file.readline(MAX_LINE_BYTES + 1):
-            number += 1
-            if len(line) > MAX_LINE_BYTES:
-                raise DatasetError(f"line {number}: longer than {MAX_LINE_BYTES} bytes")
-            if not line.strip():
-                continue
-            if len(chats) == MAX_ROWS:
-                raise DatasetError(f"line {number}: more than {MAX_ROWS} rows")
-            try:
-                chats.append(_messages(json.loads(line)))
-            except (ValueError, RecursionError) as error:
-                raise DatasetError(f"line {number}: {error}") from error
-    if not chats:
-        raise DatasetError("the dataset has no rows")
+        for row in read_rows(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b"")):
+            if isinstance(row, Problem):
+                raise DatasetError(str(row))
+            chats.append(row)
     return chats
 
 
-def _messages(row: Any) -> list[dict[str, str]]:
-    messages = row.get("messages") if isinstance(row, dict) else None
-    if not isinstance(messages, list) or not messages:
-        raise ValueError('expected an object with a list "messages"')
-    for index, message in enumerate(messages):
-        if not isinstance(message, dict) or message.get("role") not in ROLES:
-            raise ValueError(f"messages[{index}].role must be one of {', '.join(ROLES)}")
-        if not isinstance(message.get("content"), str):
-            raise ValueError(f"messages[{index}].content must be a string")
-    roles = [message["role"] for message in messages if message["role"] != "system"]
-    if not roles or roles[0] != "user" or "assistant" not in roles:
-        raise ValueError("messages must begin with the user and have an assistant message")
-    return [{"role": message["role"], "content": message["content"]} for message in messages]
-
-
-def assistant_spans(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[str, list[range]]:
+def assistant_spans(tokenizer: Any, messages: Chat) -> tuple[str, list[range]]:
     """The rendered chat, and the character ranges in it that the assistant writes.
 
     A range begins where generation would begin and includes the end-of-turn marker. Raises
@@ -98,7 +66,7 @@ def assistant_spans(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[str
     return text, spans
 
 
-def encode_chat(tokenizer: Any, messages: list[dict[str, str]], max_length: int) -> Example:
+def encode_chat(tokenizer: Any, messages: Chat, max_length: int) -> Example:
     """The chat's tokens, cut to `max_length`, with labels on the assistant's alone."""
     text, spans = assistant_spans(tokenizer, messages)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)

@@ -21,8 +21,8 @@ from transformers import (
     set_seed,
 )
 
+from contract.training import Hyperparameters, JobError, TrainJob
 from worker.training.chat_data import IGNORED, Example, collate
-from worker.training.job import Hyperparameters, JobError, TrainJob
 
 Emit = Callable[..., None]
 
@@ -57,7 +57,7 @@ def load_base(job: TrainJob) -> tuple[Any, Any]:
         torch.set_num_threads(job.num_threads)
     tokenizer = AutoTokenizer.from_pretrained(job.base_model_dir, local_files_only=True)
     if not tokenizer.chat_template or not tokenizer.is_fast:
-        raise JobError("base_model_dir: the tokenizer needs a chat template and a fast tokenizer")
+        raise JobError("base_model_dir", "the tokenizer needs a chat template and a fast tokenizer")
     model = AutoModelForCausalLM.from_pretrained(
         job.base_model_dir, dtype=training_dtype(), local_files_only=True
     )
@@ -69,8 +69,8 @@ def load_base(job: TrainJob) -> tuple[Any, Any]:
     for target in job.hyperparameters.target_modules:
         if target not in linears:
             raise JobError(
-                f"hyperparameters.target_modules: {target!r} is not one of "
-                f"{', '.join(sorted(linears))}"
+                "hyperparameters.target_modules",
+                f"{target!r} is not one of {', '.join(sorted(linears))}",
             )
     return model, tokenizer
 
@@ -130,8 +130,8 @@ class Progress(TrainerCallback):
         loss = float(logs["loss"])
         if not math.isfinite(loss):
             raise JobError(
-                f"the loss is not a number any more at step {state.global_step}: "
-                "lower hyperparameters.learning_rate"
+                "hyperparameters.learning_rate",
+                f"the loss is not a number any more at step {state.global_step}: lower it",
             )
         self.losses.append(loss)
         elapsed = time.monotonic() - self._started

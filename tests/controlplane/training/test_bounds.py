@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from typing import Any
 
@@ -19,7 +18,6 @@ from controlplane.training import dataset_checks, execution, picking, schedules,
 from controlplane.training.models import Schedule, TrainingRun
 from tests.controlplane.conftest import Party, as_key, assert_error
 from tests.controlplane.training.conftest import FAST, ROWS
-from worker.training.job import Hyperparameters
 
 RUNS = "/api/v1/training-runs"
 BODY = {"adapter": "greeter", "dataset": "chats", "hyperparameters": FAST}
@@ -159,10 +157,6 @@ class TestAdmission:
 
 
 class TestSize:
-    def test_what_is_left_out_is_the_trainers_default(self) -> None:
-        defaults = {field.name: field.default for field in dataclasses.fields(Hyperparameters)}
-        assert {name: defaults[name] for name in size.DEFAULTS} == size.DEFAULTS
-
     @pytest.mark.django_db(transaction=True)
     def test_steps_are_counted_as_the_trainer_counts_them(
         self, parties: tuple[Party, Party]

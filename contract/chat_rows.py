@@ -1,14 +1,15 @@
-"""The lint of chat JSONL: what is wrong with a dataset, line by line. Pure.
+"""Reads chat JSONL, and says what is wrong with it, line by line.
 
 A row is {"messages": [{"role": "system" | "user" | "assistant", "content": "…"}, …]}; the user
-speaks first and the assistant at least once. The trainer takes exactly what passes here.
+speaks first and the assistant at least once. What is uploaded and what is trained on
+obeys the same rules.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 MAX_ROWS = 100_000
@@ -20,6 +21,8 @@ _SHOWN_PROBLEMS = 5
 _NO_JSON = "is not JSON"
 _FORM = ' The file is JSONL, one chat a line: {"messages": [{"role": "user", "content": "…"}, …]}'
 ROLES = ("system", "user", "assistant")
+
+Chat = list[dict[str, str]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,61 +61,76 @@ def lint(content: bytes) -> Lint:
 
 
 def lint_lines(lines: Iterable[bytes]) -> Lint:
-    """As `lint`, of lines that need not all be in memory."""
+    """Do what `lint` does, with lines that need not all be in memory."""
     problems: list[Problem] = []
     num_rows = 0
-    for number, line in enumerate(lines, start=1):
-        if len(problems) >= MAX_PROBLEMS:
+    for row in read_rows(lines):
+        num_rows += 1
+        if isinstance(row, Problem):
+            problems.append(row)
+            if not row.line:
+                num_rows = 0
+        if len(problems) == MAX_PROBLEMS:
             break
+    return Lint(num_rows, problems)
+
+
+def read_rows(lines: Iterable[bytes]) -> Iterator[Chat | Problem]:
+    """Yield each row's messages, or what is wrong with the row; blank lines are left out.
+
+    Ends with a Problem after MAX_ROWS rows, and when there is no row at all.
+    """
+    num_rows = 0
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         num_rows += 1
         if num_rows > MAX_ROWS:
-            problems.append(Problem(number, "", f"is past the limit of {MAX_ROWS} rows"))
-            break
-        problem = _row_problem(line)
-        if problem is not None:
-            problems.append(Problem(number, *problem))
-    if num_rows == 0:
-        problems.append(Problem(0, "", "has no rows"))
-    return Lint(num_rows, problems)
+            yield Problem(number, "", f"is past the limit of {MAX_ROWS} rows")
+            return
+        try:
+            yield _chat(line)
+        except _Wrong as wrong:
+            yield Problem(number, *wrong.args)
+    if not num_rows:
+        yield Problem(0, "", "has no rows")
 
 
-def _row_problem(line: bytes) -> tuple[str, str] | None:
-    """The (field, message) of a row that is no chat."""
+class _Wrong(Exception):
+    """The row is no chat; its arguments are the field and the message."""
+
+
+def _chat(line: bytes) -> Chat:
     if len(line) > MAX_LINE_BYTES:
-        return "", f"is longer than {MAX_LINE_BYTES} bytes"
+        raise _Wrong("", f"is longer than {MAX_LINE_BYTES} bytes")
     try:
         row = json.loads(line)
     except RecursionError:
-        return "", "is nested too deeply"
+        raise _Wrong("", "is nested too deeply") from None
     except UnicodeDecodeError:
-        return "", f"{_NO_JSON}, which is text in UTF-8"
+        raise _Wrong("", f"{_NO_JSON}, which is text in UTF-8") from None
     except ValueError:
-        return "", _NO_JSON
+        raise _Wrong("", _NO_JSON) from None
     messages = row.get("messages") if isinstance(row, dict) else None
     if not isinstance(messages, list) or not messages:
-        return "messages", "must be a list of messages"
+        raise _Wrong("messages", "must be a list of messages")
     for index, message in enumerate(messages):
-        problem = _message_problem(message)
-        if problem is not None:
-            return f"messages[{index}]{problem[0]}", problem[1]
+        _check_message(f"messages[{index}]", message)
     roles = [message["role"] for message in messages if message["role"] != "system"]
     if not roles or roles[0] != "user":
-        return "messages", "must begin with the user's, after any of the system"
+        raise _Wrong("messages", "must begin with the user's, after any of the system")
     if "assistant" not in roles:
-        return "messages", "must have one of the assistant: it is what is learned"
-    return None
+        raise _Wrong("messages", "must have one of the assistant: it is what is learned")
+    return [{"role": message["role"], "content": message["content"]} for message in messages]
 
 
-def _message_problem(message: Any) -> tuple[str, str] | None:
+def _check_message(field: str, message: Any) -> None:
     if not isinstance(message, dict):
-        return "", "must be an object"
+        raise _Wrong(field, "must be an object")
     if message.get("role") not in ROLES:
-        return ".role", f"must be one of {', '.join(ROLES)}"
+        raise _Wrong(f"{field}.role", f"must be one of {', '.join(ROLES)}")
     content = message.get("content")
     if not isinstance(content, str):
-        return ".content", "must be a string"
+        raise _Wrong(f"{field}.content", "must be a string")
     if message["role"] == "assistant" and not content.strip():
-        return ".content", "must not be empty: it is what is learned"
-    return None
+        raise _Wrong(f"{field}.content", "must not be empty: it is what is learned")

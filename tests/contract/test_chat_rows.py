@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from controlplane.training.chat_rows import MAX_LINE_BYTES, MAX_PROBLEMS, lint
+from contract.chat_rows import MAX_LINE_BYTES, MAX_PROBLEMS, lint
 
 SYSTEM = {"role": "system", "content": "s"}
 USER = {"role": "user", "content": "u"}

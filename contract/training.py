@@ -1,0 +1,142 @@
+"""What a training is asked to do: as the API takes it, and as `python -m worker.train` reads it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MAX_JOB_BYTES = 1 << 20
+MAX_TARGETS = 16
+#: Name -> (whole numbers only, least, most).
+BOUNDS: dict[str, tuple[bool, float, float]] = {
+    "rank": (True, 1, 256),
+    "alpha": (False, 0.001, 4096),
+    "epochs": (False, 0.001, 100),
+    "max_steps": (True, 1, 1_000_000),
+    "batch_size": (True, 1, 256),
+    "learning_rate": (False, 1e-7, 1),
+    "warmup_steps": (True, 0, 10_000),
+    "max_length": (True, 8, 32_768),
+    "seed": (True, 0, 2**31 - 1),
+}
+_MODULE_NAME = re.compile(r"[A-Za-z0-9_]{1,64}", re.ASCII)
+
+
+class JobError(ValueError):
+    """A training job cannot be run as it is written: its `field` has this `problem`."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}")
+        self.field = field
+        self.problem = problem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hyperparameters:
+    """How to train. Raises JobError naming the first value that is wrong."""
+
+    rank: int = 16
+    alpha: float = 32.0
+    #: Names of linear layers inside the decoder layers.
+    target_modules: tuple[str, ...] = (
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+        *("gate_proj", "up_proj", "down_proj"),
+    )
+    epochs: float = 1.0
+    max_steps: int | None = None  # ends training early, or repeats the data to get there
+    batch_size: int = 8
+    learning_rate: float = 1e-3
+    warmup_steps: int = 5
+    max_length: int = 512  # tokens of a row; longer ones are cut
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in BOUNDS:
+            value = getattr(self, name)
+            if name != "max_steps" or value is not None:
+                _check_number(name, value)
+
+    @classmethod
+    def from_dict(cls, fields: Any) -> Hyperparameters:
+        """Return the hyperparameters of a JSON object; what it leaves out takes its default."""
+        if not isinstance(fields, dict):
+            raise JobError("hyperparameters", "must be an object")
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in fields:
+            if name not in known:
+                problem = f"is not a hyperparameter; there are: {', '.join(known)}"
+                raise JobError(f"hyperparameters.{name[:64]}", problem)
+        if "target_modules" not in fields:
+            return cls(**fields)
+        _check_targets(fields["target_modules"])
+        targets = tuple(sorted(set(fields["target_modules"])))
+        return cls(**{**fields, "target_modules": targets})
+
+
+def _check_number(name: str, value: Any) -> None:
+    is_whole, least, most = BOUNDS[name]
+    types: tuple[type, ...] = (int,) if is_whole else (int, float)
+    # Written so that NaN, which compares with nothing, is refused.
+    if type(value) not in types or not least <= value <= most:
+        kind = "a whole number" if is_whole else "a number"
+        problem = f"must be {kind} from {least:g} to {most:g}"
+        raise JobError(f"hyperparameters.{name}", problem)
+
+
+def _check_targets(value: Any) -> None:
+    field = "hyperparameters.target_modules"
+    if not isinstance(value, list) or not 1 <= len(value) <= MAX_TARGETS:
+        raise JobError(field, f"must be a list of 1 to {MAX_TARGETS} layer names")
+    for index, name in enumerate(value):
+        if not isinstance(name, str) or not _MODULE_NAME.fullmatch(name):
+            raise JobError(f"{field}.{index}", "must be the name of a linear layer")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainJob:
+    """What to train, from what, to where: the content of JOB.json."""
+
+    base_model_dir: Path
+    dataset: Path
+    output_dir: Path
+    hyperparameters: Hyperparameters
+    num_threads: int | None = None
+
+    def write(self, path: Path) -> None:
+        """Write the job where `read` finds it."""
+        path.write_text(json.dumps(dataclasses.asdict(self), default=lambda of: str(of.resolve())))
+
+    @classmethod
+    def read(cls, path: Path) -> TrainJob:
+        """Return the job in a file. Raises JobError when it is not one."""
+        try:
+            with path.open("rb") as file:
+                fields = json.loads(file.read(MAX_JOB_BYTES))
+        except (OSError, ValueError, RecursionError) as error:
+            raise JobError("the job file", f"cannot be read: {error}") from error
+        if not isinstance(fields, dict):
+            raise JobError("the job", "must be an object")
+        for name in ("base_model_dir", "dataset", "output_dir"):
+            if not isinstance(fields.get(name), str) or not fields[name]:
+                raise JobError(name, "must be a path")
+        num_threads = fields.get("num_threads")
+        if num_threads is not None and (type(num_threads) is not int or num_threads < 1):
+            raise JobError("num_threads", "must be a positive number")
+        job = cls(
+            base_model_dir=Path(fields["base_model_dir"]),
+            dataset=Path(fields["dataset"]),
+            output_dir=Path(fields["output_dir"]),
+            hyperparameters=Hyperparameters.from_dict(fields.get("hyperparameters", {})),
+            num_threads=num_threads,
+        )
+        if not (job.base_model_dir / "config.json").is_file():
+            raise JobError("base_model_dir", "there is no model there")
+        if not job.dataset.is_file():
+            raise JobError("dataset", "there is no such file")
+        if job.output_dir.exists():
+            raise JobError("output_dir", "it exists already")
+        return job

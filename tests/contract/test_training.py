@@ -1,0 +1,58 @@
+"""What a training may be asked for, and its way from one process to the other."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contract.training import BOUNDS, Hyperparameters, JobError, TrainJob
+
+
+def test_each_number_has_its_bounds() -> None:
+    fields = {field.name for field in dataclasses.fields(Hyperparameters)}
+    assert fields == {*BOUNDS, "target_modules"}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_numbers_within_their_bounds_are_taken_and_no_others(name: str) -> None:
+    is_whole, least, most = BOUNDS[name]
+    for value in (least, most):
+        assert getattr(Hyperparameters.from_dict({name: value}), name) == value
+    step = 1 if is_whole else least / 1000
+    wrong: list[Any] = [least - step, most + 1, "1", True, float("nan"), []]
+    wrong += [least + 0.5] if is_whole else []
+    wrong += [None] if name != "max_steps" else []  # as if it were left out
+    for value in wrong:
+        with pytest.raises(JobError, match=f"^hyperparameters.{name}: must be a ") as caught:
+            Hyperparameters.from_dict({name: value})
+        assert caught.value.field == f"hyperparameters.{name}"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("learning_rate", "fast"),
+        ("target_modules", "q_proj"),
+        ("target_modules", []),
+        ("dropout", 0.1),
+    ],
+)
+def test_a_wrong_hyperparameter_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(JobError, match=rf"hyperparameters\.{field}"):
+        Hyperparameters.from_dict({field: value})
+
+
+def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    job = TrainJob(
+        base_model_dir=tmp_path,
+        dataset=tmp_path / "config.json",
+        output_dir=tmp_path / "out",
+        hyperparameters=Hyperparameters(rank=3, target_modules=("a", "b"), max_steps=None),
+        num_threads=2,
+    )
+    job.write(tmp_path / "job.json")
+    assert TrainJob.read(tmp_path / "job.json") == job
