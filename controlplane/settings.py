@@ -6,6 +6,7 @@ from pathlib import Path
 import dj_database_url
 from django.core.exceptions import ImproperlyConfigured
 
+from contract.child_environment import child_environment
 from controlplane.infra.mail import email_settings
 
 BASE_DIR = Path(__file__).resolve().parent.parent
@@ -316,22 +317,8 @@ S3_SECRET_ACCESS_KEY = env("S3_SECRET_ACCESS_KEY")
 S3_BUCKET = env("S3_BUCKET", "lorikeet")
 S3_REGION = env("S3_REGION", "us-east-1")
 
-#: What a training child gets of this process's environment: none of the variables above. A worker's
-#: children get the same: `worker.config`.
-CHILD_VARIABLES = (
-    *("PATH", "HOME", "USER", "LOGNAME", "LANG", "TZ", "TMPDIR", "VIRTUAL_ENV"),
-    *("LD_LIBRARY_PATH", "XDG_CACHE_HOME", "PYTHONPATH", "PYTHONHOME", "PYTHONUNBUFFERED"),
-    *("PYTHONDONTWRITEBYTECODE", "CC"),
-)
-CHILD_PREFIXES = (
-    *("LC_", "OMP_", "MKL_", "KMP_", "CUDA_", "NVIDIA_", "NCCL_"),
-    *("TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "TRITON_"),
-)
-TRAINER_ENVIRONMENT = {
-    name: value
-    for name, value in os.environ.items()
-    if name in CHILD_VARIABLES or name.startswith(CHILD_PREFIXES)
-}
+#: What a training child gets of this process's environment: none of the variables above.
+TRAINER_ENVIRONMENT = child_environment(os.environ)
 
 #: Parent of the base models' folders, and scratch space; only training tasks use them.
 BASE_MODEL_DIR = Path(env("LORIKEET_BASE_MODEL_DIR", str(BASE_DIR / ".cache" / "base")))

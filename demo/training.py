@@ -10,21 +10,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from contract.child_environment import child_environment
 from demo.data.jobs import HYPERPARAMETERS
 from demo.errors import StepFailed
 from demo.processes import kill_tree, log_tail
 from demo.screen import Report
 from demo.seed import ROOT
-from worker.config import CHILD_PREFIXES, CHILD_VARIABLES
-
-
-def without_secrets(env: Mapping[str, str]) -> dict[str, str]:
-    """What a child may know of the environment."""
-    return {
-        name: value
-        for name, value in env.items()
-        if name in CHILD_VARIABLES or name.startswith(CHILD_PREFIXES)
-    }
 
 
 def train(
@@ -52,7 +43,7 @@ def train(
         process = subprocess.Popen(
             [sys.executable, "-m", "worker.train", str(job)],
             cwd=ROOT,
-            env=without_secrets(env),
+            env=child_environment(env),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=stderr,

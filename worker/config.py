@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from contract.child_environment import child_environment
 from worker.base_model import MANIFEST
 
 
@@ -112,24 +113,10 @@ def let_threads_sleep() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-#: What a worker's children get of its environment: the passwords of Redis and S3 are not in it, nor
-#: what else the same file may set. The same as `controlplane.settings` leaves to training children.
-CHILD_VARIABLES = (
-    *("PATH", "HOME", "USER", "LOGNAME", "LANG", "TZ", "TMPDIR", "VIRTUAL_ENV"),
-    *("LD_LIBRARY_PATH", "XDG_CACHE_HOME", "PYTHONPATH", "PYTHONHOME", "PYTHONUNBUFFERED"),
-    *("PYTHONDONTWRITEBYTECODE", "CC"),
-)
-CHILD_PREFIXES = (
-    *("LC_", "OMP_", "MKL_", "KMP_", "CUDA_", "NVIDIA_", "NCCL_"),
-    *("TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "TRITON_"),
-)
-
-
 def drop_environment() -> None:
     """Forget all variables that children must not inherit; after the configuration was read."""
-    for name in list(os.environ):
-        if name not in CHILD_VARIABLES and not name.startswith(CHILD_PREFIXES):
-            del os.environ[name]
+    for name in os.environ.keys() - child_environment(os.environ):
+        del os.environ[name]
 
 
 class _Reader:

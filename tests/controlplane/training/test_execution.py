@@ -15,11 +15,11 @@ from typing import Any
 
 import psutil
 import pytest
-from django.conf import settings
 from django.db import OperationalError, connection
 from django.db.models import RestrictedError
 from django.utils import timezone
 
+from contract import child_environment
 from controlplane.adapters import services as adapter_services
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
 from controlplane.adapters.resolution import model_resolve
@@ -29,7 +29,6 @@ from controlplane.training import execution, lease, services, tasks
 from controlplane.training.models import Dataset, Schedule, TrainingRun
 from tests.controlplane.conftest import Party
 from tests.controlplane.training.conftest import FAST
-from worker import config as worker_config
 
 pytestmark = pytest.mark.django_db(transaction=True)
 PAST = dt.timedelta(seconds=-1)
@@ -477,14 +476,9 @@ def test_the_trainer_gets_no_secret(endless: TrainingRun) -> None:
     names = {entry.partition(b"=")[0].decode() for entry in content.split(b"\0") if entry}
     services.training_run_cancel(run=endless)
     thread.join(60)
-    allowed = (*settings.CHILD_PREFIXES, *settings.CHILD_VARIABLES)
+    allowed = (*child_environment.PREFIXES, *child_environment.VARIABLES)
     assert "PATH" in names and all(name.startswith(allowed) for name in names), names
     assert not any(os.environ[name].encode() in content for name in secrets)
-
-
-def test_workers_and_trainers_leave_the_same_to_their_children() -> None:
-    assert settings.CHILD_VARIABLES == worker_config.CHILD_VARIABLES
-    assert settings.CHILD_PREFIXES == worker_config.CHILD_PREFIXES
 
 
 def test_an_unknown_run_does_nothing(in_acme: Party) -> None:
