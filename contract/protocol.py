@@ -11,7 +11,7 @@ Redis keys, all of one worker pool `{p}` (the braces keep a pool on one cluster 
     job:{p}:<request id>    hash    gateway         where a request stands, see below; expires
     q:{p}:<base model>…     …       gateway         what waits: `contract.queue.fair_queue`
     in:{p}:<worker>         stream  worker          what it pulled and has not ended; group "w"
-    ctl:{p}:<worker>        stream  gateway, ops    ControlMessage: cancel, drain, poke
+    ctl:{p}:<worker>        stream  gateway, ops    ControlMessage: cancel, drain, "poke" (wake)
     out:<gateway>           stream  worker          packed TokenEvents, one entry per flush
     done:{p}                stream  worker          DoneRecord; group "acct", drained to Postgres
     wk:{p}                  zset    worker          worker id -> time of its last heartbeat
@@ -144,7 +144,7 @@ class FinishReason(enum.StrEnum):
 class Control(enum.StrEnum):
     CANCEL = "cancel"
     DRAIN = "drain"
-    POKE = "poke"  # there is something to pull
+    WAKE = "poke"  # there is something to pull; the word of older versions
 
 
 #: Message class -> field name -> default.

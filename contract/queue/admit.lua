@@ -129,6 +129,6 @@ redis.call('HSET', job, 'state', 'queued', 'lease', 0, 'seq', 0, 'gateway', ARGV
 redis.call('EXPIRE', job, ARGV[9])
 redis.call('SADD', 'qs:{' .. pool .. '}', q)
 enqueue(q, class, tenant, item, output, 'RPUSH')
-poke(pool, q)
+wake(pool, q)
 local r, t = tightest.requests or {0, 0, '0'}, tightest.tokens or {0, 0, '0'}
 return {'ok', r[1], r[2], r[3], t[1], t[2], t[3], soft}

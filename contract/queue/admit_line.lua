@@ -1,5 +1,5 @@
 -- Do what `admit` does, for a line of a batch.
--- KEYS job, flights | ARGV fence, line, flight, those of `admit` …
+-- KEYS job, pending lines | ARGV fence, line, its record, those of `admit` …
 -- -> that of `admit`, or fenced
 local function admit(KEYS, ARGV)
 --#include admit

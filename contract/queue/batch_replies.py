@@ -38,5 +38,5 @@ def out_ttl_s(gateway_id: str) -> int:
     return MAILBOX_TTL_S if is_mailbox(gateway_id) else OUT_STREAM_TTL_S
 
 
-def flights_key(pool: str, batch_id: str) -> str:
+def pending_lines_key(pool: str, batch_id: str) -> str:
     return f"fly:{{{pool}}}:{batch_id}"

@@ -1,5 +1,5 @@
 -- Remove the answers of a batch that has ended.
--- KEYS flights, out | ARGV fence
+-- KEYS pending lines, out | ARGV fence
 -- The fence stays: of the runners that were given up one may still wake.
 local fence = redis.call('HGET', KEYS[1], 'fence')
 if fence and tonumber(fence) > tonumber(ARGV[1]) then return end

@@ -16,7 +16,7 @@ local function enqueue(q, class, tenant, item, tokens, side)
   redis.call('ZADD', active, floor, tenant)
 end
 
-local function poke(pool, q)
+local function wake(pool, q)
   for _ = 1, 3 do
     local worker = redis.call('ZPOPMAX', q .. ':idle')[1]
     if not worker then return end

@@ -1,5 +1,5 @@
 -- Open the stream of a batch's answers for the runner that holds the fence.
--- KEYS flights | ARGV fence -> the hash; nothing when a later runner has it
+-- KEYS pending lines | ARGV fence -> the hash; nothing when a later runner has it
 local fence = redis.call('HGET', KEYS[1], 'fence')
 if fence and tonumber(fence) > tonumber(ARGV[1]) then return {} end
 redis.call('HSET', KEYS[1], 'fence', ARGV[1])

@@ -5,8 +5,8 @@
 redis.replicate_commands()
 --#include finish
 
--- Given up: its job is kept for people to see, and its adapters are not served any more.
-local function bury(job, done)
+-- Give a request up: keep its job for people to see, and serve its adapters no more.
+local function dead_letter(job, done)
   local pool = string.match(done, '{(.*)}')
   local m, worker, item = unpack(redis.call('HMGET', job, 'm', 'worker', 'item'))
   if not m then return end
@@ -38,7 +38,7 @@ for i = 4, #KEYS do
       redis.call('XDEL', KEYS[3], ARGV[at + 8])
       finish(job, string.match(job, '}:(.*)$'), tonumber(ARGV[at + 5]), tonumber(ARGV[at + 4]))
       if tonumber(redis.call('HGET', job, 'attempt') or 0) > {MAX_ATTEMPTS} then
-        bury(job, KEYS[2])
+        dead_letter(job, KEYS[2])
       end
       -- For who comes late. Redis packs a new hash of so little; the old one it would not.
       local tenant, attempt = unpack(redis.call('HMGET', job, 'tenant', 'attempt'))

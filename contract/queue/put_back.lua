@@ -13,5 +13,5 @@ local function put_back(pool, job, inbox, entry, group)
   end
   enqueue(q, class, tenant, item, tokens, 'LPUSH')
   redis.call('ZINCRBY', q .. ':' .. class, -(tonumber(charged) or 0), tenant)
-  poke(pool, q)
+  wake(pool, q)
 end

@@ -71,7 +71,7 @@ class BatchReplyStream:
         self._redis = redis
         self._batch_id = batch_id
         self._fence = fence
-        self._key = batch_replies.flights_key(pool, batch_id.hex)
+        self._key = batch_replies.pending_lines_key(pool, batch_id.hex)
         self._attempts: dict[int, int] = {}
         self._under_way: set[int] = set()
         self._lines: dict[str, int] = {}  # request id -> line, of the attempts that count

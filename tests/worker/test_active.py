@@ -17,7 +17,7 @@ from worker.serving import active_request
 from worker.serving.active_request import ActiveRequest
 from worker.serving.engine_commands import Prompt
 from worker.serving.requests import Requests
-from worker.serving.streams import News
+from worker.serving.streams import EventUpdate
 from worker.text.codec import TextCodec
 
 
@@ -40,7 +40,7 @@ def make_request(codec: TextCodec, *, stream: bool = True, **fields: Any) -> Act
     return ActiveRequest(job, entry_id=b"1-0", lease=3, worker_id="w", codec=codec, now=100.5)
 
 
-def news_of(request: ActiveRequest) -> News:
+def news_of(request: ActiveRequest) -> EventUpdate:
     """The one piece of news that there is."""
     (news,) = request.take_news()
     return news

@@ -76,13 +76,13 @@ def end(request: ActiveRequest, codec: TextCodec, said: str, reason: str = "stop
 async def look(request: ActiveRequest) -> None:
     check = set_up()
 
-    class Grammars:
+    class GrammarService:
         async def problem_of(self, schema: str, answer: str, tenant_id: str) -> str | None:
             assert tenant_id == request.job.tenant_id
             return check(schema, answer)
 
     requests = Requests.__new__(Requests)
-    requests.grammars = Grammars()  # type: ignore[assignment]  # its process, without one
+    requests.grammars = GrammarService()  # type: ignore[assignment]  # its process, without one
     for choice in request.unchecked:
         await requests._check(choice, request.job)
     request.conclude(200.0)

@@ -227,22 +227,22 @@ async def test_what_the_engine_may_have_died_of_is_counted(queue: Pool, streams:
     for attempt in (1, 2):
         (pulled,) = await streams.pull("b", 1)
         assert pulled.dispatch.attempt == attempt
-        await streams.hand_back(
+        await streams.requeue(
             job.request_id, pulled.dispatch.lease, pulled.entry_id, is_suspect=True
         )
         assert queue.inbox_length() == 0
     (pulled,) = await streams.pull("b", 1)
-    await streams.hand_back(job.request_id, pulled.dispatch.lease, pulled.entry_id)
+    await streams.requeue(job.request_id, pulled.dispatch.lease, pulled.entry_id)
     assert queue.job_hash()[b"attempt"] == b"2", "it was not in the engine that time"
 
 
-async def test_a_request_that_is_convicted_is_a_dead_letter(queue: Pool, streams: Streams) -> None:
+async def test_a_request_marked_as_poison_is_a_dead_letter(queue: Pool, streams: Streams) -> None:
     queue.submit()
     entry_id, lease = await take(streams)
-    await streams.convict("r1", lease - 1)
+    await streams.mark_poison("r1", lease - 1)
     assert queue.job_hash()[b"attempt"] == b"1", "by who holds no lease of it"
     for _ in range(2):  # a reply may get lost
-        await streams.convict("r1", lease)
+        await streams.mark_poison("r1", lease)
     news = make_news(entry_id, lease=lease, ends=True)
     assert await streams.publish(f"g-{queue.name}", [news]) == []
     (letter,) = queue.client.xrange(protocol.dead_letter_key(queue.name))

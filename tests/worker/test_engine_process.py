@@ -20,13 +20,13 @@ from engine.request import AdapterPart, FinishReason, Request, SamplingParams
 from tests.fakes import FakeEngine
 from tests.messages import make_job
 from worker.engine_process.channel import Cancel, Register, StepReport, Unregister
-from worker.engine_process.process import EngineLoop, to_engine_error
+from worker.engine_process.process import EngineProcess, to_engine_error
 from worker.serving.engine_commands import Prompt, to_requests
 
 
 @dataclasses.dataclass
 class Rig:
-    loop: EngineLoop
+    loop: EngineProcess
     ours: Connection
 
     def turn(self, *commands: object) -> StepReport:
@@ -41,7 +41,7 @@ class Rig:
 @pytest.fixture
 def rig() -> Iterator[Rig]:
     ours, theirs = Pipe()
-    yield Rig(EngineLoop(FakeEngine(), theirs), ours)
+    yield Rig(EngineProcess(FakeEngine(), theirs), ours)
     ours.close()
     theirs.close()
 
@@ -195,7 +195,7 @@ def test_grammars_are_prepared_when_the_engine_is_ready(error: Exception | None)
     asked = threading.Event()
     preparing: Future[None] = Future()
     with ThreadPoolExecutor() as threads:
-        running = threads.submit(EngineLoop(Engine(), theirs).run)
+        running = threads.submit(EngineProcess(Engine(), theirs).run)
         assert asked.wait(10)
         assert ours.recv().stats is not None
         ours.send([add("before")])

@@ -18,11 +18,11 @@ from engine.grammar_text import Grammar, GrammarKind
 from engine.request import Request, SamplingParams
 from tests.tiny_base import write_tiny_base
 from worker.errors import Refused
-from worker.grammar import killable_process as killable_module
+from worker.grammar import sandbox_process as sandbox_module
 from worker.grammar import service as grammars_module
 from worker.grammar.answer_check import set_up
-from worker.grammar.killable_process import Done, Helper, HelperLost
-from worker.grammar.service import Grammars
+from worker.grammar.sandbox_process import Done, SandboxLost, SandboxProcess
+from worker.grammar.service import GrammarService
 
 BOMB = json.dumps({"type": "integer", "multipleOf": 10_000_019})
 SMALL = json.dumps({"type": "integer", "minimum": 3})
@@ -34,8 +34,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-async def grammars(tiny: Path) -> AsyncIterator[Grammars]:
-    made = Grammars(tiny)
+async def grammars(tiny: Path) -> AsyncIterator[GrammarService]:
+    made = GrammarService(tiny)
     yield made
     made.stop()
 
@@ -45,13 +45,13 @@ def add(tenant: str = "t", **grammar: str) -> Request:
     return Request(request_id="r", tenant_id=tenant, token_ids=[1], sampling=sampling, **grammar)
 
 
-async def refusal(grammars: Grammars, request: Request) -> Refused:
+async def refusal(grammars: GrammarService, request: Request) -> Refused:
     with pytest.raises(Refused) as caught:
         await grammars.admit(request)
     return caught.value
 
 
-async def test_a_bomb_ends_alone_and_is_not_tried_twice(grammars: Grammars) -> None:
+async def test_a_bomb_ends_alone_and_is_not_tried_twice(grammars: GrammarService) -> None:
     await grammars.start()
     bomb = asyncio.create_task(refusal(grammars, add("bomber", json_schema=BOMB)))
     await asyncio.sleep(0.1)
@@ -76,7 +76,7 @@ async def test_a_bomb_ends_alone_and_is_not_tried_twice(grammars: Grammars) -> N
     ids=["impossible", "unknown keyword", "no JSON", "regex", "lark"],
 )
 async def test_what_the_decoder_refuses(
-    grammars: Grammars, grammar: dict[str, str], problem: str
+    grammars: GrammarService, grammar: dict[str, str], problem: str
 ) -> None:
     refused = await refusal(grammars, add(**grammar))
     assert refused.code == ErrorCode.INVALID_RESPONSE_FORMAT
@@ -85,7 +85,7 @@ async def test_what_the_decoder_refuses(
 
 
 async def test_what_one_tenant_compiled_is_new_to_another(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+    grammars: GrammarService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also while the other waits for it: else the time would tell what another tenant uses."""
     tried: list[str] = []
@@ -104,7 +104,9 @@ async def test_what_one_tenant_compiled_is_new_to_another(
     assert tried == ["x"] * 3
 
 
-async def test_tenants_take_turns(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tenants_take_turns(
+    grammars: GrammarService, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One tenant's many grammars put off another's by one of them at most."""
     order: list[str] = []
 
@@ -122,7 +124,7 @@ async def test_tenants_take_turns(grammars: Grammars, monkeypatch: pytest.Monkey
 
 
 async def test_a_tenants_time_for_new_grammars_is_bounded(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+    grammars: GrammarService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammars_module, "QUOTA_S", 0.05)
     monkeypatch.setattr(grammars_module, "QUOTA_WINDOW_S", 1.0)
@@ -140,7 +142,7 @@ async def test_a_tenants_time_for_new_grammars_is_bounded(
 
 
 async def test_many_who_want_the_same_wait_for_one_trial(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+    grammars: GrammarService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[Any] = []
 
@@ -191,7 +193,7 @@ def test_finished_answers_are_checked(
     assert found is None if problem is None else problem in (found or "")
 
 
-async def test_a_check_that_takes_long_is_given_up(grammars: Grammars) -> None:
+async def test_a_check_that_takes_long_is_given_up(grammars: GrammarService) -> None:
     part: dict[str, Any] = {"type": "array", "items": {"$ref": "#/$defs/n30"}}
     defs: dict[str, Any] = {"n0": {"type": "string"}}
     for i in range(1, 31):
@@ -203,7 +205,7 @@ async def test_a_check_that_takes_long_is_given_up(grammars: Grammars) -> None:
     assert await grammars.problem_of(SMALL, "5", "t") is None
 
 
-async def test_a_deep_answer_is_checked(grammars: Grammars) -> None:
+async def test_a_deep_answer_is_checked(grammars: GrammarService) -> None:
     inner = {"anyOf": [{"$ref": "#"}, {"type": "null"}]}
     schema = json.dumps({"type": "object", "properties": {"a": inner}, "required": ["a"]})
     deep, deeper = ('{"a":' * depth + "%s" + "}" * depth for depth in (1000, 5000))
@@ -214,7 +216,7 @@ async def test_a_deep_answer_is_checked(grammars: Grammars) -> None:
 
 
 async def test_a_check_on_a_machine_that_gives_it_no_time_is_not_given_up(
-    grammars: Grammars,
+    grammars: GrammarService,
 ) -> None:
     """What counts is what the check costs, not how long its process waits for a processor."""
     await grammars.start()
@@ -228,7 +230,7 @@ async def test_a_check_on_a_machine_that_gives_it_no_time_is_not_given_up(
 
 
 async def test_a_trial_on_a_machine_that_gives_it_no_time_costs_its_tenant_nothing(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+    grammars: GrammarService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammars_module, "QUOTA_S", 1.0)
     await grammars.start()
@@ -242,12 +244,12 @@ async def test_a_trial_on_a_machine_that_gives_it_no_time_costs_its_tenant_nothi
 
 
 async def test_a_helper_that_is_frozen_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(killable_module, "FROZEN_S", 0.3)
-    helper = Helper("eater", _eats, 1, memory_bytes=64 << 20)
+    monkeypatch.setattr(sandbox_module, "FROZEN_S", 0.3)
+    helper = SandboxProcess("eater", _eats, 1, memory_bytes=64 << 20)
     try:
         await helper.start()
         os.kill(helper._process.pid, signal.SIGSTOP)
-        with pytest.raises(HelperLost, match="too little time") as caught:
+        with pytest.raises(SandboxLost, match="too little time") as caught:
             await helper.call(1, cpu_s=10)
         assert caught.value.cpu_s < 0.01
         monkeypatch.undo()
@@ -269,11 +271,11 @@ def _turns_set_up() -> Any:
 async def test_what_was_all_but_frozen_counts_with_the_time_it_had(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(killable_module, "FROZEN_S", 1.0)
-    helper = Helper("turner", _turns_set_up, memory_bytes=64 << 20)
+    monkeypatch.setattr(sandbox_module, "FROZEN_S", 1.0)
+    helper = SandboxProcess("turner", _turns_set_up, memory_bytes=64 << 20)
     try:
         await helper.start()
-        with pytest.raises(HelperLost, match="too little time") as caught:
+        with pytest.raises(SandboxLost, match="too little time") as caught:
             await helper.call(10**12, cpu_s=30)
         assert 0.0 < caught.value.cpu_s < 2
     finally:
@@ -282,9 +284,9 @@ async def test_what_was_all_but_frozen_counts_with_the_time_it_had(
 
 @pytest.mark.parametrize("count", [10**12, 0], ids=["in Python", "in C"])
 async def test_processor_time_runs_out_wherever_it_is_spent(count: int) -> None:
-    helper = Helper("turner", _turns_set_up, memory_bytes=1 << 40)
+    helper = SandboxProcess("turner", _turns_set_up, memory_bytes=1 << 40)
     try:
-        with pytest.raises(HelperLost, match=r"longer than 0.2 s of processor time") as caught:
+        with pytest.raises(SandboxLost, match=r"longer than 0.2 s of processor time") as caught:
             await helper.call(count, cpu_s=0.2)
         assert caught.value.cpu_s == 0.2
     finally:
@@ -292,7 +294,7 @@ async def test_processor_time_runs_out_wherever_it_is_spent(count: int) -> None:
 
 
 async def test_each_job_has_its_own_processor_time() -> None:
-    helper = Helper("counter", _counts_set_up, memory_bytes=64 << 20)
+    helper = SandboxProcess("counter", _counts_set_up, memory_bytes=64 << 20)
     try:
         first = await helper.call(0.3, cpu_s=0.5)
         second = await helper.call(0.3, cpu_s=0.5)
@@ -314,7 +316,7 @@ def _counts_set_up() -> Any:
 
 
 async def test_tenants_take_turns_at_checks(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+    grammars: GrammarService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
 
@@ -332,7 +334,7 @@ async def test_tenants_take_turns_at_checks(
 
 
 async def test_what_was_given_up_is_tried_again_later(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+    grammars: GrammarService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may have met a frozen machine."""
     monkeypatch.setattr(grammars_module, "RETRY_S", 0.2)
@@ -340,7 +342,7 @@ async def test_what_was_given_up_is_tried_again_later(
 
     async def call(*job: str, cpu_s: float) -> Done:
         if is_busy:
-            raise HelperLost("the machine gave it too little time")
+            raise SandboxLost("the machine gave it too little time")
         return Done(None, 0.0)
 
     monkeypatch.setattr(grammars._trial, "call", call)
@@ -356,7 +358,7 @@ async def test_what_was_given_up_is_tried_again_later(
 
 
 async def test_who_waits_for_a_helper_that_cannot_be_started_is_told(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+    grammars: GrammarService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_memory(self: Any) -> None:
         raise OSError("Cannot allocate memory")
@@ -367,7 +369,7 @@ async def test_who_waits_for_a_helper_that_cannot_be_started_is_told(
 
 
 async def test_who_waits_for_a_trial_that_fails_unforeseen_is_told(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+    grammars: GrammarService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_file() -> None:
         raise OSError("Too many open files")
@@ -385,10 +387,10 @@ def _eats(num_bytes: int) -> Any:
 
 
 async def test_a_helper_that_needs_too_much_memory_is_replaced() -> None:
-    helper = Helper("eater", _eats, 1 << 20, memory_bytes=64 << 20)
+    helper = SandboxProcess("eater", _eats, 1 << 20, memory_bytes=64 << 20)
     try:
         assert (await helper.call(8, cpu_s=10)).value == 8 << 20
-        with pytest.raises(HelperLost, match="memory"):
+        with pytest.raises(SandboxLost, match="memory"):
             await helper.call(256, cpu_s=10)
         assert (await helper.call(8, cpu_s=10)).value == 8 << 20
     finally:
@@ -404,10 +406,10 @@ def _fails_set_up() -> Any:
 
 
 async def test_a_job_that_fails_costs_the_next_no_process() -> None:
-    helper = Helper("failing", _fails_set_up, memory_bytes=64 << 20)
+    helper = SandboxProcess("failing", _fails_set_up, memory_bytes=64 << 20)
     try:
         before = (await helper.call(1, cpu_s=10)).value
-        with pytest.raises(HelperLost, match="ZeroDivisionError"):
+        with pytest.raises(SandboxLost, match="ZeroDivisionError"):
             await helper.call(0, cpu_s=10)
         assert (await helper.call(1, cpu_s=10)).value == before
     finally:
@@ -415,7 +417,7 @@ async def test_a_job_that_fails_costs_the_next_no_process() -> None:
 
 
 async def test_a_cancelled_job_leaves_no_answer_behind() -> None:
-    helper = Helper("eater", _eats, 1, memory_bytes=1 << 30)
+    helper = SandboxProcess("eater", _eats, 1, memory_bytes=1 << 30)
     try:
         job = asyncio.create_task(helper.call(500_000_000, cpu_s=10))
         await asyncio.sleep(0.01)

@@ -24,7 +24,7 @@ from controlplane.limits.admit import ADMIT, CANCEL
 from demo.stack import EmbeddedStack
 from tests.messages import make_heartbeat, make_job
 from worker.serving.requests import MAX_ACTIVE
-from worker.serving.streams import MAX_ENTRY_BYTES, Dispatch, News, Streams
+from worker.serving.streams import MAX_ENTRY_BYTES, Dispatch, EventUpdate, Streams
 
 WORKER = "w1"
 
@@ -87,7 +87,7 @@ def make_news(
     text: str = "a",
     request_id: str = "r1",
     ends: bool = False,
-) -> News:
+) -> EventUpdate:
     event = TokenEvent(
         request_id=request_id,
         lease=lease,
@@ -116,7 +116,7 @@ def make_news(
         first_token_ms=None,
         total_ms=0.0,
     )
-    return News(
+    return EventUpdate(
         event=event,
         entry_id=entry_id,
         emitted=seq + 1,
@@ -256,7 +256,7 @@ async def test_a_request_handed_back_is_not_counted_as_a_crash(
     pool.submit()
     entry_id, lease = await take(streams)
     for _ in range(2):  # repeated after a lost reply
-        await streams.hand_back("r1", lease, entry_id)
+        await streams.requeue("r1", lease, entry_id)
     assert pool.inbox_length() == 0
     news = make_news(entry_id, lease=lease, ends=True)
     assert await streams.publish(f"g-{pool.name}", [news]) == [news], "it is another's to tell of"
@@ -299,7 +299,7 @@ async def test_an_entry_that_is_no_job_becomes_a_dead_letter(pool: Pool, streams
     pool.submit()
     pool.client.hset(protocol.job_key(pool.name, "r1"), "m", b"\xff")
     (pulled,) = await streams.pull("b", 10)
-    await streams.bury(pulled.entry_id, pulled.payload, "no JSON")
+    await streams.dead_letter(pulled.entry_id, pulled.payload, "no JSON")
     assert pool.inbox_length() == 0
     ((_, letter),) = pool.client.xrange(protocol.dead_letter_key(pool.name))
     assert (letter[b"m"], letter[b"reason"]) == (b"\xff", b"no JSON")

@@ -83,7 +83,7 @@ def main(connection: Connection, config: WorkerConfig, engine_factory: EngineFac
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the IO process, which drains
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s", level="INFO")
-    loop = EngineLoop(engine_factory(config), connection)
+    loop = EngineProcess(engine_factory(config), connection)
     # What lives as long as the process is not walked again and again: with an engine loaded a
     # full collection took 7 to 17 ms in the middle of a step (docs/performance.md).
     gc.collect()
@@ -94,7 +94,7 @@ def main(connection: Connection, config: WorkerConfig, engine_factory: EngineFac
         log.info("the IO process is gone")
 
 
-class EngineLoop:
+class EngineProcess:
     """Drives one engine from one pipe. Owns the adapters' failures; the engine owns the rest."""
 
     def __init__(self, engine: EngineLike, connection: Connection) -> None:

@@ -8,7 +8,7 @@ from collections import OrderedDict, deque
 from collections.abc import AsyncIterator
 
 
-class Turns:
+class FairLock:
     """Hands out one turn at a time, to the tenants that wait for one in rotation."""
 
     def __init__(self) -> None:

@@ -26,8 +26,8 @@ from engine.grammar_text import Grammar
 from engine.request import Request
 from worker.errors import Refused
 from worker.grammar import trial
-from worker.grammar.fair_lock import Turns
-from worker.grammar.killable_process import Helper, HelperLost
+from worker.grammar.fair_lock import FairLock
+from worker.grammar.sandbox_process import SandboxLost, SandboxProcess
 
 log = logging.getLogger(__name__)
 
@@ -55,21 +55,21 @@ class _Verdict(NamedTuple):
     until: float
 
 
-class Grammars:
+class GrammarService:
     """Owns the two helper processes of a worker, and remembers what they found."""
 
     def __init__(self, model_dir: Path) -> None:
-        self._trial = Helper(
+        self._trial = SandboxProcess(
             "grammar-trial",
             trial.set_up,
             str(model_dir),
             memory_bytes=TRIAL_MEMORY_BYTES,
         )
-        self._check = Helper("answer-check", _check_set_up, memory_bytes=CHECK_MEMORY_BYTES)
+        self._check = SandboxProcess("answer-check", _check_set_up, memory_bytes=CHECK_MEMORY_BYTES)
         # One tokenizer in a process's life: tenant and grammar alone are the key.
         self._found: OrderedDict[bytes, _Verdict] = OrderedDict()
         self._too_slow: OrderedDict[bytes, float] = OrderedDict()  # tenant, schema -> until when
-        self._checks = Turns()
+        self._checks = FairLock()
         self._trials: dict[_Trial, asyncio.Future[str | None]] = {}
         self._waiting: OrderedDict[str, deque[Grammar]] = OrderedDict()  # by tenant
         self._spent: dict[str, deque[tuple[float, float]]] = {}  # tenant -> when, CPU s
@@ -102,7 +102,7 @@ class Grammars:
                 return "checking it takes too long"
             try:
                 found = await self._check.call(schema, answer, cpu_s=CHECK_CPU_S)
-            except HelperLost as error:
+            except SandboxLost as error:
                 log.warning("tenant %s: an answer could not be checked: %s", tenant_id, error)
                 _remember(self._too_slow, _key(tenant_id, schema), time.monotonic() + RETRY_S)
                 return f"it could not be checked: {error}"
@@ -156,7 +156,7 @@ class Grammars:
             try:
                 await self._trial.start()  # after one that was killed: not this tenant's doing
                 problem, seconds = await self._trial.call(grammar, cpu_s=TRIAL_CPU_S)
-            except HelperLost as error:
+            except SandboxLost as error:
                 until, seconds = time.monotonic() + RETRY_S, error.cpu_s
                 log.warning("tenant %s: a grammar was given up: %s", tenant_id, error)
                 problem = f"compiling it was given up: {error}"

@@ -13,7 +13,7 @@ from contract.protocol import DoneRecord, ErrorCode, FinishReason, GenerateJob, 
 from engine.request import RequestOutput
 from worker.serving.choice import Choice
 from worker.serving.engine_commands import Prompt, scored_top
-from worker.serving.streams import News
+from worker.serving.streams import EventUpdate
 from worker.text.codec import TextCodec
 
 #: Log-probabilities that one request may have to tell at a time: some 15 MB of JSON.
@@ -199,7 +199,7 @@ class ActiveRequest:
             self.finish_reason = str(reason)
             self.timings.finished = now
 
-    def take_news(self) -> list[News]:
+    def take_news(self) -> list[EventUpdate]:
         """What happened since the last call, as the next events."""
         news = self.peek_news()
         self._seq += len(news)
@@ -208,18 +208,18 @@ class ActiveRequest:
                 choice.clear()
         return news
 
-    def peek_news(self) -> list[News]:
+    def peek_news(self) -> list[EventUpdate]:
         """What `take_news` would give now: one event for each choice that has news."""
         blank = TokenEvent(request_id=self.job.request_id, lease=self.lease, seq=self._seq)
         events = [self._event_of(choice, blank) for choice in self._choices if choice.has_news]
         if self._error is not None or (self.is_finished and not events):
-            events = [self._last_words(blank)]
+            events = [self._final_event(blank)]
         usage = self.usage
         if self.is_finished:
             queue_ms = round(self._waited_ms[0], 3)
             events[-1] = dataclasses.replace(events[-1], usage=usage, queue_ms=queue_ms)
         return [
-            News(
+            EventUpdate(
                 event=dataclasses.replace(event, seq=self._seq + number),
                 entry_id=self.entry_id,
                 emitted=usage.completion_tokens,
@@ -240,7 +240,7 @@ class ActiveRequest:
         )
         return dataclasses.replace(event, so_far=so_far)
 
-    def _last_words(self, blank: TokenEvent) -> TokenEvent:
+    def _final_event(self, blank: TokenEvent) -> TokenEvent:
         """The end of a request as a whole."""
         code, message, param = self._error or (None, None, None)
         return dataclasses.replace(

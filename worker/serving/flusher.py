@@ -16,9 +16,9 @@ from redis.exceptions import RedisError
 
 from contract.queue.batch_replies import is_mailbox
 from worker.serving.active_request import ActiveRequest
-from worker.serving.resend_buffer import Recent
+from worker.serving.resend_buffer import ResendBuffer
 from worker.serving.spool import Spool
-from worker.serving.streams import News, Streams
+from worker.serving.streams import EventUpdate, Streams
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Flusher:
     ) -> None:
         self._streams = streams
         self._spool = spool
-        self.recent = Recent(streams)
+        self.resend_buffer = ResendBuffer(streams)
         self._interval_s = interval_s
         self._on_refused = on_refused
         # By inbox entry: of one request, two attempts may be here.
@@ -106,7 +106,7 @@ class Flusher:
             self._spool.clear()
             self._is_spooled = False
 
-    async def _publish(self, gateway_id: str, news: list[News]) -> None:
+    async def _publish(self, gateway_id: str, news: list[EventUpdate]) -> None:
         while True:
             try:
                 refused = await self._streams.publish(gateway_id, news)
@@ -117,7 +117,7 @@ class Flusher:
                 self._is_spooled = True
                 await asyncio.sleep(RETRY_S)
                 continue
-            self.recent.keep(gateway_id, news)
+            self.resend_buffer.keep(gateway_id, news)
             if refused:
                 ids = dict.fromkeys(item.event.request_id for item in refused)
                 log.warning("refused, for the lease was taken over: %s", ", ".join(ids))

@@ -28,7 +28,7 @@ from worker.config import WorkerConfig
 from worker.engine_process.channel import Cancel, Command, Register, Unregister
 from worker.errors import Refused
 from worker.grammar.checks import checks_of
-from worker.grammar.service import Grammars
+from worker.grammar.service import GrammarService
 from worker.serving.active_request import ActiveRequest
 from worker.serving.adapter_cache import AdapterCache, AdapterFetchError, Fetch
 from worker.serving.choice import Choice
@@ -90,7 +90,7 @@ class Requests:
             on_refused=self._on_refused,
             spool=Spool(config.adapter_dir.parent / f"spool-{config.worker_id}.jsonl"),
         )
-        self.grammars = Grammars(config.model_dir)
+        self.grammars = GrammarService(config.model_dir)
         self._progress_at = time.monotonic()
         self.num_tokens = 0  # generated since the start
         self._active: dict[str, ActiveRequest] = {}
@@ -374,12 +374,12 @@ class Requests:
         request_id, lease = request.job.request_id, request.lease
         try:
             if is_suspect and request.attempt >= MAX_ATTEMPTS:
-                await self._streams.convict(request_id, lease)
+                await self._streams.mark_poison(request_id, lease)
                 request.fail(ErrorCode.GIVEN_UP, GIVEN_UP, now=time.time())
                 self._finish(request)
             else:
                 self._forget(request)
-                await self._streams.hand_back(
+                await self._streams.requeue(
                     request_id, lease, request.entry_id, is_suspect=is_suspect
                 )
         except (RedisError, OSError) as error:

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from worker.serving.streams import News, Streams
+from worker.serving.streams import EventUpdate, Streams
 
 log = logging.getLogger(__name__)
 
@@ -24,16 +24,16 @@ MAX_KEPT = 10_000
 _AT_ONCE = 100
 
 
-class Recent:
+class ResendBuffer:
     """Owns the ends that were published in the last `KEEP_S` seconds."""
 
     def __init__(self, streams: Streams, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._streams = streams
         self._clock = clock
-        self._ends: deque[tuple[float, str, News]] = deque(maxlen=MAX_KEPT)
+        self._ends: deque[tuple[float, str, EventUpdate]] = deque(maxlen=MAX_KEPT)
         self._server_run = ""
 
-    def keep(self, gateway_id: str, news: Sequence[News]) -> None:
+    def keep(self, gateway_id: str, news: Sequence[EventUpdate]) -> None:
         """Redis has taken these."""
         now = self._clock()
         self._ends.extend((now, gateway_id, item) for item in news if item.done is not None)
@@ -52,7 +52,7 @@ class Recent:
             self._ends.popleft()
 
     async def _tell(self) -> None:
-        by_gateway: dict[str, list[News]] = {}
+        by_gateway: dict[str, list[EventUpdate]] = {}
         for _, gateway_id, item in self._ends:
             by_gateway.setdefault(gateway_id, []).append(item)
         for gateway_id, news in by_gateway.items():

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 0.5
 DRAIN_POLL_S = 0.05
-#: A worker with room looks for work so often, should a poke get lost.
+#: A worker with room looks for work so often, should a wake-up get lost.
 IDLE_POLL_S = 1.0
 #: And so often whether its inbox holds what it does not know of.
 INBOX_CHECK_S = 2.0
@@ -105,7 +105,7 @@ class Worker:
         self._tokens_per_s = 0.0
         self._is_loaded = asyncio.Event()
         self._draining = asyncio.Event()
-        self._poked = asyncio.Event()
+        self._woken = asyncio.Event()
         self._has_pulled = asyncio.Event()  # for the last time
         self._end = asyncio.Event()
         self._outcome: _Outcome | None = None
@@ -130,7 +130,7 @@ class Worker:
 
     def _stop_pulling(self) -> None:
         self._draining.set()
-        self._poked.set()
+        self._woken.set()
 
     async def run(self) -> int:
         """Serve until drained. -> 0; 1 when the engine died or the drain was cut short."""
@@ -165,8 +165,8 @@ class Worker:
 
     async def _serve(self) -> None:
         """Start the loops, each when it is time."""
-        control_id = await _insist(self._streams.last_control_id)
-        await _insist(self._streams.prepare)
+        control_id = await _with_retry(self._streams.last_control_id)
+        await _with_retry(self._streams.prepare)
         # From the beginning: jobs wait for a worker that loads, however long it takes.
         self._tasks.start(self._beat_loop())
         await self._is_loaded.wait()
@@ -198,13 +198,13 @@ class Worker:
     async def _pull_loop(self) -> None:
         """Take requests as there is room for them, and not before: what waits, waits in Redis,
         where the next free worker finds it."""
-        await _insist(self._requests.flusher.replay)
-        await _insist(self._recover)
+        await _with_retry(self._requests.flusher.replay)
+        await _with_retry(self._recover)
         clock = asyncio.get_running_loop().time
         checked_at = clock()
         while not self._draining.is_set():
             has_room = await self._requests.has_room(self._stats.max_running)
-            self._poked.clear()
+            self._woken.clear()
             try:
                 if clock() - checked_at > INBOX_CHECK_S:
                     checked_at = clock()
@@ -219,7 +219,7 @@ class Worker:
             except (RedisError, OSError) as error:
                 log.warning("waiting for Redis: %r", error)
                 await asyncio.sleep(RETRY_S)
-                await _insist(self._recover)  # some may have been taken all the same
+                await _with_retry(self._recover)  # some may have been taken all the same
                 continue
             for item in pulled:
                 if job := await self._decode(item.entry_id, item.payload):
@@ -227,7 +227,7 @@ class Worker:
             if not pulled and not self._draining.is_set():
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(IDLE_POLL_S):
-                        await self._poked.wait()
+                        await self._woken.wait()
 
     async def _recover(self) -> None:
         """Take up what lies in the inbox unbeknown: an earlier run's, or a lost reply's."""
@@ -249,18 +249,20 @@ class Worker:
                     self._requests.take_up(entry_id, job, dispatch)
 
     async def _decode(self, entry_id: bytes, payload: bytes) -> GenerateJob | None:
-        """The job of an inbox entry; None, and the entry buried, when it is none."""
+        """The job of an inbox entry; None, and the entry a dead letter, when it is none."""
         try:
             return GenerateJob.decode(payload)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             log.error("an inbox entry is no job: %r", error)
-            await _insist(functools.partial(self._streams.bury, entry_id, payload, repr(error)))
+            await _with_retry(
+                functools.partial(self._streams.dead_letter, entry_id, payload, repr(error))
+            )
             return None
 
     async def _control_loop(self, last_id: bytes) -> None:
         while True:
             read = functools.partial(self._streams.read_control, last_id)
-            for entry_id, message in await _insist(read):
+            for entry_id, message in await _with_retry(read):
                 last_id = entry_id
                 if message is None:
                     continue
@@ -268,8 +270,8 @@ class Worker:
                     self._requests.cancel(message.request_id)
                 elif message.action == Control.DRAIN:
                     self._stop_pulling()
-                elif message.action == Control.POKE:
-                    self._poked.set()
+                elif message.action == Control.WAKE:
+                    self._woken.set()
 
     async def _beat_loop(self) -> None:
         counted_at, counted = time.monotonic(), 0
@@ -299,7 +301,7 @@ class Worker:
         if self._contact.is_steady:
             self._requests.cancel_for_dead_gateways(silence_s)
         with contextlib.suppress(RedisError, OSError):  # the next beat looks again
-            await self._requests.flusher.recent.look()
+            await self._requests.flusher.resend_buffer.look()
 
     def _heartbeat(self) -> Heartbeat:
         stats = self._stats
@@ -370,7 +372,7 @@ class Worker:
                 await self._streams.unregister()
 
 
-async def _insist(call: Callable[[], Awaitable[_T]]) -> _T:
+async def _with_retry(call: Callable[[], Awaitable[_T]]) -> _T:
     """Repeat a Redis command until Redis answers."""
     while True:
         try:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from contract.protocol import DoneRecord, TokenEvent
-from worker.serving.streams import News
+from worker.serving.streams import EventUpdate
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class Spool:
         self._path = path
         self._spooled: set[str] = set()
 
-    def add(self, gateway_id: str, news: Sequence[News]) -> None:
+    def add(self, gateway_id: str, news: Sequence[EventUpdate]) -> None:
         """Keep what ends requests among these news, each once. A full disk is logged and survived.
 
         An end of several choices is several news: the scripts take the last only after the others.
@@ -58,7 +58,7 @@ class Spool:
             return
         self._spooled.update(ended)
 
-    def read(self) -> list[tuple[str, News]]:
+    def read(self) -> list[tuple[str, EventUpdate]]:
         """What an earlier run left, as (gateway, news). A line that was cut off is left out."""
         found = []
         try:
@@ -70,7 +70,7 @@ class Spool:
                 fields = json.loads(line)
                 emitted, prompt_tokens, cached_tokens = fields["counts"]
                 done = fields["done"]
-                news = News(
+                news = EventUpdate(
                     event=TokenEvent.from_dict(fields["event"]),
                     entry_id=fields["entry"].encode(),
                     emitted=emitted,

@@ -69,7 +69,7 @@ class Pulled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class News:
+class EventUpdate:
     """One request's share of a flush; `done` with its last event."""
 
     event: TokenEvent
@@ -133,7 +133,7 @@ class Streams:
 
         More than `count` only by such as nobody waits for any more. After a lost reply, which the
         client may have answered by asking again, more have been taken: `inbox` tells, and
-        `read_pending` has them. Nothing pulled: a poke will follow as soon as there is something.
+        `read_pending` has them. Nothing pulled: a wake-up follows as soon as there is something.
         """
         reply = await self._run(
             "pull",
@@ -204,14 +204,14 @@ class Streams:
             await self._scripts["begin"]([job, self._inbox, worker], args, client=pipe)
         return [_dispatch(reply) for reply in await pipe.execute()]
 
-    async def publish(self, gateway_id: str, news: Sequence[News]) -> list[News]:
+    async def publish(self, gateway_id: str, news: Sequence[EventUpdate]) -> list[EventUpdate]:
         """Send one gateway its events, and finish the requests that ended, in one step.
 
         News beyond MAX_ENTRY_BYTES are sent in several steps, one after the other.
         -> the news that were refused because another lease is current.
         """
         events = [item.event.encode() for item in news]
-        refused: list[News] = []
+        refused: list[EventUpdate] = []
         for begin, end in _stretches([len(event) for event in events]):
             part = news[begin:end]
             stale = await self._publish(gateway_id, part, events[begin:end])
@@ -219,7 +219,7 @@ class Streams:
         return refused
 
     async def _publish(
-        self, gateway_id: str, news: Sequence[News], events: Sequence[bytes]
+        self, gateway_id: str, news: Sequence[EventUpdate], events: Sequence[bytes]
     ) -> list[int]:
         keys = [
             protocol.out_key(gateway_id),
@@ -240,7 +240,7 @@ class Streams:
         stale: list[int] = await self._run("publish", keys, args)
         return stale
 
-    async def hand_back(
+    async def requeue(
         self, request_id: str, lease: int, entry_id: bytes, *, is_suspect: bool = False
     ) -> None:
         """Put a request that delivered nothing back at the front of its queue.
@@ -253,7 +253,7 @@ class Streams:
             [lease, self._pool, entry_id, protocol.INBOX_GROUP, int(is_suspect)],
         )
 
-    async def convict(self, request_id: str, lease: int) -> None:
+    async def mark_poison(self, request_id: str, lease: int) -> None:
         """Note that a request ended the engine, and not for the first time: its end makes a dead
         letter of it."""
         job = protocol.job_key(self._pool, request_id)
@@ -272,7 +272,7 @@ class Streams:
             pipe.xdel(self._inbox, entry_id)
             await pipe.execute()
 
-    async def bury(self, entry_id: bytes, payload: bytes, reason: str) -> None:
+    async def dead_letter(self, entry_id: bytes, payload: bytes, reason: str) -> None:
         """Move an entry that cannot be understood to the dead letters."""
         await self._redis.xadd(
             protocol.dead_letter_key(self._pool),

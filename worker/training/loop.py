@@ -106,7 +106,7 @@ class AnswerTrainer(Trainer):
 
 
 class Progress(TrainerCallback):
-    """Turns the Trainer's log lines into progress events.
+    """Turn the Trainer's log lines into progress events.
 
     Ends the training with a JobError when it has diverged.
     """

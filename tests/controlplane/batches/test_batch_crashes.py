@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from contract.protocol import GATEWAYS_KEY, PAYLOAD_FIELD, DoneRecord, done_key, out_key
-from contract.queue.batch_replies import flights_key, mailbox_id
+from contract.queue.batch_replies import mailbox_id, pending_lines_key
 from tests.controlplane.batches.conftest import Batches, chat_line
 from tests.live import LiveStack, Process, wait_for
 
@@ -97,7 +97,7 @@ def check(batches: Batches, pool: LiveStack, batch: Any) -> None:
 def nothing_is_left(pool: LiveStack, batch: Any) -> bool:
     """In Redis, but for the fence."""
     batch_id = batch.id.removeprefix("batch_")
-    pending_lines = pool.redis.hgetall(flights_key(pool.pool, batch_id))
+    pending_lines = pool.redis.hgetall(pending_lines_key(pool.pool, batch_id))
     return set(pending_lines) <= {b"fence"} and not pool.redis.exists(out_key(mailbox_id(batch_id)))
 
 

@@ -13,7 +13,7 @@ import psycopg
 import pytest
 
 from contract.protocol import done_key, job_key, out_key
-from contract.queue.batch_replies import flights_key, mailbox_id
+from contract.queue.batch_replies import mailbox_id, pending_lines_key
 from tests.controlplane.batches.conftest import Batches, chat_line
 from tests.controlplane.batches.test_batch_crashes import lapse, nothing_is_left, records
 from tests.live import LiveStack, Process, wait_for
@@ -104,7 +104,9 @@ def test_what_redis_forgets_is_billed_once(
         wait_for(lambda n=num: num_done(batches, batch) >= n, timeout_s=60, what=f"{num} lines")  # type: ignore[misc]
         jobs = list(pool.redis.scan_iter(job_key(pool.pool, "*"), count=1000))
         assert jobs
-        pool.redis.delete(flights_key(pool.pool, batch_id), out_key(mailbox_id(batch_id)), *jobs)
+        pool.redis.delete(
+            pending_lines_key(pool.pool, batch_id), out_key(mailbox_id(batch_id)), *jobs
+        )
     ids = check(batches, pool, batch)
     wanted = Counter(dict.fromkeys(ids, 20))
     wait_for(lambda: billed(pool, batch) == wanted, timeout_s=30, what="the usage")

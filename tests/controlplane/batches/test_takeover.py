@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from contract.protocol import HEARTBEAT_TIMEOUT_S, done_key
-from contract.queue.batch_replies import flights_key
+from contract.queue.batch_replies import pending_lines_key
 from controlplane.batches.runner import LOOK_S
 from tests.controlplane.batches.conftest import Batches, chat_line
 from tests.controlplane.batches.test_batch_crashes import lapse, nothing_is_left, records
@@ -41,12 +41,12 @@ def create(batches: Batches, num: int, num_tokens: int) -> Any:
 
 
 def under_way(pool: LiveStack, batch: Any) -> set[int]:
-    found = pool.redis.hkeys(flights_key(pool.pool, batch.id.removeprefix("batch_")))
+    found = pool.redis.hkeys(pending_lines_key(pool.pool, batch.id.removeprefix("batch_")))
     return {int(field) for field in found if field != b"fence"}
 
 
 def fence(pool: LiveStack, batch: Any) -> int:
-    key = flights_key(pool.pool, batch.id.removeprefix("batch_"))
+    key = pending_lines_key(pool.pool, batch.id.removeprefix("batch_"))
     return int(pool.redis.hget(key, "fence") or 0)
 
 

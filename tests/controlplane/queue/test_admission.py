@@ -117,13 +117,13 @@ def test_cancelled_and_overdue_requests_take_no_place(rig: QueueRig) -> None:
     assert rig.state(cancelled)[b"charged"] == b"0"
 
 
-def test_one_idle_worker_is_poked(rig: QueueRig) -> None:
+def test_one_idle_worker_is_woken(rig: QueueRig) -> None:
     rig.beat("w1")
     rig.beat("w2")
     assert rig.pull("w1") == rig.pull("w2") == []
     rig.accept()
-    pokes = [rig.client.xlen(f"ctl:{{{rig.pool}}}:{name}") for name in ("w1", "w2")]
-    assert sorted(pokes) == [0, 1]
+    wakes = [rig.client.xlen(f"ctl:{{{rig.pool}}}:{name}") for name in ("w1", "w2")]
+    assert sorted(wakes) == [0, 1]
 
 
 def test_the_sums_come_back_to_nothing(rig: QueueRig) -> None:

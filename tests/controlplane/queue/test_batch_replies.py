@@ -13,7 +13,7 @@ from unittest.mock import ANY
 import pytest
 
 from contract.protocol import GATEWAYS_KEY, WORKER_GRACE_S, AdapterRef, GenerateJob, out_key
-from contract.queue.batch_replies import flights_key, mailbox_id
+from contract.queue.batch_replies import mailbox_id, pending_lines_key
 from controlplane.errors import RateLimited, Unavailable
 from controlplane.limits.admit import Limits, Policy
 from controlplane.queue.batch_replies import BatchReplyStream, Fenced, line_request_id
@@ -38,7 +38,7 @@ class Scene:
 
     @property
     def pending_lines(self) -> dict[bytes, bytes]:
-        return dict(self.rig.client.hgetall(flights_key(self.rig.pool, self.batch_id.hex)))
+        return dict(self.rig.client.hgetall(pending_lines_key(self.rig.pool, self.batch_id.hex)))
 
     @property
     def num_entries(self) -> int:

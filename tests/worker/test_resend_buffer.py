@@ -15,7 +15,7 @@ from demo.ports import HOST
 from demo.servers import Redis
 from tests.worker.test_histories import redis_server  # noqa: F401
 from tests.worker.test_streams import Pool, make_news, take
-from worker.serving.resend_buffer import KEEP_S, Recent
+from worker.serving.resend_buffer import KEEP_S, ResendBuffer
 from worker.serving.streams import Streams
 
 
@@ -48,7 +48,7 @@ def restart(server: Redis, *, keeps_file: bool) -> None:
 async def test_an_end_is_on_record_once_whatever_redis_keeps(
     redis_server: Redis, own: Pool, streams: Streams, keeps_file: bool
 ) -> None:
-    recent = Recent(streams)
+    recent = ResendBuffer(streams)
     await recent.look()
     job = own.submit()
     entry_id, lease = await take(streams)
@@ -69,7 +69,7 @@ async def test_the_same_redis_is_told_nothing_twice_and_old_ends_are_forgotten(
     redis_server: Redis, own: Pool, streams: Streams
 ) -> None:
     now = 0.0
-    recent = Recent(streams, clock=lambda: now)
+    recent = ResendBuffer(streams, clock=lambda: now)
     await recent.look()
     recent.keep("g", [make_news(b"1-1", ends=True), make_news(b"1-2", request_id="open")])
     await recent.look()

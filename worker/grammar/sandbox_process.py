@@ -38,7 +38,7 @@ class Done(NamedTuple):
     cpu_s: float
 
 
-class HelperLost(Exception):
+class SandboxLost(Exception):
     """The job was too much: it took too long, or more memory than there is for it.
 
     cpu_s  processor time that it took
@@ -49,11 +49,11 @@ class HelperLost(Exception):
         self.cpu_s = cpu_s
 
 
-class JobFailed(HelperLost):
+class JobFailed(SandboxLost):
     """The job has no answer, though its process lives."""
 
 
-class Helper:
+class SandboxProcess:
     """Owns one process, started when it is first needed. One job at a time, in their order.
 
     setup         a module-level function; called with `args` in the process
@@ -68,7 +68,7 @@ class Helper:
         self._turn = asyncio.Lock()
 
     async def call(self, *job: Any, cpu_s: float) -> Done:
-        """Do the job within `cpu_s` of processor time. Raises HelperLost.
+        """Do the job within `cpu_s` of processor time. Raises SandboxLost.
 
         Cancelled, the job goes on to its end: its answer must not be taken for the next one's.
         """
@@ -84,15 +84,15 @@ class Helper:
                 return await asyncio.to_thread(_ask, connection, self._process.pid, job, cpu_s)
             except JobFailed:
                 raise
-            except HelperLost:
+            except SandboxLost:
                 self.stop()
                 raise
             except (EOFError, OSError) as error:
                 if self._has_run_out():
                     message = f"it took longer than {cpu_s:g} s of processor time"
-                    raise HelperLost(message, cpu_s) from error
+                    raise SandboxLost(message, cpu_s) from error
                 spent = min(time.monotonic() - began, cpu_s)  # no more than that
-                raise HelperLost("it used more memory than it may", spent) from error
+                raise SandboxLost("it used more memory than it may", spent) from error
 
     def _has_run_out(self) -> bool:
         """End the process, which has gone, and tell whether the kernel's timer ended it."""
@@ -105,7 +105,7 @@ class Helper:
     async def start(self) -> None:
         """Be ready for the first job."""
         async with self._turn:
-            with contextlib.suppress(HelperLost):
+            with contextlib.suppress(SandboxLost):
                 await asyncio.to_thread(self._started)
 
     def stop(self) -> None:
@@ -116,7 +116,7 @@ class Helper:
             process.join()
 
     def _started(self) -> Connection:
-        """The connection to the process; starts it when there is none. Raises HelperLost."""
+        """The connection to the process; starts it when there is none. Raises SandboxLost."""
         if self._connection is not None and self._process.is_alive():
             return self._connection
         self.stop()
@@ -132,7 +132,7 @@ class Helper:
             process.start()
         except OSError as error:  # no memory or process left for it
             own.close()
-            raise HelperLost(f"it cannot be started: {error}") from error
+            raise SandboxLost(f"it cannot be started: {error}") from error
         finally:
             child_end.close()
         self._process, self._connection = process, own
@@ -143,7 +143,7 @@ class Helper:
         except (EOFError, OSError):
             pass
         self.stop()
-        raise HelperLost("it cannot be started")
+        raise SandboxLost("it cannot be started")
 
 
 def _note_failure(task: asyncio.Task[Any]) -> None:
@@ -157,7 +157,7 @@ def _ask(connection: Connection, pid: int, job: tuple[Any, ...], cpu_s: float) -
     connection.send((job, cpu_s))
     if not connection.poll(FROZEN_S):
         message = f"the machine gave it too little time within {FROZEN_S:g} s"
-        raise HelperLost(message, _processor_time(pid) - began)
+        raise SandboxLost(message, _processor_time(pid) - began)
     failed, value, spent = connection.recv()
     if failed:
         raise JobFailed(value, spent)
