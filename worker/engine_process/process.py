@@ -1,7 +1,7 @@
 """The engine's process: commands in, one step, outputs back; blocks while there is nothing to do.
 
-A failure that the engine did not turn into a request's error ends the process: the worker is
-restarted and recovers its inbox, which is simpler to get right than a half-broken engine.
+An exception that the engine did not turn into a request's error ends the process. The worker is
+restarted then and recovers its inbox: that is simpler to get right than a half-broken engine.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class EngineProcess:
 
     def run(self) -> None:
         self._connection.send(StepReport(stats=self._engine.stats()))
-        # Ready: what follows, on a thread, is for the first answer that a grammar constrains.
+        # The engine is ready; a thread prepares for the first answer with a grammar.
         self._engine.prepare_grammars().add_done_callback(_on_prepared)
         while True:
             self.turn()

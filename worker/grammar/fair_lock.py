@@ -1,4 +1,4 @@
-"""One at a time, and a tenant's many put off another's by one of them at most."""
+"""A lock that tenants take in turn: one tenant's many jobs delay another's by one job at most."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 
 
 class FairLock:
-    """Hands out one turn at a time, to the tenants that wait for one in rotation."""
+    """Gives one turn at a time to the tenants that wait, in rotation."""
 
     def __init__(self) -> None:
         self._is_taken = False
@@ -17,7 +17,7 @@ class FairLock:
 
     @contextlib.asynccontextmanager
     async def turn(self, tenant_id: str) -> AsyncIterator[None]:
-        """Wait for a turn and have it."""
+        """Wait for a turn; it ends with the block."""
         if self._is_taken:
             mine = asyncio.get_running_loop().create_future()
             self._waiting.setdefault(tenant_id, deque()).append(mine)

@@ -1,8 +1,8 @@
-"""A process for work that may prove too much: it is killed then, and another takes its place.
+"""A process for jobs without a known cost: past its limits it is killed, and another is started.
 
-How much is too much is counted in the process's own processor time, by the kernel: beside busy
-neighbours a job takes longer, but no more than that. The clock on the wall only ends a process that
-is given no time at all.
+The limit of time is of the process's own processor time, which the kernel counts: on a busy machine
+a job takes longer, but it may use as much. The wall clock ends only a process that gets no
+processor time at all.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Done(NamedTuple):
 
 
 class SandboxLost(Exception):
-    """The job was too much: it took too long, or more memory than there is for it.
+    """The job passed its limit of time or of memory, and its process is gone.
 
     cpu_s  processor time that it took
     """
@@ -50,7 +50,7 @@ class SandboxLost(Exception):
 
 
 class JobFailed(SandboxLost):
-    """The job has no answer, though its process lives."""
+    """The job failed; its process lives on."""
 
 
 class SandboxProcess:

@@ -1,10 +1,10 @@
 """Grammars before they reach the engine, and answers after they leave it.
 
-A grammar is tried in a process of its own first, with bounds on time and memory: one that proves
-too much ends there, with its own request, and the engine never sees it. What a tenant's new
-grammars may cost is bounded too, and tenants take turns. What was found is each tenant's for
-itself: how soon an answer comes does not tell what another tenant compiles. Nothing here is on the
-engine's path: a request whose grammar is being tried is not in the engine yet.
+Each grammar is tried in a separate process first, with limits of time and memory. One that passes
+them fails there, with its own request, and never reaches the engine. The time that a tenant's new
+grammars may take is limited too, and tenants take turns. Results are cached for each tenant
+separately, so that the time of an answer does not show what another tenant compiles. The engine
+never waits for this: a request whose grammar is being tried is not in the engine yet.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class GrammarService:
         self._check.stop()
 
     async def _tried(self, grammar: Grammar, tenant_id: str) -> str | None:
-        """Have a grammar tried, once for all of its tenant's requests. -> what is wrong with it"""
+        """Try a grammar, once for all requests of its tenant. -> what is wrong with it"""
         trial = tenant_id, grammar
         future = self._trials.get(trial)
         if future is None:
@@ -146,7 +146,7 @@ class GrammarService:
             )
 
     async def _run(self) -> None:
-        """Try what waits, a grammar of each tenant in turn."""
+        """Try the grammars that wait, one of each tenant in turn."""
         while self._waiting:
             tenant_id, grammars = self._waiting.popitem(last=False)
             grammar = grammars.popleft()

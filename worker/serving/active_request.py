@@ -105,12 +105,12 @@ class ActiveRequest:
 
     @property
     def is_begun(self) -> bool:
-        """Whether some of its news was taken to be told."""
+        """Whether some of its events were taken to be sent."""
         return self._seq > 0
 
     @property
     def is_urgent(self) -> bool:
-        """Whether its news should not wait for other requests'."""
+        """Whether its events must not wait for those of other requests."""
         return self.is_finished or not self.is_begun
 
     def show_prompts(self, prompts: list[Prompt]) -> None:
@@ -186,7 +186,7 @@ class ActiveRequest:
             self._end(_reason_of(self._choices), now)
 
     def cancel(self, now: float) -> None:
-        """End it because nobody wants the answer."""
+        """End it, as nobody wants the answer."""
         self._end(FinishReason.CANCELLED, now)
 
     def fail(self, code: str, message: str, param: str | None = None, *, now: float) -> None:
@@ -287,7 +287,7 @@ class ActiveRequest:
 
 
 def _reason_of(choices: list[Choice]) -> str:
-    """How a request ended whose choices did: one that was cut says more than one that was not."""
+    """The reason why a request ended: the first of cancelled, length and stop that a choice has."""
     reasons = {choice.finish_reason for choice in choices}
     for reason in (FinishReason.CANCELLED, FinishReason.LENGTH):
         if reason in reasons:

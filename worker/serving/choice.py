@@ -61,7 +61,7 @@ class Choice:
 
     @property
     def awaits_check(self) -> bool:
-        """Whether it has ended as a whole answer that nobody has held against its schema."""
+        """Whether it has ended as a whole answer that was not checked against its schema yet."""
         return (
             self.finish_reason == FinishReason.STOP
             and not self._is_checked
@@ -70,7 +70,7 @@ class Choice:
         )
 
     def note_check(self, schema_error: str | None, broken_param: str | None = None) -> None:
-        """It has been held against its schema."""
+        """Note the result of the check against its schema."""
         self._is_checked = True
         self.schema_error, self.broken_param = schema_error, broken_param
 
@@ -121,7 +121,7 @@ class Choice:
         self._prompt_token_ids = tuple(token_ids)
 
     def feed(self, output: RequestOutput) -> None:
-        """Take in what a step added. Raises nothing; a failure is the request's to see."""
+        """Take in what a step added. `output.error` is the request's to handle."""
         self.generated = max(self.generated, output.num_generated)
         self.runs_on = self.runs_on and output.finish_reason is None
         if self.finish_reason is not None:
@@ -177,7 +177,7 @@ class Choice:
         )
 
     def clear(self) -> None:
-        """Its news have been told."""
+        """Forget what has been sent."""
         self._text = ""
         self._logprobs, self._prompt_logprobs = [], []
         self._token_ids = []

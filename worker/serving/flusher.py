@@ -1,4 +1,4 @@
-"""Sends what requests have to say: one entry per gateway and flush, as rarely as nobody notices.
+"""Sends the events of requests: one stream entry per gateway and flush.
 
 A request's first token and its end go at once; tokens in between wait for `interval_s` after the
 last flush, so that at high load one Redis command carries many tokens and at low load none waits.
@@ -26,8 +26,8 @@ RETRY_S = 0.2
 
 
 class Flusher:
-    """Owns the requests that have news. While Redis is away they wait here, the ends among
-    them on the disk too, and nothing is lost.
+    """Owns the requests with unsent events. While Redis is away they wait here, those that ended
+    on the disk too, and nothing is lost.
 
     on_refused  called with the inbox entries of attempts whose lease is another's now
     """
@@ -55,7 +55,7 @@ class Flusher:
         self._idle.set()
 
     def add(self, request: ActiveRequest) -> None:
-        """Send this request's news with the next flush."""
+        """Send this request's events with the next flush."""
         if not request.has_news:
             return
         self._waiting[request.entry_id] = request
@@ -66,7 +66,7 @@ class Flusher:
 
     @property
     def unsent(self) -> set[bytes]:
-        """The attempts of which something has not reached Redis yet."""
+        """The attempts with events that have not reached Redis yet."""
         return self._sending.union(self._waiting)
 
     def forget(self, entry_id: bytes) -> None:
@@ -138,6 +138,6 @@ class Flusher:
 
 
 def turn(request: ActiveRequest) -> tuple[bool, str]:
-    """Gateways' news first: nobody waits for a batch's, of which there may be many."""
+    """Sort gateways' events first: nobody waits for those of batches, which may be many."""
     gateway_id = request.job.gateway_id
     return is_mailbox(gateway_id), gateway_id

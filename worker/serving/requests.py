@@ -104,7 +104,7 @@ class Requests:
         return len(self._active)
 
     def knows(self, entry_id: bytes, job: GenerateJob) -> bool:
-        """Whether this attempt runs here, or its end has yet to reach Redis."""
+        """Whether this attempt runs here, or its end has not reached Redis yet."""
         request = self._active.get(job.request_id)
         is_active = request is not None and request.entry_id == entry_id
         return is_active or entry_id in self.flusher.unsent
@@ -134,7 +134,7 @@ class Requests:
         return self.num_free(max_running) > 0
 
     def expect(self) -> None:
-        """Requests are about to be taken: who is cancelled from now on may be one of them."""
+        """Note that requests are about to be pulled: a cancellation from now on may be for one."""
         self._cancelled_early.clear()
 
     def take_up(self, entry_id: bytes, job: GenerateJob, dispatch: Dispatch) -> None:
@@ -207,7 +207,7 @@ class Requests:
             self._send(engine_request)
 
     async def _wait_to_run_alone(self, request: ActiveRequest) -> None:
-        """Run those that were in a crash one at a time: the next crash tells whose fault it is."""
+        """Run requests that were in a crash one at a time: the next crash shows the cause."""
         await self._alone.acquire()
 
         async def release_at_end() -> None:
@@ -260,7 +260,7 @@ class Requests:
     def _feed(
         self, request: ActiveRequest, output: RequestOutput, now: float, prompt: int
     ) -> int | None:
-        """`ActiveRequest.feed`; what goes wrong there is this request's end, and no other's."""
+        """Call `ActiveRequest.feed`; an exception in it ends this request alone."""
         try:
             return request.feed(output, now, prompt=prompt)
         except Exception:
@@ -269,7 +269,7 @@ class Requests:
             return None
 
     async def _check_answers(self, request: ActiveRequest) -> None:
-        """Hold the finished answers against their schema, and then end the request."""
+        """Check the finished answers against their schema, and then end the request."""
         try:
             for choice in request.unchecked:
                 await self._check(choice, request.job)
@@ -320,7 +320,7 @@ class Requests:
         self._room.set()
 
     def cancel(self, request_id: str) -> None:
-        """Stop a request whose answer nobody wants; the engine's last output counts its tokens."""
+        """Stop a request that nobody wants. The engine's last output counts its tokens."""
         request = self._active.get(request_id)
         if request is None:
             self._cancelled_early.add(request_id)
@@ -349,12 +349,12 @@ class Requests:
 
     @property
     def in_engine(self) -> set[bytes]:
-        """The attempts that the engine works on: what it dies of is among them."""
+        """The attempts that the engine works on; one of them may be why it died."""
         return {request.entry_id for request in self._active.values() if request.runs_on}
 
     async def leave_all(self, message: str = STOPPED, suspects: Set[bytes] = frozenset()) -> bool:
-        """Part with all requests: end those of which something was told, with the message, and let
-        other workers have the rest. -> whether all are parted with
+        """Give all requests up: end those that have sent events, with the message, and requeue the
+        rest. -> whether Redis knows of all
 
         suspects  the attempts of which the engine, or this process, may have died
         """
@@ -370,7 +370,7 @@ class Requests:
         return has_left_all
 
     async def _give_away(self, request: ActiveRequest, is_suspect: bool) -> bool:
-        """Let another worker have it, or end it if it has ended too many. -> whether Redis knows"""
+        """Requeue it, or end it if it has ended too many workers. -> whether Redis knows"""
         request_id, lease = request.job.request_id, request.lease
         try:
             if is_suspect and request.attempt >= MAX_ATTEMPTS:
@@ -396,12 +396,12 @@ class Requests:
                 self._drop(request)
 
     def _drop(self, request: ActiveRequest) -> None:
-        """Another holds the lease now: whatever is done here with this attempt is void."""
+        """Drop an attempt whose lease somebody else holds now."""
         log.warning("%s: lease %d was taken over", request.job.request_id, request.lease)
         self._forget(request)
 
     def _forget(self, request: ActiveRequest) -> None:
-        """Stop what is done here with an attempt, and tell nothing more of it."""
+        """Stop an attempt, and send nothing more of it."""
         if self._active.get(request.job.request_id) is request:
             del self._active[request.job.request_id]
         self.flusher.forget(request.entry_id)

@@ -1,10 +1,10 @@
-"""The ends of requests that Redis took lately, told again when it has lost what it took.
+"""Keeps the ends of requests that Redis took lately, and sends them again when it has lost them.
 
-A record lies in Redis for a moment before the accountant has read it. A Redis that is restarted
-without its file, or whose replica took over a little behind, has lost those of that moment: their
-requests are answered and nobody has heard of it. So a worker keeps its last ones, looks with each
-heartbeat whether it still is the same Redis, and tells another one of them again. What that one
-does know of, the script refuses; and the database takes a request's usage once.
+A DoneRecord lies in Redis for a moment before the accountant reads it. A Redis that restarts
+without its file, or whose replica takes over a little behind, has lost the records of that moment:
+the requests were answered, and nobody would bill them. So a worker keeps its last records, checks
+with each heartbeat whether it talks to the same run of Redis, and sends them again to another. The
+script refuses those that Redis still knows, and the database takes a request's usage once.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class ResendBuffer:
         self._ends.extend((now, gateway_id, item) for item in news if item.done is not None)
 
     async def look(self) -> None:
-        """Tell the ends again if this is another Redis than the last time, and forget old ones.
+        """Send the ends again if this is another run of Redis than last time; forget old ones.
 
         Raises RedisError; the next look goes on then.
         """
         server_run = await self._streams.server_run()
         if server_run != self._server_run and self._server_run:
-            log.warning("Redis was started anew: %d ends are told again", len(self._ends))
+            log.warning("Redis was started anew: %d ends are sent again", len(self._ends))
             await self._tell()
         self._server_run = server_run
         while self._ends and self._ends[0][0] < self._clock() - KEEP_S:

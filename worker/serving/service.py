@@ -38,11 +38,11 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 0.5
 DRAIN_POLL_S = 0.05
-#: A worker with room looks for work so often, should a wake-up get lost.
+#: How often a worker with room looks for work, in case a wake-up got lost.
 IDLE_POLL_S = 1.0
-#: And so often whether its inbox holds what it does not know of.
+#: How often it looks for requests in its inbox that it does not know.
 INBOX_CHECK_S = 2.0
-#: What a worker whose engine is gone takes at most to part with its requests.
+#: The time a worker whose engine is gone has to give its requests back.
 PARTING_S = 5.0
 
 _T = TypeVar("_T")
@@ -117,7 +117,7 @@ class Worker:
         self._stop_pulling()
 
     def _stop(self, outcome: _Outcome) -> None:
-        """End the run; what was first said of how stays."""
+        """End the run; the first outcome stays."""
         self._outcome = self._outcome or outcome
         self._end.set()
 
@@ -196,8 +196,8 @@ class Worker:
             self._has_pulled.set()
 
     async def _pull_loop(self) -> None:
-        """Take requests as there is room for them, and not before: what waits, waits in Redis,
-        where the next free worker finds it."""
+        """Take requests when there is room for them. Until then they wait in Redis, where any free
+        worker finds them."""
         await _with_retry(self._requests.flusher.replay)
         await _with_retry(self._recover)
         clock = asyncio.get_running_loop().time
@@ -230,7 +230,7 @@ class Worker:
                         await self._woken.wait()
 
     async def _recover(self) -> None:
-        """Take up what lies in the inbox unbeknown: an earlier run's, or a lost reply's."""
+        """Take up what is in the inbox and not known here: from an earlier run, or a lost reply."""
         async for entries in self._streams.read_pending():
             jobs = [
                 (entry_id, job)
@@ -326,7 +326,7 @@ class Worker:
         )
 
     async def _drain(self) -> None:
-        """Once asked to: finish what runs as far as the time allows, hand back the rest."""
+        """When asked to stop: finish what runs as far as time allows, and requeue the rest."""
         await self._draining.wait()
         log.info("draining %d requests", len(self._requests))
         await self._beat()  # gateways choose another worker
@@ -349,8 +349,8 @@ class Worker:
         self._stop(_Outcome.DRAINED)
 
     async def _part(self) -> None:
-        """Tell those who have part of an answer that there is no more, and let other workers have
-        the rest, before this one's silence would."""
+        """End the requests with half-sent answers and requeue the rest, without waiting until this
+        worker is found dead."""
         requests = self._requests
         suspects = requests.in_engine if self._outcome is _Outcome.LOST else requests.active
         self._stop_pulling()
@@ -364,8 +364,8 @@ class Worker:
                 await self._unregister()
 
     async def _unregister(self) -> None:
-        """Say that this worker has left. With something left in its inbox gateways would give that
-        up, before it is taken over."""
+        """Say that this worker has left. Its inbox must be empty: gateways would give up what
+        is in it before another worker takes it over."""
         async with self._telling:  # no heartbeat under way comes after it
             self._has_left = True
             with contextlib.suppress(RedisError, OSError):

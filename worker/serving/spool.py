@@ -1,8 +1,8 @@
-"""Terminal records on the worker's disk while Redis is away, should the worker end meanwhile.
+"""Keeps the ends of requests on the worker's disk while Redis is away.
 
-One file per worker id, a line per record, synced before the flusher waits on. What a line says is
-published again at the next start; the scripts refuse what has been told already, and the database
-takes a request's usage once.
+The worker may end before Redis is back. There is one file per worker id with a line per record, and
+it is synced before the flusher goes on waiting. At the next start the lines are published again;
+the scripts refuse what Redis has already, and the database takes a request's usage once.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Spool:
         self._spooled: set[str] = set()
 
     def add(self, gateway_id: str, news: Sequence[EventUpdate]) -> None:
-        """Keep what ends requests among these news, each once. A full disk is logged and survived.
+        """Write the ends of requests among these updates, each once. A full disk is only logged.
 
-        An end of several choices is several news: the scripts take the last only after the others.
+        A request with several choices ends with several updates, which are taken in their order.
         """
         ended = {item.event.request_id for item in news if item.done is not None} - self._spooled
         lines = [
@@ -59,7 +59,7 @@ class Spool:
         self._spooled.update(ended)
 
     def read(self) -> list[tuple[str, EventUpdate]]:
-        """What an earlier run left, as (gateway, news). A line that was cut off is left out."""
+        """Return what an earlier run left, as (gateway, update), less a line that was cut off."""
         found = []
         try:
             lines = self._path.read_text().splitlines()
@@ -84,7 +84,7 @@ class Spool:
         return found
 
     def clear(self) -> None:
-        """Everything has reached Redis."""
+        """Remove the file: everything has reached Redis."""
         if self._spooled or self._path.exists():
             self._path.unlink(missing_ok=True)
             self._spooled.clear()

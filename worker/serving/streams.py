@@ -33,12 +33,12 @@ MAX_ENTRY_BYTES = 2 * 1024**2
 
 
 class Replaced(Exception):
-    """Another run has this worker's id now: this one was paused, and thought to be dead."""
+    """Another run has this worker's id now: this one was paused and taken for dead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dispatch:
-    """Where a request stands as this worker takes it up; the counts are of earlier attempts."""
+    """The state of a request as this worker takes it up; the counts are of earlier attempts."""
 
     #: "queued", "running" (an attempt was lost), "done", "gone", or "replaced": another run's.
     state: str
@@ -70,7 +70,7 @@ class Pulled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventUpdate:
-    """One request's share of a flush; `done` with its last event."""
+    """One event of a request, and what is stored with it; `done` with the last event."""
 
     event: TokenEvent
     entry_id: bytes
@@ -115,7 +115,7 @@ class Streams:
                 raise
 
     async def last_control_id(self) -> bytes:
-        """The newest control message so far; what came before the start is of no concern."""
+        """The newest control message so far; those from before the start are ignored."""
         newest = await self._redis.xrevrange(self._control, count=1)
         return newest[0][0] if newest else b"0-0"
 
@@ -207,8 +207,8 @@ class Streams:
     async def publish(self, gateway_id: str, news: Sequence[EventUpdate]) -> list[EventUpdate]:
         """Send one gateway its events, and finish the requests that ended, in one step.
 
-        News beyond MAX_ENTRY_BYTES are sent in several steps, one after the other.
-        -> the news that were refused because another lease is current.
+        More than MAX_ENTRY_BYTES are sent in several steps, one after the other.
+        -> the updates that were refused because another lease is current.
         """
         events = [item.event.encode() for item in news]
         refused: list[EventUpdate] = []
@@ -310,14 +310,14 @@ class Streams:
         }
 
     async def server_run(self) -> str:
-        """A word that each run of Redis has of its own; empty of one that does not tell."""
+        """The id of this run of Redis; empty when it does not say."""
         try:
             return str((await self._redis.info("server")).get("run_id", ""))
         except ResponseError:
             return ""
 
     async def unregister(self) -> None:
-        """Say that this worker goes on purpose."""
+        """Say that this worker stops on purpose."""
         await self._run(
             "unregister",
             [

@@ -1,4 +1,4 @@
-"""Tasks that end when they are told to, and whose failure somebody hears of.
+"""Tasks that end when they are cancelled, and whose errors are reported.
 
 Before Python 3.12 `asyncio.wait_for`, with which Redis's client sends, may lose a cancellation: it
 returns its result when that came in the same turn of the loop, and whoever was cancelled goes on.
