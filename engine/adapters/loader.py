@@ -1,7 +1,7 @@
 """AdapterLoader: adapters from disk to host memory, on threads of their own.
 
-Part of `engine.adapters.store`, which decides what is read. Everything here runs on the
-thread that steps the engine, but for the reading itself.
+`engine.adapters.store` decides what is read. Everything here runs on the thread that steps the
+engine, except the reading itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MAX_HUNG = 16
 
 @dataclass(frozen=True, slots=True)
 class _Hung:
-    """A thread that was given up; it may write to `room` until it ends, if it ever does."""
+    """A thread that was given up. It may write to `room` until it ends, which may be never."""
 
     path: Path
     future: Future[None]
@@ -42,8 +42,8 @@ class LoadLimits:
     """How much is loaded at a time.
 
     num_threads   adapters read from disk at a time
-    max_prefetch  adapters that waiting requests lack and that are brought in ahead of them
-    timeout_s     a reading thread that takes longer is given up
+    max_prefetch  missing adapters of waiting requests that are loaded ahead of them
+    timeout_s     a thread that reads for longer is given up
     """
 
     num_threads: int
@@ -52,7 +52,7 @@ class LoadLimits:
 
 
 class AdapterLoader:
-    """Owns host memory, the reading threads, and what is known of failures.
+    """Owns host memory, the reading threads, and the failures.
 
     pool   the arena's, for its time
     clock  what timeouts and retries are measured on, in seconds
@@ -81,11 +81,11 @@ class AdapterLoader:
     # Reading
 
     def start(self, adapter: Adapter, keep: Collection[str]) -> None:
-        """Begin to read an adapter, if there are a thread and room in host memory.
+        """Start reading an adapter, if a thread and room in host memory are free.
 
-        keep  digests that stay in host memory until they have gone to the arena
+        keep  digests that stay in host memory until they are copied to the arena
 
-        What cannot be read while threads hang has failed: nobody knows how long that would be.
+        An adapter that cannot be read because threads hang fails at once.
         """
         if self._is_out_of_reach(adapter):
             self.note_failure(adapter, AdapterUnavailable("the adapter's disk does not answer"))
@@ -96,7 +96,7 @@ class AdapterLoader:
             self._start(adapter)
 
     def prefetch(self, adapter: Adapter) -> None:
-        """Read an adapter that nobody needs yet, once `start_prefetch` finds the time and the room.
+        """Have `start_prefetch` read an adapter that no request needs yet.
 
         One that is larger than all of host memory stays on disk.
         """
@@ -104,10 +104,10 @@ class AdapterLoader:
             self._to_prefetch[adapter.digest] = adapter
 
     def start_prefetch(self, keep: Collection[str]) -> None:
-        """Begin to read adapters that nobody needs yet, leaving one of several threads free.
+        """Start reading adapters that no request needs yet, leaving one of several threads free.
 
-        keep  as in `start`. What was prefetched stays as well until it was used once: of more
-              adapters than there is room for, the later ones are left on disk.
+        keep  as in `start`. Prefetched adapters stay too until they are used: if there is no room
+              for all, the later ones remain on disk.
         """
         most = max(self._limits.num_threads - 1, 1)
         if not self._to_prefetch or len(self._loading) >= most:
@@ -129,7 +129,7 @@ class AdapterLoader:
         return bool(self._to_prefetch) or any(adapter.is_prefetched for adapter in self._loading)
 
     def is_coming(self, adapter: Adapter) -> bool:
-        """Whether the adapter is read now, or will be though nobody needs it."""
+        """Whether the adapter is being read, or waits to be prefetched."""
         return adapter in self._loading or adapter.digest in self._to_prefetch
 
     def _start(self, adapter: Adapter) -> None:
@@ -142,7 +142,7 @@ class AdapterLoader:
         self._loading.add(adapter)
 
     def poll(self) -> list[Adapter]:
-        """See how far the threads are; the adapters that are no longer being read."""
+        """Take in what threads have finished; return the adapters that are no longer read."""
         ended = []
         for adapter in list(self._loading):
             assert adapter.loading is not None
@@ -166,7 +166,7 @@ class AdapterLoader:
 
     @property
     def futures(self) -> list[Future[None]]:
-        """Of the threads that read."""
+        """The futures of the threads that read."""
         return [adapter.loading for adapter in self._loading if adapter.loading is not None]
 
     def _finish(self, adapter: Adapter) -> None:
@@ -186,7 +186,7 @@ class AdapterLoader:
             self.let_go(adapter)
 
     def _abandon(self, adapter: Adapter) -> None:
-        """Stop waiting for a thread. Its host pages are the thread's until it ends."""
+        """Stop waiting for a thread, which keeps its host pages until it ends."""
         assert adapter.loading is not None and adapter.host is not None
         self._hung.append(_Hung(adapter.path, adapter.loading, adapter.host))
         self._host.give_up(adapter.host)
@@ -197,18 +197,18 @@ class AdapterLoader:
         )
 
     def _is_out_of_reach(self, adapter: Adapter) -> bool:
-        """Whether reading it would only make one more thread hang."""
+        """Whether reading it would probably make one more thread hang."""
         return len(self._hung) >= _MAX_HUNG or any(h.path == adapter.path for h in self._hung)
 
     # Failures
 
     @property
     def has_failures(self) -> bool:
-        """Whether any adapter may not be tried again yet."""
+        """Whether any adapter has failed and may not be tried again yet."""
         return bool(self._failed)
 
     def note_failure(self, adapter: Adapter, error: BaseException) -> None:
-        """Reading an adapter or copying it has failed: it is on disk, and rests for a while."""
+        """Note that reading or copying an adapter has failed; it is tried again after a pause."""
         self.drop(adapter)
         adapter.state = AdapterState.DISK
         adapter.note_failure(error, self._clock())
@@ -216,7 +216,7 @@ class AdapterLoader:
         log.warning("adapter load failed", extra={"digest": adapter.digest, "error": str(error)})
 
     def forget(self, adapter: Adapter) -> None:
-        """The adapter is no longer registered."""
+        """Forget an adapter that is no longer registered."""
         self.drop(adapter)
         self._failed.pop(adapter.digest, None)
         self._to_prefetch.pop(adapter.digest, None)
@@ -246,8 +246,8 @@ class AdapterLoader:
     def _make_room(self, num_pages: int, keep: Collection[str]) -> bool:
         """Drop packed adapters until `num_pages` can be taken: first those that the arena has too.
 
-        One on its way to the arena stays, and so do those of `keep` that are yet to go there,
-        and those outside the slab. False, and nothing is dropped, when all others are not enough.
+        Keeps those that are being copied to the arena, those of `keep` that are yet to be copied,
+        and those outside the slab. If the others are not enough, drops nothing and returns False.
         """
         if self._host.can_take(num_pages):
             return True
@@ -292,7 +292,7 @@ class AdapterLoader:
 
 
 def packed_candidate_of(costs: ReloadCosts, adapter: Adapter) -> EvictionCandidate[Adapter]:
-    """A packed adapter; one that is in the arena too costs nothing to lose."""
+    """Make the candidate of a packed adapter; if the arena has it too, it costs no reload."""
     is_copy = adapter.state is AdapterState.RESIDENT
     reload_s = 0.0 if is_copy else costs.adapter(adapter.num_pages, is_in_host=False)
     return EvictionCandidate(adapter, adapter.num_pages, reload_s, adapter.last_use)

@@ -4,9 +4,9 @@
       ^        |         ^                    |
       +--------+ failed  +--------------------+ evicted, to DISK unless HOST still has it
 
-Files are read on threads, and pages are filled beside the steps; the step loop only looks how far
-they are (`poll`). Everything else here runs on the thread that steps the engine. An adapter is
-known by its digest alone; what a digest means never changes.
+Files are read on threads and pages are filled beside the steps; the step loop never waits for them
+(`poll`). Everything else here runs on the thread that steps the engine. A digest identifies an
+adapter; what a digest means never changes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from engine.stats import AdapterStatus
 
 
 class AdapterStore:
-    """Owns the adapters' files, packed copies in host memory and pages.
+    """Owns the registered adapters: their files, host memory and pages.
 
     pool, arena  where pages come from, and the tensor [P, page_elems] that they are rows of
     host         where packed adapters are kept
@@ -72,13 +72,13 @@ class AdapterStore:
     # Registration
 
     def register(self, digest: str, path: Path) -> None:
-        """Know the adapter at `path` by `digest`.
+        """Register the adapter at `path` as `digest`.
 
-        Reads the config and the tensor header, not the tensors. Does nothing when the digest is
-        already known, except that one whose last load failed is read from `path` at once, and one
-        that was unregistered while requests have it, when it is read the next time. Raises
-        AdapterMismatch when they do not fit the base, AdapterUnavailable when they cannot be
-        read, OutOfPages when the arena could not hold the adapter even if it held nothing else.
+        Reads the config and the tensor header, not the tensors. Does nothing if the digest is
+        known, with two exceptions: if the last load failed, the adapter is read from `path` at
+        once; if it was unregistered while requests use it, `path` counts when it is read next.
+        Raises AdapterMismatch if the files do not fit the base, AdapterUnavailable if they cannot
+        be read, OutOfPages if the adapter is larger than the arena.
         """
         known = self._adapters.get(digest)
         if known is not None:
@@ -104,7 +104,7 @@ class AdapterStore:
         )
 
     def prefetch(self, digest: str) -> None:
-        """Have a registered adapter read before anybody needs it, if that is in nobody's way.
+        """Have a registered adapter read before a request needs it, when no request needs the disk.
 
         Raises UnknownAdapter.
         """
@@ -112,7 +112,7 @@ class AdapterStore:
         self._loader.prefetch(self._adapters[digest])
 
     def unregister(self, digest: str) -> None:
-        """Forget `digest`: at once for new requests, for accepted ones when they have ended."""
+        """Forget `digest`: at once for new requests; accepted ones may finish with it."""
         adapter = self._adapters.get(digest)
         if adapter is not None:
             adapter.is_unregistered = True
@@ -126,14 +126,14 @@ class AdapterStore:
                 raise UnknownAdapter(f"no adapter {digest[:12]} is registered", param="adapters")
 
     def add_user(self, digests: Sequence[str]) -> None:
-        """Count one accepted request, or raise UnknownAdapter and count nothing."""
+        """Count one accepted request as a user; if it raises UnknownAdapter, nothing is counted."""
         self.check_known(digests)
         for digest in digests:
             self._adapters[digest].users += 1
             self._adapters[digest].is_prefetched = False
 
     def remove_user(self, digests: Sequence[str]) -> None:
-        """The request has ended."""
+        """Stop counting a request that has ended."""
         for digest in digests:
             adapter = self._adapters[digest]
             assert adapter.users > 0
@@ -145,7 +145,7 @@ class AdapterStore:
     # What the scheduler asks
 
     def is_resident(self, digest: str) -> bool:
-        """Whether a step may read the adapter; on a GPU it may still be arriving."""
+        """Whether a step may read the adapter; on a GPU its copy may still be running."""
         return digest in self._resident
 
     def lacks_room(self, digest: str) -> bool:
@@ -154,15 +154,15 @@ class AdapterStore:
 
     @property
     def has_failures(self) -> bool:
-        """Whether `error` tells of any adapter."""
+        """Whether `error` returns an error for any adapter."""
         return self._loader.has_failures
 
     def error(self, digest: str) -> AdapterError | None:
-        """Why the last attempt to load the adapter failed, until the next may be made."""
+        """Return why the last load failed; None once the next attempt may be made."""
         return self._adapters[digest].error
 
     def versions(self, digests: Iterable[str]) -> tuple[int, ...]:
-        """Which registration each is; equal ones stand for equal content. 0: not registered."""
+        """Return the registration number of each: equal numbers mean equal content. 0: none."""
         known = map(self._adapters.get, digests)
         return tuple(0 if adapter is None else adapter.version for adapter in known)
 
@@ -170,9 +170,9 @@ class AdapterStore:
         return self._adapters[digest].num_pages
 
     def most_pages(self, digests: Iterable[str]) -> int:
-        """Pages that registered adapters take together at most, beside no others.
+        """Return the most pages that registered adapters take together, without others.
 
-        What others left of the pages that they shared may be a page more for each but two of them.
+        In shared pages that others have left, tails may take a page more for each adapter but two.
         """
         adapters = [self._adapters[digest] for digest in digests]
         num_tails = sum(adapter.tail_sub_pages > 0 for adapter in adapters)

@@ -1,4 +1,4 @@
-"""How many pages the arena has: as told, or on a GPU as many as everything else leaves room for."""
+"""Computes how many pages the arena has: as configured, or on a GPU what fits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MARGIN_SHARE = 0.02
 def arena_pages(
     config: EngineConfig, model: ModelConfig, profile_run: Callable[[torch.Tensor], int]
 ) -> int:
-    """Pages of the arena.
+    """Return the number of pages of the arena.
 
     profile_run  runs the widest step over an arena of one page, leaving nothing behind, and
                  returns the bytes that the graphs take beyond those that it recorded; called on a
@@ -54,7 +54,7 @@ def arena_pages(
 def _left_after(
     config: EngineConfig, model: ModelConfig, profile_run: Callable[[torch.Tensor], int]
 ) -> int:
-    """Bytes of the device that are free while everything but the arena is there."""
+    """Return the bytes of the device that everything but the arena leaves free."""
     layout = config.page_layout(model)
     dtype = torch.float32 if config.dtype_name == "float32" else torch.bfloat16
     torch.cuda.empty_cache()

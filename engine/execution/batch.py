@@ -1,4 +1,4 @@
-"""A Step as the flat tensors of one forward pass."""
+"""Batch and BatchBuilder: a Step as the flat tensors of one forward pass."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Batch:
     lengths       [S] tokens of each sequence in this step, on the host
     contexts      [S] context_lens on the host
     arrivals      copies of adapters that the pass has to wait for, on the device
-    has_unread    whether `token_ids` names tokens of the step before, ~i for its token i
-    scores        what the pass is to tell of prompts; None: nothing
+    has_unread    whether `token_ids` has placeholders, ~i for token i of the step before
+    scores        the prompt log-probabilities to compute; None: there are none
     """
 
     token_ids: torch.Tensor
@@ -66,7 +66,7 @@ class Batch:
 
 
 class BatchBuilder:
-    """Builds batches; keeps the adapters' table from one step to the next while it stays true.
+    """Builds batches; keeps the adapters' table while the adapters stay the same.
 
     buffers         where entries of the table stay on the device
     has_row_tables  whether the model's kernels take `kernels.RowTable`s
@@ -94,7 +94,7 @@ class BatchBuilder:
         self._extras: ExtrasTable | None = None
 
     def build(self, step: Step) -> Batch:
-        """The tensors of `step`; brings the step's rows into the order that runs fastest."""
+        """Make the tensors of `step`; sort the step's rows into the order that runs fastest."""
         self._arrange(step)
         rows = step.rows
         lengths = np.fromiter((row.num_tokens for row in rows), np.int32, len(rows))
@@ -166,7 +166,7 @@ class BatchBuilder:
         return self._extras.of_step(seg_indptr.tolist(), seg_adapter.tolist(), rows)
 
     def _arrange(self, step: Step) -> None:
-        """Rows of one adapter stay adjacent; those of the base come last."""
+        """Sort the rows: those of one adapter stay adjacent, those of the base come last."""
         order = self._adapter_order(row.sequence.adapter_key for row in step.rows)
         last = len(order)
         step.rows.sort(
@@ -180,7 +180,7 @@ class BatchBuilder:
         return upload([values], self._device)[0]
 
     def _table_of(self, keys: tuple[AdapterKey, ...]) -> LoraTable:
-        """The table of these virtual adapters, another only when one of them is another."""
+        """Return the table of these virtual adapters; make it anew only if one has changed."""
         entries = self._cache.get(keys)
         if (
             self._table is None

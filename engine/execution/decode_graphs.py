@@ -1,10 +1,10 @@
-"""Decode steps as CUDA graphs: four per batch bucket, by what of a layer the adapters change.
+"""DecodeGraphs: decode steps as CUDA graphs, one per batch bucket and LoraScope.
 
 The graph's inputs lie in fixed buffers. A step's grids depend on the bucket alone (the work list
 and its length are device data), so neither the number of adapters nor their ranks are part of a
-graph's key. Each replay leaves the buffers ready for the next: the greedy token is the next
-input, and positions and slots follow from how far a row has come. While the same requests go on,
-the host uploads nothing but a page now and then, and waits for nothing.
+graph's key. Each replay leaves the buffers ready for the next one: the greedy token is the next
+input, and positions and slots follow from the context length. While the same requests run, the host
+uploads nothing but new pages, and waits for nothing.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class _Graph:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Keep Python's collector from running inside, which one thread at a time may be.
+    """Keep Python's garbage collector from running inside; one thread at a time may enter.
 
-    It runs on whatever thread allocates. On one that records, the graph of a former engine that it
-    finds in a circle of references would end the recording: CUDA destroys none meanwhile.
+    The collector runs on whatever thread allocates. If it destroyed the graph of a former engine on
+    a thread that records, CUDA would end the recording.
     """
     with _uncollected_lock:
         was_enabled = gc.isenabled()
@@ -63,14 +63,14 @@ def uncollected() -> Iterator[None]:
 def record(
     run: Callable[[], torch.Tensor], pool: Any, stream: torch.cuda.Stream
 ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    """Record what `run` launches; its result lies where every replay writes it.
+    """Record what `run` launches; return the graph and the tensor that every replay writes.
 
-    Other threads go on using the device meanwhile: a recording that they could spoil (torch's own
-    setting) would end with an error whenever an adapter is loaded beside it. A launch keeps the
-    priority of the stream that it was recorded on.
+    Other threads may use the device meanwhile. With torch's default mode the recording would fail
+    whenever an adapter is loaded beside it. A launch keeps the priority of the stream that it was
+    recorded on.
 
-    pool    another graph's, whose memory this one may use in turn; None: a new one
-    stream  the same for all graphs of a pool: torch lends a stream's memory to no other
+    pool    memory of another graph, which this one may use in turn; None: a new pool
+    stream  the same for all graphs of a pool: torch gives a stream's memory to no other
     """
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -126,7 +126,7 @@ class DecodeGraphs:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The buckets there are, the smallest first."""
+        """The buckets, the smallest first."""
         return (*(size for size in BUCKETS if size < self.max_batch), self.max_batch)
 
     def bucket(self, num_rows: int) -> int | None:
@@ -155,9 +155,9 @@ class DecodeGraphs:
         self._graphs[size, scope] = _Graph(graph=graph, logits=logits)
 
     def bytes_of_others(self, recorded: int) -> int:
-        """Bytes that the graphs take when all are there and those of one bucket are.
+        """Return the bytes that all graphs take beyond those of the recorded bucket.
 
-        Memory for what a graph computes on the way is common to all; its logits are its own.
+        The graphs share memory for intermediate results; each has logits of its own.
         """
         logits = self._model.config.vocab_size * self._model.arena.element_size()
         others = (size for size in self.sizes if size != recorded)
@@ -193,10 +193,10 @@ class DecodeGraphs:
             self.page_tables.index_put_((row, column), page.to(torch.int32))
 
     def step(self) -> torch.Tensor:
-        """Run the step and move on; the rows' logits [num_rows, V], valid until the next step.
+        """Run a step; return the rows' logits [num_rows, V], valid until the next step.
 
         `token_ids` holds the greedy tokens; a sampler may write others before the next step.
-        `marked` says which of them come of numbers that overflowed (`kernels.sampling`).
+        `marked` says which of them come from numbers that overflowed (`kernels.sampling`).
         """
         if self._model.device.type != "cuda":  # no graphs there: the same pass, launch by launch
             size, scope = self._current

@@ -1,4 +1,4 @@
-"""What a step's adapters have beside tiles, as the kernels want it: gains, shifts, vocabulary."""
+"""ExtrasTable: the gains, shifts and vocabulary rows of a step's adapters, for the kernels."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ ToTensor = Callable[[npt.NDArray[np.generic]], torch.Tensor]
 
 
 class ExtrasTable:
-    """The extras of a table's virtual adapters; most tables have none and need no such thing.
+    """The extras of a table's virtual adapters; most tables have none.
 
     keys        the table's virtual adapters
-    tiles       those of each one's parts
-    has_tables  whether kernels replace rows by `RowTable`s; else all is said by segments
+    tiles       of each virtual adapter's parts
+    has_tables  whether kernels replace rows by `RowTable`s; else they follow segments
     """
 
     def __init__(

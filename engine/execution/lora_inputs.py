@@ -1,4 +1,4 @@
-"""The adapters of a step in fixed buffers, where recorded graphs find them."""
+"""LoraInputs: the adapters of a step in fixed buffers, which recorded graphs read."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class LoraInputs:
         self._loaded = lora.table
 
     def _fits_extras(self, extras: LoraExtras | None) -> bool:
-        """What tables say fits; what is as wide as the vocabulary takes no graph."""
+        """Whether tables hold the extras; those as wide as the vocabulary run without a graph."""
         if extras is None:
             return True
         rows = (table for table in (extras.embedding_rows, extras.head_rows) if table is not None)
@@ -156,7 +156,7 @@ class LoraInputs:
         )
 
     def clear(self) -> None:
-        """Leave every row without an adapter."""
+        """Make every row one without an adapter."""
         self.seg_indptr.zero_()
         self.seg_adapter.fill_(-1)
         self._row_adapter.fill_(-1)

@@ -1,8 +1,8 @@
-"""The adapters' table from one step to the next: what was said of an adapter is not said again.
+"""The adapters' table, kept on the device from one step to the next.
 
 An adapter has an entry for every tile of every layer and projection, 224 for rank 8 and 3,584 for
-rank 128 in a model of 32 layers. The entries stay in buffers on the device, where they were put
-when a step first read the adapter, and a step says only where each of its adapters' entries begin.
+rank 128 in a model of 32 layers. The entries are copied to buffers on the device when a step first
+reads the adapter. Later steps only say where each adapter's entries begin.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TilesOf = Callable[[str], TileMap]
 
 
 class LoraScope(enum.IntEnum):
-    """What of a layer a step's adapters change; what none changes need not ask for adapters."""
+    """Which parts of a layer a step's adapters change; the other parts run without adapters."""
 
     NONE = 0
     ATTENTION = 1
@@ -42,7 +42,7 @@ class LoraScope(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """A virtual adapter's entries of the table, and the tiles that they were made of."""
+    """A virtual adapter's entries of the table, and the tiles that they describe."""
 
     tiles: list[TileMap]
     has_extras: bool
@@ -69,7 +69,7 @@ class Entries:
 
 
 class EntryCache:
-    """The entries of virtual adapters that steps have read, until there are too many."""
+    """Keeps the entries of virtual adapters that steps have read, up to a limit."""
 
     def __init__(self, tiles_of: TilesOf) -> None:
         self._tiles_of = tiles_of
@@ -77,7 +77,7 @@ class EntryCache:
         self._size = 0
 
     def get(self, keys: Sequence[AdapterKey]) -> list[Entries]:
-        """The entries of each; the same objects as last time where the tiles are the same."""
+        """Return the entries of each: the same objects as before while the tiles are the same."""
         if self._size > _MAX_KEPT:
             self._entries = {key: self._entries[key] for key in keys if key in self._entries}
             self._size = _size(self._entries.values())
@@ -95,7 +95,7 @@ class EntryCache:
 class EntryBuffers:
     """The entries of many virtual adapters on the device, one after the other.
 
-    max_entries  room for so many; when it is used up all are put there anew
+    max_entries  their number; when the room is used up, all entries are copied anew
     """
 
     def __init__(self, max_entries: int, device: torch.device) -> None:
@@ -112,9 +112,9 @@ class EntryBuffers:
     def starts(
         self, keys: Sequence[AdapterKey], entries: Sequence[Entries]
     ) -> npt.NDArray[np.int64] | None:
-        """Where the entries of each begin, after copying what is missing; None: no room for them.
+        """Copy missing entries; return where the entries of each begin, None if they lack room.
 
-        Steps under way read on: what is copied here is there for what is launched from now on.
+        Steps in flight are not disturbed: later launches see the copies.
         """
         missing = self._missing(keys, entries)
         if self._end + _size(missing.values()) > len(self.a_offset):
@@ -138,7 +138,7 @@ class EntryBuffers:
         )
 
     def clear(self) -> None:
-        """Forget what is there."""
+        """Forget all entries."""
         self._starts.clear()
         self._end = 0
 
@@ -162,7 +162,7 @@ class EntryBuffers:
 
 
 def join(entries: Sequence[Entries], device: str) -> LoraTable:
-    """A table of these entries alone, in their order."""
+    """Make a table of these entries alone, in their order."""
     ends = np.cumsum([0, *(own.rows.size for own in entries[:-1])])
     fields: dict[str, npt.NDArray[Any]] = {
         "entry_start": ends.astype(np.int64),
@@ -180,7 +180,7 @@ def _size(entries: Iterable[Entries]) -> int:
 
 
 def _scope(tiles: TileMap) -> LoraScope:
-    """Where an adapter has tiles; its entries are [L * 7, tiles] in the projections' order."""
+    """Return where an adapter has tiles; its entries are [L * 7, tiles], by projection."""
     if tiles.adjusts or tiles.replaces:
         return LoraScope.ADJUSTED
     is_mlp = np.arange(len(tiles.a_offset)) % NUM_PROJECTIONS >= Projection.GATE

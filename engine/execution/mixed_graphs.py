@@ -1,12 +1,12 @@
-"""Steps that carry prompts as CUDA graphs: four per bucket of tokens, as `decode_graphs` has.
+"""MixedGraphs: steps with prompts as CUDA graphs, one per token bucket and LoraScope.
 
-Launched one by one, the 300 to 600 kernels of such a step take 7 to 22 ms of the host, whatever is
-in it; the products of 300 tokens take 7. So prompts of up to `max_tokens` together with all that
-decode go as one graph.
+Launched one by one, the 300 to 600 kernels of such a step take 7 to 22 ms of host time, whatever
+the step has; the products of 300 tokens take 7. So prompts of up to `max_tokens` run as one graph,
+together with all decodes.
 
-Every `BLOCK` new tokens of a prompt are a sequence of their own to the prefill kernel, so that its
-grid follows from the number of tokens alone; decodes go through the decode kernel, to which
-prompts are nothing. Rows past the step's tokens compute what nobody reads.
+To the prefill kernel every `BLOCK` new tokens of a prompt are a sequence of their own, so that its
+grid follows from the number of tokens alone. The decode kernel computes the decodes and skips the
+prompts. Rows past the step's tokens compute what nothing reads.
 """
 
 from __future__ import annotations
@@ -35,15 +35,14 @@ MAX_PROMPTS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A bucket's rooms: tokens, sequences, blocks of prompts."""
+    """How many tokens, sequences and blocks of prompts a bucket holds."""
 
     tokens: int
     rows: int
 
     @property
     def blocks(self) -> int:
-        """Most that there may be: a prompt has two tokens or more, and before each may lie decodes,
-        which take a block that computes nothing."""
+        """The most blocks: a prompt has two tokens or more; decodes before it fill an empty one."""
         return self.tokens // BLOCK + min(2 * MAX_PROMPTS, 2 * self.tokens // 3) + 1
 
 
@@ -117,8 +116,10 @@ class MixedGraphs:
         return len(LoraScope) * (len(self._sizes) - 1) * GRAPH_BYTES
 
     def run(self, batch: Batch) -> torch.Tensor:
-        """The logits [N, V] of the sampling rows, valid until the next run; the caller has asked
-        `fits`. `token_ids` holds their greedy tokens, `marked` as in `DecodeGraphs`."""
+        """Return the logits [N, V] of the sampling rows, valid until the next run.
+
+        The caller has asked `fits`. `token_ids` and `marked` are as in `DecodeGraphs`.
+        """
         size, scope = self._size_of(batch), batch.scope
         self.capture(size, scope, None)
         self._load(batch, self._shape(size))
@@ -212,8 +213,10 @@ class MixedGraphs:
         return logits
 
     def _clear(self) -> None:
-        """Make every row padding: a step over such buffers writes nothing to the arena, and none of
-        its indices, which a larger bucket may have left, leads outside a smaller one."""
+        """Make every row padding, so that a step over the buffers writes nothing to the arena.
+
+        Clears indices too: those of a larger bucket would lead outside a smaller one.
+        """
         self._slots.fill_(-1)
         for buffer in (self._query_start, self._block_start, self._sample_indptr):
             buffer.zero_()
@@ -230,8 +233,8 @@ def cut_blocks(
     lengths   [S] new tokens of each row; 1: a decode
     contexts  [S] tokens of each row, the new ones included
 
-    A block's context ends with its own last token. What lies between two prompts is a block with
-    no context.
+    A block's context ends with its own last token. Decodes between two prompts are a block without
+    context.
     """
     starts, context, rows = [0], [], []
     end = 0

@@ -1,9 +1,8 @@
 """Log-probabilities of prompt tokens, for requests that ask for them.
 
-The row of a pass at position p says how likely the prompt's token p + 1 was. So every position of
-such a prompt is computed once, none is taken from the prefix cache before its row has been read,
-and the last matrix is applied to all these rows, a block at a time: of a block's logits only the
-asked numbers are kept.
+The row of a pass at position p gives the log-probability of the prompt's token p + 1. So every
+position of such a prompt is computed once and not taken from the prefix cache. The last matrix is
+applied to all these rows, a block at a time; only the requested numbers of a block are kept.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ class _Span:
 
 
 class Scores:
-    """What one step tells of prompts: planned with the batch, computed by the pass, told at last.
+    """One step's prompt log-probabilities: planned with the batch, computed by the pass, then read.
 
     rows     [M] int64, the scored rows of the pass, ascending
     targets  [M] int64, the token that follows each in its prompt
-    num_top  the most likely tokens that are kept of each row
+    num_top  how many of the most likely tokens are kept for each row
     extras   of the rows' adapters; None: no adapter changes the last matrix
     """
 
@@ -76,7 +75,7 @@ class Scores:
             self._found.append(((own - total).squeeze(1), ranks, values - total, token_ids))
 
     def tell(self) -> list[Sequence]:
-        """Let each prompt have its own, as soon as the step has run.
+        """Wait for the step and add each prompt's log-probabilities to its sequence.
 
         Returns the sequences whose numbers overflowed.
         """
@@ -106,7 +105,7 @@ def plan_scores(
     device: torch.device | str,
     extras_of: ExtrasOf,
 ) -> Scores | None:
-    """What a step of these rows is to tell of prompts; None: nothing.
+    """Plan the prompt log-probabilities of a step of these rows; None: there are none.
 
     query_start  [S + 1] the first row of the pass of each
     """

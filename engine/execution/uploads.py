@@ -1,4 +1,4 @@
-"""A step's host arrays on their way to the device."""
+"""Copies a step's host arrays to the device."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _ALIGNMENT = 16
 
 
 def upload(arrays: Sequence[npt.NDArray[Any]], device: torch.device | str) -> list[torch.Tensor]:
-    """The arrays on the device, in one copy; the host waits for nothing.
+    """Copy the arrays to the device at once; the host waits for nothing.
 
-    From memory that is not pinned the copy would wait for all the device was told before.
+    A copy from memory that is not pinned would wait for all earlier work of the device.
     """
     if torch.device(device).type == "cpu":
         return [torch.from_numpy(array) for array in arrays]

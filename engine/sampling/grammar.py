@@ -1,10 +1,10 @@
 """Grammars as masks over the vocabulary: Outlines in front, llguidance behind it.
 
-Outlines' own index takes seconds for an ordinary nested schema and ignores several keywords
-without a word; its llguidance backend takes milliseconds and refuses what it does not enforce.
-Both are imported, and the tokenizer is read, when a grammar is first asked for or, before that, by
-`Grammars.prepare`. Compiling happens on a thread of its own, outside the interpreter's lock; the
-step loop only advances matchers.
+Outlines' own index takes seconds for an ordinary nested schema and silently ignores several
+keywords; its llguidance backend takes milliseconds and refuses what it does not enforce. Both are
+imported, and the tokenizer is read, by `Grammars.prepare` or else for the first grammar. Grammars
+compile on a thread of their own, outside the interpreter's lock; the step loop only advances
+matchers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SMALLEST = Grammar(GrammarKind.REGEX, "a")
 class Matcher:
     """One request's place in its grammar.
 
-    error  set once the grammar proves too costly to go on with; the request must end
+    error  set if the grammar turns out too costly to follow; the request must end then
     """
 
     def __init__(self, matcher: Any, eos_token_id: int, param: str = "json_schema") -> None:
@@ -124,7 +124,7 @@ def _read_tokenizer(folder: Path) -> Any:
 class GrammarCompiler:
     """Compiles grammars on a thread and remembers the latest ones.
 
-    Each tenant's for itself: how soon one is there does not tell what another tenant compiles.
+    Remembers them per tenant: the time that compiling takes reveals nothing of other tenants.
 
     tokenizer  a Hugging Face tokenizer, or the model folder that has one
     """
@@ -153,7 +153,9 @@ class GrammarCompiler:
         return self._threads.submit(self._compile, grammar, key)
 
     def prepare(self) -> Future[None]:
-        """Do now what the first grammar would wait for; one that comes meanwhile waits for this.
+        """Import the libraries and read the tokenizer now, on the compiler's thread.
+
+        A grammar that is submitted meanwhile waits for it.
 
         The future raises what importing the libraries, or reading the tokenizer, raises.
         """
@@ -200,14 +202,16 @@ class GrammarCompiler:
 
 
 def _let_others_go_first() -> None:
-    """Give this thread a third of what the step's have of the processor: on Linux niceness is a
-    thread's own."""
+    """Give this thread a third of the step loop's share of the processor.
+
+    On Linux each thread has its own niceness.
+    """
     with contextlib.suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)
 
 
 class Grammars:
-    """Which sequence waits for its grammar, and where in it each of the others is.
+    """Owns the sequences' matchers, and knows which sequences wait for their grammar.
 
     tokenizer  a Hugging Face tokenizer, or the model folder that has one
     """
@@ -230,7 +234,7 @@ class Grammars:
             self._compiling[sequence] = self._compiler.submit(grammar, sequence.request.tenant_id)
 
     def poll(self) -> list[tuple[Sequence, BaseException]]:
-        """See what has been compiled; the sequences whose grammar cannot be, with the reason."""
+        """Take in compiled grammars; return the sequences whose grammar failed, with the error."""
         failed = []
         for sequence in [s for s, future in self._compiling.items() if future.done()]:
             future = self._compiling.pop(sequence)
@@ -246,7 +250,7 @@ class Grammars:
         return self._matchers.get(sequence)
 
     def mask(self, logits: torch.Tensor, sequences: SequenceOf[Sequence]) -> None:
-        """Forbid in `logits` [N, V], in place, what a row's grammar does not allow next."""
+        """Mask in `logits` [N, V], in place, the tokens that a row's grammar does not allow."""
         rows = [i for i, sequence in enumerate(sequences) if sequence in self._matchers]
         if not rows:
             return

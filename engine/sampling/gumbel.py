@@ -1,12 +1,13 @@
-"""The noise by which tokens are drawn: a number for each key and token, whatever is drawn beside.
+"""Gumbel noise for drawing tokens: one number for each key and token, whatever else is drawn.
 
 A token is drawn as the largest of `logit / temperature + noise`, where the noise of each token is
 its own and Gumbel distributed; each is then drawn as often as its probability says. Source:
 Gumbel-max; Maddison et al., A* sampling (arXiv:1411.0030), section 2.
 
-The noise does not depend on the logits, so logits that are rounded otherwise, as in a batch of
-another size, give another token only where the two best are as close as the rounding is. Inverting
-the cumulative distribution at one number would not do: all tokens before one move its place.
+The noise does not depend on the logits. So logits that are rounded differently, as in a batch of
+another size, give another token only if the two best sums are as close as the rounding. Inverting
+the cumulative distribution at one number would change more tokens: a rounded logit there moves the
+place of every token after it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _SIGN = -(1 << 63)
 
 
 def token_codes(vocab_size: int, device: torch.device) -> torch.Tensor:
-    """[V] int64, what stands for each token: the same ones every time."""
+    """Return [V] int64, a fixed code for each token."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(_SIGN, -_SIGN - 1, (vocab_size,), generator=generator).to(device)
 

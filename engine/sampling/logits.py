@@ -1,8 +1,8 @@
 """LogitsProcessor: turns a step's logits into one token, or one error, for each sequence.
 
-What fails for one sequence (its adapter's numbers overflow, its grammar's matcher raises) is that
-sequence's error alone. The batch is handled as a whole, and row by row only when that
-raises, to find the row at fault.
+A failure of one sequence (its adapter's numbers overflow, its grammar's matcher raises) is that
+sequence's error alone. The batch is handled as a whole, and row by row only if that raises, to find
+the row at fault.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class LogitsProcessor:
-    """Applies what the requests ask of the logits, and chooses."""
+    """Applies penalties, biases and grammars to logits, and chooses tokens."""
 
     def __init__(self, sampler: Sampler, grammars: Grammars) -> None:
         self._sampler, self._grammars = sampler, grammars
@@ -41,21 +41,21 @@ class LogitsProcessor:
         return self._sampler.draw(sequences)
 
     def choose_live(self, logits: torch.Tensor, sequences: SequenceOf[Sequence]) -> list[Sampled]:
-        """`choose`; those that have ended meanwhile get any token."""
+        """Call `choose` for the sequences that have not ended; the others get any token."""
         live = [i for i, sequence in enumerate(sequences) if not sequence.has_ended]
         logits = logits if len(live) == len(sequences) else logits[live]
         sampled = dict(zip(live, self.choose(logits, [sequences[i] for i in live]), strict=True))
         return [sampled.get(i, Sampled(0, None)) for i in range(len(sequences))]
 
     def choose(self, logits: torch.Tensor, sequences: SequenceOf[Sequence]) -> list[Sampled]:
-        """One token, or one error, for each row of `logits` [N, V], which may be changed."""
+        """Return one token, or one error, for each row of `logits` [N, V], which may be changed."""
         logits = logits.float()
         wants_logprobs = any(s.request.sampling.logprobs is not None for s in sequences)
         raw = logits.log_softmax(dim=-1) if wants_logprobs else None
         failed: dict[int, Exception] = {}
 
         def each(action: Callable[[int], T]) -> dict[int, T]:
-            """Do `action` for every row that has not failed, and note whose raises."""
+            """Do `action` for every row that has not failed; note the rows for which it raises."""
             done = {}
             for i in range(len(sequences)):
                 if i not in failed:
@@ -90,10 +90,10 @@ def _failed(sequence: Sequence, error: Exception) -> Sampled:
 
 
 def checked(sequence: Sequence, sampled: Sampled) -> Sampled:
-    """The token, unless its logit, which is the row's largest, is no number.
+    """Return the token, or an error if the row's largest logit is infinite or not a number.
 
-    Not a number counts as larger than any. Minus infinity is what a grammar leaves that allows
-    no token; it says so itself.
+    A NaN counts as the largest. Minus infinity means that a grammar allows no token; the grammar
+    reports that itself.
     """
     if not (math.isnan(sampled.largest) or sampled.largest == math.inf):
         return sampled
@@ -101,7 +101,7 @@ def checked(sequence: Sequence, sampled: Sampled) -> Sampled:
 
 
 def overflow_of(sequence: Sequence) -> EngineError:
-    """Why the sequence's logits are no numbers."""
+    """Make the error for a sequence whose logits overflowed."""
     if not sequence.digests:
         return EngineError("the base model's logits overflowed")
     names = " and ".join(digest[:12] for digest in sequence.digests)
@@ -110,7 +110,7 @@ def overflow_of(sequence: Sequence) -> EngineError:
 
 
 def as_engine_error(request_id: str, error: BaseException) -> EngineError:
-    """The error as a client hears of it; one that was not foreseen is logged."""
+    """Return the error for the client; log one that was not foreseen."""
     if isinstance(error, EngineError):
         return error
     log.error("request failed", exc_info=error, extra={"request_id": request_id})

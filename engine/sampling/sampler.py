@@ -1,8 +1,8 @@
-"""Logits to tokens: greedy or drawn, each request by its own parameters and its own randomness.
+"""Sampler: chooses tokens, greedy or drawn, by each request's own parameters and seed.
 
-A token is drawn by noise (`gumbel`) whose key comes from the request's own generator: the same seed
-gives the same noise whatever else is in the batch. Logits may be rounded otherwise in a batch of
-another size; that gives another token only where the two best are as close as that.
+A token is drawn with Gumbel noise (`gumbel`), whose key comes from the request's own generator: the
+same seed gives the same noise whatever else is in the batch. In a batch of another size logits may
+be rounded differently; that changes a token only if the two best are as close as the rounding.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _MAX_NOISE = 1 << 18
 class Sampled:
     """One row's token.
 
-    error    there is no token, and this is why
-    largest  of the row's logits, where the host has seen it
+    error    why there is no token
+    largest  the row's largest logit, if the host has it
     """
 
     token_id: int
@@ -43,7 +43,7 @@ class Sampled:
 
 
 class _State:
-    """What sampling remembers of one sequence."""
+    """The sampling state of one sequence."""
 
     def __init__(self, sequence: Sequence, vocab_size: int, device: torch.device) -> None:
         params = sequence.request.sampling
@@ -76,7 +76,7 @@ class _State:
         return any(value is not None for value in (self.counts, self.seen, self.bias))
 
     def key(self, index: int) -> int:
-        """The key of the noise by which the sequence's token `index` is drawn: odd, int64."""
+        """Return the key of the noise for the sequence's token `index`: odd, int64."""
         while len(self._keys) <= index:
             self._keys.append((self._random.getrandbits(63) << 1) + 1 - (1 << 63))
         return self._keys[index]
@@ -113,7 +113,7 @@ class Sampler:
         )
 
     def draw(self, sequences: SequenceOf[Sequence]) -> Draw | None:
-        """What the free `sequences` draw their next tokens by; None: all are greedy."""
+        """Make the Draw for the free `sequences`; None: all are greedy."""
         rows = [i for i, s in enumerate(sequences) if not _is_greedy(s.request.sampling)]
         if not rows:
             return None
@@ -133,7 +133,7 @@ class Sampler:
     def choose(
         self, logits: torch.Tensor, sequences: SequenceOf[Sequence], raw: torch.Tensor | None
     ) -> list[Sampled]:
-        """One token for each row.
+        """Return one token for each row.
 
         logits  [N, V] fp32, adjusted and masked
         raw     [N, V] log-probabilities as the model gave them; needed when a request asks for
@@ -212,7 +212,7 @@ class Draw:
         return Drawn(marked=marked, logits=own, keys=keys, draw=self)
 
     def mend(self, token_ids: list[int], drawn: Drawn) -> None:
-        """Put the right token in place of each that is not sure, which is below 0."""
+        """Replace each token that is not sure, and so below 0, by the right one."""
         tokens, _ = _draw(drawn.logits, self._params, drawn.keys, self._codes, self._vocab_size)
         right = tokens.tolist()
         for i, (row, (_, state)) in enumerate(zip(self._rows, self._drawn, strict=True)):
@@ -271,7 +271,7 @@ def _upload_keys(keys: SequenceOf[int], codes: torch.Tensor) -> torch.Tensor:
 
 
 class _Parameters:
-    """What rows are drawn by, as columns on the device.
+    """The sampling parameters of rows, as columns on the device.
 
     cut, whole  rows whose distribution is cut to its most likely tokens, and the others
     """

@@ -1,4 +1,4 @@
-"""What ends a request: its tokens, its limits, or its grammar. No torch here."""
+"""Decides whether a sequence ends: by its tokens, limits or grammar. No torch here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from engine.sequence import Sequence
 
 
 def is_full(sequence: Sequence, context_limit: int) -> bool:
-    """Whether the newest token is the last, whatever it is."""
+    """Whether the newest token is the last one by the limits, whatever token it is."""
     most = sequence.request.sampling.max_tokens
     is_last = most is not None and sequence.num_generated >= most
     return is_last or sequence.num_tokens >= context_limit
@@ -17,9 +17,9 @@ def is_full(sequence: Sequence, context_limit: int) -> bool:
 def check_stop(
     sequence: Sequence, matcher: Matcher | None, context_limit: int
 ) -> tuple[FinishReason | None, bool]:
-    """Why the newest token ends its request, if it does, and whether it is part of the text.
+    """Return why the newest token ends its request, or None, and whether it is part of the text.
 
-    Raises BadGrammar when the request's grammar, which the token advances, cannot be followed any
+    Advances the request's grammar by the token; raises BadGrammar if that cannot be followed any
     further.
     """
     if sequence.request.sampling.max_tokens == 0:
