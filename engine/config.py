@@ -1,4 +1,4 @@
-"""What the engine is told."""
+"""EngineConfig: the settings of an engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kernels.kv_pages import KEYS_READ_TOGETHER
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """How one engine runs.
+    """The settings of one engine.
 
     model_dir             a Hugging Face folder: config.json, safetensors, tokenizer files
     device                "cpu" or "cuda[:n]"
@@ -138,7 +138,7 @@ class EngineConfig:
         return self.page_layout(model).page_elems * self.bytes_per_element
 
     def page_limits(self, model: ModelConfig, num_pages: int) -> tuple[int, int]:
-        """The most pages of an arena of `num_pages` that (KV, adapters) may have.
+        """Return the most pages of an arena of `num_pages` that (KV, adapters) may have.
 
         Raises ValueError when the floors leave one of them nothing.
         """
@@ -155,7 +155,7 @@ class EngineConfig:
         return max_kv, max_adapter
 
     def reload_costs(self, model: ModelConfig) -> ReloadCosts:
-        """What a page of each kind costs to have again, for the order of eviction."""
+        """Estimate the reload cost of a page of each kind, for the order of eviction."""
         per_layer = sum(n_in * n_out for n_in, n_out in model.projection_widths)
         return ReloadCosts.estimate(
             page_bytes=self.page_bytes(model),
@@ -165,7 +165,7 @@ class EngineConfig:
         )
 
     def kv_window(self, model: ModelConfig) -> int | None:
-        """How far back from a new token, itself included, its KV may be read; None: all of it."""
+        """Return how many tokens back, the new one included, KV may be read; None: all."""
         windows = [window for window in model.windows if window is not None]
         if not windows or len(windows) < model.num_layers:
             return None
@@ -175,7 +175,7 @@ class EngineConfig:
         return min(self.max_context or model.max_positions, model.max_positions)
 
     def position_limit(self, model: ModelConfig, num_pages: int) -> int:
-        """Positions that tokens can have: those of the context, as far as KV has pages for them.
+        """Return how many positions tokens can have: the context, limited by the pages for KV.
 
         Raises ValueError as `page_limits` does.
         """

@@ -1,4 +1,4 @@
-"""What an engine says of itself. No torch here."""
+"""EngineStats and AdapterStatus: the state of an engine. No torch here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PreemptionCause(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AdapterStatus:
-    """Where one adapter is at one moment.
+    """Where one adapter is.
 
     tier     "disk", "loading" (to host memory), "host" or "resident" (in the arena)
     failure  why the last attempt to load it failed; None when none was made, or it succeeded
@@ -37,7 +37,7 @@ class AdapterStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """The engine at one moment.
+    """The state of an engine between two steps.
 
     step                steps so far; one that stands still while requests run is stuck
     running, waiting    requests; at most max_running run at once

@@ -1,8 +1,8 @@
-"""AdapterNames: what a DashEngine's user calls the adapters.
+"""AdapterNames: the adapters' names in a DashEngine.
 
-The engine knows an adapter by its digest, which stands for its bytes. A name means one digest at a
-time; giving it another folder makes it mean another digest at once, and requests that were made
-before go on with the old one.
+The engine knows an adapter by the digest of its files. A name means one digest at a time. If it is
+registered with another folder it means another digest at once; earlier requests go on with the old
+one.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _READERS = 2
 
 @dataclass(slots=True, eq=False)
 class NamedAdapter:
-    """One registration. `ready` has the error if its files cannot be read or do not fit.
+    """One registration; `ready` raises if the files cannot be read or do not fit.
 
-    hub_id  where its files come from, if not from a folder; `path` follows when they are there
+    hub_id  the Hub repository that its files come from, if any; `path` is set once they are there
     """
 
     name: str
@@ -57,8 +57,7 @@ class AdapterNames:
         self._threads = ThreadPoolExecutor(_READERS, thread_name_prefix="adapter-reader")
 
     def register(self, name: str, source: str | Path, revision: str | None = None) -> None:
-        """Let `name` mean a PEFT folder, or an id of the Hub, from now on; it is read on another
-        thread."""
+        """Let `name` mean a PEFT folder, or a Hub id, from now on; another thread reads it."""
         if not isinstance(name, str) or not name:
             raise ValueError(f"an adapter's name is a string of one character or more: {name!r}")
         # It is read again later, wherever the process may be by then.
@@ -79,7 +78,7 @@ class AdapterNames:
         self._drop(adapter)
 
     def find(self, name: str) -> NamedAdapter:
-        """What the name means now; raises UnknownAdapter."""
+        """Return the adapter that the name means now; raises UnknownAdapter."""
         with self._lock:
             adapter = self._named.get(name)
         if adapter is None:
@@ -87,7 +86,7 @@ class AdapterNames:
         return adapter
 
     def check(self, adapter: NamedAdapter) -> str:
-        """The digest of an adapter that is ready; raises what is wrong with it."""
+        """Return the digest of an adapter that is ready; raises its error if it has one."""
         try:
             adapter.ready.result()
         except CancelledError as error:
@@ -112,7 +111,7 @@ class AdapterNames:
                 engine.unregister_adapter(adapter.digest)
 
     def all(self) -> list[NamedAdapter]:
-        """Every adapter that has a name, the oldest name first."""
+        """Return every adapter that has a name, the oldest name first."""
         with self._lock:
             return list(self._named.values())
 
@@ -151,7 +150,7 @@ def _unknown(name: str) -> EngineError:
 
 
 def digest_of(config_text: bytes, tensors_sha256: str) -> str:
-    """A DashEngine's digest of an adapter; the engine verifies what it loads with it."""
+    """Return a DashEngine's digest of an adapter, by which the engine verifies its files."""
     config = hashlib.sha256(config_text)
     return hashlib.sha256(config.digest() + bytes.fromhex(tensors_sha256)).hexdigest()
 

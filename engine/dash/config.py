@@ -1,4 +1,4 @@
-"""DashConfig: how a DashEngine runs, in the words of its users."""
+"""DashConfig: the settings of a DashEngine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CPU_STEP_TOKENS, _CPU_RUNNING = 512, 64
 
 
 def parse_bytes(size: str | int) -> int:
-    """2_000_000_000 for "2GB", 2_147_483_648 for "2GiB"; raises ValueError for anything else."""
+    """Parse "2GB" as 2_000_000_000, "2GiB" as 2_147_483_648; raises ValueError for other text."""
     if isinstance(size, int):
         return size
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
@@ -38,27 +38,27 @@ def _bytes_or_none(size: str | int | None) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DashConfig:
-    """How a DashEngine runs. Raises ValueError naming the field that is wrong.
+    """The settings of a DashEngine. Raises ValueError naming the field that is wrong.
 
     max_concurrent_adapters  distinct adapters that requests may be running with at a time
     adapter_vram_pool        the most memory that adapters take; KV may use what they leave
-    kv_pool                  memory that is always KV's. The two make one arena; None for both:
+    kv_pool                  memory reserved for KV. The two pools make one arena. None for both:
                              what the device has left (`EngineConfig.arena_bytes`), shared without
-                             limits; None for one: as much as the other. On a CPU memory is taken
-                             as it is used
+                             limits; None for one: as much as the other. A CPU allocates memory
+                             when it is used
     host_cache               host memory for adapters that are not in the arena
-    offload_dir              a folder that gets a copy of every registered adapter, so that its
-                             source may change or go away; None: sources are read when needed
+    offload_dir              a folder that gets a copy of every registered adapter, so that the
+                             source may change or be deleted; None: sources are read when needed
     device, dtype            "cpu" or "cuda[:n]"; "float32" or "bfloat16". None: those of a loaded
                              model, float32 for one of float16; for a folder a CPU, with
                              float32, or bfloat16 on a GPU
-    max_running              requests that run at a time; the others wait. None: 64 on a CPU, on a
-                             GPU up to 512, by its memory
-    max_step_tokens          tokens of one step, prompts' chunks and new ones together. More give
-                             more tokens a second; fewer give shorter steps, which is what a stream
-                             beside long prompts wants. None: 512 on a CPU, on a GPU up to 16,384,
-                             by its memory
-    max_context              tokens of a prompt and its answer; None: as many as the model knows
+    max_running              requests that run at a time; the others wait. None: 64 on a CPU, up to
+                             512 on a GPU, by its memory
+    max_step_tokens          tokens of one step, prompt chunks and new tokens together. More give
+                             more tokens a second; fewer give shorter steps, and a smoother stream
+                             beside long prompts. None: 512 on a CPU, up to 16,384 on a GPU, by its
+                             memory
+    max_context              tokens of a prompt and its answer; None: as many as the model allows
     num_threads              torch's CPU threads; None: leave them
     pack_weights             for a loaded model on a CPU in float32: keep a second copy of its
                              matrices, which is faster, most of all on processors not Intel's
@@ -102,7 +102,7 @@ class DashConfig:
     def engine_config(
         self, model_dir: Path, device: str | None = None, dtype: str | None = None
     ) -> EngineConfig:
-        """The engine's own config.
+        """Make the engine's config.
 
         device, dtype  a loaded model's; raises ValueError when the config asks for others
         """

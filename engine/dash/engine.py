@@ -4,8 +4,8 @@
     engine.register_adapter("finance", "path/to/peft-adapter")
     engine.generate(["…", "…"], active_adapters=["finance", {"tone": 0.3, "domain": 0.7}])
 
-All methods may be called from any thread. The engine runs on a thread of its own, and what is asked
-of it at the same time runs as one continuous batch, each prompt with its own adapters.
+All methods may be called from any thread. The engine runs on a thread of its own; all calls share
+one continuous batch, in which each prompt has its own adapters.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class DashEngine:
     base       a Hugging Face model folder; a model's id on the Hub, `org/name` or
                `org/name@revision`; or a loaded AutoModelForCausalLM: its weights are used where
                they are, and it goes on working
-    tokenizer  None: that of the folder, or of where the model was loaded from; where there is
-               none, prompts are token ids
+    tokenizer  None: that of the folder, or of the folder that the model was loaded from; without
+               a tokenizer, prompts are token ids
     revision   of an id: a branch, a tag or a commit; None: the id's own, or else the main branch
 
-    Raises UnsupportedModel when the decoder does not know the model, naming what it does not know,
-    and when the Hub does not have it or cannot be reached.
+    Raises UnsupportedModel, which names the reason, if the decoder does not support the model, or
+    if the Hub does not have it or cannot be reached.
     """
 
     def __init__(
@@ -96,21 +96,20 @@ class DashEngine:
         self._finalizer = weakref.finalize(self, _close, self._names, self._loop)
 
     def register_adapter(self, name: str, path: str | Path, *, revision: str | None = None) -> None:
-        """Call the PEFT folder `path` by `name`, in place of what had the name; returns at once.
+        """Register the PEFT folder `path` as `name`, in place of what had the name; return at once.
 
-        Where there is no such folder, `path` may be an id on the Hub, `org/name` or
+        If there is no such folder, `path` may be an id on the Hub, `org/name` or
         `org/name@revision`; `revision` is a branch, a tag or a commit.
-        It is checked and read into host memory in the background, as far as `host_cache` has room
-        for adapters that were never used; requests that name it wait for that. What is wrong with
-        it ends them with its own error, and `stats` tells it. Requests made before go on with what
-        the name meant then.
+        The adapter is checked in the background, and read into host memory if `host_cache` has
+        room; requests that name it wait for the check. If it fails, they end with its error, and
+        `stats` shows it. Earlier requests go on with what the name meant then.
         """
         self._names.register(name, path, revision)
 
     def unregister_adapter(self, name: str) -> None:
-        """Forget the name, and the adapter when no other name means it too; raises UnknownAdapter.
+        """Forget the name, and the adapter if it has no other name; raises UnknownAdapter.
 
-        Requests made before go on with it.
+        Earlier requests go on with it.
         """
         self._names.unregister(name)
 
@@ -126,10 +125,10 @@ class DashEngine:
         json_schema: str | None = None,
         progress: bool | None = None,
     ) -> list[Completion]:
-        """Continue every prompt; the completions are in the prompts' order.
+        """Continue every prompt; return the completions in the prompts' order.
 
-        What is wrong with one prompt or its adapters is in its completion's `error` and does not
-        touch the others. An exception, Ctrl-C for one, cancels all of the call's requests.
+        An error of one prompt or of its adapters is in its completion's `error` and does not affect
+        the others. An exception, such as Ctrl-C, cancels all requests of the call.
 
         prompts          one or several, each of text, token ids (a list, an array, a tensor) or
                          the messages of a chat
@@ -138,8 +137,8 @@ class DashEngine:
         n                continuations of each prompt; the others are the first's `alternatives`
         sampling         greedy unless given; `max_new_tokens` takes precedence over its max_tokens
         stop             the text ends before the first of these
-        json_schema      the text obeys it, as far as a decoder can see to that; a completion's
-                         `schema_error` says of each whether it does
+        json_schema      the text obeys it, as far as decoding can ensure that; `schema_error` of
+                         each completion says whether it does
         progress         show a progress bar; None: if stderr is a terminal
         """
         run = self._run(
@@ -161,9 +160,9 @@ class DashEngine:
         stop: str | Sequence[str] = (),
         json_schema: str | None = None,
     ) -> Iterator[Piece]:
-        """As `generate`, giving every prompt's text piece by piece as it is written.
+        """Continue every prompt as `generate` does; yield the text piece by piece.
 
-        Closing the iterator cancels what is left.
+        Closing the iterator cancels the requests that have not ended.
         """
         run = self._run(
             prompts, active_adapters, max_new_tokens, sampling, 1, _as_stops(stop), json_schema
@@ -171,12 +170,12 @@ class DashEngine:
         return _pieces(run)
 
     def stats(self) -> DashStats:
-        """The engine and its adapters at this moment; prints as a summary."""
+        """Return the state of the engine and its adapters now; prints as a summary."""
         names, config = self._names, self._engine_config
         return self._loop.call(lambda engine: dash_stats(names.all(), engine, config)).result()
 
     def close(self) -> None:
-        """End the engine's threads; calls under way raise RuntimeError, as later ones do."""
+        """End the engine's threads; running and later calls raise RuntimeError."""
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -240,7 +239,7 @@ class DashEngine:
         return Run(self._loop, self._names, self.tokenizer, jobs, stop)
 
     def _find(self, adapters: Adapters) -> dict[NamedAdapter, float]:
-        """What the names mean now, with their weights; raises UnknownAdapter or RequestError."""
+        """Look up names with their weights; raises UnknownAdapter or RequestError."""
         weights = {adapters: 1.0} if isinstance(adapters, str) else adapters or {}
         if not isinstance(weights, Mapping):
             problem = f"{weights!r} is neither an adapter's name nor names with weights"
@@ -290,7 +289,7 @@ def _close(names: AdapterNames, loop: EngineLoop) -> None:
 
 
 def _find_folder(base: str | Path, revision: str | None) -> Path:
-    """The folder itself, or that of a model on the Hub; raises UnsupportedModel."""
+    """Return the folder itself, or that of a model on the Hub; raises UnsupportedModel."""
     hub_id = find_id(base, revision)
     if hub_id is None:
         return Path(base)
@@ -301,7 +300,7 @@ def _find_folder(base: str | Path, revision: str | None) -> Path:
 
 
 def _find_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a folder, or of a model's name; None if there is none."""
+    """Return the tokenizer of a folder, or of a model's name; None if there is none."""
     if str(folder) in ("", "."):
         return None
     try:

@@ -1,9 +1,9 @@
 """Models and adapters by their id on the Hugging Face Hub, as folders of its client's cache.
 
-`org/name` is what the Hub's main branch is at that moment, `org/name@revision` a branch, a tag or a
-commit. What was found is one commit, and stays it. A commit that the cache holds whole is not asked
-for again; where the Hub cannot be reached the cache answers. The client, `huggingface_hub`, comes
-with transformers and is imported when an id is given; its settings hold: HF_TOKEN, HF_HOME,
+`org/name` is the Hub's main branch at that moment, `org/name@revision` a branch, a tag or a commit.
+Either is resolved to one commit, which does not change later. A commit that the cache has is not
+downloaded again; if the Hub cannot be reached, the cache is used. The client, `huggingface_hub`,
+comes with transformers and is imported when an id is given; its settings apply: HF_TOKEN, HF_HOME,
 HF_ENDPOINT, HF_HUB_OFFLINE.
 """
 
@@ -33,7 +33,7 @@ BASE_FILES = (
 
 
 class NotOnHub(OSError):
-    """The Hub does not have it, does not give it, or cannot be reached; says which."""
+    """The Hub does not have the repository, refuses it, or cannot be reached; says which."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +48,9 @@ class HubId:
 
 
 def find_id(source: str | Path, revision: str | None) -> HubId | None:
-    """The id that `source` is; None for a folder, or for what looks like the path of one.
+    """Return the Hub id that `source` is; None for a folder or what looks like its path.
 
-    A folder of that name wins. Raises ValueError for a revision of what is no id, and for two.
+    A folder of that name wins. Raises ValueError for a revision without an id, and for two.
     """
     match = _ID.fullmatch(source) if isinstance(source, str) else None
     if match is None or Path(match[0]).exists():
@@ -69,7 +69,7 @@ def find_id(source: str | Path, revision: str | None) -> HubId | None:
 
 
 def fetch(wanted: HubId, files: tuple[str, ...]) -> Path:
-    """The folder with those `files` of the repository, downloaded unless the cache has it.
+    """Return a folder with those `files` of the repository; download it unless it is cached.
 
     files  ADAPTER_FILES or BASE_FILES
 
@@ -109,7 +109,7 @@ def _download(wanted: HubId, files: tuple[str, ...]) -> Path:
 
 
 def _cached(wanted: HubId, files: tuple[str, ...]) -> Path | None:
-    """The folder in the cache, if all is there that is needed of it."""
+    """Return the folder in the cache, if all files that are needed are there."""
     import huggingface_hub
 
     try:
@@ -142,7 +142,7 @@ def _is_whole(folder: Path, files: tuple[str, ...]) -> bool:
 
 
 def _refusal(wanted: HubId, error: Exception) -> str | None:
-    """What the Hub said when it refused; None: it did not get as far."""
+    """Return the reason that the Hub gave for refusing; None: it was not reached."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.GatedRepoError):

@@ -1,8 +1,8 @@
-"""EngineLoop: the thread that steps an engine, and how other threads speak to it.
+"""EngineLoop: the thread that steps an engine, and how other threads call it.
 
-The engine wants to be used from one thread, and never to be interrupted inside a step: a Ctrl-C
-goes to the main thread, which is not this one. What others want done is queued and happens between
-two steps; what requests put out goes to the queue of whoever added them.
+The engine must be used from one thread and not be interrupted inside a step: Ctrl-C goes to the
+main thread, which is not this one. Calls of other threads are queued and run between two steps;
+outputs go to the queue that came with the request.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ Outputs = SimpleQueue[Any]
 class EngineLoop:
     """Owns an engine; all methods may be called from any thread.
 
-    make  builds the engine, on the thread that steps it: on a CPU a thread keeps its team of OpenMP
-          threads, and two teams of all cores get in each other's way (docs/performance.md). What it
-          raises, the constructor raises.
+    make  builds the engine on the thread that steps it: on a CPU each thread has its own team of
+          OpenMP threads, and two teams compete for all cores (docs/performance.md). The
+          constructor raises what `make` raises.
     """
 
     def __init__(self, make: Callable[[], Engine]) -> None:
@@ -53,7 +53,7 @@ class EngineLoop:
         self.model = made.result().model
 
     def call(self, action: Callable[[Engine], T]) -> Future[T]:
-        """Do `action` between two steps; the future has what it returns or raises.
+        """Run `action` between two steps; the future has its result or exception.
 
         Raises RuntimeError when the loop has ended.
         """
@@ -67,8 +67,8 @@ class EngineLoop:
     def add(self, request_id: str, n: int, add: Callable[[Engine], None], outputs: Outputs) -> None:
         """Have `add` give a request to the engine; lists of its outputs go to `outputs`.
 
-        What `add` raises ends all n continuations like any other error. When the loop ends, a
-        RuntimeError takes the place of the last outputs.
+        An exception of `add` ends all n continuations, like any other error. If the loop ends, a
+        RuntimeError comes in place of the last outputs.
         """
 
         def action(engine: Engine) -> None:
@@ -89,7 +89,7 @@ class EngineLoop:
             return
 
     def close(self) -> None:
-        """End the thread and the engine's own after the step under way; idempotent."""
+        """End the thread and the engine's threads after the current step; idempotent."""
         self._is_closing = True
         try:
             self.call(lambda engine: None)  # wakes the loop
@@ -125,7 +125,7 @@ class EngineLoop:
         engine.close()
 
     def _do_calls(self, engine: Engine) -> None:
-        """Do what was asked for, for a while; sleep until something is, when the engine is idle."""
+        """Run queued calls for a while; if the engine is idle, sleep until one comes."""
         is_idle = not engine.has_work()
         end = None
         while end is None or time.monotonic() < end:

@@ -1,4 +1,4 @@
-"""What a DashEngine's user gives as prompts, as lists of token ids."""
+"""Turns the prompts of a DashEngine's user into lists of token ids."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 
 def as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
-    """One prompt or several, as a list; raises ValueError for what is neither."""
+    """Return one prompt or several as a list; raises ValueError for anything else."""
     if isinstance(prompts, str):
         return [prompts]
     # A mapping's items would be its keys: a tokenizer's result is one, of "input_ids" and others.
@@ -29,7 +29,7 @@ def as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
 
 
 class PromptReader:
-    """Spells prompts in token ids.
+    """Turns prompts into token ids.
 
     tokenizer  None: there is none, and prompts are token ids already
     """
@@ -38,8 +38,11 @@ class PromptReader:
         self._tokenizer = tokenizer
 
     def token_ids(self, prompt: Prompt) -> list[int]:
-        """Raises ValueError where a tokenizer is lacking, InvalidPrompt for what is no prompt or
-        does not fit the tokenizer's chat template."""
+        """Return the prompt's token ids.
+
+        Raises ValueError if it needs a tokenizer and there is none, InvalidPrompt if it is no
+        prompt or does not fit the tokenizer's chat template.
+        """
         if isinstance(prompt, str):
             self.need_tokenizer("prompts of text")
             return list(self._tokenizer(prompt)["input_ids"])
@@ -76,5 +79,5 @@ class PromptReader:
 
 
 def _plain(items: Iterable[Any]) -> Iterable[Any]:
-    """The items of an array or a tensor as numbers; all else as it is."""
+    """Return the items of an array or a tensor as a list; anything else unchanged."""
     return items.tolist() if hasattr(items, "tolist") else items

@@ -1,4 +1,4 @@
-"""What a DashEngine says of itself."""
+"""DashStats: the state of a DashEngine and its adapters."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class DashStats:
 
 
 def dash_stats(adapters: Sequence[NamedAdapter], engine: Engine, config: EngineConfig) -> DashStats:
-    """The engine's statistics by adapters' names, in bytes; on the engine's thread."""
+    """Make the statistics, by adapters' names and in bytes; runs on the engine's thread."""
     stats = engine.stats()
     page_bytes = config.page_bytes(engine.model)
     return DashStats(
