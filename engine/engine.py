@@ -266,8 +266,9 @@ class Engine:
             outputs += self._commit(previous, now)
             outputs += self._requests.finish_failed(step)
             if previous is None or self._in_flight is not None:
-                break  # else nothing could run over placeholders, or it read a wrong one
-        if self._in_flight is not None and self._in_flight.is_done:  # a CPU's
+                break
+            # Nothing was launched over the placeholders, or one was wrong: once more, without any.
+        if self._in_flight is not None and self._in_flight.is_done:  # on a CPU
             done, self._in_flight = self._in_flight, None
             outputs += self._commit(done, now)
         if not (outputs or step.rows):
