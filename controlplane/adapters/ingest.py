@@ -18,11 +18,15 @@ from typing import BinaryIO
 from django.db import transaction
 from django.utils import timezone
 
+from contract import peft_config, safetensors_header
+from contract.adapter_problems import shown
+from contract.base_shape import BaseShape
 from contract.protocol import adapter_digest
-from controlplane.adapters import orphaned_objects, peft_config, tensor_file
+from contract.safetensors_header import LENGTH_BYTES
+from controlplane.adapters import orphaned_objects, tensor_file
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
-from controlplane.adapters.rejection import Reason, Rejected, shown
-from controlplane.adapters.validation import BaseShape, CheckedAdapter, check_adapter
+from controlplane.adapters.rejection import Reason, Rejected
+from controlplane.adapters.validation import CheckedAdapter, check_adapter
 from controlplane.audit.services import record
 from controlplane.infra import storage
 from controlplane.infra.temp_folders import scratch_folder
@@ -146,7 +150,7 @@ def _check_and_keep(version: AdapterVersion) -> CheckedAdapter:
 def _scratch_file() -> Iterator[BinaryIO]:
     with (
         scratch_folder("ingest-") as folder,
-        (folder / tensor_file.FILE).open("w+b") as file,
+        (folder / safetensors_header.FILE).open("w+b") as file,
     ):
         yield file
 
@@ -181,9 +185,9 @@ def _read_exactly(file: str, key: str, num_bytes: int) -> bytes:
 def _read_header(version: AdapterVersion) -> bytes:
     """The tensors file to the end of its header. Raises Rejected when it has none."""
     key = version.staged_tensors_key
-    start = storage.read_bytes(key, max_bytes=tensor_file.LENGTH_BYTES)
+    start = storage.read_bytes(key, max_bytes=LENGTH_BYTES)
     length = tensor_file.header_length(start, version.num_bytes)
-    return storage.read_bytes(key, max_bytes=tensor_file.LENGTH_BYTES + length)
+    return storage.read_bytes(key, max_bytes=LENGTH_BYTES + length)
 
 
 def _header_end(checked: CheckedAdapter) -> int:
@@ -199,7 +203,8 @@ def _download(version: AdapterVersion, file: BinaryIO) -> Iterator[bytes]:
         yield piece
     if num_bytes != version.num_bytes:
         raise Rejected.because(
-            tensor_file.FILE, f"it does not have the {version.num_bytes} bytes that were stated"
+            safetensors_header.FILE,
+            f"it does not have the {version.num_bytes} bytes that were stated",
         )
 
 
@@ -224,7 +229,7 @@ def _accept(version: AdapterVersion, checked: CheckedAdapter) -> bool:
         Status.VALIDATING,
         Status.READY,
         digest=version.digest,
-        max_rank=max(checked.ranks),
+        max_rank=max(checked.fitted.ranks),
         report=checked.report(),
         ready_at=timezone.now(),
     )

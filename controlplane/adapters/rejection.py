@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+
+from contract.adapter_problems import AdapterProblems
 
 MAX_REASONS = 20
-_MAX_SHOWN = 120
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,6 +29,12 @@ class Rejected(Exception):
     def because(cls, field: str, message: str) -> Rejected:
         return cls([Reason(field, message)])
 
+    @classmethod
+    def of(cls, found: AdapterProblems) -> Rejected:
+        return cls(
+            [Reason(problem.field or problem.file, problem.message) for problem in found.problems]
+        )
+
     def as_json(self) -> list[dict[str, str]]:
         """For the version's row: the first `MAX_REASONS`, and how many more there are."""
         rows = [dataclasses.asdict(reason) for reason in self.reasons[:MAX_REASONS]]
@@ -36,10 +42,3 @@ class Rejected(Exception):
             if more > 0:
                 rows.append({"field": "", "message": f"and {more} more of the kind"})
         return rows
-
-
-def shown(value: Any) -> str:
-    """A stranger's value for a message: short, and ASCII, which every store and page can take."""
-    text = value if isinstance(value, str) else repr(value)
-    text = text[: 2 * _MAX_SHOWN].encode("unicode_escape").decode("ascii")
-    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "..."

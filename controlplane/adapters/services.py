@@ -16,11 +16,13 @@ from django.db.models import Max, Q, Sum
 from django.utils import timezone
 from kombu.exceptions import OperationalError
 
+from contract import peft_config, safetensors_header
+from contract.base_shape import BaseShape
+from contract.peft_config import UPLOAD_LIMITS
 from contract.protocol import context_length
-from controlplane.adapters import ingest, orphaned_objects, peft_config, tasks, tensor_file
+from controlplane.adapters import ingest, orphaned_objects, tasks
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel, is_serving
 from controlplane.adapters.resolution import model_resolve
-from controlplane.adapters.validation import BaseShape
 from controlplane.audit.services import record
 from controlplane.errors import (
     Conflict,
@@ -38,8 +40,8 @@ from controlplane.tenants.models import SLUG_RULE, User, is_slug
 MAX_TENSORS_BYTES = 2 * 1024**3
 #: The files of an adapter and the most bytes each may have.
 FILES = {
-    peft_config.FILE: peft_config.MAX_CONFIG_BYTES,
-    tensor_file.FILE: MAX_TENSORS_BYTES,
+    peft_config.FILE: UPLOAD_LIMITS.max_bytes,
+    safetensors_header.FILE: MAX_TENSORS_BYTES,
 }
 UPLOAD_EXPIRES_S = 900
 #: Versions of one tenant that wait for their files: what it can make the store hold unasked.
@@ -181,7 +183,7 @@ def adapter_version_create(
         source=source,
         created_by=created_by,
         config_num_bytes=files[peft_config.FILE],
-        num_bytes=files[tensor_file.FILE],
+        num_bytes=files[safetensors_header.FILE],
     )
     if is_new:
         _record_created(adapter)
@@ -198,7 +200,7 @@ def adapter_version_upload_urls(*, version: AdapterVersion) -> dict[str, str]:
             num_bytes=version.config_num_bytes,
             expires_s=UPLOAD_EXPIRES_S,
         ),
-        tensor_file.FILE: storage.presign_put(
+        safetensors_header.FILE: storage.presign_put(
             version.staged_tensors_key, num_bytes=version.num_bytes, expires_s=UPLOAD_EXPIRES_S
         ),
     }
@@ -350,7 +352,7 @@ def _check_unfinished() -> None:
 def _check_uploaded(version: AdapterVersion) -> None:
     stated = {
         peft_config.FILE: (version.staged_config_key, version.config_num_bytes),
-        tensor_file.FILE: (version.staged_tensors_key, version.num_bytes),
+        safetensors_header.FILE: (version.staged_tensors_key, version.num_bytes),
     }
     for file, (key, num_bytes) in stated.items():
         try:

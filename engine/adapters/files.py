@@ -21,21 +21,21 @@ from typing import Any, BinaryIO
 
 import torch
 
-from contract.adapter_limits import CONVERT_BIN
+from contract import peft_config, safetensors_header
+from contract.safetensors_header import CONVERT_BIN, ENGINE_MAX_BYTES, LENGTH_BYTES
 from engine.adapters.base_weights import BaseWeights
 from engine.adapters.config import MAX_CONFIG_BYTES, parse_config
 from engine.adapters.fast_tiles import write_plain
 from engine.adapters.host_memory import HostPages
 from engine.adapters.host_values import clear
-from engine.adapters.plan import MAX_HEADER_BYTES, AdapterPlan, parse_header, plan_adapter
+from engine.adapters.plan import AdapterPlan, parse_header, plan_adapter
 from engine.adapters.threads import start_thread
 from engine.adapters.tiles import TileMap, fill_tiles, place_tiles
 from engine.errors import AdapterDamaged, AdapterMismatch, AdapterUnavailable
 from engine.model.config import ModelConfig
 from kernels import PageLayout
 
-CONFIG_FILE = "adapter_config.json"
-TENSORS_FILE = "adapter_model.safetensors"
+CONFIG_FILE, TENSORS_FILE = peft_config.FILE, safetensors_header.FILE
 BIN_FILE = "adapter_model.bin"
 
 # How an adapter's digest follows from the text of its config and the hex sha256 of its tensors
@@ -136,7 +136,7 @@ class AdapterReader:
         return content
 
     def _lay_out(self, start: _Start, body: memoryview, tiles: TileMap, room: HostPages) -> None:
-        entries = json.loads(start.header[8:])
+        entries = json.loads(start.header[LENGTH_BYTES:])
         entries.pop("__metadata__", None)
         for page in room.rows():
             clear(page)
@@ -162,8 +162,8 @@ class AdapterReader:
             config_text = config_file.read(MAX_CONFIG_BYTES + 1)
         config = parse_config(config_text)
         file_bytes = os.fstat(file.fileno()).st_size
-        header = file.read(8)
-        header += file.read(min(int.from_bytes(header, "little"), MAX_HEADER_BYTES))
+        header = file.read(LENGTH_BYTES)
+        header += file.read(min(int.from_bytes(header, "little"), ENGINE_MAX_BYTES))
         plan = plan_adapter(config, parse_header(header, file_bytes), self._model, file_bytes)
         return _Start(plan, config_text, header)
 

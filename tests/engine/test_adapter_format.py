@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save, save_file
 
-from contract.adapter_limits import MAX_PATTERNS
+from contract.peft_config import MAX_PATTERNS
 from engine import AdapterMismatch, AdapterUnavailable
 from engine.adapters.config import check_config, parse_config
 from engine.adapters.plan import parse_header, plan_adapter
@@ -271,7 +271,21 @@ def test_a_good_header() -> None:
     assert header_of(GOOD) == {"a": ("F32", (2, 3)), "b": ("F32", (4,))}
 
 
-@pytest.mark.parametrize("text", [b"", b"[]", b"nul", b'{"a":' * 5000, b" " * (1 << 21)])
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"[]",
+        b"nul",
+        b'{"a":' * 5000,
+        b" " * (1 << 21),
+        b'{"r": 4, "r": 8}',
+        b'{"lora_alpha": NaN}',
+        b'{"lora_alpha": 1e999}',
+        rb'{"revision": "\ud800"}',
+    ],
+    ids=range(9),
+)
 def test_a_config_that_is_no_object_is_refused(text: bytes) -> None:
     with pytest.raises(AdapterMismatch):
         parse_config(text)

@@ -117,7 +117,7 @@ def test_tokens_are_pefts(tiny_model: Path, forms: dict[str, Path]) -> None:
 
 
 def test_the_defaults_are_pefts() -> None:
-    from contract.adapter_limits import DEFAULT_ALPHA, DEFAULT_RANK
+    from contract.peft_config import DEFAULT_ALPHA, DEFAULT_RANK
 
     config = peft.LoraConfig()
     assert (config.r, config.lora_alpha) == (DEFAULT_RANK, DEFAULT_ALPHA)

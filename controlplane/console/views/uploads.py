@@ -14,7 +14,8 @@ from django.shortcuts import render
 from django.urls import reverse
 from django.views.decorators.http import require_POST, require_safe
 
-from controlplane.adapters import peft_config, services, tensor_file
+from contract import peft_config, safetensors_header
+from controlplane.adapters import services
 from controlplane.adapters.models import Adapter
 from controlplane.console.access import ConsoleRequest, member_page
 from controlplane.console.forms import UploadForm, add_service_error
@@ -24,7 +25,7 @@ from controlplane.tenants.auth import Permission
 
 MAX_BODY_BYTES = 10_000
 #: The form's fields and the files that they stand for.
-FIELDS = {"config": peft_config.FILE, "tensors": tensor_file.FILE}
+FIELDS = {"config": peft_config.FILE, "tensors": safetensors_header.FILE}
 
 
 @require_safe

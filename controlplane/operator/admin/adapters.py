@@ -10,8 +10,8 @@ from django.contrib import admin
 from django.http import HttpRequest
 from django.utils.html import format_html, format_html_join
 
+from contract.base_shape import BaseShape
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
-from controlplane.adapters.validation import BaseShape
 from controlplane.operator.admin.base import AuditedAdmin, ReadOnlyAdmin
 
 

@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controlplane.adapters import peft_config
+from contract.base_shape import BaseShape
+from contract.peft_config import HONOURED, NEUTRAL, UPLOAD_LIMITS
 from controlplane.adapters.rejection import MAX_REASONS, Rejected
-from controlplane.adapters.validation import BaseShape, CheckedAdapter, check_adapter
+from controlplane.adapters.validation import CheckedAdapter, check_adapter
 from tests.controlplane.adapters import files
 from tests.controlplane.conftest import TINY_CONFIG
 
@@ -52,7 +53,7 @@ def reshaped(name: str, shape: tuple[int, ...]) -> files.Tensors:
 
 def test_good_adapter() -> None:
     checked = check(files.config_bytes(), files.pack(TENSORS))
-    assert checked.ranks == {4}
+    assert checked.fitted.ranks == {4}
     assert checked.report() == {
         "target_modules": ["down_proj", "q_proj", "v_proj"],
         "ranks": [4],
@@ -70,7 +71,7 @@ def test_good_adapter() -> None:
 @pytest.mark.parametrize("rank", [1, 7, 256])
 def test_any_rank(rank: int) -> None:
     checked = check(files.config_bytes(r=rank), files.pack(files.tensors(rank)))
-    assert checked.ranks == {rank}
+    assert checked.fitted.ranks == {rank}
 
 
 GOOD_FIELDS: dict[str, dict[str, Any]] = {
@@ -187,8 +188,8 @@ BAD_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "a pattern with flags": ({"rank_pattern": {"(?i:Q_PROJ)": 4}}, "rank_pattern"),
     "a long pattern": ({"alpha_pattern": {"q" * 257: 4}}, "alpha_pattern"),
     "too many patterns": ({"rank_pattern": {str(n): 4 for n in range(2049)}}, "rank_pattern"),
-    "rank pattern too high": ({"rank_pattern": {"q_proj": 999}}, "rank_pattern.q_proj"),
-    "alpha pattern text": ({"alpha_pattern": {"q_proj": "x"}}, "alpha_pattern.q_proj"),
+    "rank pattern too high": ({"rank_pattern": {"q_proj": 999}}, "rank_pattern"),
+    "alpha pattern text": ({"alpha_pattern": {"q_proj": "x"}}, "alpha_pattern"),
     "layers text": ({"layers_to_transform": "all"}, "layers_to_transform"),
     "layers negative": ({"layers_to_transform": [-1]}, "layers_to_transform"),
     "other layers pattern": ({"layers_pattern": "blocks"}, "layers_pattern"),
@@ -200,6 +201,12 @@ BAD_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize(("fields", "field"), BAD_FIELDS.values(), ids=BAD_FIELDS)
 def test_bad_configs_are_refused_by_field(fields: dict[str, Any], field: str) -> None:
     assert field in reasons_for(files.config_bytes(**fields), files.pack(TENSORS))
+
+
+def test_a_wrong_rank_of_a_pattern_names_the_pattern() -> None:
+    content = files.config_bytes(rank_pattern={"k_proj": 4, "q_proj": 999})
+    message = reasons_for(content, files.pack(TENSORS))["rank_pattern"]
+    assert "q_proj" in message and "999" in message
 
 
 BAD_CONFIG_FILES = {
@@ -306,7 +313,7 @@ def test_reasons_are_bounded() -> None:
 
 def test_largest_config_costs_little() -> None:
     names = [f"{n:x}" for n in range(9000)]
-    content = files.config_bytes(target_modules=names)[: peft_config.MAX_CONFIG_BYTES]
+    content = files.config_bytes(target_modules=names)[: UPLOAD_LIMITS.max_bytes]
     began = time.process_time()
     reasons_for(content, files.pack(TENSORS))
     assert time.process_time() - began < 5
@@ -317,7 +324,7 @@ _json = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner),
     max_leaves=10,
 )
-_names = st.sampled_from(sorted(peft_config._HONOURED | peft_config._NEUTRAL))
+_names = st.sampled_from(sorted(HONOURED | NEUTRAL))
 
 
 @given(st.dictionaries(_names | st.text(max_size=8), _json, max_size=4))
