@@ -23,6 +23,11 @@ from transformers import (
 
 from engine import AdapterPart, Engine, EngineConfig, Request, RequestOutput, SamplingParams
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from tests.interpreter import speed_up
+
+    speed_up()
+
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 EOS = "<|end|>"
 

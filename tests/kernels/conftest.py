@@ -9,6 +9,11 @@ import torch
 
 from tests.kernels import bounds
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from tests.interpreter import speed_up
+
+    speed_up()
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Every test that takes `device` is a GPU test as well; without a card it is only that."""
