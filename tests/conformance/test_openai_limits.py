@@ -106,6 +106,7 @@ def test_tokenizing_counts_as_a_request(served: Served) -> None:
     assert answers[0].headers["x-ratelimit-limit-requests"] == "2"
 
 
+@pytest.mark.alone
 def test_the_client_waits_out_a_limit_of_requests(served: Served) -> None:
     per_minute = 20
     client = client_of(served, limits={"requests_per_minute": per_minute}, max_retries=2)
@@ -155,6 +156,7 @@ def test_a_body_that_is_too_long_is_a_413(served: Served, is_chunked: bool) -> N
     assert answer.status_code == 413
 
 
+@pytest.mark.alone
 def test_a_long_body_from_nobody_is_not_read(served: Served) -> None:
     """What reading it would cost is for those whom somebody knows."""
     body = b'{"model":"m","prompt":[' + b"{}," * 2_500_000 + b"{}]}"

@@ -114,6 +114,7 @@ def test_somebody_elses_adapter_looks_like_none(system: System) -> None:
         system.client("acme").models.retrieve(foreign)
 
 
+@pytest.mark.alone
 def test_first_token_comes_within_two_seconds_when_idle(system: System) -> None:
     client = system.client()
     options = {

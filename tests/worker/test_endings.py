@@ -249,6 +249,7 @@ async def test_a_request_marked_as_poison_is_a_dead_letter(queue: Pool, streams:
     assert letter[1][b"reason"] == b"given up"
 
 
+@pytest.mark.alone
 def test_who_waits_for_a_lost_engine_hears_of_it_at_once(
     scene: Scene, request: pytest.FixtureRequest
 ) -> None:

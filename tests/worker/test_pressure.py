@@ -154,6 +154,7 @@ async def overload(url: str, keys: list[str], rate: float, seconds: float) -> li
         return await asyncio.gather(*tasks)
 
 
+@pytest.mark.alone
 def test_five_times_too_much_is_refused_and_the_rest_is_served(site: Site) -> None:
     url = site.web(LORIKEET_MAX_WAIT_S="2")
     site.worker(step_s=STEP_S, max_running=4)
@@ -200,6 +201,7 @@ def test_five_times_too_much_is_refused_and_the_rest_is_served(site: Site) -> No
         assert max(series) - series[len(series) // 4] < 16 * MIB, series
 
 
+@pytest.mark.alone
 def test_a_flood_of_10000_does_not_keep_a_trickle_waiting(site: Site) -> None:
     url = site.web()
     slots = 8

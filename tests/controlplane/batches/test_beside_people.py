@@ -6,6 +6,8 @@ import statistics
 import time
 from typing import Any
 
+import pytest
+
 from tests.controlplane.batches.conftest import Batches, chat_line
 from tests.fakes import FAKE_NAME
 from tests.live import LiveStack, wait_for
@@ -33,6 +35,7 @@ def first_token_s(batches: Batches) -> float:
     return statistics.median(found)
 
 
+@pytest.mark.alone
 def test_the_first_token_comes_as_fast_beside_a_batch(
     batches: Batches, pool: LiveStack, record_testsuite_property: Any
 ) -> None:

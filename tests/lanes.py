@@ -1,0 +1,112 @@
+"""Two processes of pytest share one list of tests: the lanes of `make test`.
+
+Both collect the same tests. Each takes the next group that no lane has taken yet, until none is
+left, so that neither ends long before the other. A group is a module, or a package whose tests
+share a running platform. A test marked `alone` measures how soon something happens: the other lane
+does nothing meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+TESTS = Path(__file__).parent
+#: Packages whose tests share a running platform.
+TOGETHER = ("browser", "conformance", "demo", "e2e")
+#: What takes longest begins first, so that both lanes end at about the same time.
+FIRST = (
+    "deploy/test_images.py",
+    "e2e",
+    "conformance",
+    "controlplane/training/test_execution.py",
+    "browser",
+    "worker/test_pressure.py",
+    "worker/test_histories.py",
+    "demo",
+    "engine/test_formats.py",
+    "engine/test_gpu_engine.py",
+    "engine/test_gpu_families.py",
+    "controlplane/batches",
+    "worker",
+    "engine/test_gpu_prompt_logprobs.py",
+    "engine/test_examples.py",
+    "controlplane/lorax",
+    "controlplane/responses",
+    "kernels/test_triton.py",
+    "engine/test_families.py",
+)
+
+
+def run(session: pytest.Session, folder: Path) -> None:
+    """Run this lane's share of the session's tests.
+
+    folder  empty when the lanes start, and the same for both
+    """
+    items = _taken(session.items, folder)
+    item = next(items, None)
+    with _Turn(folder) as turn:
+        while item is not None:
+            following = next(items, None)
+            turn.begin(is_alone=item.get_closest_marker("alone") is not None)
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            if session.shouldfail:
+                raise session.Failed(session.shouldfail)
+            if session.shouldstop:
+                raise session.Interrupted(session.shouldstop)
+            item = following
+
+
+def _taken(items: list[pytest.Item], folder: Path) -> Iterator[pytest.Item]:
+    """The tests of this lane, which takes a group when it asks for the first of it."""
+    # pytest-django has a module's tests in up to three places: those that empty the database last.
+    groups = [(name, list(group)) for name, group in itertools.groupby(items, _group)]
+    order = sorted(range(len(groups)), key=lambda number: _rank(groups[number][0]))
+    for number in order:
+        with contextlib.suppress(FileExistsError):
+            (folder / f"group-{number}").mkdir()
+            yield from groups[number][1]
+
+
+def _group(item: pytest.Item) -> str:
+    path = item.path.relative_to(TESTS)
+    return path.parts[0] if path.parts[0] in TOGETHER else str(path)
+
+
+def _rank(group: str) -> int:
+    found = (rank for rank, name in enumerate(FIRST) if group == name or f"{name}/" in f"{group}/")
+    return next(found, len(FIRST))
+
+
+class _Turn:
+    """What the next test of this lane needs: to run beside the other lane, or alone."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._is_alone = False
+
+    def __enter__(self) -> _Turn:
+        self._door: IO[str] = (self._folder / "door").open("w")
+        self._room: IO[str] = (self._folder / "room").open("w")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._door.close()
+        self._room.close()
+
+    def begin(self, *, is_alone: bool) -> None:
+        """Wait until the next test may run. What is alone stays alone until another kind begins."""
+        if is_alone and self._is_alone:
+            return
+        fcntl.flock(self._room, fcntl.LOCK_UN)
+        # Whoever waits for the room holds the door, so that nobody overtakes who would be alone.
+        fcntl.flock(self._door, fcntl.LOCK_EX)
+        fcntl.flock(self._room, fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH)
+        fcntl.flock(self._door, fcntl.LOCK_UN)
+        self._is_alone = is_alone
