@@ -21,6 +21,8 @@ from typing import Any
 
 import pytest
 
+from tests import lanes
+
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / ".test"
 #: Folders and files of tests that need no server.
@@ -81,6 +83,14 @@ def _needs_servers(item: pytest.Item) -> bool:
     return item.path.relative_to(ROOT / "tests").parts[0] not in STANDALONE
 
 
+# Before pytest's own, which selects by marker.
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if lanes.is_slow(item):
+            item.add_marker("slow")
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     # What collection made stays: the collector of garbage need not look at it again and again.
     gc.collect()
@@ -98,8 +108,6 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     folder = session.config.getoption("--lanes")
     if folder is None or session.config.option.collectonly or session.testsfailed:
         return None
-    from tests import lanes
-
     lanes.run(session, folder)
     return True
 

@@ -1,9 +1,9 @@
-"""Two processes of pytest share one list of tests: the lanes of `make test`.
+"""Processes of pytest share one list of tests: the lanes of `make test`.
 
-Both collect the same tests. Each takes the next group that no lane has taken yet, until none is
-left, so that neither ends long before the other. A group is a module, or a package whose tests
-share a running platform. A test marked `alone` measures how soon something happens: the other lane
-does nothing meanwhile.
+All collect the same tests. Each takes the next group that no lane has taken yet, until none is
+left, so that they end at about the same time. A group is a module, or a package whose tests
+share a running platform. A test marked `alone` measures how soon something happens: the other lanes
+do nothing meanwhile.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import pytest
 TESTS = Path(__file__).parent
 #: Packages whose tests share a running platform.
 TOGETHER = ("browser", "conformance", "demo", "e2e")
-#: What takes longest begins first, so that both lanes end at about the same time.
-FIRST = (
+#: What takes long, the longest first: these begin first, and `make test-quick` is without them.
+SLOW = (
     "deploy/test_images.py",
     "e2e",
     "conformance",
@@ -47,7 +47,7 @@ FIRST = (
 def run(session: pytest.Session, folder: Path) -> None:
     """Run this lane's share of the session's tests.
 
-    folder  empty when the lanes start, and the same for both
+    folder  empty when the lanes start, and the same for all
     """
     items = _taken(session.items, folder)
     item = next(items, None)
@@ -80,12 +80,20 @@ def _group(item: pytest.Item) -> str:
 
 
 def _rank(group: str) -> int:
-    found = (rank for rank, name in enumerate(FIRST) if group == name or f"{name}/" in f"{group}/")
-    return next(found, len(FIRST))
+    return next((rank for rank, name in enumerate(SLOW) if _is_in(group, name)), len(SLOW))
+
+
+def _is_in(group: str, name: str) -> bool:
+    return f"{group}/".startswith(f"{name}/")
+
+
+def is_slow(item: pytest.Item) -> bool:
+    """Whether the test is one of a slow group, or starts processes of the live platform."""
+    return _rank(_group(item)) < len(SLOW) or "live" in getattr(item, "fixturenames", ())
 
 
 class _Turn:
-    """What the next test of this lane needs: to run beside the other lane, or alone."""
+    """What the next test of this lane needs: to run beside the other lanes, or alone."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
