@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import random
 import socket
@@ -16,6 +17,28 @@ GRPC_OFFSET = 10_000
 # connection takes a port between the moment it is chosen and the moment it is bound; and no
 # port is another's gRPC port.
 _FIRST, _LAST = 11_000, 21_000
+
+
+#: What keeps other processes from the ports that this one has chosen; the oldest are long in use.
+_claims: collections.deque[socket.socket] = collections.deque()
+_MOST_CLAIMS = 100
+
+
+def _claim(port: int) -> bool:
+    """Whether no process has chosen the port, as `choose_ports` does; then it is this one's.
+
+    A name in Linux's abstract namespace, which goes with the process.
+    """
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        claim.bind(f"\0lorikeet-port-{port}")
+    except OSError:
+        claim.close()
+        return False
+    _claims.append(claim)
+    if len(_claims) > _MOST_CLAIMS:
+        _claims.popleft().close()
+    return True
 
 
 def is_free(port: int) -> bool:
@@ -40,12 +63,12 @@ def choose_ports(count: int) -> list[int]:
     Raises StepFailed when this machine has too few.
     """
     chosen: list[int] = []
-    # Random, so that two stacks starting at once do not choose alike.
+    # Random and claimed, so that two stacks starting at once do not choose alike.
     for port in random.sample(range(_FIRST, _LAST), _LAST - _FIRST):
+        if are_free([port]) and _claim(port):
+            chosen.append(port)
         if len(chosen) == count:
             return chosen
-        if are_free([port]):
-            chosen.append(port)
     raise StepFailed(
         f"fewer than {count} free ports between {_FIRST} and {_LAST} on {HOST}",
         advice="stop some of the servers on this machine, then try again",

@@ -6,6 +6,8 @@ import dataclasses
 import signal
 import socket
 import ssl
+import subprocess
+import sys
 from pathlib import Path
 
 import boto3
@@ -16,7 +18,7 @@ import pytest
 import redis
 from botocore.exceptions import ClientError
 
-from demo import servers
+from demo import ports, servers
 from demo.ports import GRPC_OFFSET, HOST, HeldPorts, are_free, choose_ports
 from demo.processes import ChildProcess, Command, recorded_process, stop_leftover, write_pid_file
 from demo.stack import EmbeddedStack, stop_stack
@@ -162,6 +164,20 @@ def test_held_ports_are_not_chosen_by_others() -> None:
     finally:
         held.release()
     assert are_free([port])
+
+
+def test_no_port_is_chosen_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another process has chosen it may not have bound yet."""
+    code = "from demo.ports import choose_ports; print(*choose_ports(2), flush=True); input()"
+    argv = [sys.executable, "-c", code]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        taken = [int(number) for number in other.stdout.readline().split()]
+        monkeypatch.setattr(ports, "_FIRST", min(taken))
+        monkeypatch.setattr(ports, "_LAST", max(taken) + 50)
+        [port] = choose_ports(1)
+        assert port not in taken
+        other.communicate("\n")
 
 
 def test_failing_server_shows_its_log_and_what_to_do(tmp_path: Path) -> None:
