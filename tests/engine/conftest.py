@@ -6,6 +6,8 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import copy
+import functools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -107,13 +109,22 @@ def save_model(folder: Path, seed: int = 0, **changes: Any) -> Path:
     return folder
 
 
+@functools.cache
+def _read_base(base: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+
+
+def load_base(base: Path) -> Any:
+    """Hugging Face's model of the folder, the caller's own: it is read from disk once."""
+    return copy.deepcopy(_read_base(base))
+
+
 def save_adapter(base: Path, folder: Path, seed: int = 0, **config: Any) -> Path:
     """A PEFT adapter with random A and B, and whatever else it has random."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **config))
+    adapted = get_peft_model(load_base(base), LoraConfig(task_type="CAUSAL_LM", **config))
     for name, parameter in adapted.named_parameters():
         if "magnitude" in name:
             parameter.data *= 1 + 0.3 * torch.randn_like(parameter)
@@ -121,6 +132,7 @@ def save_adapter(base: Path, folder: Path, seed: int = 0, **config: Any) -> Path
             parameter.data += 0.3 * torch.randn_like(parameter)
         elif "lora_" in name:
             torch.nn.init.normal_(parameter, std=0.2)
+    adapted.create_or_update_model_card = lambda _: None  # a text that takes most of the time
     adapted.save_pretrained(folder)
     return folder
 
@@ -146,9 +158,10 @@ class Oracle:
     def __init__(self, base: Path, adapters: dict[str, Path]) -> None:
         from peft import PeftModel
 
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
         names = list(adapters)
-        self._model = PeftModel.from_pretrained(model, adapters[names[0]], adapter_name=names[0])
+        self._model = PeftModel.from_pretrained(
+            load_base(base), adapters[names[0]], adapter_name=names[0]
+        )
         for name in names[1:]:
             self._model.load_adapter(adapters[name], adapter_name=name)
         self._known: dict[Any, list[int]] = {}
@@ -202,6 +215,8 @@ def oracle(tiny_model: Path, adapters: dict[str, Path]) -> Oracle:
     return Oracle(tiny_model, adapters)
 
 
+#: Room for all adapters; `check_integrity` looks at every page, also of host memory.
+SMALL = {"arena_bytes": 4 << 20, "host_cache_bytes": 16 << 20}
 MakeEngine = Callable[..., Engine]
 _REQUEST_FIELDS = {"deadline", "lark", "n", "priority", "regex", "tenant_id"}
 
@@ -212,7 +227,7 @@ def make_engine(tiny_model: Path, adapters: dict[str, Path]) -> Iterator[MakeEng
     made: list[Engine] = []
 
     def make(clock: Callable[[], float] | None = None, **config: Any) -> Engine:
-        given = {"model_dir": tiny_model, "arena_bytes": 4 << 20, **config}
+        given = {"model_dir": tiny_model, **SMALL, **config}
         engine = Engine(EngineConfig(**given), *([clock] if clock else []))
         for name, path in adapters.items():
             engine.register_adapter(name, path)

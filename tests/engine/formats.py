@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from engine import Engine, EngineConfig
-from tests.engine.conftest import LINEARS, Result, prompt, request, run, save_adapter
+from tests.engine.conftest import LINEARS, SMALL, Result, prompt, request, run, save_adapter
 from tests.engine.peft_reference import Reference
 from tests.engine.test_families import FamilyOracle
 
@@ -141,7 +141,8 @@ class FormatOracle:
 
 
 def make_engine(oracle: FormatOracle, **config: Any) -> Engine:
-    engine = Engine(EngineConfig(**{"model_dir": oracle.base, "arena_bytes": 16 << 20, **config}))
+    given = {"model_dir": oracle.base, **SMALL, "arena_bytes": 16 << 20, **config}
+    engine = Engine(EngineConfig(**given))
     for name, path in oracle.adapters.items():
         engine.register_adapter(name, path)
     return engine

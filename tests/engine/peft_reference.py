@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from peft.utils.other import get_pattern_key
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+
+from tests.engine.conftest import load_base
 
 PREFIX = "base_model.model."
 
@@ -63,7 +64,7 @@ class Reference:
     """A base model to which blends of adapters are applied without merging anything."""
 
     def __init__(self, base: Path) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+        self._model = load_base(base)
 
     def logits(self, token_ids: list[int], blend: dict[Path, float]) -> torch.Tensor:
         """[tokens, V]"""

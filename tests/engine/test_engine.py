@@ -325,7 +325,7 @@ def test_any_interleaving_ends_every_request_once_with_the_right_tokens(
         arena_bytes=choose.choice([70, 90, 160]) * 2048 * 4,
         max_step_tokens=choose.choice([8, 32, 200]),
         max_running=choose.choice([2, 5, 9]),
-        host_cache_bytes=choose.choice([0, 1 << 16, 1 << 30]),
+        host_cache_bytes=choose.choice([0, 1 << 16, 1 << 24]),
         max_adapter_bytes=choose.choice([None, 58 * 2048 * 4]),
         min_adapter_bytes=choose.choice([0, 58 * 2048 * 4]),
         loader_threads=choose.choice([1, 2, 4]),

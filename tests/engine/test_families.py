@@ -13,11 +13,19 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
 
 from engine import Engine, EngineConfig
 from engine.model.config import ModelConfig
-from tests.engine.conftest import LINEARS, Result, prompt, request, run, save_adapter
+from tests.engine.conftest import (
+    LINEARS,
+    SMALL,
+    Result,
+    load_base,
+    prompt,
+    request,
+    run,
+    save_adapter,
+)
 from tests.engine.families import FAMILIES, ORIGINAL, save_family
 
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -49,9 +57,10 @@ class FamilyOracle:
 
     def __init__(self, base: Path, adapters: dict[str, Path]) -> None:
         self.base, self.adapters = base, adapters
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
         names = list(adapters)
-        self._model = PeftModel.from_pretrained(model, adapters[names[0]], adapter_name=names[0])
+        self._model = PeftModel.from_pretrained(
+            load_base(base), adapters[names[0]], adapter_name=names[0]
+        )
         for name in names[1:]:
             self._model.load_adapter(adapters[name], adapter_name=name)
 
@@ -103,7 +112,7 @@ def make_oracle(tmp_path_factory: pytest.TempPathFactory) -> MakeOracle:
 
 
 def make_engine(oracle: FamilyOracle, **config: Any) -> Engine:
-    engine = Engine(EngineConfig(**{"model_dir": oracle.base, "arena_bytes": 4 << 20, **config}))
+    engine = Engine(EngineConfig(**{"model_dir": oracle.base, **SMALL, **config}))
     for name, path in oracle.adapters.items():
         engine.register_adapter(name, path)
     return engine

@@ -147,7 +147,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_running=st.sampled_from([1, 3, 8]),
         max_step_tokens=st.sampled_from([8, 32, 200]),
         max_adapters=st.sampled_from([None, 2]),
-        host_cache_bytes=st.sampled_from([0, 1 << 16, 1 << 30]),
+        host_cache_bytes=st.sampled_from([0, 1 << 16, 1 << 24]),
         prefix_cache=st.sampled_from([True, True, False]),
         max_skips=st.sampled_from([0, 2]),
     )
