@@ -28,7 +28,8 @@ _PAIR = "5/300s/key,15/3600s/key"
 COOKIE = "lorikeet_browser"
 _COOKIE_S = 180 * 24 * 3600
 _COOKIE_PATH = "/console/"
-_SALT = "controlplane.console.signin.browser"
+#: In cookies that browsers have: it stays, wherever this module goes.
+_SALT = "controlplane.signin.browser"
 #: Of one browser: each of them makes the cookie longer.
 _MAX_PEOPLE = 5
 _MAX_COOKIE_LENGTH = 2000
