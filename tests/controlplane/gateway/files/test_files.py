@@ -395,7 +395,7 @@ def test_a_file_whose_publishing_was_only_said_to_fail_keeps_its_bytes(site: Sit
     code = (
         "import uuid\n"
         "from django.db import OperationalError, transaction\n"
-        "from controlplane import storage\n"
+        "from controlplane.infra import storage\n"
         "from controlplane.files import contents, services\n"
         "from controlplane.files.models import File\n"
         "from controlplane.tenancy.scoping import tenant_scope\n"

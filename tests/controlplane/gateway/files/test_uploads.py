@@ -209,7 +209,7 @@ def test_the_sweep_removes_what_a_killed_server_left(site: Site) -> None:
     code = (
         "import datetime as dt, uuid\n"
         "from django.utils import timezone\n"
-        "from controlplane import storage\n"
+        "from controlplane.infra import storage\n"
         "from controlplane.files.models import File\n"
         "from controlplane.files import services\n"
         "from controlplane.files.sweep import files_sweep\n"
@@ -244,7 +244,7 @@ def test_parts_that_a_killed_server_left_give_their_room_back(site: Site) -> Non
     code = (
         "import datetime as dt, uuid\n"
         "from django.utils import timezone\n"
-        "from controlplane import storage\n"
+        "from controlplane.infra import storage\n"
         "from controlplane.errors import Conflict, InvalidRequest\n"
         "from controlplane.files import contents, services\n"
         "from controlplane.files.models import UploadPart\n"
