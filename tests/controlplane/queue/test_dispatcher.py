@@ -116,7 +116,7 @@ async def test_a_backlog_is_read_beside_everything_else(
     num_entries, out = 10 * READ_ENTRIES, protocol.out_key(dispatcher.gateway_id)
     seen: list[int] = []
     turns: list[int] = []  # of the event loop: how many events there were by then
-    monkeypatch.setattr(dispatcher._post, "_deliver", lambda event: seen.append(event.seq))
+    monkeypatch.setattr(dispatcher._reply_reader, "_deliver", lambda event: seen.append(event.seq))
     await asyncio.sleep(0)
     with rig.client.pipeline(transaction=True) as backlog:
         for seq in range(num_entries):
