@@ -242,7 +242,7 @@ class _Reader:
         self.problems: list[Problem] = []
 
     def _complain(self, field: str, message: str) -> None:
-        self.problems.append(Problem(FILE, shown(field), message))
+        self.problems.append(Problem(FILE, shown(field) or '""', message))
 
     def refuse_unsupported(self) -> None:
         """Fields with a meaning of their own that is not served; off and empty ones pass."""
