@@ -20,7 +20,7 @@ import pytest
 TESTS = Path(__file__).parent
 #: Packages whose tests share a running platform.
 TOGETHER = ("browser", "conformance", "e2e")
-#: What takes more than some seconds of a processor, the longest first. These begin first, and
+#: What takes more than three seconds of a processor, the longest first. These begin first, and
 #: `make test-quick` is without them.
 SLOW = (
     "deploy/test_images.py",
@@ -83,6 +83,16 @@ SLOW = (
     "controlplane/adapters/test_configs_fuzzed.py",
     "controlplane/console/signin/test_oidc.py",
     "controlplane/test_broker.py",
+    "engine/test_sampler.py",
+    "engine/test_prefix_cache.py",
+    "engine/test_peft_forms.py",
+    "controlplane/console/test_requests.py",
+    "controlplane/adapters/test_ingest.py",
+    "controlplane/test_audit.py",
+    "controlplane/usage/test_accountant.py",
+    "controlplane/tenants/test_key_grants.py",
+    "controlplane/tenants/test_people.py",
+    "controlplane/test_management_api.py",
 )
 
 

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from engine import Engine, EngineConfig, FinishReason, OutOfPages, Priority
 from engine.model.config import ModelConfig
-from tests.engine.conftest import Result, prompt, request, save_adapter
+from tests.engine.conftest import SMALL, Result, load_base, prompt, request, save_adapter
 from tests.engine.families import save_family
 
 WINDOW, PAGE = 17, 16
@@ -31,7 +30,7 @@ def adapter(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def greedy(base: Path, adapter: Path | None, tokens: list[int], num_tokens: int) -> list[int]:
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    model = load_base(base)
     if adapter is not None:
         from peft import PeftModel
 
@@ -51,9 +50,8 @@ def greedy(base: Path, adapter: Path | None, tokens: list[int], num_tokens: int)
 def make_engine(base: Path, num_pages: int, **options: object) -> Engine:
     plain = EngineConfig(model_dir=base)
     page_bytes = plain.page_bytes(ModelConfig.from_folder(base))
-    return Engine(
-        EngineConfig(model_dir=base, arena_bytes=num_pages * page_bytes, **options)  # type: ignore[arg-type]
-    )
+    given = {**SMALL, "arena_bytes": num_pages * page_bytes, **options}
+    return Engine(EngineConfig(model_dir=base, **given))  # type: ignore[arg-type]
 
 
 def num_pages_of(base: Path, adapter: Path) -> int:
