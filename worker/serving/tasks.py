@@ -9,11 +9,12 @@ neither is for what asks Redis.
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-CANCEL_AGAIN_S = 0.05
-_TURNS = 8
+CANCEL_AGAIN_S = 0.02
+_TURNS = 32
 
 
 class Tasks:
@@ -41,13 +42,13 @@ class Tasks:
     async def end(self) -> None:
         """Cancel what runs, and wait until it has ended."""
         self._is_ending = True
-        num_tries = 0
+        turns = 0
         while running := list(self._running):
             # A timer comes behind what was read, and so always just after the next thing is sent,
-            # where cancellations get lost: each try is some turns of the loop later than the last.
-            for _ in range(num_tries % _TURNS):
+            # where cancellations get lost: each try but the first waits for some turns more.
+            for _ in range(turns):
                 await asyncio.sleep(0)
-            num_tries += 1
+            turns = random.randrange(_TURNS)
             for task in running:
                 task.cancel()
             await asyncio.wait(running, timeout=CANCEL_AGAIN_S)
