@@ -1,6 +1,7 @@
 """Token ids in, token ids out: continuous batching of requests that each have their own adapters.
 
-Knows nothing of tenants' names, text protocols, networks or queues. Start reading at
+Knows nothing of tenants' names, text protocols or queues; `engine.dash.hub` alone uses a network.
+Start reading at
 `engine.engine.Engine.step`; the memory layout that docstrings refer to is docs/memory.md.
 
 Importing this package does not import torch until `Engine` is asked for: the worker's I/O process

@@ -1,0 +1,1 @@
+"""Effects around the engine: Redis, S3, text, usage; and `worker.train`."""

@@ -1,0 +1,1 @@
+"""Adapters and their versions: uploaded, checked, resolved by name."""

@@ -1,0 +1,1 @@
+"""The Batch API: files of requests, run on what interactive requests leave."""

@@ -1,0 +1,1 @@
+"""Files that tenants upload or get: their rows, bytes and ends."""

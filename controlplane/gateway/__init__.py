@@ -1,0 +1,1 @@
+"""/v1 and LoRAX's addresses: HTTP in, HTTP out."""

@@ -1,0 +1,1 @@
+"""A request's body becomes a job, its tokens become an answer."""

@@ -1,0 +1,1 @@
+"""Redis, S3, mail, locks, ciphers and threads; nothing of tenants."""

@@ -1,0 +1,1 @@
+"""Limits, budgets and quotas of tenants and keys."""

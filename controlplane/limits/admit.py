@@ -1,9 +1,9 @@
-"""Decides about a request in one script: its tenant's limits, budgets, the queue, its place.
+"""Limits and budgets as data: what `contract/queue/admit.lua` is given, and what it answers.
 
-Everything is checked before anything is changed, in one step of Redis, so that no interleaving of
-gateways lets two requests through where there was room for one. What a request reserves here, its
-end gives back (`contract/queue/finish.lua`). Rates are GCRA: a limit of N a minute is a
-bucket of N that refills evenly; the state is the time at which it is full again.
+The script decides. It checks everything before it changes anything, in one step of Redis, so that
+no interleaving of gateways lets two requests through where there was room for one. What a request
+reserves, its end gives back (`contract/queue/finish.lua`). Rates are GCRA: a limit of N a minute is
+a bucket of N that refills evenly; the state is the time at which it is full again.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""/api/v1: what a tenant manages by API."""

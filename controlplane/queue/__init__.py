@@ -1,0 +1,1 @@
+"""The control plane's side of Redis: admission, replies, reaping, usage records."""

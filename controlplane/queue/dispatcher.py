@@ -1,4 +1,4 @@
-"""The control plane's side of the worker protocol, and its only use of Redis streams.
+"""The control plane's side of the worker protocol.
 
 One `Dispatcher` per event loop, that is per gateway process: it has each job accepted into the fair
 queue, reads the one stream of events that workers write for this gateway, and hands each event to

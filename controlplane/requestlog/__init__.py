@@ -1,0 +1,1 @@
+"""The log of requests, its keeping and its forgetting."""

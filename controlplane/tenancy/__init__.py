@@ -1,0 +1,1 @@
+"""What keeps tenants apart: scope, row-level security, public ids."""

@@ -1,0 +1,1 @@
+"""Tenants, people, roles and API keys."""

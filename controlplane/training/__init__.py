@@ -1,0 +1,1 @@
+"""Data sets, training runs and schedules."""

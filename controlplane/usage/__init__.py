@@ -1,0 +1,1 @@
+"""What was used, by request and by day."""
