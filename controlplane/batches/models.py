@@ -39,7 +39,7 @@ class Batch(PublicIdModel):
 
     #: Who asked, and is billed; without it the batch ends.
     api_key = models.ForeignKey(ApiKey, null=True, on_delete=models.SET_NULL, related_name="+")
-    #: Whose workers answer it, and in whose part of Redis its mailbox is: that of the process that
+    #: Whose workers answer it, and in whose part of Redis its replies are: that of the process that
     #: took it in. Empty only before that was noted: it is the pool's that first takes it up.
     pool = models.CharField(max_length=63, blank=True, default="", db_default="")
     endpoint = models.CharField(max_length=64)

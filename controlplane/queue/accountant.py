@@ -131,7 +131,7 @@ class Accountant:
             try:
                 records[entry_id] = DoneRecord.decode(payload)
             except POISON as error:
-                self._bury(entry_id, payload, error)
+                self._dead_letter(entry_id, payload, error)
         try:
             usage_settle(list(records.values()))
         except POISON:
@@ -146,7 +146,7 @@ class Accountant:
                 usage_settle([record])
             except POISON as error:
                 del records[entry_id]
-                self._bury(entry_id, record.encode(), error)
+                self._dead_letter(entry_id, record.encode(), error)
 
     def _forget(self, entry_ids: Iterable[bytes]) -> None:
         ids = list(entry_ids)
@@ -156,7 +156,7 @@ class Accountant:
             pipe.xdel(self._key, *ids)
             pipe.execute()
 
-    def _bury(self, entry_id: bytes, payload: bytes, error: Exception) -> None:
+    def _dead_letter(self, entry_id: bytes, payload: bytes, error: Exception) -> None:
         log.error("a terminal record cannot be settled: %r", error)
         self._redis.xadd(
             self._dead_letters,

@@ -154,7 +154,7 @@ class Reaper:
             return None
 
     def _end(self, job: GenerateJob, worker_id: str, entry_id: bytes, seized: _Seized) -> None:
-        event, done = _last_words(job, worker_id, seized, time.time())
+        event, done = _final_event(job, worker_id, seized, time.time())
         ttl_s = batch_replies.out_ttl_s(job.gateway_id)
         self._publish(
             keys=[
@@ -208,7 +208,7 @@ class Reaper:
         self._redis.zrem(f"{queue}:idle", REAPER)
 
 
-def _last_words(
+def _final_event(
     job: GenerateJob, worker_id: str, seized: _Seized, now: float
 ) -> tuple[TokenEvent, DoneRecord]:
     """The last event of a request that nobody runs any more, and its record."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from contract.protocol import GATEWAYS_KEY, PAYLOAD_FIELD, DoneRecord, done_key, out_key
-from contract.queue.batch_replies import mailbox_id, pending_lines_key
+from contract.queue.batch_replies import pending_lines_key, reply_stream_id
 from tests.controlplane.batches.conftest import Batches, chat_line
 from tests.live import LiveStack, Process, wait_for
 
@@ -98,7 +98,9 @@ def nothing_is_left(pool: LiveStack, batch: Any) -> bool:
     """In Redis, but for the fence."""
     batch_id = batch.id.removeprefix("batch_")
     pending_lines = pool.redis.hgetall(pending_lines_key(pool.pool, batch_id))
-    return set(pending_lines) <= {b"fence"} and not pool.redis.exists(out_key(mailbox_id(batch_id)))
+    return set(pending_lines) <= {b"fence"} and not pool.redis.exists(
+        out_key(reply_stream_id(batch_id))
+    )
 
 
 def test_runners_that_are_killed_again_and_again(batches: Batches, pool: LiveStack) -> None:
