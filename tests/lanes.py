@@ -88,11 +88,11 @@ SLOW = (
     "engine/test_peft_forms.py",
     "controlplane/console/test_requests.py",
     "controlplane/adapters/test_ingest.py",
-    "controlplane/test_audit.py",
-    "controlplane/usage/test_accountant.py",
+    "controlplane/audit/test_trail.py",
+    "controlplane/queue/test_accountant.py",
     "controlplane/tenants/test_key_grants.py",
     "controlplane/tenants/test_people.py",
-    "controlplane/test_management_api.py",
+    "controlplane/management/test_base.py",
 )
 
 
