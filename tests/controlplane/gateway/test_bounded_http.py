@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import socket
 import threading
 import time
@@ -73,6 +74,8 @@ def serving(**options: Any) -> Iterator[int]:
     finally:
         server.should_exit = server.force_exit = True
         thread.join(10)
+        # `access_log=False` is for the process, and other tests read that log.
+        logging.getLogger("uvicorn.access").propagate = True
 
 
 @pytest.fixture
