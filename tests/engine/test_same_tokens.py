@@ -51,6 +51,8 @@ def test_behind_a_prefix(make_engine: MakeEngine, adapter: Any, wanted: list[int
 def test_after_preemption(make_engine: MakeEngine, adapter: Any, wanted: list[int]) -> None:
     """As batch work it gives way to every interactive request, in the midst of its answer."""
     engine = make_engine(max_running=1)
+    # Read first: a request whose adapter is still being read takes nobody's place.
+    run(engine, request("first", prompt(9, 3), adapter="ko-1", max_tokens=1))
     made = request(
         "r", prompt(1, LENGTH), adapter=adapter, max_tokens=COUNT, priority=Priority.BATCH
     )
