@@ -17,7 +17,7 @@ from django.http import HttpRequest
 from controlplane.adapters.resolution import ResolvedModel, models_list
 from controlplane.errors import ApiError
 from controlplane.gateway.cross_origin import check_origin
-from controlplane.inference.access import Target, may_name, target_now, target_of
+from controlplane.inference.access import ServedModel, may_name, model_now, model_of
 from controlplane.inference.model_selector import ModelSelector
 from controlplane.infra.threads import query_in_thread
 from controlplane.tenancy.scoping import tenant_scope
@@ -58,7 +58,7 @@ def known_tenant(request: HttpRequest) -> uuid.UUID | None:
     return None if principal is None else principal.tenant.id
 
 
-async def admit(request: HttpRequest, selector: ModelSelector) -> tuple[Principal, Target]:
+async def admit(request: HttpRequest, selector: ModelSelector) -> tuple[Principal, ServedModel]:
     """The caller and what they named.
 
     Raises ApiError; NotFound for a model that does not exist as for one of another tenant.
@@ -71,13 +71,13 @@ async def admit(request: HttpRequest, selector: ModelSelector) -> tuple[Principa
         finally:
             _touch_beside(getattr(request, "principal", None))
     _let_in(request, principal)
-    return principal, await target_of(principal, selector)
+    return principal, await model_of(principal, selector)
 
 
 async def model(request: HttpRequest, name: str) -> ResolvedModel:
     """The one model of this name. Raises ApiError as `admit` does."""
-    _, target = await admit(request, ModelSelector.model(name))
-    return target.models[0]
+    _, served = await admit(request, ModelSelector.model(name))
+    return served.models[0]
 
 
 async def models(request: HttpRequest) -> list[ResolvedModel]:
@@ -98,10 +98,10 @@ def _credentials(request: HttpRequest) -> tuple[str | None, str]:
 
 def _admit(
     request: HttpRequest, credentials: tuple[str | None, str], selector: ModelSelector
-) -> tuple[Principal, Target]:
+) -> tuple[Principal, ServedModel]:
     principal = auth.authenticate(*credentials, touches=False)
     _let_in(request, principal)
-    return principal, target_now(principal, selector)
+    return principal, model_now(principal, selector)
 
 
 #: Whose keys' use is to be noted, and the task that will: it holds all of a moment together.

@@ -166,4 +166,4 @@ async def _answer(
         events = [event async for event in generation.events()]
     finally:
         generation.leave()
-    return events[-1], generation.target.base_model.context_length
+    return events[-1], generation.model.base_model.context_length

@@ -39,7 +39,7 @@ _T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class ServedModel:
     """What answers: a base model with the adapters' weighted sum, or () for it alone."""
 
     name: str
@@ -55,7 +55,7 @@ _models: dict[tuple[uuid.UUID, str], tuple[ResolvedModel, float]] = {}
 _limits: dict[tuple[uuid.UUID, str], tuple[Limits, float]] = {}  # by key and model
 
 
-async def target_of(principal: Principal, selector: ModelSelector) -> Target:
+async def model_of(principal: Principal, selector: ModelSelector) -> ServedModel:
     """What a request names as its model, for a caller that is known.
 
     Raises PermissionDenied, NotFound, or InvalidRequest for adapters that do not go together.
@@ -63,23 +63,23 @@ async def target_of(principal: Principal, selector: ModelSelector) -> Target:
     _check(principal, selector)
     found = [_cached_model(principal, name) for name in selector.names]
     if None in found:
-        return await query_in_thread(lambda: _load_target(principal, selector))
-    return _target(selector, [model for model in found if model is not None])
+        return await query_in_thread(lambda: _load_model(principal, selector))
+    return _served(selector, [model for model in found if model is not None])
 
 
-def target_now(principal: Principal, selector: ModelSelector) -> Target:
-    """`target_of`, for code that is in a thread already and may query."""
+def model_now(principal: Principal, selector: ModelSelector) -> ServedModel:
+    """`model_of`, for code that is in a thread already and may query."""
     _check(principal, selector)
-    return _load_target(principal, selector)
+    return _load_model(principal, selector)
 
 
-async def target_under_way(selector: ModelSelector, base_model: str) -> Target:
+async def model_under_way(selector: ModelSelector, base_model: str) -> ServedModel:
     """What answers a request that was let in when its name meant something, less its adapters.
 
     Raises NotFound.
     """
     model = await query_in_thread(lambda: base_model_resolve(base_model))
-    return Target(name=selector.label, models=(model,), parts=())
+    return ServedModel(name=selector.label, models=(model,), parts=())
 
 
 async def limits_of(principal: Principal, selector: ModelSelector) -> Limits:
@@ -128,7 +128,7 @@ def _check(principal: Principal, selector: ModelSelector) -> None:
         check_named(principal, name, param)
 
 
-def _load_target(principal: Principal, selector: ModelSelector) -> Target:
+def _load_model(principal: Principal, selector: ModelSelector) -> ServedModel:
     found = []
     until = time.monotonic() + CACHE_S  # from the question on: the answer may take its time
     with tenant_scope(principal.tenant.id):
@@ -144,7 +144,7 @@ def _load_target(principal: Principal, selector: ModelSelector) -> Target:
         _models.clear()
     for model in found:
         _models[principal.tenant.id, model.name] = (model, until)
-    return _target(selector, found)
+    return _served(selector, found)
 
 
 def _way_out(principal: Principal, name: str) -> str:
@@ -162,7 +162,7 @@ def _cached_model(principal: Principal, name: str) -> ResolvedModel | None:
     return model if until > time.monotonic() else None
 
 
-def _target(selector: ModelSelector, models: list[ResolvedModel]) -> Target:
+def _served(selector: ModelSelector, models: list[ResolvedModel]) -> ServedModel:
     """The models together.
 
     Raises InvalidRequest when they cannot be applied at once, NotFound when they are shut down.
@@ -187,7 +187,7 @@ def _target(selector: ModelSelector, models: list[ResolvedModel]) -> Target:
             if any(model.version.digest == version.digest for version, _ in parts):
                 raise InvalidRequest(f"`{model.name}` is in the blend twice.", param=param)
             parts.append((model.version, 1.0 if weight is None else weight))
-    return Target(name=selector.label, models=tuple(models), parts=tuple(parts))
+    return ServedModel(name=selector.label, models=tuple(models), parts=tuple(parts))
 
 
 def _load_limits(principal: Principal, model_name: str) -> Limits:

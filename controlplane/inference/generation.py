@@ -8,7 +8,7 @@ from typing import Any
 
 from contract.protocol import AdapterRef, ErrorCode, GenerateJob, Sampling, Task
 from controlplane.adapters.models import AdapterVersion
-from controlplane.inference.access import Target
+from controlplane.inference.access import ServedModel
 from controlplane.inference.ebnf import to_lark
 from controlplane.inference.json_schema import (
     SCHEMA_PARAM,
@@ -38,7 +38,7 @@ class Call:
     """
 
     principal: Principal
-    target: Target
+    model: ServedModel
     request_id: str
     gateway_id: str
     endpoint: str
@@ -49,14 +49,14 @@ class Call:
         """The job's fields that do not depend on its kind."""
         assert self.principal.api_key is not None
         now = time.time()
-        parts, models = self.target.parts, self.target.models
+        parts, models = self.model.parts, self.model.models
         one_version = parts[0][0] if len(parts) == 1 else None
         return {
             "request_id": self.request_id,
             "tenant_id": str(self.principal.tenant.id),
             "api_key_id": str(self.principal.api_key.id),
             "gateway_id": self.gateway_id,
-            "model": self.target.name,
+            "model": self.model.name,
             "base_model": models[0].base_model.name,
             "adapters": tuple(_adapter_ref(version, weight) for version, weight in parts),
             "adapter_version_id": None if one_version is None else str(one_version.id),

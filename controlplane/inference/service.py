@@ -36,7 +36,7 @@ from controlplane.errors import (
     Unavailable,
 )
 from controlplane.inference import access
-from controlplane.inference.access import Target
+from controlplane.inference.access import ServedModel
 from controlplane.inference.answers import Answer, ChatAnswer, CompletionAnswer, Json
 from controlplane.inference.generation import Call, chat_job, client_param, completion_job
 from controlplane.inference.json_schema import schema_headers
@@ -82,11 +82,11 @@ async def submit(
     """
     selector = body.selector()
     under_way = batch_stream.base_model_of(request_id) if batch_stream is not None else None
-    target = await _target_of(principal, selector, under_way)
+    model = await _model_of(principal, selector, under_way)
     dispatcher = await get_dispatcher()
     call = Call(
         principal=principal,
-        target=target,
+        model=model,
         request_id=request_id,
         gateway_id=dispatcher.gateway_id if batch_stream is None else batch_stream.gateway_id,
         endpoint=endpoint or body.endpoint,
@@ -103,31 +103,31 @@ async def submit(
         job = batch_stream.as_admitted(job)
     limits = await access.limits_of(principal, selector)
     reply, admitted = await dispatcher.submit(
-        job, limits, context_length=target.base_model.context_length, batch_stream=batch_stream
+        job, limits, context_length=model.base_model.context_length, batch_stream=batch_stream
     )
     return Generation(
         job=job,
         body=body,
-        target=target,
+        model=model,
         admitted=admitted,
         reply=reply,
         leave=lambda: dispatcher.leave(reply),
     )
 
 
-async def _target_of(
+async def _model_of(
     principal: Principal, selector: ModelSelector, under_way: str | None
-) -> Target:
+) -> ServedModel:
     """What is to answer, or does already, whatever became of its name since then.
 
     under_way  the base model that answers; None: nothing does yet
     """
     try:
-        return await access.target_of(principal, selector)
+        return await access.model_of(principal, selector)
     except (InvalidRequest, NotFound, PermissionDenied):
         if under_way is None:
             raise
-        return await access.target_under_way(selector, under_way)
+        return await access.model_under_way(selector, under_way)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,7 +141,7 @@ class Generation:
 
     job: GenerateJob
     body: GenerationBody
-    target: Target
+    model: ServedModel
     admitted: Admitted
     reply: Reply
     leave: Callable[[], None]
@@ -158,7 +158,7 @@ class Generation:
         if len(parts) > 1:
             digests = " ".join(f"{part.digest} {part.weight}" for part in parts)
             return f"fp_{hashlib.sha256(digests.encode()).hexdigest()[:12]}"
-        digest = parts[0].digest if parts else self.target.base_model.revision
+        digest = parts[0].digest if parts else self.model.base_model.revision
         return f"fp_{digest[:12]}"
 
     async def take(self, timeout_s: float | None = None) -> list[TokenEvent]:
@@ -200,7 +200,7 @@ class Generation:
         answer = kind(
             answer_id=f"{prefix}-{self.job.request_id.removeprefix('req_')}",
             created=int(self.job.created_at),
-            model=self.target.name,
+            model=self.model.name,
             fingerprint=self.fingerprint,
             with_usage=bool(options and options.shows_usage),
             num_choices=self.job.num_choices,

@@ -132,7 +132,7 @@ async def _submitted(
         with_details=parameters.details,
         with_alternatives=parameters.return_k_alternatives is not None,
         seed=seed,
-        eos_token_id=default_base.eos_token_id(generation.target.base_model),
+        eos_token_id=default_base.eos_token_id(generation.model.base_model),
     )
     return generation, answer
 
@@ -178,14 +178,14 @@ def _failure(error: ApiError) -> bytes:
 
 async def _headers(generation: Generation, body: GenerateBody) -> dict[str, str]:
     """Those that a stream begins with, too."""
-    base = generation.target.base_model.name
+    base = generation.model.base_model.name
     devices = (await get_dispatcher()).devices(base)
     headers = {
         "x-model-id": base,
         "x-compute-type": f"{'gpu' if set(devices) - {'cpu'} else 'cpu'}+optimized",
         "x-compute-characters": str(len(body.inputs)),
     }
-    adapters = [model.name for model in generation.target.models if model.version is not None]
+    adapters = [model.name for model in generation.model.models if model.version is not None]
     if adapters:
         headers["x-adapter-id"] = ",".join(adapters)
         headers["x-adapter-source"] = "local"

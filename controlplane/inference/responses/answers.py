@@ -251,7 +251,7 @@ def answer_of(body: ResponsesBody, generation: Generation) -> ResponsesAnswer:
         body,
         response_id=f"resp_{job.request_id.removeprefix('req_')}",
         created=int(job.created_at),
-        model=generation.target.name,
+        model=generation.model.name,
         has_tools=bool(job.tools),
         service_tier=generation.body.tier,
     )

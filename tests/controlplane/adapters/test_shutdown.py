@@ -134,8 +134,8 @@ class TestBefore:
         ends_on(today() + DAY)
         principal = auth.authenticate(acme.header)
         for name in NAMES:
-            target = access.target_now(principal, ModelSelector.model(name))
-            assert target.base_model.name == "tiny"
+            served = access.model_now(principal, ModelSelector.model(name))
+            assert served.base_model.name == "tiny"
 
 
 class TestThen:
@@ -146,7 +146,7 @@ class TestThen:
     @pytest.mark.parametrize("name", NAMES)
     def test_every_name_is_refused_with_the_day(self, acme: Party, name: str) -> None:
         with pytest.raises(NotFound) as caught:
-            access.target_now(auth.authenticate(acme.header), ModelSelector.model(name))
+            access.model_now(auth.authenticate(acme.header), ModelSelector.model(name))
         assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
         assert f"The model `{name}` was shut down on {today()}" in caught.value.message
 
@@ -155,7 +155,7 @@ class TestThen:
             label="blend", names=("invoices",), weights=(1.0,), params=("adapters.0.name",)
         )
         with pytest.raises(NotFound) as caught:
-            access.target_now(auth.authenticate(acme.header), selector)
+            access.model_now(auth.authenticate(acme.header), selector)
         assert caught.value.param == "adapters.0.name"
 
     async def test_also_what_is_in_memory(self, acme: Party, monkeypatch: Any) -> None:
@@ -166,17 +166,17 @@ class TestThen:
             name="tiny", base_model=base_model, version=None, created=0
         )
         monkeypatch.setitem(access._models, (acme.tenant.id, "tiny"), (found, float("inf")))
-        assert (await access.target_of(principal, ModelSelector.model("tiny"))).name == "tiny"
+        assert (await access.model_of(principal, ModelSelector.model("tiny"))).name == "tiny"
         base_model.shutdown_date = today()
         with pytest.raises(NotFound):
-            await access.target_of(principal, ModelSelector.model("tiny"))
+            await access.model_of(principal, ModelSelector.model("tiny"))
 
     def test_a_stranger_learns_nothing(self, globex: Party) -> None:
         principal = auth.authenticate(globex.header)
         messages = []
         for name in ("invoices", "nothing!"):
             with pytest.raises(NotFound) as caught:
-                access.target_now(principal, ModelSelector.model(name))
+                access.model_now(principal, ModelSelector.model(name))
             messages.append(caught.value.message.replace(name, "x"))
         assert messages[0] == messages[1]
 
@@ -212,6 +212,6 @@ class TestThen:
 
     def test_the_operator_can_take_it_back(self, acme: Party) -> None:
         ends_on(None)
-        assert access.target_now(
+        assert access.model_now(
             auth.authenticate(acme.header), ModelSelector.model("invoices")
         ).parts

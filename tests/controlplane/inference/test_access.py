@@ -35,11 +35,11 @@ def test_what_took_its_time_to_be_found_is_kept_no_longer(
 ) -> None:
     """As the model was when it was asked for: it may have been deleted meanwhile."""
     principal = auth.authenticate(acme.header)
-    access.target_now(principal, TINY)
+    access.model_now(principal, TINY)
     assert access._cached_model(principal, "tiny") is not None
     monkeypatch.setattr(access, "model_resolve", slowly(access.model_resolve))
     monkeypatch.setattr(access, "limits_for", slowly(access.limits_for))
-    access.target_now(principal, TINY)
+    access.model_now(principal, TINY)
     assert access._cached_model(principal, "tiny") is None
     _, until = access._limits[acme.api_key.id, "tiny"]
     assert until <= time.monotonic()
