@@ -8,11 +8,11 @@ import logging
 from collections.abc import AsyncIterator
 
 from controlplane.batches import lines
-from controlplane.batches.feeding import answered, is_passing, refused
+from controlplane.batches.feeding import answered, is_passing, refused, submit_line
 from controlplane.batches.lines import Line, Request
 from controlplane.batches.results import Result
 from controlplane.errors import ApiError, Unavailable
-from controlplane.inference.service import Generation, submit
+from controlplane.inference.service import Generation
 from controlplane.queue.batch_replies import BatchReplyStream
 from controlplane.queue.dispatcher import get_dispatcher
 from controlplane.tenants.auth import Principal
@@ -73,12 +73,11 @@ async def _wait_for(
     """Raises ApiError when its answer could not be told."""
     request = lines.parse_request(line, endpoint)
     request_id = batch_stream.request_id(line.number)
-    generation = await submit(
+    generation = await submit_line(
         principal,
         request.body,
         request_id=request_id,
         endpoint=endpoint,
-        is_batch=True,
         batch_stream=batch_stream,
     )
     return _Waiting(line, request_id, request, generation)

@@ -14,7 +14,16 @@ from controlplane.batches.concurrency import Concurrency
 from controlplane.batches.leases import LeaseLost
 from controlplane.batches.lines import Line, Request
 from controlplane.batches.results import Result
-from controlplane.errors import ApiError, GivenUp, InternalError
+from controlplane.errors import (
+    ApiError,
+    GivenUp,
+    InternalError,
+    InvalidRequest,
+    NotFound,
+    PermissionDenied,
+)
+from controlplane.inference import access
+from controlplane.inference.schemas import ChatBody, CompletionBody
 from controlplane.inference.service import Generation, submit
 from controlplane.queue.batch_replies import BatchReplyStream, Fenced
 from controlplane.queue.dispatcher import get_dispatcher
@@ -186,12 +195,11 @@ class Feeder:
             if self._closed_for_s() > 0 and not self._batch_stream.is_under_way(request_id):
                 raise _Refused
             try:
-                return await submit(
+                return await submit_line(
                     self._principal(),
                     request.body,
                     request_id=request_id,
                     endpoint=self._endpoint,
-                    is_batch=True,
                     deadline=self._deadline,
                     batch_stream=self._batch_stream,
                 )
@@ -221,6 +229,38 @@ class Feeder:
                     await self._batch_stream.settle({result.line for result in found})
         finally:
             over.cancel()
+
+
+async def submit_line(
+    principal: Principal,
+    body: ChatBody | CompletionBody,
+    *,
+    request_id: str,
+    endpoint: str,
+    batch_stream: BatchReplyStream,
+    deadline: float | None = None,
+) -> Generation:
+    """Submit a line's body, or find it where it is under way: its names may mean nothing by now.
+
+    Raises what `access.resolve` and `submit` raise.
+    """
+    selector = body.selector()
+    try:
+        caller = await access.resolve(principal, selector)
+    except (InvalidRequest, NotFound, PermissionDenied):
+        base_model = batch_stream.base_model_of(request_id)
+        if base_model is None:
+            raise
+        caller = await access.resolve_accepted(principal, selector, base_model)
+    return await submit(
+        caller,
+        body,
+        request_id=request_id,
+        endpoint=endpoint,
+        is_batch=True,
+        deadline=deadline,
+        batch_stream=batch_stream,
+    )
 
 
 def answered(line: Line, request_id: str, body: dict[str, Any]) -> Result:

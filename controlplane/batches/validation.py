@@ -127,7 +127,7 @@ class _Check:
 
     def _look_up(self, selector: ModelSelector) -> ApiError | None:
         try:
-            access.model_now(self._principal, selector)
+            access.resolve_now(self._principal, selector)
         except ApiError as error:
             if error.status >= 500:
                 raise  # says nothing of the model

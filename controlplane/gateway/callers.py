@@ -17,7 +17,7 @@ from django.http import HttpRequest
 from controlplane.adapters.resolution import ResolvedModel, models_list
 from controlplane.errors import ApiError
 from controlplane.gateway.cross_origin import check_origin
-from controlplane.inference.access import ServedModel, may_name, model_now, model_of
+from controlplane.inference.access import Caller, may_name, resolve, resolve_now
 from controlplane.inference.model_selector import ModelSelector
 from controlplane.infra.threads import query_in_thread
 from controlplane.tenancy.scoping import tenant_scope
@@ -58,8 +58,8 @@ def known_tenant(request: HttpRequest) -> uuid.UUID | None:
     return None if principal is None else principal.tenant.id
 
 
-async def admit(request: HttpRequest, selector: ModelSelector) -> tuple[Principal, ServedModel]:
-    """The caller and what they named.
+async def caller_of(request: HttpRequest, selector: ModelSelector) -> Caller:
+    """Return the caller with what they named: from memory, or in one visit to the database.
 
     Raises ApiError; NotFound for a model that does not exist as for one of another tenant.
     """
@@ -67,17 +67,17 @@ async def admit(request: HttpRequest, selector: ModelSelector) -> tuple[Principa
     principal = auth.cached_principal(*credentials)
     if principal is None:
         try:
-            return await query_in_thread(lambda: _admit(request, credentials, selector))
+            return await query_in_thread(lambda: _caller_now(request, credentials, selector))
         finally:
             _touch_beside(getattr(request, "principal", None))
     _let_in(request, principal)
-    return principal, await model_of(principal, selector)
+    return await resolve(principal, selector)
 
 
 async def model(request: HttpRequest, name: str) -> ResolvedModel:
-    """The one model of this name. Raises ApiError as `admit` does."""
-    _, served = await admit(request, ModelSelector.model(name))
-    return served.models[0]
+    """The one model of this name. Raises ApiError as `caller_of` does."""
+    caller = await caller_of(request, ModelSelector.model(name))
+    return caller.model.models[0]
 
 
 async def models(request: HttpRequest) -> list[ResolvedModel]:
@@ -96,12 +96,12 @@ def _credentials(request: HttpRequest) -> tuple[str | None, str]:
     return request.headers.get("Authorization"), request.META.get("REMOTE_ADDR") or ""
 
 
-def _admit(
+def _caller_now(
     request: HttpRequest, credentials: tuple[str | None, str], selector: ModelSelector
-) -> tuple[Principal, ServedModel]:
+) -> Caller:
     principal = auth.authenticate(*credentials, touches=False)
     _let_in(request, principal)
-    return principal, model_now(principal, selector)
+    return resolve_now(principal, selector)
 
 
 #: Whose keys' use is to be noted, and the task that will: it holds all of a moment together.

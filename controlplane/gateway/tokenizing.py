@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeVar
 
 from django.http import HttpRequest, HttpResponseBase, JsonResponse
 from pydantic import BeforeValidator, Field, model_validator
@@ -16,10 +16,8 @@ from pydantic_core import PydanticCustomError
 
 from contract.protocol import GenerateJob, Task, TokenEvent
 from controlplane.errors import PayloadTooLarge, Unavailable
-from controlplane.gateway import callers
-from controlplane.gateway.views import gateway_view, read_body, request_id_of
+from controlplane.gateway.views import admit, gateway_view, read_body
 from controlplane.inference.bodies import Body, FirstFault
-from controlplane.inference.model_selector import ModelSelector
 from controlplane.inference.parsing import parse_body
 from controlplane.inference.schemas import (
     MAX_MESSAGES,
@@ -30,15 +28,15 @@ from controlplane.inference.schemas import (
     TokenId,
     Unsupported,
 )
-from controlplane.inference.service import submit
 from controlplane.inference.tools import MAX_TOOLS, Tool, bounded
-from controlplane.tenants.auth import Principal
 
 MAX_TOKENS = 131_072
 #: Of a body: eight bytes a token, where texts have four. A worker is busy as long as it is long.
 MAX_BODY_BYTES = 1 << 20
 #: A worker that knows no such task would generate: no more than this.
 _MOST_GENERATED = 1
+
+_B = TypeVar("_B", bound=Body)
 
 
 class TokenizeBody(Body):
@@ -95,7 +93,7 @@ class DetokenizeBody(Body):
 
 @gateway_view("POST")
 async def tokenize(request: HttpRequest) -> HttpResponseBase:
-    principal, body = await _checked(request, TokenizeBody)
+    body = await _body(request, TokenizeBody)
 
     def adjust(job: GenerateJob) -> GenerateJob:
         return dataclasses.replace(
@@ -104,7 +102,7 @@ async def tokenize(request: HttpRequest) -> HttpResponseBase:
             generation_prompt=body.add_generation_prompt is not False,
         )
 
-    event, context_length = await _answer(request, principal, body.generation(), adjust)
+    event, context_length = await _answer(request, body.generation(), adjust)
     token_ids = event.token_ids
     if token_ids is None:
         raise Unavailable("The worker that answered is of an older version.", retry_after_s=5)
@@ -120,21 +118,16 @@ async def tokenize(request: HttpRequest) -> HttpResponseBase:
 
 @gateway_view("POST")
 async def detokenize(request: HttpRequest) -> HttpResponseBase:
-    principal, body = await _checked(request, DetokenizeBody)
-    event, _ = await _answer(
-        request, principal, body.generation(), lambda job: _as_task(job, Task.DETOKENIZE)
-    )
+    body = await _body(request, DetokenizeBody)
+    event, _ = await _answer(request, body.generation(), lambda job: _as_task(job, Task.DETOKENIZE))
     return JsonResponse({"prompt": event.text})
 
 
-async def _checked(request: HttpRequest, kind: Any) -> tuple[Principal, Any]:
-    """The caller and the body, as `views.checked_body`."""
-    body = await read_body(request, lambda sent: _parsed(kind, sent))
-    principal, _ = await callers.admit(request, ModelSelector.model(body.model))
-    return principal, body
+async def _body(request: HttpRequest, kind: type[_B]) -> _B:
+    return await read_body(request, lambda sent: _parsed(kind, sent))
 
 
-def _parsed(kind: Any, sent: bytes) -> Any:
+def _parsed(kind: type[_B], sent: bytes) -> _B:
     if len(sent) > MAX_BODY_BYTES:
         raise PayloadTooLarge(
             f"A body to tokenize has at most {MAX_BODY_BYTES:,} bytes: send it in parts."
@@ -149,19 +142,11 @@ def _as_task(job: GenerateJob, task: Task) -> GenerateJob:
 
 async def _answer(
     request: HttpRequest,
-    principal: Principal,
     body: ChatBody | CompletionBody,
     adjust: Callable[[GenerateJob], GenerateJob],
 ) -> tuple[TokenEvent, int]:
     """The one event that answers, and the model's context in tokens. Raises ApiError."""
-    generation = await submit(
-        principal,
-        body,
-        request_id=request_id_of(request),
-        endpoint=f"/{request.path.lstrip('/')}",
-        adjust=adjust,
-    )
-    request.rate_headers = generation.headers  # type: ignore[attr-defined]
+    generation = await admit(request, body, endpoint=f"/{request.path.lstrip('/')}", adjust=adjust)
     try:
         events = [event async for event in generation.events()]
     finally:

@@ -15,14 +15,15 @@ from typing import Any, TypeVar
 
 from django.http import HttpRequest, HttpResponseBase, JsonResponse, StreamingHttpResponse
 
+from contract.protocol import GenerateJob
 from controlplane.errors import ApiError, InternalError, MethodNotAllowed
 from controlplane.gateway import callers
 from controlplane.gateway.event_stream import streamed
 from controlplane.inference.answers import DONE, sse
 from controlplane.inference.default_base import default_base
 from controlplane.inference.parsing import parse_body
-from controlplane.inference.schemas import ChatBody, CompletionBody, GenerationBody
-from controlplane.inference.service import new_request_id, submit
+from controlplane.inference.schemas import ChatBody, CompletionBody
+from controlplane.inference.service import Generation, new_request_id, submit
 from controlplane.infra.addresses import no_such_address
 from controlplane.queue.dispatcher import running_dispatcher
 from controlplane.tenants.auth import Principal
@@ -35,7 +36,6 @@ OPENAI_VERSION = "2020-10-01"
 #: Reading less takes a few milliseconds at most, whatever is in it.
 LONG_BODY_BYTES = 16 * 1024
 
-_B = TypeVar("_B", bound=GenerationBody)
 _T = TypeVar("_T")
 View = Callable[..., Coroutine[Any, Any, HttpResponseBase]]
 
@@ -114,10 +114,9 @@ async def unknown(request: HttpRequest, path: str) -> HttpResponseBase:
 async def _generate(
     request: HttpRequest, kind: type[ChatBody] | type[CompletionBody]
 ) -> HttpResponseBase:
-    """Check, submit, and answer once the first event is there."""
-    principal, body = await checked_body(request, kind)
-    generation = await submit(principal, body, request_id=request_id_of(request))
-    request.rate_headers = generation.headers  # type: ignore[attr-defined]
+    """Check, admit, and answer once the first event is there."""
+    body = await read_body(request, lambda sent: parse_body(kind, sent))
+    generation = await admit(request, body)
     if body.stream:
         return await streamed(generation, generation.answer(), failure=_failure, ending=DONE)
     try:
@@ -130,22 +129,27 @@ def _failure(error: ApiError) -> bytes:
     return sse(error.body())
 
 
-async def checked_body(request: HttpRequest, kind: type[_B]) -> tuple[Principal, _B]:
-    """The caller and the body. A wrong key comes first, and one visit finds all that is needed.
+async def admit(
+    request: HttpRequest,
+    body: ChatBody | CompletionBody,
+    *,
+    endpoint: str = "",
+    adjust: Callable[[GenerateJob], GenerateJob] | None = None,
+) -> Generation:
+    """Have a checked body accepted: find its caller, the model and the limits, and queue it.
 
-    Raises ApiError.
+    An empty model, which LoRAX's clients send, becomes the base model's name in `body`. The rest
+    is as `submit` has it. Raises ApiError; a wrong key comes first.
     """
-    body = await read_body(request, lambda sent: parse_body(kind, sent))
-    await name_base(request, body)
-    principal, _ = await callers.admit(request, body.selector())
-    return principal, body
-
-
-async def name_base(request: HttpRequest, body: GenerationBody) -> None:
-    """Put the base model's name where a known caller left it empty, as LoRAX's clients do."""
     if body.model == "" and not body.adapters:
         await callers.authenticate(request)
         body.model = (await default_base("model")).name
+    caller = await callers.caller_of(request, body.selector())
+    generation = await submit(
+        caller, body, request_id=request_id_of(request), endpoint=endpoint, adjust=adjust
+    )
+    request.rate_headers = generation.headers  # type: ignore[attr-defined]
+    return generation
 
 
 async def read_body(request: HttpRequest, parse: Callable[[bytes], _T]) -> _T:

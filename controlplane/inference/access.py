@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import time
 import uuid
-from typing import TypeVar
+from typing import NamedTuple
 
 from controlplane.adapters.models import AdapterVersion, BaseModel
 from controlplane.adapters.names import plain_name
@@ -35,8 +35,6 @@ _CACHE_MAX_MODELS = 10_000
 #: How alike two names are, from 0 to 1, of which one may be meant for the other.
 NEAR = 0.75
 
-_T = TypeVar("_T")
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
@@ -51,51 +49,64 @@ class ServedModel:
         return self.models[0].base_model
 
 
-_models: dict[tuple[uuid.UUID, str], tuple[ResolvedModel, float]] = {}
-_limits: dict[tuple[uuid.UUID, str], tuple[Limits, float]] = {}  # by key and model
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """Who asks, what answers them, and what bounds their use of it: resolved once a request."""
+
+    principal: Principal
+    model: ServedModel
+    limits: Limits
 
 
-async def model_of(principal: Principal, selector: ModelSelector) -> ServedModel:
-    """What a request names as its model, for a caller that is known.
+class _Known(NamedTuple):
+    """What a name means to a key, what bounds it there, and until when (monotonic) both hold."""
 
+    model: ResolvedModel
+    limits: Limits
+    until: float
+
+
+_known: dict[tuple[uuid.UUID, str], _Known] = {}  # by key and name
+
+
+async def resolve(principal: Principal, selector: ModelSelector) -> Caller:
+    """Return what a caller may use under the names of a request, as of at most `CACHE_S` ago.
+
+    principal  with an API key
     Raises PermissionDenied, NotFound, or InvalidRequest for adapters that do not go together.
     """
     _check(principal, selector)
-    found = [_cached_model(principal, name) for name in selector.names]
-    if None in found:
-        return await query_in_thread(lambda: _load_model(principal, selector))
-    return _served(selector, [model for model in found if model is not None])
+    now = time.monotonic()
+    known = [_known.get((_key_id(principal), name)) for name in selector.names]
+    fresh = [entry for entry in known if entry is not None and entry.until > now]
+    if len(fresh) < len(selector.names):
+        return await query_in_thread(lambda: _load(principal, selector))
+    return _caller(principal, selector, fresh)
 
 
-def model_now(principal: Principal, selector: ModelSelector) -> ServedModel:
-    """`model_of`, for code that is in a thread already and may query."""
+def resolve_now(principal: Principal, selector: ModelSelector) -> Caller:
+    """Do as `resolve`, from the database, for code that is in a thread already."""
     _check(principal, selector)
-    return _load_model(principal, selector)
+    return _load(principal, selector)
 
 
-async def model_under_way(selector: ModelSelector, base_model: str) -> ServedModel:
-    """What answers a request that was let in when its name meant something, less its adapters.
+async def resolve_accepted(
+    principal: Principal, selector: ModelSelector, base_model: str
+) -> Caller:
+    """Return the caller of a request that was accepted when its names meant something, with the
+    base model that answers it and none of its adapters.
 
     Raises NotFound.
     """
-    model = await query_in_thread(lambda: base_model_resolve(base_model))
-    return ServedModel(name=selector.label, models=(model,), parts=())
 
+    def query() -> Caller:
+        model = base_model_resolve(base_model)
+        with tenant_scope(principal.tenant.id):
+            limits = [_limits(principal, name) for name in selector.names]
+        served = ServedModel(name=selector.label, models=(model,), parts=())
+        return Caller(principal=principal, model=served, limits=_together(limits))
 
-async def limits_of(principal: Principal, selector: ModelSelector) -> Limits:
-    """What bounds the caller's use of all that the request names, as of at most `CACHE_S` ago."""
-    assert principal.api_key is not None
-    now = time.monotonic()
-    known = [_limits.get((principal.api_key.id, name), (None, 0.0)) for name in selector.names]
-    fresh = [limits for limits, until in known if limits is not None and until > now]
-    if len(fresh) < len(selector.names):
-
-        def query() -> list[Limits]:
-            with tenant_scope(principal.tenant.id):
-                return [_load_limits(principal, name) for name in selector.names]
-
-        fresh = await query_in_thread(query)
-    return _together(fresh)
+    return await query_in_thread(query)
 
 
 def _together(limits: list[Limits]) -> Limits:
@@ -128,23 +139,32 @@ def _check(principal: Principal, selector: ModelSelector) -> None:
         check_named(principal, name, param)
 
 
-def _load_model(principal: Principal, selector: ModelSelector) -> ServedModel:
+def _load(principal: Principal, selector: ModelSelector) -> Caller:
     found = []
     until = time.monotonic() + CACHE_S  # from the question on: the answer may take its time
     with tenant_scope(principal.tenant.id):
         for name, param in zip(selector.names, selector.params, strict=True):
             try:
-                found.append(model_resolve(name))
+                model = model_resolve(name)
             except NotFound as error:
                 error.param = param
                 error.message += _way_out(principal, name)
                 raise
-            _load_limits(principal, name)  # while a connection is at hand
-    if len(_models) >= _CACHE_MAX_MODELS:
-        _models.clear()
-    for model in found:
-        _models[principal.tenant.id, model.name] = (model, until)
-    return _served(selector, found)
+            found.append(_Known(model, _limits(principal, name), until))
+    if len(_known) >= _CACHE_MAX_MODELS:
+        _known.clear()
+    for name, entry in zip(selector.names, found, strict=True):
+        _known[_key_id(principal), name] = entry
+    return _caller(principal, selector, found)
+
+
+def _limits(principal: Principal, name: str) -> Limits:
+    return limits_for(principal.api_key, limit_names(plain_name(name)))
+
+
+def _key_id(principal: Principal) -> uuid.UUID:
+    assert principal.api_key is not None
+    return principal.api_key.id
 
 
 def _way_out(principal: Principal, name: str) -> str:
@@ -157,9 +177,11 @@ def _way_out(principal: Principal, name: str) -> str:
     return f"{asked} GET /v1/models lists what this key can name."
 
 
-def _cached_model(principal: Principal, name: str) -> ResolvedModel | None:
-    model, until = _models.get((principal.tenant.id, name), (None, 0.0))
-    return model if until > time.monotonic() else None
+def _caller(principal: Principal, selector: ModelSelector, found: list[_Known]) -> Caller:
+    model = _served(selector, [known.model for known in found])
+    return Caller(
+        principal=principal, model=model, limits=_together([known.limits for known in found])
+    )
 
 
 def _served(selector: ModelSelector, models: list[ResolvedModel]) -> ServedModel:
@@ -188,13 +210,3 @@ def _served(selector: ModelSelector, models: list[ResolvedModel]) -> ServedModel
                 raise InvalidRequest(f"`{model.name}` is in the blend twice.", param=param)
             parts.append((model.version, 1.0 if weight is None else weight))
     return ServedModel(name=selector.label, models=tuple(models), parts=tuple(parts))
-
-
-def _load_limits(principal: Principal, model_name: str) -> Limits:
-    assert principal.api_key is not None
-    until = time.monotonic() + CACHE_S
-    limits = limits_for(principal.api_key, limit_names(plain_name(model_name)))
-    if len(_limits) >= _CACHE_MAX_MODELS:
-        _limits.clear()
-    _limits[principal.api_key.id, model_name] = (limits, until)
-    return limits

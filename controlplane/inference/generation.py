@@ -8,7 +8,7 @@ from typing import Any
 
 from contract.protocol import AdapterRef, ErrorCode, GenerateJob, Sampling, Task
 from controlplane.adapters.models import AdapterVersion
-from controlplane.inference.access import ServedModel
+from controlplane.inference.access import Caller
 from controlplane.inference.ebnf import to_lark
 from controlplane.inference.json_schema import (
     SCHEMA_PARAM,
@@ -18,7 +18,6 @@ from controlplane.inference.json_schema import (
 )
 from controlplane.inference.schemas import ChatBody, CompletionBody, GenerationBody
 from controlplane.inference.tools import NO_PARAMETERS, FunctionTool
-from controlplane.tenants.auth import Principal
 
 #: OpenAI's default for plain completions; a chat goes on to the end of the context.
 COMPLETION_MAX_TOKENS = 16
@@ -31,14 +30,13 @@ _SAMPLING = [field.name for field in dataclasses.fields(Sampling)]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """Who asks, for what, and under which name: what every kind of job says alike.
+    """Who asks, and under which name: what every kind of job says alike.
 
     endpoint  the address it was sent to, as the log shows it
     deadline  Unix seconds; past it nobody waits for the answer
     """
 
-    principal: Principal
-    model: ServedModel
+    caller: Caller
     request_id: str
     gateway_id: str
     endpoint: str
@@ -47,17 +45,18 @@ class Call:
 
     def fields(self, body: GenerationBody) -> dict[str, Any]:
         """The job's fields that do not depend on its kind."""
-        assert self.principal.api_key is not None
+        principal, model = self.caller.principal, self.caller.model
+        assert principal.api_key is not None
         now = time.time()
-        parts, models = self.model.parts, self.model.models
+        parts = model.parts
         one_version = parts[0][0] if len(parts) == 1 else None
         return {
             "request_id": self.request_id,
-            "tenant_id": str(self.principal.tenant.id),
-            "api_key_id": str(self.principal.api_key.id),
+            "tenant_id": str(principal.tenant.id),
+            "api_key_id": str(principal.api_key.id),
             "gateway_id": self.gateway_id,
-            "model": self.model.name,
-            "base_model": models[0].base_model.name,
+            "model": model.name,
+            "base_model": model.base_model.name,
             "adapters": tuple(_adapter_ref(version, weight) for version, weight in parts),
             "adapter_version_id": None if one_version is None else str(one_version.id),
             "n": body.n or 1,

@@ -1,6 +1,7 @@
 """The one way from a checked body to an answer: whatever generates goes through `submit`.
 
-    generation = await submit(principal, body, request_id=new_request_id())
+    caller = await access.resolve(principal, body.selector())
+    generation = await submit(caller, body, request_id=new_request_id())
     try:
         async for event in generation.events():      # TokenEvents, one choice's news each
             ...
@@ -11,8 +12,9 @@
 `body` is a `ChatBody` or a `CompletionBody` from `schemas` (`parse_body` makes one of JSON), also
 where no HTTP request is behind it: /v1/batches submits them with `is_batch`, LoRAX's and the
 Responses API translate their own bodies into one. Everything that holds for a request holds here:
-permission and allowed models of the key, the tenant's limits and budgets (reserved for all choices
-before anything runs, settled by the worker's record), the fair queue, exactly one DoneRecord.
+`access.resolve` checks the key's permission and allowed models, `submit` the tenant's limits and
+budgets (reserved for all choices before anything runs, settled by the worker's record), and puts it
+into the fair queue; it ends in exactly one DoneRecord.
 
 `submit` raises ApiError before anything was accepted. What goes wrong later is raised by whatever
 is awaited then, as an ApiError too, with `param` in the client's own words.
@@ -28,19 +30,11 @@ import hashlib
 from collections.abc import AsyncIterator, Callable
 
 from contract.protocol import ErrorCode, FinishReason, GenerateJob, TokenEvent
-from controlplane.errors import (
-    ApiError,
-    InvalidRequest,
-    NotFound,
-    PermissionDenied,
-    Unavailable,
-)
-from controlplane.inference import access
-from controlplane.inference.access import ServedModel
+from controlplane.errors import ApiError, Unavailable
+from controlplane.inference.access import Caller, ServedModel
 from controlplane.inference.answers import Answer, ChatAnswer, CompletionAnswer, Json
 from controlplane.inference.generation import Call, chat_job, client_param, completion_job
 from controlplane.inference.json_schema import schema_headers
-from controlplane.inference.model_selector import ModelSelector
 from controlplane.inference.schemas import ChatBody, CompletionBody, GenerationBody
 from controlplane.limits.admit import Admitted
 from controlplane.queue.admission import rate_headers
@@ -48,7 +42,6 @@ from controlplane.queue.batch_replies import BatchReplyStream
 from controlplane.queue.dispatcher import get_dispatcher
 from controlplane.queue.replies import Reply
 from controlplane.tenancy.scoping import new_id
-from controlplane.tenants.auth import Principal
 
 
 def new_request_id() -> str:
@@ -57,7 +50,7 @@ def new_request_id() -> str:
 
 
 async def submit(
-    principal: Principal,
+    caller: Caller,
     body: ChatBody | CompletionBody,
     *,
     request_id: str,
@@ -69,7 +62,7 @@ async def submit(
 ) -> Generation:
     """Have a request accepted into the fair queue.
 
-    principal     with an API key, which the use is billed to
+    caller        of the body's `selector`; the use is billed to their API key
     request_id    from `new_request_id`; at most one request is accepted under it
     endpoint      the address that the client used, for the log; "": the body's own
     adjust        a last change to the job, of what no field of the body says
@@ -77,57 +70,38 @@ async def submit(
     deadline      Unix seconds past which nobody wants the answer; None: `DEADLINE_S` from now
     batch_stream  where it is answered, instead of in this process's own stream: who leaves it does
                   not cancel it then, and one that is under way there is not submitted again
-    Raises ApiError: PermissionDenied, NotFound, InvalidRequest, RateLimited, Unavailable.
+    Raises ApiError: InvalidRequest, RateLimited, Conflict, Unavailable.
     With a batch_stream, Fenced.
     """
-    selector = body.selector()
-    under_way = batch_stream.base_model_of(request_id) if batch_stream is not None else None
-    model = await _model_of(principal, selector, under_way)
+    assert caller.model.name == body.selector().label, "a caller of another body"
     dispatcher = await get_dispatcher()
     call = Call(
-        principal=principal,
-        model=model,
+        caller=caller,
         request_id=request_id,
         gateway_id=dispatcher.gateway_id if batch_stream is None else batch_stream.gateway_id,
         endpoint=endpoint or body.endpoint,
         is_batch=is_batch or body.is_flex,
         deadline=deadline,
     )
-    if isinstance(body, ChatBody):
-        job = chat_job(body, call)
-    else:
-        job = completion_job(body, call)
+    job = chat_job(body, call) if isinstance(body, ChatBody) else completion_job(body, call)
     if adjust is not None:
         job = adjust(job)
     if batch_stream is not None:
         job = batch_stream.as_admitted(job)
-    limits = await access.limits_of(principal, selector)
     reply, admitted = await dispatcher.submit(
-        job, limits, context_length=model.base_model.context_length, batch_stream=batch_stream
+        job,
+        caller.limits,
+        context_length=caller.model.base_model.context_length,
+        batch_stream=batch_stream,
     )
     return Generation(
         job=job,
         body=body,
-        model=model,
+        model=caller.model,
         admitted=admitted,
         reply=reply,
         leave=lambda: dispatcher.leave(reply),
     )
-
-
-async def _model_of(
-    principal: Principal, selector: ModelSelector, under_way: str | None
-) -> ServedModel:
-    """What is to answer, or does already, whatever became of its name since then.
-
-    under_way  the base model that answers; None: nothing does yet
-    """
-    try:
-        return await access.model_of(principal, selector)
-    except (InvalidRequest, NotFound, PermissionDenied):
-        if under_way is None:
-            raise
-        return await access.model_under_way(selector, under_way)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

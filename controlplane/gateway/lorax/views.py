@@ -20,10 +20,10 @@ from controlplane.gateway.lorax.answers import LoraxAnswer, sse
 from controlplane.gateway.lorax.errors import error_body, error_response
 from controlplane.gateway.lorax.schemas import MAX_BEST_OF, GenerateBody
 from controlplane.gateway.lorax.timings import Timings, whole_headers
-from controlplane.gateway.views import gateway_view, read_body, request_id_of
+from controlplane.gateway.views import admit, gateway_view, read_body
 from controlplane.inference import default_base
 from controlplane.inference.parsing import parse_body
-from controlplane.inference.service import Generation, submit
+from controlplane.inference.service import Generation
 from controlplane.limits.admit import MAX_WAITING
 from controlplane.queue.dispatcher import get_dispatcher
 
@@ -112,21 +112,19 @@ async def _body(request: HttpRequest) -> GenerateBody:
 async def _submitted(
     request: HttpRequest, body: GenerateBody, *, stream: bool
 ) -> tuple[Generation, LoraxAnswer]:
-    principal = await callers.authenticate(request)
+    await callers.authenticate(request)
     parameters = body.parameters
     base = await default_base.default_base() if _needs_base(body) else None
     seed = translation.seed_of(parameters)
     chat = translation.chat_body(
         body, base_model="" if base is None else base.name, seed=seed, stream=stream
     )
-    generation = await submit(
-        principal,
+    generation = await admit(
+        request,
         chat,
-        request_id=request_id_of(request),
         endpoint=f"/{request.path.lstrip('/')}",
         adjust=translation.as_raw_text(body),
     )
-    request.rate_headers = generation.headers  # type: ignore[attr-defined]
     answer = LoraxAnswer(
         prompt=body.inputs if parameters.return_full_text else "",
         with_details=parameters.details,

@@ -7,31 +7,22 @@ from django.http import HttpRequest, HttpResponseBase, JsonResponse
 from controlplane.errors import ApiError, NotFound
 from controlplane.gateway import callers
 from controlplane.gateway.event_stream import streamed
-from controlplane.gateway.views import gateway_view, name_base, read_body, request_id_of
+from controlplane.gateway.views import admit, gateway_view, read_body
 from controlplane.inference.parsing import parse_body
 from controlplane.inference.responses.answers import answer_of
 from controlplane.inference.responses.schemas import ResponsesBody
 from controlplane.inference.responses.translation import chat_body, in_our_words
 from controlplane.inference.schemas import ChatBody
-from controlplane.inference.service import submit
 
 
 @gateway_view("POST")
 async def responses(request: HttpRequest) -> HttpResponseBase:
     """Answer once; nothing of it is kept to be continued or fetched."""
     body, chat = await _bodies(request)
-    await name_base(request, chat)
-    principal, _ = await callers.admit(request, chat.selector())
-    request_id = request_id_of(request)
     try:
-        generation = await submit(
-            principal,
-            chat,
-            request_id=request_id,
-            endpoint=ResponsesBody.endpoint,
-            adjust=body.adjusted,
+        generation = await admit(
+            request, chat, endpoint=ResponsesBody.endpoint, adjust=body.adjusted
         )
-        request.rate_headers = generation.headers  # type: ignore[attr-defined]
         answer = answer_of(body, generation)
         if body.stream:
             return await streamed(

@@ -19,6 +19,7 @@ from controlplane.errors import InvalidRequest, NotFound
 from controlplane.gateway.models import model_body
 from controlplane.inference import access
 from controlplane.inference.model_selector import ModelSelector
+from controlplane.limits.admit import NO_LIMITS
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants import auth
 from controlplane.tenants.models import User
@@ -134,8 +135,8 @@ class TestBefore:
         ends_on(today() + DAY)
         principal = auth.authenticate(acme.header)
         for name in NAMES:
-            served = access.model_now(principal, ModelSelector.model(name))
-            assert served.base_model.name == "tiny"
+            caller = access.resolve_now(principal, ModelSelector.model(name))
+            assert caller.model.base_model.name == "tiny"
 
 
 class TestThen:
@@ -146,7 +147,7 @@ class TestThen:
     @pytest.mark.parametrize("name", NAMES)
     def test_every_name_is_refused_with_the_day(self, acme: Party, name: str) -> None:
         with pytest.raises(NotFound) as caught:
-            access.model_now(auth.authenticate(acme.header), ModelSelector.model(name))
+            access.resolve_now(auth.authenticate(acme.header), ModelSelector.model(name))
         assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
         assert f"The model `{name}` was shut down on {today()}" in caught.value.message
 
@@ -155,7 +156,7 @@ class TestThen:
             label="blend", names=("invoices",), weights=(1.0,), params=("adapters.0.name",)
         )
         with pytest.raises(NotFound) as caught:
-            access.model_now(auth.authenticate(acme.header), selector)
+            access.resolve_now(auth.authenticate(acme.header), selector)
         assert caught.value.param == "adapters.0.name"
 
     async def test_also_what_is_in_memory(self, acme: Party, monkeypatch: Any) -> None:
@@ -165,18 +166,20 @@ class TestThen:
         found = resolution.ResolvedModel(
             name="tiny", base_model=base_model, version=None, created=0
         )
-        monkeypatch.setitem(access._models, (acme.tenant.id, "tiny"), (found, float("inf")))
-        assert (await access.model_of(principal, ModelSelector.model("tiny"))).name == "tiny"
+        known = access._Known(found, NO_LIMITS, until=float("inf"))
+        monkeypatch.setitem(access._known, (acme.api_key.id, "tiny"), known)
+        caller = await access.resolve(principal, ModelSelector.model("tiny"))
+        assert caller.model.name == "tiny"
         base_model.shutdown_date = today()
         with pytest.raises(NotFound):
-            await access.model_of(principal, ModelSelector.model("tiny"))
+            await access.resolve(principal, ModelSelector.model("tiny"))
 
     def test_a_stranger_learns_nothing(self, globex: Party) -> None:
         principal = auth.authenticate(globex.header)
         messages = []
         for name in ("invoices", "nothing!"):
             with pytest.raises(NotFound) as caught:
-                access.model_now(principal, ModelSelector.model(name))
+                access.resolve_now(principal, ModelSelector.model(name))
             messages.append(caught.value.message.replace(name, "x"))
         assert messages[0] == messages[1]
 
@@ -212,6 +215,6 @@ class TestThen:
 
     def test_the_operator_can_take_it_back(self, acme: Party) -> None:
         ends_on(None)
-        assert access.model_now(
+        assert access.resolve_now(
             auth.authenticate(acme.header), ModelSelector.model("invoices")
-        ).parts
+        ).model.parts

@@ -87,7 +87,7 @@ async def test_a_line_that_the_server_fails_on_keeps_no_other_from_its_answer(
     async def keep(results: list[Result]) -> None:
         kept.extend(results)
 
-    monkeypatch.setattr(feeding, "submit", submit)
+    monkeypatch.setattr(feeding, "submit_line", submit)
     monkeypatch.setattr(feeding, "MAX_ATTEMPTS", 2)
     feeder = a_feeder(batch_stream, keep, Concurrency(lambda: [], most=4))
     async with asyncio.timeout(20):
@@ -126,7 +126,7 @@ async def test_cancelled_it_leaves_what_is_under_way_and_keeps_what_is_answered(
     async def end(feeder: Feeder, request_id: str) -> None:
         cancelled.append(request_id)
 
-    monkeypatch.setattr(feeding, "submit", submit)
+    monkeypatch.setattr(feeding, "submit_line", submit)
     monkeypatch.setattr(Feeder, "_end", end)
     concurrency = Concurrency(lambda: [], most=3)
     monkeypatch.setattr(concurrency, "limit", lambda: 3)
@@ -164,7 +164,7 @@ async def test_what_was_under_way_takes_its_place_without_waiting(
     async def keep(results: list[Result]) -> None:
         pass
 
-    monkeypatch.setattr(feeding, "submit", submit)
+    monkeypatch.setattr(feeding, "submit_line", submit)
     feeder = a_feeder(batch_stream, keep, Concurrency(lambda: [], most=1))
     async with asyncio.timeout(20):
         await feeder.run(found(5))
@@ -186,7 +186,7 @@ async def test_what_is_under_way_waits_for_no_limit(
     async def keep(results: list[Result]) -> None:
         kept.extend(result.line for result in results)
 
-    monkeypatch.setattr(feeding, "submit", submit)
+    monkeypatch.setattr(feeding, "submit_line", submit)
     running = asyncio.create_task(
         a_feeder(batch_stream, keep, Concurrency(lambda: [], most=4)).run(found(2))
     )

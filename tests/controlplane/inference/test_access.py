@@ -35,14 +35,13 @@ def test_what_took_its_time_to_be_found_is_kept_no_longer(
 ) -> None:
     """As the model was when it was asked for: it may have been deleted meanwhile."""
     principal = auth.authenticate(acme.header)
-    access.model_now(principal, TINY)
-    assert access._cached_model(principal, "tiny") is not None
+    access.resolve_now(principal, TINY)
+    known = (acme.api_key.id, "tiny")
+    assert access._known[known].until > time.monotonic()
     monkeypatch.setattr(access, "model_resolve", slowly(access.model_resolve))
     monkeypatch.setattr(access, "limits_for", slowly(access.limits_for))
-    access.model_now(principal, TINY)
-    assert access._cached_model(principal, "tiny") is None
-    _, until = access._limits[acme.api_key.id, "tiny"]
-    assert until <= time.monotonic()
+    access.resolve_now(principal, TINY)
+    assert access._known[known].until <= time.monotonic()
 
 
 async def test_a_server_that_ends_notes_whose_keys_were_used(
