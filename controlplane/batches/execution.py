@@ -24,7 +24,7 @@ from controlplane.batches import lines, output, results
 from controlplane.batches.collecting import collect
 from controlplane.batches.concurrency import Concurrency
 from controlplane.batches.feeding import Feeder
-from controlplane.batches.leases import LEASE, RENEW_S, Lease, LeaseLost
+from controlplane.batches.leases import LEASE, RENEW_S, Lease
 from controlplane.batches.lines import Line, LineFault
 from controlplane.batches.models import Batch
 from controlplane.batches.results import Result
@@ -37,6 +37,7 @@ from controlplane.infra.outages import STORE_OUTAGE
 from controlplane.infra.threads import in_thread
 from controlplane.queue.batch_replies import BatchReplyStream, Fenced
 from controlplane.queue.dispatcher import get_dispatcher
+from controlplane.tenancy.row_lease import LeaseLost
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants import auth
 from controlplane.tenants.auth import Permission, Principal
@@ -91,7 +92,7 @@ class Execution:
                 await self._until_stopped(batch)
             await self._while_held(self._write_files(), is_answering=False)
         except LeaseLost:
-            log.info("batch %s has ended, or is somebody else's", self._lease.batch_id)
+            log.info("batch %s has ended, or is somebody else's", self._lease.row_id)
         except asyncio.CancelledError:
             with contextlib.suppress(Exception):
                 await in_batch_thread(self._lease.release)
@@ -134,7 +135,7 @@ class Execution:
                 batch = await self._renewed()
                 renewed_at = loop.time()
             except OUTAGE as error:
-                log.warning("the lease of batch %s: %r", self._lease.batch_id, error)
+                log.warning("the lease of batch %s: %r", self._lease.row_id, error)
                 if loop.time() - renewed_at > LEASE.total_seconds() - 2 * RENEW_S:
                     raise LeaseLost from error
                 continue
@@ -167,7 +168,7 @@ class Execution:
             try:
                 return await self._feed(batch)
             except OUTAGE as error:
-                log.warning("batch %s waits: %r", self._lease.batch_id, error)
+                log.warning("batch %s waits: %r", self._lease.row_id, error)
                 await asyncio.sleep(RETRY_S)
 
     async def _feed(self, batch: Batch) -> None:
@@ -196,7 +197,7 @@ class Execution:
         dispatcher = await get_dispatcher()
         fence = 2 * self._lease.fence + is_ending
         try:
-            async with dispatcher.batch_stream(self._lease.batch_id, fence) as batch_stream:
+            async with dispatcher.batch_stream(self._lease.row_id, fence) as batch_stream:
                 yield batch_stream
         except Fenced as error:
             raise LeaseLost from error
@@ -269,7 +270,7 @@ class Execution:
                 await self._collect(batch)
                 break
             except OUTAGE as error:
-                log.warning("batch %s waits: %r", self._lease.batch_id, error)
+                log.warning("batch %s waits: %r", self._lease.row_id, error)
                 await asyncio.sleep(RETRY_S)
         await self._with_retry(lambda: output.write(self._lease, batch, self._left(batch)))
 
@@ -305,7 +306,7 @@ class Execution:
             try:
                 return await self._in_thread(work)
             except OUTAGE as error:
-                log.warning("batch %s waits: %r", self._lease.batch_id, error)
+                log.warning("batch %s waits: %r", self._lease.row_id, error)
                 await asyncio.sleep(RETRY_S)
 
     async def _in_thread(self, work: Callable[[], _T]) -> _T:

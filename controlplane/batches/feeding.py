@@ -11,7 +11,6 @@ from typing import Any
 
 from controlplane.batches import lines
 from controlplane.batches.concurrency import Concurrency
-from controlplane.batches.leases import LeaseLost
 from controlplane.batches.lines import Line, Request
 from controlplane.batches.results import Result
 from controlplane.errors import (
@@ -27,6 +26,7 @@ from controlplane.inference.schemas import ChatBody, CompletionBody
 from controlplane.inference.service import Generation, submit
 from controlplane.queue.batch_replies import BatchReplyStream, Fenced
 from controlplane.queue.dispatcher import get_dispatcher
+from controlplane.tenancy.row_lease import LeaseLost
 from controlplane.tenants.auth import Principal
 
 log = logging.getLogger(__name__)

@@ -10,10 +10,11 @@ from typing import Any
 
 from django.conf import settings
 from django.db import transaction
-from django.db.models import Count, F, Q
+from django.db.models import Count, Q
 from django.utils import timezone
 
 from controlplane.batches.models import Batch
+from controlplane.tenancy.row_lease import LeaseLost, RowLease
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 
 #: Without a word from its runner for so long, a batch is taken up by another.
@@ -23,17 +24,8 @@ RENEW_S = 2.0
 MAX_TENANT_RUNNING = 4
 
 
-class LeaseLost(Exception):
-    """Another runner has the batch, or it has ended."""
-
-
-class Lease:
-    """A runner's hold on a batch. Every write of what came of it goes through `held`."""
-
-    def __init__(self, batch: Batch) -> None:
-        self.batch_id = batch.pk
-        self.tenant_id: uuid.UUID = batch.tenant_id
-        self.fence = batch.fence
+class Lease(RowLease[Batch]):
+    """A runner's lease on a batch. Every write of what came of it goes through `held`."""
 
     @contextlib.contextmanager
     def held(self) -> Iterator[Batch]:
@@ -42,8 +34,7 @@ class Lease:
         Raises LeaseLost when the lease is somebody else's.
         """
         with tenant_scope(self.tenant_id), transaction.atomic():
-            rows = Batch.objects.select_for_update().filter(pk=self.batch_id, fence=self.fence)
-            batch = rows.filter(status__in=Batch.ACTIVE).first()
+            batch = self.rows(*Batch.ACTIVE).select_for_update().first()
             if batch is None:
                 raise LeaseLost
             yield batch
@@ -51,15 +42,15 @@ class Lease:
     def renew(self) -> Batch:
         """Hold on, and see how the batch stands. Raises LeaseLost."""
         with tenant_scope(self.tenant_id):
-            rows = Batch.objects.filter(pk=self.batch_id, fence=self.fence, status__in=Batch.ACTIVE)
-            if rows.update(lease_until=timezone.now() + LEASE) != 1:
+            rows = self.rows(*Batch.ACTIVE)
+            if not self.extend(rows, LEASE):
                 raise LeaseLost
             return rows.get()
 
     def release(self) -> None:
         """Let another runner take the batch up at once."""
         with tenant_scope(self.tenant_id):
-            Batch.objects.filter(pk=self.batch_id, fence=self.fence).update(lease_until=None)
+            self.rows(*Batch.ACTIVE).update(lease_until=None)
 
 
 def claim(but_not: Collection[uuid.UUID] = ()) -> Lease | None:
@@ -80,8 +71,7 @@ def claim(but_not: Collection[uuid.UUID] = ()) -> Lease | None:
     for batch in sorted(waiting, key=lambda batch: (running.get(batch.tenant_id, 0), batch.pk)):
         with tenant_scope(batch.tenant_id):
             rows = Batch.objects.filter(is_free, pk=batch.pk, fence=batch.fence)
-            ours = {"fence": F("fence") + 1, "pool": settings.POOL}
-            if rows.update(**ours, lease_until=timezone.now() + LEASE) == 1:
+            if Lease.take(rows, LEASE, pool=settings.POOL):
                 batch.fence += 1
                 return Lease(batch)
     return None

@@ -95,7 +95,7 @@ def end_validation(lease: Lease, found: Found) -> None:
 def done_lines(lease: Lease) -> set[int]:
     """The lines that have a result."""
     with tenant_scope(lease.tenant_id):
-        rows = BatchResult.objects.filter(batch_id=lease.batch_id)
+        rows = BatchResult.objects.filter(batch_id=lease.row_id)
         return set(rows.values_list("line", flat=True))
 
 

@@ -17,9 +17,10 @@ from django.db import Error as DatabaseError
 
 from controlplane.batches.concurrency import Concurrency
 from controlplane.batches.execution import Execution, in_batch_thread
-from controlplane.batches.leases import Lease, LeaseLost, claim
+from controlplane.batches.leases import Lease, claim
 from controlplane.errors import Unavailable
 from controlplane.queue.dispatcher import Dispatcher, close_dispatcher, get_dispatcher
+from controlplane.tenancy.row_lease import LeaseLost
 
 log = logging.getLogger(__name__)
 
@@ -86,15 +87,15 @@ class Runner:
                 return
             execution = Execution(lease, concurrency)
             task = asyncio.create_task(self._work(lease, execution))
-            self._running[task] = lease.batch_id
+            self._running[task] = lease.row_id
             task.add_done_callback(self._running.pop)
 
     async def _work(self, lease: Lease, execution: Execution) -> None:
-        log.info("batch %s is taken up", lease.batch_id)
+        log.info("batch %s is taken up", lease.row_id)
         try:
             await execution.run()
         except Exception:  # the others go on; this one is tried again when its lease is over
-            log.exception("batch %s failed", lease.batch_id)
+            log.exception("batch %s failed", lease.row_id)
             if lease.fence >= MAX_TURNS:
                 with contextlib.suppress(DatabaseError, LeaseLost):
                     await execution.give_up()

@@ -16,7 +16,6 @@ from typing import Any
 
 from django.conf import settings
 from django.db import connection, transaction
-from django.db.models import F
 from django.utils import timezone
 
 from contract.training import Hyperparameters, TrainJob
@@ -32,13 +31,7 @@ from controlplane.limits import quotas, turns
 from controlplane.limits.models import Turn
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.training import picking, services, size
-from controlplane.training.lease import (
-    PUBLISHING_LEASE,
-    RUNNING_LEASE,
-    held,
-    hold,
-    with_retry,
-)
+from controlplane.training.lease import PUBLISHING_LEASE, RUNNING_LEASE, RunLease, with_retry
 from controlplane.training.loss_curve import LossCurve
 from controlplane.training.models import TrainingRun
 from controlplane.training.trainer import (
@@ -99,25 +92,20 @@ def training_run_execute(run_id: uuid.UUID) -> bool:
             log.exception("a training run failed", extra={"run_id": str(run.pk)})
             _give_back(run)
             # Its version may have everything it needs; the tick finds out now, not later.
-            held(run, Status.PUBLISHING).update(lease_until=timezone.now())
+            RunLease(run).rows(Status.PUBLISHING).update(lease_until=timezone.now())
     return True
 
 
 @transaction.atomic
 def _claim(run_id: uuid.UUID) -> TrainingRun | None:
     quotas.lock("training_at_once")  # of two that would begin at once, one sees the other
-    now = timezone.now()
     if not picking.runs_that_may_begin().filter(pk=run_id).exists():
         return None
     queued = TrainingRun.objects.filter(pk=run_id, status=Status.QUEUED, cancel_requested=False)
-    moved = queued.update(
-        status=Status.RUNNING,
-        attempts=F("attempts") + 1,
-        started_at=now,
-        lease_until=now + RUNNING_LEASE,
-        progress={},
+    taken = RunLease.take(
+        queued, RUNNING_LEASE, status=Status.RUNNING, started_at=timezone.now(), progress={}
     )
-    if not moved:
+    if not taken:
         return None
     turns.taken(Turn.Kind.TRAINING)
     related = ("adapter__base_model", "created_by", "dataset")
@@ -126,7 +114,8 @@ def _claim(run_id: uuid.UUID) -> TrainingRun | None:
 
 @transaction.atomic
 def _finish(run: TrainingRun, expected: Status, status: Status, error: str = "") -> None:
-    moved = held(run, expected).update(
+    rows = RunLease(run).rows(expected)
+    moved = rows.update(
         status=status, error=error[:1000], finished_at=timezone.now(), lease_until=None
     )
     if moved:
@@ -145,7 +134,7 @@ def _give_back(run: TrainingRun, status: Status = Status.RUNNING) -> None:
         _finish(run, status, Status.FAILED, error)
         return
     # Not sent now: the trainer may be shutting down. The reconcile tick sends it.
-    held(run, status).update(status=Status.QUEUED, lease_until=timezone.now())
+    RunLease(run).rows(status).update(status=Status.QUEUED, lease_until=timezone.now())
     services.training_run_drop(run=run)
 
 
@@ -164,14 +153,14 @@ def _train(run: TrainingRun, folder: Path) -> Path:
         lambda: storage.read_bytes(run.dataset_key, max_bytes=services.MAX_DATASET_BYTES),
     )
     job.dataset.write_bytes(rows)
-    curve = LossCurve()
+    curve, lease = LossCurve(), RunLease(run)
 
     def report(progress: dict[str, Any]) -> bool:
         if progress.get("loss") is not None:
             curve.add(progress["step"], progress["loss"])
             progress = {**progress, "losses": curve.points}
         try:
-            return hold(run, Status.RUNNING, progress=progress)
+            return lease.renew(Status.RUNNING, progress=progress)
         except DATABASE_OUTAGE as error:
             # Nobody else can take the run meanwhile; when it is back, it says whose the run is.
             log.warning("training goes on without the database: %r", error)
@@ -227,13 +216,11 @@ def _version_of(run: TrainingRun, sizes: dict[str, int]) -> AdapterVersion:
 
     Raises TrainingAbandoned.
     """
-    moved = (
-        held(run, Status.RUNNING)
-        .filter(cancel_requested=False)
-        .update(status=Status.PUBLISHING, lease_until=timezone.now() + PUBLISHING_LEASE)
-    )
-    if not moved:
-        made = AdapterVersion.objects.filter(training_runs__in=held(run, Status.PUBLISHING)).first()
+    lease = RunLease(run)
+    rows = lease.rows(Status.RUNNING).filter(cancel_requested=False)
+    if not lease.extend(rows, PUBLISHING_LEASE, status=Status.PUBLISHING):
+        publishing = lease.rows(Status.PUBLISHING)
+        made = AdapterVersion.objects.filter(training_runs__in=publishing).first()
         if made is None:
             raise TrainingAbandoned
         return made  # the connection ended behind the commit
@@ -243,7 +230,7 @@ def _version_of(run: TrainingRun, sizes: dict[str, int]) -> AdapterVersion:
         created_by=run.created_by,
         source=AdapterVersion.Source.TRAINING,
     )
-    held(run, Status.PUBLISHING).update(version=version)
+    lease.rows(Status.PUBLISHING).update(version=version)
     return version
 
 
@@ -307,7 +294,7 @@ def _reconcile_publishing(run: TrainingRun) -> None:
         AdapterVersion.Status.UPLOADED,
         AdapterVersion.Status.VALIDATING,
     }:
-        held(run, Status.PUBLISHING).update(lease_until=timezone.now() + RUNNING_LEASE)
+        RunLease(run).rows(Status.PUBLISHING).update(lease_until=timezone.now() + RUNNING_LEASE)
         adapter_services.adapter_version_complete(version=version)
     else:
         _conclude(run, version)

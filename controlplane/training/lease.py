@@ -9,10 +9,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from django.db import connection
-from django.db.models import QuerySet
-from django.utils import timezone
 
 from controlplane.infra.outages import STORE_OUTAGE
+from controlplane.tenancy.row_lease import RowLease
 from controlplane.training.models import TrainingRun
 from controlplane.training.trainer import TrainingAbandoned
 
@@ -24,24 +23,24 @@ Status = TrainingRun.Status
 #: A trainer silent for this long is lost. Many ticks, so that a slow database loses no run.
 RUNNING_LEASE = dt.timedelta(seconds=90)
 PUBLISHING_LEASE = dt.timedelta(minutes=15)
-_LEASES = {Status.RUNNING: RUNNING_LEASE, Status.PUBLISHING: PUBLISHING_LEASE}
+_DURATIONS = {Status.RUNNING: RUNNING_LEASE, Status.PUBLISHING: PUBLISHING_LEASE}
 
 #: Hours of training are not thrown away because a server restarts.
 MAX_WAIT_S = 3600.0
 RETRY_S = 2.0
 
 
-def held(run: TrainingRun, status: Status) -> QuerySet[TrainingRun]:
-    """The run's row, if it is still in this status and this attempt."""
-    return TrainingRun.objects.filter(pk=run.pk, status=status, attempts=run.attempts)
+class RunLease(RowLease[TrainingRun]):
+    """A trainer's lease on the run that it does, under the number of its attempt."""
 
+    fence_field = "attempts"
 
-def hold(run: TrainingRun, status: Status, **fields: Any) -> bool:
-    """Renew the lease, and write `fields`; False when the run is no longer this trainer's."""
-    rows = held(run, status)
-    if status == Status.RUNNING:
-        rows = rows.filter(cancel_requested=False)
-    return rows.update(lease_until=timezone.now() + _LEASES[status], **fields) == 1
+    def renew(self, status: Status, **changes: Any) -> bool:
+        """Hold on, and write `changes`; False when the run is no longer this trainer's."""
+        rows = self.rows(status)
+        if status == Status.RUNNING:
+            rows = rows.filter(cancel_requested=False)
+        return self.extend(rows, _DURATIONS[status], **changes)
 
 
 def with_retry(run: TrainingRun, status: Status, work: Callable[[], _T]) -> _T:
@@ -50,12 +49,12 @@ def with_retry(run: TrainingRun, status: Status, work: Callable[[], _T]) -> _T:
     Raises TrainingAbandoned when the run is somebody else's meanwhile, or is to be cancelled.
     """
     give_up_at = time.monotonic() + MAX_WAIT_S
-    is_sure = True
+    lease, is_sure = RunLease(run), True
     while True:
         try:
-            if not is_sure and not hold(run, status):
+            if not is_sure and not lease.renew(status):
                 # A commit whose answer was lost has moved it on; `work` knows.
-                if status != Status.RUNNING or not held(run, Status.PUBLISHING).exists():
+                if status != Status.RUNNING or not lease.rows(Status.PUBLISHING).exists():
                     raise TrainingAbandoned
             return work()
         except STORE_OUTAGE as error:

@@ -10,9 +10,10 @@ import pytest
 from django.utils import timezone
 
 from controlplane.batches import output, results, services
-from controlplane.batches.leases import MAX_TENANT_RUNNING, Lease, LeaseLost, claim
+from controlplane.batches.leases import MAX_TENANT_RUNNING, Lease, claim
 from controlplane.batches.models import Batch, BatchResult
 from controlplane.batches.results import Result
+from controlplane.tenancy.row_lease import LeaseLost
 from controlplane.tenancy.scoping import tenant_scope
 from tests.controlplane.conftest import Party
 
@@ -41,7 +42,7 @@ def claimed() -> Lease:
 
 def lapse(lease: Lease) -> None:
     with tenant_scope(lease.tenant_id):
-        Batch.objects.filter(pk=lease.batch_id).update(lease_until=timezone.now())
+        Batch.objects.filter(pk=lease.row_id).update(lease_until=timezone.now())
 
 
 def result(line: int, *, is_error: bool = False) -> Result:
@@ -51,12 +52,12 @@ def result(line: int, *, is_error: bool = False) -> Result:
 def test_a_batch_is_claimed_once_until_its_lease_is_over(acme: Party) -> None:
     (batch,) = make(acme)
     first = claimed()
-    assert first.batch_id == batch.pk
+    assert first.row_id == batch.pk
     assert claim() is None
     lapse(first)
     assert claim([batch.pk]) is None  # not by who is at it, and only has to renew it
     second = claimed()
-    assert (second.batch_id, second.fence) == (batch.pk, first.fence + 1)
+    assert (second.row_id, second.fence) == (batch.pk, first.fence + 1)
 
 
 def test_a_runner_that_was_given_up_writes_nothing(acme: Party) -> None:
@@ -134,11 +135,11 @@ def test_tenants_take_turns_and_none_has_more_than_its_share(acme: Party, globex
     owners = [lease.tenant_id for lease in leases]
     assert owners[:4] == [acme.tenant.id, globex.tenant.id] * 2
     assert owners.count(acme.tenant.id) == MAX_TENANT_RUNNING
-    assert [lease.batch_id for lease in leases if lease.tenant_id == globex.tenant.id] == [
+    assert [lease.row_id for lease in leases if lease.tenant_id == globex.tenant.id] == [
         batch.pk for batch in theirs
     ]
     leases[0].release()
-    assert claimed().batch_id == leases[0].batch_id
+    assert claimed().row_id == leases[0].row_id
 
 
 def test_a_pool_takes_up_its_own_batches_and_what_is_nobodys(acme: Party, settings: Any) -> None:
@@ -152,14 +153,14 @@ def test_a_pool_takes_up_its_own_batches_and_what_is_nobodys(acme: Party, settin
         acme, pool=""
     )  # and one from before pools were noted
     leases = [claimed(), claimed()]
-    assert [lease.batch_id for lease in leases] == [ours.pk, old.pk]
+    assert [lease.row_id for lease in leases] == [ours.pk, old.pk]
     for lease in leases:
         lapse(lease)
     settings.POOL = "east"
     *running, waiting = theirs
     with tenant_scope(acme.tenant.id):
         Batch.objects.filter(pk__in=[batch.pk for batch in running]).update(status="completed")
-    assert claimed().batch_id == waiting.pk
+    assert claimed().row_id == waiting.pk
     assert claim() is None  # the old one was adopted
 
 
