@@ -49,7 +49,7 @@ SLOW = (
     "worker/test_endings.py",
     "worker/test_lost_replies.py",
     "controlplane/gateway/test_bounded_http.py",
-    "controlplane/queue/test_batch_replies.py",
+    "controlplane/queue/test_batch_reply_stream.py",
     "deploy/test_postgres_roles.py",
     "engine/test_games.py",
     "engine/test_families.py",

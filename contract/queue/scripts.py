@@ -1,7 +1,7 @@
 """Loads the queue's Lua, which stands beside this file: one script in each `.lua` file.
 
 Two things in them are not Lua. The line `--#include NAME` stands for the file NAME.lua; `{NAME}`
-stands for the constant NAME of `contract.protocol`, `fair_queue` or `batch_replies`.
+stands for the constant NAME of `contract.protocol`, `fair_queue` or `reply_streams`.
 
 All changes to a request go through a script that compares the lease first, so a worker that was
 paused and replaced can no longer tell anything, acknowledge anything or bill anything. Each
@@ -15,10 +15,10 @@ import re
 from pathlib import Path
 
 from contract import protocol
-from contract.queue import batch_replies, fair_queue
+from contract.queue import fair_queue, reply_streams
 
 _FOLDER = Path(__file__).parent
-_CONSTANTS = {**vars(protocol), **vars(fair_queue), **vars(batch_replies)}
+_CONSTANTS = {**vars(protocol), **vars(fair_queue), **vars(reply_streams)}
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from controlplane.batches.lines import Line, Request
 from controlplane.batches.results import Result
 from controlplane.errors import ApiError, Unavailable
 from controlplane.inference.service import Generation
-from controlplane.queue.batch_replies import BatchReplyStream
+from controlplane.queue.batch_reply_stream import BatchReplyStream
 from controlplane.queue.dispatcher import get_dispatcher
 from controlplane.tenants.auth import Principal
 

@@ -4,7 +4,7 @@ Every line's result is a row, unique by batch and line, written under the batch'
 are made of the rows, and are there from the moment at which the batch says that it has ended. So
 whatever stops a runner, the next one answers what has no row yet, and no line is lost or doubled.
 What was under way is not sent again: it goes on, and the next runner finds it, or its answer, in
-the batch's reply stream (`controlplane.queue.batch_replies`).
+the batch's reply stream (`controlplane.queue.batch_reply_stream`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from controlplane.files.models import File
 from controlplane.infra import storage
 from controlplane.infra.outages import STORE_OUTAGE
 from controlplane.infra.threads import in_thread
-from controlplane.queue.batch_replies import BatchReplyStream, Fenced
+from controlplane.queue.batch_reply_stream import BatchReplyStream, Fenced
 from controlplane.queue.dispatcher import get_dispatcher
 from controlplane.tenancy.row_lease import LeaseLost
 from controlplane.tenancy.scoping import tenant_scope

@@ -24,7 +24,7 @@ from controlplane.errors import (
 from controlplane.inference import access
 from controlplane.inference.schemas import ChatBody, CompletionBody
 from controlplane.inference.service import Generation, submit
-from controlplane.queue.batch_replies import BatchReplyStream, Fenced
+from controlplane.queue.batch_reply_stream import BatchReplyStream, Fenced
 from controlplane.queue.dispatcher import get_dispatcher
 from controlplane.tenancy.row_lease import LeaseLost
 from controlplane.tenants.auth import Principal

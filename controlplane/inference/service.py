@@ -38,7 +38,7 @@ from controlplane.inference.json_schema import schema_headers
 from controlplane.inference.schemas import ChatBody, CompletionBody, GenerationBody
 from controlplane.limits.admit import Admitted
 from controlplane.queue.admission import rate_headers
-from controlplane.queue.batch_replies import BatchReplyStream
+from controlplane.queue.batch_reply_stream import BatchReplyStream
 from controlplane.queue.dispatcher import get_dispatcher
 from controlplane.queue.replies import Reply
 from controlplane.tenancy.scoping import new_id

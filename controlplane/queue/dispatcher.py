@@ -41,18 +41,16 @@ from controlplane.limits.admit import (
 )
 from controlplane.limits.services import tokens_spent
 from controlplane.queue.admission import admission_args, refusal_error
-from controlplane.queue.batch_replies import (
+from controlplane.queue.batch_reply_stream import (
     ADMIT_LINE,
-    BLOCK_MS,
-    RETRY_S,
     BatchReplyStream,
     Fenced,
-    ReplyReader,
     shielded,
 )
 from controlplane.queue.reaper import INTERVAL_S as REAP_INTERVAL_S
 from controlplane.queue.reaper import Reaper
 from controlplane.queue.replies import Reply
+from controlplane.queue.reply_reader import BLOCK_MS, RETRY_S, ReplyReader
 from controlplane.queue.workers import (
     Speed,
     WorkerStatus,

@@ -28,7 +28,7 @@ from contract.protocol import (
     TokenEvent,
     Usage,
 )
-from contract.queue import batch_replies, fair_queue, scripts
+from contract.queue import fair_queue, reply_streams, scripts
 from controlplane.queue.forgetting import file_rewrite_if_due
 from controlplane.queue.workers import WorkerStatus, read_statuses
 
@@ -155,7 +155,7 @@ class Reaper:
 
     def _end(self, job: GenerateJob, worker_id: str, entry_id: bytes, seized: _Seized) -> None:
         event, done = _final_event(job, worker_id, seized, time.time())
-        ttl_s = batch_replies.out_ttl_s(job.gateway_id)
+        ttl_s = reply_streams.out_ttl_s(job.gateway_id)
         self._publish(
             keys=[
                 protocol.out_key(job.gateway_id),

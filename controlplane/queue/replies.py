@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 
 from contract.protocol import ErrorCode, FinishReason, GenerateJob, TokenEvent
-from contract.queue.batch_replies import is_reply_stream
+from contract.queue.reply_streams import is_reply_stream
 from controlplane.errors import ApiError, Unavailable, from_worker
 from controlplane.requestlog.recorder import Transcript
 

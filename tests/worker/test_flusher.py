@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from contract.queue.batch_replies import reply_stream_id
+from contract.queue.reply_streams import reply_stream_id
 from worker.serving.flusher import turn
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from redis.exceptions import RedisError
 
-from contract.queue.batch_replies import is_reply_stream
+from contract.queue.reply_streams import is_reply_stream
 from worker.serving.active_request import ActiveRequest
 from worker.serving.resend_buffer import ResendBuffer
 from worker.serving.spool import Spool

@@ -22,7 +22,7 @@ from contract.protocol import (
     GenerateJob,
     Task,
 )
-from contract.queue.batch_replies import is_reply_stream
+from contract.queue.reply_streams import is_reply_stream
 from engine.request import RequestOutput
 from worker.config import WorkerConfig
 from worker.engine_process.channel import Cancel, Command, Register, Unregister

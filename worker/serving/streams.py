@@ -14,7 +14,7 @@ from redis.exceptions import ResponseError
 
 from contract import protocol
 from contract.protocol import ControlMessage, DoneRecord, Heartbeat, TokenEvent, Usage
-from contract.queue import batch_replies, fair_queue, scripts
+from contract.queue import fair_queue, reply_streams, scripts
 
 log = logging.getLogger(__name__)
 
@@ -230,7 +230,7 @@ class Streams:
         args: list[Any] = [
             protocol.INBOX_GROUP,
             protocol.OUT_STREAM_MAX_LEN,
-            batch_replies.out_ttl_s(gateway_id),
+            reply_streams.out_ttl_s(gateway_id),
             protocol.DONE_JOB_TTL_S,
         ]
         for item, event in zip(news, events, strict=True):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from contract.protocol import GATEWAYS_KEY, PAYLOAD_FIELD, DoneRecord, done_key, out_key
-from contract.queue.batch_replies import pending_lines_key, reply_stream_id
+from contract.queue.reply_streams import pending_lines_key, reply_stream_id
 from tests.controlplane.batches.conftest import Batches, chat_line
 from tests.live import LiveStack, Process, wait_for
 

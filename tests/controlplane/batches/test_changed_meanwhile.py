@@ -11,7 +11,7 @@ import pytest
 
 from contract.protocol import done_key, job_key
 from controlplane.batches.runner import LOOK_S
-from controlplane.queue.batch_replies import line_request_id
+from controlplane.queue.batch_reply_stream import line_request_id
 from tests.controlplane.batches.conftest import Batches
 from tests.controlplane.batches.test_batch_crashes import lapse, nothing_is_left, records
 from tests.controlplane.batches.test_takeover import check, create, fence, under_way

@@ -13,7 +13,7 @@ import psycopg
 import pytest
 
 from contract.protocol import done_key, job_key, out_key
-from contract.queue.batch_replies import pending_lines_key, reply_stream_id
+from contract.queue.reply_streams import pending_lines_key, reply_stream_id
 from tests.controlplane.batches.conftest import Batches, chat_line
 from tests.controlplane.batches.test_batch_crashes import lapse, nothing_is_left, records
 from tests.live import LiveStack, Process, wait_for

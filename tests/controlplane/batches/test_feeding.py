@@ -19,7 +19,7 @@ from controlplane.batches.feeding import Feeder
 from controlplane.batches.lines import Line
 from controlplane.batches.results import Result
 from controlplane.errors import RateLimited
-from controlplane.queue.batch_replies import BatchReplyStream
+from controlplane.queue.batch_reply_stream import BatchReplyStream
 from demo.stack import EmbeddedStack
 
 USAGE = {

@@ -14,8 +14,8 @@ import pytest
 from contract import protocol
 from contract.protocol import TokenEvent
 from controlplane.queue import dispatcher as dispatcher_module
-from controlplane.queue.batch_replies import READ_ENTRIES
 from controlplane.queue.dispatcher import Dispatcher
+from controlplane.queue.reply_reader import READ_ENTRIES
 from controlplane.queue.workers import is_served
 from demo.ports import choose_ports
 from demo.stack import EmbeddedStack

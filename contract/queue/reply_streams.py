@@ -3,7 +3,7 @@
 To a worker a batch is a gateway like any other, with an id (`reply_stream_id`) and a stream, but
 one that outlives its processes: its requests go on while nobody reads, and their answers stay
 until somebody has. What is under way is in a hash beside the stream, written by the script that
-admits it (`controlplane.queue.batch_replies`):
+admits it (`controlplane.queue.batch_reply_stream`):
 
     key                  type    written by    what
     out:batch-<batch>    stream  worker        as any gateway's; entries stay until they are kept

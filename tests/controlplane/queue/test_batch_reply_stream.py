@@ -13,10 +13,10 @@ from unittest.mock import ANY
 import pytest
 
 from contract.protocol import GATEWAYS_KEY, WORKER_GRACE_S, AdapterRef, GenerateJob, out_key
-from contract.queue.batch_replies import pending_lines_key, reply_stream_id
+from contract.queue.reply_streams import pending_lines_key, reply_stream_id
 from controlplane.errors import RateLimited, Unavailable
 from controlplane.limits.admit import Limits, Policy
-from controlplane.queue.batch_replies import BatchReplyStream, Fenced, line_request_id
+from controlplane.queue.batch_reply_stream import BatchReplyStream, Fenced, line_request_id
 from controlplane.queue.dispatcher import SILENCE_S, Dispatcher
 from demo.stack import EmbeddedStack
 from tests.queue_rig import QueueRig

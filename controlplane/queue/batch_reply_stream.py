@@ -1,4 +1,4 @@
-"""The streams in which workers answer: a gateway's own, and the reply streams of batches.
+"""The reply stream of a batch, in which workers answer its lines.
 
 What is answered to a gateway is of use to nobody else, and goes with it. A batch outlives its
 runners, so its lines are answered into a stream of the batch's own. Whoever runs the batch opens
@@ -15,7 +15,6 @@ admits: a runner that was given up for lost and wakes up can begin nothing.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import json
 import logging
@@ -25,27 +24,18 @@ from typing import Any, TypeVar
 
 from contract import protocol
 from contract.protocol import AdapterRef, GenerateJob, TokenEvent
-from contract.queue import batch_replies, scripts
+from contract.queue import reply_streams, scripts
 from controlplane.errors import Unavailable
 from controlplane.infra.outages import REDIS_OUTAGE
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-BLOCK_MS = 2000
-#: Entries of a stream that are read at a time: a gateway that stood still has others to serve, too.
-READ_ENTRIES = 200
-RETRY_S = 0.2
-#: A gateway that said nothing for so long is forgotten.
-FORGET_S = 60
 _PAGE = 100
-#: An entry without events: who waits for news looks what else there is to wait for.
-_NUDGE = b"[]"
 
 ADMIT_LINE = scripts.load("admit_line")
-OPEN = scripts.load("open_batch_replies")
-CLOSE = scripts.load("close_batch_replies")
-BEAT = scripts.load("gateway_beat")
+OPEN = scripts.load("open_batch_stream")
+CLOSE = scripts.load("close_batch_stream")
 
 
 class Fenced(Exception):
@@ -65,13 +55,13 @@ class BatchReplyStream:
     """
 
     def __init__(self, redis: Any, pool: str, batch_id: uuid.UUID, fence: int) -> None:
-        self.gateway_id = batch_replies.reply_stream_id(batch_id.hex)
+        self.gateway_id = reply_streams.reply_stream_id(batch_id.hex)
         self.out = protocol.out_key(self.gateway_id)
         self.last_id = b"0-0"
         self._redis = redis
         self._batch_id = batch_id
         self._fence = fence
-        self._key = batch_replies.pending_lines_key(pool, batch_id.hex)
+        self._key = reply_streams.pending_lines_key(pool, batch_id.hex)
         self._attempts: dict[int, int] = {}
         self._under_way: set[int] = set()
         self._lines: dict[str, int] = {}  # request id -> line, of the attempts that count
@@ -232,72 +222,6 @@ class BatchReplyStream:
             if not needed_by:
                 del self._entries[entry_id]
                 self._spent.append(entry_id)
-
-
-class ReplyReader:
-    """Reads all streams of one process: its own, and those of the batches that it has open.
-
-    redis       asyncio's client, of protocol 2
-    gateway_id  its own
-    deliver     gives an event to who waits for it, if somebody does
-    """
-
-    def __init__(self, redis: Any, gateway_id: str, deliver: Callable[[TokenEvent], None]) -> None:
-        self._redis = redis
-        self._beat = redis.register_script(BEAT)
-        self._gateway_id = gateway_id
-        self._out = protocol.out_key(gateway_id)
-        self._last_id = b"0-0"
-        self._deliver = deliver
-        self._batch_streams: dict[str, BatchReplyStream] = {}
-
-    async def say_alive(self) -> None:
-        """Let workers go on with what was asked for here.
-
-        Those that know batches' streams go on with these in any case. Raises what Redis's client
-        raises.
-        """
-        open_now = [batch_stream.gateway_id for batch_stream in self._batch_streams.values()]
-        await self._beat(
-            keys=[protocol.GATEWAYS_KEY, self._out],
-            args=[self._last_id, FORGET_S, self._gateway_id, *open_now],
-        )
-
-    async def add(self, batch_stream: BatchReplyStream) -> None:
-        """Read this one, too, from where it has been read."""
-        self._batch_streams[batch_stream.out] = batch_stream
-        pipe = self._redis.pipeline(transaction=False)
-        pipe.xadd(self._out, {protocol.PAYLOAD_FIELD: _NUDGE})
-        pipe.expire(self._out, protocol.OUT_STREAM_TTL_S)
-        with contextlib.suppress(*REDIS_OUTAGE):  # then it is read a moment later
-            await shielded(pipe.execute())
-
-    def remove(self, batch_stream: BatchReplyStream) -> None:
-        if self._batch_streams.get(batch_stream.out) is batch_stream:
-            del self._batch_streams[batch_stream.out]
-
-    async def read_loop(self) -> None:
-        """Deliver events for ever. The last ids read make a reconnection lose nothing."""
-        while True:
-            streams = {box.out: box.last_id for box in self._batch_streams.values()}
-            streams[self._out] = self._last_id
-            try:
-                found = await self._redis.xread(streams, count=READ_ENTRIES, block=BLOCK_MS)
-            except REDIS_OUTAGE as error:
-                log.warning("waiting for Redis: %r", error)
-                await asyncio.sleep(RETRY_S)
-                continue
-            for out, entries in found:
-                self._take_in(out.decode(), entries)
-
-    def _take_in(self, out: str, entries: list[tuple[bytes, dict[bytes, bytes]]]) -> None:
-        for entry_id, fields in entries:
-            if out == self._out:
-                self._last_id = entry_id
-                for event in read_events(fields):
-                    self._deliver(event)
-            elif (batch_stream := self._batch_streams.get(out)) is not None:
-                batch_stream.take_in(entry_id, fields, self._deliver)
 
 
 async def shielded(work: Coroutine[Any, Any, _T]) -> _T:
