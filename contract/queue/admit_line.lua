@@ -9,7 +9,7 @@ if fence and tonumber(fence) > tonumber(ARGV[1]) then return {'fenced', 0, '0', 
 local verdict = admit(KEYS, {unpack(ARGV, 4)})
 if verdict[1] == 'ok' then
   redis.call('HSET', KEYS[2], 'fence', ARGV[1], ARGV[2], ARGV[3])
-  redis.call('EXPIRE', KEYS[2], {REPLY_STREAM_TTL_S})
+  redis.call('EXPIRE', KEYS[2], {BATCH_STREAM_TTL_S})
   -- Had Redis lost the job and a worker still has it, their leases must differ.
   if #verdict > 1 then redis.call('HSET', KEYS[1], 'lease', redis.call('TIME')[1]) end
 end

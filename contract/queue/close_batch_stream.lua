@@ -5,4 +5,4 @@ local fence = redis.call('HGET', KEYS[1], 'fence')
 if fence and tonumber(fence) > tonumber(ARGV[1]) then return end
 redis.call('DEL', KEYS[1], KEYS[2])
 redis.call('HSET', KEYS[1], 'fence', ARGV[1])
-redis.call('EXPIRE', KEYS[1], {REPLY_STREAM_TTL_S})
+redis.call('EXPIRE', KEYS[1], {BATCH_STREAM_TTL_S})

@@ -3,5 +3,5 @@
 local fence = redis.call('HGET', KEYS[1], 'fence')
 if fence and tonumber(fence) > tonumber(ARGV[1]) then return {} end
 redis.call('HSET', KEYS[1], 'fence', ARGV[1])
-redis.call('EXPIRE', KEYS[1], {REPLY_STREAM_TTL_S})
+redis.call('EXPIRE', KEYS[1], {BATCH_STREAM_TTL_S})
 return redis.call('HGETALL', KEYS[1])

@@ -55,7 +55,7 @@ class BatchReplyStream:
     """
 
     def __init__(self, redis: Any, pool: str, batch_id: uuid.UUID, fence: int) -> None:
-        self.gateway_id = reply_streams.reply_stream_id(batch_id.hex)
+        self.gateway_id = reply_streams.batch_stream_id(batch_id.hex)
         self.out = protocol.out_key(self.gateway_id)
         self.last_id = b"0-0"
         self._redis = redis

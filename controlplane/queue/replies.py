@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 
 from contract.protocol import ErrorCode, FinishReason, GenerateJob, TokenEvent
-from contract.queue.reply_streams import is_reply_stream
+from contract.queue.reply_streams import is_batch_stream
 from controlplane.errors import ApiError, Unavailable, from_worker
 from controlplane.requestlog.recorder import Transcript
 
@@ -29,7 +29,7 @@ class Reply:
         self.is_ended = False
         self.is_forgotten = False  # Redis has lost it
         #: When its client leaves: somebody else will read the answer.
-        self.goes_on = is_reply_stream(job.gateway_id)
+        self.goes_on = is_batch_stream(job.gateway_id)
         self.note_heard()
         self._has_one_choice = job.num_choices == 1
         self._max_unread = MAX_UNREAD_EVENTS * job.num_choices

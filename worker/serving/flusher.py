@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from redis.exceptions import RedisError
 
-from contract.queue.reply_streams import is_reply_stream
+from contract.queue.reply_streams import is_batch_stream
 from worker.serving.active_request import ActiveRequest
 from worker.serving.resend_buffer import ResendBuffer
 from worker.serving.spool import Spool
@@ -140,4 +140,4 @@ class Flusher:
 def turn(request: ActiveRequest) -> tuple[bool, str]:
     """Sort gateways' events first: nobody waits for those of batches, which may be many."""
     gateway_id = request.job.gateway_id
-    return is_reply_stream(gateway_id), gateway_id
+    return is_batch_stream(gateway_id), gateway_id

@@ -22,7 +22,7 @@ from contract.protocol import (
     GenerateJob,
     Task,
 )
-from contract.queue.reply_streams import is_reply_stream
+from contract.queue.reply_streams import is_batch_stream
 from engine.request import RequestOutput
 from worker.config import WorkerConfig
 from worker.engine_process.channel import Cancel, Command, Register, Unregister
@@ -334,7 +334,7 @@ class Requests:
         """`silence_s`: gateway id -> seconds since it last said that it lives."""
         for request_id, request in list(self._active.items()):
             gateway_id = request.job.gateway_id  # empty: nobody waits, nor ever did
-            if not gateway_id or is_reply_stream(gateway_id):
+            if not gateway_id or is_batch_stream(gateway_id):
                 continue
             if silence_s.get(gateway_id, HEARTBEAT_TIMEOUT_S) >= HEARTBEAT_TIMEOUT_S:
                 self.cancel(request_id)

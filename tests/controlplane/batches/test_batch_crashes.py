@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from contract.protocol import GATEWAYS_KEY, PAYLOAD_FIELD, DoneRecord, done_key, out_key
-from contract.queue.reply_streams import pending_lines_key, reply_stream_id
+from contract.queue.reply_streams import batch_stream_id, pending_lines_key
 from tests.controlplane.batches.conftest import Batches, chat_line
 from tests.live import LiveStack, Process, wait_for
 
@@ -99,7 +99,7 @@ def nothing_is_left(pool: LiveStack, batch: Any) -> bool:
     batch_id = batch.id.removeprefix("batch_")
     pending_lines = pool.redis.hgetall(pending_lines_key(pool.pool, batch_id))
     return set(pending_lines) <= {b"fence"} and not pool.redis.exists(
-        out_key(reply_stream_id(batch_id))
+        out_key(batch_stream_id(batch_id))
     )
 
 

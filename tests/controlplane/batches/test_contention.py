@@ -13,7 +13,7 @@ import psycopg
 import pytest
 
 from contract.protocol import done_key, job_key, out_key
-from contract.queue.reply_streams import pending_lines_key, reply_stream_id
+from contract.queue.reply_streams import batch_stream_id, pending_lines_key
 from tests.controlplane.batches.conftest import Batches, chat_line
 from tests.controlplane.batches.test_batch_crashes import lapse, nothing_is_left, records
 from tests.live import LiveStack, Process, wait_for
@@ -105,7 +105,7 @@ def test_what_redis_forgets_is_billed_once(
         jobs = list(pool.redis.scan_iter(job_key(pool.pool, "*"), count=1000))
         assert jobs
         pool.redis.delete(
-            pending_lines_key(pool.pool, batch_id), out_key(reply_stream_id(batch_id)), *jobs
+            pending_lines_key(pool.pool, batch_id), out_key(batch_stream_id(batch_id)), *jobs
         )
     ids = check(batches, pool, batch)
     wanted = Counter(dict.fromkeys(ids, 20))

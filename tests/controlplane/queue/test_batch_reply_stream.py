@@ -13,7 +13,7 @@ from unittest.mock import ANY
 import pytest
 
 from contract.protocol import GATEWAYS_KEY, WORKER_GRACE_S, AdapterRef, GenerateJob, out_key
-from contract.queue.reply_streams import pending_lines_key, reply_stream_id
+from contract.queue.reply_streams import batch_stream_id, pending_lines_key
 from controlplane.errors import RateLimited, Unavailable
 from controlplane.limits.admit import Limits, Policy
 from controlplane.queue.batch_reply_stream import BatchReplyStream, Fenced, line_request_id
@@ -42,7 +42,7 @@ class Scene:
 
     @property
     def num_entries(self) -> int:
-        return int(self.rig.client.xlen(out_key(reply_stream_id(self.batch_id.hex))))
+        return int(self.rig.client.xlen(out_key(batch_stream_id(self.batch_id.hex))))
 
     def answer(self, num: int = 1) -> None:
         """Have the worker answer so many of what waits."""
@@ -243,7 +243,7 @@ async def test_who_is_silent_is_forgotten_before_there_are_many(
     scene: Scene, runner: Dispatcher
 ) -> None:
     """Workers read all of them with each heartbeat, and batches come and go."""
-    client, ended = scene.rig.client, reply_stream_id(scene.batch_id.hex)
+    client, ended = scene.rig.client, batch_stream_id(scene.batch_id.hex)
     async with runner.batch_stream(scene.batch_id, 1):
         await runner._reply_reader.say_alive()
     now = client.zscore(GATEWAYS_KEY, ended)
