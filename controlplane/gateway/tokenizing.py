@@ -18,7 +18,7 @@ from contract.protocol import GenerateJob, Task, TokenEvent
 from controlplane.errors import PayloadTooLarge, Unavailable
 from controlplane.gateway.views import admit, gateway_view, read_body
 from controlplane.inference.bodies import Body, FirstFault
-from controlplane.inference.parsing import parse_body
+from controlplane.inference.parsing import make_body, parse_body
 from controlplane.inference.schemas import (
     MAX_MESSAGES,
     ChatBody,
@@ -35,8 +35,6 @@ MAX_TOKENS = 131_072
 MAX_BODY_BYTES = 1 << 20
 #: A worker that knows no such task would generate: no more than this.
 _MOST_GENERATED = 1
-
-_B = TypeVar("_B", bound=Body)
 
 
 class TokenizeBody(Body):
@@ -66,13 +64,17 @@ class TokenizeBody(Body):
         return self
 
     def generation(self) -> ChatBody | CompletionBody:
-        """The request whose prompt this is."""
+        """Return the request that has this prompt. Raises InvalidRequest."""
         if self.messages is None:
-            return CompletionBody(
-                model=self.model, prompt=self.prompt or "", max_tokens=_MOST_GENERATED
+            return make_body(
+                CompletionBody,
+                model=self.model,
+                prompt=self.prompt or "",
+                max_tokens=_MOST_GENERATED,
             )
         tools: Any = [tool.model_dump(exclude_unset=True) for tool in self.tools or ()] or None
-        return ChatBody(
+        return make_body(
+            ChatBody,
             model=self.model,
             messages=self.messages,
             tools=tools,  # as they were sent: they are bounded before they are read
@@ -87,13 +89,18 @@ class DetokenizeBody(Body):
     tokens: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKENS), FirstFault]
 
     def generation(self) -> CompletionBody:
-        """A request with these tokens as its prompt."""
-        return CompletionBody(model=self.model, prompt=self.tokens, max_tokens=_MOST_GENERATED)
+        """Return a request with these tokens as its prompt."""
+        return make_body(
+            CompletionBody, model=self.model, prompt=self.tokens, max_tokens=_MOST_GENERATED
+        )
+
+
+_B = TypeVar("_B", TokenizeBody, DetokenizeBody)
 
 
 @gateway_view("POST")
 async def tokenize(request: HttpRequest) -> HttpResponseBase:
-    body = await _body(request, TokenizeBody)
+    body, generation = await _bodies(request, TokenizeBody)
 
     def adjust(job: GenerateJob) -> GenerateJob:
         return dataclasses.replace(
@@ -102,7 +109,7 @@ async def tokenize(request: HttpRequest) -> HttpResponseBase:
             generation_prompt=body.add_generation_prompt is not False,
         )
 
-    event, context_length = await _answer(request, body.generation(), adjust)
+    event, context_length = await _answer(request, generation, adjust)
     token_ids = event.token_ids
     if token_ids is None:
         raise Unavailable("The worker that answered is of an older version.", retry_after_s=5)
@@ -118,21 +125,23 @@ async def tokenize(request: HttpRequest) -> HttpResponseBase:
 
 @gateway_view("POST")
 async def detokenize(request: HttpRequest) -> HttpResponseBase:
-    body = await _body(request, DetokenizeBody)
-    event, _ = await _answer(request, body.generation(), lambda job: _as_task(job, Task.DETOKENIZE))
+    _, generation = await _bodies(request, DetokenizeBody)
+    event, _ = await _answer(request, generation, lambda job: _as_task(job, Task.DETOKENIZE))
     return JsonResponse({"prompt": event.text})
 
 
-async def _body(request: HttpRequest, kind: type[_B]) -> _B:
-    return await read_body(request, lambda sent: _parsed(kind, sent))
+async def _bodies(request: HttpRequest, kind: type[_B]) -> tuple[_B, ChatBody | CompletionBody]:
+    """Read the body, and the request that it stands for."""
 
+    def both(sent: bytes) -> tuple[_B, ChatBody | CompletionBody]:
+        if len(sent) > MAX_BODY_BYTES:
+            raise PayloadTooLarge(
+                f"A body to tokenize has at most {MAX_BODY_BYTES:,} bytes: send it in parts."
+            )
+        body = parse_body(kind, sent)
+        return body, body.generation()
 
-def _parsed(kind: type[_B], sent: bytes) -> _B:
-    if len(sent) > MAX_BODY_BYTES:
-        raise PayloadTooLarge(
-            f"A body to tokenize has at most {MAX_BODY_BYTES:,} bytes: send it in parts."
-        )
-    return parse_body(kind, sent)
+    return await read_body(request, both)
 
 
 def _as_task(job: GenerateJob, task: Task) -> GenerateJob:

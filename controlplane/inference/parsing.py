@@ -29,20 +29,28 @@ def parse_body(kind: type[_B], body: bytes) -> _B:
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        raise _to_invalid_request(error, body) from None
+        try:
+            given = json.loads(body)
+        except (ValueError, RecursionError):  # jiter and json differ on odd input
+            given = {}
+        raise _to_invalid_request(error, given) from None
 
 
-def _to_invalid_request(error: ValidationError, body: bytes) -> InvalidRequest:
+def make_body(kind: type[_B], **fields: Any) -> _B:
+    """Return a body with these fields, checked. Raises InvalidRequest as `parse_body` does."""
+    try:
+        return kind(**fields)
+    except ValidationError as error:
+        raise _to_invalid_request(error, fields) from None
+
+
+def _to_invalid_request(error: ValidationError, given: Any) -> InvalidRequest:
     details = error.errors(include_url=False)
     first = details[0]
     if first["type"] == "json_invalid":
         if "recursion limit" in first["msg"]:
             return InvalidRequest("The body is nested too deeply.")
         return InvalidRequest(f"The body is no valid JSON: {first['msg'][:300]}.")
-    try:
-        given = json.loads(body)
-    except (ValueError, RecursionError):  # jiter and json differ on odd input
-        given = {}
     # Of the ways in which a union failed, the one that got furthest says most.
     paths = [_path(detail, given) for detail in details]
     best = max(

@@ -15,6 +15,8 @@ from tests.conformance.conftest import Served, say
 from tests.fakes import FAKE_NAME
 from tests.tiny_base import ROOMY_CONTEXT, ROOMY_NAME, write_tiny_base
 
+TOOL = {"type": "function", "function": {"name": "look"}}
+CALLED_BY_NOBODY = [{"role": "tool", "tool_call_id": "c1", "content": "x"}]
 TEXT = "hello world, how are you? {json: 12} I’m ☃ fine\n"
 
 
@@ -285,6 +287,8 @@ def test_a_long_text_is_counted_though_no_prompt_may_be_so_long(served: Served) 
         ("/tokenize", {"inputs": "a"}, "inputs"),
         ("/tokenize", {"prompt": "☃" * 300_000}, "prompt"),
         ("/tokenize", {"prompt": "a", "chat_template": "{{ 1 }}"}, "chat_template"),
+        ("/tokenize", {"messages": CALLED_BY_NOBODY}, "messages.0.tool_call_id"),
+        ("/tokenize", {"messages": say("x"), "tools": [TOOL, TOOL]}, "tools.1.function.name"),
         ("/detokenize", {"tokens": [5000]}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens.0"),
         ("/detokenize", {"tokens": []}, "tokens"),
