@@ -1,8 +1,8 @@
-"""Drains the workers' terminal records into PostgreSQL.
+"""Write the workers' terminal records into PostgreSQL.
 
 A record leaves Redis only when its rows are committed, and rows are unique by request, so a crash
 anywhere repeats work and never counts twice. A record that can never become a row goes to the
-dead letters; PostgreSQL or Redis being away is waited out.
+dead letters. While PostgreSQL or Redis is away, the accountant waits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CLAIM_IDLE_MS = 60_000
 MAX_BACKOFF_S = 10.0
 LETTERS_INTERVAL_S = 2.0
 
-#: This record will never do.
+#: What is raised for a record that can never become a row.
 POISON = (ValueError, TypeError, KeyError, AttributeError, OverflowError, DataError, IntegrityError)
 
 Entry = tuple[bytes, dict[bytes, bytes] | None]
@@ -85,7 +85,7 @@ class Accountant:
                 self._wait(error)
 
     def _look_after_the_pool(self) -> None:
-        """What some process must do now and then, whoever does it."""
+        """Do what one process of the pool must do now and then."""
         self._reaper.turn_if_due()
         if time.monotonic() >= self._next_letters:
             self._next_letters = time.monotonic() + LETTERS_INTERVAL_S
@@ -105,7 +105,7 @@ class Accountant:
                 raise
 
     def _settle_pending(self) -> None:
-        """What an earlier run read and did not settle; settling it empties the list."""
+        """Settle what an earlier run read and did not; settled records leave the list."""
         while entries := self._read("0"):
             self._settle(entries)
 

@@ -1,4 +1,4 @@
-"""From a job to the arguments of the admit script, and from its verdict to an answer."""
+"""Make the admit script's arguments from a job, and an error from its refusal."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from controlplane.limits.admit import (
     admit_args,
 )
 
-#: What an answer without max_tokens is taken for by the queue and by rates; its end corrects it.
+#: How many tokens an answer without max_tokens counts as, in queue and rates, until it ends.
 USUAL_OUTPUT_TOKENS = 512
-#: Of a message's frame: its role and the template's marks.
+#: Tokens around a message: its role and the template's marks.
 MESSAGE_TOKENS = 8
-#: Of what a prompt says about tools beside their definitions.
+#: Tokens that a prompt says about tools beside their definitions.
 TOOL_TEXT_TOKENS = 1024
 MAX_RETRY_AFTER_S = 60.0
-#: A batch request may wait so many times as long as one that somebody waits for.
+#: A batch request may wait this many times as long as an interactive one.
 BATCH_PATIENCE = 10
 
 
 def prompt_estimate(job: GenerateJob) -> int:
-    """No fewer tokens than the prompts have: no token of text is shorter than a byte."""
+    """Return an upper bound of the prompts' tokens: a token of text has one byte at least."""
     if job.messages is None:
         prompts = job.prompts or [job.text if job.token_ids is None else job.token_ids]
         return sum(_raw_estimate(prompt or "") for prompt in prompts)
@@ -48,14 +48,14 @@ def _raw_estimate(prompt: Any) -> int:
 
 
 def output_estimate(job: GenerateJob) -> int:
-    """What the answers are taken for until their end is known."""
+    """Return how many tokens the answers count as until they have ended."""
     most = job.sampling.max_tokens
     usual = USUAL_OUTPUT_TOKENS if most is None else min(most, USUAL_OUTPUT_TOKENS * 8)
     return usual * job.num_choices
 
 
 def output_bound(job: GenerateJob, context_length: int) -> int:
-    """What the answers can take at most."""
+    """Return how many tokens the answers have at most."""
     most = job.sampling.max_tokens
     return (context_length if most is None else min(most, context_length)) * job.num_choices
 
@@ -63,13 +63,13 @@ def output_bound(job: GenerateJob, context_length: int) -> int:
 def admission_args(
     job: GenerateJob, pool: str, limits: Limits, *, tokens_per_s: float, context_length: int
 ) -> list[Any]:
-    """The admit script's arguments.
+    """Return the admit script's arguments.
 
     tokens_per_s  of all workers of the job's base model; 0: not known
     """
     class_ = fair_queue.BATCH if job.is_batch else fair_queue.INTERACTIVE
     deadline = job.deadline or job.created_at + protocol.JOB_TTL_S
-    # Longer than the deadline: who waits until then still has to be ended, and settled.
+    # Longer than the deadline: a request that waited until then is still to be ended and settled.
     ttl_s = protocol.JOB_TTL_S + max(0, int(deadline - job.created_at))
     return [
         *(pool, fair_queue.queue_key(pool, job.base_model), job.request_id),
@@ -84,7 +84,7 @@ def admission_args(
 
 
 def rate_headers(admitted: Admitted) -> dict[str, str]:
-    """OpenAI's x-ratelimit headers, and a word about a soft budget that is passed."""
+    """Return OpenAI's x-ratelimit headers, and one of ours for a soft budget that is passed."""
     headers: dict[str, str] = {}
     for name, rate in (("requests", admitted.requests), ("tokens", admitted.tokens)):
         if rate is not None:
@@ -103,14 +103,14 @@ def _headers_of(name: str, rate: Rate) -> dict[str, str]:
 
 
 def _duration(seconds: float) -> str:
-    """As OpenAI writes it: 120ms, 1.5s."""
+    """Write a duration as OpenAI does: 120ms, 1.5s."""
     return f"{round(seconds * 1000)}ms" if seconds < 1 else f"{seconds:.3g}s"
 
 
 class TooManyRequests(RateLimited):
-    """A limit of the tenant, with the headers that say which and until when.
+    """A rate limit of the tenant is reached; the headers say which, and until when.
 
-    reason  of the refusal; OpenAI's type of error says what there was too much of
+    reason  of the refusal; it becomes the error's type, tokens or requests
     """
 
     def __init__(
@@ -125,10 +125,10 @@ class TooManyRequests(RateLimited):
 
 
 class BudgetSpent(RateLimited):
-    """The tenant's budget of this period is spent: trying again soon is of no use."""
+    """The tenant's budget of this period is spent: a retry soon cannot succeed."""
 
     type, code, should_retry = "insufficient_quota", "insufficient_quota", False
-    # None, as OpenAI's has none: who obeys one sleeps until the period ends, or asks in vain.
+    # OpenAI sends none either: a client that obeyed it would sleep until the period ends.
     retry_after_s = None
 
 
@@ -136,8 +136,8 @@ _WHOSE = {"tenant": "your organization", "key": "this API key", "model": "this m
 
 
 def refusal_error(refusal: Refusal, limits: Limits) -> ApiError:
-    """The answer to a request that was not accepted."""
-    # Rounded up: who comes back exactly then is let in.
+    """Return the error that answers a request which was not accepted."""
+    # Rounded up, so that a client that comes back exactly then is let in.
     seconds = float(math.ceil(max(refusal.retry_after_s, 1.0)))
     if refusal.reason == "budget":
         budget = limits.budgets[refusal.index - 1]
@@ -153,13 +153,14 @@ def refusal_error(refusal: Refusal, limits: Limits) -> ApiError:
         )
     if refusal.reason in ("pool", "pool_wait"):
         return Unavailable(
-            "The platform is overloaded: this request would wait too long.",
+            "The platform is overloaded: this request would wait too long. Try again later.",
             code="server_is_overloaded",
             retry_after_s=min(seconds, MAX_RETRY_AFTER_S),
         )
     if refusal.reason == "tenant_wait":
         return RateLimited(
-            "Your organization has so many requests waiting that this one would wait too long.",
+            "Your organization has too many requests waiting: this one would wait too long. "
+            "Send fewer at a time.",
             code="slow_down",
             retry_after_s=min(seconds, MAX_RETRY_AFTER_S),
         )
@@ -175,8 +176,8 @@ def refusal_error(refusal: Refusal, limits: Limits) -> ApiError:
 _MESSAGES = {
     "requests": "Rate limit reached for {whose}: {limit} requests a minute.",
     "tokens": "Rate limit reached for {whose}: {limit} tokens a minute.",
-    "concurrent": "Too many requests of {whose} at a time: {limit} may run.",
-    "waiting": "Too many requests of {whose} are waiting: {limit} may.",
+    "concurrent": "Too many requests of {whose} run at a time: the limit is {limit}.",
+    "waiting": "Too many requests of {whose} are waiting: the limit is {limit}.",
 }
 
 

@@ -1,15 +1,14 @@
-"""The reply stream of a batch, in which workers answer its lines.
+"""The reply stream of a batch, into which workers write the answers to its lines.
 
-What is answered to a gateway is of use to nobody else, and goes with it. A batch outlives its
-runners, so its lines are answered into a stream of the batch's own. Whoever runs the batch opens
-it as its `BatchReplyStream`, which reads it from the start: what was answered while nobody read,
-what is still under way, and under which id. Nothing of it is removed before the lines' results are
-kept.
+Answers to a gateway are of use to that process alone. A batch outlives its runners, so its lines
+are answered into a stream of the batch's own. The runner that has the batch reads it from the
+start: what was answered while nobody read, what is still under way, and under which id. An entry is
+removed when the results of its lines are kept, and no sooner.
 
-A line's attempts have ids that follow from the batch, the line and a number. So a line that is sent
-twice, by whatever accident, is one request: the queue takes it once while it knows of it, and the
-database bills it once for ever. Who may send is decided by a fencing token, in the script that
-admits: a runner that was given up for lost and wakes up can begin nothing.
+The id of an attempt follows from the batch, the line and the attempt's number. So a line that is
+sent twice is one request: the queue accepts it once while it knows it, and the database bills it
+once. The script that admits a line checks the runner's fencing token: a runner that was given up
+for lost and wakes can begin nothing.
 """
 
 from __future__ import annotations
@@ -39,16 +38,16 @@ CLOSE = scripts.load("close_batch_stream")
 
 
 class Fenced(Exception):
-    """The batch is another runner's now."""
+    """Another runner has the batch now."""
 
 
 def line_request_id(batch_id: uuid.UUID, line: int, attempt: int) -> str:
-    """The id of an attempt at a line. Those of a batch lie together in the database's index."""
+    """Return the id of an attempt at a line; ids of a batch lie together in the index."""
     return f"req_{batch_id.hex[:12]}{uuid.uuid5(batch_id, f'{line} {attempt}').hex[12:]}"
 
 
 class BatchReplyStream:
-    """One batch's, in the hands of the runner that holds its lease. `open` it first.
+    """The reply stream of one batch, for the runner that holds its lease. `open` it first.
 
     redis  asyncio's client, of protocol 2
     fence  of the lease
@@ -72,7 +71,7 @@ class BatchReplyStream:
         self._landed: list[int] = []  # lines that are not under way any more
 
     async def open(self) -> None:
-        """Read what there is. Raises Fenced, and Unavailable."""
+        """Read what the stream has so far. Raises Fenced, and Unavailable."""
         try:
             await shielded(self._open())
         except REDIS_OUTAGE as error:
@@ -98,37 +97,37 @@ class BatchReplyStream:
 
     @property
     def lines_under_way(self) -> set[int]:
-        """Those that were admitted, by whomever, and whose results are not kept yet."""
+        """The lines that some runner had admitted and whose results are not kept yet."""
         return self._under_way.copy()
 
     def is_under_way(self, request_id: str) -> bool:
-        """Whether it was admitted, so that its answer is here or will come."""
+        """Whether the request was admitted: its answer is here, or will come."""
         return self._lines.get(request_id) in self._under_way
 
     def num_attempts(self, line: int) -> int:
         return self._attempts.get(line, 1)
 
     def request_id(self, line: int) -> str:
-        """Under which the line is sent, or was."""
+        """Return the id under which the line is sent, or was sent."""
         request_id = line_request_id(self._batch_id, line, self.num_attempts(line))
         self._lines[request_id] = line
         return request_id
 
     def try_again(self, line: int) -> None:
-        """The attempt has ended without an answer: there will be another, under its own id.
+        """Begin another attempt, under an id of its own, after one that ended without an answer.
 
-        What it ended with is kept until that is admitted: to the next runner it says the same.
+        The end of the last one is kept until this one is admitted, for a runner that comes then.
         """
         self._attempts[line] = self.num_attempts(line) + 1
         self._under_way.discard(line)
 
     def send_again(self, line: int) -> None:
-        """Redis has lost the request: it may be sent under its own id, and is billed once."""
+        """Let a request that Redis lost be sent again under its own id; it is billed once."""
         self._under_way.discard(line)
         self._pending_lines.pop(self.request_id(line), None)
 
     def admission(self, job: GenerateJob) -> tuple[list[str], list[Any]]:
-        """What ADMIT_LINE's keys and arguments begin with, behind the job's key."""
+        """Return the keys of ADMIT_LINE behind the job's key, and its first arguments."""
         line = self._lines[job.request_id]
         pending_line = {
             "attempt": self.num_attempts(line),
@@ -139,7 +138,7 @@ class BatchReplyStream:
         return [self._key], [self._fence, line, json.dumps(pending_line, separators=(",", ":"))]
 
     def as_admitted(self, job: GenerateJob) -> GenerateJob:
-        """The job as it is under way: by now its model's name may mean other weights."""
+        """Return the job as it was admitted: by now its model's name may mean other weights."""
         pending_line = self._pending_lines.get(job.request_id)
         if pending_line is None:
             return job
@@ -147,7 +146,7 @@ class BatchReplyStream:
         return dataclasses.replace(job, created_at=pending_line["created_at"], adapters=adapters)
 
     def base_model_of(self, request_id: str) -> str | None:
-        """What answers a request that was found under way; None of another."""
+        """Return the base model of a request that was found under way; None for any other."""
         pending_line = self._pending_lines.get(request_id)
         return None if pending_line is None else pending_line.get("base_model")
 
@@ -163,7 +162,7 @@ class BatchReplyStream:
         fields: dict[bytes, bytes],
         deliver: Callable[[TokenEvent], None],
     ) -> None:
-        """Give an entry's events to who waits for them, and keep them for who may again."""
+        """Deliver an entry's events, and keep them for a runner that asks again."""
         if _order(entry_id) <= _order(self.last_id):
             return  # asked for before this stream was opened
         self.last_id = entry_id
@@ -179,13 +178,13 @@ class BatchReplyStream:
                 deliver(event)
 
     def news(self, request_id: str) -> list[TokenEvent]:
-        """What came so far for a request, whoever has heard it."""
+        """Return the events that came so far for a request, delivered or not."""
         return self._news.get(request_id, []).copy()
 
     async def settle(self, lines: set[int]) -> None:
-        """The results of these lines are kept: forget what was only there for them.
+        """Forget these lines: their results are kept.
 
-        What fails is done with the next call, or by the batch's next runner.
+        If Redis does not answer, the next call does it, or the batch's next runner.
         """
         settled = {request_id for request_id, line in self._lines.items() if line in lines}
         self._landed += {self._lines[request_id] for request_id in settled}
@@ -206,7 +205,7 @@ class BatchReplyStream:
             self._spent, self._landed = [], []
 
     async def close(self) -> None:
-        """The batch has ended: nothing is kept for it any more. Raises Unavailable."""
+        """Remove the stream of a batch that has ended. Raises Unavailable."""
         try:
             await shielded(self._redis.eval(CLOSE, 2, self._key, self.out, self._fence))
         except REDIS_OUTAGE as error:
@@ -225,10 +224,10 @@ class BatchReplyStream:
 
 
 async def shielded(work: Coroutine[Any, Any, _T]) -> _T:
-    """What it comes to. Cancelled, it goes on by itself, and who waits for it ends.
+    """Await `work`; a cancellation ends the waiting, and the work goes on by itself.
 
-    For what asks Redis: before Python 3.12 `asyncio.wait_for`, with which its client sends, may
-    lose a cancellation, so that who was cancelled goes on instead.
+    For commands to Redis: its client sends with `asyncio.wait_for`, which before Python 3.12 may
+    lose a cancellation, so that the cancelled task would go on.
     """
     return await asyncio.shield(asyncio.create_task(work))
 
@@ -238,7 +237,7 @@ def _order(entry_id: bytes) -> tuple[int, ...]:
 
 
 def read_events(fields: dict[bytes, bytes]) -> list[TokenEvent]:
-    """The events of an entry; none of one that cannot be read."""
+    """Return the events of an entry; [] for one that cannot be read."""
     try:
         return protocol.unpack_events(fields[protocol.PAYLOAD_FIELD])
     except (ValueError, TypeError, KeyError, AttributeError):

@@ -1,4 +1,4 @@
-"""Dead letters and quarantine: what operators see of requests that ended workers, and undo."""
+"""Dead letters and quarantine: requests that ended workers, for operators to see and undo."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 #: How long a request that was put back may wait.
 REQUEUE_DEADLINE_S = 3600.0
 GIVEN_UP = b"given up"
-#: Names the ids of requests that were put back. Any id, so that it is this one.
+#: The namespace of the ids of requests that were put back. Arbitrary, but it must not change.
 _REQUEUED = uuid.UUID("5f0d3c1e-8a44-4f0e-9b1b-6f5d0a7c2e91")
 #: Held while quarantine changes in both Redis and the database: or a release between two steps of a
 #: sync would be undone.
@@ -71,14 +71,14 @@ def _write(letters: list[DeadLetter]) -> None:
             for letter in letters:
                 _write([letter])
         elif letters[0].job is not None and isinstance(error, DataError):
-            letters[0].job = None  # a prompt that is no text to the database
+            letters[0].job = None  # the database cannot store the prompt
             _write(letters)
         else:
             log.error("%s is no dead letter: %r", letters[0].request_id, error)
 
 
 def _row(fields: dict[bytes, bytes]) -> DeadLetter | None:
-    """None for an entry that is no request; it stays in the stream."""
+    """Return the letter; None for an entry that is no request, which stays in the stream."""
     if fields.get(b"reason") != GIVEN_UP:
         return None
     try:
@@ -153,7 +153,7 @@ def dead_letter_requeue(letter: DeadLetter) -> str:
 
 @transaction.atomic
 def _claim(letter: DeadLetter, request_id: str) -> None:
-    # One whose prompt is still there may have been claimed by somebody who died at it.
+    # A letter that still has its prompt may have been claimed by a process that died then.
     waiting = DeadLetter.objects.filter(pk=letter.pk, job__isnull=False)
     if not waiting.update(requeued_at=timezone.now(), requeued_as=request_id):
         raise Conflict("This request was put back already.")
@@ -167,7 +167,7 @@ def _unclaim(letter: DeadLetter) -> None:
 
 
 def quarantined() -> dict[str, dt.datetime]:
-    """Adapter digest -> since when it is not served. Raises Unavailable."""
+    """Return adapter digest -> since when it is not served. Raises Unavailable."""
     with redis_client() as client:
         found = client.hgetall(fair_queue.quarantine_key(settings.POOL))
     return {
@@ -177,7 +177,7 @@ def quarantined() -> dict[str, dt.datetime]:
 
 
 def quarantine_sync(client: Any, pool: str) -> None:
-    """Let the rows follow what Redis says of quarantine, and Redis the rows when it lost them.
+    """Copy Redis's quarantine to the rows, or the rows to Redis when it lost them.
 
     Raises RedisError or django.db.Error.
     """
@@ -209,5 +209,5 @@ def quarantine_release(digest: str) -> bool:
         if is_known:
             before = {"pool": settings.POOL, "since": since}
             record_named("released", "quarantine", digest, before=before)
-            client.hdel(key, digest)  # last: the others can be undone
+            client.hdel(key, digest)  # last: the steps before can be undone
     return is_known

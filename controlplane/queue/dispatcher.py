@@ -67,7 +67,7 @@ CANCEL_RETRY_S = 1.0
 WORKERS_REFRESH_S = 1.0
 #: A request without news for this long is looked up in Redis.
 SILENCE_S = 5.0
-#: A budget's state outlives its period by this: its last requests still run.
+#: How long a budget's state outlives its period, for requests that still run.
 BUDGET_TTL_S = 2 * 24 * 3600
 
 
@@ -111,7 +111,7 @@ class Dispatcher:
             self._spawn(_keep_up(loop))
 
     async def close(self) -> None:
-        """Say goodbye; workers stop what still runs for this gateway."""
+        """Unregister the gateway; workers stop what still runs for it."""
         while tasks := list(self._tasks):  # a cancellation may get lost: see `shielded`
             for task in tasks:
                 task.cancel()
@@ -136,7 +136,7 @@ class Dispatcher:
     async def batch_stream(
         self, batch_id: uuid.UUID, fence: int
     ) -> AsyncIterator[BatchReplyStream]:
-        """A batch's reply stream, opened and read meanwhile. Raises Fenced, and Unavailable."""
+        """Open a batch's reply stream and read it meanwhile. Raises Fenced, and Unavailable."""
         batch_stream = BatchReplyStream(self._redis, self._pool, batch_id, fence)
         await batch_stream.open()
         await self._reply_reader.add(batch_stream)
@@ -155,8 +155,8 @@ class Dispatcher:
     ) -> tuple[Reply, Admitted]:
         """Have a job accepted. Whoever gets the reply must `leave` it in the end.
 
-        batch_stream  the job is answered there, and goes on when it is left; one that is
-                      under way there is only waited for
+        batch_stream  where the job is answered: it goes on when it is left, and one that is
+                      under way there is not sent again
         Raises RateLimited when the tenant's limits refuse it, Unavailable when no worker serves
         the base model, too much is waiting, or the queue does not answer; Fenced.
         """
@@ -166,7 +166,7 @@ class Dispatcher:
             return reply, Admitted()
         await shielded(self._check_served(job.base_model))
         reply = self._expect(job, batch_stream)
-        # Shielded: were it cut off half-way, a cancellation could overtake the job itself.
+        # Shielded: if it were cut off half-way, the cancellation could overtake the job.
         sending = self._spawn(self._admit(job, limits, context_length, batch_stream))
         try:
             verdict = await asyncio.shield(sending)
@@ -188,7 +188,7 @@ class Dispatcher:
         return reply, verdict
 
     def _expect(self, job: GenerateJob, batch_stream: BatchReplyStream | None) -> Reply:
-        """From now on what comes for the job is its reply's, with what came before."""
+        """Make the job's reply, with the events so far; later ones are delivered to it."""
         reply = self._replies[job.request_id] = Reply(job, self.recorder.open(job))
         for event in batch_stream.news(job.request_id) if batch_stream is not None else ():
             self._deliver(event)
@@ -229,7 +229,7 @@ class Dispatcher:
         )
 
     async def _check_served(self, base_model: str) -> None:
-        """Raises Unavailable when nobody serves the base model, or will soon again."""
+        """Raise Unavailable unless a worker serves the base model, or may again soon."""
         if not is_served(self._workers, base_model):  # perhaps it has only just come
             with contextlib.suppress(*REDIS_OUTAGE):
                 await self._refresh_workers()
@@ -237,8 +237,7 @@ class Dispatcher:
                 raise Unavailable(f"No worker serves {base_model} now.", retry_after_s=5)
 
     async def _may_return(self, base_model: str) -> bool:
-        """Whether a worker of it was heard of so lately that requests wait for the next, though it
-        left on purpose."""
+        """Whether a worker of it left so lately that requests may wait for the next one."""
         pipe = self._redis.pipeline(transaction=False)
         queue = fair_queue.queue_key(self._pool, base_model)
         pipe.time().zscore(fair_queue.served_key(self._pool), queue)
@@ -249,7 +248,7 @@ class Dispatcher:
         return heard is not None and seconds - heard < protocol.WORKER_GRACE_S
 
     async def served_models(self) -> set[str]:
-        """The base models that requests are taken for."""
+        """Return the base models that requests are accepted for."""
         if not (served := served_models(self._workers)):  # perhaps the first has only just come
             with contextlib.suppress(*REDIS_OUTAGE):
                 await self._refresh_workers()
@@ -257,26 +256,26 @@ class Dispatcher:
         return served
 
     def devices(self, base_model: str) -> set[str]:
-        """What the workers of a base model run on."""
+        """Return the devices that the workers of a base model run on."""
         beats = (worker.heartbeat for worker in self._workers)
         return {beat.device for beat in beats if beat.base_model == base_model}
 
     def leave(self, reply: Reply) -> None:
-        """Be done with a reply; if it has not ended, its generation is cancelled, unless it goes
-        on without its client."""
+        """Be done with a reply. One that has not ended is cancelled, unless it goes on without
+        its client."""
         if self._replies.get(reply.request_id) is not reply:
-            return  # done with, or somebody else here waits for the request now
+            return  # left already, or another reply waits for the request now
         del self._replies[reply.request_id]
         if not reply.is_ended and not reply.goes_on:
             reply.abandon()
             self.cancel(reply.request_id)
 
     def cancel(self, request_id: str) -> asyncio.Task[None]:
-        """Have a request end, as soon as can be; what has ended stays as it is."""
+        """Cancel a request; one that has ended stays as it is."""
         return self._spawn(self._send_cancel(request_id))
 
     async def _send_cancel(self, request_id: str) -> None:
-        """Have it cancelled, if need be when Redis is back."""
+        """Send the cancellation, again while Redis is away."""
         message = ControlMessage(action=Control.CANCEL, request_id=request_id)
         while True:
             try:
@@ -305,7 +304,7 @@ class Dispatcher:
             self._give_up(reply, error)
 
     def _give_up(self, reply: Reply, error: ApiError) -> None:
-        if not reply.is_forgotten:  # it would meet the one that is sent in its place
+        if not reply.is_forgotten:  # it would end the request that is sent in its place
             self.cancel(reply.request_id)
         reply.fail(error)
 
@@ -319,7 +318,7 @@ class Dispatcher:
                     await self._find_lost_replies()
 
     async def _reap_loop(self) -> None:
-        """Any process may reap: there is always a gateway where somebody waits."""
+        """Reap now and then. Any process may: a client that waits has a gateway at least."""
         reaper = Reaper(self._redis_url, self._pool)
         try:
             while True:
@@ -349,9 +348,9 @@ class Dispatcher:
         }
 
     async def _find_lost_replies(self) -> None:
-        """End the replies that nothing will come for: Redis forgot them, or their worker did.
+        """End the replies that no event will come for: Redis lost them, or their worker did.
 
-        Those that only wait for a worker are the reaper's.
+        The reaper ends those that only wait for a worker.
         """
         now = asyncio.get_running_loop().time()
         silent = [
@@ -380,8 +379,9 @@ class Dispatcher:
 
 
 async def _keep_up(loop: Callable[[], Awaitable[None]]) -> None:
-    """Run a loop for ever: without it the gateway would go on, deaf. What it did not expect is
-    logged, and it begins again."""
+    """Run a loop for ever; log an unexpected error and begin again.
+
+    Without the loop the gateway would go on and hear nothing."""
     while True:
         try:
             await loop()
@@ -396,7 +396,7 @@ _dispatchers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Futur
 
 
 async def get_dispatcher() -> Dispatcher:
-    """This event loop's dispatcher, started on first use.
+    """Return this event loop's dispatcher, started on first use.
 
     Raises Unavailable when Redis does not answer.
     """
@@ -413,7 +413,7 @@ async def get_dispatcher() -> Dispatcher:
 
 
 def running_dispatcher() -> Dispatcher | None:
-    """This event loop's dispatcher, if it runs."""
+    """Return this event loop's dispatcher, if it runs."""
     future = _dispatchers.get(asyncio.get_running_loop())
     if future is None or not future.done() or future.exception() is not None:
         return None

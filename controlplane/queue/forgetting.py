@@ -1,8 +1,7 @@
-"""What Redis has forgotten leaves its file too.
+"""Drop deleted data from Redis's append-only file.
 
-Redis appends every command to its file: prompts and answers among them, which so rest there after
-their requests have ended and their keys are gone. Only writing the file anew, from what Redis still
-has, drops them.
+Redis appends every command to its file, so prompts and answers stay there after their requests have
+ended and their keys are gone. Only a rewrite of the file, from the keys that exist, drops them.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from redis.exceptions import ResponseError
 
 log = logging.getLogger(__name__)
 
-#: Held by whoever has had the file written anew, until the next time.
+#: The lock of the last process that had the file rewritten; it expires when the next may.
 KEY = "aof:rewritten"
 
 
 def file_rewrite_if_due(client: Any) -> bool:
-    """Have Redis write its file anew, in the background; once in a while, whoever asks.
+    """Have Redis rewrite its file in the background, at most once in a while.
 
     Raises redis.exceptions.RedisError when Redis does not answer.
     """

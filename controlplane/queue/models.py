@@ -1,4 +1,4 @@
-"""What ended workers: requests that were given up, adapters that are not served."""
+"""Requests and adapters that ended workers: dead letters, and quarantine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class DeadLetter(TenantModel):
 
 
 class Quarantine(models.Model):
-    """An adapter that is not served because workers ended with it. The operator's, of no tenant.
+    """An adapter that is not served because workers ended with it; of no tenant.
 
     Gateways ask Redis; this outlives it.
     """

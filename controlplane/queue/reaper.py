@@ -1,12 +1,12 @@
-"""Takes over what dead workers left, wherever it runs: gateways and accountants all do.
+"""Take over the requests of dead workers. Every gateway and accountant runs a reaper.
 
-A request of which nothing was delivered goes back to the front of its queue; one that was half
-delivered, cancelled or given up ends here. Each step is one script that checks first that the
-worker is still dead and fences it with a new lease, so that two reapers, or a reaper and a worker
-that wakes up, do no harm to each other: that they take turns only spares them the work.
+A request of which nothing was delivered goes back to the front of its queue; one that was partly
+delivered, cancelled or given up ends here. Each step is one script that checks that the worker is
+still dead and fences it with a new lease. So two reapers, or a reaper and a worker that wakes, are
+safe beside each other; they take turns only to save work.
 
-Silence counts from when the reapers began to watch. While Redis is away nobody watches, and nobody
-is heard: when it is back, the workers have as long as ever to say that they live.
+Silence counts from when the reapers began to watch. Nobody watches while Redis is away: when it is
+back, the workers have the full time to send a heartbeat.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Seized:
 
 
 class Reaper:
-    """One pool's. `turn` may raise redis.exceptions.RedisError; the next goes on where it ended."""
+    """The reaper of one pool. `turn` may raise redis.exceptions.RedisError; the next goes on."""
 
     def __init__(self, redis_url: str, pool: str) -> None:
         self._redis: Any = redis.Redis.from_url(
@@ -72,7 +72,7 @@ class Reaper:
         self._redis.close()
 
     def turn_if_due(self) -> None:
-        """A turn, if the last is long enough ago; while Redis is away, none."""
+        """Take a turn if the last is long enough ago and Redis answers."""
         if time.monotonic() < self._next_turn:
             return
         self._next_turn = time.monotonic() + INTERVAL_S
@@ -82,7 +82,7 @@ class Reaper:
             log.warning("nothing is reaped while Redis is away: %r", error)
 
     def turn(self) -> None:
-        """Take over what workers that are dead by now left, and have Redis's file forget."""
+        """Take over the requests of dead workers, and have Redis's file rewritten if due."""
         args = [INTERVAL_S * 0.9, protocol.MAX_UNWATCHED_S]
         if not (looked := self._look(keys=[self._watch], args=args)):
             return
@@ -137,7 +137,7 @@ class Reaper:
         return True
 
     def _read(self, inbox: str, entry_id: bytes, payload: bytes) -> GenerateJob | None:
-        """The job of an inbox entry; None, and the entry a dead letter, when it is none."""
+        """Return the job of an inbox entry; make an entry that is none a dead letter -> None."""
         try:
             return GenerateJob.decode(payload)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -171,7 +171,7 @@ class Reaper:
         )
 
     def _end_unserved(self, now: float, workers: list[WorkerStatus], *, is_new: bool) -> None:
-        """End what waits for a base model that no worker has served for a while.
+        """End the requests for a base model that no worker has served for a while.
 
         Remembered is when, since a worker that leaves on purpose takes its heartbeat with it. After
         a stop of the whole installation the workers get that while again.
@@ -211,7 +211,7 @@ class Reaper:
 def _final_event(
     job: GenerateJob, worker_id: str, seized: _Seized, now: float
 ) -> tuple[TokenEvent, DoneRecord]:
-    """The last event of a request that nobody runs any more, and its record."""
+    """Return the last event of a request that nobody runs any more, and its record."""
     code: str | None = None
     message = None
     reason = FinishReason.CANCELLED

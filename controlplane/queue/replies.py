@@ -1,4 +1,4 @@
-"""What came back for one request, in order, exactly once."""
+"""The events of one request, in order, each exactly once."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from contract.queue.reply_streams import is_batch_stream
 from controlplane.errors import ApiError, Unavailable, from_worker
 from controlplane.requestlog.recorder import Transcript
 
-#: Events of one request that its client has not taken; more means that it reads too slowly.
+#: Unread events of one request; with more its client reads too slowly.
 MAX_UNREAD_EVENTS = 4096
 
 
 class Reply:
     """The events of one request on their way to its client.
 
-    Drops what comes under an old lease or twice. When an attempt was lost before its client saw
-    any of it, the next attempt's events begin afresh.
+    Drops events of an old lease and repeated ones. When an attempt was lost before its client saw
+    any of it, the events of the next attempt replace its own.
 
-    transcript  what keeps the words for the request log, if they are to be kept
+    transcript  keeps the texts for the request log, if they are to be kept
     """
 
     def __init__(self, job: GenerateJob, transcript: Transcript | None = None) -> None:
@@ -42,11 +42,11 @@ class Reply:
         self._wake = asyncio.Event()
 
     def note_heard(self) -> None:
-        """There is news of it."""
+        """Note that something was heard of the request."""
         self.heard_at = asyncio.get_running_loop().time()
 
     def note_accepted(self) -> None:
-        """The queue has it; the silence counts from now."""
+        """Note that the queue has the request; silence counts from now."""
         self.is_accepted = True
         self.note_heard()
 
@@ -84,7 +84,7 @@ class Reply:
         self._end(FinishReason.CANCELLED)
 
     def _is_last(self, event: TokenEvent) -> bool:
-        """Whether nothing follows: one choice's end is the request's only when it has but one."""
+        """Whether nothing follows: a choice's end is the request's if it has only one choice."""
         if event.usage is not None or event.error_code is not None:
             return True
         return self._has_one_choice and event.finish_reason is not None
@@ -96,8 +96,7 @@ class Reply:
         self._wake.set()
 
     async def take(self, timeout_s: float | None = None) -> list[TokenEvent]:
-        """All that is unread, as one event for each choice; waits for it. Empty when nothing came
-        in time.
+        """Wait for unread events and return them, one for each choice; [] if none came in time.
 
         Raises ApiError when the request failed, in the worker or on the way.
         """
@@ -120,7 +119,7 @@ class Reply:
 
 
 def _merged(events: list[TokenEvent]) -> list[TokenEvent]:
-    """One event for each choice, in the order in which their last ones came."""
+    """Return one event for each choice, in the order of their last events."""
     by_choice: dict[int, list[TokenEvent]] = {}
     for event in events:
         of_choice = by_choice.pop(event.index, [])

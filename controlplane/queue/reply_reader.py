@@ -1,4 +1,4 @@
-"""Reads the streams in which workers answer: a process's own, and those of its batches."""
+"""Read the streams into which workers write answers: a process's own, and its batches'."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from controlplane.queue.batch_reply_stream import BatchReplyStream, read_events,
 log = logging.getLogger(__name__)
 
 BLOCK_MS = 2000
-#: Entries of a stream that are read at a time: a gateway that stood still has others to serve, too.
+#: Entries of a stream that are read at a time, so that a gateway with many serves others too.
 READ_ENTRIES = 200
 RETRY_S = 0.2
-#: A gateway that said nothing for so long is forgotten.
+#: A gateway that sent no heartbeat for so long is forgotten.
 FORGET_S = 60
-#: An entry without events: who waits for news looks what else there is to wait for.
+#: An entry without events: it ends a read that waits, so that the next one has all streams.
 _NUDGE = b"[]"
 
 BEAT = scripts.load("gateway_beat")
@@ -33,7 +33,7 @@ class ReplyReader:
 
     redis       asyncio's client, of protocol 2
     gateway_id  its own
-    deliver     gives an event to who waits for it, if somebody does
+    deliver     gives an event to the reply that waits for it, if there is one
     """
 
     def __init__(self, redis: Any, gateway_id: str, deliver: Callable[[TokenEvent], None]) -> None:
@@ -46,10 +46,10 @@ class ReplyReader:
         self._batch_streams: dict[str, BatchReplyStream] = {}
 
     async def say_alive(self) -> None:
-        """Let workers go on with what was asked for here.
+        """Send the heartbeat of this gateway; workers cancel the jobs of one that sends none.
 
-        Those that know batches' streams go on with these in any case. Raises what Redis's client
-        raises.
+        Batch streams are named in it for older workers: newer ones always go on with their jobs.
+        Raises what Redis's client raises.
         """
         open_now = [batch_stream.gateway_id for batch_stream in self._batch_streams.values()]
         await self._beat(
@@ -58,7 +58,7 @@ class ReplyReader:
         )
 
     async def add(self, batch_stream: BatchReplyStream) -> None:
-        """Read this one, too, from where it has been read."""
+        """Read this stream too, from the last id that it has taken in."""
         self._batch_streams[batch_stream.out] = batch_stream
         pipe = self._redis.pipeline(transaction=False)
         pipe.xadd(self._out, {protocol.PAYLOAD_FIELD: _NUDGE})
@@ -71,7 +71,7 @@ class ReplyReader:
             del self._batch_streams[batch_stream.out]
 
     async def read_loop(self) -> None:
-        """Deliver events for ever. The last ids read make a reconnection lose nothing."""
+        """Deliver events for ever; after a reconnection, go on from the last ids read."""
         while True:
             streams = {box.out: box.last_id for box in self._batch_streams.values()}
             streams[self._out] = self._last_id

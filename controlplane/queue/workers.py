@@ -1,4 +1,4 @@
-"""The workers of the pool, as they describe themselves."""
+"""The workers of the pool, as their heartbeats describe them."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class WorkerStatus:
 
     @property
     def may_return(self) -> bool:
-        """Whether it was heard of so recently that it is probably being restarted."""
+        """Whether its last heartbeat is so recent that it is probably being restarted."""
         return self.silent_s < protocol.WORKER_GRACE_S
 
 
 def workers() -> list[WorkerStatus]:
-    """The pool's workers, dead ones included for a while; for people to look at.
+    """Return the pool's workers for people to see, dead ones included for a while.
 
     Raises Unavailable when Redis does not answer.
     """
@@ -56,7 +56,7 @@ def workers() -> list[WorkerStatus]:
 def read_statuses(
     time: tuple[int, int], scores: Iterable[tuple[bytes, float]], heartbeats: list[bytes | None]
 ) -> list[WorkerStatus]:
-    """What Redis answered to TIME, ZRANGE of the pool, and HGET of each worker in it.
+    """Read what Redis answered to TIME, ZRANGE of the pool, and HGET of each worker in it.
 
     A heartbeat that cannot be read hides its worker alone.
     """
@@ -85,13 +85,13 @@ def is_served(workers: Iterable[WorkerStatus], base_model: str) -> bool:
 
 
 def served_models(workers: Sequence[WorkerStatus]) -> set[str]:
-    """The base models that are served."""
+    """Return the base models that are served."""
     known = {worker.heartbeat.base_model for worker in workers}
     return {base_model for base_model in known if is_served(workers, base_model)}
 
 
 class Speed:
-    """Tokens a second that the workers of a base model bring together when all of them are full.
+    """The tokens a second of all workers of a base model together, when all are full.
 
     Workers that have room show less than they could, and so does the first heartbeat after: both
     say nothing.
@@ -128,5 +128,5 @@ class Speed:
         self._tokens_per_s[base_model] = before + self.SHARE * (speed - before)
 
     def tokens_per_s(self, base_model: str) -> float:
-        """0 while nothing is known."""
+        """Return the base model's tokens a second; 0 while nothing is known."""
         return round(self._tokens_per_s.get(base_model, 0.0), 3)
