@@ -1,4 +1,4 @@
-"""What was under way when a batch was stopped: the answers that there are, an end to the rest."""
+"""Collect the answers that exist when a batch is stopped, and cancel the rest."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from controlplane.tenants.auth import Principal
 
 log = logging.getLogger(__name__)
 
-#: Workers need a moment to end what is cancelled; dead ones take longer than anybody waits.
+#: Workers need a moment to end a cancelled request. Dead workers are not waited for.
 PATIENCE_S = 10.0
 
 
@@ -38,10 +38,10 @@ async def collect(
     principal: Principal | None,
     batch_stream: BatchReplyStream,
 ) -> list[Result]:
-    """The results of those lines that were answered, or are before they can be cancelled.
+    """Return the results of the lines that are answered now, or before they can be cancelled.
 
     found      the lines that are under way, as far as they are still known
-    principal  who asks; None: nobody any more, and nothing of it is told
+    principal  who asks; None: their key has ended, and nothing is collected for them
     Raises Unavailable.
     """
     waiting: list[_Waiting] = []
@@ -54,7 +54,7 @@ async def collect(
             try:
                 waiting.append(await _wait_for(line, endpoint, principal, batch_stream))
             except Unavailable:
-                raise  # that says nothing of the line
+                raise  # no fault of the line
             except ApiError as error:
                 log.info("the answer of line %d cannot be told: %r", line.number, error)
         ended = {each.request_id for each in waiting if each.generation.reply.is_ended}
@@ -70,7 +70,7 @@ async def collect(
 async def _wait_for(
     line: Line, endpoint: str, principal: Principal, batch_stream: BatchReplyStream
 ) -> _Waiting:
-    """Raises ApiError when its answer could not be told."""
+    """Wait for a line's answer. Raises ApiError when it cannot be found out."""
     request = lines.parse_request(line, endpoint)
     request_id = batch_stream.request_id(line.number)
     generation = await submit_line(
@@ -84,7 +84,7 @@ async def _wait_for(
 
 
 async def _results(waiting: list[_Waiting], endpoint: str) -> list[Result]:
-    """Those that there are soon."""
+    """Return the results that come within `PATIENCE_S`."""
     tasks = [asyncio.create_task(_result(each, endpoint)) for each in waiting]
     if not tasks:
         return []
@@ -97,7 +97,7 @@ async def _results(waiting: list[_Waiting], endpoint: str) -> list[Result]:
 
 
 async def _result(waiting: _Waiting, endpoint: str) -> Result | None:
-    """None when it was cancelled, or failed in a way that would have been tried again."""
+    """Return the result; None if the line was cancelled, or would have been tried again."""
     try:
         body = await waiting.request.answer(waiting.generation)
     except ApiError as error:

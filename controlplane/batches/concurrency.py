@@ -1,4 +1,4 @@
-"""How many requests a runner has under way: so many as others leave free, and not all of these."""
+"""Limit a runner's requests to a share of the places that other requests leave free."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ LOOK_S = 0.5
 
 
 class Concurrency:
-    """Places for requests, shared evenly by the runner's batches.
+    """The places for requests of one runner, shared evenly by its batches.
 
-    Other runners' requests look like anybody's, so several runners divide the share among them.
+    Requests of other runners count as other requests, so several runners divide the share.
 
     workers  the pool as it stands
     most     places, however large the pool is
@@ -39,7 +39,7 @@ class Concurrency:
 
     @contextlib.contextmanager
     def joined(self, batch_id: uuid.UUID) -> Iterator[None]:
-        """The batch has a part in the places meanwhile."""
+        """Give the batch a share of the places meanwhile."""
         self._batches.add(batch_id)
         try:
             yield
@@ -50,7 +50,7 @@ class Concurrency:
 
     @contextlib.asynccontextmanager
     async def place(self, batch_id: uuid.UUID, *, is_taken: bool = False) -> AsyncIterator[None]:
-        """One of the batch's places; waits for it, unless the request is under way already."""
+        """Hold a place of the batch; wait for it, unless the request is under way already."""
         if is_taken:
             self._take(batch_id)
         else:
@@ -72,7 +72,7 @@ class Concurrency:
         self._last_served[batch_id] = next(self._served)
 
     async def _wait(self, batch_id: uuid.UUID) -> None:
-        """Until a place is free, or it is time to look how large the pool is now."""
+        """Wait until a place is free, or the size of the pool is to be looked at again."""
         turn = self._waiting[batch_id] = asyncio.get_running_loop().create_future()
         try:
             await asyncio.wait({turn}, timeout=LOOK_S)
@@ -80,13 +80,13 @@ class Concurrency:
             del self._waiting[batch_id]
 
     def _wake(self) -> None:
-        """Have all batches look; whose turn it is not, waits again."""
+        """Wake all that wait; those whose turn it is not wait again."""
         for turn in self._waiting.values():
             if not turn.done():
                 turn.set_result(None)
 
     def limit(self) -> int:
-        """Places that there are now, taken ones included; always one, so that batches go on."""
+        """Return the number of places now, taken ones included; at least one."""
         beats = [worker.heartbeat for worker in self._workers() if worker.is_ready]
         beats = [beat for beat in beats if not beat.draining]
         capacity = sum(beat.max_running for beat in beats)
@@ -106,5 +106,5 @@ class Concurrency:
         return all(rank <= self._rank(other) for other in self._waiting)
 
     def _rank(self, batch_id: uuid.UUID) -> tuple[int, int]:
-        """Who has fewest places comes first, and then who was served longest ago."""
+        """Rank the batch with the fewest places first, then the one served longest ago."""
         return self._taken[batch_id], self._last_served.get(batch_id, 0)

@@ -1,9 +1,9 @@
-"""One batch in the hands of a runner: checked, answered line by line, written to its files.
+"""Run one batch: check it, answer it line by line, write its files.
 
-Every line's result is a row, unique by batch and line, written under the batch's fence; the files
-are made of the rows, and are there from the moment at which the batch says that it has ended. So
-whatever stops a runner, the next one answers what has no row yet, and no line is lost or doubled.
-What was under way is not sent again: it goes on, and the next runner finds it, or its answer, in
+Every line's result is a row, unique by batch and line, written under the batch's fence. The files
+are made of the rows, and are there when the batch says that it has ended. So whatever stops a
+runner, the next one answers the lines that have no row yet, and no line is lost or doubled. A line
+that was under way is not sent again: it goes on, and the next runner finds it, or its answer, in
 the batch's reply stream (`controlplane.queue.batch_reply_stream`).
 """
 
@@ -54,7 +54,7 @@ OUTAGE = (*STORE_OUTAGE, Unavailable)
 #: Lines that are read at a time.
 _READ_LINES = 64
 _READ_BYTES = 1024**2
-#: Batches are short of nothing but these: passes over files, and writes.
+#: For passes over files and for writes, of all batches of the runner.
 _threads = ThreadPoolExecutor(8, thread_name_prefix="batches")
 
 
@@ -72,7 +72,7 @@ class _Halted(Exception):
 
 
 class Execution:
-    """What a runner does about one batch that it has leased."""
+    """The work on one batch, under the lease that its runner has."""
 
     def __init__(self, lease: Lease, concurrency: Concurrency) -> None:
         self._lease = lease
@@ -99,12 +99,12 @@ class Execution:
             raise
 
     async def give_up(self) -> None:
-        """End a batch that nobody gets to its end."""
+        """Fail a batch that no runner could finish."""
         fault = LineFault("internal", "The server failed on this batch.")
         await in_batch_thread(lambda: results.stop(self._lease, Status.FAILED, fault))
 
     async def _until_stopped(self, batch: Batch) -> None:
-        """Answer lines until there are none or something ends it, and say how it ends."""
+        """Answer lines until there are none left or something stops it; write how it ends."""
         stop = _Stop(Status.COMPLETED)
         try:
             await self._while_held(self._answer_all(batch), is_answering=True)
@@ -113,7 +113,7 @@ class Execution:
         await self._with_retry(lambda: results.stop(self._lease, stop.ends_as, stop.fault))
 
     async def _while_held(self, work: Awaitable[None], *, is_answering: bool) -> None:
-        """Do it, and hold the lease meanwhile. Raises LeaseLost, and _Stop while answering."""
+        """Do the work; renew the lease meanwhile. Raises LeaseLost, and _Stop while answering."""
         working = asyncio.ensure_future(work)
         holding = asyncio.create_task(self._hold(is_answering))
         tasks: set[asyncio.Future[None]] = {working, holding}
@@ -147,7 +147,7 @@ class Execution:
         return batch
 
     def _check(self, batch: Batch) -> None:
-        """Raises _Stop for a batch that is cancelled, or whose time, key or file has ended."""
+        """Raise _Stop for a batch that is cancelled or expired, or whose key or file is gone."""
         if batch.status == Status.CANCELLING:
             raise _Stop(Status.CANCELLED)
         if timezone.now() >= batch.expires_at:
@@ -190,9 +190,9 @@ class Execution:
 
     @contextlib.asynccontextmanager
     async def _batch_stream(self, *, is_ending: bool) -> AsyncIterator[BatchReplyStream]:
-        """The batch's, with all that came so far. Raises LeaseLost, and Unavailable.
+        """Open the batch's reply stream. Raises LeaseLost, and Unavailable.
 
-        is_ending  nothing more is sent, and what this runner was sending is refused if it comes
+        is_ending  refuse lines that this runner still sends: the batch ends
         """
         dispatcher = await get_dispatcher()
         fence = 2 * self._lease.fence + is_ending
@@ -210,7 +210,7 @@ class Execution:
         await self._with_retry(lambda: results.keep(self._lease, found))
 
     def _validate(self, batch: Batch) -> None:
-        """In a thread: the first pass. The batch is in_progress then, or failed."""
+        """Check all lines, in a thread. The batch is in_progress then, or failed."""
         results.begin_validation(self._lease)
         found = validate(
             self._raw_lines(batch),
@@ -221,7 +221,7 @@ class Execution:
         results.end_validation(self._lease, found)
 
     def _raw_lines(self, batch: Batch) -> Iterator[bytes]:
-        """The lines of the input file, also of one that is deleted: what is done can be told.
+        """Yield the lines of the input file, also of a deleted one whose bytes are still there.
 
         Raises _Stop when it is gone, _Halted when halted.
         """
@@ -240,7 +240,7 @@ class Execution:
             raise _input_gone() from None
 
     async def _lines(self, batch: Batch, wants: Callable[[int], bool]) -> AsyncIterator[Line]:
-        """The lines of these numbers, read as they are asked for."""
+        """Yield the wanted lines, read as they are asked for."""
         numbered = enumerate(self._raw_lines(batch), start=1)
 
         def read() -> list[Line]:
@@ -260,7 +260,7 @@ class Execution:
                 yield line
 
     async def _write_files(self) -> None:
-        """The end: files of what there is. A batch that has failed already has none."""
+        """Write the results to files and end the batch; one that has failed has no files."""
         self._halt.clear()
         batch = await self._renewed()
         if batch.has_ended:
@@ -275,7 +275,7 @@ class Execution:
         await self._with_retry(lambda: output.write(self._lease, batch, self._left(batch)))
 
     async def _collect(self, batch: Batch) -> None:
-        """Keep what was answered by the time at which the batch was stopped, and end the rest."""
+        """Keep the answers that exist when the batch is stopped, and cancel the rest."""
         done = await self._with_retry(lambda: results.done_lines(self._lease))
         async with self._batch_stream(is_ending=True) as batch_stream:
             await batch_stream.settle(done)
@@ -290,18 +290,18 @@ class Execution:
             await batch_stream.close()
 
     async def _lines_left(self, batch: Batch, left: set[int]) -> AsyncIterator[Line]:
-        """The lines of these numbers, as far as there still are any."""
+        """Yield the lines of these numbers; none if the input is gone."""
         with contextlib.suppress(_Stop):
             async for line in self._lines(batch, left.__contains__):
                 yield line
 
     def _left(self, batch: Batch) -> Iterator[bytes]:
-        """The input's lines, as far as there still are any."""
+        """Yield the input's lines; none if it is gone."""
         with contextlib.suppress(_Stop):
             yield from self._raw_lines(batch)
 
     async def _with_retry(self, work: Callable[[], _T]) -> _T:
-        """Do it in a thread, again while the database or the store is away."""
+        """Do the work in a thread, again while the database or the store is away."""
         while True:
             try:
                 return await self._in_thread(work)
@@ -310,7 +310,7 @@ class Execution:
                 await asyncio.sleep(RETRY_S)
 
     async def _in_thread(self, work: Callable[[], _T]) -> _T:
-        """Do it in a thread; when this is cancelled, wait until the thread has noticed."""
+        """Do the work in a thread; when cancelled, wait until the thread has noticed."""
         future = asyncio.ensure_future(in_batch_thread(work))
         try:
             return await asyncio.shield(future)
@@ -324,7 +324,7 @@ class Execution:
 
 
 async def in_batch_thread(work: Callable[[], _T]) -> _T:
-    """Run a query or a pass over a file in the threads that batches have."""
+    """Run a query or a pass over a file in the threads of batches."""
     return await in_thread(work, executor=_threads)
 
 
@@ -333,8 +333,8 @@ def _input_gone() -> _Stop:
 
 
 def _load(lease: Lease) -> tuple[Batch, Principal | None, bool]:
-    """The batch as it stands, its lease renewed; who asks, None when that key has ended; and
-    whether its client has not deleted what it reads."""
+    """Renew the lease; return the batch, the principal (None if the key has ended), and whether
+    the input file is still there."""
     batch = lease.renew()
     return batch, _principal_of(lease, batch), _has_input(lease, batch)
 

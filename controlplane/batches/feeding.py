@@ -1,4 +1,4 @@
-"""A batch's lines on their way through the queue: some at a time, each until it has an answer."""
+"""Send a batch's lines through the queue, some at a time, each until it has an answer."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ log = logging.getLogger(__name__)
 #: Lines in memory at a time, and their bytes.
 MAX_HELD = 256
 MAX_HELD_BYTES = 32 * 1024**2
-#: Results that wait to be written; then lines wait.
+#: Results that wait to be written; with so many, lines wait.
 MAX_UNWRITTEN = 500
 WRITE_S = 0.2
-#: A line whose generation fails for no fault of its own is tried so often.
+#: How often a line is tried whose generation fails for no fault of its own.
 MAX_ATTEMPTS = 8
 MAX_WAIT_S = 60.0
 #: A budget that is spent may be raised, or its period end.
@@ -45,19 +45,19 @@ BUDGET_WAIT_S = 10.0
 
 
 class _Refused(Exception):
-    """The request was not accepted now; later it may be."""
+    """The request was not accepted now; it may be later."""
 
 
 class _Forgotten(Exception):
-    """Redis has lost the request, and whatever became of it."""
+    """Redis has lost the request and its answer."""
 
 
 class Feeder:
-    """Answers lines until there are no more. Cancelled, it leaves what is under way to whoever
-    opens the stream next.
+    """Answers lines until there are no more. Cancelled, it leaves what is under way to the next
+    runner that opens the stream.
 
     deadline      Unix seconds; past it nobody wants the answers
-    principal     who asks, as it stands at that moment
+    principal     who asks, with the permissions they have at that moment
     batch_stream  the batch's, opened
     keep          writes results; it is not called twice at a time
     """
@@ -88,8 +88,7 @@ class Feeder:
         self._closed_until = 0.0  # event loop's time; before it nothing is submitted
 
     async def run(self, found: AsyncIterator[Line]) -> None:
-        """Have every line answered and its result kept. Raises what `keep` raises, and
-        LeaseLost."""
+        """Answer every line and keep its result. Raises what `keep` raises, and LeaseLost."""
         writing = asyncio.create_task(self._write())
         feeding = asyncio.create_task(self._feed(found))
         try:
@@ -130,7 +129,7 @@ class Feeder:
             self._freed.set()
 
     async def _answer(self, line: Line) -> Result:
-        """The line's result, after as many attempts as it takes."""
+        """Return the line's result, after as many attempts as it takes."""
         while True:
             request_id = self._batch_stream.request_id(line.number)
             try:
@@ -151,7 +150,7 @@ class Feeder:
                 await asyncio.sleep(min(MAX_WAIT_S, pause_s))
 
     async def _attempt(self, line: Line, request_id: str) -> Result:
-        """What comes of one request, also of one that was under way when this runner came.
+        """Return the result of one request, also of one that was under way when this runner came.
 
         Raises _Refused, _Forgotten, Fenced; ApiError and whatever else when there is no answer.
         """
@@ -175,21 +174,21 @@ class Feeder:
                     generation.leave()
 
     async def _end(self, request_id: str) -> None:
-        """Let nothing go on that nobody will hear."""
+        """Cancel a request whose answer nobody will read."""
         if self._batch_stream.is_under_way(request_id):
             (await get_dispatcher()).cancel(request_id)
 
     def _told(self, line: Line, error: Exception) -> ApiError:
-        """What the line's client is told; a fault of ours keeps no other line from its answer."""
+        """Return the error for the line's client; a defect of ours does not stop other lines."""
         if isinstance(error, ApiError):
             return error
         log.error("line %s of batch %s failed", line.number, self._batch_id, exc_info=error)
         return InternalError("The server failed on this request.")
 
     async def _submit(self, request: Request, request_id: str) -> Generation:
-        """Raises _Refused for what passes: a limit, a budget, a full queue, no worker.
+        """Submit a line. Raises _Refused for a limit, a budget, a full queue, no worker.
 
-        One at a time, so that the first refusal spares the others theirs.
+        One at a time, so that after a refusal the others wait without asking.
         """
         async with self._submitting:
             if self._closed_for_s() > 0 and not self._batch_stream.is_under_way(request_id):
@@ -218,7 +217,7 @@ class Feeder:
         return self._closed_until - asyncio.get_running_loop().time()
 
     async def _write(self) -> None:
-        """Keep results, some at a time, until it is over."""
+        """Keep results, some at a time, until no more come."""
         over = asyncio.create_task(self._is_over.wait())
         try:
             while not (self._is_over.is_set() and self._unwritten.empty()):
@@ -264,9 +263,9 @@ async def submit_line(
 
 
 def answered(line: Line, request_id: str, body: dict[str, Any]) -> Result:
-    """The result of a line whose answer is `body`."""
+    """Return the result of a line whose answer is `body`."""
     usage = body["usage"]
-    # A response has other words for it.
+    # A response has other names for them.
     prompt, completion = (
         ("input", "output") if "input_tokens" in usage else ("prompt", "completion")
     )
@@ -281,11 +280,11 @@ def answered(line: Line, request_id: str, body: dict[str, Any]) -> Result:
 
 
 def refused(line: Line, request_id: str, error: ApiError, endpoint: str) -> Result:
-    """The result of a line that has no answer."""
+    """Return the result of a line that has no answer."""
     output = lines.error_line(line.custom_id, request_id, error, endpoint)
     return Result(line=line.number, is_error=True, output=output)
 
 
 def is_passing(error: ApiError) -> bool:
-    """Whether it is worth another attempt."""
+    """Whether another attempt may succeed."""
     return error.status in (429, 500, 503) and not isinstance(error, GivenUp)

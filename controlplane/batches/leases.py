@@ -1,4 +1,4 @@
-"""Which runner works on which batch: a lease with a fencing token, in the batch's own row."""
+"""Leases on batches: which runner works on which."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from controlplane.batches.models import Batch
 from controlplane.tenancy.row_lease import LeaseLost, RowLease
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 
-#: Without a word from its runner for so long, a batch is taken up by another.
+#: A batch whose lease was not renewed for so long is taken up by another runner.
 LEASE = dt.timedelta(seconds=30)
 RENEW_S = 2.0
-#: A tenant's batches that a pool works on at a time; the others wait for their turn.
+#: How many batches of a tenant a pool works on at a time; the others wait.
 MAX_TENANT_RUNNING = 4
 
 
@@ -29,7 +29,7 @@ class Lease(RowLease[Batch]):
 
     @contextlib.contextmanager
     def held(self) -> Iterator[Batch]:
-        """The batch's row, locked in a transaction and in its tenant's scope.
+        """Lock the batch's row in a transaction and in its tenant's scope.
 
         Raises LeaseLost when the lease is somebody else's.
         """
@@ -40,7 +40,7 @@ class Lease(RowLease[Batch]):
             yield batch
 
     def renew(self) -> Batch:
-        """Hold on, and see how the batch stands. Raises LeaseLost."""
+        """Renew the lease and read the batch. Raises LeaseLost."""
         with tenant_scope(self.tenant_id):
             rows = self.rows(*Batch.ACTIVE)
             if not self.extend(rows, LEASE):
@@ -54,11 +54,11 @@ class Lease(RowLease[Batch]):
 
 
 def claim(but_not: Collection[uuid.UUID] = ()) -> Lease | None:
-    """The batch of this pool whose turn it is, for this runner; None when there is none.
+    """Lease the batch of this pool whose turn it is; None when there is none.
 
     Tenants with the fewest running batches come first, and of each its oldest batch.
 
-    but_not  those that the runner is at: it renews their leases, also such as are over
+    but_not  batches that the runner works on: it renews their leases itself, also lapsed ones
     """
     now = timezone.now()
     is_free = Q(lease_until=None) | Q(lease_until__lte=now)

@@ -17,9 +17,9 @@ from controlplane.tenancy.public_ids import public_id
 from controlplane.tenancy.scoping import new_id
 
 MAX_LINES = 50_000
-#: With those that are empty.
+#: Empty lines included.
 MAX_RAW_LINES = 4 * MAX_LINES
-#: What the live API takes as a body, and what is around it.
+#: The live API's limit of a body, and room for the fields around it.
 MAX_LINE_BYTES = 8 * 1024**2 + 4096
 MAX_CUSTOM_ID = 512
 #: The address that the lines are for -> how its bodies are read.
@@ -31,7 +31,7 @@ ENDPOINTS: dict[str, type[ChatBody] | type[CompletionBody] | type[ResponsesBody]
 
 
 class LineFault(Exception):
-    """A line that spoils its batch; with OpenAI's code."""
+    """A fault of a line that fails its batch, with OpenAI's code."""
 
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -40,7 +40,7 @@ class LineFault(Exception):
         self.param = param
 
     def told(self, line: int | None) -> dict[str, Any]:
-        """As one of the batch's `errors`."""
+        """Return the fault as one of the batch's `errors`."""
         # PostgreSQL keeps neither NUL nor half a surrogate pair; the client's words may have them.
         message = self.message.replace("\0", "?").encode(errors="replace").decode()
         return {"code": self.code, "message": message, "param": self.param, "line": line}
@@ -57,31 +57,33 @@ class Line:
 
 
 def parse_line(number: int, raw: bytes, endpoint: str) -> Line:
-    """The line's request. Raises LineFault when it is none for this endpoint."""
+    """Read a line's request. Raises LineFault if it is none for this endpoint."""
     if len(raw) > MAX_LINE_BYTES:
-        raise LineFault("line_too_long", f"The line has more than {MAX_LINE_BYTES} bytes.")
+        raise LineFault("line_too_long", f"The line is longer than {MAX_LINE_BYTES} bytes.")
     try:
         fields = json.loads(raw)
     except RecursionError:
         raise LineFault("invalid_json_line", "The line is nested too deeply.") from None
     except ValueError:
-        raise LineFault("invalid_json_line", "The line is no valid JSON in UTF-8.") from None
+        raise LineFault("invalid_json_line", "The line is not valid JSON in UTF-8.") from None
     if not isinstance(fields, dict):
-        raise LineFault("invalid_json_line", "The line is no JSON object.")
+        raise LineFault("invalid_json_line", "The line must be a JSON object.")
     custom_id = _text(fields, "custom_id")
     if not 1 <= len(custom_id) <= MAX_CUSTOM_ID:
         raise LineFault(
-            "invalid_custom_id", f"custom_id has 1 to {MAX_CUSTOM_ID} characters.", "custom_id"
+            "invalid_custom_id",
+            f"custom_id must have 1 to {MAX_CUSTOM_ID} characters.",
+            "custom_id",
         )
     if (method := _text(fields, "method")) != "POST":
-        raise LineFault("invalid_method", f"The method is POST, not {method[:20]!r}.", "method")
+        raise LineFault("invalid_method", f"method must be POST, not {method[:20]!r}.", "method")
     if (url := _text(fields, "url")) != endpoint:
         raise LineFault(
-            "invalid_url", f"The URL {url[:100]!r} is not the batch's endpoint, {endpoint}.", "url"
+            "invalid_url", f"url must be {endpoint}, the batch's, not {url[:100]!r}.", "url"
         )
     body = fields.get("body")
     if not isinstance(body, dict):
-        raise LineFault("invalid_body", "The body is no JSON object.", "body")
+        raise LineFault("invalid_body", "body must be a JSON object.", "body")
     return Line(
         number=number,
         custom_id=custom_id,
@@ -100,7 +102,7 @@ def _text(fields: dict[str, Any], name: str, path: str = "") -> str:
             f"{path}{name}",
         )
     if not isinstance(value, str):
-        raise LineFault("invalid_type", f"{path}{name} is no string.", f"{path}{name}")
+        raise LineFault("invalid_type", f"{path}{name} must be a string.", f"{path}{name}")
     return value
 
 
@@ -116,7 +118,7 @@ class Request:
     response: ResponsesBody | None = None
 
     async def answer(self, generation: Generation) -> dict[str, Any]:
-        """The finished answer, as the endpoint writes it. Raises ApiError."""
+        """Return the finished answer as the endpoint writes it. Raises ApiError."""
         if self.response is None:
             return await generation.whole()
         answer = answer_of(self.response, generation)
@@ -124,7 +126,7 @@ class Request:
 
 
 def parse_request(line: Line, endpoint: str) -> Request:
-    """The line's body, checked as the live API does. Raises InvalidRequest."""
+    """Check the line's body as the live API does. Raises InvalidRequest."""
     body = parse_body(ENDPOINTS[endpoint], line.body)
     if body.stream:
         raise InvalidRequest("A line of a batch cannot be streamed.", param="stream")
@@ -134,7 +136,7 @@ def parse_request(line: Line, endpoint: str) -> Request:
 
 
 def answer_line(custom_id: str, request_id: str, status_code: int, body: dict[str, Any]) -> str:
-    """A line of the output file, or of the error file when the status says so."""
+    """Write a line of the output file, or of the error file if the status is an error."""
     response = {"status_code": status_code, "request_id": request_id, "body": body}
     return _line(custom_id, response, None)
 
@@ -146,7 +148,7 @@ def error_line(custom_id: str, request_id: str, error: ApiError, endpoint: str) 
 
 
 def unfinished_line(custom_id: str, code: str, message: str) -> str:
-    """A line of the error file for a request that was not answered."""
+    """Write a line of the error file for a request that was not answered."""
     return _line(custom_id, None, {"code": code, "message": message})
 
 

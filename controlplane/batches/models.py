@@ -1,4 +1,4 @@
-"""Batches: a file of requests that are answered when nobody else wants the workers."""
+"""Batches: files of requests that are answered with the capacity that others leave."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ class Batch(PublicIdModel):
     validating -> in_progress -> finalizing -> completed | expired | failed, or from the first two
     cancelling -> cancelled; a file that is no batch: validating -> failed.
 
-    It is worked on by whoever holds its lease, and only as long as `fence` is what they set: a
-    runner that was given up for lost and comes back finds its writes refused.
+    Its runner has a lease on the row (`leases`), with `fence` as its fencing token.
     """
 
     PREFIX = "batch_"
@@ -34,21 +33,21 @@ class Batch(PublicIdModel):
         CANCELLING = "cancelling"
         CANCELLED = "cancelled"
 
-    #: Those that still have something to do.
+    #: The states in which work is left.
     ACTIVE = (Status.VALIDATING, Status.IN_PROGRESS, Status.FINALIZING, Status.CANCELLING)
 
-    #: Who asked, and is billed; without it the batch ends.
+    #: Whose requests they are, who is billed; without the key the batch fails.
     api_key = models.ForeignKey(ApiKey, null=True, on_delete=models.SET_NULL, related_name="+")
-    #: Whose workers answer it, and in whose part of Redis its replies are: that of the process that
-    #: took it in. Empty only before that was noted: it is the pool's that first takes it up.
+    #: The worker pool that answers it and has its replies in Redis: that of the process that took
+    #: it in. Empty in old rows: the first pool that takes such a batch up keeps it.
     pool = models.CharField(max_length=63, blank=True, default="", db_default="")
     endpoint = models.CharField(max_length=64)
-    # No foreign keys: a batch is told of as it was, also when its files are gone.
+    # No foreign keys: a batch is shown as it was, also when its files are gone.
     input_file_id = models.UUIDField()
     output_file_id = models.UUIDField(null=True)
     error_file_id = models.UUIDField(null=True)
     metadata = models.JSONField(null=True)
-    #: Of the files that it writes; None: as theirs is.
+    #: Seconds until its output files expire; None: the default of such files.
     output_expires_s = models.PositiveIntegerField(null=True)
     status = models.CharField(max_length=16, choices=Status, default=Status.VALIDATING)
     #: How it ends once its files are written.
@@ -94,7 +93,7 @@ class Batch(PublicIdModel):
 
 
 class BatchResult(TenantModel):
-    """What came of one line, until it is in a file. Unique, so a line is in the files once."""
+    """The result of one line, until it is in a file. Unique, so a line is in the files once."""
 
     batch = models.ForeignKey(Batch, on_delete=models.CASCADE, related_name="results")
     #: Counts from 1.
@@ -113,10 +112,10 @@ class BatchResult(TenantModel):
 
 
 def timestamp_field(status: str) -> str:
-    """The field that says when a batch came to a status."""
+    """Return the name of the field that says when a batch came to a status."""
     return f"{status}_at"
 
 
 def file_id(pk: uuid.UUID | None) -> str | None:
-    """A file's id as clients see it."""
+    """Return a file's id as clients see it."""
     return None if pk is None else public_id(File.PREFIX, pk)

@@ -1,4 +1,4 @@
-"""A batch's rows made into its output and error files, in bounded memory."""
+"""Write a batch's output and error files from its rows, in bounded memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from controlplane.files.services import FileForm, file_begin, file_drop, file_wr
 from controlplane.tenancy.scoping import tenant_scope
 
 _PAGE = 100
-#: A batch's answers are taken in whatever their length.
+#: No bound in practice: a batch's answers are kept whatever their length.
 _MAX_BYTES = 1 << 40
 
 _UNFINISHED = {
@@ -35,7 +35,7 @@ _UNFINISHED = {
 def write(lease: Lease, batch: Batch, raw_lines: Iterable[bytes]) -> None:
     """Write the files and end the batch. May be repeated after any failure.
 
-    raw_lines  those of the input file, of which the unanswered ones are told
+    raw_lines  of the input file; the unanswered ones go into the error file
     """
     if batch.in_progress_at is None:  # it ended while it was checked
         results.end(lease, {})
@@ -61,7 +61,7 @@ def write(lease: Lease, batch: Batch, raw_lines: Iterable[bytes]) -> None:
 
 
 def _file(batch: Batch, name: str, found: Iterator[str]) -> File | None:
-    """A file of these lines, not yet published; None when there are none."""
+    """Write a file of these lines, not yet published; None when there are none."""
     first = next(found, None)
     if first is None:
         return None
@@ -85,7 +85,7 @@ def _file(batch: Batch, name: str, found: Iterator[str]) -> File | None:
 
 
 def _rows(batch: Batch, *, is_error: bool) -> Iterator[str]:
-    """The results in the order of their lines."""
+    """Yield the results in the order of their lines."""
     last = 0
     while True:
         rows = BatchResult.objects.filter(batch=batch, is_error=is_error, line__gt=last)
@@ -97,7 +97,7 @@ def _rows(batch: Batch, *, is_error: bool) -> Iterator[str]:
 
 
 def _all_errors(lease: Lease, batch: Batch, raw_lines: Iterable[bytes]) -> Iterator[str]:
-    """Lines that failed, and those that were not answered any more."""
+    """Yield the lines that failed, and then those that were not answered."""
     yield from _rows(batch, is_error=True)
     if batch.ends_as not in _UNFINISHED:
         return
@@ -109,5 +109,5 @@ def _all_errors(lease: Lease, batch: Batch, raw_lines: Iterable[bytes]) -> Itera
         try:
             line = parse_line(number, raw, batch.endpoint)
         except LineFault:
-            continue  # none that was validated
+            continue  # not a line that was validated
         yield unfinished_line(line.custom_id, code, message)

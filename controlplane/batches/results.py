@@ -1,4 +1,4 @@
-"""What a runner writes of its batch, each write under the batch's lease."""
+"""Write a batch's results and states, each write under the runner's lease."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Status = Batch.Status
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What came of one line."""
+    """The result of one line."""
 
     line: int
     is_error: bool
@@ -33,7 +33,7 @@ class Result:
 
 
 def begin_validation(lease: Lease) -> None:
-    """Forget what an earlier pass, cut off, has kept."""
+    """Delete what an earlier, interrupted pass has kept."""
     with lease.held() as batch:
         batch.results.all().delete()
         batch.num_failed = 0
@@ -45,9 +45,9 @@ def keep_refusals(lease: Lease, refusals: list[RefusedLine]) -> None:
 
 
 def keep(lease: Lease, found: list[Result]) -> None:
-    """Write results, once each, and count them; again, it changes nothing. Raises LeaseLost."""
+    """Write and count results; a repetition changes nothing. Raises LeaseLost."""
     with lease.held() as batch:
-        # Kept already when the connection ended behind the commit.
+        # Those were kept already if the connection was lost after the commit.
         kept = set(
             batch.results.filter(line__in=[result.line for result in found]).values_list(
                 "line", flat=True
@@ -75,7 +75,7 @@ def keep(lease: Lease, found: list[Result]) -> None:
 
 
 def end_validation(lease: Lease, found: Found) -> None:
-    """The batch is good, and begins; or its file is none, and it has failed."""
+    """Begin a batch whose file is good; fail one whose file has faults."""
     with lease.held() as batch:
         if batch.status != Status.VALIDATING:
             return  # it was cancelled meanwhile
@@ -93,14 +93,14 @@ def end_validation(lease: Lease, found: Found) -> None:
 
 
 def done_lines(lease: Lease) -> set[int]:
-    """The lines that have a result."""
+    """Return the lines that have a result."""
     with tenant_scope(lease.tenant_id):
         rows = BatchResult.objects.filter(batch_id=lease.row_id)
         return set(rows.values_list("line", flat=True))
 
 
 def stop(lease: Lease, ends_as: str, fault: LineFault | None = None) -> None:
-    """No more lines are answered; what there is goes into files."""
+    """Stop answering lines; the results so far go into files."""
     with lease.held() as batch:
         if batch.status not in (Status.VALIDATING, Status.IN_PROGRESS):
             return  # it is cancelled, or stopped already
@@ -112,7 +112,7 @@ def stop(lease: Lease, ends_as: str, fault: LineFault | None = None) -> None:
 
 
 def end(lease: Lease, files: dict[str, File]) -> None:
-    """The batch has ended: its files are there, and its rows are not needed any more.
+    """End the batch: publish its files and delete its results.
 
     files  by the name of the batch's field
     """

@@ -1,8 +1,7 @@
-"""The process that works on batches; several may run, each with batches of its own.
+"""The process that runs batches; several may run, each with batches of its own.
 
-Its requests wait in the fair queue's batch class. If it dies, they go on, and another takes its
-batches up within `leases.LEASE`, with what is under way of them; told to stop, it leaves them so at
-once.
+Its requests wait in the fair queue's batch class. If the runner dies, they go on, and another takes
+its batches up within `leases.LEASE`; if it is told to stop, another takes them up at once.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ log = logging.getLogger(__name__)
 #: Batches that one runner has at a time.
 MAX_BATCHES = 64
 LOOK_S = 1.0
-#: A batch that was taken up so often and fails again is given up.
+#: A batch that was taken up this often and fails again is given up.
 MAX_TURNS = 20
 
 
@@ -43,7 +42,7 @@ class Runner:
         self._running: dict[asyncio.Task[None], uuid.UUID] = {}
 
     async def run(self) -> None:
-        """Returns when told to stop; the batches are others' then, and nothing of them is lost."""
+        """Work until told to stop; then other runners take the batches up, and nothing is lost."""
         dispatcher = await self._dispatcher()
         if dispatcher is None:
             return
@@ -59,7 +58,7 @@ class Runner:
             await close_dispatcher()
 
     async def _dispatcher(self) -> Dispatcher | None:
-        """The way to the workers, waited for; None when it is time to stop."""
+        """Wait for the dispatcher; None when it is time to stop."""
         while not self.stop.is_set():
             try:
                 return await get_dispatcher()
@@ -75,7 +74,7 @@ class Runner:
             return
 
     async def _take_up(self, concurrency: Concurrency) -> None:
-        """Claim what is waiting, as far as there is room."""
+        """Claim waiting batches, up to `MAX_BATCHES`."""
         while len(self._running) < MAX_BATCHES:
             at_work = list(self._running.values())
             try:

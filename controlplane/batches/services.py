@@ -36,15 +36,19 @@ def batch_create(
     Raises InvalidRequest, NotFound for the file, RateLimited.
     """
     if endpoint not in ENDPOINTS:
-        raise InvalidRequest(f"endpoint is one of {', '.join(ENDPOINTS)}.", param="endpoint")
+        raise InvalidRequest(f"endpoint must be one of {', '.join(ENDPOINTS)}.", param="endpoint")
     file = file_get(input_file_id, param="input_file_id")
     if file.purpose != Purpose.BATCH:
         raise InvalidRequest(
-            f"The file is for {file.purpose}, not for {Purpose.BATCH.value}.",
+            f"The file has the purpose {file.purpose}: upload it with purpose "
+            f"{Purpose.BATCH.value}.",
             param="input_file_id",
         )
     if Batch.objects.filter(status__in=Batch.ACTIVE).count() >= MAX_ACTIVE:
-        raise RateLimited(f"{MAX_ACTIVE} batches of yours are under way.", retry_after_s=60)
+        raise RateLimited(
+            f"You have {MAX_ACTIVE} batches under way, the limit: wait until one ends.",
+            retry_after_s=60,
+        )
     batch = Batch.objects.create(
         api_key=principal.api_key,
         pool=settings.POOL,
@@ -59,7 +63,7 @@ def batch_create(
 
 
 def batch_get(public_id: str) -> Batch:
-    """The batch of this id. Raises NotFound."""
+    """Return the batch of this id. Raises NotFound."""
     pk = parse_id(Batch.PREFIX, public_id)
     batch = Batch.objects.filter(pk=pk).first() if pk else None
     if batch is None:
@@ -69,7 +73,7 @@ def batch_get(public_id: str) -> Batch:
 
 @transaction.atomic
 def batch_cancel(batch: Batch) -> Batch:
-    """Stop a batch; what is answered by then is in its files, some seconds later.
+    """Stop a batch; seconds later its files have what was answered by then.
 
     Raises Conflict when it has ended, or is about to.
     """

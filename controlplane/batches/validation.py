@@ -1,4 +1,4 @@
-"""The first pass over a batch's file: whether every line is a request, in bounded memory."""
+"""Check that every line of a batch's file is a request, in bounded memory."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from controlplane.inference.model_selector import ModelSelector
 from controlplane.inference.service import new_request_id
 from controlplane.tenants.auth import Principal
 
-#: Of a file with faults, so many are told; then the pass is over.
+#: The check ends after so many faults.
 MAX_FAULTS = 100
 
-#: Refusals that are in memory until they are kept.
+#: Refusals in memory at a time.
 _REFUSALS = 500
 
 #: (line, its line of the error file)
@@ -26,7 +26,7 @@ RefusedLine = tuple[int, str]
 
 @dataclasses.dataclass(kw_only=True)
 class Found:
-    """What the pass came to."""
+    """The outcome of the check."""
 
     num_lines: int = 0
     models: set[str] = dataclasses.field(default_factory=set)
@@ -43,9 +43,9 @@ def validate(
 ) -> Found:
     """Check all lines. To be called in a thread.
 
-    A line that is no request for this endpoint, or names a model that the key has not, is a
-    fault: the batch fails. A request whose body the live API would refuse is refused here too,
-    with the same answer, and the others go on.
+    A line that is not a request for this endpoint, or names a model that the key cannot use, is
+    a fault, and the batch fails. A body that the live API would refuse is refused with the same
+    answer, and the other lines go on.
 
     keep  gets the refusals, some at a time
     """
@@ -55,7 +55,7 @@ def validate(
         is_empty = not raw.strip()
         found.num_lines += not is_empty
         if found.num_lines > lines.MAX_LINES or number > lines.MAX_RAW_LINES:
-            message = f"The file has more than {lines.MAX_LINES} lines."
+            message = f"The file has more than {lines.MAX_LINES} lines: split it."
             found.faults.append(LineFault("too_many_lines", message).told(number))
             break
         if is_empty:
@@ -73,7 +73,7 @@ def validate(
 
 
 class _Check:
-    """What has to be remembered from line to line."""
+    """The state of the check from line to line."""
 
     def __init__(
         self, endpoint: str, principal: Principal, keep: Callable[[list[RefusedLine]], None]
@@ -87,12 +87,12 @@ class _Check:
         self._known: dict[ModelSelector, ApiError | None] = {}
 
     def line(self, number: int, raw: bytes) -> None:
-        """Raises LineFault."""
+        """Check one line. Raises LineFault."""
         line = parse_line(number, raw, self._endpoint)
         if line.custom_id in self._custom_ids:
             raise LineFault(
                 "duplicate_custom_id",
-                f"The custom_id {line.custom_id!r} is there twice.",
+                f"custom_id {line.custom_id!r} is used twice: each must be unique in the file.",
                 "custom_id",
             )
         self._custom_ids.add(line.custom_id)
@@ -104,7 +104,7 @@ class _Check:
             self._refused = []
 
     def _request(self, line: Line) -> None:
-        """Raises LineFault for a model that is not there; keeps a refusal of the body."""
+        """Check a line's body and model. Raises LineFault for the model."""
         self.found.models.add(line.model)
         try:
             request = lines.parse_request(line, self._endpoint)
@@ -130,6 +130,6 @@ class _Check:
             access.resolve_now(self._principal, selector)
         except ApiError as error:
             if error.status >= 500:
-                raise  # says nothing of the model
+                raise  # not the model's fault
             return error
         return None
