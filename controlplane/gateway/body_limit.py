@@ -1,4 +1,4 @@
-"""Bounds on a request's body, before anything reads it: its bytes, and a stranger's time."""
+"""Bound a request's body before anything reads it: its bytes, and the time of unknown callers."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ Receive = Callable[[], Awaitable[Event]]
 Send = Callable[[Event], Awaitable[None]]
 Application = Callable[[dict[str, Any], Receive, Send], Awaitable[None]]
 
-#: A body is read before its sender is known for so long, and no longer.
+#: How long a body is read before its sender is known.
 STRANGERS_S = 14.0
 
 
 class BodyLimit:
     """An ASGI application that answers 413 to a longer body, and passes others on.
 
-    A body that takes longer than `STRANGERS_S` is read on for callers that `is_known` knows, and
-    answered with 408 otherwise. (`controlplane.gateway.bounded_http` asks everybody for progress.)
+    A body that takes longer than `STRANGERS_S` is read on for callers that `is_known` accepts, and
+    answered with 408 otherwise. (`controlplane.gateway.bounded_http` demands progress of all.)
 
-    Django's own handler would write any body to disk before its first middleware runs.
+    Without it Django's handler would write any body to disk before its first middleware runs.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class BodyLimit:
 
 
 class _Patient:
-    """`receive`, for as long as a stranger's body may take. Raises RequestTimeout."""
+    """`receive` with a time limit for unknown callers. Raises RequestTimeout."""
 
     def __init__(self, receive: Receive, is_known: Callable[[], Awaitable[bool]]) -> None:
         self._receive = receive
         self._is_known = is_known
-        #: None when it does not matter any more: the body is whole, or its sender known.
+        #: None when the limit has ended: the body is whole, or its sender known.
         self._until: float | None = asyncio.get_running_loop().time() + STRANGERS_S
 
     async def receive(self) -> Event:
@@ -93,7 +93,7 @@ class _Patient:
 
 
 async def send_error(send: Send, error: ApiError, *more: tuple[bytes, bytes]) -> None:
-    """The error's answer, with `more` headers, from outside Django."""
+    """Send the error's answer, with `more` headers, from outside Django."""
     response = error.response()
     headers = [(name.lower().encode(), value.encode()) for name, value in response.items()]
     headers += [(b"content-length", str(len(response.content)).encode()), *more]

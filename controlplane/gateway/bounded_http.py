@@ -1,13 +1,13 @@
-"""uvicorn's HTTP protocol with bounds on what a client may send, and how slowly.
+"""uvicorn's HTTP protocol, with bounds on what a client sends and on how slowly.
 
-    connection   so many of one address, and of all
+    connection   number of one address, and of all
     head         bytes of the request line, bytes and number of headers; seconds
     body         progress while somebody reads it
-    trailers     dropped: a header that comes after the body is none
+    trailers     dropped: a header after the body has no effect
     answer       progress while there is something to send
 
-httptools bounds nothing of this: it joins the pieces of a header for as long as they come, and the
-whole process stands still meanwhile. `controlplane.serve` starts the server with this class.
+httptools has no such bounds: it joins the pieces of a header as long as they come, and the whole
+process is blocked meanwhile. `controlplane.serve` starts the server with this class.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ from uvicorn.protocols.utils import get_remote_addr
 MAX_TARGET_BYTES = 8 * 1024
 MAX_HEAD_BYTES = 32 * 1024
 MAX_HEADERS = 100
-#: From the first byte of a request, or from the connection, to the end of its headers.
+#: Seconds from the first byte of a request, or the connection, to the end of its headers.
 HEAD_S = 12.0
-#: In each such time a body brings so many bytes, unless nobody reads it.
+#: In each such time a body must bring so many bytes, unless nobody reads it.
 BODY_WINDOW_S = 30.0
 MIN_WINDOW_BYTES = 16 * 1024
-#: What is left of a body that was answered early is taken for so long.
+#: How long the rest of a body is read that was answered early.
 LEFTOVER_S = 12.0
-#: A client takes something of what is sent to it in such a time.
+#: In each such time a client must read something of its answer.
 WRITE_S = 120.0
 #: Chunk sizes, their extensions and trailers between two pieces of a body.
 MAX_FRAMING_BYTES = 32 * 1024
-#: Of a body in chunks: the parser calls us for each, so that many small ones of a stranger's take
-#: the whole process. So many are free; beyond them a chunk has so many bytes on average.
+#: Of a body in chunks: each costs a call of the parser, so many small ones would block the process.
+#: So many are free; beyond them the average chunk must have so many bytes.
 FREE_CHUNKS = 2048
 MIN_CHUNK_BYTES = 256
-#: Requests of one connection that wait for the one before them.
+#: Requests of one connection that may wait for the one before them.
 MAX_PIPELINED = 32
-#: The parser gets heads in such pieces, so that it never joins much before it is asked.
+#: The parser gets heads in such pieces, so that it never joins much before a check.
 _SLICE_BYTES = 16 * 1024
-#: How often a connection is looked at: what is above may take so much longer.
+#: How often a connection is checked: the times above may be longer by so much.
 _LOOK_S = 2.0
-#: Refused connections are read on for so long, or the refusal may be lost; so many at a time.
+#: Refused connections are read on so long, or the refusal may be lost; so many at a time.
 _LINGER_S = 1.0
 _MAX_LINGERING = 64
-#: Of the files that the process may have open, those that are no clients' connections.
+#: Open files that the process needs beside its clients' connections.
 _OWN_FILES = 256
 _TELL_S = 60.0
 
@@ -87,7 +87,7 @@ class Door:
         self.total = 0
 
     def enter(self, address: str) -> str | None:
-        """The name under which the connection is counted; None when there is no room for it."""
+        """Count the connection; return the name it is counted under, None when there is no room."""
         name = "" if not address or address in self._trusted else network_of(address)
         is_full = bool(name) and self._connected.get(name, 0) >= self._per_address
         if is_full or self.total >= self._in_all:
@@ -98,7 +98,7 @@ class Door:
         return name
 
     def _tell(self, address: str) -> None:
-        """Once in a while: who floods the server should not flood its log."""
+        """Log a refusal once in a while: a flood of connections should not flood the log."""
         if time.monotonic() - self._told_at > _TELL_S:
             self._told_at = time.monotonic()
             log.warning("no room for connections of %s; %d are open", address, self.total)
@@ -111,7 +111,7 @@ class Door:
 
 
 def network_of(address: str) -> str:
-    """What one client has of addresses: an IPv4 address, or an IPv6 network of 64 bits."""
+    """Return the addresses of one client: an IPv4 address, or an IPv6 network of 64 bits."""
     try:
         ip = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -124,7 +124,7 @@ def network_of(address: str) -> str:
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """What goes beyond a bound is answered, where an answer can still be read, and cut off."""
+    """Refuses what goes beyond a bound: answers if the client can still read, and disconnects."""
 
     _lingering: ClassVar[int] = 0
 
@@ -347,11 +347,11 @@ class BoundedHttp(HttpToolsProtocol):
         self._end_softly()
 
     def _has_begun_other(self) -> bool:
-        """Whether bytes of another answer are out, or belong before this one's."""
+        """Whether another answer has begun, or is to be sent before this one."""
         return self.cycle.response_started or self._phase is not _Phase.BODY
 
     def _end_softly(self) -> None:
-        """Close when the client has had the time to read, so that no reset overtakes the answer."""
+        """Close after the client had time to read, so that no reset overtakes the answer."""
         if BoundedHttp._lingering >= _MAX_LINGERING or not self.transport.can_write_eof():
             self.transport.close()
             return
@@ -364,7 +364,7 @@ class BoundedHttp(HttpToolsProtocol):
 def refusal(
     status: int, code: str, message: str, default_headers: list[tuple[bytes, bytes]]
 ) -> bytes:
-    """A whole HTTP answer with an error in OpenAI's form, as `controlplane.errors` writes it."""
+    """Write a whole HTTP answer with an error in OpenAI's form, as `controlplane.errors` does."""
     kind = "rate_limit_error" if status == 429 else "invalid_request_error"
     error = {"message": message, "type": kind, "param": None, "code": code}
     body = json.dumps({"error": error}).encode()

@@ -1,4 +1,4 @@
-"""Who calls the gateway: their key, in at most one visit to the database with what they name.
+"""Find who calls the gateway, and what they name, in at most one visit to the database.
 
 Keys are kept for a moment, by `controlplane.tenants.auth`; models and limits by
 `controlplane.inference.access`.
@@ -32,7 +32,7 @@ _TOUCH_DELAY_S = 1.0
 async def authenticate(
     request: HttpRequest, permission: Permission = Permission.INFER
 ) -> Principal:
-    """The caller, who may do this. Raises ApiError when there is none or they may not."""
+    """Return the caller. Raises ApiError if the key is wrong or lacks the permission."""
     credentials = _credentials(request)
     principal = auth.cached_principal(*credentials)
     if principal is None:
@@ -44,13 +44,13 @@ async def authenticate(
 
 
 def _let_in(request: HttpRequest, principal: Principal) -> None:
-    """The caller is known from here on. Raises PermissionDenied for a page of another origin."""
+    """Note the caller on the request. Raises PermissionDenied for a page of another origin."""
     request.principal = principal  # type: ignore[attr-defined]
     check_origin(request, principal.tenant)
 
 
 def known_tenant(request: HttpRequest) -> uuid.UUID | None:
-    """The caller's tenant, as far as it can be told without asking anybody."""
+    """Return the caller's tenant if it is in memory."""
     try:
         principal = auth.cached_principal(*_credentials(request))
     except ApiError:
@@ -61,7 +61,7 @@ def known_tenant(request: HttpRequest) -> uuid.UUID | None:
 async def caller_of(request: HttpRequest, selector: ModelSelector) -> Caller:
     """Return the caller with what they named: from memory, or in one visit to the database.
 
-    Raises ApiError; NotFound for a model that does not exist as for one of another tenant.
+    Raises ApiError; a model of another tenant is NotFound, as one that does not exist.
     """
     credentials = _credentials(request)
     principal = auth.cached_principal(*credentials)
@@ -75,13 +75,13 @@ async def caller_of(request: HttpRequest, selector: ModelSelector) -> Caller:
 
 
 async def model(request: HttpRequest, name: str) -> ResolvedModel:
-    """The one model of this name. Raises ApiError as `caller_of` does."""
+    """Return the model of this name. Raises ApiError as `caller_of` does."""
     caller = await caller_of(request, ModelSelector.model(name))
     return caller.model.models[0]
 
 
 async def models(request: HttpRequest) -> list[ResolvedModel]:
-    """What the caller can name as a model."""
+    """Return the models that the caller can name."""
     principal = await authenticate(request)
 
     def query() -> list[ResolvedModel]:
@@ -92,7 +92,7 @@ async def models(request: HttpRequest) -> list[ResolvedModel]:
 
 
 def _credentials(request: HttpRequest) -> tuple[str | None, str]:
-    """The Authorization header and the address it came from."""
+    """Return the Authorization header and the client's address."""
     return request.headers.get("Authorization"), request.META.get("REMOTE_ADDR") or ""
 
 
@@ -104,7 +104,7 @@ def _caller_now(
     return resolve_now(principal, selector)
 
 
-#: Whose keys' use is to be noted, and the task that will: it holds all of a moment together.
+#: Callers whose keys' use is to be noted, and the task that notes them together.
 _used: list[Principal] = []
 _noting: asyncio.Task[None] | None = None
 

@@ -1,10 +1,10 @@
-"""CORS for the gateway: which browser pages may read answers, each tenant's to say.
+"""CORS for the gateway: each tenant says which browser pages may read its answers.
 
-A preflight carries no key, so it cannot be known whose page asks: all are answered alike, and so
-none tells which origins, or tenants, there are. It opens nothing: the gateway knows keys alone, no
-cookies. The request itself has a key, and its tenant's `allowed_origins` decide: a page of another
-origin is refused before anything is done for it. What is answered before a tenant is known (a
-wrong key, a body that is too long) says nothing of any tenant, and every page may read it.
+A preflight has no key, so its tenant is unknown: all are answered alike, and reveal no origins or
+tenants. It permits nothing by itself: the gateway accepts keys only, no cookies. The request has a
+key, and its tenant's `allowed_origins` decide: a page of another origin is refused before anything
+is done for it. An answer that comes before the tenant is known (a wrong key, a body that is too
+long) says nothing of any tenant, and every page may read it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class CrossOrigin:
 
     def __init__(self, headers: dict[bytes, bytes]) -> None:
         self.origin = headers[b"origin"].decode("latin-1")
-        #: A browser says so of its pages' requests to other hosts, and pages cannot.
+        #: Browsers set it on requests of pages to other hosts, and pages cannot change it.
         site = headers.get(b"sec-fetch-site", b"").strip().lower()
         self._is_pages = site in (b"cross-site", b"same-site")
         #: Whether the caller's tenant allows the origin; None before it is known.
@@ -49,7 +49,7 @@ class CrossOrigin:
             )
 
     def telling(self, send: Send) -> Send:
-        """`send`, with the headers that the browser looks for."""
+        """Return `send` with the headers that the browser looks for."""
 
         async def tell(message: Event) -> None:
             if message["type"] == "http.response.start":
@@ -71,7 +71,7 @@ class CrossOrigin:
 
 
 def check_origin(request: HttpRequest, tenant: Tenant) -> None:
-    """To be called once the caller is known. Raises PermissionDenied."""
+    """Check the request's origin, once the caller is known. Raises PermissionDenied."""
     cross_origin = getattr(request, "scope", {}).get(SCOPE_KEY)
     if cross_origin is not None:
         cross_origin.check(tenant)
@@ -83,14 +83,14 @@ def is_preflight(scope: dict[str, Any], headers: dict[bytes, bytes]) -> bool:
 
 
 async def answer_preflight(headers: dict[bytes, bytes], send: Send) -> None:
-    """The same for whoever asks."""
+    """Answer a preflight; the answer is the same for all."""
     asked = headers.get(b"access-control-request-headers", b"")
     if not _HEADER_NAMES.fullmatch(asked):
         asked = b""
     answer = [
         (b"access-control-allow-origin", b"*"),
         (b"access-control-allow-methods", _METHODS),
-        # As they are asked for: `*` would leave Authorization out.
+        # The headers that were asked for: `*` would leave Authorization out.
         (b"access-control-allow-headers", asked or b"Authorization, Content-Type"),
         (b"access-control-max-age", _PREFLIGHT_S),
         (b"vary", b"Access-Control-Request-Headers"),

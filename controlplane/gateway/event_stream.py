@@ -1,4 +1,4 @@
-"""Streamed answers of whatever API: events in, server-sent events out, nothing left running."""
+"""Stream answers of any API: events in, server-sent events out, nothing left running."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contract.protocol import TokenEvent
 from controlplane.errors import ApiError
 from controlplane.inference.service import Generation
 
-#: A stream that has nothing to say for this long begins, or goes on, with a comment.
+#: A stream without events for this long begins, or goes on, with a comment.
 KEEP_ALIVE_S = 10.0
 #: A comment: clients skip it, proxies see that the connection lives.
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -22,11 +22,11 @@ class Writer(Protocol):
     """How an API writes the events of one request."""
 
     def opening(self) -> Iterable[bytes]:
-        """What a stream begins with."""
+        """Return what a stream begins with."""
         ...
 
     def chunks(self, event: TokenEvent) -> Iterable[bytes]:
-        """What one event adds."""
+        """Return what one event adds."""
         ...
 
 
@@ -37,11 +37,11 @@ async def streamed(
     failure: Callable[[ApiError], bytes],
     ending: bytes = b"",
 ) -> StreamingHttpResponse:
-    """The answer to a request, once it is known how the request fares.
+    """Return the streamed answer, when its first event has come or `KEEP_ALIVE_S` has passed.
 
-    failure  what an error is told with, when the status is long sent
-    ending   what a stream that did not fail ends with
-    Raises ApiError while the status can still say so; the generation is left in any case.
+    failure  writes an error that comes when the status has been sent
+    ending   bytes at the end of a stream that did not fail
+    Raises ApiError while the status is not sent; then the generation is left.
     """
     is_handed_on = False
     try:
@@ -83,7 +83,7 @@ class _Stream:
         return self._chunks
 
     def close(self) -> None:
-        """Django calls this, in a thread, when the response is done with."""
+        """Leave the generation. Django calls this in a thread when the response has ended."""
         self._loop.call_soon_threadsafe(self._generation.leave)
 
     async def _run(self, events: list[TokenEvent]) -> AsyncIterator[bytes]:
@@ -98,7 +98,7 @@ class _Stream:
                 events = await self._generation.take(KEEP_ALIVE_S)
             if self._ending:
                 yield self._ending
-        except ApiError as error:  # the status is long sent
+        except ApiError as error:  # the status has been sent
             yield self._failure(error)
         finally:
             self._generation.leave()

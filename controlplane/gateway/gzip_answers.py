@@ -1,8 +1,7 @@
-"""Answers in gzip for clients that take it: JSON alone, and none to a session's cookie.
+"""Compress answers for clients that accept gzip: only JSON, and none to a session's cookie.
 
-Streams stay as they are, since a compressor would hold tokens back. Pages do too: what is
-compressed together with a secret (a CSRF token) and a stranger's words tells of the secret by its
-length.
+Streams are not compressed, since a compressor would hold tokens back. Pages are not either: if
+a secret (a CSRF token) is compressed with text of an attacker, the length reveals the secret.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 
 from controlplane.gateway.body_limit import Event, Send
 
-#: Shorter answers are one packet either way.
+#: A shorter answer fits one packet either way.
 MIN_BYTES = 1400
 #: Most of the gain, at a third of the default's time.
 _LEVEL = 4

@@ -1,7 +1,7 @@
-"""/tokenize and /detokenize, in vLLM's shape, here and under /v1.
+"""/tokenize and /detokenize as vLLM has them, at the root and under /v1.
 
 The gateway has no tokenizer: a worker of the base model answers, through the queue like any
-request, so that limits, fairness and deadlines are those of all. It is billed as no tokens.
+request, with the same limits, fairness and deadlines. It is billed as no tokens.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from controlplane.inference.schemas import (
 from controlplane.inference.tools import MAX_TOOLS, Tool, bounded
 
 MAX_TOKENS = 131_072
-#: Of a body: eight bytes a token, where texts have four. A worker is busy as long as it is long.
+#: Of a body: 8 bytes for each token. A longer text would keep a worker busy.
 MAX_BODY_BYTES = 1 << 20
-#: A worker that knows no such task would generate: no more than this.
+#: The most that an older worker, which does not know the task, generates.
 _MOST_GENERATED = 1
 
 
@@ -58,7 +58,7 @@ class TokenizeBody(Body):
         if (self.prompt is None) == (self.messages is None):
             raise PydanticCustomError("missing", "prompt: required, or messages in its place")
         if self.messages is not None and self.add_special_tokens:
-            raise ValueError("add_special_tokens: a chat has those of its template, and no others")
+            raise ValueError("add_special_tokens: not allowed with messages: a template adds them")
         if self.messages is None and (self.tools or self.add_generation_prompt is not None):
             raise ValueError("messages: required with tools and add_generation_prompt")
         return self
@@ -77,7 +77,7 @@ class TokenizeBody(Body):
             ChatBody,
             model=self.model,
             messages=self.messages,
-            tools=tools,  # as they were sent: they are bounded before they are read
+            tools=tools,  # as they were sent: `bounded` looks at them before they are parsed
             max_tokens=_MOST_GENERATED,
         )
 
@@ -145,7 +145,7 @@ async def _bodies(request: HttpRequest, kind: type[_B]) -> tuple[_B, ChatBody | 
 
 
 def _as_task(job: GenerateJob, task: Task) -> GenerateJob:
-    """The job, of which the base model's tokenizer does all; its words are not kept."""
+    """Return the job as a task of the base model's tokenizer, with no text kept in the log."""
     return dataclasses.replace(job, task=task, adapters=(), store=False)
 
 
@@ -154,7 +154,7 @@ async def _answer(
     body: ChatBody | CompletionBody,
     adjust: Callable[[GenerateJob], GenerateJob],
 ) -> tuple[TokenEvent, int]:
-    """The one event that answers, and the model's context in tokens. Raises ApiError."""
+    """Return the one event that answers, and the model's context in tokens. Raises ApiError."""
     generation = await admit(request, body, endpoint=f"/{request.path.lstrip('/')}", adjust=adjust)
     try:
         events = [event async for event in generation.events()]

@@ -1,5 +1,5 @@
-"""The gateway: /v1, in OpenAI's words. Plain async views; nothing here waits on a thread but the
-key and the model's name, and those only when they are not fresh in memory.
+"""The gateway: /v1, as OpenAI's API. Plain async views; only the lookup of a key and a model waits
+for a thread, and only when they are not fresh in memory.
 
 No database connection is held while an answer is generated.
 """
@@ -30,10 +30,10 @@ from controlplane.tenants.auth import Principal
 
 log = logging.getLogger(__name__)
 
-#: Of the API that answers follow, as OpenAI counts.
+#: The version of OpenAI's API that answers follow.
 OPENAI_VERSION = "2020-10-01"
 
-#: Reading less takes a few milliseconds at most, whatever is in it.
+#: A shorter body takes a few milliseconds at most to parse, whatever is in it.
 LONG_BODY_BYTES = 16 * 1024
 
 _T = TypeVar("_T")
@@ -43,11 +43,11 @@ View = Callable[..., Coroutine[Any, Any, HttpResponseBase]]
 def gateway_view(
     *methods: str, errors: Callable[[ApiError], HttpResponseBase] = ApiError.response
 ) -> Callable[[View], View]:
-    """A view of the gateway: one of `methods`, OpenAI's headers on every answer.
+    """Make a view of the gateway: it takes these methods and sets OpenAI's headers.
 
     HEAD is answered as GET where that is one of them; the server leaves the body out.
 
-    errors  how failures are answered; else in OpenAI's body
+    errors  makes the answer to a failure; the default is OpenAI's body
     """
 
     def decorate(view: View) -> View:
@@ -86,12 +86,12 @@ def gateway_view(
 
 
 def _count_refusal(request: HttpRequest, error: ApiError) -> None:
-    """In the log of the caller's tenant. What was accepted has a record instead."""
+    """Count a refusal in the log of the caller's tenant; accepted requests have records."""
     if hasattr(request, "rate_headers"):
         return
     dispatcher, tenant_id = running_dispatcher(), callers.known_tenant(request)
     if dispatcher is not None and tenant_id is not None and request.resolver_match is not None:
-        # The pattern and not the path, which a client can make as many of as it likes.
+        # The pattern, not the path: a client can make any number of paths.
         endpoint = f"/{request.resolver_match.route}"
         dispatcher.recorder.refuse(tenant_id, endpoint, error.status, error.code or "")
 
@@ -153,9 +153,9 @@ async def admit(
 
 
 async def read_body(request: HttpRequest, parse: Callable[[bytes], _T]) -> _T:
-    """What `parse` makes of the body, or the key's fault before the body's.
+    """Parse the body; a fault of the key comes before one of the body.
 
-    A long one is read for known callers only, and in a thread: others go on meanwhile.
+    A long body is parsed for known callers only, and in a thread, so that others go on.
     """
     sent = request.read()  # `request.body` has a smaller bound of its own
     if len(sent) > LONG_BODY_BYTES:
@@ -169,5 +169,5 @@ async def read_body(request: HttpRequest, parse: Callable[[bytes], _T]) -> _T:
 
 
 def request_id_of(request: HttpRequest) -> str:
-    """The id that the answer's x-request-id has."""
+    """Return the id that the answer has as x-request-id."""
     return str(request.request_id)  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
 """LoRAX's answers, whole and streamed. Pure: events in, JSON out.
 
-What differs from OpenAI's: every token is shown with its id, and a stop string that ended the
-answer is part of its text.
+Other than in OpenAI's, every token is shown with its id, and the stop string that ended the answer
+is part of its text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _OF_THE_TEXT = ("generated_text", "schema_error")
 
 
 def sse(data: Json) -> bytes:
-    """One event; without the space that OpenAI's have, as LoRAX writes it."""
+    """Write one event, without the space that OpenAI's have, as LoRAX does."""
     return b"data:" + one_line(data) + b"\n\n"
 
 
@@ -39,8 +39,8 @@ class LoraxAnswer:
     prompt        what the text begins with, for `return_full_text`
     with_details  whether the client asked for them
     with_alternatives  whether each token comes with the likeliest ones in its place
-    seed          that tokens were drawn with
-    eos_token_id  of the token that an answer ends with by itself; no event has it
+    seed          of the sampling
+    eos_token_id  of the token that ends an answer; events do not show it
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class LoraxAnswer:
         self._text: list[str] = []
 
     def whole(self, events: Sequence[TokenEvent], usage: Usage) -> Json:
-        """The finished answer: of several, the likeliest, with the others in its details."""
+        """Return the finished answer: the likeliest of several, the others in its details."""
         choices: dict[int, list[TokenEvent]] = {}
         for event in events:
             choices.setdefault(event.index, []).append(event)
@@ -95,7 +95,7 @@ class LoraxAnswer:
         return ()
 
     def chunks(self, event: TokenEvent) -> Iterator[bytes]:
-        """What one event adds to a stream; the last token has the text and the details."""
+        """Return what one event adds to a stream; the last token has the text and the details."""
         self._text.append(text_of([event]))
         tokens = list(self._tokens(event))
         for token in tokens[:-1]:
@@ -125,7 +125,7 @@ class LoraxAnswer:
             yield self._token(entry)
         has_ended = event.finish_reason == FinishReason.STOP and event.stop_string is None
         if has_ended or (event.finish_reason and not entries):
-            # The token that ends an answer is not among the events'.
+            # Events do not show the token that ends an answer.
             yield {"id": self._eos_token_id, "text": "", "logprob": 0.0, "special": True}
 
     def _token(self, entry: Json) -> Json:
@@ -150,7 +150,7 @@ def _mean_logprob(events: list[TokenEvent]) -> float:
 
 
 def _schema_error(event: TokenEvent) -> Json:
-    """How the text breaks its schema, where it does; it stands beside the text."""
+    """Return how the text breaks its schema, if it does."""
     return {} if event.schema_error is None else {"schema_error": event.schema_error}
 
 

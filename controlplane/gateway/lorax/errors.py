@@ -1,6 +1,6 @@
-"""Failures in LoRAX's words: {"error", "error_type"} under its statuses.
+"""Failures as LoRAX writes them: {"error", "error_type"} under its statuses.
 
-lorax-client makes an exception of each: of `error_type` where it knows it, else of the status.
+lorax-client raises an exception for each, by `error_type` if it knows it, else by the status.
 
     error_type              status   lorax-client raises
     validation              422      ValidationError
@@ -35,7 +35,7 @@ from controlplane.errors import (
     Unavailable,
 )
 
-#: In this order: the first that fits. -> status, error_type
+#: The first that fits decides -> status, error_type
 _ANSWERS: tuple[tuple[type[ApiError], tuple[int, str]], ...] = (
     (InvalidRequest, (422, "validation")),
     (PayloadTooLarge, (413, "validation")),
@@ -49,7 +49,7 @@ _ANSWERS: tuple[tuple[type[ApiError], tuple[int, str]], ...] = (
     (GivenUp, (424, "generation")),
     (InternalError, (500, "incomplete_generation")),
 )
-#: What LoRAX calls overloaded: asking again soon may help.
+#: What LoRAX calls overloaded: a retry soon may succeed.
 _OVERLOADED = {"slow_down", "server_is_overloaded", ErrorCode.OVERLOADED}
 _INCOMPLETE = {ErrorCode.WORKER_LOST}
 
@@ -86,7 +86,7 @@ def error_body(error: ApiError) -> dict[str, Any]:
 
 
 def client_param(param: str | None) -> str | None:
-    """LoRAX's name for the field at fault."""
+    """Return LoRAX's name of the field at fault."""
     if param is None or param in _PARAMS:
         return _PARAMS.get(param or "")
     if param.startswith("adapters."):

@@ -1,4 +1,4 @@
-"""The bodies that LoRAX's clients send, and what of them is refused by name.
+"""The bodies that LoRAX's clients send, and the fields that are refused by name.
 
 Source: the GenerateParameters of LoRAX's router and the types of lorax-client 0.6.
 """
@@ -49,7 +49,7 @@ class MergedAdapters(Body):
     @model_validator(mode="after")
     def _one_weight_each(self) -> MergedAdapters:
         if len(self.ids) != len(self.weights):
-            raise ValueError("weights: one for each of ids is required")
+            raise ValueError("weights: must be as many as ids")
         return self
 
 
@@ -62,7 +62,7 @@ class JsonFormat(Body):
 
 
 def _without_nulls(value: Any) -> Any:
-    """Clients send every field that they know as null; null is nothing said."""
+    """Drop nulls: clients send every field that they know, as null where nothing is said."""
     if isinstance(value, dict):
         return {name: inner for name, inner in value.items() if inner is not None}
     return value
@@ -103,13 +103,13 @@ class Parameters(Body):
     @model_validator(mode="after")
     def _go_together(self) -> Parameters:
         if self.adapter_id and self.merged_adapters is not None:
-            raise ValueError("merged_adapters: at most one of it and adapter_id may be given")
+            raise ValueError("merged_adapters: cannot be combined with adapter_id")
         if (self.best_of or 1) > 1 and not self.samples:
             raise ValueError("best_of: you must use sampling when it is above 1")
         if (self.best_of or 1) > 1 and self.seed is not None:
             raise ValueError("seed: must not be set when best_of is above 1")
         if self.truncate is not None and self.apply_chat_template:
-            raise ValueError("truncate: cuts a raw prompt, not one of a chat template")
+            raise ValueError("truncate: cannot be combined with apply_chat_template")
         return self
 
     @property

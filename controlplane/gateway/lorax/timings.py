@@ -1,4 +1,4 @@
-"""LoRAX's headers of a whole answer: what it took, in tokens and in whole milliseconds."""
+"""LoRAX's headers of a whole answer: its tokens, and its times in whole milliseconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Timings:
     """Of one request, in milliseconds, as the gateway saw it.
 
     validation_ms  until it was accepted
-    queue_ms       then until its prompt was begun, as its worker told; adapters' loading is apart
+    queue_ms       from then until its prompt was begun, without loading adapters
     """
 
     total_ms: float

@@ -1,4 +1,4 @@
-"""From LoRAX's body to the one that everything else here understands."""
+"""Translate LoRAX's body into a chat's."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from controlplane.infra import finite_json
 #: How LoRAX says "no adapter".
 NO_ADAPTER = ("", "__base__")
 
-#: Of `inputs` with apply_chat_template: read as a body is, so with no half of a character in it.
+#: Parses `inputs` with apply_chat_template as strictly as a body: no lone surrogates.
 _MESSAGES: TypeAdapter[list[Message]] = TypeAdapter(
     Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), FirstFault]
 )
 
 
 def seed_of(parameters: Parameters) -> int | None:
-    """The seed to draw with, made where none was given: LoRAX tells its clients which it was."""
+    """Return the seed of the sampling, drawn if none was given: LoRAX tells clients the seed."""
     if not parameters.samples or (parameters.best_of or 1) > 1:
         return None
     seed = parameters.seed
@@ -41,14 +41,14 @@ def seed_of(parameters: Parameters) -> int | None:
 
 
 def model_name(adapter_id: str) -> str:
-    """`invoices/3`, a repository and its version, is `invoices@3` here."""
+    """Return the model's name here: `invoices/3`, a repository and its version, is `invoices@3`."""
     name, _, number = adapter_id.rpartition("/")
     return f"{name}@{number}" if name and number.isdigit() else adapter_id
 
 
 def chat_body(body: GenerateBody, *, base_model: str, seed: int | None, stream: bool) -> ChatBody:
-    """The request in OpenAI's terms. Its messages stand for the prompt unless a template was asked
-    for: `as_raw_text` puts the prompt in their place.
+    """Return the request as a chat. Without a template its messages are the prompt, which
+    `as_raw_text` then sets in their place.
 
     base_model  the name of what answers without an adapter
     Raises InvalidRequest.
@@ -80,7 +80,7 @@ def chat_body(body: GenerateBody, *, base_model: str, seed: int | None, stream: 
 
 
 def as_raw_text(body: GenerateBody) -> Callable[[GenerateJob], GenerateJob]:
-    """What OpenAI's bodies cannot say of the job."""
+    """Return a change to the job for what OpenAI's bodies cannot say."""
 
     def adjust(job: GenerateJob) -> GenerateJob:
         if body.parameters.apply_chat_template:
@@ -111,7 +111,7 @@ def _messages(body: GenerateBody) -> list[Message]:
         return _MESSAGES.validate_json(inputs)
     except (ValueError, InvalidRequest) as error:
         raise InvalidRequest(
-            "With apply_chat_template inputs is a JSON list of messages.", param="inputs"
+            "With apply_chat_template, inputs must be a JSON list of messages.", param="inputs"
         ) from error
 
 

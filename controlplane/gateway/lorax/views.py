@@ -31,7 +31,7 @@ _lorax_view = gateway_view("POST", errors=error_response)
 
 
 async def root(request: HttpRequest) -> HttpResponseBase:
-    """The console for who looks, generation for a client whose base URL this is."""
+    """Answer GET with the console, and POST as a LoRAX client's base URL."""
     if request.method == "POST":
         return await generate_compat(request)
     return redirect("console:overview")
@@ -39,7 +39,7 @@ async def root(request: HttpRequest) -> HttpResponseBase:
 
 @_lorax_view
 async def generate_compat(request: HttpRequest) -> HttpResponseBase:
-    """A stream, or a list of one answer."""
+    """Answer with a stream, or with a list of one answer."""
     body = await _body(request)
     if body.stream:
         return await _streamed(request, body)
@@ -60,7 +60,7 @@ async def generate_stream(request: HttpRequest) -> HttpResponseBase:
 
 @gateway_view("GET", errors=error_response)
 async def info(request: HttpRequest) -> HttpResponseBase:
-    """The base model and the bounds of a request, to callers with a key."""
+    """Tell callers with a key the base model and the bounds of a request."""
     await callers.authenticate(request)
     base = await default_base.default_base()
     dispatcher = await get_dispatcher()
@@ -91,7 +91,7 @@ async def info(request: HttpRequest) -> HttpResponseBase:
 
 @gateway_view("GET", "HEAD", errors=error_response)
 async def health(request: HttpRequest) -> HttpResponseBase:
-    """Whether a worker would take a request; for load balancers, so without a key."""
+    """Answer whether a worker would take a request; without a key, for load balancers."""
     dispatcher = await get_dispatcher()
     if await dispatcher.served_models():
         return HttpResponse()
@@ -100,7 +100,7 @@ async def health(request: HttpRequest) -> HttpResponseBase:
 
 @gateway_view("POST", errors=error_response)
 async def unsupported(request: HttpRequest) -> HttpResponseBase:
-    """/embed, /classify and the like: models that only generate have nothing to say there."""
+    """Refuse /embed, /classify and the like: the models here generate text."""
     await callers.authenticate(request)
     raise InvalidRequest(f"{request.path} is not supported: the models here generate text.")
 
@@ -175,7 +175,7 @@ def _failure(error: ApiError) -> bytes:
 
 
 async def _headers(generation: Generation, body: GenerateBody) -> dict[str, str]:
-    """Those that a stream begins with, too."""
+    """Return the headers that whole answers and streams have in common."""
     base = generation.model.base_model.name
     devices = (await get_dispatcher()).devices(base)
     headers = {

@@ -17,7 +17,7 @@ from controlplane.inference.schemas import ChatBody
 
 @gateway_view("POST")
 async def responses(request: HttpRequest) -> HttpResponseBase:
-    """Answer once; nothing of it is kept to be continued or fetched."""
+    """Answer a request; the response is not kept to be continued or fetched."""
     body, chat = await _bodies(request)
     try:
         generation = await admit(
@@ -38,7 +38,7 @@ async def responses(request: HttpRequest) -> HttpResponseBase:
 
 @gateway_view("GET", "DELETE", "POST")
 async def not_kept(request: HttpRequest, response_id: str, rest: str = "") -> HttpResponseBase:
-    """A response by its id: there is none, for none is kept."""
+    """Refuse to fetch a response by its id: none is kept."""
     await callers.authenticate(request)
     if response_id in _OPENAIS_OWN and request.method == "POST":
         raise NotFound(
@@ -51,7 +51,7 @@ async def not_kept(request: HttpRequest, response_id: str, rest: str = "") -> Ht
     )
 
 
-#: What OpenAI has under names that look like ids, and what to do instead.
+#: OpenAI's addresses that look like ids, and what to do instead.
 _OPENAIS_OWN = {
     "input_tokens": "to count tokens, send the request to POST /v1/responses with "
     "max_output_tokens 1 and read usage.input_tokens.",
@@ -60,7 +60,7 @@ _OPENAIS_OWN = {
 
 
 async def _bodies(request: HttpRequest) -> tuple[ResponsesBody, ChatBody]:
-    """The body and the chat that it means."""
+    """Read the body, and the chat that it stands for."""
 
     def both(sent: bytes) -> tuple[ResponsesBody, ChatBody]:
         body = parse_body(ResponsesBody, sent)

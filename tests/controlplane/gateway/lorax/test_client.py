@@ -378,7 +378,7 @@ class TestErrors:
         body = {"inputs": inputs, "parameters": {"apply_chat_template": True}}
         answer = site.post("/generate", body)
         assert (answer.status_code, answer.json()["error_type"]) == (422, "validation")
-        assert "inputs is a JSON list of messages" in answer.json()["error"]
+        assert "inputs must be a JSON list of messages" in answer.json()["error"]
 
     def test_several_answers_cannot_be_streamed(self, site: Site) -> None:
         body = {"inputs": "x", "parameters": {"best_of": 2, "do_sample": True}}
