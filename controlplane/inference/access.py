@@ -1,4 +1,4 @@
-"""What a caller's `model` means, whether they may use it, and what bounds them there.
+"""Resolve what a caller's `model` means, whether they may use it, and which limits apply.
 
 Answers are kept for `CACHE_S`, as `controlplane.tenants.auth` keeps keys: under load most requests
 need no query and no thread.
@@ -32,13 +32,13 @@ from controlplane.tenants.auth import CACHE_S, Permission, Principal, authorize
 from controlplane.tenants.key_rules import allows_model
 
 _CACHE_MAX_MODELS = 10_000
-#: How alike two names are, from 0 to 1, of which one may be meant for the other.
+#: How alike two names must be, from 0 to 1, for one to be suggested for the other.
 NEAR = 0.75
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """What answers: a base model with the adapters' weighted sum, or () for it alone."""
+    """What answers: a base model with the weighted sum of `parts`, or alone if there are none."""
 
     name: str
     models: tuple[ResolvedModel, ...]
@@ -51,7 +51,7 @@ class ServedModel:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Who asks, what answers them, and what bounds their use of it: resolved once a request."""
+    """Who asks, what answers, and the limits of that: resolved once for each request."""
 
     principal: Principal
     model: ServedModel
@@ -59,7 +59,7 @@ class Caller:
 
 
 class _Known(NamedTuple):
-    """What a name means to a key, what bounds it there, and until when (monotonic) both hold."""
+    """What a name means to a key, and the limits of that; valid until a monotonic time."""
 
     model: ResolvedModel
     limits: Limits
@@ -110,7 +110,7 @@ async def resolve_accepted(
 
 
 def _together(limits: list[Limits]) -> Limits:
-    """All of them at once; what bounds several models counts once."""
+    """Join the limits of several models; one that holds for several counts once."""
     policies = {policy.id: policy for each in limits for policy in each.policies}
     budgets = {budget.id: budget for each in limits for budget in each.budgets}
     return Limits(tuple(policies.values()), tuple(budgets.values()))
@@ -123,8 +123,10 @@ def may_name(principal: Principal, model_name: str) -> bool:
 
 
 def check_named(principal: Principal, name: str, param: str = "model") -> None:
-    """Raise PermissionDenied for a model that the key may not name. To be asked before the model
-    is looked up, so that the answer says nothing of what there is."""
+    """Raise PermissionDenied for a model that the key may not name.
+
+    Call it before the model is looked up, so that the answer does not tell whether it exists.
+    """
     if not may_name(principal, name):
         raise PermissionDenied(
             f"This API key may not use the model `{name[:200]}`.",
@@ -141,7 +143,7 @@ def _check(principal: Principal, selector: ModelSelector) -> None:
 
 def _load(principal: Principal, selector: ModelSelector) -> Caller:
     found = []
-    until = time.monotonic() + CACHE_S  # from the question on: the answer may take its time
+    until = time.monotonic() + CACHE_S  # from before the query, which may take long
     with tenant_scope(principal.tenant.id):
         for name, param in zip(selector.names, selector.params, strict=True):
             try:
@@ -168,7 +170,7 @@ def _key_id(principal: Principal) -> uuid.UUID:
 
 
 def _way_out(principal: Principal, name: str) -> str:
-    """What to say to somebody who named a model that there is not: of their own names alone."""
+    """Suggest names for one that does not exist, among those that the caller may name."""
     known = [own for own in names_like(name) if may_name(principal, own)]
     near = difflib.get_close_matches(name[:64], [own[:64] for own in known], 3, NEAR)
     longer = [own for own in known if len(name) > 2 and own.startswith(name)]
@@ -185,9 +187,9 @@ def _caller(principal: Principal, selector: ModelSelector, found: list[_Known]) 
 
 
 def _served(selector: ModelSelector, models: list[ResolvedModel]) -> ServedModel:
-    """The models together.
+    """Combine the models.
 
-    Raises InvalidRequest when they cannot be applied at once, NotFound when they are shut down.
+    Raises InvalidRequest if they cannot be combined, NotFound if one has been shut down.
     """
     base_model = models[0].base_model
     parts: list[tuple[AdapterVersion, float]] = []
@@ -196,14 +198,14 @@ def _served(selector: ModelSelector, models: list[ResolvedModel]) -> ServedModel
         if model.base_model.pk != base_model.pk:
             raise InvalidRequest(
                 f"`{model.name}` is of the base model {model.base_model.name}, not of "
-                f"{base_model.name}: a blend has one base.",
+                f"{base_model.name}: all of a blend must have the same base model.",
                 param=param,
             )
         if weight is not None and model.version is None:
             raise InvalidRequest(f"`{model.name}` is a base model, not an adapter.", param=param)
         if weight is None and model.version is not None and len(models) > 1:
             raise InvalidRequest(
-                "With adapters, model is their base model or is left out.", param=param
+                "With adapters, model must be their base model or be left out.", param=param
             )
         if model.version is not None:
             if any(model.version.digest == version.digest for version, _ in parts):

@@ -1,4 +1,4 @@
-"""OpenAI's response bodies, whole and in chunks. Pure: events in, JSON out."""
+"""Write OpenAI's response bodies, whole and in chunks. Pure: events in, JSON out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def one_line(data: Json) -> bytes:
-    """JSON in which no client sees the end of a line, whatever it takes for one."""
+    """Write JSON without any character that some client takes for the end of a line."""
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
     if not text.isascii():
         for character, escaped in _LINE_ENDS:
@@ -25,12 +25,12 @@ def one_line(data: Json) -> bytes:
     return text.encode()
 
 
-#: Beside those that JSON escapes; Python's `splitlines`, and so httpx, ends a line at each.
+#: Not escaped by JSON; Python's `splitlines`, and so httpx, ends a line at each.
 _LINE_ENDS = (("\x85", "\\u0085"), ("\u2028", "\\u2028"), ("\u2029", "\\u2029"))
 
 
 def sse(data: Json) -> bytes:
-    """One server-sent event."""
+    """Write one server-sent event."""
     return b"data: " + one_line(data) + b"\n\n"
 
 
@@ -50,7 +50,7 @@ def usage_body(usage: Usage) -> Json:
 
 
 class Answer:
-    """How one endpoint writes what the events of a request say.
+    """Writes the events of one request as an endpoint's bodies.
 
     answer_id, created, model, service_tier, fingerprint  the same in every body
     with_usage   whether a stream ends with a chunk that has the usage
@@ -90,7 +90,7 @@ class Answer:
         self._readers = [CallReader() for _ in range(num_choices)] if has_tools else None
 
     def whole(self, events: Iterable[TokenEvent]) -> Json:
-        """The body of an answer that is not streamed, from all its events."""
+        """Return the body of an answer that is not streamed, from all its events."""
         events = list(events)
         of_choice: dict[int, list[TokenEvent]] = {}
         usage = Usage()
@@ -111,19 +111,19 @@ class Answer:
         return self._with_prompts(body, prompts) if prompts else body
 
     def _of_prompt(self, events: Sequence[TokenEvent]) -> Json:
-        """What a whole body says of the prompt that its choices have in common."""
+        """Return what a whole body says of the prompt that its choices have in common."""
         return {}
 
     def _with_prompts(self, body: Json, prompts: dict[int, list[int]]) -> Json:
-        """The body and the token ids of the prompts, by their numbers."""
+        """Return the body with the token ids of the prompts, by their numbers."""
         raise NotImplementedError
 
     def opening(self) -> Iterable[bytes]:
-        """What a stream begins with."""
+        """Return what a stream begins with."""
         return ()
 
     def chunks(self, event: TokenEvent) -> Iterator[bytes]:
-        """What one event adds to a stream."""
+        """Return what one event adds to a stream."""
         ids = _token_ids([event])
         prompts = {}
         if event.prompt_token_ids is not None:
@@ -138,18 +138,17 @@ class Answer:
             yield sse(self._body(self.chunk_object, [], usage=usage_body(event.usage)))
 
     def _usage_so_far(self, event: TokenEvent) -> Json:
-        """What a chunk says of the usage: if it is asked for, that this is not the chunk that has
-        all of it, or how much it is up to here."""
+        """Return a chunk's usage: None before the last chunk, or up to here if asked for."""
         if self.is_continuous and event.so_far is not None:
             return {"usage": usage_body(event.so_far)}
         return {"usage": None} if self._with_usage else {}
 
     def _choice(self, index: int, events: Sequence[TokenEvent]) -> Json:
-        """One finished choice."""
+        """Return one finished choice."""
         raise NotImplementedError
 
     def _deltas(self, event: TokenEvent) -> Iterator[Json]:
-        """What a streamed choice has more, without its index."""
+        """Return what an event adds to a streamed choice, without its index."""
         raise NotImplementedError
 
     def _body(self, kind: str, choices: list[Json], **more: Any) -> Json:
@@ -161,14 +160,14 @@ def _text(events: Sequence[TokenEvent]) -> str:
 
 
 def _entries(events: Sequence[TokenEvent]) -> list[Json] | None:
-    """The tokens' log-probabilities; None when they were not asked for."""
+    """Return the tokens' log-probabilities; None if they were not asked for."""
     if all(event.logprobs is None for event in events):
         return None
     return [entry for event in events for entry in event.logprobs or ()]
 
 
 def _prompt_logprobs(events: Sequence[TokenEvent]) -> Json:
-    """The prompt's tokens in vLLM's form; {} when they were not asked for."""
+    """Return the prompt's log-probabilities in vLLM's form; {} if they were not asked for."""
     found = [event.prompt_logprobs for event in events if event.prompt_logprobs is not None]
     if not found:
         return {}
@@ -176,7 +175,7 @@ def _prompt_logprobs(events: Sequence[TokenEvent]) -> Json:
 
 
 def _by_id(entry: Json) -> Json | None:
-    """What a prompt's token might have been, by its id; None of the first token."""
+    """Return the alternatives of a prompt's token by id; None for the first token."""
     if entry["logprob"] is None:
         return None
     best = [own | {"rank": rank} for rank, own in enumerate(entry["top_logprobs"], start=1)]
@@ -191,7 +190,7 @@ def _by_id(entry: Json) -> Json | None:
 
 
 def _token_ids(events: Sequence[TokenEvent]) -> Json:
-    """The tokens of a choice, where they were asked for."""
+    """Return the token ids of a choice, if they were asked for."""
     if all(event.token_ids is None for event in events):
         return {}
     return {"token_ids": [token_id for event in events for token_id in event.token_ids or ()]}
@@ -225,7 +224,7 @@ class ChatAnswer(Answer):
         }
 
     def _pieces(self, index: int, text: str, *, is_end: bool) -> list[Piece]:
-        """What more text of a choice adds to its content and its calls."""
+        """Return what more text of a choice adds to its content and its calls."""
         if self._readers is None:
             return [Piece(text)] if text else []
         reader = self._readers[index]
@@ -240,7 +239,7 @@ class ChatAnswer(Answer):
         return {**body, "prompt_token_ids": next(iter(prompts.values()))}
 
     def opening(self) -> Iterable[bytes]:
-        # With usage in every chunk, this one waits for the first event, which says of the prompt.
+        # With usage in every chunk, this one waits for the first event, which has the prompt's.
         return () if self.is_continuous else self._roles(None)
 
     def chunks(self, event: TokenEvent) -> Iterator[bytes]:
@@ -251,7 +250,7 @@ class ChatAnswer(Answer):
         yield from super().chunks(event)
 
     def _roles(self, usage: Usage | None) -> Iterator[bytes]:
-        """A chunk for each choice, which says who speaks."""
+        """Return a chunk for each choice, with the role."""
         more: Json = {"usage": None} if self._with_usage else {}
         if usage is not None:
             more = {"usage": usage_body(usage)}
@@ -274,12 +273,12 @@ class ChatAnswer(Answer):
 
 
 def _schema_error(event: TokenEvent) -> Json:
-    """How a finished answer breaks its schema, where that is not strict and it does."""
+    """Return how a finished answer breaks a schema that is not strict, if it does."""
     return {} if event.schema_error is None else {"schema_error": event.schema_error}
 
 
 def _piece_delta(piece: Piece) -> Json:
-    """A piece of a message as a chunk has it."""
+    """Write a piece of a message as a chunk has it."""
     if piece.call is None:
         return {"content": piece.text}
     call: Json = {"index": piece.call}
@@ -292,7 +291,7 @@ def _piece_delta(piece: Piece) -> Json:
 
 
 def _with_calls(pieces: Iterable[Piece]) -> Json:
-    """A message's content and calls from all its pieces."""
+    """Join the pieces of a message into its content and calls."""
     content = ""
     calls: list[Json] = []
     for piece in pieces:
@@ -347,7 +346,7 @@ class CompletionAnswer(Answer):
         return body
 
     def _logprobs(self, index: int, events: Sequence[TokenEvent]) -> Json | None:
-        """The older shape: parallel lists, the best tokens as a map."""
+        """Write log-probabilities in the older shape: parallel lists, the best tokens as a map."""
         entries = _entries(events)
         if entries is None:
             return None
@@ -360,8 +359,8 @@ class CompletionAnswer(Answer):
 
 
 def _by_text(entry: Json) -> dict[str, float] | None:
-    """The best tokens by how they read, of several that read alike the likeliest, and the one that
-    it is. None of a prompt's first token."""
+    """Return the best tokens by their text and the chosen one; of several with the same text the
+    likeliest. None for a prompt's first token."""
     if entry["logprob"] is None:
         return None
     found: dict[str, float] = {}
@@ -371,7 +370,7 @@ def _by_text(entry: Json) -> dict[str, float] | None:
 
 
 class _Offsets:
-    """Where in a choice's text each token begins; a character of several tokens at its first."""
+    """The offsets of tokens in a choice's text; the tokens of one character have the same."""
 
     def __init__(self) -> None:
         self._next = 0

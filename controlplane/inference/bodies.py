@@ -1,4 +1,4 @@
-"""What all bodies of the gateway have in common."""
+"""The base classes of all bodies of the gateway."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from typing import Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-#: Of one object; more than any body here knows.
+#: Of one object; more than any body has.
 MAX_FIELDS = 100
-#: For lists of unbounded length: one fault is enough. pydantic keeps an error, of a kilobyte or
-#: two, for each item at fault otherwise.
+#: For lists of unbounded length: stop at the first fault. Otherwise pydantic keeps an error, of a
+#: kilobyte or two, for each faulty item.
 FirstFault: Any = Field(fail_fast=True)
 
 
 class Body(BaseModel):
-    """Strict: a number in quotes is not a number."""
+    """A strict body: unknown fields are refused, a number in quotes is not a number."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
     def _has_few_fields(cls, value: Any) -> Any:
-        """Unknown fields are an error each, so they are counted before they are looked at."""
+        """Count the fields before they are checked: each unknown one is an error of its own."""
         return _bounded(value, MAX_FIELDS)
 
 
 class Replayed(Body):
-    """What an answer said, as its client sends it back: names nobody here knows are ignored, for
-    each library adds some of its own. Only the body's length bounds them."""
+    """Part of an answer that its client sends back. Unknown fields are ignored, since each library
+    adds some of its own; only the body's length bounds them."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -39,14 +39,14 @@ class Replayed(Body):
 
 
 def without_nul(value: str) -> str:
-    """Text that PostgreSQL can keep."""
+    """Return the text if PostgreSQL can keep it; raise otherwise."""
     if "\0" in value:
         raise PydanticCustomError("value_error", "must not have null characters")
     return value
 
 
 def at_most(number: int) -> BeforeValidator:
-    """For objects with names of the client's: the bound comes before the look at each entry."""
+    """Bound the number of an object's fields before each is checked."""
     return BeforeValidator(lambda value: _bounded(value, number))
 
 

@@ -1,5 +1,5 @@
-"""What an answer must obey, in the words of OpenAI, LoRAX, TGI, vLLM and SGLang; of one request at
-most one of them.
+"""Constraints of an answer as OpenAI, LoRAX, TGI, vLLM and SGLang write them; a request may have
+one.
 
     response_format                        OpenAI's; json_object with schema or value as LoRAX, TGI
     structured_outputs, guided_*           vLLM's, of today and of old
@@ -21,13 +21,13 @@ from controlplane.inference.ebnf import BadGrammar, to_lark
 from controlplane.inference.json_schema import checked_pattern, checked_schema
 from controlplane.infra import finite_json
 
-#: Of one that comes as text; once read it is held to the bounds of all schemas.
+#: Of a schema that comes as text; once read it has the bounds of all schemas.
 MAX_SCHEMA_CHARS = 128 * 1024
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Constraint:
-    """What an answer must obey: exactly one of the last four is set.
+    """What an answer must match: exactly one of the last four is set.
 
     field  of the body that it came from
     """
@@ -47,7 +47,7 @@ def _unset(value: Any) -> Any:
 
 
 def _read_schema(value: Any) -> Any:
-    """A schema may come as the text of one."""
+    """Read a schema that is given as JSON text."""
     if not isinstance(value, str):
         return value
     if len(value) > MAX_SCHEMA_CHARS:
@@ -87,8 +87,8 @@ class JsonSchemaFormat(Body):
 
 
 class ResponseFormat(Body):
-    """OpenAI's, and two more: `regex`, which the whole answer matches, and `choice`, of which it is
-    one. LoRAX gives `json_object` a `schema`; TGI, which also calls it `json`, a `value`."""
+    """OpenAI's types and two more: `regex`, which the whole answer matches, and `choice`, one of
+    which it is. LoRAX gives `json_object` a `schema`; TGI also calls it `json`, with a `value`."""
 
     type: Literal["text", "json_object", "json", "json_schema", "regex", "choice"]
     json_schema: JsonSchemaFormat | None = None
@@ -100,14 +100,14 @@ class ResponseFormat(Body):
     @model_validator(mode="before")
     @classmethod
     def _value_is_of_its_type(cls, value: Any) -> Any:
-        """TGI's `value` under the names it has here."""
+        """Move TGI's `value` to the field that it has here."""
         if not isinstance(value, dict) or value.get("value") is None:
             return value
         names = {"json_object": "schema", "json": "schema", "regex": "pattern"}
         kind = value.get("type")
         name = names.get(kind) if isinstance(kind, str) else None
         if name is None or value.get(name) is not None:
-            raise ValueError("value: a schema with type json_object, or a pattern with type regex")
+            raise ValueError("value: must be a schema (json_object) or a pattern (regex)")
         return {name: value["value"]} | {k: v for k, v in value.items() if k not in ("value", name)}
 
     @model_validator(mode="after")
@@ -170,7 +170,7 @@ class StructuredOutputs(Body):
 
 
 def _constraints(given: dict[str, Any]) -> list[Constraint]:
-    """One for each of the fields that is set; its name says of which kind it is."""
+    """Return a constraint for each field that is set."""
     kinds = {"json": "schema", "regex": "pattern", "choice": "choices", "grammar": "grammar"}
     return [
         Constraint(field=field, **{kinds[_KIND_OF.get(field.split(".")[-1], "json")]: value})
@@ -187,7 +187,7 @@ _KIND_OF = {
 
 
 class Constrained(Body):
-    """The fields of a body that say what the answer must obey."""
+    """The fields of a body that constrain the answer."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -206,14 +206,14 @@ class Constrained(Body):
         found = self._constraints()
         if len(found) > 1:
             field, other = found[1].field, found[0].field
-            raise ValueError(f"{field}: cannot stand beside {other}: an answer obeys one of them")
+            raise ValueError(f"{field}: cannot be combined with {other}: give one of them")
         if self.structured_outputs is not None and not self.structured_outputs.constraints():
-            raise ValueError("structured_outputs: json, regex, choice, grammar or json_object")
+            raise ValueError("structured_outputs: set json, regex, choice, grammar or json_object")
         return self
 
     @property
     def constraint(self) -> Constraint | None:
-        """What the answer must obey, if anything."""
+        """Return what the answer must match, if anything."""
         return next(iter(self._constraints()), None)
 
     def _constraints(self) -> list[Constraint]:

@@ -1,4 +1,4 @@
-"""What answers without an adapter: LoRAX serves one base model, this platform perhaps several."""
+"""The base model of a request that names none: LoRAX serves one, this platform several."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _known: tuple[float, Sequence[BaseModel]] = (0.0, ())
 
 
 async def default_base(field: str = "adapter_id") -> BaseModel:
-    """The base model that is served, if it is but one.
+    """Return the base model that is served, if there is exactly one.
 
-    field  of the body, in which it can be named
-    Raises Unavailable when there is none, NotFound when the last has been shut down,
-    InvalidRequest when there are several.
+    field  of the body that can name one, for the error
+    Raises Unavailable if there is none, NotFound if the last has been shut down,
+    InvalidRequest if there are several.
     """
     active = await _active()
     if len(active) > 1:
@@ -57,7 +57,7 @@ async def _active() -> Sequence[BaseModel]:
 
 
 def eos_token_id(base: BaseModel) -> int:
-    """Of the token that ends an answer; 0 where the model's config does not say."""
+    """Return the id of the token that ends an answer; 0 if the model's config has none."""
     found = base.config.get("eos_token_id")
     if isinstance(found, list):
         found = found[0] if found else None

@@ -1,17 +1,17 @@
-"""Grammars of vLLM's and SGLang's requests, written again as the decoder reads them.
+"""Translate grammars of vLLM's and SGLang's requests into those of the decoder.
 
-Two ways of writing are read. The EBNF of xgrammar and llama.cpp, which a `::=` tells:
+Two notations are read. The EBNF of xgrammar and llama.cpp, which has a `::=`:
 
     root ::= "SELECT " column (", " column)* # a comment
     column ::= [a-z]+ | "*"                  # also ? {2} {2,} {2,5}, (groups), \\n, \\u00e9
 
-and this much of Lark:
+and this part of Lark:
 
     ?start: greeting NAME "!"?               // also * + ~2 ~2..5, [optional], (groups), "a".."z"
     NAME: /[A-Z][a-z]+/
 
-Whatever else Lark has (%directives, priorities, aliases, templates, flags) is refused by name.
-Nothing of the client's text is handed on but the characters that it stands for.
+The rest of Lark (%directives, priorities, aliases, templates, flags) is refused by name. Of the
+client's text only the characters of its literals are handed on.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _Node = _Text | _Rule | _Times | _Either
 
 
 def to_lark(text: str) -> str:
-    """The grammar in llguidance's Lark. Raises BadGrammar."""
+    """Translate a grammar into llguidance's Lark. Raises BadGrammar."""
     if len(text) > MAX_CHARS:
         raise BadGrammar(f"has {len(text)} characters; {MAX_CHARS} is the limit")
     is_ebnf = "::=" in text
@@ -131,7 +131,7 @@ def _tokens(text: str, pattern: re.Pattern[str]) -> Iterator[_Token]:
 
 
 def _why(rest: str) -> str:
-    """What is wrong with text that begins no token."""
+    """Say what is wrong with text that begins no token."""
     shown = json.dumps(rest.split("\n", 1)[0][:20], ensure_ascii=False)
     for start, what in (
         ("%", "directives are not supported"),
@@ -148,7 +148,7 @@ def _why(rest: str) -> str:
 
 
 class _Reader:
-    """From tokens to rules, by name. Raises BadGrammar."""
+    """Parses tokens into rules, by name. Raises BadGrammar."""
 
     def __init__(self, tokens: list[_Token], *, is_ebnf: bool) -> None:
         self._tokens = tokens
@@ -295,7 +295,7 @@ _FLAGS = frozenset(("i", "m", "s", "x", "l", "u", "is", "si", "im", "ms"))
 
 
 def _counts(text: str) -> tuple[int, int | None]:
-    """Of {2}, {2,}, {2,5}, ~2, ~2..5."""
+    """Read the counts of {2}, {2,}, {2,5}, ~2 or ~2..5."""
     numbers = [int(number) for number in re.findall(r"\d+", text)]
     if len(numbers) == 2:
         return numbers[0], numbers[1]
@@ -303,7 +303,7 @@ def _counts(text: str) -> tuple[int, int | None]:
 
 
 def _names(node: _Node) -> Iterator[str]:
-    """The rules that a node refers to."""
+    """Return the rules that a node refers to."""
     if isinstance(node, _Rule):
         yield node.name
     elif isinstance(node, _Times):
@@ -315,8 +315,8 @@ def _names(node: _Node) -> Iterator[str]:
 
 
 class _Writer:
-    """Writes rules. Those that lead to no loop are terminals, which the decoder reads as regular
-    expressions, exactly; so is what stands together between two rules that do."""
+    """Writes rules. Rules without recursion become terminals, which the decoder reads as regular
+    expressions, exactly; so do the parts between two recursive rules."""
 
     def __init__(self, rules: dict[str, _Either]) -> None:
         self._rules = rules
@@ -335,7 +335,7 @@ class _Writer:
         return "\n".join([f"start: {self._name(start)}", *self._lines]) + "\n"
 
     def _size(self, node: _Node) -> int:
-        """How often something stands in the node once its counts and terminals are written out."""
+        """Return the size of the node once its counts and terminals are written out."""
         if isinstance(node, _Text):
             return 1 + len(node.regex) // 16
         if isinstance(node, _Rule):
@@ -393,7 +393,7 @@ class _Writer:
         return " ".join(written) or '""'
 
     def _apart(self, node: _Node) -> str:
-        """The node as a terminal of its own."""
+        """Write the node as a terminal of its own."""
         name = f"A_{len(self._lines)}"
         self._lines.append(f"{name}: {self._terminal(node)}")
         return name
@@ -409,7 +409,7 @@ _SHORT: dict[tuple[int, int | None], str] = {(0, None): "*", (1, None): "+", (0,
 
 
 def _looping(uses: dict[str, set[str]]) -> set[str]:
-    """The rules that come back to themselves, and those that lead to one that does."""
+    """Return the recursive rules, and those that refer to one."""
     ended: set[str] = set()
     while found := {name for name in uses if name not in ended and uses[name] <= ended}:
         ended |= found

@@ -1,5 +1,4 @@
-"""What is wrong with a value, in words of our own: those of the library that checks it are its
-readers', who know its types."""
+"""Say what is wrong with a value in our own words: pydantic's name types of Python."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ from collections.abc import Sequence
 
 from pydantic_core import ErrorDetails
 
-#: What it had to be -> how that is called.
+#: pydantic's type -> its name in messages.
 _NOUNS = {
     "string_type": "a string",
     "int_type": "an integer",
@@ -35,14 +34,14 @@ _BOUNDS = {
 
 
 def is_of_type(detail: ErrorDetails) -> bool:
-    """Whether the value is of another type than it had to be: the least that can be said."""
+    """Whether the fault is only that the value has the wrong type."""
     return detail["type"] in _NOUNS
 
 
 def said(detail: ErrorDetails, others: Sequence[ErrorDetails]) -> str:
-    """What is wrong.
+    """Say what is wrong.
 
-    others  found at the same place, each by another reading of what may stand there
+    others  faults at the same place, one for each other type that is allowed there
     """
     if is_of_type(detail):
         nouns = dict.fromkeys(

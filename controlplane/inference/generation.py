@@ -1,4 +1,4 @@
-"""From a checked body to the job that a worker runs."""
+"""Make the job that a worker runs from a checked body."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from controlplane.inference.json_schema import (
 from controlplane.inference.schemas import ChatBody, CompletionBody, GenerationBody
 from controlplane.inference.tools import NO_PARAMETERS, FunctionTool
 
-#: OpenAI's default for plain completions; a chat goes on to the end of the context.
+#: OpenAI's default for plain completions; a chat may fill the context.
 COMPLETION_MAX_TOKENS = 16
-#: After this nobody waits any more; OpenAI's clients give up after as long.
+#: Seconds until a request is given up; OpenAI's clients wait as long.
 DEADLINE_S = 600.0
 #: top_p 0 is OpenAI's way to say "the likeliest token".
 MIN_TOP_P = 1e-6
@@ -30,7 +30,7 @@ _SAMPLING = [field.name for field in dataclasses.fields(Sampling)]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """Who asks, and under which name: what every kind of job says alike.
+    """Who asks, for what, and under which id: what all kinds of jobs have in common.
 
     endpoint  the address it was sent to, as the log shows it
     deadline  Unix seconds; past it nobody waits for the answer
@@ -44,7 +44,7 @@ class Call:
     deadline: float | None
 
     def fields(self, body: GenerationBody) -> dict[str, Any]:
-        """The job's fields that do not depend on its kind."""
+        """Return the job's fields that do not depend on its kind."""
         principal, model = self.caller.principal, self.caller.model
         assert principal.api_key is not None
         now = time.time()
@@ -119,7 +119,7 @@ def completion_job(body: CompletionBody, call: Call) -> GenerateJob:
 
 
 def _sampling(body: GenerationBody, *, max_tokens: int | None, logprobs: int | None) -> Sampling:
-    """Return what the body says under the same names; what it leaves out is as usual."""
+    """Return the body's sampling; fields that it leaves out have their defaults."""
     given = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
     given |= {"max_tokens": max_tokens, "logprobs": logprobs}
     given |= {"stop": tuple(body.stop or ()), "top_k": max(0, body.top_k or 0)}
@@ -129,7 +129,7 @@ def _sampling(body: GenerationBody, *, max_tokens: int | None, logprobs: int | N
 
 
 def _grammar(body: GenerationBody) -> dict[str, Any]:
-    """What the answer must obey. The schema's properties keep their order: the answer's."""
+    """Return what the answer must match. Properties keep their order, which is the answer's."""
     form = body.constraint
     if form is None:
         return {}
@@ -149,7 +149,7 @@ def _grammar(body: GenerationBody) -> dict[str, Any]:
 
 
 def _tool_schemas(body: ChatBody, tools: list[FunctionTool]) -> tuple[str, ...]:
-    """What the arguments of each tool that may be called must obey, for the decoder."""
+    """Return the schema of the arguments of each tool that may be called, for the decoder."""
     schemas = []
     for number, tool in enumerate(body.tools or []):
         if tool in tools:
@@ -163,9 +163,9 @@ def _tool_schemas(body: ChatBody, tools: list[FunctionTool]) -> tuple[str, ...]:
     return tuple(schemas)
 
 
-#: What an answer must obey, in a worker's words.
+#: The job's fields that constrain the answer.
 _GRAMMARS = ("json_schema", "regex", "lark")
-#: A worker names the job's field; the client knows it under the name it used.
+#: The job's field, which a worker names -> the client's field.
 _CLIENT_PARAMS = {
     "logprobs": "top_logprobs",
     "text": "prompt",
@@ -175,7 +175,7 @@ _CLIENT_PARAMS = {
 def client_param(
     job: GenerateJob, param: str | None, code: str | None, body: GenerationBody
 ) -> str | None:
-    """The client's name for the field that a worker found fault with."""
+    """Return the client's name of the field that a worker refused."""
     if job.task == Task.DETOKENIZE and param == "token_ids":
         return "tokens"
     if param == "logprobs" and job.endpoint == "/v1/completions":

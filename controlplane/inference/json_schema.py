@@ -16,7 +16,7 @@ SCHEMA_PARAM = "response_format.json_schema.schema"
 
 
 def checked_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema itself. Raises PydanticCustomError saying what is wrong and where."""
+    """Return the schema. Raises PydanticCustomError saying what is wrong and where."""
     try:
         plan(schema)
     except BadSchema as error:
@@ -31,8 +31,8 @@ def planned(
     param: str = SCHEMA_PARAM,
     code: str = ErrorCode.INVALID_RESPONSE_FORMAT,
 ) -> Plan:
-    """What is made of a schema. Raises InvalidRequest, naming the keywords at fault, for a strict
-    one that cannot be enforced whole."""
+    """Plan how a schema is enforced. Raises InvalidRequest, naming the keywords, for a strict one
+    that cannot be enforced whole."""
     try:
         made = plan(schema)
     except BadSchema as error:
@@ -50,8 +50,8 @@ def planned(
 
 
 def schema_headers(job: GenerateJob) -> dict[str, str]:
-    """What a client should know of schemas that are not enforced whole: of the answer, and of its
-    tools, each path of which has the tool's name before it."""
+    """Return headers for schemas that are not enforced whole: the answer's, and the tools', whose
+    paths begin with the tool's name."""
     plans = {}
     if job.json_schema is not None and not job.is_strict:
         plans[""] = plan(json.loads(job.json_schema))
@@ -71,7 +71,7 @@ def schema_headers(job: GenerateJob) -> dict[str, str]:
 
 
 def _header_value(text: str) -> str:
-    """Paths come from the client, and a header is one line of printable characters."""
+    """Write client's paths as one line of printable characters."""
     return "".join(
         character if " " <= character <= "~" else character.encode("unicode_escape").decode()
         for character in text
@@ -79,7 +79,7 @@ def _header_value(text: str) -> str:
 
 
 def checked_pattern(pattern: str) -> str:
-    """The pattern itself. Raises PydanticCustomError for one that cannot be enforced."""
+    """Return the pattern. Raises PydanticCustomError for one that cannot be enforced."""
     try:
         whole_text(pattern)
     except BadPattern as error:
@@ -88,10 +88,10 @@ def checked_pattern(pattern: str) -> str:
 
 
 def regex_of_pattern(pattern: str) -> str:
-    """The regular expression of an answer that matches a checked pattern whole."""
+    """Return the regular expression of an answer that matches a checked pattern whole."""
     return whole_text(pattern)
 
 
 def regex_of_choices(choices: list[str]) -> str:
-    """The regular expression of an answer that is one of `choices`."""
+    """Return the regular expression of an answer that is one of `choices`."""
     return f"(?:{'|'.join(literal(choice) for choice in choices)})"

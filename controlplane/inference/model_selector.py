@@ -1,4 +1,4 @@
-"""What a request names as its model, before anybody knows whether there is such a thing."""
+"""What a request names as its model, before it is looked up."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSelector:
-    """What a body says of the model: names, in the order of the body.
+    """The names in a body that say what is to answer, in the order of the body.
 
     label    what the answer, usage and logs call it
-    weights  of the adapters of a blend; None of the body's `model`
+    weights  of the adapters of a blend; None for the body's `model`
     params   the fields of the body that the names are in
     """
 
@@ -21,5 +21,5 @@ class ModelSelector:
 
     @classmethod
     def model(cls, name: str) -> ModelSelector:
-        """One model and nothing else."""
+        """Select one model by its name."""
         return cls(label=name, names=(name,))

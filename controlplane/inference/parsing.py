@@ -1,4 +1,4 @@
-"""From the bytes of a body to a checked value, or to the one error that names the field."""
+"""Parse and check a body; of its faults, one error names the field."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CODES = {
 
 
 def parse_body(kind: type[_B], body: bytes) -> _B:
-    """The body as `kind`. Raises InvalidRequest naming the first field that is at fault."""
+    """Parse a body as `kind`. Raises InvalidRequest naming the field at fault."""
     finite_json.check_body(body)
     try:
         return kind.model_validate_json(body)
@@ -50,8 +50,8 @@ def _to_invalid_request(error: ValidationError, given: Any) -> InvalidRequest:
     if first["type"] == "json_invalid":
         if "recursion limit" in first["msg"]:
             return InvalidRequest("The body is nested too deeply.")
-        return InvalidRequest(f"The body is no valid JSON: {first['msg'][:300]}.")
-    # Of the ways in which a union failed, the one that got furthest says most.
+        return InvalidRequest(f"The body is not valid JSON: {first['msg'][:300]}.")
+    # Of the members of a union that failed, the one that got furthest says most.
     paths = [_path(detail, given) for detail in details]
     best = max(
         range(len(details)), key=lambda index: (len(paths[index]), not is_of_type(details[index]))
@@ -61,7 +61,7 @@ def _to_invalid_request(error: ValidationError, given: Any) -> InvalidRequest:
 
 
 def _path(detail: ErrorDetails, given: Any) -> list[str]:
-    """Where in the client's own body the fault is; pydantic's steps into unions left out."""
+    """Return the fault's place in the client's body, without pydantic's steps into unions."""
     path, here = [], given
     for step in detail["loc"]:
         if isinstance(here, dict) and step in here:

@@ -1,9 +1,8 @@
-"""The bodies that the gateway takes: OpenAI's fields, their ranges, and what is refused by name.
+"""The bodies that the gateway takes: OpenAI's fields, their ranges, and unsupported ones.
 
-Unknown fields are refused: that catches typing errors. Not so inside `messages`, which clients send
-back with what their own objects add. Fields that make no difference here (`user`, `metadata`,
-`store`, …) are taken and checked; fields for things the platform cannot do yet are refused unless
-they are empty.
+Unknown fields are refused, which catches typing errors, except inside `messages`, which clients
+send back with fields of their own. Fields without effect here (`user`, `metadata`, …) are checked;
+fields for what the platform cannot do are refused unless they are empty.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ MAX_MESSAGES = 2048
 MAX_STOPS = 4
 #: Of `n`.
 MAX_CHOICES = 16
-#: In one request to /v1/completions, and the answers to all of them.
+#: Of one request to /v1/completions; also the most answers to all of them.
 MAX_PROMPTS = 64
 MAX_STOP_CHARS = 500
 MAX_LOGIT_BIASES = 1024
@@ -57,7 +56,7 @@ Unsupported = Annotated[Any, AfterValidator(_refuse)]
 
 
 def _stops(value: Any) -> Any:
-    """One stop string is as good as a list of one."""
+    """Make a list of a single stop string."""
     return [value] if isinstance(value, str) else value
 
 
@@ -90,7 +89,7 @@ ModelName = Annotated[str, Field(min_length=1, max_length=MAX_MODEL_CHARS)]
 #: "" is the base model.
 NamedModel = Annotated[str | None, Field(max_length=MAX_MODEL_CHARS)]
 Label = Annotated[str | None, Field(max_length=512)]
-#: Those that OpenAI's clients know; what is served for them is `GenerationBody.tier`.
+#: The tiers of OpenAI's clients; `GenerationBody.tier` is what they get.
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"] | None
 MetadataKey = Annotated[str, Field(max_length=64), AfterValidator(without_nul)]
 MetadataValue = Annotated[str, Field(max_length=512), AfterValidator(without_nul)]
@@ -118,7 +117,7 @@ class StreamOptions(Body):
 
 
 class AdapterPart(Body):
-    """One adapter of a blend, by its name: `model` and `name` say the same."""
+    """One adapter of a blend, named by `name` or `model`."""
 
     name: ModelName | None = None
     model: ModelName | None = None
@@ -127,7 +126,7 @@ class AdapterPart(Body):
     @model_validator(mode="after")
     def _one_name(self) -> AdapterPart:
         if (self.name is None) == (self.model is None):
-            raise ValueError("name: required, under this name or as model")
+            raise ValueError("name: required, or model in its place")
         return self
 
     @property
@@ -146,7 +145,7 @@ Adapters = Annotated[
 
 
 class GenerationBody(Constrained):
-    """What chat and plain completions have in common."""
+    """The fields that chat and plain completions have in common."""
 
     #: The address that takes it.
     endpoint: ClassVar[str]
@@ -182,7 +181,7 @@ class GenerationBody(Constrained):
         return self
 
     def selector(self) -> ModelSelector:
-        """The models and adapters that the body names."""
+        """Return the models and adapters that the body names."""
         if not self.adapters:
             return ModelSelector.model(self.model or "")
         label = self.model or "+".join(part.called for part in self.adapters)[:MAX_MODEL_CHARS]
@@ -200,12 +199,12 @@ class GenerationBody(Constrained):
 
     @property
     def is_flex(self) -> bool:
-        """Whether the client would rather wait than pay for its turn."""
+        """Whether the request is served as a batch's: with the capacity that others leave."""
         return self.tier == "flex"
 
     @property
     def tier(self) -> str:
-        """How it is served, in OpenAI's words: there are two ways, whatever was asked for."""
+        """Return the service tier that the answer names: one of two, whatever was asked for."""
         return "flex" if getattr(self, "service_tier", None) == "flex" else "default"
 
     @model_validator(mode="after")
@@ -228,7 +227,7 @@ def _text_part(value: Any) -> Any:
 
 
 def no_text(kind: str) -> PydanticCustomError:
-    """For a part of a message that is an image or the like."""
+    """Return the error for a part of a message that is an image or the like."""
     return PydanticCustomError(
         "unsupported",
         "is a part of type {kind}: the models here read text alone. Send parts of type text",
@@ -271,17 +270,17 @@ class Message(Replayed):
         if self.content is None and not says_else:
             raise PydanticCustomError("missing", "content: required")
         if self.tool_calls and self.role != "assistant":
-            raise ValueError("tool_calls: only an assistant's message has them")
+            raise ValueError("tool_calls: allowed only in an assistant's message")
         if (self.role == "tool") != (self.tool_call_id is not None):
-            raise ValueError("tool_call_id: required in a tool's message, and only there")
+            raise ValueError("tool_call_id: required in a tool's message, and allowed only there")
         return self
 
     def rendered(self) -> dict[str, Any]:
-        """As the chat template takes it."""
+        """Return the message for the chat template."""
         content = self.content or self.refusal or ""
         if not isinstance(content, str):
             content = "\n".join(part.text for part in content)
-        # Open models' templates know no developer; OpenAI's own models take the two as one.
+        # Templates of open models have no developer role; OpenAI's models treat both alike.
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": content}
         if self.tool_calls:
@@ -291,7 +290,7 @@ class Message(Replayed):
         return message
 
 
-#: What a template is given anyway, or what is not the client's to say.
+#: Variables that the template is given anyway, or that clients must not set.
 _TEMPLATES_OWN = frozenset(
     ("messages", "tools", "documents", "chat_template", "tokenize", "add_generation_prompt")
 )
@@ -304,7 +303,9 @@ TemplateValue = bool | Annotated[int, Field(ge=-(2**31), lt=2**31)] | Annotated[
 def _templates_own(options: dict[str, Any]) -> dict[str, Any]:
     for name in options:
         if name in _TEMPLATES_OWN or name.endswith("_token"):
-            raise PydanticCustomError("value_error", "must not set what the template is given")
+            raise PydanticCustomError(
+                "value_error", "must not set what the template is given anyway"
+            )
     return options
 
 
@@ -356,22 +357,22 @@ class ChatBody(GenerationBody):
         tools, _ = self.callable_tools()
         form = self.constraint
         if tools and form is not None and form.schema is None:
-            raise ValueError(f"{form.field}: cannot stand beside tools; a schema can")
+            raise ValueError(f"{form.field}: cannot be combined with tools; a JSON schema can")
         called: set[str] = set()
         for number, message in enumerate(self.messages):
             called |= {call.id for call in message.tool_calls or ()}
             if message.tool_call_id is not None and message.tool_call_id not in called:
                 raise ValueError(
-                    f"messages.{number}.tool_call_id: no message before has such a tool call"
+                    f"messages.{number}.tool_call_id: no earlier message has this tool call"
                 )
         return self
 
     def callable_tools(self) -> tuple[list[FunctionTool], str | None]:
-        """The tools that the answer may call, and how: the job's `tool_choice`."""
+        """Return the tools that the answer may call, and the job's `tool_choice`."""
         return chosen(self.tools or [], self.tool_choice)
 
     def rendered_messages(self) -> tuple[dict[str, Any], ...]:
-        """As the chat template takes them; a tool's message says which function it is from."""
+        """Return messages for the chat template; a tool's message has its function's name."""
         messages = tuple(message.rendered() for message in self.messages)
         functions = {
             call.id: call.function.name
@@ -411,7 +412,7 @@ class CompletionBody(GenerationBody):
     metadata: Metadata = None
 
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, each as text or as token ids."""
+        """Return the prompts, each as text or as token ids."""
         prompt: Any = self.prompt
         is_one = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
         return [prompt] if is_one else prompt
@@ -420,19 +421,19 @@ class CompletionBody(GenerationBody):
     def _prompts_are_few(self) -> CompletionBody:
         number = len(self.prompts())
         if not 1 <= number <= MAX_PROMPTS:
-            raise ValueError(f"prompt: from 1 to {MAX_PROMPTS} prompts may be in one request")
+            raise ValueError(f"prompt: a request must have 1 to {MAX_PROMPTS} prompts")
         if number * (self.n or 1) > MAX_PROMPTS:
-            raise ValueError(f"n: the prompts times n may be {MAX_PROMPTS} answers at most")
+            raise ValueError(f"n: prompts times n must be at most {MAX_PROMPTS}")
         return self
 
     @model_validator(mode="after")
     def _best_of_is_n(self) -> CompletionBody:
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise ValueError("best_of: supported only as the value of n")
+            raise ValueError("best_of: must be equal to n")
         return self
 
     @model_validator(mode="after")
     def _something_is_asked_for(self) -> CompletionBody:
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
-            raise ValueError("max_tokens: 0 is only for echo or prompt_logprobs")
+            raise ValueError("max_tokens: 0 is allowed only with echo or prompt_logprobs")
         return self

@@ -1,9 +1,9 @@
-"""The one way from a checked body to an answer: whatever generates goes through `submit`.
+"""The one way from a checked body to an answer: all generation goes through `submit`.
 
     caller = await access.resolve(principal, body.selector())
     generation = await submit(caller, body, request_id=new_request_id())
     try:
-        async for event in generation.events():      # TokenEvents, one choice's news each
+        async for event in generation.events():      # TokenEvents, each of one choice
             ...
         # or: body = await generation.whole()        # the finished answer, as OpenAI writes it
     finally:
@@ -16,11 +16,11 @@ Responses API translate their own bodies into one. Everything that holds for a r
 budgets (reserved for all choices before anything runs, settled by the worker's record), and puts it
 into the fair queue; it ends in exactly one DoneRecord.
 
-`submit` raises ApiError before anything was accepted. What goes wrong later is raised by whatever
-is awaited then, as an ApiError too, with `param` in the client's own words.
+`submit` raises ApiError if the request is not accepted. Later failures are raised by what is
+awaited then, as an ApiError too, with the client's name of the field as `param`.
 
-Who gets a Generation must `leave` it in the end, also after an error: that cancels what still
-runs, and does nothing to what has ended.
+Always `leave` a Generation in the end, also after an error: that cancels it if it still runs, and
+does nothing if it has ended.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from controlplane.tenancy.scoping import new_id
 
 
 def new_request_id() -> str:
-    """The id under which a request is logged and billed, and which its client is told."""
+    """Return an id under which a request is logged and billed, and which its client sees."""
     return f"req_{new_id().hex}"
 
 
@@ -65,11 +65,11 @@ async def submit(
     caller        of the body's `selector`; the use is billed to their API key
     request_id    from `new_request_id`; at most one request is accepted under it
     endpoint      the address that the client used, for the log; "": the body's own
-    adjust        a last change to the job, of what no field of the body says
-    is_batch      served from what interactive requests leave
-    deadline      Unix seconds past which nobody wants the answer; None: `DEADLINE_S` from now
-    batch_stream  where it is answered, instead of in this process's own stream: who leaves it does
-                  not cancel it then, and one that is under way there is not submitted again
+    adjust        a last change to the job, for what no field of the body says
+    is_batch      served with the capacity that interactive requests leave
+    deadline      Unix seconds, when the request is given up; None: `DEADLINE_S` from now
+    batch_stream  where it is answered, instead of in this process's own stream: leaving it does not
+                  cancel it then, and one that is under way there is not submitted again
     Raises ApiError: InvalidRequest, RateLimited, Conflict, Unavailable.
     With a batch_stream, Fenced.
     """
@@ -110,7 +110,7 @@ class Generation:
 
     job       as the worker gets it
     admitted  what the rate limits' headers say; `headers` has them as text
-    leave     be done with it; what still runs is cancelled. To be called in the event loop
+    leave     ends it, and cancels it if it still runs; call it in the event loop
     """
 
     job: GenerateJob
@@ -122,12 +122,12 @@ class Generation:
 
     @property
     def headers(self) -> dict[str, str]:
-        """x-ratelimit-… and the like, for whoever answers over HTTP."""
+        """Return x-ratelimit-… and other headers for an answer over HTTP."""
         return rate_headers(self.admitted) | schema_headers(self.job)
 
     @property
     def fingerprint(self) -> str:
-        """Changes when the weights that answer do."""
+        """Return a fingerprint of the weights that answer."""
         parts = self.job.adapters
         if len(parts) > 1:
             digests = " ".join(f"{part.digest} {part.weight}" for part in parts)
@@ -136,9 +136,9 @@ class Generation:
         return f"fp_{digest[:12]}"
 
     async def take(self, timeout_s: float | None = None) -> list[TokenEvent]:
-        """The next news: one event for each choice that has any, empty when none came in time.
+        """Wait for events and return one for each choice that has any; [] if none came in time.
 
-        Over when one of them has `usage`. Raises ApiError when the request failed.
+        The last event of the request has `usage`. Raises ApiError when the request failed.
         """
         try:
             events = await self.reply.take(timeout_s)
@@ -146,12 +146,12 @@ class Generation:
             error.param = client_param(self.job, error.param, error.code, self.body)
             raise
         if any(event.finish_reason == FinishReason.CANCELLED for event in events):
-            # Not by its client, who is still here: its worker took this gateway for dead.
+            # Its client is still here: the worker took this gateway for dead.
             raise Unavailable("The request was cancelled.", code=ErrorCode.WORKER_LOST)
         return events
 
     async def events(self) -> AsyncIterator[TokenEvent]:
-        """All news to the end. Text comes as it is generated only with `stream` in the body."""
+        """Yield all events. Without `stream` in the body the text comes at the end."""
         while True:
             for event in await self.take():
                 yield event
@@ -159,12 +159,12 @@ class Generation:
                     return
 
     async def whole(self) -> Json:
-        """The finished answer, as OpenAI writes it."""
+        """Return the finished answer as OpenAI writes it."""
         answer = self.answer()
         return answer.whole([event async for event in self.events()])
 
     def answer(self) -> Answer:
-        """Writes this request's events in OpenAI's words."""
+        """Return the writer of this request's events in OpenAI's format."""
         kind, prefix, tier = (
             (ChatAnswer, "chatcmpl", self.body.tier)
             if isinstance(self.body, ChatBody)

@@ -14,7 +14,7 @@ from controlplane.inference.json_schema import checked_schema
 MAX_TOOLS = 128
 #: Of all tools of a request together, as JSON.
 MAX_TOOLS_BYTES = 256 * 1024
-#: Of all tools together, for each object in a schema may be one more schema to check.
+#: Of all tools together: each object in a schema may be another schema to check.
 MAX_TOOLS_OBJECTS = 4000
 MAX_CALLS = 128
 MAX_ARGUMENTS_DEPTH = 64
@@ -31,9 +31,9 @@ def _only_functions(value: Any) -> Any:
 
 
 def _object_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    """Arguments are a JSON object; a schema that says nothing of its type means that too."""
+    """Check a schema of arguments, which are an object also if the schema has no type."""
     if schema.get("type", "object") != "object":
-        raise PydanticCustomError("invalid_schema", "describes no object, which arguments are")
+        raise PydanticCustomError("invalid_schema", "must describe an object, as arguments are one")
     return checked_schema({"type": "object", **schema})
 
 
@@ -51,7 +51,7 @@ class FunctionTool(Body):
     function: FunctionDefinition
 
     def rendered(self) -> dict[str, Any]:
-        """As chat templates take it."""
+        """Return the function for the chat template."""
         function: dict[str, Any] = {"name": self.function.name}
         if self.function.description:
             function["description"] = self.function.description
@@ -67,7 +67,7 @@ class FunctionNamed(Body):
 
 
 class NamedTool(Body):
-    """The one function to be called."""
+    """The choice of one function, which must be called."""
 
     type: Literal["function"]
     function: FunctionNamed
@@ -79,7 +79,7 @@ class AllowedToolNames(Body):
 
 
 class AllowedTools(Body):
-    """Some of the tools, for this answer."""
+    """The choice of some of the tools."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedToolNames
@@ -102,14 +102,14 @@ class ToolCall(Replayed):
     function: CalledFunction
 
     def rendered(self) -> dict[str, Any]:
-        """As chat templates take it: the arguments as an object where they are one."""
+        """Return the call for the chat template, its arguments as an object if they are one."""
         function = {"name": self.function.name, "arguments": _read(self.function.arguments)}
         return {"id": self.id, "type": "function", "function": function}
 
 
 def _read(arguments: str) -> Any:
-    """What the arguments' JSON says; the text itself where that cannot be handed on: it is no
-    JSON, too deep, or has half a character or an infinite number in it."""
+    """Parse arguments; return their text if it cannot be handed on: no JSON, too deep, or with
+    a lone surrogate or an infinite number."""
     try:
         value = json.loads(arguments)
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
@@ -133,7 +133,7 @@ def _is_deeper(value: Any, levels: int) -> bool:
 
 
 def _some(calls: Any) -> Any:
-    """Servers write an empty list where there are none; sent back, it says as much."""
+    """Make None of an empty list, which other servers write where there are no calls."""
     return None if calls == [] else calls
 
 
@@ -147,7 +147,7 @@ ToolCalls = Annotated[
 
 
 def bounded(tools: Any) -> Any:
-    """What may be tools, before each schema in it is looked at."""
+    """Bound the tools of a body before each schema is checked."""
     if not isinstance(tools, list):
         return tools
     if len(tools) > MAX_TOOLS:
@@ -164,7 +164,7 @@ def bounded(tools: Any) -> Any:
 
 
 def check_tools(tools: list[FunctionTool]) -> None:
-    """Raise ValueError unless the tools can stand beside each other."""
+    """Raise ValueError for two tools of the same name."""
     names = [tool.function.name for tool in tools]
     for number, name in enumerate(names):
         if name in names[:number]:
@@ -174,7 +174,7 @@ def check_tools(tools: list[FunctionTool]) -> None:
 def chosen(
     tools: list[FunctionTool], choice: ToolChoice | None
 ) -> tuple[list[FunctionTool], str | None]:
-    """The tools that may be called, and the job's `tool_choice`.
+    """Return the tools that may be called, and the job's `tool_choice`.
 
     Raises ValueError for a choice that is not among the tools.
     """

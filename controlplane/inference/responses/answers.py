@@ -1,8 +1,8 @@
-"""A response, whole and as the events of its stream. Pure but for the clock: a worker's events in,
-JSON out.
+"""Write a response, whole and as the events of its stream. Pure but for the clock: a worker's
+events in, JSON out.
 
-The stream says everything twice, as OpenAI's does: each item and part when it begins, piece by
-piece, and when it is done; `response.completed` has the whole again.
+As OpenAI's, the stream has each item and part when it begins, piece by piece, and when it is done;
+`response.completed` has the whole again.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ResponsesAnswer:
     """Writes one request's events.
 
     has_tools     whether the text may be calls of tools
-    service_tier  how it is served, whatever was asked for
+    service_tier  that the request got
     clock         Unix seconds, for the time of completion
     """
 
@@ -79,7 +79,7 @@ class ResponsesAnswer:
         self._untold: list[Json] = []  # log-probabilities of tokens whose text is still to come
 
     def whole(self, events: Iterable[TokenEvent]) -> Json:
-        """The response when it is not streamed."""
+        """Return the response when it is not streamed."""
         told = [data for event in events for data in self._events(event)]
         response: Json = told[-1]["response"]
         return response
@@ -93,7 +93,7 @@ class ResponsesAnswer:
             yield self._sse(data)
 
     def failure(self, error: ApiError) -> bytes:
-        """How a stream ends that cannot be finished; clients raise the last event."""
+        """Return the events that end a failed stream; clients raise the last one."""
         told = error.body()["error"]
         failed = self._response("failed", self._done)
         failed["error"] = {"code": "server_error", "message": error.message}
@@ -245,7 +245,7 @@ class ResponsesAnswer:
 
 
 def answer_of(body: ResponsesBody, generation: Generation) -> ResponsesAnswer:
-    """Writes what comes of a request that was accepted."""
+    """Return the writer of an accepted request's events."""
     job = generation.job
     return ResponsesAnswer(
         body,

@@ -1,4 +1,4 @@
-"""The body of POST /v1/responses: what is taken, and what is refused by name.
+"""The body of POST /v1/responses: its fields, and the unsupported ones.
 
 Responses are not kept, so what refers to an earlier one is refused.
 """
@@ -49,7 +49,7 @@ class _TextPart(Replayed):
 
 
 TextPart = Annotated[_TextPart, BeforeValidator(_part)]
-#: Tokens that stay free for the answer with truncation auto, where its length is not bounded.
+#: Tokens that truncation auto leaves for an answer without a limit.
 DEFAULT_ROOM = 256
 
 Content = str | Annotated[list[TextPart], FirstFault]
@@ -66,7 +66,7 @@ class MessageItem(Replayed):
 
 
 class FunctionCallItem(Replayed):
-    """What an earlier answer called."""
+    """A call of a function in an earlier answer."""
 
     type: Literal["function_call"]
     call_id: Annotated[str, Field(min_length=1, max_length=200)]
@@ -77,7 +77,7 @@ class FunctionCallItem(Replayed):
 
 
 class FunctionOutputItem(Replayed):
-    """What the function returned."""
+    """The result of a function."""
 
     type: Literal["function_call_output"]
     call_id: Annotated[str, Field(min_length=1, max_length=200)]
@@ -85,13 +85,13 @@ class FunctionOutputItem(Replayed):
 
 
 class ReasoningItem(Replayed):
-    """What another model thought before its answer. No model here is told of it."""
+    """The reasoning of another model before its answer; dropped."""
 
     type: Literal["reasoning"]
 
 
 def _kind(value: Any) -> str:
-    """Which item it is: without a type, a message."""
+    """Return an item's type; without one it is a message."""
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     return kind if isinstance(kind, str) else "message"
 
@@ -141,7 +141,7 @@ class TextConfig(Body):
 
 
 class Reasoning(Body):
-    """Taken and of no effect: the models here do not reason apart from their answer."""
+    """Accepted without effect: the models here do not reason apart from their answer."""
 
     effort: Label = None
     summary: Label = None
@@ -149,7 +149,7 @@ class Reasoning(Body):
 
 
 class ResponsesStreamOptions(Body):
-    """Taken and of no effect: a response's last event has its usage anyway."""
+    """Accepted without effect: a response's last event has the usage anyway."""
 
     include_obfuscation: bool | None = None
     include_usage: bool | None = None
@@ -234,7 +234,7 @@ class ResponsesBody(Body):
     min_tokens: Annotated[int | None, Field(ge=0, le=10_000_000)] = None
 
     def adjusted(self, job: GenerateJob) -> GenerateJob:
-        """What a chat's body cannot say of the job: that the oldest turns may go."""
+        """Change the job as no chat's body can: let its oldest turns be dropped."""
         if self.truncation != "auto":
             return job
         return dataclasses.replace(job, room=self.max_output_tokens or DEFAULT_ROOM)

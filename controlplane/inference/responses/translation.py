@@ -1,4 +1,4 @@
-"""From a response's body to a chat's, and the names of its fields back."""
+"""Translate a response's body into a chat's, and the names of fields in errors back."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SAME = (
 
 
 def chat_body(body: ResponsesBody) -> ChatBody:
-    """The request as a chat. Raises InvalidRequest in the words of a response."""
+    """Return the request as a chat. Raises InvalidRequest with a response's field names."""
     fields: Json = {name: getattr(body, name) for name in _SAME}
     if body.adapters is not None:
         fields["adapters"] = [part.model_dump(exclude_none=True) for part in body.adapters]
@@ -70,13 +70,13 @@ def _messages(body: ResponsesBody) -> list[Json]:
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
     if len(messages) <= bool(body.instructions):
         raise InvalidRequest(
-            "'input' has nothing to answer: give text, or items of type message.", param="input"
+            "'input' has nothing to answer: send text, or items of type message.", param="input"
         )
     return messages
 
 
 def _add_call(messages: list[Json], item: FunctionCallItem) -> None:
-    """Calls of one answer are one message of a chat, with its text."""
+    """Add a call to the chat's message that has the text and calls of the same answer."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": None})
     function = {"name": item.name, "arguments": item.arguments}
@@ -101,7 +101,7 @@ def _chat_tool(tool: Json) -> Json:
     return {"type": tool.pop("type"), "function": tool}
 
 
-#: How a chat's fields are called here.
+#: A chat's field -> a response's.
 _NAMES = (
     (re.compile(r"^response_format\.json_schema\b"), "text.format"),
     (re.compile(r"^response_format\b"), "text.format"),
@@ -113,7 +113,7 @@ _NAMES = (
 
 
 def in_our_words(error: ApiError) -> ApiError:
-    """The error with the field's name in a response's body."""
+    """Return the error with the field's name in a response's body."""
     for pattern, name in _NAMES:
         if error.param is not None and pattern.match(error.param):
             ours = pattern.sub(name, error.param)

@@ -337,7 +337,7 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("body", "words"),
         [
-            (b"{", "no valid JSON"),
+            (b"{", "not valid JSON"),
             ({}, "inputs"),
             ({"inputs": ""}, "inputs"),
             ({"inputs": "x", "parameters": {"top_n_tokens": 3}}, "parameters.top_n_tokens"),
