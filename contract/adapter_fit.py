@@ -1,4 +1,4 @@
-"""Does a PEFT adapter fit a base model? Asked at upload, and again when the engine loads it.
+"""Check that a PEFT adapter fits a base model, at upload and again when the engine loads it.
 
 Fails closed: every tensor of the file is consumed exactly once, every tensor that the config asks
 for is there, and every shape fits.
@@ -35,7 +35,7 @@ _Key = tuple[str, str]  # (a module's dotted path, which of its tensors)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptedMatrix:
-    """What LoRA makes of one matrix of the base, and its tensors in the file.
+    """The LoRA of one matrix of the base, and its tensors in the file.
 
     scaling    what B A x is multiplied by
     a_name     A [rank, in]
@@ -54,11 +54,11 @@ class AdaptedMatrix:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FittedAdapter:
-    """What an adapter changes in its base: modules by their dotted paths, in the base's order.
+    """The changes of an adapter to its base: modules by dotted path, in the base's order.
 
     matrices      what LoRA changes
-    new_rows      modules that get rows anew, of some tokens or whole -> the tensor
-    token_ids     of those that get some: which
+    new_rows      modules with new rows, of some tokens or all -> the tensor
+    token_ids     of those with some new rows: which
     copies        tensors that repeat a matrix of the base and must equal it -> the module
     is_tied       PEFT made the head's A and B from the embedding's; they must agree
     is_head_tied  the head takes the embedding's new rows; where both are in the file they agree
@@ -73,12 +73,12 @@ class FittedAdapter:
 
     @property
     def ranks(self) -> set[int]:
-        """Of every matrix A."""
+        """Return the ranks of all matrices A."""
         return {matrix.rank for matrix in self.matrices.values()}
 
 
 def fit_adapter(config: LoraConfig, shapes: Mapping[str, Shape], base: BaseShape) -> FittedAdapter:
-    """What the adapter changes.
+    """Return the changes of an adapter.
 
     shapes  tensor name -> its shape
     Raises AdapterProblems with everything that does not fit.
@@ -88,7 +88,7 @@ def fit_adapter(config: LoraConfig, shapes: Mapping[str, Shape], base: BaseShape
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _NewRows:
-    """What a config asks for over a base.
+    """The new rows that a config asks for over a base.
 
     shapes        (module, _MATRIX or _ROWS) -> the shape of the tensor that must be there
     saved         modules that are replaced whole, and so not adapted
@@ -103,7 +103,7 @@ class _NewRows:
 
 
 class _Fitting:
-    """One adapter over one base; what does not fit is added to `problems`."""
+    """The fit of one adapter over one base; faults are added to `problems`."""
 
     def __init__(self, config: LoraConfig, shapes: Mapping[str, Shape], base: BaseShape) -> None:
         self._config, self._shapes, self._base = config, shapes, base
@@ -154,7 +154,7 @@ class _Fitting:
             self._complain("target_modules", f"{message}; these can: {names}")
 
     def _check_biases(self) -> None:
-        """Biases of the base that were trained cannot be honoured. A base without them: fine."""
+        """Refuse trained biases of the base, which are not applied, unless the base has none."""
         mode = self._config.bias
         for module, layer in self._modules.items():
             is_trained = mode == "all" or (mode == "lora_only" and module in self._adapted.targets)
@@ -190,7 +190,7 @@ class _Fitting:
         return _NewRows(shapes, token_ids, saved, frozenset(unadapted), is_head_tied)
 
     def _found(self) -> dict[_Key, str]:
-        """The tensors of the file that an adapter may have."""
+        """Return the tensors of the file that an adapter may have."""
         found: dict[_Key, str] = {}
         for name in self._shapes:
             key = _key(name)
@@ -204,7 +204,7 @@ class _Fitting:
         return found
 
     def _wanted(self, rows: _NewRows, found: Mapping[_Key, str]) -> dict[_Key, Shape]:
-        """The tensors of every adapted module, and their shapes."""
+        """Return the tensors of every adapted module, and their shapes."""
         targets = self._adapted.targets
         if self._config.target_modules is None:  # what the file has is all that is said of them
             there = {module for module, part in found if part.startswith("lora_")}
@@ -290,14 +290,14 @@ class _Fitting:
 
 
 def _matrices(module: str) -> tuple[str, str]:
-    """What PEFT calls a module's A and B."""
+    """Return PEFT's names of a module's A and B."""
     if module == EMBEDDING:
         return "lora_embedding_A", "lora_embedding_B"
     return "lora_A.weight", "lora_B.weight"
 
 
 def _key(name: str) -> _Key | None:
-    """The module and the tensor of it that is meant; None: it cannot be an adapter's."""
+    """Return the module and which of its tensors a name means; None if it is no adapter's."""
     match = _TENSOR_NAME.fullmatch(name)
     if match is None:
         return None

@@ -1,4 +1,4 @@
-"""What is wrong with the files of an adapter, in words its owner can act on."""
+"""The faults of an adapter's files, in words that its owner can act on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MAX_SHOWN = 120
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong.
+    """One fault.
 
     file     adapter_config.json or adapter_model.safetensors
     field    of the config, or the name of a tensor; "": the file as a whole
@@ -27,7 +27,7 @@ class Problem:
 
 
 class AdapterProblems(Exception):
-    """Raised with everything found wrong, what hides the most first."""
+    """Raised with all faults; those that hide others come first."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         super().__init__("; ".join(map(str, problems)))
@@ -35,7 +35,7 @@ class AdapterProblems(Exception):
 
 
 def shown(value: Any) -> str:
-    """A stranger's value for a message: short, and ASCII, which every store and page can take."""
+    """Write an untrusted value for a message: short, and in ASCII, which all stores can take."""
     text = value if isinstance(value, str) else repr(value)
     text = text[: 2 * _MAX_SHOWN].encode("unicode_escape").decode("ascii")
     return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "..."

@@ -1,4 +1,4 @@
-"""The sizes of a base model, as far as an adapter has to fit them."""
+"""The sizes of a base model that an adapter has to fit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class BaseShape:
     biased: frozenset[str] = frozenset()
 
     def modules(self) -> Iterator[tuple[str, int | None, tuple[int, int]]]:
-        """Each one's dotted path, its layer if it is of one, and (in, out)."""
+        """Return the dotted path of each module, its layer if it is in one, and (in, out)."""
         yield EMBEDDING, None, (self.vocab, self.hidden)
         for layer in range(self.num_layers):
             for linear, widths in self.linears.items():
@@ -37,7 +37,7 @@ class BaseShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> BaseShape:
-        """From a Hugging Face config.json. Raises ValueError naming the field that is wrong."""
+        """Read a Hugging Face config.json. Raises ValueError naming the field that is wrong."""
         hidden = _size(config, "hidden_size")
         inner = _size(config, "intermediate_size")
         num_heads = _size(config, "num_attention_heads")

@@ -1,8 +1,7 @@
-"""Reads chat JSONL, and says what is wrong with it, line by line.
+"""Read chat JSONL, and say what is wrong with it, line by line.
 
 A row is {"messages": [{"role": "system" | "user" | "assistant", "content": "…"}, …]}; the user
-speaks first and the assistant at least once. What is uploaded and what is trained on
-obeys the same rules.
+speaks first and the assistant at least once. The rules are the same at upload and in training.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from typing import Any
 
 MAX_ROWS = 100_000
 MAX_LINE_BYTES = 1 << 20
-#: How many problems are looked for before the lint gives up.
+#: How many problems the lint finds before it stops.
 MAX_PROBLEMS = 20
-#: How many of them a refusal tells.
+#: How many of them a refusal names.
 _SHOWN_PROBLEMS = 5
 _NO_JSON = "is not JSON"
 _FORM = ' The file is JSONL, one chat a line: {"messages": [{"role": "user", "content": "…"}, …]}'
@@ -27,7 +26,7 @@ Chat = list[dict[str, str]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Problem:
-    """What is wrong, and where. `line` counts from 1; 0 is the file as a whole."""
+    """A fault, and its place. `line` counts from 1; 0 is the file as a whole."""
 
     line: int
     field: str
@@ -40,17 +39,17 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lint:
-    """What the lint found; the dataset is good when there are no problems."""
+    """The outcome of the lint; a dataset without problems is good."""
 
     num_rows: int
     problems: list[Problem]
 
     @property
     def complaint(self) -> str:
-        """The first few problems, in one sentence."""
+        """Write the first few problems in one sentence."""
         shown = "; ".join(str(problem) for problem in self.problems[:_SHOWN_PROBLEMS])
         more = "; and more" if len(self.problems) > _SHOWN_PROBLEMS else ""
-        # A file of another kind, such as CSV, fails in each line; what is wanted is said once.
+        # A file of another kind, such as CSV, fails in each line; say once what is wanted.
         is_other = any(problem.message.startswith(_NO_JSON) for problem in self.problems)
         return f"{shown}{more}.{_FORM if is_other else ''}"
 
@@ -97,7 +96,7 @@ def read_rows(lines: Iterable[bytes]) -> Iterator[Chat | Problem]:
 
 
 class _Wrong(Exception):
-    """The row is no chat; its arguments are the field and the message."""
+    """The row is not a chat; the arguments are the field and the message."""
 
 
 def _chat(line: bytes) -> Chat:
@@ -118,9 +117,9 @@ def _chat(line: bytes) -> Chat:
         _check_message(f"messages[{index}]", message)
     roles = [message["role"] for message in messages if message["role"] != "system"]
     if not roles or roles[0] != "user":
-        raise _Wrong("messages", "must begin with the user's, after any of the system")
+        raise _Wrong("messages", "must begin with a user's message, after any of the system")
     if "assistant" not in roles:
-        raise _Wrong("messages", "must have one of the assistant: it is what is learned")
+        raise _Wrong("messages", "must have a message of the assistant: it is what is learned")
     return [{"role": message["role"], "content": message["content"]} for message in messages]
 
 

@@ -1,10 +1,10 @@
-"""What a process that computes gets of its parent's environment."""
+"""The environment of child processes that compute."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-#: No passwords of databases, Redis and S3, nor what else the same file may set.
+#: No passwords of databases, Redis and S3, nor other variables of the same file.
 VARIABLES = (
     *("PATH", "HOME", "USER", "LOGNAME", "LANG", "TZ", "TMPDIR", "VIRTUAL_ENV"),
     *("LD_LIBRARY_PATH", "XDG_CACHE_HOME", "PYTHONPATH", "PYTHONHOME", "PYTHONUNBUFFERED"),
@@ -17,7 +17,7 @@ PREFIXES = (
 
 
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return those of the variables that a child may have."""
+    """Return the variables that a child may have."""
     return {
         name: value
         for name, value in environment.items()

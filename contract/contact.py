@@ -1,4 +1,4 @@
-"""How long Redis has answered somebody without a break. Standard library only."""
+"""How long Redis has answered a process without a break. Standard library only."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from contract.protocol import HEARTBEAT_TIMEOUT_S, MAX_UNWATCHED_S
 
 
 class Contact:
-    """Whether Redis has answered without a break for long enough that others' silence means
-    something: while it was away, nobody's heartbeat reached it."""
+    """Whether Redis has answered without a break for so long that a silent process is dead.
+
+    While Redis was away, no heartbeat reached it.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._last = self._since = clock()
 
     def note(self) -> None:
-        """Redis has taken a heartbeat."""
+        """Note that Redis has taken a heartbeat."""
         now = self._clock()
         if now - self._last > MAX_UNWATCHED_S:
             self._since = now

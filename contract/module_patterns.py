@@ -1,12 +1,12 @@
-"""Which modules a pattern of adapter_config.json means: what `re` says, without its running time.
+"""Find the modules that a pattern of adapter_config.json means: `re` in bounded time.
 
 PEFT gives target_modules, exclude_modules, rank_pattern and alpha_pattern to Python's `re`, which
-tries one way after another: thirty characters of a stranger can keep it busy for years. Here
-Python's own parser reads a pattern, but all names are searched at once, in steps that are counted.
-The names lie end to end in one text, and a set of positions in it is one integer. Each part of a
-pattern maps the positions where it may begin to those where it may end; as nobody asks what a group
-caught, that is all there is to a match. It is exact, look-ahead and look-behind included; what
-needs a caught text (`\\1`) or cuts ways off (`a*+`) is refused.
+backtracks: thirty characters of a stranger can keep it busy for years. Here Python's own parser
+reads a pattern, but all names are searched at once, in steps that are counted. The names are joined
+to one text, and a set of positions in it is one integer. Each part of a pattern maps the positions
+where it may begin to those where it may end; as no group's text is needed, that is the whole match.
+It is exact, look-ahead and look-behind included; back references (`\\1`) and possessive repeats
+(`a*+`) are refused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _Value = TypeVar("_Value")
 
 
 class BadPattern(Exception):
-    """The pattern is no regular expression, or one that cannot be followed in bounded time."""
+    """The pattern is no regular expression, or not one that can be matched in bounded time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,19 +77,19 @@ _ANY = _Chars((), is_negated=True)
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """An expression that was read."""
+    """A parsed expression."""
 
     text: str
     root: _Node
 
 
 def read_pattern(text: str) -> Pattern:
-    """An expression for target_modules or exclude_modules. Raises BadPattern."""
+    """Parse an expression of target_modules or exclude_modules. Raises BadPattern."""
     return Pattern(text, _read(text, text, MAX_PATTERN_CHARS))
 
 
 def read_key(text: str) -> Pattern:
-    """A key of rank_pattern or alpha_pattern, with what PEFT puts around it. Raises BadPattern.
+    """Parse a key of rank_pattern or alpha_pattern as PEFT extends it. Raises BadPattern.
 
     Source: get_pattern_key in peft/utils/other.py.
     """
@@ -158,7 +158,7 @@ _REFUSED = {
 
 
 class ModuleNames:
-    """The names among which patterns are sought: ASCII, without line ends.
+    """The names that patterns are matched with: ASCII, without line ends.
 
     Counts the steps of all patterns: one for each adapter. Its methods raise BadPattern when they
     are more than MAX_STEPS; one takes about a microsecond.
@@ -181,12 +181,12 @@ class ModuleNames:
         self._masks: dict[_Chars, int] = {}
 
     def whole(self, pattern: Pattern) -> frozenset[str]:
-        """The names that the pattern matches from end to end."""
+        """Return the names that the pattern matches from end to end."""
         found = self._run(pattern.root, self._begins, False) & self._ends
         return frozenset(self._names[index] for index in self._indices(found))
 
     def first(self, patterns: Sequence[tuple[Pattern, _Value]]) -> dict[str, _Value]:
-        """name -> the value of the first key that matches it, as PEFT looks keys up."""
+        """Return name -> the value of the first key that matches it, as PEFT does."""
         values: dict[str, _Value] = {}
         left = self._begins
         for pattern, value in patterns:
@@ -196,7 +196,7 @@ class ModuleNames:
         return values
 
     def _indices(self, positions: int) -> list[int]:
-        """Which names have a position in the set."""
+        """Return the names that have a position in the set."""
         found = []
         bits = f"{positions:b}"[::-1] if positions else ""
         at = bits.find("1")
@@ -207,7 +207,7 @@ class ModuleNames:
         return found
 
     def _run(self, node: _Node, at: int, back: bool) -> int:
-        """Where the node may end, begun at `at`; with `back`, where it may begin, ended there."""
+        """Return where the node may end if it begins at `at`; with `back`, the other way."""
         if not at:
             return 0
         self._steps += 1
@@ -260,7 +260,7 @@ class ModuleNames:
         return at & edges if kind == "AT_BOUNDARY" else at & ~edges
 
     def _mask(self, node: _Chars) -> int:
-        """The characters of the text that the node takes."""
+        """Return the characters of the text that the node takes."""
         mask = self._masks.get(node)
         if mask is None:
             taken = {

@@ -1,4 +1,4 @@
-r"""Regular expressions with one meaning: read once, written so that every engine reads the same.
+r"""Parse regular expressions and rewrite them so that every engine reads them alike.
 
 JSON Schema's patterns are ECMA-262's; Python's `re`, the decoder's engine and RE2, which checks
 answers, each read some of them differently (`\d`, `\s`, `[a&&b]`, a trailing newline at `$`). So
@@ -16,23 +16,23 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_PATTERN_CHARS = 256
-#: What all counts of one pattern may multiply to; the automaton has as many states.
+#: The most that all counts of a pattern multiply to; the automaton has as many states.
 MAX_REPEATED = 10_000
 
 _parser: Any = importlib.import_module("re._parser")
 _LAST = 0x10FFFF
-#: Half characters of UTF-16, which no text has.
+#: Surrogates of UTF-16, which no text has.
 _SURROGATES = (0xD800, 0xDFFF)
 _Ranges = list[tuple[int, int]]
 
 _DIGIT: _Ranges = [(0x30, 0x39)]
 _WORD: _Ranges = [(0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)]
-# What is space to ECMA-262 and to Python, so that an answer is valid to clients of both.
+# Space in both ECMA-262 and Python, so that an answer is valid for clients of both.
 _SPACE: _Ranges = [
     (0x09, 0x0D), (0x20, 0x20), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A),
     (0x2028, 0x2029), (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000),
 ]  # fmt: skip
-#: Space to one of them alone: neither `\s` nor `\S`.
+#: Space in only one of them: neither `\s` nor `\S`.
 _ODD_SPACE: _Ranges = [(0x1C, 0x1F), (0x85, 0x85), (0xFEFF, 0xFEFF)]
 _LINE_END: _Ranges = [(0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029)]
 #: Any text; `.` alone excludes the ends of lines.
@@ -41,9 +41,9 @@ ANYTHING = _ANY_CHARACTER + "*"
 
 
 class BadPattern(Exception):
-    """The pattern is no regular expression at all, or one that nothing here can follow.
+    """The pattern is no regular expression, or not one that all engines can match.
 
-    is_invalid  it is no regular expression to anybody
+    is_invalid  it is not a regular expression in any dialect
     """
 
     def __init__(self, problem: str, *, is_invalid: bool = False) -> None:
@@ -53,7 +53,7 @@ class BadPattern(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A pattern rewritten.
+    """A rewritten pattern.
 
     search  finds it anywhere in a text, as JSON Schema's `pattern` does; for RE2
     whole   matches the texts in which `search` finds it, whole; None: there are anchors or word
@@ -65,7 +65,7 @@ class Pattern:
 
 
 def read_pattern(pattern: str) -> Pattern:
-    """Raises BadPattern."""
+    """Parse and rewrite a pattern. Raises BadPattern."""
     top = _parse(pattern)
     search = _Writer(keeps_anchors=True).alternatives(top)
     try:
@@ -76,7 +76,7 @@ def read_pattern(pattern: str) -> Pattern:
 
 
 def whole_text(pattern: str) -> str:
-    """The regular expression of the texts that `pattern` matches from end to end.
+    """Return a regular expression of the texts that `pattern` matches from end to end.
 
     Raises BadPattern.
     """
@@ -92,7 +92,7 @@ def whole_text(pattern: str) -> str:
 
 
 def literal(text: str) -> str:
-    """The regular expression of one text."""
+    """Return the regular expression of one text."""
     return "".join(_character(ord(character)) for character in text)
 
 
@@ -113,7 +113,7 @@ def _parse(pattern: str) -> Any:
 
 
 def _branches(parsed: Any) -> list[Any]:
-    """The alternatives of the whole pattern."""
+    """Return the alternatives of the whole pattern."""
     items = list(parsed)
     if len(items) == 1 and str(items[0][0]) == "BRANCH":
         return [list(branch) for branch in items[0][1][1]]
@@ -125,7 +125,7 @@ class _AnchorInside(Exception):
 
 
 def _without_anchors(items: list[Any]) -> tuple[list[Any], bool, bool]:
-    """One alternative's items between its anchors, and whether it had one at each end."""
+    """Return an alternative's items between its anchors, and whether each end has one."""
     has_start = has_end = False
     while items and str(items[0][0]) == "AT" and "BEGINNING" in str(items[0][1]):
         items, has_start = items[1:], True
@@ -135,7 +135,7 @@ def _without_anchors(items: list[Any]) -> tuple[list[Any], bool, bool]:
 
 
 def _whole_branch(items: list[Any]) -> str:
-    """One alternative, for a match of the whole text. Raises _AnchorInside."""
+    """Write an alternative for a match of the whole text. Raises _AnchorInside."""
     items, has_start, has_end = _without_anchors(items)
     writer = _Writer(keeps_anchors=False)
     inner = "".join(writer.item(item) for item in items)
@@ -274,7 +274,7 @@ def _character(code: int) -> str:
 
 
 def _escaped(code: int) -> str:
-    """One code point, inside or outside a class, as Python's `re`, RE2 and the decoder read it."""
+    """Escape a code point for Python's `re`, RE2 and the decoder, also inside a class."""
     character = chr(code)
     if not character.isascii():
         return character
@@ -282,13 +282,13 @@ def _escaped(code: int) -> str:
 
 
 def other_than(texts: list[str]) -> str:
-    """The regular expression of every text but these, whole."""
+    """Return the regular expression of every text but these, whole."""
     return _excluding(texts, is_prefix=False)
 
 
 def not_beginning_with(prefix: str, *, after: str) -> str:
-    """The regular expression of every text that does not begin with `prefix`, whole; nor with any
-    of the characters `after`, and then it."""
+    """Return the regular expression of every text, whole, that does not begin with `prefix`, nor
+    with one of the characters `after` and then `prefix`."""
     blanks = [(ord(character), ord(character)) for character in after]
     first = ord(prefix[0])
     ways = [_class([*blanks, (first, first)], is_negated=True) + ANYTHING]

@@ -1,6 +1,6 @@
 """Read PEFT's adapter_config.json without trusting it, at upload and in the engine.
 
-Fails closed: a field is honoured, or known to change nothing once the adapter is trained, or
+Fails closed: a field is applied, or known to change nothing once the adapter is trained, or
 refused by name. The fields are those of peft 0.21's LoraConfig. Regular expressions mean what they
 mean to PEFT, and are never run by Python: a stranger's can take forever (`module_patterns`).
 """
@@ -57,7 +57,7 @@ SAVE_FIELD, TOKENS_FIELD = "modules_to_save", "trainable_token_indices"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How much is taken.
+    """The bounds of a config.
 
     max_bytes  of the file
     max_rank   of any module
@@ -80,9 +80,9 @@ UPLOAD_LIMITS = Limits(max_bytes=64 << 10, max_alpha=1e6, is_strict=True)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LoraConfig:
-    """What of an adapter_config.json decides the adapter's effect.
+    """The fields of an adapter_config.json that decide the adapter's effect.
 
-    target_modules  names or an expression; None: it is not said
+    target_modules  names or an expression; None if missing
     layers          None: all
     saved           modules that are replaced whole, by their dotted paths
     token_ids       modules of which the rows of these tokens are replaced
@@ -105,7 +105,7 @@ class LoraConfig:
     token_ids: Mapping[str, tuple[int, ...]]
 
     def over(self, modules: Mapping[str, int | None]) -> AdaptedModules:
-        """What PEFT adapts of a base.
+        """Return the modules of a base that PEFT adapts.
 
         modules  dotted path, such as model.layers.0.mlp.up_proj -> its layer; None: of no layer
         Raises AdapterProblems when the patterns take too long.
@@ -128,7 +128,7 @@ class LoraConfig:
 
     @property
     def target_names(self) -> tuple[str, ...]:
-        """Those listed in target_modules; none of an expression."""
+        """Return the names in target_modules; none if it is an expression."""
         if not isinstance(self.target_modules, tuple) or self.target_modules == (_ALL_LINEAR,):
             return ()
         return self.target_modules
@@ -160,7 +160,7 @@ class AdaptedModules:
         return self.ranks.get(module, self.config.rank)
 
     def scaling(self, module: str) -> float:
-        """What B A x is multiplied by."""
+        """Return the factor of B A x."""
         rank = self.rank(module)
         divisor = math.sqrt(rank) if self.config.use_rslora else rank
         return self.alphas.get(module, self.config.alpha) / divisor
@@ -169,7 +169,7 @@ class AdaptedModules:
 def _matching(
     names: ModuleNames, wanted: tuple[str, ...] | Pattern, modules: Mapping[str, int | None]
 ) -> frozenset[str]:
-    """The modules that an expression matches, or whose dotted path ends with a wanted name."""
+    """Return the modules that an expression matches, or whose path ends with a wanted name."""
     if isinstance(wanted, Pattern):
         return names.whole(wanted)
     listed = frozenset(wanted)
@@ -186,7 +186,7 @@ def _is_listed(module: str, names: frozenset[str]) -> bool:
 
 
 def load_json(text: bytes, max_bytes: int) -> dict[str, Any]:
-    """The file as an object. Raises AdapterProblems when it is none, or longer than `max_bytes`."""
+    """Parse the file. Raises AdapterProblems if it is no object or longer than `max_bytes`."""
     if len(text) > max_bytes:
         raise _bad_file(f"it is longer than {max_bytes} bytes")
     try:
@@ -205,7 +205,7 @@ def _bad_file(message: str) -> AdapterProblems:
 
 
 def read_config(raw: Mapping[str, Any], limits: Limits) -> LoraConfig:
-    """The config, checked. Raises AdapterProblems with everything that is wrong in it."""
+    """Check a config. Raises AdapterProblems with everything that is wrong in it."""
     if raw.get("peft_type") != "LORA":  # then the other fields are another method's
         found = f"it is {shown(raw['peft_type'])}" if "peft_type" in raw else "it is missing"
         message = f"{found}; only LORA is supported: train a LoRA adapter"
@@ -235,7 +235,7 @@ def read_config(raw: Mapping[str, Any], limits: Limits) -> LoraConfig:
 
 
 class _Reader:
-    """Takes typed values out of the raw config; what is wrong is added to `problems`."""
+    """Reads typed values from the raw config; faults are added to `problems`."""
 
     def __init__(self, raw: Mapping[str, Any], limits: Limits) -> None:
         self._raw, self._limits = raw, limits
@@ -245,7 +245,7 @@ class _Reader:
         self.problems.append(Problem(FILE, shown(field) or '""', message))
 
     def refuse_unsupported(self) -> None:
-        """Fields with a meaning of their own that is not served; off and empty ones pass."""
+        """Refuse fields with an effect that is not supported, unless they are off or empty."""
         raw = self._raw
         for field, value in raw.items():
             if value and field not in HONOURED | NEUTRAL:
@@ -308,7 +308,7 @@ class _Reader:
         return self.modules("target_modules")
 
     def modules(self, field: str) -> tuple[str, ...] | Pattern:
-        """Names, or an expression."""
+        """Read names, or an expression."""
         value = self._raw.get(field)
         if isinstance(value, str) and value:
             return self._pattern(field, value, read_pattern) or ()

@@ -1,9 +1,9 @@
 """What crosses a process boundary: messages, stream names, error codes. Standard library only.
 
-The control plane and the workers know each other through this package alone: `contract.queue` has
-the Lua that both run and where batches are answered. Every message is a frozen dataclass; on the
-wire it is one JSON object, written by `encode` and read by its `decode`. Unknown fields are ignored
-on reading, so both sides can be upgraded one after the other.
+The control plane and the workers share this package and nothing else: `contract.queue` has the Lua
+that both run, and the streams of batches. Every message is a frozen dataclass; on the wire it is
+one JSON object, written by `encode` and read by `decode`. Unknown fields are ignored on reading, so
+both sides can be upgraded one after the other.
 
 Redis keys, all of one worker pool `{p}` (the braces keep a pool on one cluster slot):
 
@@ -16,20 +16,20 @@ Redis keys, all of one worker pool `{p}` (the braces keep a pool on one cluster 
     done:{p}                stream  worker          DoneRecord; group "acct", drained to Postgres
     wk:{p}                  zset    worker          worker id -> time of its last heartbeat
     wk:{p}:<worker>         hash    worker          Heartbeat; `boot`, the run that has this id
-    dlq:{p}                 stream  all             what nothing understood, requests given up
+    dlq:{p}                 stream  all             unreadable entries, and requests given up
     gw                      zset    gateway         gateway id -> time of its last heartbeat
 
 Fields of the job hash, all changed by scripts that check the lease first:
 
     state       "queued", "running" or "done"
     worker      in whose inbox it lies; none while it is queued
-    lease       fencing token: +1 at each dispatch; news under an older one is refused
+    lease       fencing token: +1 at each dispatch; events under an older one are refused
     attempt     dispatches that were not handed back; bounded by MAX_ATTEMPTS
     alone       "1" while it runs apart, because an earlier attempt of it was lost
     boot        the run of the worker process that holds the lease
     seq         TokenEvents published under the current lease
-    emitted, prompt_tokens, cached_tokens   the tokens they told of
-    cancel      "1" once nobody wants the answer
+    emitted, prompt_tokens, cached_tokens   the tokens in those events
+    cancel      "1" once the request is cancelled
 
 Times in the zsets are Redis's own clock, so hosts need not agree on theirs.
 """
@@ -54,17 +54,17 @@ GATEWAYS_KEY = "gw"
 PAYLOAD_FIELD = b"m"
 
 HEARTBEAT_INTERVAL_S = 2.0
-#: A worker or gateway silent for this long is dead.
+#: A worker or gateway without a heartbeat for this long is dead.
 HEARTBEAT_TIMEOUT_S = 10.0
-#: Who could not ask Redis for longer than this begins to count others' silence anew.
+#: A process that could not reach Redis for longer than this counts others' silence anew.
 MAX_UNWATCHED_S = 5.0
-#: A worker silent for less than this may be restarting: work still waits for it.
+#: A worker silent for less than this may be restarting: requests wait for it.
 WORKER_GRACE_S = 60.0
 WORKER_TTL_S = 120
 #: Dispatches of one request before it is given up as the cause of the crashes.
 MAX_ATTEMPTS = 2
 JOB_TTL_S = 24 * 3600
-#: How long the hash of a finished job stays, so that late news of it is refused.
+#: How long the hash of a finished job stays, so that late events of it are refused.
 DONE_JOB_TTL_S = 600
 OUT_STREAM_MAX_LEN = 20_000
 OUT_STREAM_TTL_S = 600
@@ -108,7 +108,7 @@ def worker_key(pool: str, worker_id: str) -> str:
 
 
 class ErrorCode(enum.StrEnum):
-    """Why a request ended badly; `controlplane.errors` maps each to an HTTP answer."""
+    """Why a request failed; `controlplane.errors` maps each to an HTTP answer."""
 
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
     INVALID_PROMPT = "invalid_prompt"
@@ -122,12 +122,12 @@ class ErrorCode(enum.StrEnum):
     GIVEN_UP = "request_given_up"  # it ended MAX_ATTEMPTS workers
     ADAPTER_QUARANTINED = "adapter_quarantined"
     GRAMMAR_QUOTA = "grammar_quota_exceeded"  # of the tenant: new schemas cost too much
-    ANSWER_INVALID = "answer_invalid"  # it does not obey its strict schema
+    ANSWER_INVALID = "answer_invalid"  # the answer breaks its strict schema
     INTERNAL = "internal"
 
 
 class Task(enum.StrEnum):
-    """What a job asks for."""
+    """The kind of a job."""
 
     GENERATE = "generate"
     TOKENIZE = "tokenize"  # its prompt's tokens
@@ -192,7 +192,7 @@ class Message:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterRef(Message):
-    """One adapter of a request: where its bytes lie and how much of it to apply."""
+    """One adapter of a request: where its files are, and its weight."""
 
     digest: str  # `adapter_digest`, hex
     config_key: str  # S3 key of adapter_config.json
@@ -226,8 +226,8 @@ class Sampling(Message):
 class GenerateJob(Message):
     """One request for tokens. Exactly one of `messages`, `text`, `token_ids`, `prompts` is set.
 
-    At most one of `json_schema`, `regex` and `grammar` is set; with `tools` the worker makes a
-    grammar of the calls, and `json_schema` then binds an answer that calls nothing.
+    At most one of `json_schema`, `regex` and `grammar` is set. With `tools` the worker makes a
+    grammar of the calls, and `json_schema` holds for an answer without calls.
     """
 
     request_id: str
@@ -236,7 +236,7 @@ class GenerateJob(Message):
     gateway_id: str
     model: str  # the name the client used
     base_model: str
-    task: str = Task.GENERATE  # the others are answered at once, and generate nothing
+    task: str = Task.GENERATE  # the others generate nothing
     special_tokens: bool = True  # which a text is given around it; for tokenizing alone, as is
     generation_prompt: bool = True  # which a chat ends with
     adapters: tuple[AdapterRef, ...] = ()  # none: the base model alone
@@ -252,13 +252,13 @@ class GenerateJob(Message):
     echo: bool = False  # each choice's text begins with its prompt's
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     json_schema: str | None = None  # the answer must obey it; canonical JSON text
-    decoding_schema: str | None = None  # for the decoder in its place: as much as that can enforce
-    is_strict: bool = False  # an answer that does not obey `json_schema` is a failure
+    decoding_schema: str | None = None  # for the decoder: the part of it that it can enforce
+    is_strict: bool = False  # an answer that breaks `json_schema` is a failure
     regex: str | None = None  # the whole answer must match it
-    grammar: str | None = None  # the whole answer must obey it; Lark of our own writing
+    grammar: str | None = None  # the whole answer must match it; Lark that we wrote
     tools: tuple[dict[str, Any], ...] = ()  # OpenAI's tool objects, for the chat template
-    tool_schemas: tuple[str, ...] = ()  # of each tool: what the decoder holds its arguments to
-    strict_tools: tuple[str, ...] = ()  # a call of these that does not obey is a failure
+    tool_schemas: tuple[str, ...] = ()  # of each tool: the schema of its arguments for the decoder
+    strict_tools: tuple[str, ...] = ()  # a call of these that breaks its schema is a failure
     tool_choice: str | None = None  # "auto", "required", or the one function's name after "="
     parallel_tool_calls: bool = True
     stream: bool = False
@@ -266,10 +266,10 @@ class GenerateJob(Message):
     token_details: bool = False  # with logprobs: TokenEvent.logprobs say more of each token
     with_counts: bool = False  # of a stream: each event has `TokenEvent.so_far`
     with_token_ids: bool = False  # events have the ids of the prompt and of their tokens
-    store: bool | None = None  # whether its words may be kept; None: as its tenant chose
-    is_batch: bool = False  # nobody waits at the other end: served after those that somebody does
+    store: bool | None = None  # whether its texts may be logged; None: as its tenant chose
+    is_batch: bool = False  # served after interactive requests
     created_at: float = 0.0  # Unix seconds
-    deadline: float | None = None  # Unix seconds; past it nobody waits for the answer
+    deadline: float | None = None  # Unix seconds; then it is given up
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Self:
@@ -280,7 +280,7 @@ class GenerateJob(Message):
 
     @property
     def num_choices(self) -> int:
-        """The answers that there will be."""
+        """Return the number of answers."""
         return self.n * (len(self.prompts) or 1)
 
 
@@ -293,7 +293,7 @@ class Usage(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TokenEvent(Message):
-    """News of one choice. `seq` counts 0, 1, 2 … per (request, lease) without gaps.
+    """An event of one choice. `seq` counts 0, 1, 2 … per (request, lease) without gaps.
 
     The last event of a choice has `finish_reason`; the last of the request has `usage`, summed over
     the choices, or, when it failed, the reason "error" with `error_code` and `error_message`.
@@ -311,13 +311,13 @@ class TokenEvent(Message):
     #: With `Sampling.prompt_logprobs`, once for each choice: as `logprobs`, with "id" and "rank".
     prompt_logprobs: tuple[dict[str, Any], ...] | None = None
     token_ids: tuple[int, ...] | None = None  # `with_token_ids`, and the answer of tokenizing
-    token_strs: tuple[str, ...] | None = None  # of tokenizing: what the vocabulary calls them
+    token_strs: tuple[str, ...] | None = None  # of tokenizing: their texts in the vocabulary
     prompt_token_ids: tuple[int, ...] | None = None  # with the first event of a prompt
     so_far: Usage | None = None  # `with_counts`: the choice's own prompt and tokens until here
     queue_ms: float | None = None  # beside `usage`: how long the request waited for its turn
     finish_reason: str | None = None
     stop_string: str | None = None  # with the reason "stop": the one that was met, if one was
-    schema_error: str | None = None  # how it, finished, breaks its schema
+    schema_error: str | None = None  # how the finished answer breaks its schema
     error_code: str | None = None
     error_message: str | None = None
     error_param: str | None = None
@@ -358,12 +358,12 @@ class DoneRecord(Message):
     endpoint: str = ""
     is_batch: bool = False
     weights: tuple[float, ...] = ()  # of the digests
-    sampling: dict[str, Any] | None = None  # what is not as usual, and no words of the client
-    attempts: int | None = None  # how often workers took it up; more than one: some were lost
+    sampling: dict[str, Any] | None = None  # what is not the default, without texts of the client
+    attempts: int | None = None  # how often workers took it up; with more than one some were lost
 
     @classmethod
     def of(cls, job: GenerateJob, **fields: Any) -> DoneRecord:
-        """With what the job says already, less the client's words."""
+        """Make a record with the job's fields, without the client's texts."""
         said = {n: getattr(job, n) for n in _fields(GenerateJob) if n in _fields(cls)} | fields
         sampling = job.sampling.to_dict()
         said["sampling"] = {k: sampling[k] for k in sampling if k not in ("stop", "logit_bias")}
@@ -386,7 +386,7 @@ class Heartbeat(Message):
     base_revision: str
     device: str
     version: int = PROTOCOL_VERSION
-    step: int = 0  # engine steps so far: one that stands still while requests run is stuck
+    step: int = 0  # engine steps so far; an engine with requests and no steps is stuck
     running: int = 0
     waiting: int = 0
     max_running: int = 0
@@ -395,14 +395,14 @@ class Heartbeat(Message):
     resident_digests: tuple[str, ...] = ()
     tokens_per_s: float = 0.0
     draining: bool = False
-    loading: bool = False  # its engine is not ready: it pulls nothing yet
+    loading: bool = False  # the engine is not ready, and nothing is pulled yet
     started_at: float = 0.0
 
 
 def unpack_events(payload: bytes) -> list[TokenEvent]:
-    """The events of one stream entry; `worker.serving.streams` packs them inside Redis.
+    """Return the events of one stream entry; `worker.serving.streams` packs them inside Redis.
 
-    Many share one because entries are what limits a gateway. What is no event costs no other.
+    An entry has many events, since entries cost a gateway most. An unreadable event is skipped.
     """
     events = []
     for fields in json.loads(payload):
@@ -412,12 +412,12 @@ def unpack_events(payload: bytes) -> list[TokenEvent]:
 
 
 def canonical_json(value: Any) -> str:
-    """The one spelling of a JSON value, for digests and cache keys."""
+    """Write a JSON value in its one canonical form, for digests and cache keys."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 
 def adapter_digest(config: dict[str, Any], tensors: Iterable[bytes], base_revision: str) -> str:
-    """The identity of an adapter: hex sha256 over its config, tensor file and base revision.
+    """Return an adapter's identity: hex sha256 over its config, tensor file and base revision.
 
     config         adapter_config.json as parsed
     tensors        the bytes of adapter_model.safetensors, in pieces
@@ -430,13 +430,13 @@ def adapter_digest(config: dict[str, Any], tensors: Iterable[bytes], base_revisi
 
 
 def adapter_digest_of(config: dict[str, Any], tensors_sha256: str, base_revision: str) -> str:
-    """`adapter_digest` from the hex sha256 of the tensors file, for who has read it already."""
+    """Return `adapter_digest` from the hex sha256 of the tensors file."""
     identity = {"base_revision": base_revision, "config": config, "tensors_sha256": tensors_sha256}
     return hashlib.sha256(canonical_json(identity).encode()).hexdigest()
 
 
 def context_length(config: dict[str, Any]) -> int:
-    """The tokens of one sequence, prompt and answer together, that a base model reads.
+    """Return how many tokens, prompt and answer together, a base model reads.
 
     config  its config.json. YaRN stretches its original context by a factor, which configs that
             were published with it do not multiply out.

@@ -2,7 +2,7 @@
 
 The file is: 8 bytes, the header's length as a little-endian integer; the header, a JSON object
 {name: {"dtype", "shape", "data_offsets": [begin, end]}}; the tensors' bytes, to which the offsets
-refer. Nothing is unpickled, and nothing is allocated by what the file says of itself.
+refer. Nothing is unpickled, and no size that the file claims is allocated.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ DTYPE_BYTES = {"F16": 2, "BF16": 2, "F32": 4}
 _MAX_DIMENSIONS = 8
 _MAX_DIMENSION = 1 << 31
 
-#: How adapter_model.bin becomes a file that runs no code when it is read.
+#: How to convert adapter_model.bin to a file that runs no code when it is read.
 CONVERT_BIN = (
     "convert it where you trust it: import torch, safetensors.torch as st; "
     'st.save_file({k: v.clone().contiguous() for k, v in torch.load("adapter_model.bin", '
     'map_location="cpu", weights_only=True).items()}, "adapter_model.safetensors")'
 )
-#: How files that people send by mistake begin.
+#: First bytes of files that people send by mistake.
 _MAGICS = (
     (b"PK\x03\x04", "a zip archive, as torch.save writes"),
     (b"\x80\x02", "a Python pickle"),
@@ -53,9 +53,9 @@ class Tensor(NamedTuple):
 
 
 def header_length(start: bytes, file_bytes: int, max_bytes: int) -> int:
-    """The header's length from the file's first bytes, 8 or more of them.
+    """Return the header's length from the file's first bytes, 8 or more of them.
 
-    Raises AdapterProblems when this is no safetensors file, or the length is not to be believed.
+    Raises AdapterProblems if this is no safetensors file, or the length is impossible.
     """
     if len(start) < LENGTH_BYTES or file_bytes < LENGTH_BYTES:
         raise _bad(_other_kind(start) or "it is too short for a safetensors file")
@@ -73,7 +73,7 @@ def header_length(start: bytes, file_bytes: int, max_bytes: int) -> int:
 
 
 def _other_kind(start: bytes) -> str | None:
-    """What the file is instead, and what to do; None: nobody knows."""
+    """Say what the file is instead, and what to do; None if unknown."""
     for magic, kind in _MAGICS:
         if start.startswith(magic):
             is_torch = "torch" in kind or "pickle" in kind
@@ -83,7 +83,7 @@ def _other_kind(start: bytes) -> str | None:
 
 
 def read_header(start: bytes, file_bytes: int, max_bytes: int) -> tuple[Tensor, ...]:
-    """The tensors in the order of their bytes, which fill the file without gap or overlap.
+    """Return the tensors in the order of their bytes, which fill the file without gap or overlap.
 
     start       the file from its beginning to the end of the header or further
     file_bytes  the length of the whole file

@@ -1,4 +1,4 @@
-"""JSON of strangers, read as the standard has it: no name twice, no NaN, no number out of range."""
+"""Parse untrusted JSON strictly: no name twice, no NaN, no number out of range."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contract.adapter_problems import shown
 
 
 def read_object(text: bytes) -> dict[str, Any]:
-    """An object in UTF-8. Raises ValueError with what the text is or does instead."""
+    """Parse an object in UTF-8. Raises ValueError that says what is wrong with the text."""
     try:
         found = json.loads(
             text.decode(),

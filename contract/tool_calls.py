@@ -1,9 +1,9 @@
-"""From a model's text to the calls in it, while it is being written. Standard library only.
+"""Read the calls of tools in a model's text while it is written. Standard library only.
 
-A worker holds the model to this form by a grammar (`worker/text/tools.py`): calls stand between
-`CALL_BEGIN` and `CALL_END`, each a JSON object of the function's name and then its arguments, and
-an answer that begins otherwise has none. The gateway shows the calls, and the worker checks them,
-as they are read here.
+A worker's grammar makes the model keep this form (`worker/text/tools.py`): each call is between
+`CALL_BEGIN` and `CALL_END`, a JSON object of the function's name and then its arguments. An answer
+that begins otherwise has no calls. The gateway shows the calls as they are read here, and the
+worker checks them so.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TAIL = re.compile(r"\s*\}\s*" + re.escape(_END))
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Piece:
-    """What a stretch of text adds: to the message's content, or to call number `call`.
+    """What some text adds to the message's content, or to call number `call`.
 
     name  of the function, in a call's first piece
     """
@@ -46,7 +46,7 @@ class CallReader:
         self._is_in_string = self._is_escaped = False
 
     def feed(self, text: str) -> list[Piece]:
-        """What more text adds. What may still become a mark waits."""
+        """Return what more text adds; the end of it waits if it may be part of a mark."""
         self._unread += text
         pieces: list[Piece] = []
         while True:
@@ -56,12 +56,12 @@ class CallReader:
                 return pieces
 
     def finish(self) -> list[Piece]:
-        """What waited and becomes nothing else."""
+        """Return what waited, at the end of the text."""
         is_text = self._state in (self._at_start, self._in_text)
         text, self._unread = self._unread, ""
         return [Piece(text)] if text and is_text else []
 
-    # The states: each reads what it can, and says in `_state` when another goes on
+    # The states: each reads what it can, and sets `_state` to the next
 
     def _at_start(self) -> Iterator[Piece]:
         text = self._unread.lstrip(BLANKS)
@@ -98,7 +98,7 @@ class CallReader:
             self._state = self._after_arguments
 
     def _end_of_arguments(self, text: str) -> int:
-        """Where in `text` the object ends that the arguments are."""
+        """Return where in `text` the object of arguments ends."""
         for at, character in enumerate(text):
             if self._is_in_string:
                 self._is_in_string = self._is_escaped or character != '"'
@@ -124,7 +124,7 @@ class CallReader:
 
 
 def read_calls(text: str) -> list[tuple[str, str]]:
-    """The function's name and the arguments, as JSON text, of each call in a whole answer."""
+    """Return the function's name and arguments, as JSON text, of each call in an answer."""
     reader = CallReader()
     calls: list[tuple[str, list[str]]] = []
     for piece in [*reader.feed(text), *reader.finish()]:

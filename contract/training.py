@@ -1,4 +1,4 @@
-"""What a training is asked to do: as the API takes it, and as `python -m worker.train` reads it."""
+"""A training job: as the API takes it, and as `python -m worker.train` reads it."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _check_targets(value: Any) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainJob:
-    """What to train, from what, to where: the content of JOB.json."""
+    """What to train, from which data, to which folder: the content of JOB.json."""
 
     base_model_dir: Path
     dataset: Path

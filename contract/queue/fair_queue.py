@@ -3,8 +3,8 @@
 Requests wait per base model, class and tenant, and a worker with room pulls those of the tenants
 that have been served least. "Served" is a virtual counter of tokens (Sheng et al., "Fairness in
 Serving Large Language Models", 2024): charged when a request is dispatched, corrected when it
-ends. A tenant that becomes active starts no lower than the lowest active one, so that nobody saves
-up a right to the whole pool by being idle.
+ends. A tenant that becomes active starts no lower than the lowest active one, so that no tenant
+saves up service by being idle.
 
     key (`q` is `queue_key(pool, base model)`)   type    what
     q:<class>               zset    tenant -> counter, of the tenants that have something waiting
@@ -19,7 +19,7 @@ up a right to the whole pool by being idle.
     qs:{p}                  set     the queues that something was put into
     srv:{p}                 zset    queue -> when a worker of its base model was last heard of
     reap:{p}                hash    when a reaper last looked, and `since` when without a break
-    quar:{p}                hash    adapter digest -> when it was found to end workers
+    quar:{p}                hash    adapter digest -> when it was quarantined
     in:{p}                  set     workers whose inboxes may hold something
     lim:…:run, lim:…:wait   zset    requests of a policy that run or wait -> their deadline
     bud:{p}:<tenant>:<id>:… hash    one budget's period: tokens `spent` and `reserved`
@@ -35,13 +35,13 @@ from __future__ import annotations
 INTERACTIVE = "i"
 BATCH = "b"
 
-#: A generated token weighs as much as so many read ones.
+#: A generated token counts as so many prompt tokens.
 OUTPUT_WEIGHT = 2
-#: Among so many of the least served tenants a worker looks for an adapter that it has.
+#: A worker looks for an adapter that it has among so many of the least served tenants.
 AFFINITY_WINDOW = 16
-#: How often in a row a tenant may be passed over so.
+#: How often in a row a tenant may be passed over for that.
 MAX_SKIPS = 4
-#: Requests of one pull: what keeps the script short.
+#: Requests of one pull, to keep the script short.
 PULL_COUNT = 4
 #: While both classes wait, one dispatch in so many is of the batch class.
 BATCH_SHARE = 16

@@ -1,9 +1,9 @@
-"""Where the answers to a batch's lines wait, whoever runs the batch. Standard library only.
+"""The streams that answers are written to: a gateway's, and a batch's. Standard library only.
 
-To a worker a batch is a gateway like any other, with an id (`batch_stream_id`) and a stream, but
-one that outlives its processes: its requests go on while nobody reads, and their answers stay
-until somebody has. What is under way is in a hash beside the stream, written by the script that
-admits it (`controlplane.queue.batch_reply_stream`):
+To a worker a batch is a gateway with an id (`batch_stream_id`) and a stream, but one that outlives
+its processes: its requests go on while nobody reads, and their answers stay until they are read.
+The lines under way are in a hash beside the stream, written by the script that admits them
+(`controlplane.queue.batch_reply_stream`):
 
     key                  type    written by    what
     out:batch-<batch>    stream  worker        as any gateway's; entries stay until they are kept
@@ -11,7 +11,7 @@ admits it (`controlplane.queue.batch_reply_stream`):
                                                answers it; `fence`, the lowest fencing token that
                                                may still admit lines
 
-Both are bounded by what is under way at a time, not by the batch, and go with its end.
+The size of both is bounded by the lines under way; both are removed when the batch ends.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from __future__ import annotations
 from contract.protocol import OUT_STREAM_TTL_S
 
 _PREFIX = "batch-"
-#: Longer than any batch may take, and then as long again for somebody to find what came of it.
+#: The longest time of a batch, and as long again for a runner to read its answers.
 BATCH_STREAM_TTL_S = 2 * 24 * 3600
 
 
 def batch_stream_id(batch_id: str) -> str:
-    """The gateway id of a batch."""
+    """Return the gateway id of a batch."""
     return f"{_PREFIX}{batch_id}"
 
 
 def is_batch_stream(gateway_id: str) -> bool:
-    """Whether answers wait there for whoever comes next: nobody's silence means anything."""
+    """Whether the stream is a batch's: its requests go on though no gateway lives."""
     return gateway_id.startswith(_PREFIX)
 
 
 def out_ttl_s(gateway_id: str) -> int:
-    """How long a gateway's stream stays after its last entry."""
+    """Return how long a gateway's stream stays after its last entry."""
     return BATCH_STREAM_TTL_S if is_batch_stream(gateway_id) else OUT_STREAM_TTL_S
 
 

@@ -1,11 +1,11 @@
-"""Loads the queue's Lua, which stands beside this file: one script in each `.lua` file.
+"""Load the queue's Lua scripts, one in each `.lua` file beside this one.
 
 Two things in them are not Lua. The line `--#include NAME` stands for the file NAME.lua; `{NAME}`
 stands for the constant NAME of `contract.protocol`, `fair_queue` or `reply_streams`.
 
-All changes to a request go through a script that compares the lease first, so a worker that was
-paused and replaced can no longer tell anything, acknowledge anything or bill anything. Each
-script may be repeated after a lost reply without a second effect.
+All changes to a request go through a script that compares the lease first: a worker that was paused
+and replaced can no longer publish, acknowledge or bill. Each script may be repeated after a lost
+reply without a second effect.
 """
 
 from __future__ import annotations

@@ -44,9 +44,9 @@ def test_a_good_dataset_has_rows_and_no_problems() -> None:
             {"messages": [USER, ASSISTANT | {"content": " "}]},
             "line 2: messages[1].content must not",
         ),
-        ({"messages": [SYSTEM, ASSISTANT]}, "line 2: messages must begin with the user's"),
-        ({"messages": [SYSTEM]}, "line 2: messages must begin with the user's"),
-        ({"messages": [USER, USER]}, "line 2: messages must have one of the assistant"),
+        ({"messages": [SYSTEM, ASSISTANT]}, "line 2: messages must begin with a user's"),
+        ({"messages": [SYSTEM]}, "line 2: messages must begin with a user's"),
+        ({"messages": [USER, USER]}, "line 2: messages must have a message of the assistant"),
     ],
 )
 def test_a_wrong_row_is_named_by_line_and_field(row: Any, expected: str) -> None:

@@ -221,8 +221,8 @@ GOOD = {"messages": [USER, ASSISTANT]}
         ([GOOD, GOOD, {"messages": []}], "line 3: "),
         ([{"messages": [USER, {"role": "tool", "content": "b"}]}], r"line 1: messages\[1\].role"),
         ([{"messages": [USER, {"role": "assistant"}]}], r"line 1: messages\[1\].content"),
-        ([{"messages": [ASSISTANT, USER]}], "line 1: messages must begin with the user"),
-        ([{"messages": [USER]}], "line 1: messages must have one of the assistant"),
+        ([{"messages": [ASSISTANT, USER]}], "line 1: messages must begin with a user"),
+        ([{"messages": [USER]}], "line 1: messages must have a message of the assistant"),
         ([], "no rows"),
     ],
 )
