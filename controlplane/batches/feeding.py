@@ -13,14 +13,7 @@ from controlplane.batches import lines
 from controlplane.batches.concurrency import Concurrency
 from controlplane.batches.lines import Line, Request
 from controlplane.batches.results import Result
-from controlplane.errors import (
-    ApiError,
-    GivenUp,
-    InternalError,
-    InvalidRequest,
-    NotFound,
-    PermissionDenied,
-)
+from controlplane.errors import ApiError, GivenUp, InternalError
 from controlplane.inference import access
 from controlplane.inference.schemas import ChatBody, CompletionBody
 from controlplane.inference.service import Generation, submit
@@ -246,9 +239,9 @@ async def submit_line(
     selector = body.selector()
     try:
         caller = await access.resolve(principal, selector)
-    except (InvalidRequest, NotFound, PermissionDenied):
+    except ApiError as error:
         base_model = batch_stream.base_model_of(request_id)
-        if base_model is None:
+        if base_model is None or error.status >= 500:
             raise
         caller = await access.resolve_accepted(principal, selector, base_model)
     return await submit(

@@ -80,14 +80,29 @@ async def resolve(principal: Principal, selector: ModelSelector) -> Caller:
     known = [_known.get((_key_id(principal), name)) for name in selector.names]
     fresh = [entry for entry in known if entry is not None and entry.until > now]
     if len(fresh) < len(selector.names):
-        return await query_in_thread(lambda: _load(principal, selector))
+        return await query_in_thread(lambda: resolve_now(principal, selector))
     return _caller(principal, selector, fresh)
 
 
 def resolve_now(principal: Principal, selector: ModelSelector) -> Caller:
     """Do as `resolve`, from the database, for code that is in a thread already."""
     _check(principal, selector)
-    return _load(principal, selector)
+    found = []
+    until = time.monotonic() + CACHE_S  # from before the query, which may take long
+    with tenant_scope(principal.tenant.id):
+        for name, param in zip(selector.names, selector.params, strict=True):
+            try:
+                model = model_resolve(name)
+            except NotFound as error:
+                error.param = param
+                error.message += _way_out(principal, name)
+                raise
+            found.append(_Known(model, _limits(principal, name), until))
+    if len(_known) >= _CACHE_MAX_MODELS:
+        _known.clear()
+    for name, entry in zip(selector.names, found, strict=True):
+        _known[_key_id(principal), name] = entry
+    return _caller(principal, selector, found)
 
 
 async def resolve_accepted(
@@ -139,25 +154,6 @@ def _check(principal: Principal, selector: ModelSelector) -> None:
     authorize(principal, Permission.INFER)
     for name, param in zip(selector.names, selector.params, strict=True):
         check_named(principal, name, param)
-
-
-def _load(principal: Principal, selector: ModelSelector) -> Caller:
-    found = []
-    until = time.monotonic() + CACHE_S  # from before the query, which may take long
-    with tenant_scope(principal.tenant.id):
-        for name, param in zip(selector.names, selector.params, strict=True):
-            try:
-                model = model_resolve(name)
-            except NotFound as error:
-                error.param = param
-                error.message += _way_out(principal, name)
-                raise
-            found.append(_Known(model, _limits(principal, name), until))
-    if len(_known) >= _CACHE_MAX_MODELS:
-        _known.clear()
-    for name, entry in zip(selector.names, found, strict=True):
-        _known[_key_id(principal), name] = entry
-    return _caller(principal, selector, found)
 
 
 def _limits(principal: Principal, name: str) -> Limits:
