@@ -1,4 +1,4 @@
-"""What somebody meant who asked for an address that is none: the nearest that there is."""
+"""Answer requests for unknown addresses, and name the address that the client probably meant."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from controlplane.errors import NOTHING_HERE, InternalError, NotFound
 
 #: Longer addresses are not looked at.
 _MAX_CHARS = 300
-#: Pages, which browsers open, and not clients.
+#: Pages that browsers open; API clients do not.
 _PAGES = ("/console", "/admin")
+#: By the last part of an address that other servers have: what to use here instead.
 _SAID = {
     "metrics": "There are no metrics for scraping; GET /v1/organization/usage/completions has "
     "usage, and GET /health says whether requests are served.",
-    "version": "GET /info says what model is served, GET /v1/models what `model` may be.",
+    "version": "GET /info names the model that is served, GET /v1/models the names for `model`.",
     "ping": "GET /healthz says whether this process answers, GET /health whether requests are "
     "served.",
     "openapi.json": "It is at /api/openapi.json.",
@@ -31,7 +32,7 @@ _JSON_PATHS = ("/api/", "/ops/", "/v1/")
 
 
 def page_not_found(request: HttpRequest, exception: Exception) -> HttpResponse:
-    """Django's hook for an address that leads nowhere."""
+    """Answer an unknown address; Django's handler404."""
     if is_page(request) and not request.path.startswith(_JSON_PATHS):
         return defaults.page_not_found(request, exception)
     if isinstance(exception, Resolver404):
@@ -40,43 +41,43 @@ def page_not_found(request: HttpRequest, exception: Exception) -> HttpResponse:
 
 
 def server_error(request: HttpRequest) -> HttpResponse:
-    """Django's hook for an exception that nobody expected; it is logged already."""
+    """Answer after an unexpected exception, which is already logged; Django's handler500."""
     if request.path.startswith(_JSON_PATHS):
-        return InternalError("Something went wrong on this side.").response()
+        return InternalError("The server failed to answer this request.").response()
     return defaults.server_error(request)
 
 
 def is_page(request: HttpRequest) -> bool:
-    """Whether it is a person with a browser who asks, at an address that may be a page."""
+    """Return whether a browser asks, for an address that may be a page."""
     if request.path.startswith(_PAGES):
         return True
     return "text/html" in request.headers.get("Accept", "")
 
 
 def no_such_address(request: HttpRequest) -> NotFound:
-    """The answer for clients, which names the address that was meant."""
+    """Return the error for API clients; it suggests the address that they probably meant."""
     path = request.path
-    said = f"There is no {request.method} {path[:200]}."
+    message = f"There is no {request.method} {path[:200]}."
     if meant := right_address(path):
-        said += f" Did you mean {meant}?"
+        message += f" Did you mean {meant}?"
         if meant.startswith("/v1/") and "/v1" not in path:
-            said += " A client's base URL ends in /v1."
+            message += " A client's base URL ends in /v1."
         elif meant.startswith("/v1/") and path.count("/v1") > 1:
-            said += " A client's base URL ends in one /v1."
+            message += " A client's base URL ends in one /v1."
     elif hint := _SAID.get(path.rstrip("/").rpartition("/")[2][:40]):
-        said += f" {hint}"
+        message += f" {hint}"
     else:
-        said += " The API is at /v1, as in /v1/chat/completions; /api/docs lists all addresses."
-    return NotFound(said, code="unknown_url")
+        message += " The API is at /v1, as in /v1/chat/completions; /api/docs lists all addresses."
+    return NotFound(message, code="unknown_url")
 
 
 def right_address(path: str) -> str | None:
-    """An address of an API that leads somewhere and is `path` but for a slip."""
+    """Return an address of an API that exists and that a likely mistake turns into `path`."""
     if len(path) > _MAX_CHARS:
         return None
     plain = re.sub(r"/{2,}", "/", path).rstrip("/")
     for candidate in _candidates(plain):
-        if candidate != path and _leads_somewhere(candidate):
+        if candidate != path and _exists(candidate):
             return candidate
     return None
 
@@ -84,18 +85,18 @@ def right_address(path: str) -> str | None:
 def _candidates(path: str) -> Iterator[str]:
     yield path
     _, found, tail = path.rpartition("/v1/")
-    if found:  # doubled, or behind something of another provider's
+    if found:  # /v1 twice, or behind another provider's prefix
         yield f"/v1/{tail}"
         yield f"{_API_V1}{tail}"
     yield f"/v1{path}"
     yield f"{_API_V1}{path.removeprefix('/api').lstrip('/')}"
-    yield f"/{path.rpartition('/')[2]}"  # LoRAX's have no folder
+    yield f"/{path.rpartition('/')[2]}"  # LoRAX's addresses have one part
     for route in ("chat/completions", "completions", "responses", "models"):
         if path.endswith(f"/{route}"):
             yield f"/v1/{route}"
 
 
-def _leads_somewhere(path: str) -> bool:
+def _exists(path: str) -> bool:
     if path in ("", "/") or path.startswith(_PAGES):
         return False
     try:

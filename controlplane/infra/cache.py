@@ -1,4 +1,4 @@
-"""Django's cache, in the Redis that the platform has anyway."""
+"""Django's cache, in the queue's Redis."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ _BATCH = 500
 
 
 class SharedCache(RedisCache):
-    """Counters of sign-in attempts and used codes: every process has to see the same ones."""
+    """Holds the counters of sign-in attempts and the used codes: all processes share them."""
 
     def clear(self) -> None:
-        """Forget what is cached, and nothing else of this Redis."""
+        """Delete the cached entries; other data in this Redis stays."""
         client = self._cache.get_client(write=True)  # type: ignore[attr-defined]
         keys = list(client.scan_iter(match=self.make_key("*"), count=_BATCH))
         for start in range(0, len(keys), _BATCH):

@@ -1,4 +1,4 @@
-"""Encryption of what must not be read from the database alone: the pepper is not in it."""
+"""Encrypt values that the database alone must not disclose: the pepper is kept outside it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from django.conf import settings
 
 
 def peppered_cipher(purpose: bytes) -> Fernet:
-    """A cipher whose key the pepper makes for this purpose, another for each."""
+    """Return a cipher; its key is derived from the pepper, a different one for each purpose."""
     key = hmac.digest(settings.API_KEY_PEPPER.encode(), purpose, "sha256")
     return Fernet(base64.urlsafe_b64encode(key))

@@ -1,7 +1,7 @@
-"""JSON has no NaN and no infinite number, though parsers take `NaN` and make infinity of `1e999`.
+"""Refuse numbers that JSON does not have: parsers accept `NaN`, and read `1e999` as infinity.
 
-Every body is looked at before anything else sees it: such a number in a schema, or wherever else a
-body is free in its form, would be written into a job as something that is no JSON.
+Every body is checked first: such a number in a schema, or in another field of free form, would make
+the job that contains it invalid JSON.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ import pydantic_core
 
 from controlplane.errors import InvalidRequest
 
-#: A digit is 0, an exponent's letter e, all else a blank.
+#: Maps a digit to 0, the letter of an exponent to e, all else to a blank.
 _SHAPE = bytes(
     ord("0") if chr(byte).isdigit() and byte < 128 else ord("e") if byte in b"eE" else ord(" ")
     for byte in range(256)
 )
-#: Of numbers beyond a double's 309 digits: three digits of an exponent, or what two cannot reach.
+#: A number beyond a double's 309 digits has an exponent of three digits, or 200 digits in a row.
 _LARGE = (b"0e000", b"0" * 200)
 
 
 def check_body(body: bytes) -> None:
-    """Raise InvalidRequest for a body that has such a number. What is no JSON at all passes."""
+    """Raise InvalidRequest for a body with such a number. A body that is not JSON passes."""
     if not _may_have_one(body):
         return
     try:
         value = pydantic_core.from_json(body)
     except ValueError:
-        return  # whoever parses it next says what is wrong
+        return  # the next parser says what is wrong
     check_value(value)
 
 
 def check_value(value: Any) -> None:
-    """Raise InvalidRequest naming the place of the first such number in a body that was parsed."""
+    """Raise InvalidRequest that names the place of the first such number in a parsed body."""
     place = _place_of_first(value)
     if place is not None:
         name = ".".join(map(str, place))[:200]
@@ -47,7 +47,7 @@ def check_value(value: Any) -> None:
 
 
 def _may_have_one(body: bytes) -> bool:
-    """Few bodies do; the others are not parsed for this."""
+    """Return whether a body must be parsed for this check; most need not be."""
     if b"NaN" in body or b"Infinity" in body:
         return True
     shape = body.translate(_SHAPE, b"+")
@@ -55,7 +55,7 @@ def _may_have_one(body: bytes) -> bool:
 
 
 def _place_of_first(value: Any) -> tuple[Any, ...] | None:
-    """The keys and indices on the way to it; None when all numbers are finite."""
+    """Return the keys and indices that lead to it; None when all numbers are finite."""
     if isinstance(value, float):
         return None if math.isfinite(value) else ()
     items: Iterable[tuple[Any, Any]] = ()

@@ -1,4 +1,4 @@
-"""Locks by name, for what no one row stands for. They are PostgreSQL's advisory locks."""
+"""Locks by name, where there is no row to lock. They are PostgreSQL's advisory locks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from django.db import connection
 
 
 def lock_until_commit(name: str) -> None:
-    """Wait for whoever else has this lock, and have it until the transaction ends."""
+    """Take this lock, after waiting for other holders; it is held until the transaction ends."""
     digest = hashlib.sha256(name.encode()).digest()
     number = int.from_bytes(digest[:8], "big", signed=True)
     with connection.cursor() as cursor:

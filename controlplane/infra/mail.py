@@ -1,10 +1,10 @@
-"""Where mail goes: Django's settings from one URL.
+"""Make Django's mail settings from one URL.
 
-smtp://user:password@host:25       in the clear, for a relay on the same host
+smtp://user:password@host:25       not encrypted, for a relay on the same host
 smtp+tls://user:password@host:587  STARTTLS
 smtps://user:password@host:465     TLS from the first byte
-console:                           onto standard output: whoever reads the log opens its links
-file:///var/mail                   one file for each mail, which only their owner may read
+console:                           to standard output: anybody who reads the log can open the links
+file:///var/mail                   one file for each mail; only the files' owner may read them
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from django.core.exceptions import ImproperlyConfigured
 
 _FILES = "controlplane.infra.mail_files.EmailBackend"
 _BACKEND = "django.core.mail.backends.{}.EmailBackend"
-#: Of each way to speak SMTP: the usual port, and the settings that are on.
+#: By URL scheme: the usual port, and the settings to switch on.
 _SMTP: dict[str, tuple[int, dict[str, bool]]] = {
     "smtp": (25, {}),
     "smtp+tls": (587, {"EMAIL_USE_TLS": True}),
@@ -25,7 +25,7 @@ _SMTP: dict[str, tuple[int, dict[str, bool]]] = {
 
 
 def email_settings(url: str) -> dict[str, Any]:
-    """Raises ImproperlyConfigured for a URL that is none of the above."""
+    """Return Django's settings. Raises ImproperlyConfigured for a URL of another form."""
     parts = urlsplit(url)
     if parts.scheme == "console":
         return {"EMAIL_BACKEND": _BACKEND.format("console")}

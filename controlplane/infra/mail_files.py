@@ -1,4 +1,4 @@
-"""Mail as files, for its owner's eyes: a lost password's link opens the account that it is of."""
+"""Write mail to files that only their owner may read: a link in it can open an account."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from django.core.mail.backends import filebased
 
 
 class EmailBackend(filebased.EmailBackend):
-    """Django's, with files of mode 0600 in a folder of mode 0700, which it makes."""
+    """Django's file backend, with files of mode 0600 in a folder of mode 0700 that it makes."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         folder = kwargs.get("file_path") or getattr(settings, "EMAIL_FILE_PATH", None)
@@ -20,7 +20,7 @@ class EmailBackend(filebased.EmailBackend):
 
     def open(self) -> bool:
         if self.stream is None:
-            # Made so, not changed to be so: nobody can open it in between.
+            # Made with its mode, not changed afterwards: nobody can open it in between.
             self.stream = open(self._get_filename(), "ab", opener=_private)  # type: ignore[attr-defined]
             return True
         return False

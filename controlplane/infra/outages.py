@@ -1,4 +1,4 @@
-"""What servers, and the ways to them, raise while they are away: the same work will do later."""
+"""The exceptions of servers that cannot be reached: the same work will succeed later."""
 
 from django.db import InterfaceError, OperationalError
 from redis.exceptions import RedisError
@@ -6,7 +6,7 @@ from redis.exceptions import RedisError
 from controlplane.infra.storage import STORAGE_ERRORS
 
 DATABASE_OUTAGE = (OperationalError, InterfaceError)
-#: Of asyncio's client. uvloop says RuntimeError of a connection that was cut a moment ago.
+#: Raised by the asyncio client. uvloop raises RuntimeError for a connection that was just closed.
 REDIS_OUTAGE = (RedisError, OSError, RuntimeError)
-#: Of what rows and their objects are kept in.
+#: Of the database and the object store together.
 STORE_OUTAGE = (*DATABASE_OUTAGE, *STORAGE_ERRORS)

@@ -1,4 +1,4 @@
-"""The queue's Redis, for code that asks it now and then: a connection for one visit."""
+"""The queue's Redis, for code that needs it rarely: each block opens its own connection."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from controlplane.errors import Unavailable
 
 @contextlib.contextmanager
 def redis_client() -> Iterator[Any]:
-    """A client until the block ends. Raises Unavailable when Redis does not answer in it."""
+    """Yield a client. Raises Unavailable when Redis does not answer inside the block."""
     try:
         with redis.Redis.from_url(settings.REDIS_URL, protocol=2, socket_timeout=5) as client:
             yield client

@@ -1,4 +1,4 @@
-"""The object store; the only file of the control plane that talks S3."""
+"""The object store; the only file of the control plane that uses S3."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from botocore.client import Config
 from botocore.exceptions import BotoCoreError, ClientError
 from django.conf import settings
 
-#: What any function here raises when the store cannot be reached or fails.
+#: The exceptions of every function here when the store fails or cannot be reached.
 STORAGE_ERRORS = (BotoCoreError, ClientError)
 _PIECE_BYTES = 1 << 20
-#: Of an object that is written piece by piece; S3 wants at least 5 MiB, and at most 10,000 parts.
+#: The size of one part of a multipart upload; S3 requires at least 5 MiB and at most 10,000 parts.
 PART_BYTES = 8 << 20
 
 
@@ -38,7 +38,7 @@ def _client(endpoint_url: str) -> Any:
             s3={"addressing_style": "path"},
             connect_timeout=5,
             read_timeout=60,
-            max_pool_connections=64,  # of threads that stream files at one time
+            max_pool_connections=64,  # one for each thread that streams a file
             retries={"max_attempts": 3, "mode": "standard"},
         ),
     )
@@ -49,9 +49,9 @@ def _internal() -> Any:
 
 
 def presign_put(key: str, *, num_bytes: int, expires_s: int = 900) -> str:
-    """A URL that lets its holder PUT exactly `num_bytes` bytes to `key`.
+    """Return a URL that lets its holder PUT exactly `num_bytes` bytes to `key`.
 
-    The length is signed: a body of another length is refused by the store.
+    The length is signed: the store refuses a body of another length.
     """
     url: str = _client(settings.S3_PUBLIC_ENDPOINT_URL).generate_presigned_url(
         "put_object",
@@ -62,7 +62,7 @@ def presign_put(key: str, *, num_bytes: int, expires_s: int = 900) -> str:
 
 
 def object_size(key: str) -> int | None:
-    """The object's length in bytes, or None when there is none."""
+    """Return the object's length in bytes, or None when there is no such object."""
     try:
         head = _internal().head_object(Bucket=settings.S3_BUCKET, Key=key)
     except ClientError as error:
@@ -73,12 +73,12 @@ def object_size(key: str) -> int | None:
 
 
 def read_bytes(key: str, *, max_bytes: int) -> bytes:
-    """The object's first `max_bytes` bytes at most. Raises ObjectMissing."""
+    """Return at most `max_bytes` bytes from the object's start. Raises ObjectMissing."""
     return b"".join(read_pieces(key, max_bytes=max_bytes))
 
 
 def read_pieces(key: str, *, max_bytes: int, start: int = 0) -> Iterator[bytes]:
-    """At most `max_bytes` bytes of the object from `start` on, in pieces. Raises ObjectMissing."""
+    """Yield at most `max_bytes` bytes from `start` on, in pieces. Raises ObjectMissing."""
     try:
         answer = _internal().get_object(
             Bucket=settings.S3_BUCKET, Key=key, Range=f"bytes={start}-{start + max_bytes - 1}"
@@ -95,7 +95,7 @@ def read_pieces(key: str, *, max_bytes: int, start: int = 0) -> Iterator[bytes]:
 
 
 def keys(prefix: str) -> Iterator[str]:
-    """The objects whose keys begin so."""
+    """Yield the keys that begin with `prefix`."""
     pages = _internal().get_paginator("list_objects_v2")
     for page in pages.paginate(Bucket=settings.S3_BUCKET, Prefix=prefix):
         for entry in page.get("Contents") or []:
@@ -116,9 +116,9 @@ def delete(keys: list[str]) -> None:
 
 
 class ObjectWriter:
-    """An object that is written piece by piece, in the memory of one part.
+    """Writes an object piece by piece; it keeps one part in memory.
 
-    There is nothing under the key before `finish`, and never if `abort` comes instead.
+    The object exists only after `finish`; after `abort` it never does.
     """
 
     def __init__(self, key: str) -> None:
@@ -144,7 +144,7 @@ class ObjectWriter:
         )
 
     def abort(self) -> None:
-        """Leave nothing behind; what the store keeps in spite of it, `abort_old_parts` removes."""
+        """Remove the written parts; `abort_old_parts` removes those that cannot be removed now."""
         if self._upload_id is not None:
             with contextlib.suppress(*STORAGE_ERRORS):
                 _internal().abort_multipart_upload(**self._target())
@@ -162,7 +162,7 @@ class ObjectWriter:
 
 
 def abort_old_parts(*, before: dt.datetime) -> int:
-    """End the writes that were begun before this and that nobody will finish. -> how many."""
+    """Abort the unfinished writes that began before this time. -> how many."""
     answer = _internal().list_multipart_uploads(Bucket=settings.S3_BUCKET, Prefix="t/")
     old = [upload for upload in answer.get("Uploads") or [] if upload["Initiated"] < before]
     for upload in old:

@@ -17,8 +17,10 @@ _LOCK = ".lock"
 
 @contextlib.contextmanager
 def scratch_folder(prefix: str) -> Iterator[Path]:
-    """A folder that is removed in the end: by whoever made it or, were that killed, by the next
-    who makes one. Its owner holds a lock on it, which the kernel lets go with the process.
+    """Yield a new folder, and remove it at the end.
+
+    If the process is killed, the next call with the same prefix removes its folder: the owner holds
+    a file lock, which the kernel releases when the process ends.
     """
     settings.WORK_DIR.mkdir(parents=True, exist_ok=True)
     _remove_left(prefix)
@@ -31,14 +33,14 @@ def scratch_folder(prefix: str) -> Iterator[Path]:
 
 
 def _make(prefix: str) -> tuple[Path, int]:
-    """A new folder, and the file that is locked as long as it is open."""
+    """Return a new folder, and the descriptor of its lock file: closing it releases the lock."""
     while True:
         folder = Path(tempfile.mkdtemp(dir=settings.WORK_DIR, prefix=prefix))
         lock = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
         fcntl.flock(lock, fcntl.LOCK_EX)
         if (folder / _LOCK).exists():
             return folder, lock
-        os.close(lock)  # another took it for one that was left, before it was locked
+        os.close(lock)  # another process removed the folder before it was locked
 
 
 def _remove_left(prefix: str) -> None:
@@ -46,11 +48,11 @@ def _remove_left(prefix: str) -> None:
         try:
             lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
         except OSError:
-            continue  # it is being made, or removed
+            continue  # another process is making or removing it
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
         except OSError:
-            pass  # its owner lives
+            pass  # its owner is alive
         finally:
             os.close(lock)

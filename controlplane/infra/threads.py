@@ -1,4 +1,4 @@
-"""Work that blocks, in threads that give their database connections back."""
+"""Run blocking work in threads, and return their database connections to the pool."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _T = TypeVar("_T")
 
 
 async def in_thread(work: Callable[[], _T], *, executor: ThreadPoolExecutor | None = None) -> _T:
-    """Run the work and give its connection back at once: what follows may take minutes.
+    """Run the work, then return its connection at once: the rest of the request may take minutes.
 
-    executor  whose threads; None: Django's thread of the request
+    executor  the thread pool to use; None: Django's thread of the request
     """
 
     def run() -> _T:
@@ -35,9 +35,9 @@ async def in_thread(work: Callable[[], _T], *, executor: ThreadPoolExecutor | No
 async def query_in_thread(
     work: Callable[[], _T], *, executor: ThreadPoolExecutor | None = None
 ) -> _T:
-    """Run the work as `in_thread` does; a failure of the database becomes an answer.
+    """Run the work as `in_thread` does; turn the database's errors into ours.
 
-    Raises InvalidRequest for characters that cannot be stored, Unavailable for all else.
+    Raises InvalidRequest for characters that cannot be stored, Unavailable for all other errors.
     """
     try:
         return await in_thread(work, executor=executor)
