@@ -1,1 +1,1 @@
-"""What keeps tenants apart: scope, row-level security, public ids."""
+"""The isolation of tenants: scope, row-level security, public ids."""

@@ -1,4 +1,4 @@
-"""What the project's middlewares share."""
+"""The base class of the project's middlewares."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from django.http import HttpRequest, HttpResponseBase
 
 
 class Middleware:
-    """Answers each request, sync or async; what surrounds the answer, and is done to it, is a
-    subclass's to say."""
+    """Handles sync and async requests; subclasses override `context` and `finished`."""
 
     sync_capable = True
     async_capable = True
@@ -36,9 +35,9 @@ class Middleware:
         return self.finished(request, response)
 
     def context(self, request: HttpRequest) -> contextlib.AbstractContextManager[None]:
-        """What surrounds the answer to `request`."""
+        """Return the context in which `request` is answered."""
         return contextlib.nullcontext()
 
     def finished(self, request: HttpRequest, response: HttpResponseBase) -> HttpResponseBase:
-        """The answer as it goes out."""
+        """Return the response to send."""
         return response

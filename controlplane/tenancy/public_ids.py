@@ -1,4 +1,4 @@
-"""Ids as clients of /v1 see them: OpenAI's prefix, and the row's id in hex."""
+"""Ids as clients of /v1 see them: OpenAI's prefix and the row's id in hex."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from controlplane.tenancy.scoping import TenantModel
 
 
 def public_id(prefix: str, id: uuid.UUID) -> str:
-    """`file-` and 32 hex digits."""
+    """Return the prefix and 32 hex digits, as in `file-0190…`."""
     return f"{prefix}{id.hex}"
 
 
 def parse_id(prefix: str, text: str) -> uuid.UUID | None:
-    """The id behind what a client sent; None for what is none of this kind."""
+    """Return the row's id in a client's public id; None if it is not one with this prefix."""
     digits = text.removeprefix(prefix)
     if digits == text or len(digits) != 32 or not digits.isalnum() or not digits.isascii():
         return None
@@ -25,7 +25,7 @@ def parse_id(prefix: str, text: str) -> uuid.UUID | None:
 
 
 class PublicIdModel(TenantModel):
-    """A tenant's row that clients know by its public id."""
+    """A tenant's row that has a public id."""
 
     PREFIX: ClassVar[str]
 

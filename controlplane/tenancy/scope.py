@@ -1,6 +1,6 @@
-"""The scope that code runs in, for those that Django's models need: the database and the logs.
+"""The current tenant scope, without an import of Django's models: for the database and the logs.
 
-Everybody else enters and reads it through `controlplane.tenancy.scoping`.
+All other code enters and reads the scope through `controlplane.tenancy.scoping`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from contextvars import ContextVar
 #: A tenant's id, `ALL` inside `all_tenants`, or None outside any scope.
 current: ContextVar[uuid.UUID | str | None] = ContextVar("tenant_scope", default=None)
 ALL = "*"
-#: The database role that `all_tenants` takes on; the application's role sees one tenant at most.
+#: The database role inside `all_tenants`; the application's role sees at most one tenant.
 OPERATOR_ROLE = "lorikeet_operator"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DatabaseScope:
-    """What a statement says to the database: the role it runs as, and its tenant or ""."""
+    """The role that a statement runs as, and its tenant's id or ""."""
 
     role: str
     tenant: str
@@ -34,7 +34,7 @@ _OPERATOR_SCOPE = DatabaseScope(OPERATOR_ROLE, "")
 
 
 def database_scope() -> DatabaseScope:
-    """The current scope in the database's terms; outside any scope it sees no tenant's row."""
+    """Return the current scope as role and tenant; outside any scope no tenant row is visible."""
     scope = current.get()
     if isinstance(scope, uuid.UUID):
         return DatabaseScope("none", str(scope))
@@ -42,7 +42,7 @@ def database_scope() -> DatabaseScope:
 
 
 class TenantFilter(logging.Filter):
-    """Gives every log record `tenant`: the scope's id, `*` across tenants, `-` outside any."""
+    """Adds `tenant` to log records: the tenant's id, `*` across tenants, `-` outside a scope."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.tenant = current.get() or "-"

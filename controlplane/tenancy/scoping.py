@@ -1,11 +1,11 @@
-"""The tenant a piece of code acts for; every query of tenant rows goes through it.
+"""The scope: the tenant that code acts for. Every query of tenant rows uses it.
 
-A query of a tenant-owned model outside a scope raises `TenantScopeError`: forgetting the scope
-fails closed. Code that must cross tenants says so, with its reason, through `all_tenants`.
+A query of a tenant model outside a scope raises `TenantScopeError`: code that forgets the scope
+fails closed. Code that must cross tenants enters `all_tenants` and gives its reason.
 
-The scope lives in a context variable, so it follows `await` and `sync_to_async`. The database
-backend (`controlplane.tenancy.database`) tells PostgreSQL the same scope with every statement, and
-its row-level security is a second wall: it holds where this one is forgotten.
+The scope is a context variable, so it follows `await` and `sync_to_async`. The database backend
+(`controlplane.tenancy.database`) sends the same scope to PostgreSQL with every statement; row-level
+security is the second line of defence, where code forgets the first.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from controlplane.tenancy.scope import ALL, current
 
 
 class TenantScopeError(RuntimeError):
-    """Raised when tenant rows are touched outside a scope, or outside the scope's tenant."""
+    """Raised when code touches tenant rows outside a scope, or rows of another tenant."""
 
 
 def new_id() -> uuid.UUID:
-    """A time-ordered id (UUID version 7): rows made together lie together in the index."""
+    """Return a time-ordered id (UUID version 7): new rows are neighbours in the index."""
     return uuid7()
 
 
 def current_tenant_id() -> uuid.UUID:
-    """The tenant of the current scope. Raises TenantScopeError when there is none."""
+    """Return the current scope's tenant. Raises TenantScopeError when there is none."""
     scope = current.get()
     if not isinstance(scope, uuid.UUID):
         raise TenantScopeError("no tenant in scope")
@@ -42,7 +42,7 @@ def current_tenant_id() -> uuid.UUID:
 
 @contextlib.contextmanager
 def tenant_scope(tenant_id: uuid.UUID) -> Iterator[None]:
-    """Act for one tenant: queries see its rows only, and new rows belong to it."""
+    """Act for one tenant: queries see only its rows, and new rows belong to it."""
     token = current.set(tenant_id)
     try:
         yield
@@ -52,7 +52,7 @@ def tenant_scope(tenant_id: uuid.UUID) -> Iterator[None]:
 
 @contextlib.contextmanager
 def all_tenants(*, reason: str) -> Iterator[None]:
-    """Act across tenants. `reason` is for the reader; it must not be empty."""
+    """Act across tenants. `reason` is for readers of the code; it must not be empty."""
     if not reason:
         raise ValueError("all_tenants needs a reason")
     token = current.set(ALL)
@@ -66,7 +66,7 @@ _M = TypeVar("_M", bound=models.Model)
 
 
 class TenantQuerySet(models.QuerySet[_M]):
-    """Writes many rows at once under the rule that `TenantModel.save` keeps for one."""
+    """Applies the rule of `TenantModel.save` to writes of many rows."""
 
     def bulk_create(self, objs: Iterable[_M], *args: Any, **kwargs: Any) -> list[_M]:
         rows = list(objs)
@@ -81,7 +81,7 @@ class TenantQuerySet(models.QuerySet[_M]):
 
 
 def _claim(row: models.Model) -> None:
-    """Give a row without a tenant the scope's; refuse one that is, or points, outside."""
+    """Give a row without a tenant the scope's; refuse a row of, or a link to, another tenant."""
     assert isinstance(row, TenantModel)
     scope = current.get()
     kind = type(row).__name__
@@ -134,7 +134,7 @@ class TenantModel(models.Model):
 
 
 class OperatorScopeMiddleware(Middleware):
-    """The operator admin works across tenants; nothing else gets a scope from its address."""
+    """Lets the operator admin act across tenants; no other address sets a scope."""
 
     def context(self, request: HttpRequest) -> contextlib.AbstractContextManager[None]:
         if request.path.startswith("/admin/"):

@@ -1,7 +1,7 @@
-"""The database's own wall between tenants: docs/security.md says what it holds.
+"""Row-level security between tenants in PostgreSQL; docs/security.md says what it guarantees.
 
-base        the backend: every statement carries the scope it runs in
-operations  what makes a table a tenant's, in a migration
+base        the database backend: it sends the scope with every statement
+operations  the migration operations that protect a tenant table
 ownership   migrations run as the owner of the tables, all else as a role that owns nothing
-checks      that no tenant table was forgotten
+checks      a system check that every tenant table is protected
 """

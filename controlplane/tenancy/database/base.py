@@ -1,10 +1,10 @@
-"""The database backend: PostgreSQL that is told with every statement whose rows it may touch.
+"""The database backend: it tells PostgreSQL with every statement which tenant's rows it may touch.
 
 A statement that reads or writes rows is sent together with `set_config(…, true)`, in one message.
-PostgreSQL runs such a message as one transaction, so outside `atomic()` the setting is gone when
-the statement is done, and inside it ends with the transaction: a connection goes back to its pool
-with nothing of a tenant on it, whatever happened. Nothing about it is remembered here, so nothing
-can be out of date after a rollback to a savepoint, and it costs no round trip.
+PostgreSQL runs such a message as one transaction. Outside `atomic()` the setting ends with the
+statement, inside with the transaction, so a connection never returns to its pool with a tenant's
+scope. The backend stores no state about it: nothing can be stale after a rollback to a savepoint,
+and it costs no round trip.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from psycopg.sql import Composable
 
 from controlplane.tenancy.scope import database_scope
 
-#: Other statements (DDL, SAVEPOINT, ROLLBACK, …) go alone: they touch no rows, and some must.
+#: Other statements (DDL, SAVEPOINT, ROLLBACK, …) touch no rows and are sent alone; some must be.
 _TOUCHES_ROWS = re.compile(
     r"[\s(]*(?:select|insert|update|delete|merge|with|values|table|explain)\b", re.IGNORECASE
 )
 
 
 class DatabaseWrapper(base.DatabaseWrapper):
-    """Django's PostgreSQL backend whose statements carry the scope they run in."""
+    """Django's PostgreSQL backend, which sends the current scope with every statement."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -39,14 +39,14 @@ def _with_scope(
     scope = database_scope()
     if isinstance(sql, Composable):
         sql = sql.as_string(cursor)
-    # In a transaction an earlier statement's scope has to be undone; outside one there is none.
+    # In a transaction an earlier statement's scope must be reset; outside one there is none.
     if not _TOUCHES_ROWS.match(sql) or (scope.is_empty and connection.autocommit):
         return execute(sql, params, many, context)
     setting = (
         f"SELECT set_config('role', '{scope.role}', true), "
         f"set_config('lorikeet.tenant', '{scope.tenant}', true)"
     )
-    if many:  # one message for each row; in autocommit they stay without, and find no rows
+    if many:  # one message per row; in autocommit they get no scope and match no rows
         if not connection.autocommit:
             execute(setting, None, False, context)
         return execute(sql, params, many, context)

@@ -1,4 +1,4 @@
-"""Fails `manage.py` when a tenant model's table was not put behind the wall."""
+"""Stop `manage.py` when a tenant model's table has no row-level security."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from controlplane.tenancy.scoping import TenantModel
 
 @register(Tags.models)
 def check_walls(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
-    """One error for each tenant model, and each foreign key between two, left outside."""
+    """Return an error for each unprotected tenant model, and each foreign key between two."""
     tables, references = _walled()
     found: list[CheckMessage] = []
     for model in apps.get_models():
@@ -45,7 +45,7 @@ _Reference = tuple[str, str | None, str]
 
 
 def _walled() -> tuple[dict[_Label, set[_Reference]], set[_Reference]]:
-    """What migrations put behind the wall: tables, with the references they had, and others."""
+    """Return what migrations protect: tables with their references, and references added later."""
     loader = MigrationLoader(None)
     tables: dict[_Label, set[_Reference]] = {}
     references: set[_Reference] = set()

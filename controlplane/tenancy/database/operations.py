@@ -1,4 +1,4 @@
-"""What makes a table a tenant's: row-level security, and foreign keys that name the tenant.
+"""Protect tenant tables: row-level security, and foreign keys that include the tenant.
 
 A migration that makes a `TenantModel` ends with one line:
 
@@ -21,9 +21,9 @@ from django.db.migrations.state import ProjectState
 
 from controlplane.tenancy.scope import OPERATOR_ROLE
 
-#: True for the rows of the tenant in scope; for none when the setting is empty or was never made.
+#: True for the rows of the tenant in scope; false for all rows when the setting is empty or unset.
 IS_OURS = "tenant_id = nullif(current_setting('lorikeet.tenant', true), '')::uuid"
-#: By the name of each policy: what it is for, and its condition.
+#: By policy name: the statements it is for, and its condition.
 POLICIES = {
     "tenant_select": ("for select", f"using ({IS_OURS})"),
     "tenant_insert": ("for insert", f"with check ({IS_OURS})"),
@@ -36,7 +36,7 @@ _Model = type[models.Model]
 
 
 class _WallOperation(Operation):
-    """Changes the database and nothing of the models' state."""
+    """Changes the database, not the state of the models."""
 
     reversible = True
 
@@ -45,13 +45,13 @@ class _WallOperation(Operation):
 
 
 class TenantTables(_WallOperation):
-    """Put the tables of tenant models behind the wall.
+    """Protect the tables of tenant models with row-level security.
 
-    Each gets ENABLE and FORCE row-level security with a policy for every verb, a unique key
-    (tenant_id, id), and for every foreign key to another tenant table a second one that contains
-    the tenant: a row cannot point at another tenant's, although such checks see past policies.
+    Each table gets ENABLE and FORCE row-level security with a policy for every verb, a unique key
+    (tenant_id, id), and for every foreign key to another tenant table a second one that includes
+    the tenant: foreign key checks ignore policies, and a row must not point at another tenant's.
 
-    model_names  of the migration's own app, or "app.Model"
+    model_names  models of the migration's own app, or "app.Model"
     """
 
     def __init__(self, *model_names: str) -> None:
@@ -96,11 +96,11 @@ class TenantTables(_WallOperation):
         return [apps.get_model(*split_name(app_label, name)) for name in self.model_names]
 
     def describe(self) -> str:
-        return f"Put the rows of {', '.join(self.model_names)} behind the tenants' wall"
+        return f"Protect {', '.join(self.model_names)} with row-level security"
 
 
 class TenantReference(_WallOperation):
-    """Let a foreign key between two tenant tables contain the tenant."""
+    """Add the tenant to a foreign key between two tenant tables."""
 
     def __init__(self, model_name: str, field_name: str) -> None:
         self.model_name = model_name
@@ -133,13 +133,13 @@ class TenantReference(_WallOperation):
 
 
 def split_name(app_label: str, name: str) -> tuple[str, str]:
-    """The app and the model of a name that may leave out its own app."""
+    """Return the app and the model of a name; `app_label` is the app when the name has none."""
     other, _, bare = name.rpartition(".")
     return other or app_label, bare
 
 
 def tenant_references(model: _Model) -> list[models.ForeignKey[Any, Any]]:
-    """A model's foreign keys to tenant tables; also of a model as migrations see it."""
+    """Return a model's foreign keys to tenant tables; works with historical models, too."""
     return [
         field
         for field in model._meta.local_concrete_fields
@@ -148,7 +148,7 @@ def tenant_references(model: _Model) -> list[models.ForeignKey[Any, Any]]:
 
 
 def reference_name(model: _Model, field: models.Field[Any, Any]) -> str:
-    """The name of the foreign key with the tenant in it."""
+    """Return the name of the foreign key that includes the tenant."""
     return f"{model._meta.db_table}_{field.column}_tenant"
 
 
@@ -167,7 +167,7 @@ def _key_name(model: _Model) -> str:
 
 
 def _make_key(schema_editor: BaseDatabaseSchemaEditor, model: Any) -> None:
-    # Also made for a table that is pointed at before its own wall is raised.
+    # Also made for a table that is referenced before it is protected itself.
     name, table = _key_name(model), model._meta.db_table
     schema_editor.execute(
         f'create unique index if not exists "{name}" on "{table}" (tenant_id, id)'
@@ -186,8 +186,8 @@ def _make_reference(
     schema_editor: BaseDatabaseSchemaEditor, model: _Model, field: models.ForeignKey[Any, Any]
 ) -> None:
     table, name = model._meta.db_table, reference_name(model, field)
-    # A migration may find one: which columns a table has when its wall is raised is a matter of
-    # the order in which migrations of several apps run.
+    # The constraint may exist: the order of migrations of several apps decides which columns a
+    # table has when it is protected.
     schema_editor.execute(f'alter table "{table}" drop constraint if exists "{name}"')
     target = field.related_model._meta.db_table  # type: ignore[union-attr]
     schema_editor.execute(

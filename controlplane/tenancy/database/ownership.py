@@ -1,7 +1,7 @@
-"""Migrations run as the owner of the tables; everything else as a role that owns nothing.
+"""Run migrations as the owner of the tables; everything else runs as a role that owns nothing.
 
 DATABASE_URL        the application's role: no superuser, owns nothing, cannot bypass policies
-DATABASE_OWNER_URL  the owner, for `manage.py migrate` alone; without it both are one role
+DATABASE_OWNER_URL  the owner, only for `manage.py migrate`; if not set, both are one role
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def as_owner(connection: BaseDatabaseWrapper) -> Iterator[None]:
     connection.settings_dict.update(
         {name: owner[name] for name in ("USER", "PASSWORD", "HOST", "PORT")}
     )
-    # The pool is the application's, and of its role.
+    # The pool has connections of the application's role.
     options = {name: value for name, value in before["OPTIONS"].items() if name != "pool"}
     connection.settings_dict["OPTIONS"] = options
     try:
@@ -38,9 +38,9 @@ def as_owner(connection: BaseDatabaseWrapper) -> Iterator[None]:
 
 
 def grant_rights(connection: BaseDatabaseWrapper) -> None:
-    """Give the application and operator work their rights on every table there is now.
+    """Grant the application's role and the operator's role their rights on every existing table.
 
-    They read and write rows, and no more; of a model that is `append_only` they only add rows.
+    They may read and write rows; in the table of an `append_only` model only read and add them.
     """
     with connection.cursor() as cursor:
         cursor.execute("select current_user")

@@ -1,4 +1,4 @@
-"""Django's migrate, as the owner of the tables; then grants the application its rights on them."""
+"""Run Django's migrate as the owner of the tables, then grant the application its rights."""
 
 from __future__ import annotations
 
