@@ -1,4 +1,4 @@
-"""The audit trail: who did what to what, and from where. Rows are added and never changed."""
+"""The audit trail: who changed what, and from where. Rows are added and never changed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from controlplane.tenancy.scoping import TenantModel
 
 
 class AuditEvent(TenantModel):
-    """One change. Events of a tenant, and those of the platform itself, are a chain each.
+    """One change. Each tenant has a chain of events, and the platform itself has one.
 
-    Written by `controlplane.audit.services.record` alone.
+    Only `controlplane.audit.services` writes events.
     """
 
     class ActorType(models.TextChoices):
@@ -24,11 +24,11 @@ class AuditEvent(TenantModel):
         ANONYMOUS = "anonymous"
         SYSTEM = "system"
 
-    #: The application may not change or delete a row; a trigger refuses it to everybody.
+    #: The application has no right to change or delete a row; a trigger stops everybody else.
     append_only: ClassVar[bool] = True
 
     created_at = None  # type: ignore[assignment]
-    #: None: the platform's own. No constraint: the trail outlives the tenant.
+    #: None: the platform's chain. No constraint: the trail outlives the tenant.
     tenant = models.ForeignKey(  # type: ignore[assignment]
         "tenants.Tenant",
         null=True,
@@ -42,7 +42,7 @@ class AuditEvent(TenantModel):
     actor_type = models.CharField(max_length=16, choices=ActorType)
     #: A key's public id, a person's id, or the name of a task or command.
     actor_id = models.CharField(max_length=200)
-    #: What the actor was called then: the key's name or the person's address.
+    #: The actor's name at that time: the key's name or the person's address.
     actor_name = models.CharField(max_length=320, blank=True)
     #: "<resource type>.<what happened>", as in "api_key.revoked".
     action = models.CharField(max_length=64)
@@ -53,9 +53,9 @@ class AuditEvent(TenantModel):
     after = models.JSONField(null=True)
     ip = models.GenericIPAddressField(null=True)
     request_id = models.CharField(max_length=64, blank=True)
-    #: `hash` of the event before; "" for the first.
+    #: `hash` of the previous event; "" for the first.
     prev_hash = models.CharField(max_length=64, blank=True)
-    #: `digest()` of this one.
+    #: `digest()` of this event.
     hash = models.CharField(max_length=64)
 
     class Meta:
@@ -70,7 +70,7 @@ class AuditEvent(TenantModel):
         return f"{self.seq} {self.action}"
 
     def digest(self) -> str:
-        """sha256, as hex, of everything this row says and of the hash before it."""
+        """Return the SHA-256, in hex, of this row's content and of the previous hash."""
         content = [
             str(self.id),
             str(self.tenant_id) if self.tenant_id else None,

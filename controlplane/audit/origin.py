@@ -1,4 +1,4 @@
-"""Who is behind the change that is being made, and from where."""
+"""The origin of a change: who makes it, and from where."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _current: ContextVar[_Request | None] = ContextVar("audit_request", default=None
 
 
 def current_origin() -> Origin:
-    """The caller of the request being answered; outside any, the task or command that runs."""
+    """Return the caller of the current request; outside requests the running task or command."""
     current = _current.get()
     if current is None:
         return Origin(actor_type=ActorType.SYSTEM, actor_id=_program()[:200])
@@ -59,7 +59,7 @@ def current_origin() -> Origin:
 
 
 class AuditOriginMiddleware(Middleware):
-    """Remembers the request for `current_origin`, and its `X-Request-Id` or a new one."""
+    """Sets the request for `current_origin`, with its `X-Request-Id` or a new id."""
 
     def context(self, request: HttpRequest) -> contextlib.AbstractContextManager[None]:
         sent = request.headers.get("X-Request-Id", "")
@@ -69,7 +69,7 @@ class AuditOriginMiddleware(Middleware):
 
 @contextlib.contextmanager
 def request_origin(request: HttpRequest, request_id: str) -> Iterator[None]:
-    """What changes inside is the doing of the request's `user`: a person, or a principal."""
+    """Attribute the changes inside the block to the request's `user`: a person or a principal."""
     token = _current.set(_Request(request, request_id))
     try:
         yield
@@ -78,7 +78,7 @@ def request_origin(request: HttpRequest, request_id: str) -> Iterator[None]:
 
 
 def _caller(user: Any) -> tuple[ActorType, str, str]:
-    """Of a person, or of a principal: Django REST framework puts it in the person's place."""
+    """Return type, id and name of a person, or of a principal: DRF makes it the request's user."""
     api_key = getattr(user, "api_key", None)
     if api_key is not None:
         return ActorType.API_KEY, api_key.public_id, api_key.name
@@ -91,7 +91,7 @@ def _caller(user: Any) -> tuple[ActorType, str, str]:
 def _address(request: HttpRequest) -> str | None:
     try:
         return str(ipaddress.ip_address(request.META.get("REMOTE_ADDR", "")))
-    except ValueError:  # a Unix socket has none
+    except ValueError:  # a Unix socket has no address
         return None
 
 

@@ -1,4 +1,4 @@
-"""Writing the audit trail, and proving that nobody has touched it since."""
+"""Write the audit trail, and verify that nobody has changed it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from controlplane.infra.locks import lock_until_commit
 from controlplane.tenancy.scope import current as current_scope
 from controlplane.tenancy.scoping import TenantModel, all_tenants, new_id, tenant_scope
 
-#: Names of fields whose values nobody may read, here or elsewhere.
+#: Names of fields with secret values.
 _SECRET = re.compile(r"(?:.*_)?(?:secret|password|token|hmac|private_key|key_text)(?:_hash)?")
 _PAGE = 1000
 
@@ -29,19 +29,22 @@ def record(
     before: Mapping[str, Any] | None = None,
     after: Mapping[str, Any] | None = None,
 ) -> AuditEvent:
-    """Add to the trail of the resource's tenant, in the caller's transaction.
+    """Add an event to the trail of the resource's tenant, in the caller's transaction.
 
-    So the event is there if and only if the change is. Outside a transaction it raises
-    TransactionManagementError. Until the transaction ends, other changes of the tenant wait:
-    call it last.
+    So the event exists if and only if the change does. Other changes of the tenant wait until the
+    transaction ends: call this last.
 
     action   what happened to the resource, in the past tense: "revoked"
-    before   the fields that changed, and what they were; ValueError if one may hold a secret
+    before   the changed fields with their old values
+    after    the changed fields with their new values
+
+    Raises TransactionManagementError outside a transaction, ValueError for a field whose name
+    suggests a secret.
     """
-    # Not type(): a request's user is a lazy object of another name.
+    # Not type(): a request's user is a lazy object with another class name.
     kind = _snake(resource._meta.object_name or "")
-    thing = _Thing(_tenant_of(resource), kind, str(resource.pk))
-    return _add(action, thing, before, after)
+    changed = _Resource(_tenant_of(resource), kind, str(resource.pk))
+    return _add(action, changed, before, after)
 
 
 def record_named(
@@ -52,15 +55,15 @@ def record_named(
     before: Mapping[str, Any] | None = None,
     after: Mapping[str, Any] | None = None,
 ) -> AuditEvent:
-    """As `record`, of a thing that is no row: to the trail of the tenant in scope, if any."""
+    """Like `record`, for a resource without a row: adds to the trail of the tenant in scope."""
     scope = current_scope.get()
     tenant_id = scope if isinstance(scope, uuid.UUID) else None
-    return _add(action, _Thing(tenant_id, kind, name[:64]), before, after)
+    return _add(action, _Resource(tenant_id, kind, name[:64]), before, after)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Thing:
-    """The thing that was changed: its tenant, its kind and its id."""
+class _Resource:
+    """What was changed."""
 
     tenant_id: uuid.UUID | None
     kind: str
@@ -69,23 +72,23 @@ class _Thing:
 
 def _add(
     action: str,
-    thing: _Thing,
+    resource: _Resource,
     before: Mapping[str, Any] | None,
     after: Mapping[str, Any] | None,
 ) -> AuditEvent:
     if not connection.in_atomic_block:
         raise transaction.TransactionManagementError(
-            "an audit event belongs into the transaction of its change"
+            "record an audit event in the transaction of its change"
         )
     origin = current_origin()
     event = AuditEvent(
         id=new_id(),
-        tenant_id=thing.tenant_id,
+        tenant_id=resource.tenant_id,
         occurred_at=timezone.now(),
         **dataclasses.asdict(origin),
-        action=f"{thing.kind}.{action}",
-        resource_type=thing.kind,
-        resource_id=thing.id,
+        action=f"{resource.kind}.{action}",
+        resource_type=resource.kind,
+        resource_id=resource.id,
         before=_plain(before),
         after=_plain(after),
     )
@@ -101,23 +104,23 @@ def _add(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Head:
-    """The end of a chain. Kept elsewhere, it proves that the chain was not cut since."""
+    """The last event of a chain. Stored elsewhere, it shows whether the chain was cut since."""
 
     seq: int
     hash: str
 
 
 def chain_ids() -> list[uuid.UUID | None]:
-    """The tenants that have a trail, and None for the platform's own."""
-    with all_tenants(reason="the trail of everybody is verified"):
+    """Return the tenants that have a trail, and None for the platform's own."""
+    with all_tenants(reason="all trails are verified"):
         rows = AuditEvent.objects.order_by("tenant_id").values_list("tenant_id", flat=True)
         return list(rows.distinct())
 
 
 def verify(tenant_id: uuid.UUID | None, known: Head | None = None) -> tuple[Head, list[str]]:
-    """Where a chain ends, and what is wrong with it: nothing, if nobody touched it.
+    """Return the chain's last event, and its faults: none if nobody changed it.
 
-    known  an end that it had before, which must still be in it
+    known  the last event of an earlier run, which must still be in the chain
     """
     head, faults = Head(0, ""), []
     for event in _events(tenant_id):
@@ -172,7 +175,7 @@ def _tenant_of(resource: models.Model) -> uuid.UUID | None:
 
 
 def _plain(value: Any, name: str = "") -> Any:
-    """The value as JSON gives it back, so that its hash stays the same."""
+    """Return the value as it is after a JSON round trip, so that its hash stays the same."""
     if _SECRET.fullmatch(name.lower()):
         raise ValueError(f"{name} may hold a secret: leave it out of the audit trail")
     if isinstance(value, Mapping):
@@ -182,7 +185,7 @@ def _plain(value: Any, name: str = "") -> Any:
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, float) and abs(value) < 1e15:
-        return value + 0.0  # the database knows no negative zero
+        return value + 0.0  # the database has no negative zero
     if hasattr(value, "isoformat"):
         return value.isoformat()
     return str(value)

@@ -1,7 +1,8 @@
-"""Verify every audit trail: prints {"chains", "events", "faults"}, and fails if there are faults.
+"""Verify every audit trail: print {"chains", "events", "faults"}, and fail if there are faults.
 
-With --heads FILE the ends of the chains are kept there, and what was the end the last time must
-still be there: keep it where the database's administrators cannot write, and also a cut is found.
+--heads FILE also detects a trail that was cut at its end: the command writes the last event of each
+chain to FILE and checks that the events of the run before still exist. Keep FILE where the
+database's administrators cannot write.
 """
 
 import json
@@ -50,4 +51,4 @@ def _read(heads: Path | None) -> dict[str, Head]:
     try:
         return {name: Head(*head) for name, head in json.loads(heads.read_text()).items()}
     except (ValueError, TypeError, AttributeError) as error:
-        raise CommandError(f"{heads} is no file of this command's: {error}") from error
+        raise CommandError(f"{heads} was not written by this command: {error}") from error
