@@ -1,9 +1,9 @@
-"""Limits and budgets as data: what `contract/queue/admit.lua` is given, and what it answers.
+"""The arguments of `contract/queue/admit.lua`, limits and budgets, and its answers.
 
-The script decides. It checks everything before it changes anything, in one step of Redis, so that
-no interleaving of gateways lets two requests through where there was room for one. What a request
-reserves, its end gives back (`contract/queue/finish.lua`). Rates are GCRA: a limit of N a minute is
-a bucket of N that refills evenly; the state is the time at which it is full again.
+The script decides. It checks everything before it changes anything, in one atomic step of Redis, so
+two gateways cannot both admit a request where there is room for one. The end of a request releases
+what it reserved (`contract/queue/finish.lua`). Rates use GCRA: a limit of N a minute is a bucket of
+N that refills evenly; the state is the time at which the bucket is full again.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import dataclasses
 
 from contract.queue import fair_queue, scripts
 
-#: What may wait for one base model, whoever's it is: what Redis's memory is for.
+#: Requests of all tenants that may wait for one base model: bounds Redis's memory.
 MAX_WAITING = 50_000
-#: What one tenant may have waiting, if its own limits do not say less.
+#: Requests of one tenant that may wait; the tenant's own limits may be lower.
 MAX_TENANT_WAITING = 10_000
 
 ADMIT = scripts.load("admit")
@@ -24,9 +24,9 @@ SEED = scripts.load("seed_budget")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """Limits that hold together: for a tenant, for one of its keys, or for one of its models.
+    """Limits that apply together: of a tenant, of one of its keys, or of one of its models.
 
-    None: no such limit. `id` names the state that is kept of it.
+    None: no such limit. `id` names the policy's state in Redis.
     """
 
     id: str
@@ -52,7 +52,7 @@ class BudgetPeriod:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Limits:
-    """All that bounds one caller's use of one model."""
+    """All limits of one caller's use of one model."""
 
     policies: tuple[Policy, ...] = ()
     budgets: tuple[BudgetPeriod, ...] = ()
@@ -63,7 +63,7 @@ NO_LIMITS = Limits()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rate:
-    """Where a bucket stands: its size, what is left, and seconds until it is full again."""
+    """The state of a bucket: its size, what is left, and the seconds until it is full again."""
 
     limit: int
     remaining: int
@@ -72,7 +72,7 @@ class Rate:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Admitted:
-    """What the answer's headers say of the tightest limits."""
+    """The state of the tightest limits, for the response's headers."""
 
     requests: Rate | None = None
     tokens: Rate | None = None
@@ -81,7 +81,7 @@ class Admitted:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Refusal:
-    """`index` counts from 1 among the policies, or the budgets where the reason is one of them."""
+    """`index`, from 1, says which policy refused, or which budget where the reason is a budget."""
 
     reason: str
     index: int
@@ -90,11 +90,11 @@ class Refusal:
 
 
 def read_verdict(reply: list[bytes | int], limits: Limits) -> Admitted | Refusal:
-    """What the script answered."""
+    """Parse the script's answer."""
     reason = _text(reply[0])
     if reason != "ok":
         return Refusal(reason, int(reply[1]), float(reply[2]), int(float(reply[3])))
-    if len(reply) == 1:  # a repetition after a lost reply
+    if len(reply) == 1:  # the call was repeated after a lost reply
         return Admitted()
     values = [float(value) for value in reply[1:8]]
     soft = int(values[6])
@@ -115,7 +115,7 @@ def _text(value: bytes | int) -> str:
 
 
 def admit_args(limits: Limits, pool: str, tenant_id: str) -> list[str | int]:
-    """The script's arguments from the number of policies on."""
+    """Return the script's arguments, from the number of policies on."""
     args: list[str | int] = [len(limits.policies)]
     for policy in limits.policies:
         args += [

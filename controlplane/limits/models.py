@@ -1,7 +1,7 @@
-"""What bounds a tenant's use of the platform.
+"""Limits of a tenant's use of the platform.
 
-How it is enforced: requests by `controlplane.limits.admit`, work and storage by
-`controlplane.limits.quotas`, whose work comes next by `controlplane.limits.turns`.
+`controlplane.limits.admit` enforces those of requests, `controlplane.limits.quotas` those of work
+and storage; `controlplane.limits.turns` decides which tenant's work comes next.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _AT_LEAST_ONE = [MinValueValidator(1)]
 
 
 class RateLimit(TenantModel):
-    """Limits that hold together: of the tenant, of one key (`api_key`), or of one `model` name.
+    """Limits that apply together: of the tenant, of one key (`api_key`), or of one `model` name.
 
-    A field that is null does not limit. All that fit a request hold: the tenant's, the key's and
+    A field that is null does not limit. All that match a request apply: the tenant's, the key's and
     the model's.
     """
 
@@ -62,7 +62,7 @@ class RateLimit(TenantModel):
 class Budget(TenantModel):
     """Tokens that the tenant, or one of its keys, may use in a period (UTC).
 
-    Past `hard_limit` requests are refused; past `soft_limit` answers say so in a header.
+    Above `hard_limit` requests are refused; above `soft_limit` responses have a warning header.
     """
 
     class Period(models.TextChoices):
@@ -97,21 +97,21 @@ class Budget(TenantModel):
 
 
 class TenantQuota(TenantModel):
-    """What an operator allows a tenant; a field that is null is as the settings have it."""
+    """What an operator allows a tenant; for a field that is null the settings' value applies."""
 
-    #: The fields that bound; `settings.TENANT_QUOTAS` has the same names.
+    #: The quota fields; `settings.TENANT_QUOTAS` has the same names.
     NAMES = (
         *("storage_bytes", "training_runs", "training_at_once", "training_steps"),
         *("training_tokens", "adapter_checks"),
     )
 
-    #: Of files, adapters and datasets in all.
+    #: Files, adapters and datasets together.
     storage_bytes = models.PositiveBigIntegerField(null=True)
-    #: That wait or run.
+    #: Runs that wait or run.
     training_runs = models.PositiveIntegerField(null=True)
-    #: That run at a time.
+    #: Runs that run at the same time.
     training_at_once = models.PositiveIntegerField(null=True)
-    #: Of one run.
+    #: Steps, and tokens, of one run.
     training_steps = models.PositiveIntegerField(null=True)
     training_tokens = models.PositiveBigIntegerField(null=True)
     #: Adapter versions that wait for their check.
@@ -126,7 +126,7 @@ class TenantQuota(TenantModel):
 
 
 class Turn(TenantModel):
-    """When a tenant's work of one kind was last taken up; the others' comes first then."""
+    """When a tenant's work of one kind was last started; other tenants' work comes first then."""
 
     class Kind(models.TextChoices):
         TRAINING = "training"

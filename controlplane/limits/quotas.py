@@ -1,8 +1,7 @@
-"""What one tenant may have at a time beside its requests: work that waits, and storage.
+"""Quotas of a tenant's storage and waiting work.
 
-Who makes more of it calls `check` in the transaction that makes it. The check holds a lock of the
-tenant's until that transaction ends, so that any number of requests at once take no more than there
-is.
+Code that uses a quota calls `check` in the same transaction. The check holds a lock of the tenant
+until that transaction ends, so concurrent requests together cannot exceed the quota.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from controlplane.infra.locks import lock_until_commit
 from controlplane.limits.models import TenantQuota
 from controlplane.tenancy.scoping import current_tenant_id
 
-#: By the name of a quota, what of it the tenant in scope has. Apps with such things add to it.
+#: By quota: functions that count what the tenant in scope uses of it. Apps register theirs here.
 USES: dict[str, list[Callable[[], int]]] = {
     "storage_bytes": [],
     "training_runs": [],
@@ -30,26 +29,26 @@ USES: dict[str, list[Callable[[], int]]] = {
 
 
 def allowed(name: str) -> int:
-    """The quota of the tenant in scope."""
+    """Return the quota of the tenant in scope."""
     own = TenantQuota.objects.values_list(name, flat=True).first()
     return int(settings.TENANT_QUOTAS[name] if own is None else own)
 
 
 def used(name: str) -> int:
-    """What the tenant in scope has of one of `USES`."""
+    """Return how much the tenant in scope uses of a quota in `USES`."""
     return sum(use() for use in USES[name])
 
 
 def allowed_to_each(name: str) -> Coalesce:
-    """For a query over all tenants: the quota of each row's tenant."""
+    """Return an expression for a query over all tenants: the quota of each row's tenant."""
     own = TenantQuota.objects.filter(tenant_id=OuterRef("tenant_id")).values(name)[:1]
     return Coalesce(Subquery(own), Value(settings.TENANT_QUOTAS[name]))
 
 
 def check(name: str, more: int = 1, *, retry_after_s: Callable[[], float] | None = None) -> None:
-    """Check that `more` fits; to be called in the transaction that makes it.
+    """Check that the quota has room for `more`; call it in the transaction that uses it.
 
-    retry_after_s  when there may be room again, as far as one can tell
+    retry_after_s  estimates when there is room again
     Raises InvalidRequest for storage, RateLimited for work.
     """
     lock(name)
@@ -58,20 +57,20 @@ def check(name: str, more: int = 1, *, retry_after_s: Callable[[], float] | None
 
 
 def lock(name: str) -> None:
-    """Have the tenant's lock of a quota until the transaction ends.
+    """Hold the tenant's lock of a quota until the transaction ends.
 
-    Before `record`, whose lock others take last.
+    Take it before `record`, whose lock all code takes last.
     """
     lock_until_commit(f"quota {name} {current_tenant_id()}")
 
 
 def refusal(name: str, retry_after_s: float | None = None) -> ApiError:
-    """What somebody is told who would have more than the quota allows."""
+    """Return the error for a request that would exceed the quota."""
     most = allowed(name)
     if name == "storage_bytes":
         return InvalidRequest(
-            f"Your organization's files, adapters and datasets may have {most} bytes in all: "
-            "delete some of them.",
+            f"Your organization's files, adapters and datasets may use {most} bytes in total. "
+            "Delete some of them.",
             code="storage_limit_exceeded",
         )
     message, code = _MESSAGES[name]
@@ -80,12 +79,12 @@ def refusal(name: str, retry_after_s: float | None = None) -> ApiError:
 
 _MESSAGES = {
     "training_runs": (
-        "Your organization may have {most} training runs that wait or run: cancel one, or wait "
+        "Your organization may have {most} training runs that wait or run. Cancel one, or wait "
         "until one has ended.",
         "too_many_training_runs",
     ),
     "adapter_checks": (
-        "{most} adapter versions of your organization wait for their check: come back when some "
+        "{most} adapter versions of your organization wait for their check. Try again when some "
         "are ready.",
         "too_many_adapter_checks",
     ),
@@ -94,7 +93,7 @@ _MESSAGES = {
 
 @transaction.atomic
 def quota_set(**values: int | None) -> TenantQuota:
-    """Allow the tenant in scope what is named; the rest is as the settings have it."""
+    """Set quotas of the tenant in scope; for those not named the settings' values apply."""
     row = TenantQuota.objects.select_for_update().first()
     before = _told(row) if row else None
     row = row or TenantQuota()
@@ -112,7 +111,7 @@ def _told(row: TenantQuota) -> dict[str, Any]:
 
 
 def quota_state() -> dict[str, Any]:
-    """For people to see: each quota of the tenant in scope, and what is used of it."""
+    """Return each quota of the tenant in scope and its use, for display."""
     state: dict[str, Any] = {name: {"limit": allowed(name)} for name in TenantQuota.NAMES}
     for name in USES:
         state[name]["used"] = used(name)

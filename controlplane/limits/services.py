@@ -1,4 +1,4 @@
-"""The limits of a caller, read and written. Redis learns of a change with the next request."""
+"""Read and change limits. Redis gets a change with the next request."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ _Row = TypeVar("_Row", RateLimit, Budget)
 
 
 def limits_for(api_key: ApiKey | None, names: Iterable[str]) -> Limits:
-    """All that bounds this key's use of a model that has these names, for the tenant in scope.
+    """Return the limits of this key, in the tenant in scope, for a model with these names.
 
-    The limits of a key hold for it and all keys that come from it together: making another key is
-    no way past them.
+    A key's limits apply to it and its descendants together: making another key does not evade them.
     """
     is_own = Q(api_key=None) | Q(api_key__in=api_key.line if api_key else [])
     rates = RateLimit.objects.filter(is_own, model__in=["", *names]).order_by("id")
@@ -51,7 +50,7 @@ def _policy(row: RateLimit) -> Policy:
 
 
 def budget_period(row: Budget, now: dt.datetime) -> BudgetPeriod:
-    """The budget's period that `now` lies in."""
+    """Return the budget's period that contains `now`."""
     start = now.astimezone(dt.UTC).replace(hour=0, minute=0, second=0, microsecond=0)
     if row.period == Budget.Period.MONTH:
         start = start.replace(day=1)
@@ -70,7 +69,7 @@ def budget_period(row: Budget, now: dt.datetime) -> BudgetPeriod:
 
 
 def limited_keys(key_ids: Iterable[uuid.UUID]) -> set[uuid.UUID]:
-    """Those of the keys that have limits or budgets of their own."""
+    """Return those of the keys that have their own limits or budgets."""
     return {
         key_id
         for model in (RateLimit, Budget)
@@ -81,7 +80,7 @@ def limited_keys(key_ids: Iterable[uuid.UUID]) -> set[uuid.UUID]:
 
 
 def tokens_spent(tenant_id: str, budget: BudgetPeriod) -> int:
-    """What the daily totals of usage say of the budget's period."""
+    """Return the tokens of the budget's period, from the daily usage totals."""
     start = dt.datetime.fromtimestamp(budget.starts_at, tz=dt.UTC)
     end = dt.datetime.fromtimestamp(budget.ends_at, tz=dt.UTC)
     with tenant_scope(uuid.UUID(tenant_id)):
@@ -100,8 +99,8 @@ def rate_limit_set(
 ) -> RateLimit:
     """Make or replace the limits of the tenant in scope, of one of its keys, or of a model.
 
-    limits  by the names of `RateLimit.RATES`; what is not named does not limit
-    Raises InvalidRequest for a value that cannot be one.
+    limits  by the names of `RateLimit.RATES`; those not named do not limit
+    Raises InvalidRequest for an invalid value.
     """
     row = RateLimit.objects.filter(api_key_id=api_key_id, model=model).first()
     before = _told(row) if row else None
@@ -149,7 +148,7 @@ def _remove(rows: QuerySet[Any]) -> None:
 
 
 def _told(row: RateLimit | Budget) -> dict[str, Any]:
-    """What the audit trail tells of a limit."""
+    """Return the fields of a limit that the audit trail records."""
     hidden = {"id", "tenant", "created_at", "updated_at"}
     fields = [field for field in row._meta.concrete_fields if field.name not in hidden]
     return {field.name: getattr(row, field.attname) for field in fields}

@@ -1,9 +1,9 @@
-"""Whose work is taken up next: the tenant's that was served longest ago, and of it the oldest.
+"""Choose which work to start next: of the tenant that was served longest ago, its oldest.
 
-The messages of the broker come in the order in which they were sent: somebody who sends many would
-have everybody else wait behind them. So a message only says that there is something to do. What is
-done is chosen here, out of the database. A tenant waits for at most one piece of work of each other
-tenant, however much those have waiting.
+The broker delivers messages in the order they were sent, so one tenant with many would delay all
+others. A message therefore only says that there is work, and the work is chosen here, from the
+database. A tenant waits for at most one piece of work of each other tenant, however much they have
+waiting.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Row = TypeVar("_Row", bound=TenantModel)
 
 
 def next_of(kind: Turn.Kind, waiting: QuerySet[_Row]) -> _Row | None:
-    """The row to take up; to be called across tenants. A suspended tenant's wait."""
+    """Return the row to start next; call it across tenants. A suspended tenant's rows wait."""
     served = Turn.objects.filter(tenant_id=OuterRef("tenant_id"), kind=kind).values("served_at")
     rows = waiting.filter(tenant__status=Tenant.Status.ACTIVE)
     in_turn = rows.annotate(served_at=Subquery(served[:1]))
@@ -29,5 +29,5 @@ def next_of(kind: Turn.Kind, waiting: QuerySet[_Row]) -> _Row | None:
 
 
 def taken(kind: Turn.Kind) -> None:
-    """Note that work of the tenant in scope is taken up."""
+    """Note that work of the tenant in scope was started."""
     Turn.objects.update_or_create(kind=kind, defaults={"served_at": timezone.now()})
