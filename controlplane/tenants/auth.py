@@ -1,9 +1,9 @@
-"""Who is asking, and what they may do.
+"""Authentication and authorization: who the caller is, and what they may do.
 
 A caller is a `Principal`: an API key (the gateway, /api) or a person with a session (the console,
-/api). Both belong to exactly one tenant. `authenticate` takes the Authorization header, as does
-`cached_principal`, which asks nobody and so may run in async code; `session_principal` takes a
-request with a session; `authorize` is the one place where a role decides.
+/api). Both belong to exactly one tenant. `authenticate` reads the Authorization header, as does
+`cached_principal`, which makes no query and so may run in async code; `session_principal` reads a
+request's session; `authorize` is the only place that compares permissions.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from controlplane.tenants.permissions import Permission as Permission
 from controlplane.tenants.roles import PERMISSIONS as PERMISSIONS
 from controlplane.tenants.second_factor import check_second_factor
 
-#: Where a session keeps the tenant its person works for.
+#: The session's entry for the tenant that its person works for.
 SESSION_TENANT_KEY = "tenant_id"
-#: How long another process may go on accepting a key that was just revoked.
+#: How long another process may still accept a revoked key.
 CACHE_S = 0.5
 _CACHE_MAX_KEYS = 10_000
 #: `last_used_at` is written at most this often for each key.
 _TOUCH_INTERVAL = dt.timedelta(minutes=1)
-#: Compared with when a key has no second secret.
+#: Takes the place of a key's missing second secret in the comparison.
 _NO_HMAC = bytes(32)
 
 _WRONG_KEY = "Incorrect API key provided."
 
 
-#: A key that belongs to nobody in particular does at most what a developer does.
+#: The role of a key that belongs to no person and no service account.
 OWNERLESS_KEY_ROLE = Role.DEVELOPER
 
 
@@ -56,19 +56,19 @@ class Principal:
     role: Role
     api_key: ApiKey | None = None
     user: User | None = None
-    #: The person's place in the tenant; None for a key.
+    #: The person's membership in the tenant; None for a key.
     membership: Membership | None = None
-    #: Django REST framework asks its `request.user` for this.
+    #: Django REST framework reads this from `request.user`.
     is_authenticated: ClassVar[bool] = True
 
     @property
     def permissions(self) -> frozenset[Permission]:
-        """What the role allows and, of a key, its scopes too."""
+        """What the role allows; for a key, what its scopes allow as well."""
         return PERMISSIONS[self.role] if self.api_key is None else key_permissions(self.api_key)
 
     @property
     def label(self) -> str:
-        """Who it is, in records: `key:<public id>` or `user:<id>`."""
+        """The caller's name in records: `key:<public id>` or `user:<id>`."""
         if self.api_key is not None:
             return f"key:{self.api_key.public_id}"
         return f"user:{self.user.pk if self.user else ''}"
@@ -82,7 +82,7 @@ def authorize(principal: Principal, permission: Permission) -> None:
 
 
 def authorize_grant(principal: Principal, permissions: Iterable[str]) -> None:
-    """Return if the principal may hand these on: nobody gives, or takes, more than they have.
+    """Return if the principal may grant or revoke these: they must have them all.
 
     Raises PermissionDenied if not.
     """
@@ -91,11 +91,11 @@ def authorize_grant(principal: Principal, permissions: Iterable[str]) -> None:
 
 
 def authenticate(header: str | None, address: str = "", *, touches: bool = True) -> Principal:
-    """The principal behind an Authorization header that came from an address.
+    """Return the principal of an Authorization header that came from `address`.
 
-    touches  notes that the key was used; else the caller will, by `touch`
+    touches  notes that the key was used; if False, the caller must call `touch`
     Raises AuthenticationFailed for a key that is missing, malformed, unknown, expired or revoked,
-    PermissionDenied for one of a suspended tenant or from an address that is not on its list.
+    PermissionDenied for a suspended tenant's key, or an address that the key does not allow.
     """
     parts = _parse_header(header)
     secret_hmac = parts.secret_hmac(settings.API_KEY_PEPPER)
@@ -112,11 +112,11 @@ def authenticate(header: str | None, address: str = "", *, touches: bool = True)
 
 
 def standing_principal(api_key: ApiKey) -> Principal:
-    """Whom a key stands for, wherever it is used: also for what it asked for some time ago.
+    """Return the principal of a stored key, for work that it asked for earlier, too.
 
-    api_key  with its tenant, its owner with the person, and its service account
-    Raises AuthenticationFailed for a key that has ended or is a closed account's,
-    PermissionDenied for one of a suspended tenant.
+    api_key  with its tenant, its owner's user, and its service account loaded
+    Raises AuthenticationFailed for a revoked or expired key and for one of a closed account,
+    PermissionDenied for a suspended tenant's key.
     """
     if api_key.revoked_at is not None:
         raise AuthenticationFailed("This API key has been revoked.")
@@ -129,10 +129,10 @@ def standing_principal(api_key: ApiKey) -> Principal:
 
 
 def cached_principal(header: str | None, address: str = "") -> Principal | None:
-    """`authenticate` without a query: None when the key was not seen in the last `CACHE_S`.
+    """Do what `authenticate` does, without a query; None if the key is not in the cache.
 
-    A secret that is not the cached one is None too: another process may have rotated the key.
-    Raises as `authenticate` for what no query is needed to refuse.
+    The cache keeps a key for `CACHE_S`. A secret that differs from the cached one gives None, too:
+    another process may have rotated the key. Raises like `authenticate` where no query is needed.
     """
     parts = _parse_header(header)
     secret_hmac = parts.secret_hmac(settings.API_KEY_PEPPER)
@@ -146,10 +146,10 @@ def cached_principal(header: str | None, address: str = "") -> Principal | None:
 
 
 def session_principal(request: HttpRequest) -> Principal | None:
-    """The signed-in person and the tenant they work for; None when there is no such pair.
+    """Return the signed-in person in the tenant they work for; None when there is none.
 
-    The tenant is the session's, else the one they joined first. Raises PermissionDenied when it
-    is suspended, and as SecondFactorRequired when it asks for one that the person does not have.
+    The tenant is the session's, else the one they joined first. Raises PermissionDenied when it is
+    suspended, SecondFactorRequired when it requires a second factor that the person does not have.
     """
     user = request.user
     if not isinstance(user, User) or not user.is_active:
@@ -170,7 +170,7 @@ def session_principal(request: HttpRequest) -> Principal | None:
 
 
 class ApiKeyAuthentication(BaseAuthentication):
-    """Django REST framework's view of `authenticate`. A session is tried only without a header."""
+    """Lets Django REST framework use `authenticate`. Only without a header it tries the session."""
 
     def authenticate(self, request: Request) -> tuple[Principal, Principal] | None:
         header = request.headers.get("Authorization")
@@ -184,7 +184,7 @@ class ApiKeyAuthentication(BaseAuthentication):
 
 
 class ConsoleSessionAuthentication(SessionAuthentication):
-    """A person's session; writes need the CSRF token."""
+    """Authenticates by a person's session; writes need the CSRF token."""
 
     def authenticate(self, request: Request) -> tuple[Principal, Principal] | None:  # type: ignore[override]
         principal = session_principal(request._request)
@@ -195,7 +195,7 @@ class ConsoleSessionAuthentication(SessionAuthentication):
 
 
 def forget_key(public_id: str) -> None:
-    """Drop a key from this process's cache, so that a revocation holds here at once."""
+    """Drop a key from this process's cache, so that its revocation takes effect here at once."""
     _cache.pop(public_id, None)
 
 
@@ -209,7 +209,7 @@ _cache: dict[str, _Cached] = {}
 
 
 def _remember(principal: Principal, asked_at: float) -> None:
-    """Keep it for `CACHE_S` from the moment of the question: the answer may have taken its time."""
+    """Cache it for `CACHE_S`, counted from the start of the query: the answer may be late."""
     assert principal.api_key is not None
     if len(_cache) >= _CACHE_MAX_KEYS:
         _cache.clear()
@@ -220,13 +220,12 @@ def _remember(principal: Principal, asked_at: float) -> None:
 def _parse_header(header: str | None) -> keys.KeyParts:
     if not header:
         raise AuthenticationFailed(
-            "No API key was provided: send it in the header, as Authorization: Bearer <key>."
+            "No API key was provided. Send it in the header Authorization: Bearer <key>."
         )
     scheme, _, credentials = header.partition(" ")
     if scheme.lower() != "bearer":
         raise AuthenticationFailed(
-            "The Authorization header has no key in the form that is read here: send it as "
-            "Authorization: Bearer <key>."
+            "The Authorization header is malformed. Send the key as Authorization: Bearer <key>."
         )
     parts = keys.parse(credentials.strip())
     if parts is None:
@@ -235,13 +234,13 @@ def _parse_header(header: str | None) -> keys.KeyParts:
 
 
 def _key_rows(parts: keys.KeyParts) -> QuerySet[ApiKey]:
-    """The key's row, if there is such a key."""
+    """Return the query of the key's row."""
     rows = ApiKey.objects.filter(public_id=parts.public_id, environment=parts.environment)
     return rows.select_related("tenant", "owner__user", "service_account")
 
 
 def _matches(api_key: ApiKey, secret_hmac: bytes) -> bool:
-    """Whether this is the key's secret, or the one before it in its time of grace."""
+    """Return whether this is the key's secret, or its previous one during the grace period."""
     is_current = hmac.compare_digest(bytes(api_key.secret_hmac), secret_hmac)
     is_old = hmac.compare_digest(bytes(api_key.old_secret_hmac or _NO_HMAC), secret_hmac)
     until = api_key.old_secret_until
@@ -258,7 +257,7 @@ def _check_key(api_key: ApiKey, address: str) -> Principal:
 
 
 def key_permissions(api_key: ApiKey) -> frozenset[Permission]:
-    """What a key can do: its scopes, as far as its owner's role allows them."""
+    """Return what a key can do: its scopes, as far as its owner's role allows them."""
     return frozenset(map(Permission, api_key.scopes)) & PERMISSIONS[_key_role(api_key)]
 
 
@@ -273,14 +272,14 @@ def _check_tenant(tenant: Tenant) -> None:
 
 
 def touch_is_due(principal: Principal) -> bool:
-    """Whether a key's last use was noted so long ago that this one has to be."""
+    """Return whether this use of a key must be noted: the last note is old enough."""
     assert principal.api_key is not None
     last = principal.api_key.last_used_at
     return last is None or last < timezone.now() - _TOUCH_INTERVAL
 
 
 def touch(principals: Iterable[Principal]) -> None:
-    """Note that their keys are used now, where nobody did meanwhile. Raises django.db.Error."""
+    """Note that their keys are used now, unless that was just noted. Raises django.db.Error."""
     now = timezone.now()
     is_due = Q(last_used_at=None) | Q(last_used_at__lt=now - _TOUCH_INTERVAL)
     used = [principal.api_key.pk for principal in principals if principal.api_key is not None]

@@ -1,4 +1,4 @@
-"""Whose an e-mail address is: each person has one, and somebody has proven it or nobody has."""
+"""The e-mail address of a person: each has one, which is verified or not."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from controlplane.tenants.models import User
 
 @transaction.atomic
 def address_set(user: User, *, is_proven: bool) -> None:
-    """Let the person's address be the one that mails, resets and sign-ins know; no other is.
+    """Make `user.email` the person's only address for mail, password resets and sign-ins.
 
-    is_proven  they read its mail, their issuer says so, or an operator answers for it
+    is_proven  they read its mail, their issuer confirms it, or an operator vouches for it
     """
     from allauth.account.models import EmailAddress  # its models need all apps
 
     EmailAddress.objects.filter(user=user).exclude(email=user.email).delete()
-    # What another person's account was known by before theirs was changed.
+    # Another account may have had this address before its own was changed.
     EmailAddress.objects.filter(email=user.email).exclude(user=user).delete()
     EmailAddress.objects.update_or_create(
         user=user, email=user.email, defaults={"verified": is_proven, "primary": True}

@@ -1,8 +1,8 @@
-"""Writes that may be sent twice: the answer to an Idempotency-Key is kept and given again.
+"""Idempotent writes: store the response to an Idempotency-Key, and replay it.
 
-The record and what the request changes are one transaction. So a second request with the same key
-waits for the first, and there is no moment in which the change is made and the answer is not kept.
-An answer that is an error changes nothing and is not kept: the caller may simply try again.
+The record and the request's changes are one transaction: a second request with the same key waits
+for the first, and the response is stored if and only if the change is made. An error changes
+nothing and is not stored: the caller may try again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _Record = TypeVar("_Record", bound=KeptAnswer)
 
 
 class Replay(Exception):
-    """The request was answered before: with this status, and these bytes of JSON."""
+    """Raised when the request was answered before: with this status, and these bytes of JSON."""
 
     def __init__(self, status: int, content: bytes) -> None:
         super().__init__()
@@ -48,19 +48,19 @@ class Replay(Exception):
 
     @property
     def response(self) -> Response:
-        """As a view of Django REST framework answers."""
+        """The stored answer, as a response of Django REST framework."""
         return _Rendered(self.content, self.status)
 
 
 class Attempt:
-    """The first request with its key, inside the transaction that `end` decides on."""
+    """The first request with its key; `end` decides whether its transaction is committed."""
 
     def __init__(self, record: QuerySet[Any], cipher: Fernet) -> None:
         self._record = record
         self._cipher = cipher
 
     def end(self, response: HttpResponseBase) -> None:
-        """Keep an answer that is a success; undo the transaction behind any other."""
+        """Store a successful response; roll the transaction back after any other."""
         if not (isinstance(response, HttpResponse) and 200 <= response.status_code < 300):
             transaction.set_rollback(True)
             return
@@ -70,13 +70,13 @@ class Attempt:
 
 
 def begin(request: Request, caller: str, key: str, kept_in: type[_Record]) -> Attempt:
-    """To be called in the transaction of the change, in the scope of its rows.
+    """Begin an idempotent write, in the transaction of the change and in the scope of its rows.
 
-    caller   who asks, as `Principal.label` says it
+    caller   who asks, as in `Principal.label`
     kept_in  the table of such callers' records
 
-    Raises Replay for a request that was answered, InvalidRequest for a bad key and for one that
-    was sent with another body.
+    Raises Replay for a request that was answered before, InvalidRequest for an invalid key and for
+    one that was used with another body.
     """
     route = f"{request.method} {request.get_full_path()}"
     return begin_write(route, lambda: _body(request), caller, key, kept_in)
@@ -85,10 +85,10 @@ def begin(request: Request, caller: str, key: str, kept_in: type[_Record]) -> At
 def begin_write(
     route: str, body: Callable[[], bytes], caller: str, key: str, kept_in: type[_Record]
 ) -> Attempt:
-    """`begin`, of any request: its method with its address, and how to get its body."""
+    """Do what `begin` does, for any request: `route` is its method and address."""
     if not (1 <= len(key) <= MAX_KEY_LENGTH and key.isascii() and key.isprintable()):
         raise InvalidRequest(
-            f"An {HEADER} has 1 to {MAX_KEY_LENGTH} printable ASCII characters.", param=HEADER
+            f"{HEADER} must have 1 to {MAX_KEY_LENGTH} printable ASCII characters.", param=HEADER
         )
     body_sha256 = hashlib.sha256(body()).hexdigest()
     name = {
@@ -116,8 +116,8 @@ def begin_write(
 
 
 def expire() -> None:
-    """Drop the records that nobody can ask for any more."""
-    with all_tenants(reason="records of every tenant grow old"):
+    """Delete expired records."""
+    with all_tenants(reason="expired records of all tenants are deleted"):
         IdempotencyRecord.objects.filter(expires_at__lte=timezone.now()).delete()
         OperatorIdempotencyRecord.objects.filter(expires_at__lte=timezone.now()).delete()
 
@@ -126,16 +126,16 @@ def _body(request: Request) -> bytes:
     try:
         return request._request.body
     except RequestDataTooBig as error:
-        raise PayloadTooLarge(f"With an {HEADER} a body has to be shorter.") from error
+        raise PayloadTooLarge(f"The body is too large for a request with {HEADER}.") from error
 
 
 def _cipher(key: str) -> Fernet:
-    """Needs the caller's key, which is not stored, as well as the pepper."""
+    """Return a cipher that needs the pepper and the caller's key, which is not stored."""
     return peppered_cipher(b"idempotency " + key.encode())
 
 
 class _Rendered(Response):
-    """An answer whose bytes are there already."""
+    """A response that is rendered already."""
 
     def __init__(self, content: bytes, status: int) -> None:
         super().__init__(status=status, headers={REPLAYED_HEADER: "true"})

@@ -1,4 +1,4 @@
-"""The mail that takes an invite to the invited person."""
+"""Send invites by mail."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ logger = logging.getLogger(__name__)
 
 
 def invite_url(token: str) -> str:
-    """Where the invite is accepted, once."""
+    """Return the address at which the invite can be accepted, once."""
     return settings.BASE_URL + reverse("console:invite", args=[token])
 
 
 def invite_send(*, invite: Invite, tenant: Tenant, token: str) -> bool:
-    """Whether the mail server took it; else whoever invites has to hand on the address."""
+    """Send it. -> whether the mail server took it; if not, the inviter must pass on the address."""
     context = {"invite": invite, "tenant": tenant, "url": invite_url(token)}
     try:
         send_mail(

@@ -1,9 +1,8 @@
-"""Nobody hands on more than they have: what a caller may give to a key, and to people.
+"""Check what a caller may grant to keys and to people: nobody grants more than they have.
 
-A person, and a key that nothing bounds, has what their permissions say. A key has less: the models
-and addresses on its lists, the time until it expires, and the limits and budgets that are set for
-it or for a key that it comes from. Each is compared; a limit is not, for it holds for every key
-that descends from the limited one.
+Permissions restrict every caller. A key may be restricted further: by its lists of models and
+addresses, its expiry, and the limits and budgets of it or of a key that it comes from. All are
+compared except limits, which apply to every descendant of the limited key anyway.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from controlplane.tenants.key_rules import (
 )
 from controlplane.tenants.models import ApiKey
 
-#: Keys that a key may come from: each of them is asked for limits by every request.
+#: The most keys that a key may come from: every request looks up the limits of each.
 MAX_ANCESTORS = 8
-#: Each says which of some keys have limits of its kind. Apps with limits of keys add to it.
+#: Functions that return which of the given keys have limits. Apps with limits register theirs.
 LIMITED: list[Callable[[Iterable[uuid.UUID]], set[uuid.UUID]]] = []
 
 
@@ -39,9 +38,9 @@ def rules_of(api_key: ApiKey) -> KeyRules:
 
 
 def as_it_is_now(by: Principal) -> Principal:
-    """The caller with their key as it stands in the database, not as it was when they called.
+    """Return the caller with their key read from the database again.
 
-    Raises AuthenticationFailed for a key that has ended meanwhile.
+    Raises AuthenticationFailed for a key that has ended since.
     """
     if by.api_key is None:
         return by
@@ -50,7 +49,7 @@ def as_it_is_now(by: Principal) -> Principal:
 
 
 def check_rules(by: Principal, rules: KeyRules, expires_at: dt.datetime | None) -> None:
-    """Return if the caller may let a key do this. Raises PermissionDenied that names the field."""
+    """Return if the caller may give a key these rules. Raises PermissionDenied with the field."""
     try:
         auth.authorize_grant(by, rules.scopes)
     except PermissionDenied as error:
@@ -60,18 +59,18 @@ def check_rules(by: Principal, rules: KeyRules, expires_at: dt.datetime | None) 
     if own is None:
         return
     if not covers_models(own.allowed_models, rules.allowed_models):
-        _refuse("allowed_models", "for the models that it may use itself")
+        _refuse("allowed_models", "the models that it may use itself")
     if not covers_addresses(own.allowed_ips, rules.allowed_ips):
-        _refuse("allowed_ips", "for the addresses that it may come from itself")
+        _refuse("allowed_ips", "the addresses that it may be used from itself")
     if not covers_expiry(own.expires_at, expires_at):
-        _refuse("expires_at", "until it expires itself")
+        _refuse("expires_at", "the time until it expires itself")
 
 
 def check_holds(by: Principal, api_key: ApiKey) -> None:
-    """Return if the caller has all that a key has: whoever rotates it reads its secret.
+    """Return if the caller has all that a key has: who rotates a key reads its secret.
 
-    Counted are the scopes that are stored: a larger role of its owner would make them count.
-    Raises PermissionDenied.
+    All stored scopes count, also those that the owner's role does not allow today: the role may
+    change. Raises PermissionDenied.
     """
     check_rules(by, rules_of(api_key), api_key.expires_at)
     if by.api_key is not None:
@@ -81,54 +80,56 @@ def check_holds(by: Principal, api_key: ApiKey) -> None:
 
 
 def check_unbound(by: Principal) -> None:
-    """Return if the caller may bring people in, who have no bounds. Raises PermissionDenied."""
+    """Return if the caller may give roles to people: only an unrestricted key may, because people
+    have no such restrictions. Raises PermissionDenied."""
     own = by.api_key
     if own is None:
         return
     is_bound = own.allowed_models or own.allowed_ips or own.expires_at is not None
     if is_bound or _limited_keys(own):
         raise PermissionDenied(
-            "A key with models, addresses, an expiry or limits of its own gives nobody a role: "
-            "people have no such bounds."
+            "A key with models, addresses, an expiry or limits of its own cannot give people "
+            "roles: people have no such restrictions."
         )
 
 
 def check_limits_of(by: Principal, api_key: ApiKey | None) -> None:
     """Return if the caller may set limits of a key; None: the tenant's, or a model's.
 
-    Raises PermissionDenied for a key's own, and for those that a bound key did not make.
+    Raises PermissionDenied for the caller's own key or its ancestors, and for a restricted key if
+    the other key does not descend from it.
     """
     own = by.api_key
     if own is not None and api_key is not None and api_key.pk in own.line:
         raise PermissionDenied(
-            "An API key changes neither its own limits nor those of a key that it comes from."
+            "An API key cannot change its own limits or those of a key that it comes from."
         )
-    _check_reaches(by, api_key, "sets limits of")
+    _check_reaches(by, api_key, "set limits of")
 
 
 def check_ends(by: Principal, api_key: ApiKey) -> None:
     """Return if the caller may revoke a key. Raises PermissionDenied.
 
-    Nothing is handed on by it, so a key that nothing bounds may end one that can do more: who
-    looks for leaked keys needs no more than the right to end them.
+    Revoking grants nothing, so an unrestricted key may revoke one that can do more: a scanner for
+    leaked keys needs only the permission to revoke them.
     """
     if by.api_key is not None and by.api_key.pk != api_key.pk:
-        _check_reaches(by, api_key, "revokes")
+        _check_reaches(by, api_key, "revoke")
 
 
-def _check_reaches(by: Principal, api_key: ApiKey | None, does: str) -> None:
+def _check_reaches(by: Principal, api_key: ApiKey | None, verb: str) -> None:
     own = by.api_key
     if own is None or (api_key is not None and own.pk in api_key.line):
         return
     if own.allowed_models or own.allowed_ips or _limited_keys(own):
         raise PermissionDenied(
-            f"An API key with models, addresses or limits of its own {does} nothing but the keys "
-            "that it made."
+            f"An API key with models, addresses or limits of its own can {verb} only keys that it "
+            "made."
         )
 
 
 def inherited(by: Principal, rules: KeyRules) -> KeyRules:
-    """What a new key gets where its maker says nothing: the maker's own models and addresses."""
+    """Return a new key's default rules: the models and addresses of the key that makes it."""
     own = by.api_key
     if own is None:
         return rules
@@ -140,21 +141,21 @@ def inherited(by: Principal, rules: KeyRules) -> KeyRules:
 
 
 def ancestors_for(by: Principal | None) -> list[str]:
-    """Of a key that the caller makes. Raises Conflict where the line would be too long."""
+    """Return the ancestors of a key that the caller makes. Raises Conflict for too many."""
     if by is None or by.api_key is None:
         return []
     line = [str(one) for one in by.api_key.line]
     if len(line) > MAX_ANCESTORS:
         raise Conflict(
-            f"A key comes from at most {MAX_ANCESTORS} others: make this one with an earlier key."
+            f"A key can have at most {MAX_ANCESTORS} ancestors. Make this one with an earlier key."
         )
     return line
 
 
 def _limited_keys(api_key: ApiKey) -> set[uuid.UUID]:
-    """Those of its line that have limits of their own."""
+    """Return the key and its ancestors, as far as they have their own limits."""
     return {key_id for limited in LIMITED for key_id in limited(api_key.line)}
 
 
-def _refuse(field: str, how_far: str) -> None:
-    raise PermissionDenied(f"An API key gives another at most {how_far}.", param=field)
+def _refuse(field: str, what: str) -> None:
+    raise PermissionDenied(f"An API key can give another key at most {what}.", param=field)

@@ -1,4 +1,4 @@
-"""What a key is good for: its scopes, the models it may name, the addresses it may come from."""
+"""The rules of a key: its scopes, the models it may use, the addresses it may be used from."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from controlplane.errors import InvalidRequest
 from controlplane.tenants.permissions import DEFAULT_SCOPES, Permission
 
-#: Of allowed models, and of allowed addresses.
+#: The most allowed models, and the most allowed addresses.
 MAX_ALLOWED = 100
 _MODEL = re.compile(r"\A[a-z0-9][a-z0-9._-]{0,62}(?:@[1-9][0-9]{0,8})?\Z")
 
@@ -25,7 +25,7 @@ class KeyRules:
     allowed_ips: tuple[str, ...] = ()
 
     def checked(self) -> KeyRules:
-        """The rules in their normal form: no repeats, networks as networks.
+        """Return the rules in normal form: without repeats, addresses as networks.
 
         Raises InvalidRequest that names the field.
         """
@@ -37,13 +37,13 @@ class KeyRules:
 
 
 def allows_model(allowed: Iterable[str], name: str) -> bool:
-    """Whether a list of models covers `name`: `invoices` also stands for every `invoices@3`."""
+    """Return whether a list of models allows `name`: `invoices` allows `invoices@3`, too."""
     allowed = tuple(allowed)
     return not allowed or name in allowed or name.partition("@")[0] in allowed
 
 
 def allows_address(allowed: Iterable[str], address: str) -> bool:
-    """Whether a list of networks covers an address. What is no address is in no network."""
+    """Return whether a list of networks contains an address. An invalid address is in none."""
     networks = tuple(allowed)
     if not networks:
         return True
@@ -57,18 +57,18 @@ def allows_address(allowed: Iterable[str], address: str) -> bool:
 
 
 def covers_models(allowed: Iterable[str], wanted: Iterable[str]) -> bool:
-    """Whether nothing that the `wanted` list covers is outside of `allowed`."""
+    """Return whether `allowed` allows every model that `wanted` allows."""
     allowed, wanted = tuple(allowed), tuple(wanted)
     return not allowed or (bool(wanted) and all(allows_model(allowed, name) for name in wanted))
 
 
 def covers_addresses(allowed: Iterable[str], wanted: Iterable[str]) -> bool:
-    """Whether no address that the `wanted` networks cover is outside of `allowed`."""
+    """Return whether `allowed` contains every address of the `wanted` networks."""
     outer = [ipaddress.ip_network(network) for network in allowed]
     inner = [ipaddress.ip_network(network) for network in wanted]
     if not outer:
         return True
-    # Two halves that lie side by side cover the whole of them.
+    # Two adjacent halves together contain the whole network.
     four = list(ipaddress.collapse_addresses(n for n in outer if n.version == 4))
     six = list(ipaddress.collapse_addresses(n for n in outer if n.version == 6))
     return bool(inner) and all(
@@ -80,7 +80,7 @@ def covers_addresses(allowed: Iterable[str], wanted: Iterable[str]) -> bool:
 
 
 def covers_expiry(expires_at: dt.datetime | None, wanted: dt.datetime | None) -> bool:
-    """Whether what ends at `wanted` (None: never) ends no later than `expires_at`."""
+    """Return whether `wanted` (None: never) is not later than `expires_at`."""
     return expires_at is None or (wanted is not None and wanted <= expires_at)
 
 
@@ -89,7 +89,7 @@ def _scopes(scopes: Iterable[str]) -> tuple[str, ...]:
     if unknown := sorted(wanted - set(Permission)):
         raise InvalidRequest(f"There is no scope {unknown[0][:100]}.", param="scopes")
     if not wanted:
-        raise InvalidRequest("A key needs a scope.", param="scopes")
+        raise InvalidRequest("A key needs at least one scope.", param="scopes")
     return tuple(permission.value for permission in Permission if permission in wanted)
 
 
@@ -98,7 +98,7 @@ def _models(names: Iterable[str]) -> tuple[str, ...]:
     for name in found:
         if not _MODEL.match(name):
             raise InvalidRequest(
-                f"{name[:100]} is no model's name: use invoices or invoices@3.",
+                f"{name[:100]} is not a model name, such as invoices or invoices@3.",
                 param="allowed_models",
             )
     return found
@@ -111,7 +111,7 @@ def _networks(texts: Iterable[str]) -> tuple[str, ...]:
             found.append(str(ipaddress.ip_network(text)))
         except ValueError as error:
             raise InvalidRequest(
-                f"{text[:100]} is no address or network: use 192.0.2.7 or 192.0.2.0/24.",
+                f"{text[:100]} is not an address or network, such as 192.0.2.7 or 192.0.2.0/24.",
                 param="allowed_ips",
             ) from error
     return tuple(found)
@@ -120,5 +120,5 @@ def _networks(texts: Iterable[str]) -> tuple[str, ...]:
 def _bounded(items: Iterable[str], field: str) -> tuple[str, ...]:
     found = tuple(dict.fromkeys(items))
     if len(found) > MAX_ALLOWED:
-        raise InvalidRequest(f"{field} has {MAX_ALLOWED} entries at most.", param=field)
+        raise InvalidRequest(f"{field} can have at most {MAX_ALLOWED} entries.", param=field)
     return found

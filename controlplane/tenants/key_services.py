@@ -1,4 +1,4 @@
-"""Every change to API keys. All act in the scope of the key's tenant."""
+"""All changes to API keys. They run in the scope of the key's tenant."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def api_key_create(
     rules: KeyRules | None = None,
     owner: Membership | ServiceAccount | None = None,
 ) -> tuple[ApiKey, str]:
-    """A new key of the tenant in scope, and its text, which cannot be had again.
+    """Make a key of the tenant in scope. -> the key and its text, which cannot be read again.
 
-    by  who gives it, and gives no more than they have; None: the operator
+    by  who makes it, and can grant no more than they have; None: the operator
 
-    Raises InvalidRequest that names the field, PermissionDenied; Conflict for a key that comes
-    from too many others.
+    Raises InvalidRequest that names the field, PermissionDenied; Conflict for a key with too many
+    ancestors.
     """
     _lock_keys()
     rules = rules or KeyRules()
@@ -49,7 +49,7 @@ def api_key_create(
         key_grants.check_rules(by, rules.checked(), expires_at)
     fields = _checked_fields(name, expires_at, rules)
     if environment not in keys.ENVIRONMENTS:
-        raise InvalidRequest("An environment is live or test.", param="environment")
+        raise InvalidRequest("The environment must be live or test.", param="environment")
     parts = keys.generate(environment)
     api_key = ApiKey.objects.create(
         public_id=parts.public_id,
@@ -69,10 +69,10 @@ def api_key_create(
 
 @transaction.atomic
 def operator_key_ensure(*, name: str, is_rotated: bool) -> tuple[ApiKey, str | None, bool]:
-    """The key of this name that the operator made for the tenant in scope, or a new one.
+    """Find the key of this name that the operator made for the tenant in scope, or make it.
 
-    -> the key; its text if it is new, or has another secret because it `is_rotated`; whether it is
-    new. A key that is revoked or expired is none. Raises InvalidRequest.
+    -> the key; its text if it is new or `is_rotated`, else None; whether it is new. Revoked and
+    expired keys do not count. Raises InvalidRequest.
     """
     lock_until_commit(f"operator's key {current_tenant_id()} {name.strip()}")
     is_current = Q(expires_at=None) | Q(expires_at__gt=timezone.now())
@@ -100,12 +100,12 @@ def api_key_get(*, public_id: str) -> ApiKey:
 def api_key_update(
     *, public_id: str, changes: Mapping[str, Any], by: Principal | None = None
 ) -> ApiKey:
-    """Change what a key is good for, within a second everywhere. Its secret stays.
+    """Change a key's rules; all processes apply them within a second. Its secret stays.
 
-    An earlier end is also the end of the keys that it made.
+    An earlier expiry also applies to the keys that it made.
 
-    changes  by the names of `name`, `expires_at` and the fields of KeyRules; the others stay
-    by       who changes it, and has all that it has and gets; None: the operator
+    changes  new values of `name`, `expires_at` and the fields of KeyRules; the others stay
+    by       who changes it: they need all that the key has and gets; None: the operator
 
     Raises InvalidRequest, NotFound, PermissionDenied; Conflict for a revoked key.
     """
@@ -131,25 +131,24 @@ def api_key_update(
 def api_key_rotate(
     *, public_id: str, grace_s: int = DEFAULT_GRACE_S, by: Principal | None = None
 ) -> tuple[ApiKey, str]:
-    """Give a key a new secret, whose text cannot be had again.
+    """Give a key a new secret. -> the key and its new text, which cannot be read again.
 
-    The secret before it works for `grace_s` seconds more; the one before that, if it still did, no
-    longer.
+    The previous secret works for `grace_s` more seconds; any earlier one stops working now.
 
-    by  who reads the new secret, and so has all that the key has; None: the operator
+    by  who reads the new secret, and so needs all that the key has; None: the operator
 
     Raises InvalidRequest, NotFound, PermissionDenied; Conflict for a revoked or expired key.
     """
     if not 0 <= grace_s <= MAX_GRACE_S:
         raise InvalidRequest(
-            f"A time of grace has 0 to {MAX_GRACE_S} seconds.", param="grace_seconds"
+            f"The grace period must be 0 to {MAX_GRACE_S} seconds.", param="grace_seconds"
         )
     api_key = _locked(public_id)
     if by is not None:
         key_grants.check_holds(key_grants.as_it_is_now(by), api_key)
     now = timezone.now()
     if api_key.expires_at is not None and api_key.expires_at <= now:
-        raise Conflict("This key has expired: make another.")
+        raise Conflict("This key has expired. Make another one.")
     parts = keys.renewed(public_id, api_key.environment)
     _save(
         api_key,
@@ -166,15 +165,14 @@ def api_key_rotate(
 def api_key_revoke(
     *, public_id: str, with_children: bool = True, by: Principal | None = None
 ) -> ApiKey:
-    """End a key and both its secrets for good. Doing it again changes nothing.
+    """End a key and both its secrets for ever. Doing it again changes nothing.
 
-    with_children  ends the keys that it made, and those that they made, too: whoever had a stolen
-                   key may have made some
-    by             None: the operator, or what follows from another change
+    with_children  also end its descendants: a thief of the key may have made some
+    by             None: the operator, or a consequence of another change
 
     Raises NotFound, PermissionDenied.
     """
-    _lock_keys()  # no key is made by one of them meanwhile
+    _lock_keys()  # none of them can make a key now
     api_key = api_key_get(public_id=public_id)
     if by is not None:
         key_grants.check_ends(key_grants.as_it_is_now(by), api_key)
@@ -191,7 +189,7 @@ def api_key_revoke(
 
 
 def _end_descendants_by(api_key: ApiKey, expires_at: dt.datetime) -> None:
-    """An end that was moved forward, or was not there before, is the end of those that it made."""
+    """Let the keys that it made expire no later than this key's new, earlier expiry."""
     is_later = Q(expires_at=None) | Q(expires_at__gt=expires_at)
     for one in ApiKey.made_by(api_key.pk).filter(is_later, revoked_at=None):
         before = {"expires_at": one.expires_at}
@@ -201,7 +199,7 @@ def _end_descendants_by(api_key: ApiKey, expires_at: dt.datetime) -> None:
 
 
 def _told(api_key: ApiKey) -> dict[str, Any]:
-    """What the audit trail tells of a key."""
+    """Return the fields of a key that the audit trail records."""
     return {
         "public_id": api_key.public_id,
         "name": api_key.name,
@@ -219,7 +217,7 @@ def _told(api_key: ApiKey) -> dict[str, Any]:
 def _checked_fields(name: str, expires_at: dt.datetime | None, rules: KeyRules) -> dict[str, Any]:
     name = name.strip()
     if not 1 <= len(name) <= 100:
-        raise InvalidRequest("A key's name has 1 to 100 characters.", param="name")
+        raise InvalidRequest("A key's name must have 1 to 100 characters.", param="name")
     if expires_at is not None and expires_at <= timezone.now():
         raise InvalidRequest("A key cannot expire in the past.", param="expires_at")
     lists = {field: list(items) for field, items in dataclasses.asdict(rules.checked()).items()}
@@ -227,7 +225,7 @@ def _checked_fields(name: str, expires_at: dt.datetime | None, rules: KeyRules) 
 
 
 def _locked(public_id: str) -> ApiKey:
-    """The key, while nobody else changes it. Raises NotFound, Conflict for a revoked one."""
+    """Return the key, locked. Raises NotFound, Conflict for a revoked one."""
     _lock_keys()
     api_key = api_key_get(public_id=public_id)
     if api_key.revoked_at is not None:
@@ -236,7 +234,7 @@ def _locked(public_id: str) -> ApiKey:
 
 
 def _lock_keys() -> None:
-    """One change at a time to the keys of a tenant, for what one may be depends on another."""
+    """Allow one change at a time to a tenant's keys: what one key may have depends on others."""
     lock_until_commit(f"keys {current_tenant_id()}")
 
 
@@ -244,6 +242,6 @@ def _save(api_key: ApiKey, **fields: Any) -> None:
     for field, value in fields.items():
         setattr(api_key, field, value)
     api_key.save(update_fields=list(fields))
-    # Now for a read in this process; again once the change can be read.
+    # Now for reads in this process, and again when other connections can see the change.
     auth.forget_key(api_key.public_id)
     transaction.on_commit(lambda: auth.forget_key(api_key.public_id))

@@ -1,10 +1,10 @@
-"""The form of an API key, so that scanners and this server know one without a database.
+"""The format of an API key: scanners and this server recognize a key without a database.
 
     lk_<live|test>_<22 base62: public id><43 base62: secret><6 base62: CRC32 of all before it>
 
-The secret has 256 bits from the operating system, so a plain HMAC is enough to store it: there is
-nothing to guess. The checksum lets a typing error be refused before any lookup, and a scanner of
-leaked secrets tell a key from a random string (`KEY_REGEX` is the pattern to give it).
+The secret has 256 random bits from the operating system and cannot be guessed, so a plain HMAC is
+enough to store it. With the checksum the server refuses a typing error before any lookup, and a
+scanner for leaked secrets tells a key from a random string (`KEY_REGEX` is the pattern for it).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import secrets
 import string
 import zlib
 
-#: Both kinds open the same models: the name tells people and scanners where a key belongs.
+#: Both can use the same models: the name tells people and scanners where a key belongs.
 ENVIRONMENTS = ("live", "test")
 KEY_REGEX = r"\blk_(?:live|test)_[0-9A-Za-z]{71}\b"
 
@@ -28,19 +28,19 @@ _FORM = re.compile(r"lk_(live|test)_([0-9A-Za-z]{22})([0-9A-Za-z]{43})([0-9A-Za-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KeyParts:
-    """A well-formed key, taken apart. Its repr shows no secret."""
+    """The parts of a well-formed key. Its repr shows no secret."""
 
     public_id: str
     secret: str = dataclasses.field(repr=False)
     environment: str = "live"
 
     def text(self) -> str:
-        """The key as its holder writes it."""
+        """Return the whole key."""
         body = f"lk_{self.environment}_{self.public_id}{self.secret}"
         return body + _checksum(body)
 
     def secret_hmac(self, pepper: str) -> bytes:
-        """What is stored of the secret: HMAC-SHA256 under the pepper, 32 bytes."""
+        """Return what the database stores instead of the secret: HMAC-SHA256, 32 bytes."""
         return hmac.digest(pepper.encode(), self.secret.encode(), hashlib.sha256)
 
 
@@ -49,12 +49,12 @@ def generate(environment: str = "live") -> KeyParts:
 
 
 def renewed(public_id: str, environment: str) -> KeyParts:
-    """The key of this public id with a new secret."""
+    """Return a key with this public id and a new secret."""
     return KeyParts(public_id, _random(_SECRET_LENGTH), environment)
 
 
 def parse(text: str) -> KeyParts | None:
-    """The parts of a key whose form and checksum are right, else None."""
+    """Return the parts of a key whose format and checksum are right, else None."""
     match = _FORM.fullmatch(text)
     if match is None:
         return None

@@ -1,4 +1,4 @@
-"""Who there is: tenants, the people in them, and their API keys."""
+"""Tenants, the people in them, and their API keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from django.utils import timezone
 from controlplane.tenancy.scoping import TenantModel, new_id
 from controlplane.tenants.permissions import DEFAULT_SCOPES
 
-#: Names that become part of a URL, a model name or a key: no slash, no colon, no at-sign.
+#: A slug may become part of a URL, a model name or a key: no slash, no colon, no at sign.
 _SLUG = re.compile(r"\A[a-z0-9](?:[a-z0-9._-]{0,61}[a-z0-9])?\Z")
 SLUG_RULE = (
     "Use 1 to 63 lower-case letters, digits, dots, dashes or underscores; "
@@ -25,7 +25,7 @@ slug_validator = RegexValidator(_SLUG.pattern, SLUG_RULE)
 
 
 def is_slug(text: str) -> bool:
-    """Whether a stranger's text can be a name, and so whether it may be looked up at all."""
+    """Return whether untrusted text has the form of a slug, and so may be looked up."""
     return bool(_SLUG.match(text))
 
 
@@ -34,7 +34,7 @@ def _default_scopes() -> list[str]:
 
 
 class Tenant(models.Model):
-    """One client of the platform. Not a TenantModel: it is what the others point to."""
+    """One client of the platform. Not a TenantModel: TenantModels point to it."""
 
     class Status(models.TextChoices):
         ACTIVE = "active"
@@ -44,9 +44,9 @@ class Tenant(models.Model):
     slug = models.CharField(max_length=63, unique=True, validators=[slug_validator])
     name = models.CharField(max_length=200)
     status = models.CharField(max_length=16, choices=Status, default=Status.ACTIVE)
-    #: Its members enter only with a second factor; its keys have nothing to do with it.
+    #: Members must sign in with a second factor; keys are not affected.
     requires_second_factor = models.BooleanField(default=False)
-    #: Of pages that may call the gateway from a browser, as browsers write them; none by default.
+    #: Origins of pages that may call the gateway from a browser, as browsers write them.
     allowed_origins = models.JSONField(default=list, blank=True)
     created_at = models.DateTimeField(auto_now_add=True)
 
@@ -64,7 +64,7 @@ class UserManager(BaseUserManager["User"]):
         return user
 
     def get_by_natural_key(self, username: str | None) -> User:
-        # Addresses are stored in lower case; people type them as they like.
+        # Addresses are stored in lower case; people may type capitals.
         return super().get_by_natural_key((username or "").strip().lower())
 
     def create_superuser(self, email: str, password: str | None = None, **fields: Any) -> User:
@@ -96,7 +96,7 @@ class Role(models.TextChoices):
 
 
 class Membership(TenantModel):
-    """A person's place in a tenant."""
+    """A person's role in a tenant."""
 
     user = models.ForeignKey(User, on_delete=models.CASCADE, related_name="memberships")
     role = models.CharField(max_length=16, choices=Role, default=Role.VIEWER)
@@ -111,7 +111,7 @@ class Membership(TenantModel):
 
 
 class ServiceAccount(TenantModel):
-    """A program's place in a tenant: its keys outlive the people who made them."""
+    """A program's role in a tenant: its keys outlive the people who made them."""
 
     name = models.CharField(max_length=63, validators=[slug_validator])
     description = models.CharField(max_length=500, blank=True)
@@ -127,7 +127,7 @@ class ServiceAccount(TenantModel):
 
 
 class Invite(TenantModel):
-    """An offer of a membership to whoever holds the token, of which only a hash is kept."""
+    """An offer of a membership to the holder of a token; only the token's hash is stored."""
 
     class Status(models.TextChoices):
         PENDING = "pending"
@@ -160,7 +160,7 @@ class Invite(TenantModel):
 
 
 class ApiKey(TenantModel):
-    """A credential of the API. Of its secret only an HMAC is kept.
+    """A credential of the API. Only an HMAC of its secret is stored.
 
     It can do what both its scopes and its owner's role allow. Its owner is a member, a service
     account or, for keys that the operator made, the tenant itself.
@@ -175,12 +175,12 @@ class ApiKey(TenantModel):
     environment = models.CharField(max_length=8, choices=Environment, default=Environment.LIVE)
     secret_hmac = models.BinaryField(max_length=32)
     last4 = models.CharField(max_length=4)
-    #: The secret before the last rotation, which works until then.
+    #: The secret before the last rotation, and the time until which it works.
     old_secret_hmac = models.BinaryField(max_length=32, null=True)
     old_secret_until = models.DateTimeField(null=True, blank=True)
-    #: Permissions; `controlplane.tenants.permissions.Permission`.
+    #: Values of `controlplane.tenants.permissions.Permission`.
     scopes = models.JSONField(default=_default_scopes)
-    #: Names of models, and networks; empty allows all.
+    #: Names of models, and networks; an empty list allows all.
     allowed_models = models.JSONField(default=list, blank=True)
     allowed_ips = models.JSONField(default=list, blank=True)
     owner = models.ForeignKey(
@@ -190,7 +190,7 @@ class ApiKey(TenantModel):
         ServiceAccount, null=True, blank=True, on_delete=models.CASCADE, related_name="keys"
     )
     created_by = models.ForeignKey(User, null=True, on_delete=models.SET_NULL, related_name="+")
-    #: The key that made it, and the ids of all keys that it comes from, the first one first.
+    #: The key that made it, and the ids of all its ancestors, the oldest first.
     parent = models.ForeignKey(
         "self", null=True, blank=True, on_delete=models.SET_NULL, related_name="children"
     )
@@ -213,20 +213,20 @@ class ApiKey(TenantModel):
 
     @property
     def line(self) -> list[uuid.UUID]:
-        """The ids of the keys that it comes from, and its own: limits of each of them hold."""
+        """The ids of its ancestors and its own: the limits of each of them apply."""
         return [*map(uuid.UUID, self.ancestors), self.id]
 
     @classmethod
     def made_by(cls, api_key_id: uuid.UUID) -> models.QuerySet[ApiKey]:
-        """The keys that a key made, and those that they made, of the tenant in scope."""
+        """Return all descendants of a key of the tenant in scope."""
         return cls.objects.filter(ancestors__contains=[str(api_key_id)])
 
 
 class KeptAnswer(models.Model):
-    """The answer to a write that named an Idempotency-Key; whoever repeats it gets the same.
+    """The response to a write with an Idempotency-Key, which a repetition gets again.
 
-    The answer may hold a secret that is shown once, so it is encrypted under the key, and of the
-    key only a hash is kept.
+    It may contain a secret that is shown once, so it is encrypted with the Idempotency-Key; only a
+    hash of that key is stored.
     """
 
     caller = models.CharField(max_length=64)
@@ -245,7 +245,7 @@ class KeptAnswer(models.Model):
 
 
 class IdempotencyRecord(KeptAnswer, TenantModel):
-    """Of a tenant's caller."""
+    """The response to a tenant's caller."""
 
     class Meta:
         constraints = [
@@ -256,7 +256,7 @@ class IdempotencyRecord(KeptAnswer, TenantModel):
 
 
 class OperatorIdempotencyRecord(KeptAnswer):
-    """Of an operator; no tenant's."""
+    """The response to an operator; it belongs to no tenant."""
 
     id = models.UUIDField(primary_key=True, default=new_id, editable=False)
     created_at = models.DateTimeField(auto_now_add=True)

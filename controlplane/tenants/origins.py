@@ -17,10 +17,12 @@ _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
 
 def checked_origins(origins: Sequence[str]) -> list[str]:
-    """The list as it is stored: each once, as browsers write it. Raises InvalidRequest."""
+    """Return the list to store: each origin once, as browsers write it. Raises InvalidRequest."""
     found = dict.fromkeys(_checked(origin) for origin in origins[: MAX_ORIGINS + 1])
     if len(origins) > MAX_ORIGINS:
-        raise InvalidRequest(f"At most {MAX_ORIGINS} origins.", param="allowed_origins")
+        raise InvalidRequest(
+            f"There can be at most {MAX_ORIGINS} origins.", param="allowed_origins"
+        )
     return list(found)
 
 
@@ -28,7 +30,7 @@ def _checked(origin: str) -> str:
     plain = origin.strip().lower()
     if len(plain) > MAX_ORIGIN_CHARS or not _ORIGIN.fullmatch(plain):
         raise InvalidRequest(
-            f"`{origin[:100]}` is no origin: write scheme, host and port alone, as in "
+            f"`{origin[:100]}` is not an origin: write only scheme, host and port, as in "
             "https://app.example.com or http://localhost:3000.",
             param="allowed_origins",
         )

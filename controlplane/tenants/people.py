@@ -1,7 +1,7 @@
-"""Every change to members, invites and service accounts. All act in the tenant scope.
+"""All changes to members, invites and service accounts. They run in the tenant's scope.
 
-Nobody hands on more than they have: whoever changes a role has every permission of it, and of the
-role that it replaces, and is no key with bounds that a person does not have.
+Nobody grants more than they have: to change a role, the caller needs every permission of the new
+role and of the old one, and must not be a key with restrictions that a person does not have.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from controlplane.tenants.permissions import Permission
 from controlplane.tenants.roles import PERMISSIONS
 
 INVITE_LIFETIME = dt.timedelta(days=7)
-_NO_INVITE = "This invite does not exist, is used, or has expired."
-#: Of one tenant at a time: what a stolen key could send mail to.
+_NO_INVITE = "This invite does not exist, has been used, or has expired."
+#: Of one tenant at a time: bounds the mail that a stolen key can send.
 MAX_PENDING_INVITES = 1000
 
 
@@ -51,7 +51,10 @@ def member_get(*, member_id: uuid.UUID) -> Membership:
 
 @transaction.atomic
 def member_role_set(*, by: Principal, member_id: uuid.UUID, role: Role) -> Membership:
-    """Raises NotFound, PermissionDenied; Conflict when nobody could do what only they can."""
+    """Set a member's role.
+
+    Raises NotFound, PermissionDenied; Conflict for the last owner or the last who manages members.
+    """
     member, others = _lock_with_managers(member_id)
     authorize_grant(by, PERMISSIONS[Role(member.role)] | PERMISSIONS[role])
     if PERMISSIONS[role] - PERMISSIONS[Role(member.role)]:
@@ -68,7 +71,7 @@ def member_role_set(*, by: Principal, member_id: uuid.UUID, role: Role) -> Membe
 def member_remove(*, by: Principal, member_id: uuid.UUID) -> None:
     """End a membership and revoke the keys it owns; the person remains a user.
 
-    Raises NotFound, PermissionDenied; Conflict for the last owner or admin.
+    Raises NotFound, PermissionDenied; Conflict for the last owner or the last who manages members.
     """
     member, others = _lock_with_managers(member_id)
     authorize_grant(by, PERMISSIONS[Role(member.role)])
@@ -80,9 +83,9 @@ def member_remove(*, by: Principal, member_id: uuid.UUID) -> None:
 
 @transaction.atomic
 def invite_create(*, by: Principal, email: str, role: Role) -> tuple[Invite, str]:
-    """An invite and its token, which cannot be had again.
+    """Make an invite. -> the invite and its token, which cannot be read again.
 
-    Raises InvalidRequest, PermissionDenied; Conflict for a member or one invited already.
+    Raises InvalidRequest, PermissionDenied; Conflict for a person who is a member or invited.
     """
     authorize_grant(by, PERMISSIONS[role])
     check_unbound(as_it_is_now(by))
@@ -90,14 +93,14 @@ def invite_create(*, by: Principal, email: str, role: Role) -> tuple[Invite, str
     try:
         validate_email(email)
     except ValidationError as error:
-        raise InvalidRequest("This is no e-mail address.", param="email") from error
+        raise InvalidRequest("This is not an e-mail address.", param="email") from error
     if Membership.objects.filter(user__email=email).exists():
-        raise Conflict("This person is a member already.", param="email")
+        raise Conflict("This person is already a member.", param="email")
     pending = Invite.objects.filter(
         accepted_at=None, revoked_at=None, expires_at__gt=timezone.now()
     )
     if pending.filter(email=email).exists():
-        raise Conflict("This person is invited already: revoke that invite first.", param="email")
+        raise Conflict("This person is already invited. Revoke that invite first.", param="email")
     if pending.count() >= MAX_PENDING_INVITES:
         raise Conflict("There are too many pending invites.")
     token = secrets.token_urlsafe(32)
@@ -122,23 +125,23 @@ def invite_get(*, invite_id: uuid.UUID) -> Invite:
 
 @transaction.atomic
 def invite_revoke(*, invite_id: uuid.UUID) -> Invite:
-    """Doing it again changes nothing. Raises NotFound; Conflict for an accepted one."""
+    """Revoke an invite; doing it again changes nothing. Raises NotFound; Conflict if accepted."""
     pending = Invite.objects.filter(pk=invite_id, accepted_at=None, revoked_at=None)
     num_revoked = pending.update(revoked_at=timezone.now())
     invite = invite_get(invite_id=invite_id)
     if num_revoked:
         record("revoked", invite, after={"email": invite.email})
     if invite.accepted_at is not None:
-        raise Conflict("This invite has been accepted: remove the member instead.")
+        raise Conflict("This invite has been accepted. Remove the member instead.")
     return invite
 
 
 def invite_find(*, token: str) -> tuple[Invite, Tenant]:
-    """The pending invite behind a token and its tenant.
+    """Return the pending invite with this token, and its tenant.
 
-    Raises NotFound, the same for a token that never was, is used, revoked or too old.
+    Raises the same NotFound for an unknown, used, revoked or expired token.
     """
-    with all_tenants(reason="an invite's token says which tenant it is of"):
+    with all_tenants(reason="an invite's token says which tenant it belongs to"):
         rows = Invite.objects.select_related("tenant")
         invite = rows.filter(token_sha256=_token_hash(token[:200])).first()
     if (
@@ -152,9 +155,10 @@ def invite_find(*, token: str) -> tuple[Invite, Tenant]:
 
 @transaction.atomic
 def invite_accept(*, token: str, user: User) -> Membership:
-    """Make the invited person a member; the invite is used up.
+    """Make the invited person a member; the invite is then used.
 
-    Raises NotFound as `invite_find`, and for a person with another address; Conflict for a member.
+    Raises NotFound like `invite_find`, and for a person with another address; Conflict for a
+    member.
     """
     invite, tenant = invite_find(token=token)
     if user.email != invite.email:
@@ -167,7 +171,7 @@ def invite_accept(*, token: str, user: User) -> Membership:
             user=user, defaults={"role": invite.role}
         )
         if not is_new:
-            raise Conflict("You are a member already.")
+            raise Conflict("You are already a member.")
         record("accepted", invite, after={"user": user.email})
         record("created", membership, after={"user": user.email, "role": membership.role})
     return membership
@@ -185,7 +189,7 @@ def service_account_get(*, account_id: uuid.UUID) -> ServiceAccount:
 def service_account_create(
     *, by: Principal, name: str, role: Role, description: str = ""
 ) -> ServiceAccount:
-    """Raises InvalidRequest, PermissionDenied; Conflict for a taken name."""
+    """Make an account. Raises InvalidRequest, PermissionDenied; Conflict for a taken name."""
     authorize_grant(by, PERMISSIONS[role])
     account = ServiceAccount(
         tenant_id=current_tenant_id(), name=name, role=role, description=description
@@ -198,7 +202,7 @@ def service_account_create(
         name=name, defaults={"role": role, "description": description}
     )
     if not is_new:
-        raise Conflict(f"There is a service account {name} already.", param="name")
+        raise Conflict(f"The service account {name} already exists.", param="name")
     record("created", found, after={"name": name, "role": role, "description": description})
     return found
 
@@ -207,7 +211,7 @@ def service_account_create(
 def service_account_update(
     *, by: Principal, account_id: uuid.UUID, role: Role, description: str
 ) -> ServiceAccount:
-    """Raises NotFound, PermissionDenied."""
+    """Change role and description. Raises NotFound, PermissionDenied."""
     account = service_account_get(account_id=account_id)
     authorize_grant(by, PERMISSIONS[Role(account.role)] | PERMISSIONS[role])
     before = {"role": account.role, "description": account.description}
@@ -228,9 +232,9 @@ def service_account_delete(*, by: Principal, account_id: uuid.UUID) -> None:
 
 
 def _revoke_keys_of(owner: Membership | ServiceAccount) -> None:
-    """The keys stay as rows, without their owner, so that records of their use can be read.
+    """Revoke an owner's keys. The rows stay, without owner: records of their use refer to them.
 
-    Keys that they made for a service account go on: those outlive people.
+    Keys that these keys made for a service account stay valid: they outlive people.
     """
     field = "owner" if isinstance(owner, Membership) else "service_account"
     owned = ApiKey.objects.filter(**{field: owner})
@@ -240,10 +244,10 @@ def _revoke_keys_of(owner: Membership | ServiceAccount) -> None:
 
 
 def _lock_with_managers(member_id: uuid.UUID) -> tuple[Membership, list[Membership]]:
-    """A member, and the others who manage members, as they are until the transaction ends.
+    """Return a member and the others who manage members, locked until the transaction ends.
 
-    Locked in one order, so that two owners cannot remove each other at once. A closed account
-    manages nobody. Raises NotFound.
+    Rows are locked in a fixed order, so that two owners cannot remove each other at the same time.
+    A closed account does not count. Raises NotFound.
     """
     managing = [role for role in Role if Permission.MEMBERS_MANAGE in PERMISSIONS[role]]
     wanted = Q(pk=member_id) | Q(role__in=managing)
@@ -258,13 +262,13 @@ def _lock_with_managers(member_id: uuid.UUID) -> tuple[Membership, list[Membersh
 def _check_dispensable(
     member: Membership, others: list[Membership], kept: frozenset[Permission]
 ) -> None:
-    """Raises Conflict when of a member's permissions only `kept` stay and nobody has the others."""
+    """Raise Conflict if the member keeps only `kept` and nobody else has what is lost."""
     lost = PERMISSIONS[Role(member.role)] - kept
     if Permission.TENANT_MANAGE in lost and all(row.role != Role.OWNER for row in others):
-        raise Conflict("A tenant needs an owner: make another member one first.")
+        raise Conflict("A tenant needs an owner. Make another member an owner first.")
     if Permission.MEMBERS_MANAGE in lost and not others:
         raise Conflict(
-            "Nobody else manages this tenant's members: make another member an admin first."
+            "Nobody else manages this tenant's members. Make another member an admin first."
         )
 
 

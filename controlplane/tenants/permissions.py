@@ -1,4 +1,4 @@
-"""What there is to allow: to people by their roles, to keys by their scopes."""
+"""Permissions: people have them by their roles, keys by their scopes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Permission(enum.StrEnum):
     BATCHES_WRITE = "batches:write"
     USAGE_READ = "usage:read"
     REQUESTS_READ = "requests:read"
-    REQUESTS_CONTENT = "requests:content"  # what requests said, where that is kept
+    REQUESTS_CONTENT = "requests:content"  # prompts and answers, where they are stored
     AUDIT_READ = "audit:read"
     LIMITS_MANAGE = "limits:manage"
     KEYS_MANAGE = "keys:manage"
@@ -34,5 +34,5 @@ DEVELOPER = VIEWER | {
     Permission.BATCHES_READ,
     Permission.BATCHES_WRITE,
 }
-#: Of a key that says nothing else, in the order of the enumeration.
+#: The default scopes of a key, in the order of the enumeration.
 DEFAULT_SCOPES = tuple(permission.value for permission in Permission if permission in DEVELOPER)

@@ -1,4 +1,4 @@
-"""What each role has of the permissions."""
+"""The permissions of each role."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from controlplane.tenants.permissions import DEVELOPER, VIEWER, Permission
 
 PERMISSIONS: dict[Role, frozenset[Permission]] = {
     Role.OWNER: frozenset(Permission),
-    # An admin may do all but change the tenant itself, so cannot make an owner either.
+    # An admin cannot change the tenant itself, and so cannot make an owner.
     Role.ADMIN: frozenset(Permission) - {Permission.TENANT_MANAGE},
     Role.DEVELOPER: DEVELOPER,
     Role.VIEWER: VIEWER,

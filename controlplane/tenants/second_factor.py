@@ -1,4 +1,4 @@
-"""Who has a second factor, and who needs one: operators, and members of tenants that ask for it."""
+"""Second factors: who has one, and who needs one (operators, some tenants' members)."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from controlplane.tenants.models import Membership, Tenant, User
 
 
 class SecondFactorRequired(PermissionDenied):
-    """The tenant asks its members for a second factor, and this person has none."""
+    """Raised when the tenant requires a second factor and the person has none."""
 
     def __init__(self, tenant: Tenant) -> None:
         super().__init__(
-            f"{tenant.name} asks its members for a second factor: set one up in the console, "
-            "under Security.",
+            f"{tenant.name} requires a second factor. Set one up in the console, under Security.",
             code="second_factor_required",
         )
         self.tenant = tenant
 
 
 def authenticators(user: User) -> QuerySet[Any]:
-    """The person's second factors; recovery codes are none by themselves."""
+    """Return the person's second factors; recovery codes alone do not count."""
     from allauth.mfa.models import Authenticator  # its models need all apps
 
     types = (Authenticator.Type.TOTP, Authenticator.Type.WEBAUTHN)
@@ -33,18 +32,18 @@ def authenticators(user: User) -> QuerySet[Any]:
 
 
 def check_second_factor(tenant: Tenant, user: User) -> None:
-    """Raises SecondFactorRequired for a person without one in a tenant that asks for it."""
+    """Raise SecondFactorRequired for a person without one in a tenant that requires it."""
     if tenant.requires_second_factor and not authenticators(user).exists():
         raise SecondFactorRequired(tenant)
 
 
 def is_kept_out(operator: User) -> bool:
-    """Whether somebody who runs the platform has to set up a second factor before they may."""
+    """Return whether the operator must set up a second factor before using /admin."""
     return settings.OPERATORS_NEED_SECOND_FACTOR and not authenticators(operator).exists()
 
 
 def members_without() -> list[str]:
-    """The addresses of members of the tenant in scope who have no second factor."""
+    """Return the addresses of the members of the tenant in scope without a second factor."""
     from allauth.mfa.models import Authenticator
 
     types = (Authenticator.Type.TOTP, Authenticator.Type.WEBAUTHN)

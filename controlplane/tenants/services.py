@@ -1,6 +1,6 @@
-"""Every change to tenants and people. What belongs to a tenant acts in the tenant scope.
+"""All changes to tenants and people. What belongs to a tenant runs in its scope.
 
-Those to keys are in `key_services`, those of invites and service accounts in `people`.
+Changes to keys are in `key_services`, changes to invites and service accounts in `people`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def tenant_create(*, slug: str, name: str) -> Tenant:
         tenant.full_clean(validate_unique=False)
     except ValidationError as error:
         raise from_validation(error) from error
-    # get_or_create, because a failed INSERT would spoil the caller's transaction.
+    # get_or_create, because a failed INSERT would abort the caller's transaction.
     tenant, is_new = Tenant.objects.get_or_create(slug=slug, defaults={"name": name})
     if not is_new:
-        raise Conflict(f"There is a tenant {slug} already.", param="slug")
+        raise Conflict(f"The tenant {slug} already exists.", param="slug")
     record("created", tenant, after={"slug": slug, "name": name})
     return tenant
 
@@ -44,7 +44,7 @@ def tenant_update(
     requires_second_factor: bool | None = None,
     allowed_origins: Sequence[str] | None = None,
 ) -> Tenant:
-    """Change what is given. Raises InvalidRequest for a bad name or origin."""
+    """Change the given fields. Raises InvalidRequest for an invalid name or origin."""
     wanted: dict[str, object] = {}
     if name is not None:
         wanted["name"] = name.strip()
@@ -82,12 +82,12 @@ def tenant_status_set(*, tenant: Tenant, status: str) -> Tenant:
 def user_create(
     *, email: str, password: str | None, is_operator: bool = False, is_proven: bool = False
 ) -> User:
-    """Make a person, who may sign in when there is a password.
+    """Make a person, who can sign in if there is a password.
 
-    is_proven  whether it is known that the address is theirs: only then may they have a second
-               factor, or somebody else could come before them and keep one
+    is_proven  whether the address is known to be theirs: only then may they set up a second
+               factor, or a stranger could register the address first and lock its owner out
 
-    Raises InvalidRequest for a bad address or a weak password, Conflict for a known address.
+    Raises InvalidRequest for an invalid address or a weak password, Conflict for a known address.
     """
     email = email.strip().lower()
     user = User(email=email, is_staff=is_operator, is_superuser=is_operator)
@@ -107,7 +107,7 @@ def user_create(
         },
     )
     if not is_new:
-        raise Conflict(f"There is a user {email} already.", param="email")
+        raise Conflict(f"The user {email} already exists.", param="email")
     address_set(user, is_proven=is_proven)
     record("created", user, after={"email": email, "is_operator": is_operator})
     return user
@@ -115,7 +115,7 @@ def user_create(
 
 @transaction.atomic
 def user_password_set(*, user: User, password: str) -> None:
-    """Raises InvalidRequest for a weak password. Ends the person's sessions."""
+    """Set a password and end the person's sessions. Raises InvalidRequest for a weak one."""
     password_check(password, user)
     user.set_password(password)
     user.save(update_fields=["password"])
@@ -124,10 +124,10 @@ def user_password_set(*, user: User, password: str) -> None:
 
 @transaction.atomic
 def member_add(*, email: str, role: Role, password: str | None = None) -> Membership:
-    """Give a person a role in the tenant in scope; a member gets the new role.
+    """Give a person a role in the tenant in scope; an existing member gets the new role.
 
-    A person not known yet is made, with `password`; whoever calls this answers for the address.
-    A known person's password stays: no tenant may change it.
+    A new person is made, with `password`; the caller vouches for the address. The password of an
+    existing person stays: no tenant may change it.
     """
     user = User.objects.filter(email=email.strip().lower()).first()
     if user is None:
@@ -142,7 +142,7 @@ def member_add(*, email: str, role: Role, password: str | None = None) -> Member
 
 
 def password_check(password: str, user: User) -> None:
-    """Raises InvalidRequest for one that is too weak for the person."""
+    """Raise InvalidRequest for a password that is too weak for the person."""
     try:
         validate_password(password, user)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""Sign-ins, second factors and passwords in the audit trails of the person's tenants."""
+"""Record sign-ins, second factors and passwords in the audit trails of the person's tenants."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from controlplane.tenants.models import Membership, User
 
 @transaction.atomic
 def tell(action: str, user: User, **after: Any) -> None:
-    """Record one event for each tenant of the person; without any, one in the platform's trail."""
+    """Record an event for each tenant of the person; without tenants, in the platform's trail."""
     with all_tenants(reason="a person's sign-in concerns each of their tenants"):
         rows = Membership.objects.filter(user=user).order_by("tenant_id")
         tenant_ids = list(rows.values_list("tenant_id", flat=True))
@@ -34,7 +34,7 @@ def tell(action: str, user: User, **after: Any) -> None:
 
 @transaction.atomic
 def second_factors_remove(user: User) -> None:
-    """What an operator does for a person who has lost them; their sessions end, too."""
+    """Remove all second factors of a person who has lost them, and end their sessions."""
     Authenticator.objects.filter(user=user).delete()
     for session in UserSession.objects.filter(user=user):
         session.end()
@@ -42,7 +42,7 @@ def second_factors_remove(user: User) -> None:
 
 
 def connect() -> None:
-    """Called once, when all apps are there."""
+    """Connect to allauth's signals; called once, when all apps are loaded."""
     account.user_logged_in.connect(_signed_in)
     account.password_changed.connect(_password_changed)
     account.password_set.connect(_password_changed)
@@ -71,7 +71,7 @@ def _password_reset(user: User, **_: Any) -> None:
 def _factor_added(request: HttpRequest, user: User, authenticator: Any, **_: Any) -> None:
     tell("second_factor_added", user, type=authenticator.type)
     if authenticator.type != authenticator.Type.RECOVERY_CODES:
-        # Those were opened without it.
+        # The other sessions were opened without it.
         others = UserSession.objects.filter(user=user)
         for session in others.exclude(session_key=request.session.session_key):
             session.end()

@@ -79,6 +79,6 @@ def test_the_settings_page_sets_them(acme: Party) -> None:
     assert "https://a.example" in browser_of(acme.viewer).get(url).content.decode()
     wrong = browser.post(url, form | {"allowed_origins": "a.example"})
     assert wrong.status_code == 422
-    assert "is no origin" in wrong.content.decode()
+    assert "is not an origin" in wrong.content.decode()
     many = "\n".join(f"https://{at}.example" for at in range(MAX_ORIGINS + 1))
     assert browser.post(url, form | {"allowed_origins": many}).status_code == 422

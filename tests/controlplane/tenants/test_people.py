@@ -166,7 +166,7 @@ class TestRanks:
             error = assert_error(
                 client.patch(f"{MEMBERS}/{admin.pk}", {"role": role}, format="json"), 409
             )
-            assert "make another member an admin first" in error["message"]
+            assert "Make another member an admin first" in error["message"]
         assert_error(client.delete(f"{MEMBERS}/{admin.pk}"), 409)
         other = add(acme, Role.ADMIN, "second")
         changed = client.patch(f"{MEMBERS}/{admin.pk}", {"role": "viewer"}, format="json")

@@ -1,4 +1,4 @@
-"""What the commands of this folder share."""
+"""Functions that the commands of this folder share."""
 
 import sys
 
@@ -8,15 +8,15 @@ from controlplane.tenants.models import Tenant
 
 
 def find_tenant(slug: str) -> Tenant:
-    """Raises CommandError when there is no such tenant."""
+    """Return the tenant. Raises CommandError when there is none."""
     tenant = Tenant.objects.filter(slug=slug).first()
     if tenant is None:
-        raise CommandError(f"there is no tenant {slug}: make it with tenant_create")
+        raise CommandError(f"there is no tenant {slug}: create it with tenant_create")
     return tenant
 
 
 def read_password() -> str:
-    """The first line of standard input. Raises CommandError when it is empty."""
+    """Return the first line of standard input. Raises CommandError when it is empty."""
     password = sys.stdin.readline().rstrip("\r\n")
     if not password:
         raise CommandError("no password on standard input")

@@ -1,7 +1,7 @@
-"""Make an API key of a tenant, or find it: prints {"public_id", "name", "created"}.
+"""Create an API key of a tenant, or find it: prints {"public_id", "name", "created"}.
 
-The output has "key", too, when the key is new or --rotate gives it another secret; a secret cannot
-be shown again. The secret before a rotation works for a day more.
+The output also has "key" when the key is new or --rotate gives it a new secret; the key cannot be
+shown again. After a rotation the previous secret works for one more day.
 """
 
 import json
@@ -22,7 +22,7 @@ class Command(BaseCommand):
         parser.add_argument("--tenant", required=True, help="its slug")
         parser.add_argument("--name", required=True)
         parser.add_argument(
-            "--rotate", action="store_true", help="if the key is there, give it another secret"
+            "--rotate", action="store_true", help="if the key exists, give it a new secret"
         )
 
     def handle(self, *, tenant: str, name: str, rotate: bool, **options: Any) -> None:

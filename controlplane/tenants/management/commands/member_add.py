@@ -1,6 +1,6 @@
 """Give a person a role in a tenant: prints {"tenant", "email", "role"}.
 
-With --password-stdin the person's password becomes the first line of standard input.
+With --password-stdin the first line of standard input becomes the person's password.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""Make an operator, who may use /admin: prints {"email", "created"}.
+"""Create an operator, who may use /admin: prints {"email", "created"}.
 
-The password is the first line of standard input; a known operator gets it as the new one.
+The password is the first line of standard input; an existing operator gets it as the new password.
 """
 
 import json
@@ -34,7 +34,7 @@ class Command(BaseCommand):
             elif user.is_staff:
                 services.user_password_set(user=user, password=password)
             else:
-                raise CommandError(f"{email} is a tenant's member: operators need an address apart")
+                raise CommandError(f"{email} is a member of a tenant: use a separate address")
         except ApiError as error:
             raise CommandError(error.message) from error
         self.stdout.write(json.dumps({"email": email, "created": user is None}))

@@ -1,4 +1,4 @@
-"""Make a tenant, or find it: prints {"id", "slug", "created"}."""
+"""Create a tenant, or find it: prints {"id", "slug", "created"}."""
 
 import json
 from typing import Any
