@@ -1,8 +1,8 @@
-"""From two uploaded files to a version that is ready, or rejected with reasons.
+"""Check the two uploaded files of a version; make it ready, or reject it with reasons.
 
-Every step may be run again after a crash, and by two processes at once: the files under their
-digest are the same whoever writes them, and the row moves by compare-and-set. What is accepted is
-the copy that was checked, not the staged object: the client's URL can still overwrite that.
+Every step may run again after a crash, and in two processes at once: files are stored under their
+digest, so both write the same, and the row changes by compare-and-set. The accepted files are the
+checked copy, not the staged objects: the client's URL can still overwrite those.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _OVERDUE = dt.timedelta(minutes=10)
 _ABANDONED = dt.timedelta(days=1)
 _SWEEP_SIZE = 500
 _NOT_UPLOADED = "the files were not uploaded within a day"
-_NOT_CHECKED = "they could not be checked within a day: upload a new version"
+_NOT_CHECKED = "the files could not be checked within a day: upload a new version"
 
 
 def version_ingest(version_id: uuid.UUID) -> None:
-    """Check the staged files of an uploaded version of the tenant in scope, and decide on it."""
+    """Check the staged files of an uploaded version of the tenant in scope; accept or reject it."""
     rows = AdapterVersion.objects.filter(pk=version_id).select_related("adapter__base_model")
     version = rows.first()
     if version is None or version.status == Status.UPLOADING:
@@ -59,18 +59,18 @@ def version_ingest(version_id: uuid.UUID) -> None:
         except Rejected as rejected:
             _reject(version, rejected)
         except storage.ObjectMissing:
-            # Another process may have decided and cleared the staging area meanwhile.
+            # Another process may have decided and cleared the staging area; then this does nothing.
             _reject(version, Rejected.because("", "a file went missing: upload a new version"))
         else:
-            if not _accept(version, checked):  # it was decided while the bytes were put there
+            if not _accept(version, checked):  # it was decided while the files were stored
                 orphaned_objects.kept_forget(version, version.digest)
     orphaned_objects.staging_clear(version)
 
 
 def version_next() -> AdapterVersion | None:
-    """The version of all tenants whose check comes next, which is taken up; None without any."""
+    """Claim the version to check next, of all tenants; None when none waits."""
     while True:
-        with all_tenants(reason="the next check is chosen among all tenants'"):
+        with all_tenants(reason="the next check is chosen among all tenants"):
             waiting = AdapterVersion.objects.filter(status=Status.UPLOADED)
             version = turns.next_of(Turn.Kind.ADAPTER_CHECK, waiting)
         if version is None:
@@ -82,13 +82,13 @@ def version_next() -> AdapterVersion | None:
 
 
 def versions_overdue() -> list[AdapterVersion]:
-    """Versions of all tenants whose check was lost, each given once per `_OVERDUE`.
+    """Return the versions of all tenants whose check was lost, each once per `_OVERDUE`.
 
-    Lost with its message, or with the worker that had it: the broker gives such a message out
-    again only after many hours.
+    Its message was lost, or its worker died: the broker redelivers such a message only after many
+    hours.
     """
     now = timezone.now()
-    with all_tenants(reason="lost checks are looked for everywhere"):
+    with all_tenants(reason="find lost checks of all tenants"):
         overdue = AdapterVersion.objects.filter(
             status__in=[Status.UPLOADED, Status.VALIDATING], status_changed_at__lt=now - _OVERDUE
         )
@@ -100,14 +100,14 @@ def versions_overdue() -> list[AdapterVersion]:
 
 
 def versions_abandon() -> int:
-    """Reject the versions of all tenants that come to nothing; how many there were.
+    """Reject versions of all tenants that will not become ready. -> how many.
 
-    Such were not uploaded within a day, or their check has not ended for a day longer: it ends the
-    process that does it.
+    They were not uploaded within a day, or not checked within two: such a check may crash the
+    process that runs it.
     """
     now = timezone.now()
     checks = (Status.UPLOADED, Status.VALIDATING)
-    with all_tenants(reason="unfinished uploads are looked for everywhere"):
+    with all_tenants(reason="find unfinished uploads of all tenants"):
         rows = AdapterVersion.objects.order_by("created_at")
         never = rows.filter(status=Status.UPLOADING, created_at__lt=now - _ABANDONED)
         stuck = rows.filter(status__in=checks, created_at__lt=now - 2 * _ABANDONED)
@@ -117,30 +117,30 @@ def versions_abandon() -> int:
 
 
 def version_drop(version: AdapterVersion, why: str) -> bool:
-    """Reject a version as it stands, and forget its files; False when it has moved on meanwhile.
+    """Reject a version and remove its files. -> False when its status has changed since.
 
-    Raises storage.STORAGE_ERRORS; it is not rejected then.
+    Raises storage.STORAGE_ERRORS; then it is not rejected.
     """
     with tenant_scope(version.tenant_id):
-        orphaned_objects.staging_clear(version)  # first: when the store is away, the version stays
+        orphaned_objects.staging_clear(version)  # first: if the store fails, the version stays
         rejected = Rejected.because("", why)
         return _reject(version, rejected, expected=Status(version.status))
 
 
 def _check_and_keep(version: AdapterVersion) -> CheckedAdapter:
-    """Check both files and store the checked bytes under their digest, which the version gets."""
+    """Check both files, set the version's digest, and store the checked bytes under it."""
     base = version.adapter.base_model
     config = _read_exactly(peft_config.FILE, version.staged_config_key, version.config_num_bytes)
     checked = _check(version, config, _read_header(version))
     with _scratch_file() as file:
         version.digest = adapter_digest(checked.config.raw, _download(version, file), base.revision)
         file.flush()
-        # Again, on the bytes that are kept.
+        # Check again, on the bytes that are stored.
         file.seek(0)
         checked = _check(version, config, file.read(_header_end(checked)))
         _check_values(file, checked)
         if not orphaned_objects.kept_note(version):
-            return checked  # it is decided; nobody accepts this
+            return checked  # it is already decided and will not be accepted
         storage.upload(Path(file.name), version.tensors_key)
     storage.put_bytes(version.config_key, config)
     return checked
@@ -168,7 +168,7 @@ def _check(version: AdapterVersion, config: bytes, start: bytes) -> CheckedAdapt
 
 def _check_values(file: BinaryIO, checked: CheckedAdapter) -> None:
     reasons = [
-        Reason(shown(tensor.name), "it holds a NaN or an infinity: the training diverged")
+        Reason(shown(tensor.name), "it contains NaN or infinity: the training diverged")
         for tensor in tensor_file.tensors_with_nonfinite(file, checked.tensors)
     ]
     if reasons:
@@ -183,7 +183,7 @@ def _read_exactly(file: str, key: str, num_bytes: int) -> bytes:
 
 
 def _read_header(version: AdapterVersion) -> bytes:
-    """The tensors file to the end of its header. Raises Rejected when it has none."""
+    """Return the tensors file up to the end of its header. Raises Rejected when it has none."""
     key = version.staged_tensors_key
     start = storage.read_bytes(key, max_bytes=LENGTH_BYTES)
     length = tensor_file.header_length(start, version.num_bytes)
@@ -195,7 +195,7 @@ def _header_end(checked: CheckedAdapter) -> int:
 
 
 def _download(version: AdapterVersion, file: BinaryIO) -> Iterator[bytes]:
-    """The tensors file in pieces, each also written to `file`; never more than was stated."""
+    """Yield the tensors file in pieces and write each to `file`; stop after the stated length."""
     num_bytes = 0
     for piece in storage.read_pieces(version.staged_tensors_key, max_bytes=version.num_bytes + 1):
         num_bytes += len(piece)
@@ -222,8 +222,8 @@ def _reject(
 
 @transaction.atomic
 def _accept(version: AdapterVersion, checked: CheckedAdapter) -> bool:
-    """Make the version ready, and live unless a newer one is; False when it was decided before."""
-    # The lock orders two versions that become ready at once.
+    """Make the version ready, and live unless a newer one is. -> False when it was decided."""
+    # The lock orders two versions that become ready at the same time.
     adapter = Adapter.objects.select_for_update().get(pk=version.adapter_id)
     moved = orphaned_objects.is_kept(version) and version.move(
         Status.VALIDATING,

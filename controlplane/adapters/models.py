@@ -1,4 +1,4 @@
-"""What there is to serve: base models, and each tenant's adapters with their versions."""
+"""Base models, and each tenant's adapters with their versions."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from controlplane.tenants.models import User, slug_validator
 
 
 def today() -> dt.date:
-    """The day that shutdown dates go by: the one in UTC."""
+    """Return the date in UTC, with which shutdown dates are compared."""
     return timezone.now().astimezone(dt.UTC).date()
 
 
 def is_serving(prefix: str = "") -> Q:
-    """Base models that requests may name today, or rows that lead to such a one by `prefix`."""
+    """Return the condition for base models that requests may use today.
+
+    prefix  the path to the base model from other rows, such as "base_model__"
+    """
     is_to_come = Q(**{f"{prefix}shutdown_date__gt": today()})
     has_no_end = Q(**{f"{prefix}shutdown_date": None})
     return Q(**{f"{prefix}is_active": True}) & (has_no_end | is_to_come)
@@ -32,7 +35,7 @@ class BaseModel(models.Model):
     name = models.CharField(max_length=63, unique=True, validators=[slug_validator])
     #: sha256 of the weights' source; part of every adapter's digest.
     revision = models.CharField(max_length=64)
-    #: The Hugging Face config.json: the shapes adapters must fit.
+    #: The Hugging Face config.json, with the shapes that adapters must fit.
     config = models.JSONField()
     context_length = models.PositiveIntegerField()
     max_rank = models.PositiveIntegerField(default=256)
@@ -50,7 +53,7 @@ class BaseModel(models.Model):
 
     @property
     def is_shut_down(self) -> bool:
-        """Whether its last day is over."""
+        """Whether its shutdown date has come."""
         return self.shutdown_date is not None and self.shutdown_date <= today()
 
 
@@ -60,7 +63,7 @@ class Adapter(TenantModel):
     name = models.CharField(max_length=63, validators=[slug_validator])
     base_model = models.ForeignKey(BaseModel, on_delete=models.PROTECT, related_name="+")
     description = models.CharField(max_length=500, blank=True)
-    #: The version that answers under the bare name; None until one is ready.
+    #: The version that the name without a number means; None until one is ready.
     live_version = models.ForeignKey(
         "AdapterVersion", null=True, blank=True, on_delete=models.SET_NULL, related_name="+"
     )
@@ -99,19 +102,19 @@ class AdapterVersion(TenantModel):
     source = models.CharField(max_length=16, choices=Source, default=Source.UPLOAD)
     #: `contract.protocol.adapter_digest`; set when ready.
     digest = models.CharField(max_length=64, blank=True)
-    #: Under which checked bytes were put into the store, until it is sure that they are needed.
+    #: The digest of checked bytes in the store, until it is certain that they are needed.
     kept_digest = models.CharField(max_length=64, blank=True, default="", db_default="")
-    #: Whether all that it may have left in the store is removed: see `adapters.remains`.
+    #: Whether its orphaned objects are removed: see `adapters.orphaned_objects`.
     is_cleared = models.BooleanField(default=False, db_default=False)
-    #: When the files of one that was retired were removed.
+    #: When the files of a retired version were removed.
     removed_at = models.DateTimeField(null=True, blank=True)
-    #: Of adapter_model.safetensors and of adapter_config.json, as stated before the upload.
+    #: Lengths of adapter_model.safetensors and adapter_config.json, as stated before the upload.
     num_bytes = models.BigIntegerField(default=0)
     config_num_bytes = models.PositiveIntegerField(default=0)
     max_rank = models.PositiveIntegerField(default=0)
-    #: [{"field", "message"}]: why it was rejected, for a person to act on.
+    #: [{"field", "message"}]: why it was rejected, for its owner.
     reasons = models.JSONField(default=list)
-    #: Facts found while validating: ranks, target modules, dtype, number of tensors.
+    #: Facts from the check: ranks, target modules, dtype, number of tensors.
     report = models.JSONField(default=dict)
     created_by = models.ForeignKey(User, null=True, on_delete=models.SET_NULL, related_name="+")
     ready_at = models.DateTimeField(null=True, blank=True)
@@ -149,7 +152,7 @@ class AdapterVersion(TenantModel):
         return f"{self.adapter_id}@{self.number}"
 
     def move(self, before: Status, after: Status, **fields: Any) -> bool:
-        """Whether this call took the row from one status to the next; other `fields` go along."""
+        """Change the status and `fields` by compare-and-set. -> whether this call did it."""
         fields |= {"status": after, "status_changed_at": timezone.now()}
         rows = AdapterVersion.objects.filter(pk=self.pk, status=before)
         return rows.update(**fields) == 1

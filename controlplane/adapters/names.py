@@ -1,4 +1,4 @@
-"""What a model's name says, before anybody knows whether there is such a thing."""
+"""Parse a model's name, without a look at the database."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ _FINE_TUNED = re.compile(rf"ft:{_SLUG}:{_SLUG}:{_SLUG}:([1-9][0-9]{{0,8}})", re.
 
 
 class ModelName(NamedTuple):
-    """`adapter`, `adapter@3`, or `ft:<base model>:<tenant>:adapter:3`, which is the same version
-    of it; `base_model` and `tenant` are None where the name does not say."""
+    """The parts of `adapter`, `adapter@3` or `ft:<base model>:<tenant>:adapter:3`.
+
+    The last two name the same version. `base_model` and `tenant` are None in the first two forms.
+    """
 
     name: str
     number: int | None
@@ -21,7 +23,7 @@ class ModelName(NamedTuple):
 
 
 def parse_model_name(text: str) -> ModelName | None:
-    """None when it is no model's name."""
+    """Return the parts of a model's name, or None if it has none of the forms."""
     if match := _FINE_TUNED.fullmatch(text):
         base_model, tenant, name, number = match.groups()
         return ModelName(name, int(number), base_model, tenant)
@@ -31,6 +33,6 @@ def parse_model_name(text: str) -> ModelName | None:
 
 
 def plain_name(text: str) -> str:
-    """`ft:base:tenant:adapter:3` as `adapter@3`; anything else as it is: what rules go by."""
+    """Return the name that rules use: `adapter@3` for `ft:base:tenant:adapter:3`, else `text`."""
     parsed = parse_model_name(text)
     return text if parsed is None or parsed.base_model is None else f"{parsed.name}@{parsed.number}"

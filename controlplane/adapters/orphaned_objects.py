@@ -1,11 +1,11 @@
-"""What versions leave in the object store that nobody will read, and its end.
+"""Remove objects of versions from the object store when nobody will read them.
 
-Three kinds. A client's URL works for a while after its version was decided on, and a PUT that was
-begun in time may take long: what appears in a tenant's staging area without a version that waits
-for it is removed within one turn. Checked bytes are in the store before their version is ready,
-which it may never be. And versions that were retired have files that nothing reads in the end.
-The staging areas are listed; all else is found by the versions' rows, which are there before it. No
-object is touched whose version this installation does not know.
+There are three kinds. A client's URL works for a while after its version was decided, and a PUT
+that began in time may take long: objects in a staging area whose version is decided are removed in
+the next sweep. Checked bytes are stored before their version is ready, which it may never be. And
+nothing reads the files of versions that were retired long ago. The staging areas are listed; all
+other objects are found by their version's row, which is written first. An object of a version that
+this installation does not know is never touched.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ Status = AdapterVersion.Status
 
 _ENDED = (Status.READY, Status.REJECTED, Status.RETIRED)
 
-#: After a version has ended. No URL of it works any more then, and what was begun with one is over.
+#: So long after a version was decided its URLs have expired, and uploads to them have ended.
 AFTER = dt.timedelta(days=1)
-#: Versions in one turn; the next one goes on.
+#: Versions in one sweep; the next one continues.
 MAX_PER_TURN = 500
-#: A rejected version counts in its tenant's storage for so long: its URLs live half of it.
+#: A rejected version counts in its tenant's storage for this time: its URLs work for half of it.
 REJECTED_COUNTS = dt.timedelta(minutes=30)
-#: Staging areas are looked through for so long after their tenant's last version moved.
+#: Staging areas are listed for this time after the status of their tenant's last version changed.
 _WATCHED = dt.timedelta(days=30)
-#: What was accepted before a version was retired, a batch's last line too, has ended by then.
+#: Requests that were accepted before a version was retired, also a batch's, have ended by then.
 RETIRED_KEPT = dt.timedelta(days=2)
 
 
 def versions_clear() -> int:
-    """One turn over all tenants' versions; how many it was done with.
+    """Remove the staged and unneeded checked files of decided versions. -> how many versions.
 
-    Raises storage.STORAGE_ERRORS; a later turn begins with those that are left.
+    Raises storage.STORAGE_ERRORS; the next sweep begins with those that are left.
     """
-    with all_tenants(reason="what versions left is looked for everywhere"):
+    with all_tenants(reason="find orphaned objects of all tenants"):
         rows = AdapterVersion.objects.filter(
             is_cleared=False, status__in=_ENDED, status_changed_at__lt=timezone.now() - AFTER
         )
@@ -58,11 +58,11 @@ def versions_clear() -> int:
 
 
 def staging_sweep() -> int:
-    """Remove what was put into staging areas after its version was decided; how many objects.
+    """Remove objects that were staged after their version was decided. -> how many objects.
 
     Raises storage.STORAGE_ERRORS.
     """
-    with all_tenants(reason="late uploads of every tenant are looked for"):
+    with all_tenants(reason="find late uploads of all tenants"):
         rows = AdapterVersion.objects.filter(status_changed_at__gt=timezone.now() - _WATCHED)
         tenants = list(rows.order_by("tenant_id").values_list("tenant_id", flat=True).distinct())
     num_removed = 0
@@ -75,7 +75,7 @@ def staging_sweep() -> int:
 
 
 def _is_late(tenant_id: uuid.UUID, name: str) -> bool:
-    """Whether a staged file, by its name in the area, is of a version that is decided."""
+    """Return whether a staged file, by its name in the area, belongs to a decided version."""
     try:
         version_id = uuid.UUID(name.partition("/")[0])
     except ValueError:
@@ -85,11 +85,11 @@ def _is_late(tenant_id: uuid.UUID, name: str) -> bool:
 
 
 def retired_remove() -> int:
-    """Remove the files of versions that were retired long enough ago; how many versions.
+    """Remove the files of versions that were retired long enough ago. -> how many versions.
 
-    Raises storage.STORAGE_ERRORS; a later turn begins with those that are left.
+    Raises storage.STORAGE_ERRORS; the next sweep begins with those that are left.
     """
-    with all_tenants(reason="retired versions of every tenant are looked for"):
+    with all_tenants(reason="find retired versions of all tenants"):
         rows = AdapterVersion.objects.filter(
             status=Status.RETIRED,
             removed_at=None,
@@ -109,13 +109,13 @@ def staging_clear(version: AdapterVersion) -> None:
 
 
 def kept_note(version: AdapterVersion) -> bool:
-    """Say, before checked bytes are put under `version.digest`, that they will be there.
+    """Note in the row, before checked bytes are stored, that they will be at `version.digest`.
 
-    False when the version is not being checked any more: then they must not be.
+    -> False when the version is no longer being checked: then do not store them.
     """
     row = AdapterVersion.objects.filter(pk=version.pk, status=Status.VALIDATING)
     earlier = row.values_list("kept_digest", flat=True).first() or version.digest
-    if earlier != version.digest:  # the client has put other files since
+    if earlier != version.digest:  # the client has uploaded other files since
         kept_forget(version, earlier)
     with transaction.atomic():
         _lock(version, version.digest)
@@ -123,19 +123,21 @@ def kept_note(version: AdapterVersion) -> bool:
 
 
 def is_kept(version: AdapterVersion) -> bool:
-    """Whether nobody has forgotten meanwhile what was put under `version.digest` for it.
+    """Return whether the checked bytes at `version.digest` are still there.
 
-    To be asked in the transaction that makes the version ready.
+    Call it in the transaction that makes the version ready.
     """
     rows = AdapterVersion.objects.select_for_update().filter(pk=version.pk)
     return rows.filter(kept_digest=version.digest).exists()
 
 
 def kept_forget(version: AdapterVersion, digest: str) -> None:
-    """Remove what was put under a digest for a version, unless one that is ready, or may become
-    so, has it too."""
+    """Remove a version's checked bytes at a digest, unless another version needs them.
+
+    Such a version is ready, or is being checked.
+    """
     with transaction.atomic():
-        # Nobody puts them there between the look and the removal: who would, waits to say so.
+        # Nobody can store them between the query and the removal: `kept_note` takes the lock, too.
         _lock(version, digest)
         _remove_unless_used(version, digest)
         row = AdapterVersion.objects.filter(pk=version.pk, kept_digest=digest)

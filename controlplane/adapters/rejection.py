@@ -1,4 +1,4 @@
-"""Why an adapter is refused, in words its owner can act on."""
+"""Why an adapter is rejected, in words that its owner can act on."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ MAX_REASONS = 20
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reason:
-    """One thing that is wrong: `field` is a file, a config field or a tensor's name."""
+    """One problem: `field` is a file, a config field or a tensor's name."""
 
     field: str
     message: str
 
 
 class Rejected(Exception):
-    """Raised with everything found wrong with an adapter's files."""
+    """Raised with all problems of an adapter's files."""
 
     def __init__(self, reasons: Sequence[Reason]) -> None:
         super().__init__("; ".join(f"{reason.field}: {reason.message}" for reason in reasons))
@@ -36,9 +36,9 @@ class Rejected(Exception):
         )
 
     def as_json(self) -> list[dict[str, str]]:
-        """For the version's row: the first `MAX_REASONS`, and how many more there are."""
+        """Return the rows to store: the first `MAX_REASONS`, and the number of the others."""
         rows = [dataclasses.asdict(reason) for reason in self.reasons[:MAX_REASONS]]
         if more := len(self.reasons) - MAX_REASONS:
             if more > 0:
-                rows.append({"field": "", "message": f"and {more} more of the kind"})
+                rows.append({"field": "", "message": f"and {more} more problems"})
         return rows

@@ -1,4 +1,4 @@
-"""What a model's name means to the tenant in scope."""
+"""Resolve a model's name for the tenant in scope."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from controlplane.errors import NotFound
 
 _Row = TypeVar("_Row", bound=Model)
 
-#: Names that a wrong one is compared with, of each sort.
+#: Names of each kind that an unknown name is compared with, to suggest a similar one.
 MAX_LIKE = 60
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedModel:
-    """What a request's `model` means: an adapter's version, or (None) the base model alone."""
+    """A resolved `model`: an adapter's version, or only a base model (`version` is None)."""
 
     name: str
     base_model: BaseModel
@@ -29,17 +29,17 @@ class ResolvedModel:
 
 
 def model_resolve(name: str) -> ResolvedModel:
-    """The meaning of a name as `parse_model_name` reads it, or of a base model's name, in that
-    order; also of one that has been shut down, which `check_serving` finds.
+    """Resolve the name of an adapter (see `parse_model_name`) or else of a base model.
 
-    Raises NotFound, in the same words whatever the reason.
+    It may have been shut down: `check_serving` checks that. Raises the same NotFound for every
+    reason.
     """
     parsed = parse_model_name(name)
     if parsed is not None:
         version = _ready_version(parsed)
         if version is not None:
             return _resolved(name, version)
-        # A name with a number is no base model's: who guesses versions costs one question each.
+        # A name with a number is never a base model's: a guess at versions costs one query.
         base_model = _base_model(name) if parsed.number is None else None
         if base_model is not None:
             return _resolved_base(base_model)
@@ -47,7 +47,7 @@ def model_resolve(name: str) -> ResolvedModel:
 
 
 def base_model_resolve(name: str) -> ResolvedModel:
-    """The base model of this name, whether or not requests may name it now. Raises NotFound."""
+    """Return the base model of this name, also one that requests may not use. Raises NotFound."""
     base_model = _only(BaseModel.objects.filter(name=name))
     if base_model is None:
         raise no_such_model(name)
@@ -55,9 +55,9 @@ def base_model_resolve(name: str) -> ResolvedModel:
 
 
 def check_serving(model: ResolvedModel, *, param: str = "model") -> None:
-    """Return if requests may name the model today.
+    """Return if requests may use the model today.
 
-    Raises NotFound for one that has been shut down, with the day.
+    Raises NotFound, with the date, for one that has been shut down.
     """
     base_model = model.base_model
     if base_model.is_shut_down:
@@ -70,7 +70,7 @@ def check_serving(model: ResolvedModel, *, param: str = "model") -> None:
 
 
 def no_such_model(name: str) -> NotFound:
-    """For a model that does not exist as for one that is somebody else's."""
+    """Return the error for a model that does not exist or belongs to another tenant."""
     what = f"The model `{name[:200]}` does" if name else "A model with an empty name does"
     return NotFound(
         f"{what} not exist or you do not have access to it.",
@@ -80,7 +80,7 @@ def no_such_model(name: str) -> NotFound:
 
 
 def models_list() -> list[ResolvedModel]:
-    """What the tenant can name: the base models, then its adapters that have a live version."""
+    """Return what the tenant can use: the base models, then its adapters with a live version."""
     adapters = Adapter.objects.exclude(live_version=None).filter(is_serving("base_model__"))
     live = adapters.select_related("live_version", "base_model").order_by("name")
     found = [_resolved(adapter.name, adapter.live_version, adapter) for adapter in live]
@@ -89,7 +89,7 @@ def models_list() -> list[ResolvedModel]:
 
 
 def names_like(name: str) -> list[str]:
-    """Names that the tenant can use and that begin as this one does, or of few adapters all."""
+    """Return names that the tenant can use: those with the same first letters, and some others."""
     bases = BaseModel.objects.filter(is_serving()).order_by("name")
     live = Adapter.objects.exclude(live_version=None).filter(is_serving("base_model__"))
     found: dict[str, None] = {}
@@ -100,9 +100,9 @@ def names_like(name: str) -> list[str]:
 
 
 def limit_names(model: str) -> set[str]:
-    """What a limit may be written for, to bind this model: by what answers, not by how it is named.
+    """Return the names in limits that apply to this model, whichever of its names a request uses.
 
-    A limit of `invoices` holds for every version of it, one of `invoices@3` for that version, also
+    A limit of `invoices` applies to all its versions, one of `invoices@3` to that version, also
     while `invoices` means it.
     """
     adapter, at, _ = model.partition("@")
@@ -134,7 +134,7 @@ def _base_model(name: str) -> BaseModel | None:
 
 
 def _only(rows: QuerySet[_Row]) -> _Row | None:
-    """The row, of which there is one at most. `first()` would have it sorted."""
+    """Return the row, of which there is at most one; `first()` would sort."""
     return next(iter(rows[:1]), None)
 
 

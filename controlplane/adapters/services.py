@@ -1,6 +1,6 @@
-"""Every change to base models, adapters and their versions.
+"""All changes to base models, adapters and their versions.
 
-All but `base_model_add` act for the tenant in scope.
+Those to adapters and versions act for the tenant in scope.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FILES = {
     safetensors_header.FILE: MAX_TENSORS_BYTES,
 }
 UPLOAD_EXPIRES_S = 900
-#: Versions of one tenant that wait for their files: what it can make the store hold unasked.
+#: The most versions of one tenant that wait for their files: bounds what it can stage.
 MAX_UNFINISHED = 50
 #: The database's largest version number.
 MAX_NUMBER = 2**31 - 1
@@ -54,7 +54,7 @@ Status = AdapterVersion.Status
 
 @transaction.atomic
 def base_model_add(*, name: str, revision: str, config: dict[str, Any]) -> BaseModel:
-    """Make a base model known, or bring a known one up to date.
+    """Add a base model, or update an existing one.
 
     config   its Hugging Face config.json
     Raises InvalidRequest when a name or a size is missing or wrong.
@@ -89,9 +89,9 @@ def base_model_activate(*, base_model: BaseModel, is_active: bool) -> None:
 
 @transaction.atomic
 def base_model_shutdown_set(*, base_model: BaseModel, shutdown_date: dt.date | None) -> None:
-    """Say from which day on (UTC) nobody may use a base model and its adapters; None: no such day.
+    """Set the date (UTC) from which nobody may use a base model and its adapters; None: no date.
 
-    A day that has come takes effect at once. What runs already goes on to its end.
+    A date that has come takes effect at once. Running requests continue to their end.
     """
     before = {"shutdown_date": base_model.shutdown_date}
     base_model.shutdown_date = shutdown_date
@@ -100,7 +100,7 @@ def base_model_shutdown_set(*, base_model: BaseModel, shutdown_date: dt.date | N
 
 
 def adapter_get(*, name: str) -> Adapter:
-    """The adapter of this name. Raises NotFound."""
+    """Return the adapter of this name. Raises NotFound."""
     adapter = _find(name)
     if adapter is None:
         raise NotFound("There is no such adapter.")
@@ -108,7 +108,7 @@ def adapter_get(*, name: str) -> Adapter:
 
 
 def adapter_version_get(*, name: str, number: int) -> AdapterVersion:
-    """The version of this adapter and number. Raises NotFound."""
+    """Return the version of this adapter with this number. Raises NotFound."""
     version = None
     if is_slug(name) and number <= MAX_NUMBER:
         versions = AdapterVersion.objects.filter(adapter__name=name, number=number)
@@ -122,13 +122,13 @@ def adapter_version_get(*, name: str, number: int) -> AdapterVersion:
 def adapter_create(
     *, name: str, base_model_name: str | None = None, description: str = ""
 ) -> Adapter:
-    """A new adapter without versions. Raises InvalidRequest, or Conflict for a taken name."""
+    """Make an adapter without versions. Raises InvalidRequest, or Conflict for a taken name."""
     adapter = _adapter(name, base_model_name, description)
     adapter, is_new = Adapter.objects.get_or_create(
         name=name, defaults={"base_model": adapter.base_model, "description": description}
     )
     if not is_new:
-        raise Conflict(f"There is an adapter {name} already.", param="name")
+        raise Conflict(f"The adapter {name} already exists.", param="name")
     _record_created(adapter)
     return adapter
 
@@ -151,15 +151,15 @@ def adapter_version_create(
     created_by: User | None = None,
     source: AdapterVersion.Source = AdapterVersion.Source.UPLOAD,
 ) -> AdapterVersion:
-    """The next version of an adapter, to be uploaded; the adapter is made on first use.
+    """Make the next version of an adapter, to be uploaded; make the adapter on first use.
 
     files             the length in bytes of each of `FILES`
-    base_model_name   may be left out for a known adapter, or when there is one base model only
+    base_model_name   optional for an existing adapter, or when there is only one base model
     Raises InvalidRequest, also when there is no room for the files, Conflict when the adapter has
     another base model, RateLimited when too many versions wait for their files.
     """
     _check_files(files)
-    quotas.check("storage_bytes", sum(files.values()))  # its lock counts the unfinished too
+    quotas.check("storage_bytes", sum(files.values()))  # its lock also protects the next count
     if source == AdapterVersion.Source.UPLOAD:
         _check_unfinished()
     adapter, is_new = _find(name), False
@@ -174,7 +174,7 @@ def adapter_version_create(
             f"{name} is an adapter of {adapter.base_model.name}; an adapter keeps its base model.",
             param="base_model",
         )
-    # The lock makes the next number ours alone.
+    # The lock reserves the next number.
     Adapter.objects.select_for_update().get(pk=adapter.pk)
     last = AdapterVersion.objects.filter(adapter=adapter).aggregate(last=Max("number"))["last"]
     version = AdapterVersion.objects.create(
@@ -193,7 +193,7 @@ def adapter_version_create(
 
 
 def adapter_version_upload_urls(*, version: AdapterVersion) -> dict[str, str]:
-    """For each file a URL that takes one PUT of exactly the stated length."""
+    """Return for each file a URL for a PUT of exactly the stated length."""
     return {
         peft_config.FILE: storage.presign_put(
             version.staged_config_key,
@@ -207,12 +207,12 @@ def adapter_version_upload_urls(*, version: AdapterVersion) -> dict[str, str]:
 
 
 def adapter_version_complete(*, version: AdapterVersion) -> AdapterVersion:
-    """Say that both files are uploaded; they are checked in the background.
+    """Note that both files are uploaded, and queue their check.
 
-    Again, it changes nothing but to queue a check that has not begun; one that was begun and lost
-    is found by the sweep, so that nobody has a version checked twice at a time. Raises Conflict
-    when a file is not there with its stated length, RateLimited when too many of the tenant's
-    versions wait for their check, Unavailable when the store or the queue does not answer.
+    A repeated call only queues a check that has not begun. The sweep finds one that began and was
+    lost, so a version is never checked twice at the same time. Raises Conflict when a file is
+    missing or has another length, RateLimited when too many of the tenant's versions wait for their
+    check, Unavailable when the store or the queue does not answer.
     """
     if version.status == Status.UPLOADING:
         _check_uploaded(version)
@@ -228,7 +228,7 @@ def adapter_version_upload_files(
 ) -> AdapterVersion:
     """Upload two local files of the stated lengths to a version, and check them.
 
-    Returns when they are done: the version is ready or rejected. Not for use in a transaction.
+    Returns after the check: the version is ready or rejected. Do not call it in a transaction.
     """
     storage.upload(config_path, version.staged_config_key)
     storage.upload(tensors_path, version.staged_tensors_key)
@@ -240,7 +240,10 @@ def adapter_version_upload_files(
 
 @transaction.atomic
 def _set_uploaded(version: AdapterVersion, *, is_bounded: bool = True) -> None:
-    """is_bounded  False: it does not wait for its check, which is made at once."""
+    """Move the version to `uploaded`.
+
+    is_bounded  False: ignore the quota of waiting checks, because the check runs at once
+    """
     if is_bounded and AdapterVersion.objects.filter(pk=version.pk, status=Status.UPLOADING):
         quotas.check("adapter_checks", retry_after_s=lambda: 30)
     if version.move(Status.UPLOADING, Status.UPLOADED):
@@ -249,16 +252,16 @@ def _set_uploaded(version: AdapterVersion, *, is_bounded: bool = True) -> None:
 
 @transaction.atomic
 def model_delete(name: str) -> None:
-    """Take an adapter, or one version of it, out of service; what runs with it goes on.
+    """Retire an adapter, or one version of it; running requests continue.
 
-    Versions keep their numbers and files. Without its live version an adapter answers with the
-    newest that is left; a new upload is live again. Raises NotFound as `model_resolve` does,
-    PermissionDenied for a base model.
+    Versions keep their numbers. If its live version is retired, an adapter uses the newest of the
+    others; a new upload becomes live. Raises NotFound like `model_resolve`, PermissionDenied for a
+    base model.
     """
     model = model_resolve(name)
     if model.version is None:
         raise PermissionDenied(
-            f"`{name[:200]}` is a base model: the operator's to remove.", param="model"
+            f"`{name[:200]}` is a base model: only the operator can remove it.", param="model"
         )
     adapter = Adapter.objects.select_for_update().get(pk=model.version.adapter_id)
     live = adapter.live_version
@@ -279,9 +282,9 @@ def model_delete(name: str) -> None:
 
 
 def storage_used() -> int:
-    """Bytes of the tenant's versions: stated, staged or kept, until nothing of them is left.
+    """Return the bytes of the tenant's versions: stated, staged or stored, until they are removed.
 
-    A version that was rejected counts until its URLs are dead and what they brought is removed.
+    A rejected version counts until its URLs have expired and its staged files are removed.
     """
     decided_before = timezone.now() - orphaned_objects.REJECTED_COUNTS
     is_gone = Q(status=Status.REJECTED, status_changed_at__lt=decided_before)
@@ -292,7 +295,7 @@ def storage_used() -> int:
 
 
 def checks_waiting() -> int:
-    """The tenant's versions that wait for their check, or have it."""
+    """Return the number of the tenant's versions that wait for their check or are being checked."""
     checks = (Status.UPLOADED, Status.VALIDATING)
     return AdapterVersion.objects.filter(status__in=checks).count()
 
@@ -304,11 +307,11 @@ def _find(name: str) -> Adapter | None:
 
 
 def _adapter(name: str, base_model_name: str | None, description: str) -> Adapter:
-    """A checked, unsaved adapter."""
+    """Return a checked adapter that is not saved yet."""
     if not is_slug(name):
         raise InvalidRequest(SLUG_RULE, param="name")
     if len(description) > 500:
-        raise InvalidRequest("A description has at most 500 characters.", param="description")
+        raise InvalidRequest("A description can have at most 500 characters.", param="description")
     if BaseModel.objects.filter(name=name).exists():
         raise Conflict(f"{name} is the name of a base model.", param="name")
     return Adapter(name=name, description=description, base_model=_base_model(base_model_name))
@@ -321,14 +324,14 @@ def _base_model(name: str | None) -> BaseModel:
         return found[0]
     names = ", ".join(active.order_by("name").values_list("name", flat=True)[:20])
     problem = "Name the base model" if name is None else "There is no such base model"
-    raise InvalidRequest(f"{problem}; there are: {names or 'none yet'}.", param="base_model")
+    raise InvalidRequest(f"{problem}; available: {names or 'none yet'}.", param="base_model")
 
 
 def _check_files(files: Mapping[str, int]) -> None:
     for file in files:
         if file not in FILES:
             raise InvalidRequest(
-                f"An adapter is {' and '.join(FILES)}; nothing else is taken.", param="files"
+                f"An adapter has exactly these files: {' and '.join(FILES)}.", param="files"
             )
     for file, max_bytes in FILES.items():
         num_bytes = files.get(file)
@@ -342,8 +345,8 @@ def _check_files(files: Mapping[str, int]) -> None:
 def _check_unfinished() -> None:
     if AdapterVersion.objects.filter(status=Status.UPLOADING).count() >= MAX_UNFINISHED:
         raise RateLimited(
-            f"{MAX_UNFINISHED} versions wait for their files: complete some of them. One that is "
-            "not completed ends after a day.",
+            f"{MAX_UNFINISHED} versions wait for their files. Complete some of them; one that is "
+            "not completed is rejected after a day.",
             code="too_many_uploads",
             retry_after_s=3600,
         )
@@ -368,4 +371,4 @@ def _queue_validation(version: AdapterVersion) -> None:
     try:
         tasks.adapter_version_validate.delay(str(version.tenant_id), str(version.pk))
     except OperationalError as error:
-        raise Unavailable("The files are there but their check could not be queued.") from error
+        raise Unavailable("The files are uploaded but their check could not be queued.") from error

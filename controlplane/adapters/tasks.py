@@ -1,4 +1,4 @@
-"""The Celery side of ingestion; queue `ingest`."""
+"""Celery's tasks of ingestion; queue `ingest`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from controlplane.tenancy.scoping import tenant_scope
     max_retries=20,
 )
 def adapter_version_validate(tenant_id: str, version_id: str) -> None:
-    """Check the version whose turn it is: perhaps another than the one for which this was sent."""
+    """Check the version that is next: it may be another than the one that sent this message."""
     version = ingest.version_next()
     if version is None:
         return
@@ -27,7 +27,7 @@ def adapter_version_validate(tenant_id: str, version_id: str) -> None:
         with tenant_scope(version.tenant_id):
             ingest.version_ingest(version.pk)
     except STORE_OUTAGE:
-        # This one again: it is taken up now, and no other message is for it.
+        # Retry this version by name: it is claimed, and no other message is for it.
         ids = (str(version.tenant_id), str(version.pk))
         adapter_version_validate_again.apply_async(ids, countdown=2)
 
@@ -40,14 +40,14 @@ def adapter_version_validate(tenant_id: str, version_id: str) -> None:
     max_retries=20,
 )
 def adapter_version_validate_again(tenant_id: str, version_id: str) -> None:
-    """Check a version whose check was begun and lost. Running it twice does no harm."""
+    """Check a version whose check began and was lost. Running it twice does no harm."""
     with tenant_scope(uuid.UUID(tenant_id)):
         ingest.version_ingest(uuid.UUID(version_id))
 
 
 @shared_task(name="controlplane.adapters.tasks.adapter_versions_sweep")
 def adapter_versions_sweep() -> None:
-    """Queue lost checks, end uploads that nobody finished, remove what versions left behind."""
+    """Queue lost checks, end unfinished uploads, remove orphaned objects."""
     ingest.versions_abandon()
     for version in ingest.versions_overdue():
         adapter_version_validate_again.delay(str(version.tenant_id), str(version.pk))

@@ -1,4 +1,4 @@
-"""The safetensors file of an upload: its header as the contract reads it, its values for NaN."""
+"""Read the safetensors file of an upload: its header's length, and NaN among its values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SCAN_BYTES = 1 << 20  # a multiple of every dtype's size
 
 
 def header_length(start: bytes, file_bytes: int) -> int:
-    """The header's length from the file's first bytes, 8 or more of them. Raises Rejected."""
+    """Return the header's length, from the file's first 8 bytes or more. Raises Rejected."""
     try:
         return safetensors_header.header_length(start, file_bytes, UPLOAD_MAX_BYTES)
     except AdapterProblems as found:
@@ -22,7 +22,7 @@ def header_length(start: bytes, file_bytes: int) -> int:
 
 
 def tensors_with_nonfinite(file: BinaryIO, tensors: tuple[Tensor, ...]) -> Iterator[Tensor]:
-    """The tensors that hold a NaN or an infinity: a number whose exponent bits are all ones."""
+    """Yield the tensors with a NaN or an infinity: a number whose exponent bits are all ones."""
     for tensor in tensors:
         file.seek(tensor.begin)
         left = tensor.end - tensor.begin
@@ -36,8 +36,8 @@ def tensors_with_nonfinite(file: BinaryIO, tensors: tuple[Tensor, ...]) -> Itera
                 break
 
 
-# Both tests work on whole planes of bytes with `translate`, which costs about as much as reading
-# them; a loop over the numbers would take minutes for a large file.
+# Both tests use `translate` on all high bytes at once, which costs about as much as reading them; a
+# loop over the numbers would take minutes for a large file.
 _F16_HIGH = bytes(byte for byte in range(256) if byte & 0x7C == 0x7C)
 _F32_HIGH = bytes(byte for byte in range(256) if byte & 0x7F == 0x7F)
 _IS_F32_HIGH = bytes(int(byte & 0x7F == 0x7F) for byte in range(256))
@@ -51,8 +51,8 @@ def _has_nonfinite(piece: bytes, dtype: str) -> bool:
         return len(high.translate(None, _F16_HIGH)) != len(high)
     if len(high.translate(None, _F32_HIGH)) == len(high):
         return False
-    # The exponent's last bit is the first bit of the next byte; the other seven are all ones
-    # in a finite number of 1e38 too.
+    # The exponent's last bit is the first bit of the next byte; the other seven are all ones in a
+    # finite number near 1e38, too.
     after = piece[step - 2 :: step]
     both = int.from_bytes(high.translate(_IS_F32_HIGH)) & int.from_bytes(
         after.translate(_IS_F32_NEXT)

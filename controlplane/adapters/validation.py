@@ -1,8 +1,8 @@
-"""Does an uploaded adapter fit its base model? Pure functions over bytes.
+"""Check whether an uploaded adapter fits its base model. Pure functions over bytes.
 
-The engine asks the same of `contract.adapter_fit` when it loads an adapter, under wider limits, and
-refuses nothing that passes here; asked at upload, the answer reaches the person who can change
-something.
+The engine makes the same checks (`contract.adapter_fit`) when it loads an adapter, with wider
+limits, so it refuses nothing that passes here. A check at upload tells the person who can change
+the adapter.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from controlplane.adapters.rejection import Rejected
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedAdapter:
-    """An adapter whose config and header fit its base; its values are not looked at yet."""
+    """An adapter whose config and header fit its base; its values are not checked yet."""
 
     config: LoraConfig
     tensors: tuple[Tensor, ...]
     fitted: FittedAdapter
 
     def report(self) -> dict[str, Any]:
-        """Facts for the version's page."""
+        """Return facts for the version's page."""
         fitted, raw = self.fitted, self.config.raw
         own = [tensor for tensor in self.tensors if tensor.name not in fitted.copies]
         modules = {*fitted.matrices, *fitted.new_rows}
@@ -49,12 +49,12 @@ class CheckedAdapter:
 def check_adapter(
     *, config: bytes, start: bytes, file_bytes: int, base: BaseShape, max_rank: int
 ) -> CheckedAdapter:
-    """The adapter, if its config and its tensors' names and shapes fit the base.
+    """Return the adapter, if its config and its tensors' names and shapes fit the base.
 
     config       adapter_config.json
     start        adapter_model.safetensors from its beginning to the end of its header, or further
     file_bytes   its whole length
-    Raises Rejected with everything found wrong.
+    Raises Rejected with all problems.
     """
     limits = dataclasses.replace(UPLOAD_LIMITS, max_rank=min(max_rank, MAX_RANK))
     problems: list[Problem] = []
@@ -79,14 +79,14 @@ def check_adapter(
 
 
 def _unknown_targets(lora: LoraConfig, base: BaseShape) -> list[Problem]:
-    """A name in target_modules that the base has not is a mistake; PEFT passes over it."""
+    """Report names in target_modules that the base does not have; PEFT ignores them."""
     modules = [module for module, _, _ in base.modules()]
     known = ", ".join(dict.fromkeys(module.split(".")[-1] for module in modules))
     return [
         Problem(
             FILE,
             "target_modules",
-            f"{shown(name)} is no module that can be adapted; these can: {known}",
+            f"{shown(name)} is not a module that can be adapted; these are: {known}",
         )
         for name in lora.target_names
         if not any(f".{module}".endswith(f".{name}") for module in modules)

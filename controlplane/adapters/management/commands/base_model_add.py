@@ -1,6 +1,6 @@
-"""Make the base model of a folder known: prints {"id", "name", "revision"}.
+"""Add or update the base model of a folder: prints {"id", "name", "revision"}.
 
-The folder is a Hugging Face one with config.json and lorikeet.json ({"name", "revision"}).
+The folder is a Hugging Face model with config.json and lorikeet.json ({"name", "revision"}).
 """
 
 import json
