@@ -1,6 +1,6 @@
-"""The rows of datasets in the object store: counted before they are put, removed when unread.
+"""The rows of datasets in the object store: counted before the upload, removed when not needed.
 
-Two datasets, or one at two times, may have the same rows: those are one object.
+Two datasets, or two uploads of one, may have the same rows: these share one object.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from controlplane.limits import quotas
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.training.models import Dataset, DatasetContent, TrainingRun, dataset_key
 
-#: Nothing takes longer than this from `content_begin` to the dataset that names it.
+#: An upload from `content_begin` to its dataset's row never takes longer than this.
 KEPT = dt.timedelta(hours=1)
-#: Removed in one turn; the next one goes on.
+#: Removed in one sweep; the next one continues.
 MAX_PER_TURN = 500
 
 
 def num_bytes() -> int:
-    """Of all contents of the tenant in scope."""
+    """Return the bytes of all contents of the tenant in scope."""
     return int(DatasetContent.objects.aggregate(sum=Sum("num_bytes"))["sum"] or 0)
 
 
 @transaction.atomic
 def content_begin(tenant_id: uuid.UUID, sha256: str, num_bytes: int) -> None:
-    """Say that rows are about to be put. Raises InvalidRequest when there is no room for them."""
+    """Reserve room for rows before their upload. Raises InvalidRequest when there is none."""
     quotas.lock("storage_bytes")
     _lock(tenant_id, sha256)
     rows = DatasetContent.objects.filter(sha256=sha256)
@@ -42,16 +42,16 @@ def content_begin(tenant_id: uuid.UUID, sha256: str, num_bytes: int) -> None:
 
 
 def contents_sweep() -> int:
-    """Remove what no dataset names and no run will read, of every tenant; how many there were.
+    """Remove contents of all tenants that no dataset names and no run will read. -> how many.
 
-    Raises storage.STORAGE_ERRORS; a later turn begins with those that are left.
+    Raises storage.STORAGE_ERRORS; the next sweep begins with those that are left.
     """
-    with all_tenants(reason="replaced rows of every tenant are looked for"):
+    with all_tenants(reason="find replaced rows of all tenants"):
         due = list(_unread().order_by("wanted_at")[:MAX_PER_TURN])
     num_removed = 0
     for content in due:
         with tenant_scope(content.tenant_id), transaction.atomic():
-            # Nobody puts it between the look and the removal: who would, waits to say so.
+            # Nobody can upload it between query and removal: `content_begin` takes the lock, too.
             _lock(content.tenant_id, content.sha256)
             if _unread().filter(pk=content.pk).exists():
                 storage.delete([dataset_key(content.tenant_id, content.sha256)])

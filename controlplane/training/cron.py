@@ -1,4 +1,4 @@
-"""When a schedule is due: a cron line of five fields in a time zone. Pure.
+"""Compute when a schedule is due: a cron line of five fields in a time zone. Pure.
 
 Slots are computed in local time, as Debian's cron does: a job at a fixed hour runs once on a day
 whose clock skips that hour (right after the gap) or repeats it (the first time); a job with a
@@ -15,7 +15,7 @@ from cronsim import CronSim, CronSimError
 
 
 def check_timezone(name: str) -> None:
-    """Raises ValueError unless it is a zone of the IANA database."""
+    """Raise ValueError unless it is a zone of the IANA database."""
     if name not in _timezones():
         raise ValueError("there is no such time zone; use an IANA name such as Europe/Berlin")
 
@@ -26,7 +26,7 @@ def _timezones() -> frozenset[str]:
 
 
 def next_slot(cron: str, timezone: str, after: dt.datetime) -> dt.datetime:
-    """The first slot later than `after`, in UTC.
+    """Return the first slot later than `after`, in UTC.
 
     Raises ValueError when the cron line or the zone is wrong, or when the line never fires.
     """

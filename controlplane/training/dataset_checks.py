@@ -1,4 +1,4 @@
-"""Datasets that one process checks at this moment: a tenant's many keep nobody else from theirs."""
+"""Limit how many datasets of one tenant a process checks at a time, so that others can proceed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from controlplane.errors import RateLimited
 
-#: One tenant's, in one process. The checks need the interpreter, of which there is one.
+#: Per tenant and process: the checks share the interpreter's lock.
 MAX_TENANT = 2
 
 _lock = threading.Lock()
@@ -19,12 +19,12 @@ _now: Counter[uuid.UUID] = Counter()
 
 @contextlib.contextmanager
 def place(tenant_id: uuid.UUID) -> Iterator[None]:
-    """One of the tenant's places. Raises RateLimited when all are taken."""
+    """Hold one of the tenant's places. Raises RateLimited when all are taken."""
     with _lock:
         if _now[tenant_id] >= MAX_TENANT:
             raise RateLimited(
-                f"{MAX_TENANT} datasets of your organization are checked at this moment: send this "
-                "one again in some seconds.",
+                f"{MAX_TENANT} datasets of your organization are being checked. Send this one "
+                "again in a few seconds.",
                 code="too_many_dataset_checks",
                 retry_after_s=5,
             )

@@ -1,9 +1,9 @@
-"""One training run, from the queue to the adapter's next version.
+"""Execute a training run, from the queue to the adapter's next version.
 
-Whoever moves a run from queued to running has it, under the number of that attempt; every later
-write names both. So a message that is delivered twice trains once, and a trainer that was given
-up for lost changes nothing when it comes back. A run is published by making the version's row in
-the same transaction that moves the run to `publishing`: at most one version comes from a run.
+The trainer that moves a run from queued to running owns it, under the number of that attempt; every
+later write checks both. So a message that is delivered twice trains once, and a trainer that was
+considered lost changes nothing when it comes back. The transaction that moves the run to
+`publishing` also makes the version's row: at most one version comes from a run.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from controlplane.training.trainer import (
 
 log = logging.getLogger(__name__)
 
-#: How often progress is written, and a cancel noticed.
+#: How often progress is written and a cancellation noticed.
 TICK_S = 2.0
 MAX_ATTEMPTS = 3
-#: How often a trainer chooses anew when others were faster.
+#: How often a trainer chooses again when another one was faster.
 _MAX_TRIES = 100
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
@@ -54,7 +54,7 @@ Status = TrainingRun.Status
 
 
 def training_run_next() -> None:
-    """Train and publish the run whose turn it is, if there is one."""
+    """Train and publish the run that is next, if there is one."""
     for _ in range(_MAX_TRIES):
         run = picking.next_run()
         if run is None:
@@ -62,14 +62,14 @@ def training_run_next() -> None:
         with tenant_scope(run.tenant_id):
             if training_run_execute(run.pk):  # else another trainer was faster
                 break
-    # What was sent for the tenant's next run may have come while this one was running, and gone.
+    # The message for the tenant's next run may have been delivered, and dropped, during this run.
     waiting = picking.next_run()
     if waiting is not None:
         services.training_run_send(waiting)
 
 
 def training_run_execute(run_id: uuid.UUID) -> bool:
-    """Train and publish a queued run of the tenant in scope; False if it may not begin now."""
+    """Train and publish a queued run of the tenant in scope. -> False if it may not begin now."""
     run = _claim(run_id)
     if run is None:
         return False
@@ -78,27 +78,27 @@ def training_run_execute(run_id: uuid.UUID) -> bool:
         try:
             _publish(run, _train(run, folder))
         except TrainingAbandoned:
-            # Either its cancel was asked for, or somebody else has the run now.
+            # Either the run was cancelled, or another trainer owns it now.
             _finish(run, Status.RUNNING, Status.CANCELLED)
         except TrainerStopped:
             _give_back(run)
         except (TrainingFailed, ApiError) as error:
             _finish(run, Status.RUNNING, Status.FAILED, str(error))
         except storage.ObjectMissing:
-            _finish(run, Status.RUNNING, Status.FAILED, "The dataset's rows are gone: upload it.")
+            _finish(run, Status.RUNNING, Status.FAILED, "The dataset is gone. Upload it again.")
         except storage.STORAGE_ERRORS:
             _finish(run, Status.RUNNING, Status.FAILED, "The object store does not answer.")
         except Exception:
             log.exception("a training run failed", extra={"run_id": str(run.pk)})
             _give_back(run)
-            # Its version may have everything it needs; the tick finds out now, not later.
+            # Its version may be complete; let the next tick check that at once.
             RunLease(run).rows(Status.PUBLISHING).update(lease_until=timezone.now())
     return True
 
 
 @transaction.atomic
 def _claim(run_id: uuid.UUID) -> TrainingRun | None:
-    quotas.lock("training_at_once")  # of two that would begin at once, one sees the other
+    quotas.lock("training_at_once")  # two runs that begin at the same time count each other
     if not picking.runs_that_may_begin().filter(pk=run_id).exists():
         return None
     queued = TrainingRun.objects.filter(pk=run_id, status=Status.QUEUED, cancel_requested=False)
@@ -125,11 +125,11 @@ def _finish(run: TrainingRun, expected: Status, status: Status, error: str = "")
 
 
 def _give_back(run: TrainingRun, status: Status = Status.RUNNING) -> None:
-    """Queue a run that was cut short through no fault of its own, or give it up."""
+    """Queue an interrupted run again; after `MAX_ATTEMPTS` let it fail."""
     if run.attempts >= MAX_ATTEMPTS:
         error = (
-            f"The trainer was lost {run.attempts} times. If it ran out of memory, a smaller "
-            "batch_size or max_length helps; its log says more."
+            f"The trainer was lost {run.attempts} times. If it ran out of memory, use a smaller "
+            "batch_size or max_length. Its log says more."
         )
         _finish(run, status, Status.FAILED, error)
         return
@@ -139,7 +139,7 @@ def _give_back(run: TrainingRun, status: Status = Status.RUNNING) -> None:
 
 
 def _train(run: TrainingRun, folder: Path) -> Path:
-    """The folder of the trained adapter, in `folder`."""
+    """Train in `folder`. -> the folder of the trained adapter."""
     size.check(run.hyperparameters, run.dataset)  # a schedule's dataset may have grown since
     job = TrainJob(
         base_model_dir=_base_model_dir(run.adapter.base_model),
@@ -162,7 +162,7 @@ def _train(run: TrainingRun, folder: Path) -> Path:
         try:
             return lease.renew(Status.RUNNING, progress=progress)
         except DATABASE_OUTAGE as error:
-            # Nobody else can take the run meanwhile; when it is back, it says whose the run is.
+            # Nobody else can take the run while the database is away; later the lease is checked.
             log.warning("training goes on without the database: %r", error)
             connection.close()
             return True
@@ -179,9 +179,9 @@ def _train(run: TrainingRun, folder: Path) -> Path:
 
 
 def _base_model_dir(base_model: BaseModel) -> Path:
-    """The base model's folder on this machine.
+    """Return the base model's folder on this machine.
 
-    Raises TrainingFailed if it is not that model, or the model has been shut down.
+    Raises TrainingFailed if the folder has another model, or the model has been shut down.
     """
     if base_model.is_shut_down:
         raise TrainingFailed(f"{base_model.name} was shut down on {base_model.shutdown_date}.")
@@ -212,7 +212,7 @@ def _publish(run: TrainingRun, folder: Path) -> None:
 
 @transaction.atomic
 def _version_of(run: TrainingRun, sizes: dict[str, int]) -> AdapterVersion:
-    """The version that the run publishes, made when the run moves on; again, the same one.
+    """Move the run to `publishing` and make its version; a repeated call returns the same one.
 
     Raises TrainingAbandoned.
     """
@@ -223,7 +223,7 @@ def _version_of(run: TrainingRun, sizes: dict[str, int]) -> AdapterVersion:
         made = AdapterVersion.objects.filter(training_runs__in=publishing).first()
         if made is None:
             raise TrainingAbandoned
-        return made  # the connection ended behind the commit
+        return made  # the connection was lost after the commit
     version = adapter_services.adapter_version_create(
         name=run.adapter.name,
         files=sizes,
@@ -235,9 +235,9 @@ def _version_of(run: TrainingRun, sizes: dict[str, int]) -> AdapterVersion:
 
 
 def _conclude(run: TrainingRun, version: AdapterVersion | None) -> None:
-    """End a publishing run by what became of its version; one that never came is trained again."""
+    """End a publishing run as its version ended; without a version, train it again."""
     if version is not None and version.status == AdapterVersion.Status.UPLOADING:
-        # Before another trainer gets the run: a lost one that wakes publishes nothing then.
+        # First, so that a lost trainer that wakes up cannot publish any more.
         if version_drop(version, "the trainer was lost before its files were there"):
             _give_back(run, Status.PUBLISHING)
     elif version is None:
@@ -251,12 +251,12 @@ def _conclude(run: TrainingRun, version: AdapterVersion | None) -> None:
 
 
 def training_runs_reconcile() -> None:
-    """Take care of every tenant's runs whose lease is over: the tick's second half.
+    """Handle the runs of all tenants whose lease has ended: the second half of a tick.
 
-    A queued one is sent again, a running one is given back, a publishing one ends as its version
-    did; if the check of that got lost, it is queued again.
+    A queued run is sent again, a running one is queued again, a publishing one ends as its version
+    did; if the version's check was lost, that is queued again.
     """
-    with all_tenants(reason="find runs that nobody works on any more"):
+    with all_tenants(reason="find lost runs of all tenants"):
         lost = list(
             TrainingRun.objects.filter(
                 status__in=TrainingRun.ACTIVE, lease_until__lte=timezone.now()
@@ -268,8 +268,8 @@ def training_runs_reconcile() -> None:
         with tenant_scope(run.tenant_id):
             try:
                 _reconcile(run)
-            except Exception:  # the others are taken care of all the same
-                log.exception("a lost run waits", extra={"run_id": str(run.pk)})
+            except Exception:  # continue with the others
+                log.exception("a lost run was not handled", extra={"run_id": str(run.pk)})
 
 
 def _reconcile(run: TrainingRun) -> None:
@@ -279,12 +279,12 @@ def _reconcile(run: TrainingRun) -> None:
     elif run.status == Status.PUBLISHING:
         _reconcile_publishing(run)
     services.training_run_drop(run=run)
-    # Also a run given back just now; of two ticks at once, one sends it.
+    # Also a run that was queued again just now. Of two concurrent ticks one sends it.
     queued = TrainingRun.objects.filter(pk=run.pk, status=Status.QUEUED)
     now = timezone.now()
     may_begin = picking.runs_that_may_begin().filter(pk=run.pk).exists()
     if queued.filter(lease_until__lte=now).update(lease_until=now + services.QUEUE_LEASE):
-        if may_begin:  # else the end of one that is running sends it
+        if may_begin:  # else it is sent when a running one ends
             services.training_run_send(run)
 
 

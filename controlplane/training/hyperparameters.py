@@ -1,4 +1,4 @@
-"""What a training may be asked for: what the trainer takes."""
+"""Check hyperparameters as the trainer does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from controlplane.errors import InvalidRequest
 
 
 def checked_hyperparameters(fields: Any) -> dict[str, Any]:
-    """Return the hyperparameters as they are; None: all defaults. Raises InvalidRequest."""
+    """Return the hyperparameters; None means all defaults. Raises InvalidRequest."""
     given = {} if fields is None else fields
     try:
         Hyperparameters.from_dict(given)

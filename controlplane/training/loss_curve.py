@@ -1,4 +1,4 @@
-"""The losses of a training as a line to draw, however long it is. Pure."""
+"""The losses of a training as a curve with a bounded number of points. Pure."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ MAX_POINTS = 256
 
 
 class LossCurve:
-    """[step, loss] in the order of the steps; older ones are thinned out to `MAX_POINTS`."""
+    """[step, loss] in the order of the steps; at `MAX_POINTS` every second point is dropped."""
 
     def __init__(self) -> None:
         self.points: list[list[float]] = []
 
     def add(self, step: int, loss: float) -> None:
-        """Take the loss of a step; one that is not after the last is ignored."""
+        """Add the loss of a step, unless the step is not after the last one."""
         if self.points and step <= self.points[-1][0]:
             return
         if len(self.points) >= MAX_POINTS:

@@ -12,19 +12,19 @@ from controlplane.tenants.models import User, slug_validator
 
 
 def dataset_key(tenant_id: uuid.UUID, sha256: str) -> str:
-    """S3 key of a dataset's rows."""
+    """Return the S3 key of a dataset's rows."""
     return f"t/{tenant_id}/datasets/{sha256}.jsonl"
 
 
 class DatasetContent(TenantModel):
-    """Rows in the object store: of a dataset now, or of one before that a run still needs.
+    """Rows in the object store: a dataset's current ones, or older ones that a run still needs.
 
-    It is there before its bytes and goes after them: see `training.contents`.
+    It is made before its bytes and deleted after them: see `training.contents`.
     """
 
     sha256 = models.CharField(max_length=64)
     num_bytes = models.BigIntegerField()
-    #: When somebody last said that they need it; before its bytes are put, too.
+    #: When an upload last needed it; set before the bytes are uploaded.
     wanted_at = models.DateTimeField()
 
     class Meta:
@@ -38,7 +38,7 @@ class DatasetContent(TenantModel):
 
 
 class Dataset(TenantModel):
-    """A JSONL file of chats. Uploading under an existing name replaces what later runs read."""
+    """A JSONL file of chats. An upload under an existing name replaces it for later runs."""
 
     name = models.CharField(max_length=63, validators=[slug_validator])
     sha256 = models.CharField(max_length=64)
@@ -65,8 +65,8 @@ class TrainingRun(TenantModel):
 
     queued -> running -> publishing -> succeeded | failed | cancelled, each by compare-and-set.
 
-    A run is done by whoever moved it to `running`, and only as long as `attempts` is what they
-    set: a trainer that was given up for lost and comes back finds its writes refused.
+    The trainer that moved a run to `running` owns it as long as `attempts` keeps its value: the
+    writes of a trainer that was considered lost and comes back are refused.
     """
 
     class Status(models.TextChoices):
@@ -77,11 +77,11 @@ class TrainingRun(TenantModel):
         FAILED = "failed"
         CANCELLED = "cancelled"
 
-    #: Those that still have something to do.
+    #: The statuses of runs that have not ended.
     ACTIVE = (Status.QUEUED, Status.RUNNING, Status.PUBLISHING)
 
     adapter = models.ForeignKey(Adapter, on_delete=models.CASCADE, related_name="training_runs")
-    # RESTRICT: not without its runs, but with them when the tenant goes.
+    # RESTRICT: a dataset cannot be deleted before its runs, but with them when its tenant is.
     dataset = models.ForeignKey(Dataset, on_delete=models.RESTRICT, related_name="+")
     #: The dataset's content when the run was made; a later upload does not change a run.
     dataset_sha256 = models.CharField(max_length=64)
@@ -92,9 +92,9 @@ class TrainingRun(TenantModel):
     progress = models.JSONField(default=dict)
     error = models.CharField(max_length=1000, blank=True)
     cancel_requested = models.BooleanField(default=False)
-    #: How often it was begun.
+    #: How often it was started.
     attempts = models.PositiveSmallIntegerField(default=0)
-    #: Past it an active run counts as lost: the task that begins it, or the trainer that has it.
+    #: After this time an active run counts as lost: its message, or its trainer.
     lease_until = models.DateTimeField(null=True, db_index=True)
     version = models.ForeignKey(
         AdapterVersion, null=True, on_delete=models.SET_NULL, related_name="training_runs"
@@ -106,7 +106,7 @@ class TrainingRun(TenantModel):
     class Meta:
         indexes = [
             models.Index(fields=["tenant", "created_at"]),
-            # What waits or runs: counted at admission, and chosen from.
+            # Active runs: counted at admission, and searched for the next one.
             models.Index(
                 fields=["tenant", "status"],
                 condition=models.Q(status__in=("queued", "running", "publishing")),
@@ -124,7 +124,7 @@ class TrainingRun(TenantModel):
 
 
 class Schedule(TenantModel):
-    """When an adapter is retrained: a cron line in a time zone."""
+    """The times of an adapter's retraining: a cron line in a time zone."""
 
     adapter = models.OneToOneField(Adapter, on_delete=models.CASCADE, related_name="schedule")
     dataset = models.ForeignKey(Dataset, on_delete=models.RESTRICT, related_name="+")
@@ -132,7 +132,7 @@ class Schedule(TenantModel):
     timezone = models.CharField(max_length=64, default="UTC")
     hyperparameters = models.JSONField(default=dict)
     is_paused = models.BooleanField(default=False)
-    #: The next slot, UTC; `schedules_fire` moves it on with compare-and-set.
+    #: The next slot, UTC; `schedules_fire` advances it under a row lock.
     next_run_at = models.DateTimeField(db_index=True)
 
     def __str__(self) -> str:
@@ -140,7 +140,7 @@ class Schedule(TenantModel):
 
 
 class ScheduleRun(TenantModel):
-    """A slot of a schedule that was fired; unique, so a slot fires once."""
+    """A fired slot of a schedule; unique, so a slot fires only once."""
 
     schedule = models.ForeignKey(Schedule, on_delete=models.CASCADE, related_name="runs")
     slot = models.DateTimeField()

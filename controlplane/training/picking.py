@@ -1,4 +1,4 @@
-"""Which queued run is begun next. A tenant's runs beyond those it may have at a time wait."""
+"""Choose the queued run to start next. A tenant's runs above its quota wait."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Status = TrainingRun.Status
 
 
 def next_run() -> TrainingRun | None:
-    """The run of all tenants whose turn it is; None when none may begin."""
-    with all_tenants(reason="the next run is chosen among all tenants'"):
+    """Return the run to start next, of all tenants; None when none may start."""
+    with all_tenants(reason="the next run is chosen among all tenants"):
         return turns.next_of(Turn.Kind.TRAINING, runs_that_may_begin())
 
 
 def runs_that_may_begin() -> QuerySet[TrainingRun]:
-    """Of the tenants in scope: queued, and below what their tenant may have at a time."""
+    """Return queued runs, in the current scope, of tenants that may start another run."""
     queued = TrainingRun.objects.filter(status=Status.QUEUED, cancel_requested=False)
     return queued.annotate(
         tenants_running=num_of_tenant(Status.RUNNING),
@@ -29,7 +29,7 @@ def runs_that_may_begin() -> QuerySet[TrainingRun]:
 
 
 def num_of_tenant(*statuses: str) -> Coalesce:
-    """For a query over all tenants: how many such runs each row's tenant has."""
+    """Return an expression for a query over all tenants: the row's tenant's runs in `statuses`."""
     rows = TrainingRun.objects.filter(tenant_id=OuterRef("tenant_id"), status__in=statuses)
     counts = rows.order_by().values("tenant_id").annotate(num=Count("pk")).values("num")
     return Coalesce(Subquery(counts), Value(0))

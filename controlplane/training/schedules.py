@@ -1,9 +1,9 @@
-"""What the clock does: start a training run for every schedule whose slot has come.
+"""Start a training run for every schedule that is due.
 
-A slot fires once, whatever happens: the schedule's row is locked while its run is made and its
-next slot set, and (schedule, slot) is unique. Slots missed while the platform was down, while the
-adapter's last run was still going, or while its tenant had as many runs as it may, fire as one. A
-base model that is switched off or shut down trains nothing.
+A slot fires exactly once: the schedule's row is locked while its run is made and its next slot set,
+and (schedule, slot) is unique. Slots that were missed, because the platform was down, the adapter's
+last run had not ended, or the tenant had reached its quota, fire as one. A schedule of a base model
+that is switched off or shut down does not fire.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from controlplane.training.models import Schedule, ScheduleRun, TrainingRun
 
 log = logging.getLogger(__name__)
 
-#: The most schedules that one tick fires; the next tick goes on.
+#: The most schedules that one tick fires; the next tick continues.
 MAX_PER_TICK = 500
 
 
 def schedules_fire(now: dt.datetime | None = None) -> int:
-    """Fire what is due at `now`, by default the present; return how many runs were made.
+    """Fire the schedules that are due at `now` (default: the present). -> how many runs were made.
 
-    Any number of these may run at once.
+    Any number of calls may run at the same time.
     """
     now = now or timezone.now()
     with all_tenants(reason="find the due schedules of all tenants"):
-        # The first of each tenant, then the second: who has many keeps nobody else from theirs.
+        # The first of each tenant, then the second: a tenant with many does not delay others.
         own = Window(RowNumber(), partition_by="tenant_id", order_by="next_run_at")
         rows = _due(now).annotate(place=own).order_by("place", "next_run_at")
         due = list(rows.values_list("pk", "tenant_id")[:MAX_PER_TICK])
@@ -50,7 +50,7 @@ def schedules_fire(now: dt.datetime | None = None) -> int:
                 num_fired += _fire(schedule_id, now)
             except RateLimited:
                 log.info("a schedule waits", extra={"schedule_id": str(schedule_id)})
-            except Exception:  # the others fire all the same
+            except Exception:  # continue with the others
                 log.exception("a schedule failed", extra={"schedule_id": str(schedule_id)})
     return num_fired
 
@@ -75,7 +75,7 @@ def _due(now: dt.datetime) -> QuerySet[Schedule]:
 
 @transaction.atomic
 def _fire(schedule_id: uuid.UUID, now: dt.datetime) -> bool:
-    """Start the schedule's run and move it on. False if another tick is at it, or has been."""
+    """Start the schedule's run and set its next slot. -> False if another tick does or did it."""
     schedule = (
         _due(now)
         .filter(pk=schedule_id)
@@ -88,11 +88,11 @@ def _fire(schedule_id: uuid.UUID, now: dt.datetime) -> bool:
     slot = schedule.next_run_at
     try:
         schedule.next_run_at = cron.next_slot(schedule.cron, schedule.timezone, now)
-    except ValueError:  # it was checked when set: the time zone database has changed since
+    except ValueError:  # the line was valid when set: the time zone database has changed since
         log.exception("a schedule was paused", extra={"schedule_id": str(schedule_id)})
         schedule.is_paused = True
         schedule.save(update_fields=["is_paused"])
-        record("paused", schedule, after={"reason": "its cron line fits the time zone no more"})
+        record("paused", schedule, after={"reason": "its cron line or time zone is now invalid"})
         return False
     schedule.save(update_fields=["next_run_at"])
     run = services.training_run_enqueue(

@@ -1,6 +1,6 @@
-"""Every change to datasets, training runs and schedules that a person asks for.
+"""All changes to datasets, training runs and schedules that callers ask for.
 
-All act for the tenant in scope. What the trainer and the clock change is in `execution` and
+They act for the tenant in scope. Changes by the trainer are in `execution`, by the clock in
 `schedules`.
 """
 
@@ -38,26 +38,28 @@ from controlplane.training.models import Dataset, Schedule, TrainingRun, dataset
 
 log = logging.getLogger(__name__)
 
-#: The task that trains, by its name: the tasks import the services.
+#: The name of the task that trains; its module imports this one.
 EXECUTE_TASK = "controlplane.training.tasks.training_run_execute"
 MAX_DATASET_BYTES = 32 * 1024**2
-#: A queued run that nobody began within this time is queued again: its message may be lost.
+#: A queued run that did not start within this time is sent again: its message may be lost.
 QUEUE_LEASE = dt.timedelta(minutes=10)
 
 Status = TrainingRun.Status
 
 
 def dataset_upload(*, name: str, content: bytes) -> Dataset:
-    """Store chat JSONL under a name; later runs read it in place of what the name had before.
+    """Store chat JSONL under a name, and replace an existing dataset of this name for later runs.
 
-    Raises InvalidRequest with the lines that are wrong, or when there is no room for them,
-    PayloadTooLarge, RateLimited when the tenant has several checked at this moment, or Unavailable
-    when the store does not answer.
+    Raises InvalidRequest with the invalid lines, or when there is no room for them,
+    PayloadTooLarge, RateLimited when several of the tenant are being checked, or Unavailable when
+    the store does not answer.
     """
     if not is_slug(name):
         raise InvalidRequest(str(slug_validator.message), param="name")
     if len(content) > MAX_DATASET_BYTES:
-        raise PayloadTooLarge(f"A dataset has at most {MAX_DATASET_BYTES} bytes.", param="body")
+        raise PayloadTooLarge(
+            f"A dataset can have at most {MAX_DATASET_BYTES} bytes.", param="body"
+        )
     with dataset_checks.place(current_tenant_id()):
         found = chat_rows.lint(content)
     if found.problems:
@@ -83,7 +85,7 @@ def dataset_upload(*, name: str, content: bytes) -> Dataset:
 
 
 def dataset_get(*, name: str, param: str | None = None) -> Dataset:
-    """The dataset of this name. Raises NotFound."""
+    """Return the dataset of this name. Raises NotFound."""
     dataset = Dataset.objects.filter(name=name).first() if is_slug(name) else None
     if dataset is None:
         raise NotFound("There is no such dataset.", param=param)
@@ -98,10 +100,10 @@ def training_run_create(
     base_model_name: str | None = None,
     created_by: User | None = None,
 ) -> TrainingRun:
-    """Queue a fine-tuning; its result becomes the adapter's next version.
+    """Queue a training run; its result becomes the adapter's next version.
 
-    base_model_name   for an adapter that is not there yet, which is then made; may be left out
-                      when there is one base model only
+    base_model_name   the base of a new adapter, which is then made; optional when there is only
+                      one base model
     Raises InvalidRequest, also for more steps or tokens than a run may have, NotFound for the
     dataset, Conflict for another base model and for one that has been shut down, RateLimited when
     the tenant has too many runs.
@@ -115,8 +117,8 @@ def training_run_create(
         if adapter.base_model.is_shut_down:
             base_model = adapter.base_model
             raise Conflict(
-                f"{base_model.name} was shut down on {base_model.shutdown_date}: nothing is "
-                "trained for it any more.",
+                f"{base_model.name} was shut down on {base_model.shutdown_date}. Adapters of it "
+                "can no longer be trained.",
                 param="adapter",
             )
         return training_run_enqueue(
@@ -132,12 +134,12 @@ def training_run_enqueue(
     hyperparameters: dict[str, Any],
     created_by: User | None = None,
 ) -> TrainingRun:
-    """A queued run of checked hyperparameters, handed to Celery when the transaction commits.
+    """Make a queued run with checked hyperparameters; send it to Celery after the commit.
 
     Raises RateLimited when the tenant has too many runs.
     """
     quotas.check("training_runs", retry_after_s=_room_in_s)
-    # Locked: its rows are not to be replaced, and removed, before the run that needs them is seen.
+    # Locked, so that its rows are not replaced and removed before other processes see the run.
     dataset = Dataset.objects.select_for_update().get(pk=dataset.pk)
     run = TrainingRun.objects.create(
         adapter=adapter,
@@ -159,19 +161,19 @@ def training_run_enqueue(
 
 
 def runs_active() -> int:
-    """The tenant's runs that wait or run."""
+    """Return the number of the tenant's runs that wait or run."""
     return TrainingRun.objects.filter(status__in=TrainingRun.ACTIVE).count()
 
 
 def _room_in_s() -> float:
-    """When one of the tenant's runs may end: by what the trainer says, else in some minutes."""
+    """Estimate when one of the tenant's runs ends: from the trainer's progress, or some minutes."""
     running = TrainingRun.objects.filter(status=Status.RUNNING).values_list("progress", flat=True)
     left = [progress["eta_s"] for progress in running if progress.get("eta_s")]
     return float(min(max(min(left, default=300.0), 30.0), 3600.0))
 
 
 def training_run_send(run: TrainingRun) -> None:
-    """Hand a queued run to Celery. If that fails, the reconcile tick does it later."""
+    """Send a queued run to Celery. If that fails, a later tick does it."""
     try:
         signature(EXECUTE_TASK).delay(str(run.tenant_id), str(run.pk))
     except OperationalError:
@@ -179,17 +181,17 @@ def training_run_send(run: TrainingRun) -> None:
 
 
 def training_run_cancel(*, run: TrainingRun) -> TrainingRun:
-    """Stop a run; one that is running ends within seconds. Again, it changes nothing.
+    """Cancel a run; a running one ends within seconds. Doing it again changes nothing.
 
-    Raises Conflict when the run has ended, or has begun to publish.
+    Raises Conflict when the run has ended or is publishing.
     """
-    # The flag first: it keeps a queued run from being begun, and a running one from publishing.
+    # Set the flag first: it stops a queued run from starting, and a running one from publishing.
     _request_cancel(run)
     training_run_drop(run=run)
     run.refresh_from_db()
     if run.cancel_requested:
         return run
-    raise Conflict(f"The run is {run.status}: it cannot be cancelled any more.")
+    raise Conflict(f"The run is {run.status} and can no longer be cancelled.")
 
 
 @transaction.atomic
@@ -201,7 +203,7 @@ def _request_cancel(run: TrainingRun) -> None:
 
 @transaction.atomic
 def training_run_drop(*, run: TrainingRun) -> None:
-    """End a queued run whose cancel was asked for."""
+    """End a queued run that was cancelled."""
     queued = TrainingRun.objects.filter(pk=run.pk, status=Status.QUEUED, cancel_requested=True)
     now = timezone.now()
     if queued.update(status=Status.CANCELLED, finished_at=now, lease_until=None):
@@ -217,9 +219,9 @@ def schedule_set(
     hyperparameters: dict[str, Any] | None = None,
     is_paused: bool = False,
 ) -> Schedule:
-    """Retrain the adapter whenever the cron line says; replaces its schedule.
+    """Make or replace the adapter's schedule.
 
-    The first slot is the next one from now on. Raises InvalidRequest naming the field, NotFound
+    The first slot is the next one from now. Raises InvalidRequest that names the field, NotFound
     for the dataset.
     """
     checked = checked_hyperparameters(hyperparameters)
@@ -239,12 +241,17 @@ def schedule_set(
             adapter=adapter,
             defaults={**fields, "dataset": dataset, "next_run_at": next_run_at},
         )
-        record("created" if is_new else "changed", schedule, before=before, after=_told(schedule))
+        record(
+            "created" if is_new else "changed",
+            schedule,
+            before=before,
+            after=_told(schedule),
+        )
     return schedule
 
 
 def _told(schedule: Schedule) -> dict[str, Any]:
-    """What the audit trail tells of a schedule."""
+    """Return the fields of a schedule that the audit trail records."""
     return {
         "adapter": schedule.adapter.name,
         "dataset": schedule.dataset.name,
@@ -256,7 +263,7 @@ def _told(schedule: Schedule) -> dict[str, Any]:
 
 
 def schedule_get(*, adapter: Adapter) -> Schedule:
-    """The adapter's schedule. Raises NotFound."""
+    """Return the adapter's schedule. Raises NotFound."""
     schedule = Schedule.objects.filter(adapter=adapter).select_related("adapter", "dataset").first()
     if schedule is None:
         raise NotFound("The adapter has no schedule.")
@@ -265,7 +272,7 @@ def schedule_get(*, adapter: Adapter) -> Schedule:
 
 @transaction.atomic
 def schedule_delete(*, adapter: Adapter) -> None:
-    """End the adapter's schedule; runs it began go on. Raises NotFound."""
+    """Delete the adapter's schedule; runs that it started continue. Raises NotFound."""
     schedule = Schedule.objects.select_for_update().filter(adapter=adapter).first()
     if schedule is None:
         raise NotFound("The adapter has no schedule.")
@@ -275,7 +282,7 @@ def schedule_delete(*, adapter: Adapter) -> None:
 
 def _next_run_at(cron_line: str, timezone_name: str) -> dt.datetime:
     if len(cron_line) > 100:
-        raise InvalidRequest("A cron line has at most 100 characters.", param="cron")
+        raise InvalidRequest("A cron line can have at most 100 characters.", param="cron")
     try:
         cron.check_timezone(timezone_name)
     except ValueError as error:
@@ -294,7 +301,7 @@ def _adapter_for(name: str, base_model_name: str | None) -> Adapter:
         try:
             return adapter_create(name=name, base_model_name=base_model_name)
         except ApiError as error:
-            if error.param == "name":  # of the adapter; here the field is another
+            if error.param == "name":  # this request calls the field `adapter`
                 error.param = "adapter"
             raise
     if base_model_name not in (None, adapter.base_model.name):

@@ -1,4 +1,4 @@
-"""How long a training would be: its steps, and the most tokens that those read."""
+"""Compute a training's steps and the most tokens that they read, and check both."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DEFAULTS = Hyperparameters()
 
 
 def num_steps(hyperparameters: dict[str, Any], num_rows: int) -> int:
-    """As the trainer counts them."""
+    """Return the number of steps, as the trainer counts them."""
     if hyperparameters.get("max_steps"):
         return int(hyperparameters["max_steps"])
     a_pass = math.ceil(num_rows / _of(hyperparameters, "batch_size"))
@@ -22,7 +22,7 @@ def num_steps(hyperparameters: dict[str, Any], num_rows: int) -> int:
 
 
 def most_tokens(hyperparameters: dict[str, Any], num_rows: int) -> int:
-    """Were each row as long as it may be."""
+    """Return the most tokens that a training reads, if every row has the maximum length."""
     a_step = min(_of(hyperparameters, "batch_size"), num_rows) * _of(hyperparameters, "max_length")
     return int(num_steps(hyperparameters, num_rows) * a_step)
 
@@ -33,7 +33,7 @@ def check(hyperparameters: dict[str, Any], dataset: Dataset) -> None:
     if steps > most:
         field = "max_steps" if hyperparameters.get("max_steps") else "epochs"
         raise InvalidRequest(
-            f"The run would have {steps} steps; your organization's may have {most}.",
+            f"The run would have {steps} steps; your organization's limit is {most}.",
             param=f"hyperparameters.{field}",
             code="training_too_long",
         )
@@ -41,7 +41,7 @@ def check(hyperparameters: dict[str, Any], dataset: Dataset) -> None:
     if tokens > most:
         raise InvalidRequest(
             f"The run would read up to {tokens} tokens (steps x batch_size x max_length); your "
-            f"organization's may read {most}.",
+            f"organization's limit is {most}.",
             param="hyperparameters",
             code="training_too_long",
         )

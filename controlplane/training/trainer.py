@@ -1,7 +1,6 @@
-"""Runs `python -m worker.train` as a child and listens to it. Knows nothing of the database.
+"""Run `python -m worker.train` as a child process and read its events. Does not use the database.
 
-The child has torch, this process has not: a crash of the one never takes the other down, and to
-cancel is to kill.
+Only the child imports torch: its crash does not end this process, and a cancellation kills it.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ _STDERR_TAIL_BYTES = 2000
 
 
 class TrainingFailed(Exception):
-    """The training ended without an adapter; the message is for the person who asked for it."""
+    """Raised when the training ended without an adapter; the message is for its owner."""
 
 
 class TrainerStopped(Exception):
-    """Somebody else ended the trainer: a shutdown, the kernel out of memory. It may be retried."""
+    """Raised when a shutdown, or the kernel out of memory, ended the trainer. Retry it."""
 
 
 class TrainingAbandoned(Exception):
-    """The listener wanted no more of it, and the child was stopped."""
+    """Raised when the listener said no and the child was stopped."""
 
 
-#: Takes the newest progress event, or {} before the first; returns whether to go on.
+#: Gets the newest progress event, or {} before the first; returns whether to continue.
 Listener = Callable[[dict[str, Any]], bool]
 
 
@@ -52,10 +51,10 @@ def run_trainer(
     tick_s: float,
     timeout_s: float,
 ) -> None:
-    """Train; `job.output_dir` is there when this returns. `listener` is asked every `tick_s`.
+    """Train; when this returns, `job.output_dir` exists. Calls `listener` every `tick_s`.
 
     folder       scratch space of this training
-    environment  all that the child has of it: it reads what tenants sent, and needs no secret
+    environment  the child's whole environment, without secrets: it reads tenants' data
     Raises TrainingFailed, TrainerStopped, or TrainingAbandoned when the listener said no.
     """
     job_path, stderr_path = folder / "job.json", folder / "stderr.log"
@@ -81,7 +80,7 @@ def run_trainer(
 def _listen(
     child: subprocess.Popen[bytes], listener: Listener, *, tick_s: float, deadline: float
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The child's last event and its last progress, once it has closed its output."""
+    """Read the child's output to its end. -> its last event and its last progress."""
     assert child.stdout is not None
     lines = _Lines(child.stdout.fileno())
     last: dict[str, Any] = {}
@@ -94,7 +93,7 @@ def _listen(
                 raise TrainingAbandoned
             next_tick = now + tick_s
         if now >= deadline:
-            raise TrainingFailed("Training took longer than a run may take: train fewer steps.")
+            raise TrainingFailed("The training exceeded the time limit. Train fewer steps.")
         for line in lines.read(timeout_s=next_tick - now):
             last = _event(line)
             if last.get("event") == "progress":
@@ -103,7 +102,7 @@ def _listen(
 
 
 class _Lines:
-    """Lines from a pipe, with a limit on how long to wait for them and how long they are."""
+    """Reads lines from a pipe, with a timeout and a limit on their length."""
 
     def __init__(self, fd: int) -> None:
         self.is_closed = False
@@ -111,7 +110,7 @@ class _Lines:
         self._rest = b""
 
     def read(self, *, timeout_s: float) -> list[bytes]:
-        """The whole lines that have arrived, after `timeout_s` at the latest."""
+        """Return the complete lines that have arrived; wait at most `timeout_s`."""
         readable, _, _ = select.select([self._fd], [], [], max(0.0, timeout_s))
         if not readable:
             return []
@@ -124,21 +123,21 @@ class _Lines:
 
 def _event(line: bytes) -> dict[str, Any]:
     try:
-        # PostgreSQL's JSON has no NaN, which is what the loss of a diverged training is.
+        # PostgreSQL's JSON has no NaN, but the loss of a diverged training is NaN.
         event = json.loads(line, parse_constant=lambda _: None)
     except ValueError:
         event = None
     if not isinstance(event, dict):
-        log.warning("the trainer printed something that is no event")
+        log.warning("the trainer printed a line that is not an event")
         return {}
     return event
 
 
 def _check(returncode: int, last: dict[str, Any], stderr_path: Path) -> None:
-    """Return if the training succeeded; raise what it ended with if not."""
+    """Return if the training succeeded; else raise why it did not."""
     if returncode == 0 and last.get("event") == "done":
         return
-    if returncode < 0 or returncode == 143:  # a signal, or its clean answer to one
+    if returncode < 0 or returncode == 143:  # a signal, or a clean exit after SIGTERM
         raise TrainerStopped(f"the trainer was ended from outside ({returncode})")
     tail = stderr_path.read_bytes()[-_STDERR_TAIL_BYTES:].decode(errors="replace")
     log.error("training failed", extra={"returncode": returncode, "stderr": tail})

@@ -241,7 +241,7 @@ def test_a_trainer_without_the_right_base_model_says_so(
 def test_rows_that_are_gone_fail_the_run(adapter: Adapter, dataset: Dataset) -> None:
     storage.delete([dataset.key])
     run = execute(make_run())
-    assert (run.status, "rows are gone" in run.error) == ("failed", True)
+    assert (run.status, "dataset is gone" in run.error) == ("failed", True)
 
 
 def test_an_adapter_that_the_checks_refuse_fails_the_run_with_their_reasons(

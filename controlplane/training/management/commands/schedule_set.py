@@ -1,6 +1,6 @@
 """Set when a tenant's adapter is retrained: prints {"adapter", "cron", "timezone", "next_run_at"}.
 
---hyperparameters takes a JSON object; what it leaves out takes the trainer's default.
+--hyperparameters takes a JSON object; the trainer's defaults apply to all other hyperparameters.
 """
 
 import json
