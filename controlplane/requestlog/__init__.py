@@ -1,1 +1,1 @@
-"""The log of requests, its keeping and its forgetting."""
+"""The request log: recording, stored content, retention."""

@@ -1,4 +1,4 @@
-"""The request log: one row per accepted request, written by the accountant when it ended."""
+"""The request log: one row per accepted request; the accountant writes it when the request ends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from controlplane.tenancy.scoping import TenantModel
 
 
 class InferenceRequest(TenantModel):
-    """What one request asked for and how it went. Never its prompt or its answer."""
+    """One request's parameters and result, without its prompt and its answer."""
 
     request_id = models.CharField(max_length=64, unique=True)
     api_key_id = models.UUIDField(null=True)
@@ -22,13 +22,13 @@ class InferenceRequest(TenantModel):
     #: The address it was sent to.
     endpoint = models.CharField(max_length=64, blank=True, default="")
     is_batch = models.BooleanField(default=False)
-    #: Of the adapters that answered.
+    #: Digests of the adapters that answered.
     digests = models.JSONField(default=list, blank=True)
-    #: Of the digests, in a blend. Null in this and the next two: from before they were kept.
+    #: The weights of a blend's digests. Old rows have null here and in the next two fields.
     weights = models.JSONField(null=True)
-    #: What the request said of it, less its stop strings and biases: those are its words.
+    #: Its sampling parameters, without stop strings and biases, which are content.
     sampling = models.JSONField(null=True)
-    #: How often workers took it up.
+    #: How often workers started it.
     attempts = models.PositiveIntegerField(null=True)
     prompt_tokens = models.PositiveIntegerField(default=0)
     cached_tokens = models.PositiveIntegerField(default=0)

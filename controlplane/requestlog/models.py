@@ -1,4 +1,4 @@
-"""What is kept of requests beside the log line of each (`requestlog.inference_request`)."""
+"""Stored content, refusals and the log policy; `inference_request` has the log lines."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from controlplane.tenancy.scoping import TenantModel
 
 
 class LogPolicy(TenantModel):
-    """What a tenant wants kept, and for how long; a tenant without one keeps no words."""
+    """What a tenant wants stored, and for how long; without a policy no content is stored."""
 
     class Content(models.TextChoices):
-        """Whose prompts and answers are stored: nobody's, of requests that say so, or all."""
+        """Which prompts and answers are stored: none, those of requests with `store`, or all."""
 
         OFF = "off"
         ON_REQUEST = "on_request"
@@ -20,7 +20,7 @@ class LogPolicy(TenantModel):
     content = models.CharField(max_length=16, choices=Content, default=Content.OFF)
     content_days = models.PositiveSmallIntegerField(default=30)
     metadata_days = models.PositiveSmallIntegerField(default=90)
-    #: The key that seals the words, itself sealed. Without it what is stored is noise.
+    #: The key that encrypts the content, itself encrypted. Without it nobody can read the content.
     wrapped_key = models.BinaryField(default=bytes, max_length=200)
     key_made_at = models.DateTimeField(null=True)
     updated_at = models.DateTimeField(auto_now=True)
@@ -33,7 +33,7 @@ class LogPolicy(TenantModel):
 
 
 class RequestContent(TenantModel):
-    """The words of one request, sealed under the tenant's key."""
+    """Prompt and answers of one request, encrypted with the tenant's key."""
 
     request_id = models.CharField(max_length=64, unique=True)
     sealed = models.BinaryField()
@@ -47,7 +47,7 @@ class RequestContent(TenantModel):
 
 
 class RefusalHour(TenantModel):
-    """How many requests of one hour (UTC) were refused before they began, and why."""
+    """How many requests of one hour (UTC) were refused at admission, and why."""
 
     starts_at = models.DateTimeField()
     endpoint = models.CharField(max_length=64)

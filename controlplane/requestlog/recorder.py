@@ -1,9 +1,9 @@
-"""The gateway's share of the log: words that tenants want kept, and counts of what was refused.
+"""Record content that tenants want stored, and count refused requests, in the gateway.
 
-Nothing here is on a request's way. Words are collected in memory while their request runs and
-written by a thread moments after its end, so a gateway that is killed loses the words of its last
-moments; the request's log line, which comes from the worker's record, is never lost. While
-PostgreSQL is away they wait, up to `MAX_QUEUED_CHARS`; what comes then is not stored.
+No request waits for this. Prompts and answers are collected in memory while the request runs, and a
+thread writes them moments after its end: a gateway that is killed loses the content of its last
+moments. The request's log line comes from the worker's record and is never lost. While PostgreSQL
+is away content waits in memory, up to `MAX_QUEUED_CHARS`; more is not stored.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from controlplane.requestlog.services import Words, content_choices, contents_ke
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-#: Of one request's prompt and of its answers, each; what is longer is cut.
+#: Of one request's prompt, and of its answers together; the rest is cut off.
 MAX_CHARS = 256 * 1024
 MAX_QUEUED_CHARS = 64 * 1024 * 1024
 BATCH = 200
 WRITE_INTERVAL_S = 0.25
-#: How soon a gateway learns that a tenant wants words kept. That it no longer does is asked anew
-#: before each write.
+#: How soon a gateway sees that a tenant wants content stored. Before each write it checks whether
+#: the tenant still does.
 CHOICES_INTERVAL_S = 5.0
 REFUSALS_INTERVAL_S = 5.0
 RETRY_S = 2.0
 
 
 class Transcript:
-    """The words of one running request."""
+    """Prompt and answers of one running request."""
 
     __slots__ = ("_is_cut", "_job", "_num_chars", "_outputs", "_recorder")
 
@@ -57,11 +57,11 @@ class Transcript:
         self._is_cut = False
 
     def restart(self) -> None:
-        """Forget what was added: the request runs again from its beginning."""
+        """Forget what was added: the request starts again."""
         self._restart()
 
     def add(self, event: TokenEvent) -> None:
-        """Take in an event."""
+        """Add an event's text."""
         room = MAX_CHARS - self._num_chars
         if len(event.text) > room:
             self._is_cut = True
@@ -70,7 +70,7 @@ class Transcript:
         self._outputs.setdefault(event.index, []).append(text)
 
     def end(self, finish_reason: str) -> None:
-        """Hand it over to be stored."""
+        """Pass it to the recorder, which stores it."""
         prompt, is_cut = _prompt(self._job)
         words = Words(
             tenant_id=uuid.UUID(self._job.tenant_id),
@@ -85,7 +85,7 @@ class Transcript:
 
 
 def _prompt(job: GenerateJob) -> tuple[dict[str, object], bool]:
-    """The prompt as it is stored, and whether something of it was left out."""
+    """Return the prompt to store, and whether a part of it was cut off."""
     if job.token_ids is not None:
         return {"token_ids": list(job.token_ids[:MAX_CHARS])}, len(job.token_ids) > MAX_CHARS
     if job.prompts:
@@ -99,7 +99,7 @@ def _prompt(job: GenerateJob) -> tuple[dict[str, object], bool]:
 def _newest(
     name: str, parts: list[Any], size: Callable[[Any], int]
 ) -> tuple[dict[str, object], bool]:
-    """The last parts, as many as there is room for."""
+    """Return the last parts, as many as there is room for, and whether others were cut off."""
     room = MAX_CHARS
     for index in range(len(parts) - 1, -1, -1):
         room -= size(parts[index])
@@ -109,19 +109,19 @@ def _newest(
 
 
 class Recorder:
-    """One event loop's; `run` it beside what it records."""
+    """Collects and writes content and refusals; run `run` in the event loop of the requests."""
 
     def __init__(self) -> None:
         self._queue: collections.deque[Words] = collections.deque()
         self._num_chars = 0
         self._refusals: collections.Counter[RefusalKey] = collections.Counter()
-        #: None until they are known: till then every request's words are collected.
+        #: None until they are known: until then every request's content is collected.
         self._choices: dict[uuid.UUID, str] | None = None
         self._choices_due = self._refusals_due = 0.0
         self._news = asyncio.Event()
 
     def open(self, job: GenerateJob) -> Transcript | None:
-        """Where to put the words of a request, or None when nobody wants them."""
+        """Return a transcript for a request's content, or None when it is not to be stored."""
         if self._choices is not None:
             choice = self._choices.get(uuid.UUID(job.tenant_id))
             if choice is None or not wants(choice, job.store):
@@ -131,19 +131,19 @@ class Recorder:
     def put(self, words: Words) -> None:
         size = _size(words)
         if self._num_chars + size > MAX_QUEUED_CHARS:
-            log.warning("the words of %s are not stored: too many wait", words.request_id)
+            log.warning("the content of %s is not stored: too much waits", words.request_id)
             return
         self._queue.append(words)
         self._num_chars += size
         self._news.set()
 
     def refuse(self, tenant_id: uuid.UUID, endpoint: str, status: int, code: str) -> None:
-        """Count a request that was refused before it began."""
+        """Count a request that was refused at admission."""
         hour = dt.datetime.now(dt.UTC).replace(minute=0, second=0, microsecond=0)
         self._refusals[RefusalKey(tenant_id, hour, endpoint[:64], status, code[:64])] += 1
 
     async def run(self) -> None:
-        """Write for ever."""
+        """Write what is collected, until cancelled."""
         while True:
             if await self._write():
                 await self._wait()
@@ -151,7 +151,7 @@ class Recorder:
                 await asyncio.sleep(RETRY_S)
 
     async def _wait(self) -> None:
-        """Until there is something to write; then a moment, since more comes with it."""
+        """Wait until there is something to write, then a moment to write more at once."""
         due = min(self._choices_due, self._refusals_due) - time.monotonic()
         try:
             async with asyncio.timeout(max(0.0, due)):
@@ -162,18 +162,18 @@ class Recorder:
         await asyncio.sleep(WRITE_INTERVAL_S)
 
     async def close(self, *, timeout_s: float = 2.0) -> None:
-        """Write what is left, unless that takes too long; `run` must have ended."""
+        """Write the rest, for at most `timeout_s`; `run` must have ended."""
         self._choices_due, self._refusals_due = float("inf"), 0.0
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._write()
         if self._queue:
-            log.warning("the words of %d requests are lost", len(self._queue))
+            log.warning("the content of %d requests is lost", len(self._queue))
 
     async def _write(self) -> bool:
-        """All that is due, each kind whatever became of the others. -> whether none failed.
+        """Write all that is due; a failure of one kind does not stop the others. -> no failure.
 
-        What could not be written still waits.
+        What could not be written stays queued.
         """
         writes = (self._read_choices, self._write_refusals, self._write_words)
         return all([await _succeeds(write) for write in writes])
@@ -206,7 +206,7 @@ class Recorder:
 
 
 async def _succeeds(write: Callable[[], Coroutine[Any, Any, None]]) -> bool:
-    """Whether it did; if not, the log says why."""
+    """Run it, and log its failure. -> whether it succeeded."""
     try:
         await write()
     except DatabaseError as error:
@@ -229,7 +229,7 @@ async def _in_thread(query: Callable[[], _T]) -> _T:
 
 
 def _keep(batch: list[Words]) -> None:
-    """Store a batch; words that fit no row, since their tenant is gone, harm no others."""
+    """Store a batch; content that cannot be stored, as of a deleted tenant, is dropped alone."""
     try:
         contents_keep(batch)
     except (DataError, IntegrityError) as error:
@@ -237,7 +237,7 @@ def _keep(batch: list[Words]) -> None:
             for words in batch:
                 _keep([words])
         else:
-            log.error("the words of %s cannot be stored: %r", batch[0].request_id, error)
+            log.error("the content of %s cannot be stored: %r", batch[0].request_id, error)
 
 
 def _size(words: Words) -> int:

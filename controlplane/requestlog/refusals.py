@@ -1,4 +1,4 @@
-"""How many requests were refused before they began, by hour: counts, no rows of their own."""
+"""Count requests that were refused at admission, by hour."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from controlplane.tenants.models import Tenant
 
 
 class RefusalKey(NamedTuple):
-    """What is counted together."""
+    """Refusals with the same key are counted together."""
 
     tenant_id: uuid.UUID
     hour: dt.datetime
@@ -36,9 +36,9 @@ do update set requests = {table}.requests + excluded.requests
 
 
 def refusals_add(counts: Mapping[RefusalKey, int]) -> None:
-    """Add to what is counted already; a tenant that is gone meanwhile needs no counts.
+    """Add to the stored counts; those of deleted tenants are dropped.
 
-    Raises django.db.Error, and then nothing is added.
+    Adds all or nothing. Raises django.db.Error.
     """
     if not counts:
         return

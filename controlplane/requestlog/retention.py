@@ -1,6 +1,6 @@
-"""Deletes what is kept of requests when its time is past, a bounded piece at a time.
+"""Delete expired log lines and content, a bounded number at a time.
 
-Each piece is a transaction of its own: a task that is killed goes on where it was, and no lock is
+Each step is its own transaction: a task that was killed continues where it stopped, and no lock is
 held for long.
 """
 
@@ -27,11 +27,11 @@ PIECE = 5000
 
 
 def requests_forget(*, now: dt.datetime) -> dict[str, int]:
-    """Delete every tenant's log lines and stored words that are past their days, or too many.
+    """Delete every tenant's log lines and content that are too old, or too much.
 
     -> rows deleted, by kind
     """
-    with all_tenants(reason="every tenant's log grows old"):
+    with all_tenants(reason="delete expired log lines of all tenants"):
         tenant_ids = list(Tenant.objects.values_list("pk", flat=True))
         policies = {policy.tenant_id: policy for policy in LogPolicy.objects.all()}
     counts = {"requests": 0, "contents": 0, "refusals": 0}
@@ -41,9 +41,9 @@ def requests_forget(*, now: dt.datetime) -> dict[str, int]:
             try:
                 _forget_words(policy, now, counts)
                 _forget_metadata(policy, now, counts)
-            except DatabaseError:  # the others' are forgotten all the same
-                log.exception("what is kept of requests is not forgotten yet")
-    log.info("forgot %s", counts)
+            except DatabaseError:  # continue with the others
+                log.exception("expired log lines were not deleted")
+    log.info("deleted %s", counts)
     return counts
 
 
@@ -58,7 +58,7 @@ def _forget_metadata(policy: LogPolicy, now: dt.datetime, counts: dict[str, int]
 def _forget_words(policy: LogPolicy, now: dt.datetime, counts: dict[str, int]) -> None:
     contents = RequestContent.objects.order_by("created_at")
     if policy.content != LogPolicy.Content.OFF and policy.key_made_at is not None:
-        # What an earlier key sealed cannot be read any more.
+        # Content that an earlier key encrypted cannot be read any more.
         oldest = max(now - dt.timedelta(days=policy.content_days), policy.key_made_at)
         contents = contents.filter(created_at__lt=oldest)
     counts["contents"] += _delete(contents)
@@ -73,7 +73,7 @@ def _delete(rows: models.QuerySet[Any]) -> int:
 
 
 def _delete_above(max_bytes: int) -> int:
-    """Delete the tenant's oldest words until what is left is no more than `max_bytes`."""
+    """Delete the tenant's oldest content until at most `max_bytes` are left."""
     total = 0
     excess = (RequestContent.objects.aggregate(sum=Sum("num_bytes"))["sum"] or 0) - max_bytes
     while excess > 0:
@@ -84,7 +84,7 @@ def _delete_above(max_bytes: int) -> int:
                 break
             keys.append(key)
             excess -= num_bytes
-        if not keys:  # somebody else deletes as well
+        if not keys:  # another process deletes as well
             break
         total += _delete_keys(RequestContent, keys)
     return total

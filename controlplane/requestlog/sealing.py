@@ -1,7 +1,7 @@
-"""Words under a key of their tenant's own.
+"""Encrypt content with a key of its tenant.
 
-A tenant's key is random and stored sealed under one that is derived from the pepper, which is not
-in the database. Deleting the tenant's key makes all that it sealed unreadable at once.
+A tenant's key is random. It is stored encrypted with a key derived from the pepper, which is not in
+the database. Deleting the tenant's key makes all its content unreadable at once.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from controlplane.infra.ciphers import peppered_cipher
 
 
 class Unreadable(Exception):
-    """Raised when something was sealed under another key, or is no sealed thing."""
+    """Raised for bytes that were encrypted with another key, or not by `seal`."""
 
 
 def new_key() -> bytes:
-    """A fresh key, sealed."""
+    """Return a new key, encrypted."""
     return _master().encrypt(Fernet.generate_key())
 
 
 def seal(words: dict[str, Any], wrapped_key: bytes) -> bytes:
     text = json.dumps(words, separators=(",", ":"), ensure_ascii=False)
-    # A lone surrogate, which JSON from a client may hold, is no UTF-8: it becomes a question mark.
+    # A lone surrogate from a client's JSON cannot be encoded: it becomes a question mark.
     packed = zlib.compress(text.encode("utf-8", "replace"), 1)
     return _tenants(wrapped_key).encrypt(packed)
 
 
 def unseal(sealed: bytes, wrapped_key: bytes) -> dict[str, Any]:
-    """What `seal` was given. Raises Unreadable."""
+    """Return what `seal` encrypted. Raises Unreadable."""
     try:
         packed = _tenants(wrapped_key).decrypt(sealed)
     except (InvalidToken, ValueError) as error:

@@ -1,4 +1,4 @@
-"""What is kept of requests: each tenant's choice, and the words of those it wants kept."""
+"""Each tenant's choice of what the log stores, and the content of requests."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ MAX_CONTENT_DAYS, MAX_METADATA_DAYS = 365, 730
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Words:
-    """What one request asked and was answered.
+    """Prompt and answers of one request.
 
-    store   what the request itself says about being kept; None: nothing
-    prompt  as the job has it: {"messages": …}, {"text": …} or {"token_ids": …}
+    store   the request's own `store`; None if it has none
+    prompt  as in the job: {"messages": …}, {"text": …} or {"token_ids": …}
     """
 
     tenant_id: uuid.UUID
@@ -41,20 +41,20 @@ class Words:
 
 
 def wants(content: str, store: bool | None) -> bool:
-    """Whether a request's words are kept: by the tenant's choice, unless the request says no."""
+    """Return whether to store content: the tenant's choice, and the request's own `store`."""
     if content == Content.ALL:
         return store is not False
     return content == Content.ON_REQUEST and store is True
 
 
 def log_policy() -> LogPolicy:
-    """The choice of the tenant in scope; where it made none, the default one, unsaved."""
+    """Return the policy of the tenant in scope; if it has none, the default one, unsaved."""
     return LogPolicy.objects.first() or LogPolicy()
 
 
 @transaction.atomic
 def log_policy_set(*, content: str, content_days: int, metadata_days: int) -> LogPolicy:
-    """Choose for the tenant in scope. Off makes what is stored unreadable at once.
+    """Set the policy of the tenant in scope. "off" makes stored content unreadable at once.
 
     Raises InvalidRequest for days out of range.
     """
@@ -86,22 +86,22 @@ def _said(policy: LogPolicy) -> dict[str, Any]:
 
 def _check_days(name: str, days: int, most: int) -> None:
     if not 1 <= days <= most:
-        raise InvalidRequest(f"{name} is from 1 to {most}.", param=name)
+        raise InvalidRequest(f"{name} must be from 1 to {most}.", param=name)
 
 
 def content_choices() -> dict[uuid.UUID, str]:
-    """The tenants that keep words, and whose."""
-    with all_tenants(reason="a gateway answers everybody"):
+    """Return the choices of all tenants that store content."""
+    with all_tenants(reason="a gateway serves all tenants"):
         kept = LogPolicy.objects.exclude(content=Content.OFF)
         return dict(kept.values_list("tenant_id", "content"))
 
 
 def contents_keep(found: Sequence[Words]) -> int:
-    """Store the words of those requests whose tenants want it now. -> how many.
+    """Store the content of requests whose tenants want that now. -> how many.
 
-    A request whose words are stored already keeps them. Raises django.db.Error.
+    Content that is already stored stays. Raises django.db.Error.
     """
-    with all_tenants(reason="words of many tenants are stored"), transaction.atomic():
+    with all_tenants(reason="the content belongs to many tenants"), transaction.atomic():
         policies = {
             policy.tenant_id: policy
             for policy in LogPolicy.objects.filter(tenant_id__in={w.tenant_id for w in found})
@@ -116,14 +116,14 @@ def contents_keep(found: Sequence[Words]) -> int:
 
 
 def _row(words: Words, policy: LogPolicy) -> RequestContent:
-    said = {
+    content = {
         "request_id": words.request_id,
         "prompt": words.prompt,
         "outputs": words.outputs,
         "finish_reason": words.finish_reason,
         "is_truncated": words.is_truncated,
     }
-    sealed = sealing.seal(said, bytes(policy.wrapped_key))
+    sealed = sealing.seal(content, bytes(policy.wrapped_key))
     return RequestContent(
         tenant_id=words.tenant_id,
         request_id=words.request_id,
@@ -134,7 +134,7 @@ def _row(words: Words, policy: LogPolicy) -> RequestContent:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StoredWords:
-    """The words of a request of the tenant in scope, as they were stored."""
+    """The stored content of a request of the tenant in scope."""
 
     request_id: str
     stored_at: dt.datetime
@@ -146,25 +146,25 @@ class StoredWords:
 
 
 def content_get(*, request_id: str) -> StoredWords:
-    """Raises NotFound when they were not stored, or are not kept any more."""
+    """Return a request's content. Raises NotFound when it was not stored, or has expired."""
     row, policy = _find_content(request_id), log_policy()
     expires_at = row.created_at + dt.timedelta(days=policy.content_days)
     if expires_at <= timezone.now() or policy.content == Content.OFF:
         raise _no_words()
     try:
-        said = sealing.unseal(bytes(row.sealed), bytes(policy.wrapped_key))
+        content = sealing.unseal(bytes(row.sealed), bytes(policy.wrapped_key))
     except sealing.Unreadable as error:
         raise _no_words() from error
-    if said.pop("request_id") != request_id:
-        raise _no_words()  # somebody moved it to another row
+    if content.pop("request_id") != request_id:
+        raise _no_words()  # it was moved to another row
     return StoredWords(
-        request_id=request_id, stored_at=row.created_at, expires_at=expires_at, **said
+        request_id=request_id, stored_at=row.created_at, expires_at=expires_at, **content
     )
 
 
 @transaction.atomic
 def content_delete(*, request_id: str) -> None:
-    """Forget the words of one request; its log line stays. Raises NotFound."""
+    """Delete the content of one request; its log line stays. Raises NotFound."""
     row = _find_content(request_id)
     RequestContent.objects.filter(pk=row.pk).delete()
     record("deleted", row, before={"request_id": request_id})
@@ -180,11 +180,11 @@ def _find_content(request_id: str) -> RequestContent:
 
 
 def _no_words() -> NotFound:
-    return NotFound("Nothing is stored of the words of such a request.")
+    return NotFound("No content is stored for such a request.")
 
 
 def request_get(*, request_id: str) -> InferenceRequest:
-    """The log line of a request that has ended. Raises NotFound."""
+    """Return the log line of a request that has ended. Raises NotFound."""
     row = None
     if "\0" not in request_id:
         row = InferenceRequest.objects.filter(request_id=request_id).first()

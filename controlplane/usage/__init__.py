@@ -1,1 +1,1 @@
-"""What was used, by request and by day."""
+"""Usage, by request, hour and day."""

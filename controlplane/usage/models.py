@@ -1,4 +1,4 @@
-"""What was used: one append-only row per request, and totals of them by hour and by day."""
+"""Usage: one append-only row per request, and their totals by hour and by day."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from controlplane.tenancy.scoping import TenantModel
 
 
 class UsageRecord(TenantModel):
-    """Tokens of one request, counted by the worker; unique by request, so never counted twice."""
+    """Tokens of one request, counted by the worker; unique per request, so never counted twice."""
 
     request_id = models.CharField(max_length=64, unique=True)
     api_key_id = models.UUIDField(null=True)
@@ -68,7 +68,10 @@ class UsageDay(UsageTotal):
 
 
 def usage_by_day(start: dt.date, end: dt.date) -> list[dict[str, Any]]:
-    """Totals of the tenant in scope for each day (UTC) and model, newest first; `end` included."""
+    """Return the totals of the tenant in scope per day (UTC) and model, newest first.
+
+    Includes the day `end`.
+    """
     begin = dt.datetime.combine(start, dt.time(), dt.UTC)
     stop = dt.datetime.combine(end, dt.time(), dt.UTC) + dt.timedelta(days=1)
     names = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")

@@ -1,4 +1,4 @@
-"""Writes of usage: the workers' terminal records as rows, each exactly once."""
+"""Write usage: each terminal record of a worker becomes rows exactly once."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from controlplane.usage.totals import usage_totals_add
 
 
 def usage_settle(records: Sequence[DoneRecord]) -> None:
-    """Write a usage record and a log line for each request; one already there stays as it is.
+    """Write a usage record and a log line for each request; existing ones stay unchanged.
 
-    The totals by hour and day count what was not there yet.
+    New records are added to the totals by hour and day.
 
-    All or none. Raises ValueError for a record that does not fit its row, django.db.Error for one
-    that the database refuses (its tenant is gone) or when the database is away.
+    Writes all or nothing. Raises ValueError for a record that does not fit its row, django.db.Error
+    for one that the database refuses (its tenant is deleted) or when the database is away.
     """
     usage = [_usage_record(record) for record in records]
     log = [_inference_request(record) for record in records]
-    with all_tenants(reason="a batch of records is of many tenants"), transaction.atomic():
+    with all_tenants(reason="the records belong to many tenants"), transaction.atomic():
         usage_records_create(usage)
         InferenceRequest.objects.bulk_create(log, ignore_conflicts=True)
 
 
 def usage_records_create(rows: Sequence[UsageRecord]) -> None:
-    """Write those rows whose requests have none yet, and count them in the totals."""
+    """Write the rows whose requests have none yet, and add them to the totals."""
     with transaction.atomic():
         UsageRecord.objects.bulk_create(rows, ignore_conflicts=True)
-        # A row that lost to an earlier one, or to another process, is not under its own key.
+        # A row that was ignored, because one exists for its request, is not found by its own key.
         written = UsageRecord.objects.filter(pk__in=[row.pk for row in rows])
         keys = set(written.values_list("pk", flat=True))
         usage_totals_add([row for row in rows if row.pk in keys])

@@ -1,7 +1,7 @@
-"""Totals of usage by hour and day: added to as records are written, and checked against them.
+"""Totals of usage by hour and day: updated as records are written, and checked against them.
 
-A row counts for the totals in the transaction that inserts it, so they agree at every moment.
-`usage_drift` proves it, `usage_totals_rebuild` makes it so whatever happened.
+The transaction that inserts a record also adds it to the totals, so they always agree.
+`usage_drift` checks that, `usage_totals_rebuild` recomputes them.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ select tenant_id, date_trunc('{width}', occurred_at, 'UTC') as starts_at, model,
 from usage_usagerecord group by 1, 2, 3, 4
 """
 
-# Symmetric difference: a total that is wrong shows on both sides. One statement, one snapshot.
+# Symmetric difference: a wrong total appears on both sides. One statement, so one snapshot.
 _DRIFT = """
-with said as (select {key}, {sums} from {table}), true_ as ({from_records})
-(select 'total', * from (select * from said except select * from true_) s)
+with total as (select {key}, {sums} from {table}), expected as ({from_records})
+(select 'total', * from (select * from total except select * from expected) s)
 union all
-(select 'records', * from (select * from true_ except select * from said) t)
+(select 'records', * from (select * from expected except select * from total) t)
 order by 2, 3, 4, 5, 1
 limit 1000
 """
@@ -52,10 +52,10 @@ limit 1000
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Drift:
-    """A total that the records do not bear out, or that is missing."""
+    """A total that differs from its records, or is missing."""
 
     width: str
-    #: "total": this is what the table says; "records": this is what it should say.
+    #: "total": these sums are in the table; "records": these sums should be there.
     source: str
     tenant_id: str
     starts_at: dt.datetime
@@ -66,7 +66,7 @@ class Drift:
 
 
 def usage_totals_add(records: Sequence[UsageRecord]) -> None:
-    """Count records that were inserted just now, in the transaction of the caller."""
+    """Add new records to the totals, in the transaction that inserted them."""
     for model, width in TOTALS:
         sums: dict[tuple[Any, ...], list[int]] = {}
         for row in records:
@@ -81,7 +81,7 @@ def usage_totals_add(records: Sequence[UsageRecord]) -> None:
 
 
 def _add(model: type[UsageTotal], sums: dict[tuple[Any, ...], list[int]]) -> None:
-    # In one order, so that two accountants never wait for each other in a circle.
+    # In a fixed order, so that two accountants cannot deadlock.
     keys = sorted(sums, key=lambda key: tuple(map(str, key)))
     now = dt.datetime.now(dt.UTC)
     columns: list[list[Any]] = [[new_id() for _ in keys], [now] * len(keys)]
@@ -97,9 +97,9 @@ def _floor(moment: dt.datetime, width: str) -> dt.datetime:
 
 
 def usage_drift() -> list[Drift]:
-    """Totals of all tenants that are not the sums of their records; at most 1,000 of a width."""
+    """Return totals of all tenants that differ from their records; at most 1,000 per width."""
     found = []
-    with all_tenants(reason="totals are checked for everybody"), connection.cursor() as cursor:
+    with all_tenants(reason="check the totals of all tenants"), connection.cursor() as cursor:
         for model, width in TOTALS:
             table = model._meta.db_table
             cursor.execute(
@@ -126,9 +126,9 @@ def usage_drift() -> list[Drift]:
 
 
 def usage_totals_rebuild() -> None:
-    """Make the totals anew from the records. Accountants wait meanwhile; nothing is lost."""
+    """Recompute the totals from the records. Accountants wait for it; nothing is lost."""
     with (
-        all_tenants(reason="totals are made for everybody"),
+        all_tenants(reason="recompute the totals of all tenants"),
         transaction.atomic(),
         connection.cursor() as cursor,
     ):

@@ -1,4 +1,4 @@
-"""`manage.py usage_totals`: compare the totals by hour and day with the records they sum up."""
+"""Compare the totals by hour and day with the usage records that they sum up."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from controlplane.usage.totals import usage_drift, usage_totals_rebuild
 
 
 class Command(BaseCommand):
-    help = "Print every total that its records do not bear out, a line of JSON each; 1 if any."
+    help = "Print each total that differs from its records as a line of JSON; exit with 1 if any."
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument("--rebuild", action="store_true", help="first make them all anew")
+        parser.add_argument("--rebuild", action="store_true", help="first recompute all totals")
 
     def handle(self, *args: Any, **options: Any) -> None:
         if options["rebuild"]:
@@ -24,4 +24,4 @@ class Command(BaseCommand):
         for drift in found:
             self.stdout.write(json.dumps(dataclasses.asdict(drift), default=str))
         if found:
-            raise CommandError(f"{len(found)} totals are not the sums of their records.")
+            raise CommandError(f"{len(found)} totals differ from the sums of their records.")
