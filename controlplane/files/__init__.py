@@ -1,1 +1,1 @@
-"""Files that tenants upload or get: their rows, bytes and ends."""
+"""Files that tenants upload or that the platform makes for them."""

@@ -1,4 +1,4 @@
-"""The bytes of files: read in lines, written with their digest, checked for their purpose."""
+"""Read, write and check the bytes of files."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from controlplane.training.services import MAX_DATASET_BYTES
 
 MAX_FILE_BYTES = 512 * 1024**2
 MAX_BATCH_BYTES = 200 * 1024**2
-#: Of a file for training, what a dataset may have: it is one.
+#: A file for training has a dataset's limit, because it becomes one.
 MAX_BYTES = {Purpose.FINE_TUNE: MAX_DATASET_BYTES, Purpose.BATCH: MAX_BATCH_BYTES}
-#: Whoever writes a file says so as often as this.
-_SAY_ALIVE_S = 15.0
-#: A read of the store is this long, so that no connection to it stays open between lines.
+#: The interval of a writer's heartbeats.
+_HEARTBEAT_S = 15.0
+#: Bytes per read from the store, so that no connection stays open between lines.
 _WINDOW_BYTES = 4 * 1024**2
 
 
 class FileWriter:
-    """Writes a file's bytes to the store as they come, and says what they were.
+    """Writes a file's bytes to the store as they arrive, and computes their digests.
 
-    max_bytes  PayloadTooLarge is raised by the byte after them
-    alive      called now and then while bytes come
+    max_bytes  `write` raises PayloadTooLarge for more
+    heartbeat  called regularly while bytes arrive
     """
 
     def __init__(
@@ -35,27 +35,29 @@ class FileWriter:
         *,
         max_bytes: int,
         has_md5: bool = False,
-        alive: Callable[[], None] = lambda: None,
+        heartbeat: Callable[[], None] = lambda: None,
     ) -> None:
         self._object = storage.ObjectWriter(key)
         self._max_bytes = max_bytes
         self._sha256 = hashlib.sha256()
         self._md5 = hashlib.md5(usedforsecurity=False) if has_md5 else None
         self.num_bytes = 0
-        self._alive = alive
-        self._said_alive_at = time.monotonic()
+        self._heartbeat = heartbeat
+        self._last_heartbeat = time.monotonic()
 
     def write(self, data: bytes) -> None:
         self.num_bytes += len(data)
         if self.num_bytes > self._max_bytes:
-            raise PayloadTooLarge(f"It may have {self._max_bytes} bytes at most.", param="file")
+            raise PayloadTooLarge(
+                f"The file can have at most {self._max_bytes} bytes.", param="file"
+            )
         self._sha256.update(data)
         if self._md5 is not None:
             self._md5.update(data)
         self._object.write(data)
-        if time.monotonic() - self._said_alive_at >= _SAY_ALIVE_S:
-            self._said_alive_at = time.monotonic()
-            self._alive()
+        if time.monotonic() - self._last_heartbeat >= _HEARTBEAT_S:
+            self._last_heartbeat = time.monotonic()
+            self._heartbeat()
 
     def finish(self) -> None:
         self._object.finish()
@@ -74,7 +76,7 @@ class FileWriter:
 
 
 def pieces(file: File, *, start: int = 0, end: int | None = None) -> Iterator[bytes]:
-    """The file's bytes from `start` to before `end`, in pieces. Raises storage.ObjectMissing."""
+    """Yield the file's bytes from `start` to before `end`. Raises storage.ObjectMissing."""
     end = file.num_bytes if end is None else end
     while start < end:
         window = min(_WINDOW_BYTES, end - start)
@@ -83,10 +85,9 @@ def pieces(file: File, *, start: int = 0, end: int | None = None) -> Iterator[by
 
 
 def lines(found: Iterable[bytes], *, max_bytes: int) -> Iterator[bytes]:
-    """The lines of some bytes, without their ends.
+    """Yield the lines of some bytes, without their line ends.
 
-    Of a line that is longer than `max_bytes` only its first `max_bytes` + 1 bytes come, so that
-    no line is longer than this in memory.
+    A line that is longer than `max_bytes` is cut after `max_bytes` + 1 bytes: this bounds memory.
     """
     kept, is_cut = bytearray(), False
     for piece in found:
@@ -103,14 +104,16 @@ def lines(found: Iterable[bytes], *, max_bytes: int) -> Iterator[bytes]:
 
 
 def check(file: File) -> None:
-    """Check that the stored bytes are what the file's purpose asks for.
+    """Check that the stored bytes are valid for the file's purpose.
 
-    Raises InvalidRequest with the lines that are wrong, PayloadTooLarge for too many bytes.
+    Raises InvalidRequest with the invalid lines, PayloadTooLarge for too many bytes.
     """
     purpose = Purpose(file.purpose)
     most = MAX_BYTES.get(purpose, MAX_FILE_BYTES)
     if file.num_bytes > most:
-        raise PayloadTooLarge(f"A file for {purpose.value} has {most} bytes at most.", param="file")
+        raise PayloadTooLarge(
+            f"A file for {purpose.value} can have at most {most} bytes.", param="file"
+        )
     if file.num_bytes == 0:
         raise InvalidRequest("The file is empty.", param="file")
     if purpose == Purpose.FINE_TUNE:

@@ -1,7 +1,7 @@
-"""A tenant's files, and the uploads that files are put together from.
+"""A tenant's files, and the uploads that files are assembled from.
 
-The bytes lie in the object store under the row's id. A row is there before its bytes and goes
-after them, so nothing in the store is without a row that leads to it.
+The bytes are in the object store under the row's id. A row is made before its bytes and deleted
+after them, so every object in the store has a row.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ class File(PublicIdModel):
     purpose = models.CharField(max_length=16, choices=Purpose, blank=True)
     filename = models.CharField(max_length=255, blank=True)
     status = models.CharField(max_length=16, choices=Status, default=Status.UPLOADING)
-    #: While it is uploaded, what it may become.
+    #: While it is uploaded: the most that it may have.
     num_bytes = models.BigIntegerField()
     sha256 = models.CharField(max_length=64, blank=True)
     expires_at = models.DateTimeField(null=True, db_index=True)
-    #: While it is uploaded: when whoever writes it last said that it does.
+    #: While it is uploaded: the writer's last heartbeat.
     alive_at = models.DateTimeField(default=timezone.now, db_default=Now())
 
     class Meta:
         indexes = [
             models.Index(fields=["tenant", "status", "id"]),
-            # What the sweep looks for.
+            # For the sweep.
             models.Index(
                 fields=["created_at"], condition=~models.Q(status="ready"), name="files_unready"
             ),
@@ -62,7 +62,7 @@ class File(PublicIdModel):
 
 
 class Upload(PublicIdModel):
-    """A file that comes in parts: pending -> assembling -> completed, or cancelled, or expired."""
+    """A file uploaded in parts: pending -> assembling -> completed, or cancelled, or expired."""
 
     PREFIX = "upload_"
 
@@ -78,10 +78,10 @@ class Upload(PublicIdModel):
     mime_type = models.CharField(max_length=255)
     num_bytes = models.BigIntegerField()
     status = models.CharField(max_length=16, choices=Status, default=Status.PENDING)
-    #: Of the upload; what the client wants of the file is `file_expires_s`, from its creation on.
+    #: The upload's expiry. The file's, counted from its creation, is `file_expires_s`.
     expires_at = models.DateTimeField(db_index=True)
     file_expires_s = models.PositiveIntegerField(null=True)
-    #: What it became or, while it is assembled, may become: the fence of whoever assembles it.
+    #: The file that it became or is being assembled into: the fencing token of the assembler.
     file = models.ForeignKey(File, null=True, on_delete=models.SET_NULL, related_name="+")
 
     class Meta:
@@ -89,20 +89,20 @@ class Upload(PublicIdModel):
 
 
 class UploadPart(PublicIdModel):
-    """Some of an upload's bytes; which part comes where is said at the end."""
+    """Some of an upload's bytes; the request that completes the upload gives the order."""
 
     PREFIX = "part_"
 
     upload = models.ForeignKey(Upload, on_delete=models.CASCADE, related_name="parts")
     is_ready = models.BooleanField(default=False)
-    #: While its bytes come, what they may be.
+    #: While its bytes arrive: the most that it may have.
     num_bytes = models.BigIntegerField()
-    #: While they come: when whoever writes them last said that it does. None: given up.
+    #: While they arrive: the writer's last heartbeat. None: abandoned.
     alive_at = models.DateTimeField(null=True, default=timezone.now, db_default=Now())
 
     class Meta:
         indexes = [
-            # What the sweep looks for.
+            # For the sweep.
             models.Index(
                 fields=["created_at"],
                 condition=models.Q(is_ready=False),

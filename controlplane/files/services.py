@@ -1,7 +1,7 @@
-"""Every change to files and uploads. All act for the tenant in scope.
+"""All changes to files and uploads. They act for the tenant in scope.
 
-A change whose bytes lie in the store is made in steps, with no transaction open while the store is
-asked: the row first, then the bytes, then what makes the row count.
+A change with bytes in the store has three steps, without a transaction during calls to the store:
+make the row, write the bytes, make the row ready.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from controlplane.tenancy.public_ids import parse_id
 
 log = logging.getLogger(__name__)
 
-#: A batch's input and output are kept for so long unless their maker says otherwise, as OpenAI's.
+#: The default lifetime of a batch's input and output, as OpenAI's.
 BATCH_FILE_LIFETIME_S = 30 * 24 * 3600
 UPLOAD_LIFETIME = dt.timedelta(hours=1)
-#: Of a file, or a part, nobody said for so long that they write it: they are gone.
+#: A file or part without a heartbeat for this time is abandoned.
 SILENCE = dt.timedelta(minutes=3)
 MAX_PART_BYTES = 64 * 1024**2
 MAX_PARTS = 10_000
@@ -40,13 +40,13 @@ MAX_PARTS = 10_000
 #: Uploads that may still become a file.
 PENDING = (Upload.Status.PENDING, Upload.Status.ASSEMBLING)
 
-#: Of the tenants in scope, ids of files that something accepted still reads: their bytes are kept
-#: until it has ended, and then the sweep removes them. Apps with such things add to it.
+#: Functions that return the ids of files, in the current scope, that accepted work still reads.
+#: Their bytes stay until that ends; then the sweep removes them. Apps register theirs here.
 READERS: list[Callable[[], QuerySet[Any, Any]]] = []
 
 
 def is_read() -> Q:
-    """Of files: that something still reads them."""
+    """Return the condition for files that accepted work still reads."""
     found = Q(pk__in=[])
     for ids in READERS:
         found |= Q(pk__in=ids())
@@ -55,11 +55,11 @@ def is_read() -> Q:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FileForm:
-    """What its maker says of a file."""
+    """The properties that its creator gives a file."""
 
     purpose: Purpose
     filename: str
-    #: Seconds from its creation until it is removed; None: as its purpose has it.
+    #: Seconds from its creation until it is removed; None: the purpose's default.
     expires_s: int | None = None
 
     def expires_at(self, created_at: dt.datetime) -> dt.datetime | None:
@@ -71,7 +71,7 @@ class FileForm:
 
 @contextlib.contextmanager
 def undone_on_failure(*undo: Callable[[], None]) -> Iterator[None]:
-    """Calls these, in order, when the block fails. A store that fails is Unavailable."""
+    """Call `undo`, in order, when the block fails. Turn the store's errors into Unavailable."""
     try:
         yield
     except BaseException as error:
@@ -83,13 +83,13 @@ def undone_on_failure(*undo: Callable[[], None]) -> Iterator[None]:
 
 
 def files_list() -> QuerySet[File]:
-    """The tenant's files that are there."""
+    """Return the tenant's files that are ready and have not expired."""
     is_current = Q(expires_at=None) | Q(expires_at__gt=timezone.now())
     return File.objects.filter(is_current, status=File.Status.READY)
 
 
 def file_get(public_id: str, *, param: str | None = None) -> File:
-    """The ready file of this id. Raises NotFound."""
+    """Return the ready file with this id. Raises NotFound."""
     pk = parse_id(File.PREFIX, public_id)
     file = files_list().filter(pk=pk).first() if pk else None
     if file is None:
@@ -99,10 +99,10 @@ def file_get(public_id: str, *, param: str | None = None) -> File:
 
 @transaction.atomic
 def file_begin(*, max_bytes: int, is_bounded: bool = True) -> File:
-    """A file whose bytes are about to come, at most so many of them.
+    """Make the row of a file that is about to be written, with at most `max_bytes` bytes.
 
-    is_bounded  False: it is the platform's own and is taken in however full the tenant's storage is
-    Raises InvalidRequest when they would not fit into the tenant's storage.
+    is_bounded  False: the platform writes it, and the tenant's storage quota does not apply
+    Raises InvalidRequest when it does not fit into the tenant's storage.
     """
     if is_bounded:
         quotas.check("storage_bytes", max_bytes)
@@ -110,28 +110,28 @@ def file_begin(*, max_bytes: int, is_bounded: bool = True) -> File:
 
 
 def file_writer(file: File, *, max_bytes: int, has_md5: bool = False) -> FileWriter:
-    """What the file's bytes are written with; as long as they come, the sweep leaves it alone."""
-    alive = _life_sign(file, status=File.Status.UPLOADING)
-    return FileWriter(file.key, max_bytes=max_bytes, has_md5=has_md5, alive=alive)
+    """Return a writer for the file's bytes; its heartbeats keep the file from the sweep."""
+    heartbeat = _heartbeat(file, status=File.Status.UPLOADING)
+    return FileWriter(file.key, max_bytes=max_bytes, has_md5=has_md5, heartbeat=heartbeat)
 
 
-def _life_sign(row: File | UploadPart, **unless_ended: object) -> Callable[[], None]:
-    """What says of a file, or a part, that its bytes still come."""
+def _heartbeat(row: File | UploadPart, **unless_ended: object) -> Callable[[], None]:
+    """Return a function that notes that the bytes of a file, or a part, still arrive."""
 
-    def say_alive() -> None:
+    def beat() -> None:
         rows = type(row).objects.filter(pk=row.pk, **unless_ended)
         try:
             rows.update(alive_at=timezone.now())
         except DatabaseError as error:
-            log.warning("%s comes without the database's knowing: %r", row, error)
+            log.warning("the heartbeat of %s was not written: %r", row, error)
         finally:
             close_old_connections()
 
-    return say_alive
+    return beat
 
 
 def file_written(file: File, form: FileForm, writer: FileWriter) -> None:
-    """Take in what was written: its bytes are in the store now, and `file` says what they are."""
+    """Finish writing, and set the properties of `file`, without saving them."""
     writer.finish()
     file.purpose, file.filename = form.purpose, form.filename[:255]
     file.num_bytes, file.sha256 = writer.num_bytes, writer.sha256
@@ -141,9 +141,9 @@ def file_written(file: File, form: FileForm, writer: FileWriter) -> None:
 def file_finish(
     file: File, form: FileForm, writer: FileWriter, *, also: Callable[[], None] = lambda: None
 ) -> File:
-    """Make a written file ready. Raises ApiError, and removes it, when it is not fit to be.
+    """Make a written file ready. Removes it and raises ApiError when its content is invalid.
 
-    also  what is to be done in the same transaction; the file is there only if it succeeds
+    also  called in the same transaction; if it fails, the file is removed
     """
     with undone_on_failure(lambda: file_drop(file)):
         file_written(file, form, writer)
@@ -156,24 +156,24 @@ def file_finish(
 
 @transaction.atomic
 def file_publish(file: File) -> None:
-    """From now on the file is there. Raises Conflict when it was swept away meanwhile."""
+    """Make the file's row ready. Raises Conflict when the sweep has removed it."""
     file.status = File.Status.READY
     fields = ("purpose", "filename", "num_bytes", "sha256", "expires_at", "status")
     moved = File.objects.filter(pk=file.pk, status=File.Status.UPLOADING).update(
         **{name: getattr(file, name) for name in fields}
     )
     if moved != 1:
-        raise Conflict("The file took too long to come.")
-    told = ("purpose", "filename", "num_bytes", "sha256")
-    record("created", file, after={name: getattr(file, name) for name in told})
+        raise Conflict("The upload of the file took too long.")
+    recorded = ("purpose", "filename", "num_bytes", "sha256")
+    record("created", file, after={name: getattr(file, name) for name in recorded})
 
 
 def file_drop(file: File) -> None:
-    """Remove a file that is neither ready nor read; what fails of it the sweep does."""
+    """Remove a file that is neither ready nor read; the sweep does what fails here."""
     rows = File.objects.filter(pk=file.pk)
     try:
-        # First the row's word that it will not be. A file may be ready although its maker was told
-        # that it failed: when the connection ended behind the commit.
+        # The row first, so that it cannot become ready. It may already be, although its creator got
+        # an error: the connection may be lost after the commit.
         rows.filter(status=File.Status.UPLOADING).update(status=File.Status.DELETING)
         if rows.filter(is_read() | Q(status=File.Status.READY)).exists():
             return
@@ -184,13 +184,13 @@ def file_drop(file: File) -> None:
 
 
 def file_delete(file: File) -> None:
-    """Remove a file: it is gone at once, its bytes soon after what reads it. Raises NotFound."""
+    """Delete a file; its bytes are removed when nothing reads them. Raises NotFound."""
     if not _remove(file, "deleted"):
         raise NotFound("There is no such file.")
 
 
 def file_expire(file: File) -> None:
-    """Remove a file whose time is over, if it is still there."""
+    """Delete an expired file, if it still exists."""
     _remove(file, "expired")
 
 
@@ -208,10 +208,12 @@ def _remove(file: File, action: str) -> bool:
 
 @transaction.atomic
 def upload_create(*, form: FileForm, num_bytes: int, mime_type: str) -> Upload:
-    """Announce a file that comes in parts. Raises InvalidRequest, PayloadTooLarge."""
+    """Begin an upload of a file in parts. Raises InvalidRequest."""
     most = contents.MAX_BYTES.get(form.purpose, MAX_FILE_BYTES)
     if num_bytes > most:
-        raise InvalidRequest(f"A file for {form.purpose} has {most} bytes at most.", param="bytes")
+        raise InvalidRequest(
+            f"A file for {form.purpose} can have at most {most} bytes.", param="bytes"
+        )
     quotas.check("storage_bytes", num_bytes)
     upload = Upload.objects.create(
         purpose=form.purpose,
@@ -226,7 +228,7 @@ def upload_create(*, form: FileForm, num_bytes: int, mime_type: str) -> Upload:
 
 
 def upload_get(public_id: str) -> Upload:
-    """The upload of this id. Raises NotFound."""
+    """Return the upload with this id. Raises NotFound."""
     pk = parse_id(Upload.PREFIX, public_id)
     upload = Upload.objects.select_related("file").filter(pk=pk).first() if pk else None
     if upload is None:
@@ -238,40 +240,40 @@ def upload_get(public_id: str) -> Upload:
 
 
 def _is_left(file: File | None) -> bool:
-    """Whether nobody puts an upload's file together any more."""
+    """Return whether nobody assembles an upload's file any more."""
     if file is None or file.status != File.Status.UPLOADING:
         return True
     return file.alive_at <= timezone.now() - SILENCE
 
 
 def _reopen(upload: Upload, file: File | None) -> None:
-    """End the attempt to make this file of the upload; another may follow."""
+    """End the attempt to assemble this file; another may follow."""
     rows = Upload.objects.filter(pk=upload.pk, status=Upload.Status.ASSEMBLING)
-    # Without a file: its row is gone already.
+    # file=None: its row is already deleted.
     rows.filter(Q(file=file) | Q(file=None)).update(status=Upload.Status.PENDING, file=None)
 
 
 @transaction.atomic
 def part_begin(upload: Upload, *, max_bytes: int) -> UploadPart:
-    """A part whose bytes are about to come. Raises Conflict, InvalidRequest."""
+    """Make the row of a part that is about to be written. Raises Conflict, InvalidRequest."""
     upload = Upload.objects.select_for_update().get(pk=upload.pk)
     _check_open(upload)
     parts = upload.parts.all()
     sent = parts.aggregate(sum=Sum("num_bytes"))["sum"] or 0
-    # Twice: a part whose answer was lost is sent again.
+    # Twice, because a client sends a part again when the answer was lost.
     if sent + max_bytes > 2 * (upload.num_bytes + MAX_PART_BYTES) or parts.count() >= MAX_PARTS:
-        raise InvalidRequest("The upload has more parts than it needs.", param="data")
+        raise InvalidRequest("The upload has too many parts, or too many bytes.", param="data")
     return UploadPart.objects.create(upload=upload, num_bytes=max_bytes)
 
 
 def part_writer(part: UploadPart) -> FileWriter:
-    """What the part's bytes are written with; as long as they come, the sweep leaves it alone."""
-    alive = _life_sign(part, is_ready=False, alive_at__isnull=False)
-    return FileWriter(part.key, max_bytes=MAX_PART_BYTES, alive=alive)
+    """Return a writer for the part's bytes; its heartbeats keep the part from the sweep."""
+    heartbeat = _heartbeat(part, is_ready=False, alive_at__isnull=False)
+    return FileWriter(part.key, max_bytes=MAX_PART_BYTES, heartbeat=heartbeat)
 
 
 def part_finish(part: UploadPart, writer: FileWriter) -> None:
-    """Keep a written part. Raises Conflict when it was swept away, or its upload ended, before."""
+    """Make a written part ready. Raises Conflict if the sweep removed it, or its upload ended."""
     with undone_on_failure(lambda: part_drop(part)):
         writer.finish()
         part.num_bytes, part.is_ready = writer.num_bytes, True
@@ -280,20 +282,20 @@ def part_finish(part: UploadPart, writer: FileWriter) -> None:
             _check_open(upload)
             rows = UploadPart.objects.filter(pk=part.pk, alive_at__isnull=False)
             if not rows.update(num_bytes=part.num_bytes, is_ready=True):
-                raise Conflict("The part took too long to come.")
+                raise Conflict("The upload of the part took too long.")
 
 
 def part_give_up(part: UploadPart) -> None:
-    """Remove a part whose bytes come no more, and give back the room that was kept for them."""
+    """Remove an abandoned part, and release its room."""
     rows = UploadPart.objects.filter(pk=part.pk, is_ready=False)
-    # First the row's word that it will not be: who writes it may be paused, and wake.
+    # The row first, so that it cannot become ready: its writer may only be paused.
     rows.filter(alive_at__lte=timezone.now() - SILENCE).update(alive_at=None)
     if rows.filter(alive_at=None).exists():
         part_drop(part)
 
 
 def part_drop(part: UploadPart) -> None:
-    """Remove a part that did not come whole; what fails of it the sweep does."""
+    """Remove an incomplete part; the sweep does what fails here."""
     try:
         storage.delete([part.key])
         UploadPart.objects.filter(pk=part.pk).delete()
@@ -302,10 +304,10 @@ def part_drop(part: UploadPart) -> None:
 
 
 def upload_complete(upload: Upload, *, part_ids: list[str], md5: str | None) -> Upload:
-    """Put a file together from parts, in the order given. One that is together stays as it is.
+    """Assemble a file from parts, in the given order. A completed upload stays as it is.
 
-    Raises Conflict for an upload that has ended otherwise, InvalidRequest for parts that are none
-    of its own or do not make up the bytes that were announced; the upload then goes on.
+    Raises Conflict for an upload that was cancelled or has expired, InvalidRequest for parts that
+    are not its own or do not have the stated length in total; the upload then stays pending.
     """
     if upload.status == Upload.Status.COMPLETED:
         return upload  # the answer was lost
@@ -313,7 +315,7 @@ def upload_complete(upload: Upload, *, part_ids: list[str], md5: str | None) -> 
     total = sum(part.num_bytes for part in parts)
     if total != upload.num_bytes:
         raise InvalidRequest(
-            f"The parts have {total} bytes, and the upload was to have {upload.num_bytes}.",
+            f"The parts have {total} bytes in total; the upload states {upload.num_bytes}.",
             param="part_ids",
         )
     with transaction.atomic():
@@ -323,7 +325,7 @@ def upload_complete(upload: Upload, *, part_ids: list[str], md5: str | None) -> 
         _assemble(upload, file, parts, md5)
     except BaseException as error:
         _reopen(upload, file)
-        if isinstance(error, storage.ObjectMissing):  # another has put it together meanwhile
+        if isinstance(error, storage.ObjectMissing):  # another process has assembled it
             raise _ended(upload) from error
         raise
     parts_drop(upload)
@@ -350,7 +352,7 @@ def _assemble(upload: Upload, file: File, parts: list[UploadPart], md5: str | No
         filename=upload.filename,
         expires_s=upload.file_expires_s,
     )
-    close_old_connections()  # what follows takes its time
+    close_old_connections()  # the rest takes long
     with undone_on_failure(writer.abort, lambda: file_drop(file)):
         for part in parts:
             for piece in storage.read_pieces(part.key, max_bytes=max(1, part.num_bytes)):
@@ -368,7 +370,7 @@ def _assemble(upload: Upload, file: File, parts: list[UploadPart], md5: str | No
 
 
 def upload_cancel(upload: Upload) -> Upload:
-    """End an upload without a file. Raises Conflict for one that has ended otherwise."""
+    """Cancel an upload. Raises Conflict for one that is completed or has expired."""
     if upload.status == Upload.Status.CANCELLED:
         return upload
     with transaction.atomic():
@@ -379,7 +381,7 @@ def upload_cancel(upload: Upload) -> Upload:
 
 
 def parts_drop(upload: Upload) -> None:
-    """Remove the parts of an upload that has ended; what fails of it the sweep does."""
+    """Remove the parts of an upload that has ended; the sweep does what fails here."""
     for part in upload.parts.all():
         part_drop(part)
 
@@ -392,10 +394,10 @@ def _move(upload: Upload, before: str, after: str, **values: object) -> None:
 
 
 def _ended(upload: Upload) -> Conflict:
-    """Why an upload cannot go on: what it is now."""
+    """Return the error for a change that the upload's current status does not allow."""
     status = Upload.objects.filter(pk=upload.pk).values_list("status", flat=True).first()
     if status == Upload.Status.ASSEMBLING:
-        return Conflict("The upload is being put together at this moment.")
+        return Conflict("The upload is being assembled.")
     return Conflict(f"The upload is {status}.")
 
 
@@ -403,11 +405,11 @@ def _check_open(upload: Upload) -> None:
     if upload.status != Upload.Status.PENDING:
         raise _ended(upload)
     if upload.expires_at <= timezone.now():
-        raise Conflict("The upload is expired.")
+        raise Conflict("The upload has expired.")
 
 
 def storage_used() -> int:
-    """Bytes of the tenant's files, with those that are announced."""
+    """Return the bytes of the tenant's files and pending uploads."""
     files = File.objects.aggregate(sum=Sum("num_bytes"))["sum"] or 0
     uploads = Upload.objects.filter(status__in=PENDING).aggregate(sum=Sum("num_bytes"))["sum"] or 0
     return int(files) + int(uploads)

@@ -1,4 +1,4 @@
-"""Removes what has expired and what was left half-done, of every tenant, in small steps."""
+"""Remove expired and abandoned files of all tenants, in small steps."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from controlplane.tenancy.scoping import all_tenants, tenant_scope
 
 log = logging.getLogger(__name__)
 
-#: Nothing takes longer than this to be written; the store keeps its parts for so long.
+#: No file takes longer than this to write; older multipart uploads are aborted.
 ABANDONED_AFTER = dt.timedelta(hours=3)
-#: Removed in one turn; the next one goes on.
+#: Removed in one sweep; the next one continues.
 MAX_PER_TURN = 1000
 
 
 def files_sweep() -> None:
-    """One turn. What the store refuses now, a later turn removes."""
+    """Run one sweep. A later one removes what the store refuses now."""
     now = timezone.now()
     _expire_files(now)
     _drop_unready(now)
@@ -34,8 +34,8 @@ def files_sweep() -> None:
 
 
 def _expire_files(now: dt.datetime) -> None:
-    """Ready files past their time, once nothing reads them; each is deleted as its owner would."""
-    with all_tenants(reason="files of every tenant grow old"):
+    """Delete expired files that nothing reads."""
+    with all_tenants(reason="find expired files of all tenants"):
         rows = File.objects.filter(status=File.Status.READY, expires_at__lte=now)
         due = list(rows.exclude(services.is_read())[:MAX_PER_TURN])
     for file in due:
@@ -44,9 +44,9 @@ def _expire_files(now: dt.datetime) -> None:
 
 
 def _drop_unready(now: dt.datetime) -> None:
-    """Files that never came, and those whose deletion was cut off."""
+    """Remove files that were never completed, and those whose deletion was interrupted."""
     abandoned = Q(status=File.Status.UPLOADING, alive_at__lte=now - services.SILENCE)
-    with all_tenants(reason="files of every tenant are left half-done"):
+    with all_tenants(reason="find abandoned files of all tenants"):
         deleted = Q(status=File.Status.DELETING) & ~services.is_read()
         rows = File.objects.filter(abandoned | deleted)
         due = list(rows.order_by("created_at")[:MAX_PER_TURN])
@@ -56,9 +56,9 @@ def _drop_unready(now: dt.datetime) -> None:
 
 
 def _give_up_parts(now: dt.datetime) -> None:
-    """Parts that never came whole; their uploads may go on."""
+    """Remove parts that were never completed; their uploads may continue."""
     is_silent = Q(alive_at__lte=now - services.SILENCE) | Q(alive_at=None)
-    with all_tenants(reason="parts of every tenant's uploads are left half-done"):
+    with all_tenants(reason="find abandoned parts of all tenants"):
         rows = UploadPart.objects.filter(is_silent, is_ready=False)
         due = list(rows.order_by("created_at")[:MAX_PER_TURN])
     for part in due:
@@ -67,14 +67,14 @@ def _give_up_parts(now: dt.datetime) -> None:
 
 
 def _expire_uploads(now: dt.datetime) -> None:
-    """Uploads past their hour, and the parts of those that ended."""
+    """Expire uploads, and remove the parts of those that have ended."""
     is_over = Q(status__in=services.PENDING, expires_at__lte=now)
     has_parts = Q(parts__isnull=False) & ~Q(status__in=services.PENDING)
-    with all_tenants(reason="uploads of every tenant grow old"):
+    with all_tenants(reason="find expired uploads of all tenants"):
         due = list(Upload.objects.filter(is_over | has_parts).distinct()[:MAX_PER_TURN])
     for upload in due:
         with tenant_scope(upload.tenant_id):
-            upload = services.upload_get(upload.public_id)  # one that was left half-done is pending
+            upload = services.upload_get(upload.public_id)  # reopens an abandoned one
             with transaction.atomic():
                 pending = Upload.objects.filter(pk=upload.pk, status=Upload.Status.PENDING)
                 if pending.filter(expires_at__lte=now).update(status=Upload.Status.EXPIRED):

@@ -185,7 +185,7 @@ def test_an_upload_whose_server_was_killed_can_be_completed_again(site: Site) ->
             lambda: client.uploads.complete(upload.id, part_ids=[part]),
             lambda: client.uploads.cancel(upload.id),
         ):
-            with pytest.raises(openai.ConflictError, match="being put together"):
+            with pytest.raises(openai.ConflictError, match="being assembled"):
                 call()
         with site.database() as database:
             database.execute("update files_file set alive_at = now() - interval '5 minutes'")
@@ -250,7 +250,7 @@ def test_parts_that_a_killed_server_left_give_their_room_back(site: Site) -> Non
         "from controlplane.files.models import UploadPart\n"
         "from controlplane.files.sweep import files_sweep\n"
         "from controlplane.tenancy.scoping import tenant_scope\n"
-        "contents._SAY_ALIVE_S = 0\n"
+        "contents._HEARTBEAT_S = 0\n"
         f"with tenant_scope(uuid.UUID('{site.live.tenants['acme'].id}')):\n"
         f"    upload = services.upload_get('{upload.id}')\n"
         "    most = services.MAX_PART_BYTES\n"
