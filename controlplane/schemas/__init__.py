@@ -1,8 +1,8 @@
-"""What can be promised of an answer that is to obey a JSON schema, keyword by keyword.
+"""Plan how an answer is made to obey a JSON schema, keyword by keyword.
 
-`plan` bounds a schema, writes the one that the decoder gets, and says of every keyword whether it
-is enforced while tokens are chosen, checked when the answer is finished, or unsupported. Pure
-functions; the HTTP view of them is `controlplane.management.schemas`.
+`plan` bounds a schema, rewrites it for the decoder, and reports for every keyword whether it is
+enforced while tokens are chosen, checked when the answer is finished, or unsupported. Pure
+functions; `controlplane.management.schemas` is their HTTP view.
 """
 
 from controlplane.schemas.findings import BadSchema, Finding, Status

@@ -11,7 +11,7 @@ from controlplane.schemas.pointers import join
 from controlplane.schemas.subschemas import IN_PLACE
 from controlplane.schemas.walker import Handler, Node, Walk
 
-#: Arrays of different values are spelled out up to so many.
+#: The most arrays of different values that are listed as an enum.
 MAX_SPELLED_OUT = 400
 
 
@@ -35,11 +35,11 @@ def unique_items(walk: Walk, node: Node, value: bool) -> None:
         walk.check_later(node, "uniqueItems", "the decoder does not compare items")
         return
     node.also.append({"enum": arrays})
-    walk.note(node, "uniqueItems", Status.ENFORCED, "every array of different items is spelled out")
+    walk.note(node, "uniqueItems", Status.ENFORCED, "every array of different items is listed")
 
 
 def _different(walk: Walk, node: Node) -> list[list[Any]] | None:
-    """Every array of different items from an `enum`; None: they are not so few."""
+    """Return every array of different items from an `enum`; None if there are too many."""
     item = walk.resolve(node.schema.get("items"))
     values = item.get("enum") if isinstance(item, dict) else None
     if not isinstance(values, list) or node.types != ["array"] or "prefixItems" in node.schema:

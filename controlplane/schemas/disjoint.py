@@ -1,4 +1,4 @@
-"""Whether two schemas share no value; says so only when certain."""
+"""Decide whether two schemas share no value; "disjoint" only when that is certain."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BOUNDS = (
     ("minimum", "maximum"), ("minLength", "maxLength"), ("minItems", "maxItems"),
     ("minProperties", "maxProperties"),
 )  # fmt: skip
-#: The type that each pair of bounds is about.
+#: The type that each pair of bounds applies to.
 _BOUND_TYPES = ("number", "string", "array", "object")
 
 
@@ -24,9 +24,9 @@ class Disjointness:
         self._walk = walk
 
     def overlap(self, branches: list[Any], known: dict[str, Any]) -> tuple[int, int] | None:
-        """The first two of `branches` that may share a value; None: none do.
+        """Return the first two of `branches` that may share a value, or None.
 
-        known  what else holds for the value
+        known  keywords that also apply to the value
         """
         if len(branches) > MAX_BRANCHES:
             return 0, 1
@@ -41,7 +41,7 @@ class Disjointness:
 
     @staticmethod
     def _with(of_all: dict[str, Any], branch: Any) -> Any:
-        """A branch with what it does not say itself."""
+        """Return a branch completed with the common keywords that it does not have."""
         if not isinstance(branch, dict):
             return branch
         merged = of_all | branch
@@ -80,7 +80,7 @@ class Disjointness:
 
 
 def _types(schema: dict[str, Any]) -> set[str]:
-    """The types of a schema's values, those of integers included with the numbers'."""
+    """Return the types of a schema's values; integers count as numbers."""
     types = schema.get("type")
     if types is None:
         values = values_of(schema)
@@ -108,7 +108,7 @@ def _are_apart(one: dict[str, Any], other: dict[str, Any], low: str, high: str) 
 
 
 def _lacks_what_is_needed(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether `one` needs a property that `other` does not allow."""
+    """Return whether `one` requires a property that `other` forbids."""
     if other.get("patternProperties") or other.get("additionalProperties") is not False:
         return False
     allowed = other.get("properties", {})

@@ -1,4 +1,4 @@
-"""Schemas that only an infinite value satisfies."""
+"""Find schemas that only an infinite value satisfies."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 from controlplane.schemas.findings import BadSchema
 from controlplane.schemas.pointers import References
 
-#: How far `requires_itself` looks; a schema that needs more is taken to have an end.
+#: How far `requires_itself` searches; a schema that needs more counts as finite.
 MAX_HOPS, MAX_VISITS = 100, 10_000
 
 
 def requires_itself(schema: dict[str, Any]) -> bool:
-    """Whether a schema requires itself over and over. Says so only when certain."""
+    """Return whether a schema requires itself without end; True only when certain."""
     return _Endless(schema).is_endless(schema, (id(schema),))
 
 
 class _Endless:
-    """Follows what every instance must contain; a reference back to a schema that is being
-    followed has no end."""
+    """Follows what every instance must contain; a reference to a schema that is being followed is
+    endless."""
 
     def __init__(self, schema: dict[str, Any]) -> None:
         self._references = References(schema)
@@ -54,7 +54,7 @@ class _Endless:
 
     @staticmethod
     def _parts(node: dict[str, Any]) -> tuple[list[Any], list[list[Any]]]:
-        """The schemas that something in every instance obeys, and the sets of which one is."""
+        """Return the schemas that a part of every instance obeys, and the lists of alternatives."""
         must = list(node.get("allOf", ()))
         choices = [node[name] for name in ("anyOf", "oneOf") if name in node]
         if node.get("type") == "object":

@@ -1,4 +1,4 @@
-"""What the linter says of a schema's keywords."""
+"""The linter's findings about a schema's keywords."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 
 class Status(enum.StrEnum):
-    """What becomes of one keyword."""
+    """How one keyword is treated."""
 
-    ENFORCED = "enforced"  # no token that would break it can be chosen
+    ENFORCED = "enforced"  # tokens that would violate it are never chosen
     CHECKED = "checked"  # the finished answer is checked against it, and may fail
-    UNSUPPORTED = "unsupported"  # nothing looks at it
-    ANNOTATION = "annotation"  # it asks for nothing
+    UNSUPPORTED = "unsupported"  # it is ignored
+    ANNOTATION = "annotation"  # it requires nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Finding:
 
 
 class BadSchema(Exception):
-    """No answer can be asked to obey this schema; `path` is the JSON pointer of the fault."""
+    """Raised for a schema that cannot be used; `path` is the JSON pointer of the problem."""
 
     def __init__(self, problem: str, path: str = "") -> None:
         super().__init__(problem)

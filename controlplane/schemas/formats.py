@@ -1,4 +1,4 @@
-"""What `format` names, as patterns of whole strings."""
+"""Formats as patterns of whole strings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PATTERNS: Final = {
     "email": rf"{_MAILBOX}@(?:{_LABEL}\.){{1,4}}[A-Za-z]{{2,24}}",
     "json-pointer": "(?:/(?:[^~/]|~[01])*)*",
 }
-#: Formats that the decoder knows itself.
+#: Formats that the decoder supports itself.
 NATIVE: Final = frozenset({"duration", "hostname", "ipv4", "ipv6", "uri", "uuid"})
-#: Formats that only the check afterwards knows.
+#: Formats that only the check of the finished answer supports.
 CHECKED: Final = frozenset({"regex"})

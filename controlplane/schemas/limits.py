@@ -1,4 +1,4 @@
-"""Bounds on a schema, looked at before anything is done with it that could cost much."""
+"""Bounds on a schema, checked before any expensive work on it."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from controlplane.schemas.pointers import References, join
 from controlplane.schemas.subschemas import children
 
 MAX_BYTES = 64 * 1024
-#: Schemas inside schemas; JSON inside JSON, for what a `const` or a `default` may hold.
+#: Levels of schemas inside schemas, and of JSON inside JSON, as in a `const` or a `default`.
 MAX_DEPTH, MAX_JSON_DEPTH = 16, 64
 MAX_PROPERTIES = 500
-#: Of all kinds together: each costs the check of the schema itself a tenth of a millisecond.
+#: Of all kinds together: each takes a tenth of a millisecond of the schema's own check.
 MAX_SCHEMAS = 2000
 MAX_ENUM_VALUES = 1000
 
 
 def check_size(schema: dict[str, Any]) -> None:
-    """Raise BadSchema for a schema that is too long or too deep to be looked at."""
+    """Raise BadSchema for a schema that is too long or too deep."""
     _check_json_depth(schema)
     if len(json.dumps(schema, separators=(",", ":")).encode()) > MAX_BYTES:
         raise BadSchema(f"is longer than {MAX_BYTES} bytes")
 
 
 def check(schema: dict[str, Any]) -> None:
-    """Raise BadSchema, saying what is wrong and where, unless an answer may be held to it."""
+    """Raise BadSchema, with the problem and its place, unless the schema can be used."""
     _check_parts(schema)
     try:
         Draft202012Validator.check_schema(schema)

@@ -17,7 +17,7 @@ _TYPES = ("null", "boolean", "object", "array", "number", "string")
 def ref(walk: Walk, node: Node, value: str) -> None:
     walk.note(node, "$ref", Status.ENFORCED)
     rewritten = walk.reference(node, value)
-    # Beside other keywords the decoder would have to merge a schema that may hold itself.
+    # Beside other keywords the decoder would have to merge a schema that may contain itself.
     if len(node.out) == 0 and not node.also:
         node.out.update(rewritten)
     elif rewritten:
@@ -37,22 +37,22 @@ def any_of(walk: Walk, node: Node, value: list[Any]) -> None:
 
 
 def one_of(walk: Walk, node: Node, value: list[Any]) -> None:
-    """A choice, where no value can be of two of the schemas."""
+    """Treat it as a choice, if no value can match two of the schemas."""
     overlap = Disjointness(walk).overlap(value, node.known)
     if overlap is not None and (ways := _one_property_of(node, value)) is not None:
         walk.absorb(node, "oneOf", "as a choice of the one property")
         node.also.append({"anyOf": ways})
         return
     if overlap is None:
-        walk.note(node, "oneOf", Status.ENFORCED, "as a choice: no value is of two of them")
+        walk.note(node, "oneOf", Status.ENFORCED, "as a choice: no value matches two of them")
     else:
-        reason = f"a value may be of both {overlap[0]} and {overlap[1]}; one is enforced"
+        reason = f"a value may match both {overlap[0]} and {overlap[1]}; one is enforced"
         walk.note(node, "oneOf", Status.CHECKED, reason)
     node.also.append({"anyOf": _branches(walk, node, "oneOf", value)})
 
 
 def _one_property_of(node: Node, value: list[Any]) -> list[Any] | None:
-    """The ways to have just one of some properties; None: that is not what is asked."""
+    """Return the ways to have exactly one of some properties; None if `value` is not that."""
     names = []
     for part in value:
         if not isinstance(part, dict) or part.keys() != {"required"} or len(part["required"]) != 1:
@@ -75,7 +75,7 @@ def not_(walk: Walk, node: Node, value: Any) -> None:
     forbidden = walk.resolve(value)
     rewritten = _opposite(node, forbidden)
     if rewritten is None:
-        walk.check_later(node, "not", "the decoder knows no opposite of this schema")
+        walk.check_later(node, "not", "the decoder cannot negate this schema")
         return
     walk.absorb(node, "not", "as what is left")
     if rewritten is not True:
@@ -83,7 +83,7 @@ def not_(walk: Walk, node: Node, value: Any) -> None:
 
 
 def _opposite(node: Node, forbidden: Any) -> Any:
-    """The schema of the node's values that are not `forbidden`; None: none says so."""
+    """Return a schema of the node's values that are not `forbidden`; None if there is none."""
     if isinstance(forbidden, bool):
         return not forbidden
     rules = forbidden.keys() - {"$comment", "description", "title"}
@@ -122,10 +122,10 @@ def _none_of(node: Node, values: list[Any]) -> Any:
 
 
 def if_(walk: Walk, node: Node, value: Any) -> None:
-    """One property that decides, of which it is known what else it may be, makes a choice."""
+    """Make a choice, if one property decides and all its possible values are known."""
     ways = _ways(node, walk.resolve(value))
     if "then" not in node.schema and "else" not in node.schema:
-        walk.absorb(node, "if", "it asks for nothing without `then` or `else`")
+        walk.absorb(node, "if", "it requires nothing without `then` or `else`")
         return
     if ways is None or not walk.may_split():
         reason = "enforced where one property's `const` or `enum` decides"
@@ -145,7 +145,7 @@ def if_(walk: Walk, node: Node, value: Any) -> None:
 
 
 def _ways(node: Node, condition: Any) -> tuple[Any, Any] | None:
-    """What holds if the condition does, and if it does not; None: nothing says so."""
+    """Return the schemas of values that match the condition and that do not, or None."""
     if isinstance(condition, bool):
         return condition, not condition
     if node.types != ["object"] or condition.keys() - {"properties", "required", "type"}:
@@ -171,7 +171,7 @@ def _ways(node: Node, condition: Any) -> tuple[Any, Any] | None:
 def with_if(keyword: str) -> Handler:
     def handle(walk: Walk, node: Node, value: Any) -> None:
         if "if" not in node.schema:
-            walk.note(node, keyword, Status.ANNOTATION, "it asks for nothing without `if`")
+            walk.note(node, keyword, Status.ANNOTATION, "it requires nothing without `if`")
 
     return handle
 
@@ -184,7 +184,7 @@ def unsupported(keyword: str, reason: str) -> Handler:
 
 
 def identifier(walk: Walk, node: Node, value: str) -> None:
-    """The whole schema's name is no more than that; a part's would move its references."""
+    """Accept the name of the whole schema; the name of a part would change its references."""
     if node.at == "":
         walk.note(node, "$id", Status.ANNOTATION)
     else:
@@ -196,7 +196,7 @@ _OLD = "JSON Schema 2020-12 has no such keyword; write "
 HANDLERS: dict[str, Handler] = {
     "$ref": ref,
     "$id": identifier,
-    # What is referred to is walked where it is referred to.
+    # A definition is walked where a reference names it.
     "$defs": annotation("$defs"),
     "definitions": annotation("definitions"),
     "allOf": all_of,

@@ -12,7 +12,7 @@ from controlplane.schemas.pointers import join
 from controlplane.schemas.subschemas import IN_PLACE
 from controlplane.schemas.walker import Handler, Node, Walk
 
-#: Choices of which properties are there are spelled out up to so many.
+#: The most combinations of present properties that are listed as choices.
 MAX_CHOICES = 32
 
 
@@ -23,7 +23,7 @@ def properties(walk: Walk, node: Node, value: dict[str, Any]) -> None:
 
 
 def pattern_properties(walk: Walk, node: Node, value: dict[str, Any]) -> None:
-    """All or none: without one of its patterns, `additionalProperties` would say something else."""
+    """Keep all patterns or none: without one, `additionalProperties` would mean something else."""
     at = join(node.at, "patternProperties")
     try:
         patterns = {name: read_pattern(name) for name in value}
@@ -112,7 +112,7 @@ def max_properties(walk: Walk, node: Node, value: float) -> None:
 
 
 def _keep_max(walk: Walk, node: Node, most: int) -> None:
-    """The decoder counts when all that `properties` names is required."""
+    """Keep it if all of `properties` are required: only then the decoder counts."""
     names = node.known.get("properties", {}).keys()
     is_alone = not IN_PLACE & node.known.keys() and node.known.keys() == node.schema.keys()
     if names <= set(node.schema.get("required", ())) and is_alone:
@@ -122,7 +122,7 @@ def _keep_max(walk: Walk, node: Node, most: int) -> None:
 
 
 def _optional(node: Node) -> list[str] | None:
-    """The properties that may be there and need not; None: any may."""
+    """Return the optional properties; None if any property is allowed."""
     if node.schema.get("additionalProperties") is not False:
         return None
     if node.schema.get("patternProperties") or node.types != ["object"]:
@@ -155,7 +155,7 @@ def dependent_schemas(walk: Walk, node: Node, value: dict[str, Any]) -> None:
 
 
 def property_names(walk: Walk, node: Node, value: Any) -> None:
-    """As patterns of names, where nothing else is said of names that are not listed."""
+    """Turn it into patterns of names, if no other keyword applies to unlisted names."""
     keyword = "propertyNames"
     pattern = _names_pattern(walk.resolve(value))
     if value is True or value == {}:

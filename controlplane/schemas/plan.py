@@ -1,4 +1,4 @@
-"""From a schema to what the decoder gets, and to what is said of every keyword."""
+"""Turn a schema into the decoder's schema and a finding for every keyword."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NUM_KEPT = 256
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is made of one schema.
+    """The plan of one schema.
 
     schema    JSON text of the schema itself; its properties keep their order
     decoding  JSON text of the schema that the decoder gets
@@ -34,12 +34,12 @@ class Plan:
 
     @property
     def is_enforced(self) -> bool:
-        """Whether every answer that ends obeys the schema."""
+        """Whether every finished answer obeys the schema."""
         return not self.with_status(Status.CHECKED, Status.UNSUPPORTED)
 
 
 def plan(schema: dict[str, Any]) -> Plan:
-    """Raises BadSchema for a schema that no answer can be held to."""
+    """Return the plan of a schema. Raises BadSchema for one that cannot be used."""
     limits.check_size(schema)
     made = _plan(_text(schema))
     if isinstance(made, Plan):
@@ -48,7 +48,7 @@ def plan(schema: dict[str, Any]) -> Plan:
 
 
 def paths(findings: Iterable[Finding], most: int = 20, *, within: str = "") -> str:
-    """The findings' places, for a header or a message; `within`: in which of several schemas."""
+    """Return the findings' places, for a header or a message; `within` names the schema."""
     all_paths = [within + finding.path for finding in findings]
     more = f", and {len(all_paths) - most} more" if len(all_paths) > most else ""
     return ", ".join(all_paths[:most]) + more
@@ -56,7 +56,7 @@ def paths(findings: Iterable[Finding], most: int = 20, *, within: str = "") -> s
 
 @functools.lru_cache(_NUM_KEPT)
 def _plan(text: str) -> Plan | tuple[str, str]:
-    """The plan, or the problem and where it is: a schema is read once, also one at fault."""
+    """Return the plan, or the problem and its place; both are cached."""
     schema = json.loads(text)
     try:
         limits.check(schema)

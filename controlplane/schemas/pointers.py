@@ -1,4 +1,4 @@
-"""JSON pointers (RFC 6901) into a schema, and what its references point to."""
+"""JSON pointers (RFC 6901) into a schema, and the targets of its references."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ class References:
         self._schema = schema
 
     def pointer(self, reference: str, at: str) -> str:
-        """The pointer of what a `$ref` that stands at `at` names. Raises BadSchema unless it
-        names a schema inside this one."""
+        """Return the pointer that a `$ref` at `at` means.
+
+        Raises BadSchema unless it is a schema inside this one.
+        """
         if not reference.startswith("#"):
-            raise BadSchema(f"may refer only to its own parts, not to {reference[:100]!r}", at)
+            raise BadSchema(f"can refer only to its own parts, not to {reference[:100]!r}", at)
         if reference == "#":
             return ""
         if reference.startswith("#/"):
@@ -35,7 +37,7 @@ class References:
         return self._anchors[reference[1:]]
 
     def target(self, pointer: str, at: str = "") -> dict[str, Any] | bool:
-        """The schema at `pointer`. Raises BadSchema."""
+        """Return the schema at `pointer`. Raises BadSchema."""
         target: Any = self._schema
         for step in pointer.split("/")[1:]:
             step = step.replace("~1", "/").replace("~0", "~")
@@ -46,12 +48,12 @@ class References:
             else:
                 raise BadSchema(f"refers to '#{pointer[:100]}', which is not in it", at)
         if not isinstance(target, dict | bool):
-            raise BadSchema(f"refers to '#{pointer[:100]}', which is no schema", at)
+            raise BadSchema(f"refers to '#{pointer[:100]}', which is not a schema", at)
         return target
 
     @functools.cached_property
     def _anchors(self) -> dict[str, str]:
-        """Name -> the pointer of the part that has it as its `$anchor`."""
+        """Map each `$anchor` to its part's pointer."""
         found: dict[str, str] = {}
         todo: list[tuple[str, Any]] = [("", self._schema)]
         while todo:

@@ -1,4 +1,4 @@
-"""JSON values: which are the same, and which a schema lists."""
+"""Equality of JSON values, and the values that a schema lists."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def values_of(schema: Any) -> list[Any] | None:
-    """The few values that a schema allows at most; None: they are not listed."""
+    """Return the values that a schema lists; None if it does not list them."""
     if not isinstance(schema, dict):
         return None
     if "const" in schema:
@@ -21,7 +21,7 @@ def values_of(schema: Any) -> list[Any] | None:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Equality as JSON Schema has it: 1 is 1.0, and not true."""
+    """Compare as JSON Schema does: 1 equals 1.0, but not true."""
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     if isinstance(one, dict) and isinstance(other, dict):

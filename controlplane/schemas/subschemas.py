@@ -1,4 +1,4 @@
-"""Where in a schema its parts are schemas themselves (JSON Schema 2020-12)."""
+"""The keywords of a schema that contain schemas (JSON Schema 2020-12)."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ ONE = frozenset(
 )  # fmt: skip
 LISTS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
 OBJECTS = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})
-#: Keywords whose schemas are for the value itself, and so may evaluate its items and properties.
+#: Keywords whose schemas apply to the value itself, and so may evaluate its items and properties.
 IN_PLACE = frozenset(
     {"$dynamicRef", "$ref", "allOf", "anyOf", "dependentSchemas", "else", "if", "oneOf", "then"}
 )
 
 
 def children(node: dict[str, Any], at: str) -> Iterator[tuple[str, Any]]:
-    """The schemas right inside a schema, with their pointers."""
+    """Yield the schemas directly inside a schema, with their pointers."""
     for key, value in node.items():
         if key in ONE:
             yield join(at, key), value

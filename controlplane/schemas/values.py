@@ -1,4 +1,4 @@
-"""Keywords on plain values: types, numbers, strings, and what the decoder knows as it is."""
+"""Keywords on plain values (types, numbers, strings), and those that the decoder supports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_COUNT = 1_000_000
 
 
 def native(keyword: str) -> Handler:
-    """A keyword that the decoder enforces as it stands."""
+    """Handle a keyword that the decoder enforces unchanged."""
 
     def handle(walk: Walk, node: Node, value: Any) -> None:
         walk.keep(node, keyword, value)
@@ -28,7 +28,7 @@ def native(keyword: str) -> Handler:
 
 
 def at_least(keyword: str) -> Handler:
-    """A minimal length or count: more than any answer can have leaves nothing."""
+    """Handle a minimal length or count: no answer can satisfy one that is too large."""
 
     def handle(walk: Walk, node: Node, value: Any) -> None:
         if value > MAX_COUNT:
@@ -39,7 +39,7 @@ def at_least(keyword: str) -> Handler:
 
 
 def at_most(keyword: str) -> Handler:
-    """A maximal length or count: more than any answer can have is no bound."""
+    """Handle a maximal length or count: one that no answer can reach is dropped."""
 
     def handle(walk: Walk, node: Node, value: Any) -> None:
         if value > MAX_COUNT:
@@ -51,7 +51,7 @@ def at_most(keyword: str) -> Handler:
 
 
 def bound(keyword: str) -> Handler:
-    """A bound of numbers: enforced digit by digit, so only where the digits are not many."""
+    """Handle a bound of numbers: enforced digit by digit, so only with few digits."""
 
     def handle(walk: Walk, node: Node, value: Any) -> None:
         is_short = value == 0 or MIN_BOUND <= abs(value) <= MAX_BOUND
@@ -72,7 +72,7 @@ def multiple_of(walk: Walk, node: Node, value: Any) -> None:
 
 
 def _exponent(value: float) -> int:
-    """Of the last digit that is not zero, at most 0."""
+    """Return the exponent of the last digit that is not zero, at most 0."""
     exponent = Decimal(str(value)).normalize().as_tuple().exponent
     return min(int(exponent), 0)
 

@@ -1,8 +1,7 @@
-"""The walk over a schema that says what becomes of each keyword and writes the schema that the
-decoder gets: the same answers as far as it can hold to them, and more where it cannot.
+"""Walk over a schema: report how each keyword is treated, and write the schema for the decoder.
 
-Only ever more: a keyword that the decoder does not know is left out of what it gets, and where
-leaving it out would forbid an answer (inside `not`, say) the whole of it is left out.
+That schema allows the same answers, or more: a keyword that the decoder does not support is left
+out, and where that would forbid an answer (for instance inside `not`) the whole part is left out.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from controlplane.schemas.findings import BadSchema, Finding, Status
 from controlplane.schemas.pointers import References, join
 from controlplane.schemas.subschemas import LISTS, OBJECTS, ONE
 
-#: Rewrites that make a choice of ways; the decoder multiplies those of one object.
+#: Rewrites into alternatives; the decoder multiplies those of one object.
 MAX_SPLITS = 6
 
 
@@ -24,8 +23,8 @@ MAX_SPLITS = 6
 class Node:
     """One schema on the walk.
 
-    known  its keywords, and those of the schemas that it is an `allOf` part of
-    out    what the decoder gets in its place; `also` holds with it
+    known  its keywords, and those of the schemas in whose `allOf` it is
+    out    the decoder's schema in its place; `also` applies as well
     """
 
     schema: dict[str, Any]
@@ -41,12 +40,12 @@ class Node:
         return [types] if isinstance(types, str) else types
 
     def whole(self) -> dict[str, Any]:
-        """What the decoder gets, with what stands alone merged in: the less there is to merge
-        for the decoder, the sooner it is done."""
+        """Return the decoder's schema, with independent parts already merged: this saves the
+        decoder time."""
         parts: list[Any] = []
         for part in self.also:
             is_free = isinstance(part, dict) and not part.keys() & self.out.keys()
-            # In their order: it is that of the answer's properties.
+            # In their order, which is the order of the answer's properties.
             if is_free and not parts and "$ref" not in part and "$ref" not in self.out:
                 self.out.update(part)
             else:
@@ -56,7 +55,7 @@ class Node:
         return self.out
 
 
-#: keyword -> what deals with it, given the walk, the node and the keyword's value.
+#: Handles a keyword, given the walk, the node and the keyword's value.
 Handler = Callable[["Walk", Node, Any], None]
 
 
@@ -74,7 +73,7 @@ class Walk:
         self._splits_left = MAX_SPLITS
 
     def run(self) -> dict[str, Any]:
-        """The schema for the decoder."""
+        """Return the schema for the decoder."""
         out = self.node(self._schema, "")
         definitions = {}
         while self._todo:
@@ -85,7 +84,7 @@ class Walk:
         return out if isinstance(out, dict) else {"allOf": [out]}
 
     def node(self, schema: Any, at: str, known: dict[str, Any] | None = None) -> Any:
-        """One schema rewritten; `known`: what else is known of the same value."""
+        """Rewrite one schema; `known`: other keywords that apply to the same value."""
         if not isinstance(schema, dict):
             return schema
         node = Node(schema, at, (known or {}) | schema)
@@ -100,31 +99,31 @@ class Walk:
         return node.whole()
 
     def note(self, node: Node, keyword: str, status: Status, reason: str = "") -> None:
-        """Record what becomes of a keyword. Inside something that is only checked, all is."""
+        """Record a keyword's status. Inside a part that is only checked, all are."""
         if self._instead is not None and status in (Status.ENFORCED, Status.CHECKED):
             status, reason = self._instead
         path = join(node.at, keyword)
         self.findings.setdefault(path, Finding(path, status, reason))
 
     def keep(self, node: Node, keyword: str, value: Any) -> None:
-        """Leave a keyword to the decoder, as `value`."""
+        """Pass a keyword to the decoder, as `value`."""
         node.out[keyword] = value
         self.note(node, keyword, Status.ENFORCED)
 
     def check_later(self, node: Node, keyword: str, reason: str) -> None:
-        """Leave a keyword, with all that is in it, to the check of the finished answer."""
+        """Leave a keyword and all inside it to the check of the finished answer."""
         self.note(node, keyword, Status.CHECKED, reason)
         with self._inside(Status.CHECKED, f"inside `{keyword}`, which is only checked"):
             self._walk_inside(node, keyword)
 
     def absorb(self, node: Node, keyword: str, reason: str) -> None:
-        """Say that a keyword, with all that is in it, is enforced in another form."""
+        """Record that a keyword and all inside it are enforced in another form."""
         self.note(node, keyword, Status.ENFORCED, reason)
         with self._inside(Status.ENFORCED, f"as a part of `{keyword}`"):
             self._walk_inside(node, keyword)
 
     def may_split(self, ways: int = 2) -> bool:
-        """Whether another choice of so many ways may be made; counts it."""
+        """Return whether another choice of so many ways is allowed, and count it."""
         cost = max(1, (ways - 1).bit_length())
         if cost > self._splits_left or self._instead is not None:
             return False
@@ -132,7 +131,7 @@ class Walk:
         return True
 
     def reference(self, node: Node, reference: str) -> dict[str, str]:
-        """The reference as the rewritten schema spells it; its target will be in there."""
+        """Return the reference as in the rewritten schema, which will contain its target."""
         pointer = self.references.pointer(reference, join(node.at, "$ref"))
         if self._instead is not None:
             return {}
@@ -142,7 +141,7 @@ class Walk:
         return {"$ref": f"#/$defs/{self._names[pointer]}"}
 
     def resolve(self, schema: Any) -> Any:
-        """The schema itself, or what it refers to when it is nothing but a reference."""
+        """Return the schema, or its target when it is only a reference."""
         for _ in range(10):
             reference = schema.get("$ref") if isinstance(schema, dict) else None
             if not isinstance(reference, str) or any(key in schema for key in _CONSTRAINING):
@@ -180,7 +179,7 @@ _CONSTRAINING = frozenset({"allOf", "anyOf", "enum", "const", "not", "oneOf", "p
 
 
 def annotation(keyword: str) -> Handler:
-    """A keyword that asks for nothing."""
+    """Handle a keyword that requires nothing."""
 
     def handle(walk: Walk, node: Node, value: Any) -> None:
         walk.note(node, keyword, Status.ANNOTATION)
