@@ -1,1 +1,1 @@
-"""/api/v1: what a tenant manages by API."""
+"""/api/v1: the API by which tenants manage themselves."""

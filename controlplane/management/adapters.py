@@ -39,13 +39,13 @@ class AdapterSerializer(serializers.ModelSerializer[Adapter]):
         source="live_version.number",
         default=None,
         allow_null=True,
-        help_text="The version that answers under the bare name; null until one is ready.",
+        help_text="The version that the name without a number means; null until one is ready.",
     )
 
     shutdown_date = serializers.DateField(
         source="base_model.shutdown_date",
         allow_null=True,
-        help_text="From the beginning of this day (UTC) it answers no more: its base model's.",
+        help_text="The base model's shutdown date: from this day (UTC) requests are refused.",
     )
 
     class Meta:
@@ -59,7 +59,7 @@ class AdapterSerializer(serializers.ModelSerializer[Adapter]):
 class AdapterCreateSerializer(StrictSerializer):
     name = serializers.CharField(max_length=63)
     base_model = serializers.CharField(
-        required=False, help_text="May be left out when there is one base model only."
+        required=False, help_text="Optional when there is only one base model."
     )
     description = serializers.CharField(required=False, default="", max_length=500)
 
@@ -74,7 +74,7 @@ class VersionSerializer(serializers.ModelSerializer[AdapterVersion]):
     adapter = serializers.CharField(source="adapter.name")
     model = serializers.SerializerMethodField(help_text="What requests put in `model`.")
     reasons = ReasonSerializer(many=True, help_text="Why it was rejected.")
-    report = serializers.DictField(help_text="What was found in the files.")
+    report = serializers.DictField(help_text="Facts from the check of the files.")
 
     class Meta:
         model = AdapterVersion
@@ -113,7 +113,7 @@ class VersionCreatedSerializer(VersionSerializer):
 class BaseModelsView(TenantAPIView):
     @extend_schema("base_models_list", PAGE_PARAMETERS, responses=page_of(BaseModelSerializer))
     def get(self, request: Request) -> Response:
-        """The base models that adapters can be made for."""
+        """List the base models that adapters can be made for."""
         return page(request, BaseModel.objects.filter(is_serving()), BaseModelSerializer)
 
 
@@ -122,13 +122,13 @@ class AdaptersView(TenantAPIView):
 
     @extend_schema("adapters_list", PAGE_PARAMETERS, responses=page_of(AdapterSerializer))
     def get(self, request: Request) -> Response:
-        """The tenant's adapters, newest first."""
+        """List the tenant's adapters, newest first."""
         rows = Adapter.objects.select_related("base_model", "live_version")
         return page(request, rows, AdapterSerializer)
 
     @extend_schema(request=AdapterCreateSerializer, responses={201: AdapterSerializer})
     def post(self, request: Request) -> Response:
-        """Make an adapter without versions. Uploading a version makes it too."""
+        """Make an adapter without versions. An upload of a version makes it, too."""
         body = AdapterCreateSerializer.parsed(request)
         adapter = services.adapter_create(
             name=body["name"],
@@ -149,16 +149,16 @@ class VersionsView(TenantAPIView):
 
     @extend_schema("versions_list", PAGE_PARAMETERS, responses=page_of(VersionSerializer))
     def get(self, request: Request, name: str) -> Response:
-        """The adapter's versions, newest first."""
+        """List the adapter's versions, newest first."""
         adapter = services.adapter_get(name=name)
         rows = AdapterVersion.objects.filter(adapter=adapter).select_related("adapter")
         return page(request, rows, VersionSerializer)
 
     @extend_schema(request=VersionCreateSerializer, responses={201: VersionCreatedSerializer})
     def post(self, request: Request, name: str) -> Response:
-        """Begin a version: the answer has a URL for each file, to PUT exactly its length to.
+        """Begin a version. PUT each file, with exactly its stated length, to its URL in the answer.
 
-        Then call `complete`. The adapter is made when there is none of this name.
+        Then call `complete`. If there is no adapter of this name, it is made.
         """
         body = VersionCreateSerializer.parsed(request)
         version = services.adapter_version_create(
@@ -191,7 +191,7 @@ class VersionCompleteView(TenantAPIView):
 
     @extend_schema(request=None, responses={202: VersionSerializer})
     def post(self, request: Request, name: str, number: int) -> Response:
-        """Say that both files are uploaded. The version becomes `ready` or `rejected`."""
+        """End the upload of both files. Their check makes the version `ready` or `rejected`."""
         version = services.adapter_version_get(name=name, number=number)
         version = services.adapter_version_complete(version=version)
         return Response(VersionSerializer(version).data, status=202)

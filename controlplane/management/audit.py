@@ -17,15 +17,15 @@ from controlplane.tenants.auth import Permission
 
 _FILTERS = {
     "action": "Only events of this action, as in api_key.revoked.",
-    "actor_id": "Only what this key (public id), person (id) or task did.",
-    "resource_id": "Only what was done to this.",
+    "actor_id": "Only events of this key (public id), person (id) or task.",
+    "resource_id": "Only events of this resource.",
 }
 
 
 class AuditEventSerializer(serializers.ModelSerializer[AuditEvent]):
     object = serializers.CharField(default="audit_event", read_only=True)
-    before = serializers.DictField(allow_null=True, help_text="What changed, as it was.")
-    after = serializers.DictField(allow_null=True, help_text="What changed, as it is since.")
+    before = serializers.DictField(allow_null=True, help_text="The changed fields' old values.")
+    after = serializers.DictField(allow_null=True, help_text="The changed fields' new values.")
 
     class Meta:
         model = AuditEvent
@@ -45,7 +45,7 @@ class AuditEventsView(TenantAPIView):
         responses=page_of(AuditEventSerializer),
     )
     def get(self, request: Request) -> Response:
-        """Every change in the tenant, newest first. Nobody can alter it."""
+        """List all changes in the tenant, newest first. Nobody can alter the list."""
         rows = AuditEvent.objects.all()
         for name in _FILTERS:
             wanted = request.query_params.get(name)

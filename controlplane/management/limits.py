@@ -28,17 +28,17 @@ from controlplane.tenants.key_services import api_key_get
 
 _T = TypeVar("_T")
 _MAX_INT, _MAX_BIGINT = 2**31 - 1, 2**63 - 1
-_KEY_HELP = "The public id of the key it is for; null: all the tenant's."
-_MODEL_HELP = "`invoices` holds for every version, `invoices@3` for that one. Empty: all models."
-_OPERATORS = "The tenant's own limits are the operator's to set."
+_KEY_HELP = "The public id of the key it applies to; null: all keys of the tenant."
+_MODEL_HELP = "`invoices` applies to every version, `invoices@3` to that one. Empty: all models."
+_OPERATORS = "Only the operator can set the limits of the whole tenant."
 
 
 _QUOTA_HELP = {
-    "storage_bytes": "Of files, adapters and datasets in all.",
+    "storage_bytes": "Bytes of files, adapters and datasets together.",
     "training_runs": "Training runs that wait or run.",
-    "training_at_once": "Training runs that run at a time.",
-    "training_steps": "Of one training run.",
-    "training_tokens": "Of one training run: steps x batch_size x max_length.",
+    "training_at_once": "Training runs that run at the same time.",
+    "training_steps": "Steps of one training run.",
+    "training_tokens": "Tokens of one training run: steps x batch_size x max_length.",
     "adapter_checks": "Adapter versions that wait for their check.",
 }
 
@@ -46,7 +46,7 @@ _QUOTA_HELP = {
 class QuotaStateSerializer(serializers.Serializer[Any]):
     limit = serializers.IntegerField()
     used = serializers.IntegerField(
-        required=False, help_text="Now; left out of what bounds each run for itself."
+        required=False, help_text="What is used now; absent from the limits of a single run."
     )
 
 
@@ -67,7 +67,7 @@ class QuotaSetSerializer(StrictSerializer):
                 default=None,
                 min_value=0,
                 max_value=_MAX_BIGINT if name in _LONG else _MAX_INT,
-                help_text=f"{text} Null: as for every tenant.",
+                help_text=f"{text} Null: the default of all tenants.",
             )
             for name, text in _QUOTA_HELP.items()
         }
@@ -103,7 +103,7 @@ def _rate(help_text: str) -> serializers.IntegerField:
 class RatesSerializer(StrictSerializer):
     requests_per_minute = _rate("Null: not limited.")
     tokens_per_minute = _rate("Null: not limited.")
-    max_concurrent = _rate("Requests being answered at once.")
+    max_concurrent = _rate("Requests that are answered at the same time.")
     max_waiting = _rate("Requests that may wait for a worker.")
 
 
@@ -148,8 +148,8 @@ class BudgetSetSerializer(StrictSerializer):
     period = serializers.ChoiceField(
         Budget.Period.choices, required=False, default=Budget.Period.MONTH
     )
-    hard_limit = _tokens("Tokens past which requests are refused.")
-    soft_limit = _tokens("Tokens past which answers say so.")
+    hard_limit = _tokens("Above so many tokens requests are refused.")
+    soft_limit = _tokens("Above so many tokens responses have a warning header.")
 
 
 class LimitsView(TenantAPIView):
@@ -157,14 +157,14 @@ class LimitsView(TenantAPIView):
 
     @extend_schema("limits_list", PAGE_PARAMETERS, responses=page_of(LimitSerializer))
     def get(self, request: Request) -> Response:
-        """The limits that hold, of the tenant, of keys and of models."""
+        """List the limits of the tenant, of keys and of models."""
         return page(request, RateLimit.objects.select_related("api_key"), LimitSerializer)
 
     @extend_schema("limits_set", request=LimitSetSerializer, responses=LimitSerializer)
     def put(self, request: Request) -> Response:
         """Make or replace the limits of one key, of one model, or of a key's use of a model.
 
-        What bounds the tenant as a whole is the operator's to set.
+        Only the operator can set the limits of the whole tenant.
         """
         body = LimitSetSerializer.parsed(request)
         if body["api_key"] is None and not body["model"]:
@@ -188,7 +188,7 @@ class LimitView(TenantAPIView):
 
     @extend_schema(responses={204: None})
     def delete(self, request: Request, limit_id: uuid.UUID) -> Response:
-        """Limit no more what this limited."""
+        """Remove these limits."""
         row = self._row(limit_id)
         if row.scope == "tenant":
             raise PermissionDenied(_OPERATORS)
@@ -209,12 +209,12 @@ class BudgetsView(TenantAPIView):
 
     @extend_schema("budgets_list", PAGE_PARAMETERS, responses=page_of(BudgetSerializer))
     def get(self, request: Request) -> Response:
-        """The tenant's budgets and those of its keys, in tokens."""
+        """List the budgets of the tenant and of its keys, in tokens."""
         return page(request, Budget.objects.select_related("api_key"), BudgetSerializer)
 
     @extend_schema("budgets_set", request=BudgetSetSerializer, responses=BudgetSerializer)
     def put(self, request: Request) -> Response:
-        """Make or replace the budget of the tenant, or of a key, for a kind of period."""
+        """Make or replace the daily or monthly budget of the tenant, or of a key."""
         body = BudgetSetSerializer.parsed(request)
         row = _once(
             lambda: services.budget_set(
@@ -236,7 +236,7 @@ class BudgetView(TenantAPIView):
 
     @extend_schema(responses={204: None})
     def delete(self, request: Request, budget_id: uuid.UUID) -> Response:
-        """Spend without this budget from now on."""
+        """Remove this budget."""
         row = self._row(budget_id)
         check_limits_of(self.principal, row.api_key)
         services.budget_remove(api_key_id=row.api_key_id, period=row.period)
@@ -253,12 +253,12 @@ class BudgetView(TenantAPIView):
 class QuotaView(TenantAPIView):
     @extend_schema("quota_retrieve", responses=QuotaSerializer)
     def get(self, request: Request) -> Response:
-        """What the tenant may have at a time, and has. The operator sets it."""
+        """Return the tenant's quotas and their use. The operator sets quotas."""
         return Response(QuotaSerializer(quotas.quota_state()).data)
 
 
 def _key_id(by: Principal, public_id: str | None) -> Any:
-    """Of the key that the caller names to set its limits; None for none."""
+    """Return the row id of the key whose limits the caller sets; None for no key."""
     if public_id is None:
         check_limits_of(by, None)
         return None
@@ -272,9 +272,9 @@ def _key_id(by: Principal, public_id: str | None) -> Any:
 
 
 def _once(write: Callable[[], _T]) -> _T:
-    """Raises Conflict when somebody else made the same row in the same moment."""
+    """Write a row. Raises Conflict when another request made the same row at the same time."""
     try:
         with transaction.atomic():
             return write()
     except IntegrityError as error:
-        raise Conflict("Somebody else is setting this just now: try again.") from error
+        raise Conflict("Another request is setting the same limit. Try again.") from error

@@ -1,5 +1,5 @@
-"""What completes the OpenAPI document: /v1, which Django REST framework does not know, and what
-every operation shares.
+"""Complete the OpenAPI document: add /v1, which Django REST framework does not know, and the parts
+that all operations share.
 
 The document is committed as docs/openapi.json (`make openapi`); a test compares the two.
 """
@@ -33,7 +33,7 @@ from controlplane.inference.schemas import ChatBody, CompletionBody
 from controlplane.tenants import idempotency
 
 _MANAGEMENT = ("/api/v1/", "/ops/v1/")
-#: Writes of /v1 that take an Idempotency-Key too.
+#: Writes of /v1 that accept an Idempotency-Key.
 _KEPT = ("/v1/batches", "/v1/uploads")
 _METHODS = ("get", "put", "post", "patch", "delete")
 
@@ -47,7 +47,7 @@ _ERROR: Json = {
             "properties": {
                 "message": {"type": "string"},
                 "type": {"type": "string"},
-                "param": {"type": ["string", "null"], "description": "The field at fault."},
+                "param": {"type": ["string", "null"], "description": "The invalid field."},
                 "code": {"type": ["string", "null"]},
             },
         }
@@ -75,20 +75,20 @@ _MODEL: Json = {
         "created": {"type": "integer"},
         "owned_by": {"type": "string"},
         "parent": {"type": ["string", "null"], "description": "An adapter's base model."},
-        "root": {"type": "string", "description": "The base model, whose tokenizer it is."},
-        "max_model_len": {"type": "integer", "description": "Tokens of its context."},
-        "version": {"type": ["integer", "null"], "description": "Of the adapter."},
+        "root": {"type": "string", "description": "The base model, whose tokenizer it uses."},
+        "max_model_len": {"type": "integer", "description": "Context length in tokens."},
+        "version": {"type": ["integer", "null"], "description": "The adapter's version."},
         "shutdown_date": {
             "type": ["string", "null"],
             "format": "date",
-            "description": "From the beginning of this day (UTC) it is refused.",
+            "description": "From this day (UTC) requests for it are refused.",
         },
     },
 }
 
 
 def _answer(choice: Json, **more: Json) -> Json:
-    """A whole answer with one kind of choices, and what else it has."""
+    """Return the schema of an answer with these choices and, from `more`, other fields."""
     choices = {
         "type": "array",
         "items": {
@@ -124,7 +124,10 @@ _COMPONENTS: Json = {
         "required": ["count", "max_model_len", "tokens", "token_strs"],
         "properties": {
             "count": {"type": "integer"},
-            "max_model_len": {"type": "integer", "description": "Of prompt and answer together."},
+            "max_model_len": {
+                "type": "integer",
+                "description": "The most tokens of prompt and answer together.",
+            },
             "tokens": {"type": "array", "items": {"type": "integer"}},
             "token_strs": {"type": ["array", "null"], "items": {"type": "string"}},
         },
@@ -156,7 +159,7 @@ _COMPONENTS: Json = {
 
 
 def add_gateway(result: Json, generator: Any, request: Any, public: bool) -> Json:
-    """drf-spectacular's hook: the addresses of /v1, with bodies from their pydantic models."""
+    """Add the addresses of /v1, with bodies from their pydantic models; drf-spectacular's hook."""
     schemas = result["components"]["schemas"]
     schemas.update(_COMPONENTS)
     schemas.update(lorax.schemas())
@@ -179,29 +182,29 @@ def add_gateway(result: Json, generator: Any, request: Any, public: bool) -> Jso
             },
             "/v1/responses": {
                 "post": _generation(
-                    "Answer, and keep nothing.", "responses", ResponsesBody, "Response"
+                    "Answer without storing anything.", "responses", ResponsesBody, "Response"
                 )
             },
             "/v1/tokenize": {
                 "post": with_body(
-                    operation("A text's or a chat's tokens.", "tokenize", "Tokens"),
+                    operation("Return the tokens of a text or a chat.", "tokenize", "Tokens"),
                     reference("TokenizeBody"),
                 )
             },
             "/v1/detokenize": {
                 "post": with_body(
-                    operation("The text of tokens.", "detokenize", "Detokenized"),
+                    operation("Return the text of tokens.", "detokenize", "Detokenized"),
                     reference("DetokenizeBody"),
                 )
             },
             "/v1/models": {
-                "get": operation("What the key may name as a model.", "models", "ModelList")
+                "get": operation("List the models that the key may use.", "models", "ModelList")
             },
             "/v1/models/{name}": {
-                "get": with_parameters(operation("One model.", "model", "Model"), name),
+                "get": with_parameters(operation("Return one model.", "model", "Model"), name),
                 "delete": with_parameters(
                     operation(
-                        "Take an adapter, or one version, out of service.",
+                        "Retire an adapter, or one version of it.",
                         "model_delete",
                         "ModelDeleted",
                     ),
@@ -214,7 +217,7 @@ def add_gateway(result: Json, generator: Any, request: Any, public: bool) -> Jso
 
 
 def complete_operations(result: Json, generator: Any, request: Any, public: bool) -> Json:
-    """drf-spectacular's hook: errors on every operation, the Idempotency-Key on every POST."""
+    """Add errors to every operation, Idempotency-Key to every POST; drf-spectacular's hook."""
     error = {
         "description": "In OpenAI's form.",
         "content": {"application/json": {"schema": reference("Error")}},
@@ -238,7 +241,7 @@ _IDEMPOTENCY_KEY: Json = {
     "in": "header",
     "name": idempotency.HEADER,
     "description": (
-        "Of your making, for one write: sent again within 24 hours, it gives the first answer."
+        "A unique string for one write. A repetition within 24 hours gets the first answer again."
     ),
     "schema": {
         "type": "string",

@@ -24,7 +24,9 @@ from controlplane.tenants.invite_mail import invite_send, invite_url
 from controlplane.tenants.models import Invite, Membership, Role, ServiceAccount, Tenant
 from controlplane.tenants.origins import MAX_ORIGIN_CHARS, MAX_ORIGINS
 
-_ORIGINS_HELP = "Of pages that may call /v1 from a browser: `https://app.example.com`. Empty: none."
+_ORIGINS_HELP = (
+    "Origins of pages that may call /v1 from a browser, as `https://app.example.com`. Empty: none."
+)
 
 
 class TenantSerializer(serializers.ModelSerializer[Tenant]):
@@ -42,7 +44,8 @@ class TenantSerializer(serializers.ModelSerializer[Tenant]):
 class TenantUpdateSerializer(StrictSerializer):
     name = serializers.CharField(max_length=200, required=False)
     requires_second_factor = serializers.BooleanField(
-        required=False, help_text="Members enter only with a second factor; keys are as before."
+        required=False,
+        help_text="Whether members must sign in with a second factor. Keys are not affected.",
     )
     allowed_origins = serializers.ListField(
         child=serializers.CharField(max_length=MAX_ORIGIN_CHARS),
@@ -82,14 +85,12 @@ class InviteCreateSerializer(StrictSerializer):
     email = serializers.EmailField(max_length=254)
     role = serializers.ChoiceField(Role.choices)
     send_mail = serializers.BooleanField(
-        required=False, default=False, help_text="Whether to send the person a mail with the url."
+        required=False, default=False, help_text="Whether to send the url to the person by mail."
     )
 
 
 class InviteCreatedSerializer(InviteSerializer):
-    url = serializers.URLField(
-        help_text="Where the person accepts it; this is the only time it is shown."
-    )
+    url = serializers.URLField(help_text="Where the person accepts it. It is shown only this time.")
 
     class Meta(InviteSerializer.Meta):
         fields = (*InviteSerializer.Meta.fields, "url")  # type: ignore[assignment]
@@ -121,12 +122,12 @@ class TenantView(TenantAPIView):
 
     @extend_schema(responses=TenantSerializer)
     def get(self, request: Request) -> Response:
-        """The tenant that the caller acts for."""
+        """Return the caller's tenant."""
         return Response(TenantSerializer(self.principal.tenant).data)
 
     @extend_schema(request=TenantUpdateSerializer, responses=TenantSerializer)
     def patch(self, request: Request) -> Response:
-        """Give the tenant another name, or ask its members for a second factor. Its slug stays."""
+        """Change the tenant's name, its second-factor rule or its origins. Its slug stays."""
         body = TenantUpdateSerializer.parsed(request)
         tenant = services.tenant_update(tenant=self.principal.tenant, **body)
         return Response(TenantSerializer(tenant).data)
@@ -135,7 +136,7 @@ class TenantView(TenantAPIView):
 class MembersView(TenantAPIView):
     @extend_schema("members_list", PAGE_PARAMETERS, responses=page_of(MemberSerializer))
     def get(self, request: Request) -> Response:
-        """The tenant's people, newest first."""
+        """List the tenant's members, newest first."""
         return page(request, Membership.objects.select_related("user"), MemberSerializer)
 
 
@@ -151,7 +152,7 @@ class MemberView(TenantAPIView):
 
     @extend_schema(request=RoleSerializer, responses=MemberSerializer)
     def patch(self, request: Request, member_id: uuid.UUID) -> Response:
-        """Give a member another role. Only an owner makes, or unmakes, an owner."""
+        """Change a member's role. Only an owner can make or remove an owner."""
         people.member_get(member_id=member_id)
         body = RoleSerializer.parsed(request)
         member = people.member_role_set(
@@ -161,7 +162,7 @@ class MemberView(TenantAPIView):
 
     @extend_schema(responses={204: None})
     def delete(self, request: Request, member_id: uuid.UUID) -> Response:
-        """End a membership and revoke the keys it owns. The last owner, or admin, stays."""
+        """Remove a member and revoke their keys. The last owner or admin cannot be removed."""
         people.member_remove(by=self.principal, member_id=member_id)
         return Response(status=204)
 
@@ -171,19 +172,19 @@ class InvitesView(TenantAPIView):
 
     @extend_schema("invites_list", PAGE_PARAMETERS, responses=page_of(InviteSerializer))
     def get(self, request: Request) -> Response:
-        """The tenant's invites, newest first; never their tokens."""
+        """List the tenant's invites, newest first, without their tokens."""
         return page(request, Invite.objects.all(), InviteSerializer)
 
     @extend_schema(request=InviteCreateSerializer, responses={201: InviteCreatedSerializer})
     def post(self, request: Request) -> Response:
-        """Invite a person. They need the answer's `url`: it works once, for seven days."""
+        """Invite a person. They need the answer's `url`, which works once, for seven days."""
         body = InviteCreateSerializer.parsed(request)
         invite, token = people.invite_create(
             by=self.principal, email=body["email"], role=Role(body["role"])
         )
         if body["send_mail"]:
             tenant = self.principal.tenant
-            # Only when the invite is there: with an Idempotency-Key it may be undone.
+            # After the commit: with an Idempotency-Key the invite may be rolled back.
             transaction.on_commit(lambda: invite_send(invite=invite, tenant=tenant, token=token))
         return Response({**InviteSerializer(invite).data, "url": invite_url(token)}, status=201)
 
@@ -199,7 +200,7 @@ class InviteRevokeView(TenantAPIView):
 
     @extend_schema(request=None, responses=InviteSerializer)
     def post(self, request: Request, invite_id: uuid.UUID) -> Response:
-        """Take an invite back; its address leads nowhere from now on."""
+        """Revoke an invite; its url stops working."""
         return Response(InviteSerializer(people.invite_revoke(invite_id=invite_id)).data)
 
 
@@ -210,14 +211,14 @@ class ServiceAccountsView(TenantAPIView):
         "service_accounts_list", PAGE_PARAMETERS, responses=page_of(ServiceAccountSerializer)
     )
     def get(self, request: Request) -> Response:
-        """The tenant's service accounts, newest first."""
+        """List the tenant's service accounts, newest first."""
         return page(request, ServiceAccount.objects.all(), ServiceAccountSerializer)
 
     @extend_schema(
         request=ServiceAccountCreateSerializer, responses={201: ServiceAccountSerializer}
     )
     def post(self, request: Request) -> Response:
-        """Make an owner for a program's keys, which then outlive the person who made them."""
+        """Make a service account: its keys outlive the person who made them."""
         body = ServiceAccountCreateSerializer.parsed(request)
         account = people.service_account_create(
             by=self.principal,
@@ -241,7 +242,7 @@ class ServiceAccountView(TenantAPIView):
 
     @extend_schema(request=ServiceAccountUpdateSerializer, responses=ServiceAccountSerializer)
     def patch(self, request: Request, account_id: uuid.UUID) -> Response:
-        """Change the role, and so what all of its keys may do, or the description."""
+        """Change the description, or the role, which restricts all its keys."""
         account = people.service_account_get(account_id=account_id)
         body: dict[str, Any] = ServiceAccountUpdateSerializer.parsed(request)
         account = people.service_account_update(
@@ -254,6 +255,6 @@ class ServiceAccountView(TenantAPIView):
 
     @extend_schema(responses={204: None})
     def delete(self, request: Request, account_id: uuid.UUID) -> Response:
-        """End a service account and revoke its keys."""
+        """Delete a service account and revoke its keys."""
         people.service_account_delete(by=self.principal, account_id=account_id)
         return Response(status=204)

@@ -39,10 +39,10 @@ class RequestUsageView(TenantAPIView):
 
     @extend_schema("request_usage", responses=RequestUsageSerializer)
     def get(self, request: Request, request_id: str) -> Response:
-        """What one request was billed; 404 until it has ended."""
+        """Return the usage of one request; 404 until it has ended."""
         record = None
         if len(request_id) <= MAX_ID_CHARS and "\0" not in request_id:
             record = UsageRecord.objects.filter(request_id=request_id).first()
         if record is None:
-            raise NotFound("There is no such thing.")
+            raise NotFound("There is no such request, or it has not ended.")
         return Response(RequestUsageSerializer(record).data)

@@ -1,4 +1,4 @@
-"""/api/v1/requests: the log of what was asked; its words only where the tenant keeps them."""
+"""/api/v1/requests: the request log, with content only where the tenant stores it."""
 
 from __future__ import annotations
 
@@ -29,33 +29,38 @@ from controlplane.requestlog.services import MAX_CONTENT_DAYS, MAX_METADATA_DAYS
 from controlplane.tenants.auth import Permission
 
 _CONTENT_HELP = (
-    "off: no prompt or answer is stored, and what was is unreadable at once. on_request: those of "
-    "requests with `store: true`. all: those of all but requests with `store: false`."
+    "off: no prompt or answer is stored, and stored ones become unreadable at once. on_request: "
+    "those of requests with `store: true` are stored. all: those of all requests except with "
+    "`store: false`."
 )
-#: What 499 is to other servers' logs: the client left before the answer was whole.
+#: As in other servers' logs: the client disconnected before the answer was complete.
 CLIENT_LEFT = 499
 
 
 class InferenceRequestSerializer(serializers.ModelSerializer[InferenceRequest]):
     object = serializers.CharField(default="request", read_only=True)
-    id = serializers.CharField(source="request_id", help_text="As in the header x-request-id.")
+    id = serializers.CharField(
+        source="request_id", help_text="The response header x-request-id has it."
+    )
     cursor = serializers.UUIDField(source="pk")
     status = serializers.SerializerMethodField(
-        help_text="The HTTP status of how it ended; 499 when its client left."
+        help_text="The final HTTP status; 499 when the client disconnected."
     )
     digests = serializers.ListField(
-        child=serializers.CharField(), help_text="Of the adapters that answered."
+        child=serializers.CharField(), help_text="Digests of the adapters that answered."
     )
     weights = serializers.ListField(
-        child=serializers.FloatField(), allow_null=True, help_text="Of the digests, in a blend."
+        child=serializers.FloatField(),
+        allow_null=True,
+        help_text="The weight of each digest in a blend.",
     )
     sampling = serializers.DictField(
         allow_null=True,
-        help_text="What it asked for that is not as usual: temperature, max_tokens, seed, …; "
-        "never its stop strings or biases.",
+        help_text="Sampling parameters that differ from the defaults: temperature, max_tokens, "
+        "seed, …; never stop strings or biases.",
     )
     has_content = serializers.BooleanField(
-        default=False, help_text="Whether its words are stored: `/content` has them."
+        default=False, help_text="Whether its prompt and answers are stored: see `/content`."
     )
 
     class Meta:
@@ -89,7 +94,7 @@ def _text(name: str, value: str) -> str:
 
 def _flag(name: str, value: str) -> bool:
     if value not in ("true", "false"):
-        raise InvalidRequest(f"{name} is true or false.", param=name)
+        raise InvalidRequest(f"{name} must be true or false.", param=name)
     return value == "true"
 
 
@@ -97,35 +102,39 @@ def _id(name: str, value: str) -> uuid.UUID:
     try:
         return uuid.UUID(value)
     except ValueError as error:
-        raise InvalidRequest(f"{name} is an id.", param=name) from error
+        raise InvalidRequest(f"{name} must be an id.", param=name) from error
 
 
 def _moment(name: str, value: str) -> dt.datetime:
     try:
-        moment = parse_datetime(value.replace(" ", "+"))  # a plus that nobody escaped
+        moment = parse_datetime(value.replace(" ", "+"))  # an unescaped plus arrives as a blank
     except ValueError:
         moment = None
     if moment is None or not 2000 <= moment.year <= 9000:
-        raise InvalidRequest(f"{name} is a time: write it as 2026-01-31T12:00:00Z.", param=name)
+        raise InvalidRequest(f"{name} must be a time, as 2026-01-31T12:00:00Z.", param=name)
     return moment if moment.tzinfo else moment.replace(tzinfo=dt.UTC)
 
 
 _Filter = tuple[str, Callable[[str, str], Any], str]
-#: By the name of a query parameter: the look-up, how it is read, and what it is for.
+#: By query parameter: the look-up, its parser and its description.
 _FILTERS: dict[str, _Filter] = {
-    "model": ("model", _text, "Only requests that named this model."),
-    "endpoint": ("endpoint", _text, "Only those sent to this address: /v1/chat/completions, …"),
+    "model": ("model", _text, "Only requests for this model."),
+    "endpoint": ("endpoint", _text, "Only requests to this address: /v1/chat/completions, …"),
     "finish_reason": (
         "finish_reason",
         _text,
-        "Only requests that ended so: stop, length, cancelled, error, …",
+        "Only requests with this finish reason: stop, length, cancelled, error, …",
     ),
-    "error_code": ("error_code", _text, "Only requests that failed so."),
-    "stream": ("stream", _flag, "Only streamed ones, or only others: true or false."),
-    "api_key_id": ("api_key_id", _id, "Only this key's."),
-    "adapter_version_id": ("adapter_version_id", _id, "Only those that this version answered."),
-    "accepted_after": ("accepted_at__gte", _moment, "Only those accepted then or later."),
-    "accepted_before": ("accepted_at__lt", _moment, "Only those accepted before."),
+    "error_code": ("error_code", _text, "Only requests that failed with this code."),
+    "stream": ("stream", _flag, "Only streamed requests (true) or only others (false)."),
+    "api_key_id": ("api_key_id", _id, "Only requests with this key."),
+    "adapter_version_id": ("adapter_version_id", _id, "Only requests to this adapter version."),
+    "accepted_after": (
+        "accepted_at__gte",
+        _moment,
+        "Only requests accepted at this time or later.",
+    ),
+    "accepted_before": ("accepted_at__lt", _moment, "Only requests accepted before this time."),
 }
 
 
@@ -141,7 +150,7 @@ class RequestsView(TenantAPIView):
         responses=page_of(InferenceRequestSerializer),
     )
     def get(self, request: Request) -> Response:
-        """The tenant's requests that have ended, newest first."""
+        """List the tenant's requests that have ended, newest first."""
         rows = _with_content(InferenceRequest.objects.all())
         for name, (lookup, read, _) in _FILTERS.items():
             wanted = request.query_params.get(name)
@@ -175,11 +184,11 @@ class RequestContentSerializer(serializers.Serializer[StoredWords]):
     stored_at = serializers.DateTimeField()
     expires_at = serializers.DateTimeField()
     prompt = serializers.DictField(
-        help_text="What was asked: `messages` of a chat, else `text` or `token_ids`."
+        help_text="The prompt: `messages` of a chat, else `text` or `token_ids`."
     )
-    outputs = serializers.ListField(child=serializers.CharField(), help_text="What was answered.")
+    outputs = serializers.ListField(child=serializers.CharField(), help_text="The answers.")
     finish_reason = serializers.CharField()
-    is_truncated = serializers.BooleanField(help_text="Whether part was too long to be stored.")
+    is_truncated = serializers.BooleanField(help_text="Whether a part was too long to store.")
 
 
 class RequestContentView(TenantAPIView):
@@ -190,13 +199,13 @@ class RequestContentView(TenantAPIView):
 
     @extend_schema("request_content", responses=RequestContentSerializer)
     def get(self, request: Request, request_id: str) -> Response:
-        """What a request asked and was answered, if the tenant keeps that."""
+        """Return a request's prompt and answers, if the tenant stores them."""
         words = services.content_get(request_id=request_id)
         return Response(RequestContentSerializer(words).data)
 
     @extend_schema("request_content_delete", responses={204: None})
     def delete(self, request: Request, request_id: str) -> Response:
-        """Forget the words of a request; how it went stays in the log."""
+        """Delete a request's prompt and answers; its log line stays."""
         services.content_delete(request_id=request_id)
         return Response(status=204)
 
@@ -218,13 +227,13 @@ class LogPolicySetSerializer(StrictSerializer):
         required=False,
         min_value=1,
         max_value=MAX_CONTENT_DAYS,
-        help_text="Prompts and answers are deleted after so many days.",
+        help_text="The number of days after which prompts and answers are deleted.",
     )
     metadata_days = serializers.IntegerField(
         required=False,
         min_value=1,
         max_value=MAX_METADATA_DAYS,
-        help_text="Log lines are deleted after so many days; what was billed stays.",
+        help_text="The number of days after which log lines are deleted. Usage stays.",
     )
 
 
@@ -233,12 +242,12 @@ class LogPolicyView(TenantAPIView):
 
     @extend_schema("request_log", responses=LogPolicySerializer)
     def get(self, request: Request) -> Response:
-        """What the tenant keeps of its requests, and for how long."""
+        """Return what the tenant stores of its requests, and for how long."""
         return Response(LogPolicySerializer(services.log_policy()).data)
 
     @extend_schema("request_log_set", request=LogPolicySetSerializer, responses=LogPolicySerializer)
     def put(self, request: Request) -> Response:
-        """Choose what is kept. What is left out stays as it is."""
+        """Choose what is stored. Fields that are left out stay as they are."""
         body = LogPolicySetSerializer.parsed(request)
         policy = services.log_policy()
         policy = services.log_policy_set(
@@ -263,5 +272,5 @@ class RefusalsView(TenantAPIView):
 
     @extend_schema("refusals_list", PAGE_PARAMETERS, responses=page_of(RefusalHourSerializer))
     def get(self, request: Request) -> Response:
-        """How many requests were refused before they began, by hour (UTC) and reason."""
+        """Return how many requests were refused at admission, by hour (UTC) and reason."""
         return page(request, RefusalHour.objects.all(), RefusalHourSerializer, cursor="cursor")

@@ -27,8 +27,8 @@ class FindingSerializer(serializers.Serializer[Any]):
     status = serializers.ChoiceField(
         [status.value for status in Status],
         help_text=(
-            "`enforced`: no token that would break it is chosen; `checked`: the finished answer "
-            "is checked against it; `unsupported`: nothing looks at it; `annotation`: it asks for "
+            "`enforced`: tokens that would violate it are never chosen; `checked`: the finished "
+            "answer is checked against it; `unsupported`: it is ignored; `annotation`: it requires "
             "nothing."
         ),
     )
@@ -38,7 +38,7 @@ class FindingSerializer(serializers.Serializer[Any]):
 class SchemaReportSerializer(serializers.Serializer[Any]):
     object = serializers.CharField(default="schema_report")
     strict_ok = serializers.BooleanField(
-        help_text="Whether `strict: true` is accepted: every keyword is enforced or asks nothing."
+        help_text="Whether `strict: true` is accepted: each keyword is enforced or an annotation."
     )
     findings = FindingSerializer(many=True)
 
@@ -48,7 +48,7 @@ class LintView(TenantAPIView):
 
     @extend_schema(
         operation_id="schemas_lint",
-        summary="Say of every keyword of a schema whether it is enforced.",
+        summary="Report for every keyword of a schema whether it is enforced.",
         request=LintSerializer,
         responses=SchemaReportSerializer,
     )

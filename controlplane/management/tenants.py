@@ -26,8 +26,8 @@ from controlplane.tenants.permissions import DEFAULT_SCOPES
 
 _SCOPES_HELP = "What the key may do, as far as its owner's role allows."
 _MODELS_HELP = "Names it may put in `model`; `invoices` covers `invoices@3`. Empty: all."
-_IPS_HELP = "Addresses and networks it may come from. Empty: all."
-_GRACE_HELP = "How long the secret before this one goes on working."
+_IPS_HELP = "Addresses and networks it may be used from. Empty: all."
+_GRACE_HELP = "How long the previous secret still works."
 
 
 class ApiKeySerializer(serializers.ModelSerializer[ApiKey]):
@@ -40,19 +40,21 @@ class ApiKeySerializer(serializers.ModelSerializer[ApiKey]):
     owner = serializers.UUIDField(
         source="owner_id",
         allow_null=True,
-        help_text="The member who owns the key, if a member does.",
+        help_text="The member who owns the key, if any.",
     )
     service_account = serializers.UUIDField(
-        source="service_account_id", allow_null=True, help_text="The service account, if one's."
+        source="service_account_id",
+        allow_null=True,
+        help_text="The service account that owns the key, if any.",
     )
     parent = serializers.CharField(  # type: ignore[assignment]
         source="parent.public_id",
         default=None,
         allow_null=True,
-        help_text="The public id of the key that made it, if one did; its limits hold here too.",
+        help_text="The public id of the key that made it, if any; its limits also apply here.",
     )
     old_secret_until = serializers.DateTimeField(
-        allow_null=True, help_text="Until when the secret before the last rotation works."
+        allow_null=True, help_text="Until when the previous secret works."
     )
 
     class Meta:
@@ -89,7 +91,10 @@ class ApiKeyCreateSerializer(_RulesSerializer):
         help_text="Part of the key's text.",
     )
     service_account = serializers.UUIDField(
-        required=False, allow_null=True, default=None, help_text="Left out, the key is yours."
+        required=False,
+        allow_null=True,
+        default=None,
+        help_text="The service account that owns the key. If left out, the key is yours.",
     )
 
 
@@ -112,12 +117,12 @@ class ApiKeyRevokeSerializer(StrictSerializer):
     children = serializers.BooleanField(
         required=False,
         default=True,
-        help_text="Whether the keys that it made, and those that they made, end with it.",
+        help_text="Whether to revoke also the keys that it made, and those that they made.",
     )
 
 
 class ApiKeyCreatedSerializer(ApiKeySerializer):
-    key = serializers.CharField(help_text="The key itself; this is the only time it is shown.")
+    key = serializers.CharField(help_text="The key itself. It is shown only this time.")
 
     class Meta(ApiKeySerializer.Meta):
         fields = (*ApiKeySerializer.Meta.fields, "key")  # type: ignore[assignment]
@@ -128,15 +133,15 @@ class ApiKeysView(TenantAPIView):
 
     @extend_schema("keys_list", PAGE_PARAMETERS, responses=page_of(ApiKeySerializer))
     def get(self, request: Request) -> Response:
-        """The tenant's keys, newest first; never their secrets."""
+        """List the tenant's keys, newest first, without their secrets."""
         return page(request, ApiKey.objects.select_related("parent"), ApiKeySerializer)
 
     @extend_schema(request=ApiKeyCreateSerializer, responses={201: ApiKeyCreatedSerializer})
     def post(self, request: Request) -> Response:
-        """Make a key. The answer has its text, which cannot be had again.
+        """Make a key. The answer has its text, which cannot be read again.
 
-        Nobody gives a key more than they have. Left out, its scopes are a developer's, and its
-        models, its addresses and its end are those of the key that makes it.
+        Nobody can give a key more than they have. By default it has a developer's scopes, and the
+        models, addresses and expiry of the key that makes it.
         """
         body = ApiKeyCreateSerializer.parsed(request)
         own = self.principal.api_key
@@ -160,7 +165,7 @@ class ApiKeyView(TenantAPIView):
 
     @extend_schema(request=ApiKeyUpdateSerializer, responses=ApiKeySerializer)
     def patch(self, request: Request, public_id: str) -> Response:
-        """Change what a key is good for; it holds within a second. Its secret stays."""
+        """Change a key's name, expiry or rules; this takes effect in a second. Its secret stays."""
         key_services.api_key_get(public_id=public_id)
         changes = ApiKeyUpdateSerializer.parsed(request)
         api_key = key_services.api_key_update(
@@ -174,7 +179,7 @@ class ApiKeyRotateView(TenantAPIView):
 
     @extend_schema(request=ApiKeyRotateSerializer, responses=ApiKeyCreatedSerializer)
     def post(self, request: Request, public_id: str) -> Response:
-        """Give a key a new secret. The old one works on for a while, so nothing has to stop."""
+        """Give a key a new secret. The old one still works during the grace period."""
         key_services.api_key_get(public_id=public_id)
         body = ApiKeyRotateSerializer.parsed(request)
         api_key, text = key_services.api_key_rotate(
@@ -188,7 +193,7 @@ class ApiKeyRevokeView(TenantAPIView):
 
     @extend_schema(request=ApiKeyRevokeSerializer, responses=ApiKeySerializer)
     def post(self, request: Request, public_id: str) -> Response:
-        """End a key for good, and the keys that it made; they stop working within a second."""
+        """Revoke a key for ever, and the keys that it made; they stop working within a second."""
         key_services.api_key_get(public_id=public_id)
         body = ApiKeyRevokeSerializer.parsed(request)
         api_key = key_services.api_key_revoke(
@@ -203,7 +208,7 @@ def _default_rules(principal: Principal) -> KeyRules:
 
 
 def _rules(body: dict[str, Any], before: KeyRules) -> KeyRules:
-    """The rules of a body, with those it leaves out as they were before."""
+    """Return the rules of a body; those that it leaves out are from `before`."""
     return KeyRules(
         scopes=tuple(body.get("scopes", before.scopes)),
         allowed_models=tuple(body.get("allowed_models", before.allowed_models)),
@@ -212,7 +217,7 @@ def _rules(body: dict[str, Any], before: KeyRules) -> KeyRules:
 
 
 def _owner(principal: Principal, account_id: Any) -> Membership | ServiceAccount | None:
-    """Whose a new key is: the named service account's, else the caller's own."""
+    """Return a new key's owner: the named service account, else the caller's own."""
     if account_id is not None:
         try:
             return people.service_account_get(account_id=account_id)

@@ -26,16 +26,16 @@ from controlplane.tenants.auth import Permission
 from controlplane.training import services
 from controlplane.training.models import Dataset, Schedule, TrainingRun
 
-_NAME = OpenApiParameter("name", str, required=True, description="What runs call the dataset.")
+_NAME = OpenApiParameter("name", str, required=True, description="The dataset's name.")
 _ADAPTER = OpenApiParameter("adapter", str, description="Only the runs of this adapter.")
 _HYPERPARAMETERS_HELP = (
     "rank, alpha, target_modules, epochs, max_steps, batch_size, learning_rate, warmup_steps, "
-    "max_length, seed; what is left out takes the trainer's default."
+    "max_length, seed; the trainer's defaults apply to those left out."
 )
 
 
 class RowsParser(BaseParser):
-    """The body as bytes, of at most the length of a dataset, whatever its media type."""
+    """Reads a body of any media type as bytes, up to the limit of a dataset."""
 
     media_type = "*/*"
 
@@ -47,7 +47,7 @@ class RowsParser(BaseParser):
     ) -> bytes:
         content: bytes = stream.read(services.MAX_DATASET_BYTES + 1)
         if len(content) > services.MAX_DATASET_BYTES:
-            raise PayloadTooLarge(f"A dataset has at most {services.MAX_DATASET_BYTES} bytes.")
+            raise PayloadTooLarge(f"A dataset can have at most {services.MAX_DATASET_BYTES} bytes.")
         return content
 
 
@@ -70,9 +70,9 @@ class TrainingRunSerializer(serializers.ModelSerializer[TrainingRun]):
         source="version.number",
         default=None,
         allow_null=True,
-        help_text="The adapter's version that came of it.",
+        help_text="The adapter version that it made.",
     )
-    error = serializers.CharField(help_text="Why it failed; empty if it did not.")
+    error = serializers.CharField(help_text="Why it failed; empty if it did not fail.")
 
     class Meta:
         model = TrainingRun
@@ -125,7 +125,7 @@ class DatasetsView(TenantAPIView):
 
     @extend_schema("datasets_list", PAGE_PARAMETERS, responses=page_of(DatasetSerializer))
     def get(self, request: Request) -> Response:
-        """The tenant's datasets, newest first."""
+        """List the tenant's datasets, newest first."""
         return page(request, Dataset.objects.all(), DatasetSerializer)
 
     @extend_schema(
@@ -134,14 +134,14 @@ class DatasetsView(TenantAPIView):
         responses={201: DatasetSerializer},
     )
     def post(self, request: Request) -> Response:
-        """Upload chat JSONL: the body is the file. A known name means the new rows from now on.
+        """Upload chat JSONL: the body is the file. It replaces an existing dataset of this name.
 
-        Each line is {"messages": [{"role", "content"}, …]}; what the assistant says is learned.
+        Each line is {"messages": [{"role", "content"}, …]}; the assistant's messages are learned.
         """
         name = request.query_params.get("name")
         if name is None:
             raise InvalidRequest("Name the dataset: POST …/datasets?name=…", param="name")
-        # Without a body there is nothing to parse.
+        # Without a body the parser does not run.
         content = request.data if isinstance(request.data, bytes) else b""
         dataset = services.dataset_upload(name=name, content=content)
         return Response(DatasetSerializer(dataset).data, status=201)
@@ -162,7 +162,7 @@ class TrainingRunsView(TenantAPIView):
         responses=page_of(TrainingRunSerializer),
     )
     def get(self, request: Request) -> Response:
-        """The tenant's training runs, newest first."""
+        """List the tenant's training runs, newest first."""
         rows = TrainingRun.objects.select_related("adapter", "dataset", "version")
         adapter = request.query_params.get("adapter")
         if adapter is not None:
@@ -171,7 +171,7 @@ class TrainingRunsView(TenantAPIView):
 
     @extend_schema(request=TrainingRunCreateSerializer, responses={201: TrainingRunSerializer})
     def post(self, request: Request) -> Response:
-        """Train an adapter on a dataset. The result is its next version, and answers at once."""
+        """Train an adapter on a dataset. The result becomes its next version, live at once."""
         body = TrainingRunCreateSerializer.parsed(request)
         run = services.training_run_create(
             adapter_name=body["adapter"],
@@ -202,7 +202,7 @@ class TrainingRunCancelView(TenantAPIView):
 
     @extend_schema(request=None, responses=TrainingRunSerializer)
     def post(self, request: Request, run_id: uuid.UUID) -> Response:
-        """Stop a run that is queued or running; within seconds it is `cancelled`."""
+        """Cancel a run that is queued or running; it is `cancelled` within seconds."""
         run = services.training_run_cancel(run=_run(run_id))
         return Response(TrainingRunSerializer(run).data)
 
@@ -215,13 +215,13 @@ class ScheduleView(TenantAPIView):
 
     @extend_schema(responses=ScheduleSerializer)
     def get(self, request: Request, name: str) -> Response:
-        """When the adapter is retrained."""
+        """Return the adapter's schedule."""
         schedule = services.schedule_get(adapter=adapter_get(name=name))
         return Response(ScheduleSerializer(schedule).data)
 
     @extend_schema(request=ScheduleSetSerializer, responses=ScheduleSerializer)
     def put(self, request: Request, name: str) -> Response:
-        """Retrain the adapter whenever the cron line says, in its time zone."""
+        """Retrain the adapter by a cron line in a time zone; replaces its schedule."""
         adapter = adapter_get(name=name)
         body = ScheduleSetSerializer.parsed(request)
         schedule = services.schedule_set(
@@ -236,6 +236,6 @@ class ScheduleView(TenantAPIView):
 
     @extend_schema(responses={204: None})
     def delete(self, request: Request, name: str) -> Response:
-        """Retrain the adapter no more; runs that were begun go on."""
+        """Delete the schedule; runs that have started continue."""
         services.schedule_delete(adapter=adapter_get(name=name))
         return Response(status=204)

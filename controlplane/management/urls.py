@@ -1,4 +1,4 @@
-"""What is under /api/v1."""
+"""The addresses under /api/v1."""
 
 from django.urls import path
 

@@ -46,12 +46,12 @@ class UsageView(TenantAPIView):
         responses=UsageSerializer,
     )
     def get(self, request: Request) -> Response:
-        """Tokens and requests of the tenant, per day (UTC) and model, newest first."""
+        """Return the tenant's requests and tokens, per day (UTC) and model, newest first."""
         end = _day(request, "end") or timezone.now().date()
         start = _day(request, "start") or end - dt.timedelta(days=DEFAULT_DAYS - 1)
         if not 0 <= (end - start).days < MAX_DAYS:
             raise InvalidRequest(
-                f"start must not be after end, and at most {MAX_DAYS} days are given at a time.",
+                f"start must not be after end, and the range can have at most {MAX_DAYS} days.",
                 param="start",
             )
         return Response({"object": "list", "data": usage_by_day(start, end)})
@@ -64,7 +64,7 @@ def _day(request: Request, name: str) -> dt.date | None:
     try:
         day = dt.date.fromisoformat(text)
     except ValueError as error:
-        raise InvalidRequest(f"{name} is no date: write it as 2026-01-31.", param=name) from error
+        raise InvalidRequest(f"{name} must be a date, as 2026-01-31.", param=name) from error
     if not 2000 <= day.year <= 9000:
         raise InvalidRequest(f"{name} is out of range.", param=name)
     return day

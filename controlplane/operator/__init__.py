@@ -1,1 +1,1 @@
-"""/ops/v1 and /admin: what the platform's operators see and change."""
+"""/ops/v1 and /admin: the platform's operators see and change all tenants here."""

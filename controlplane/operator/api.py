@@ -1,4 +1,4 @@
-"""/ops/v1: what operators do, by a session of the console; no tenant's key opens it."""
+"""/ops/v1: the operators' API. It needs an operator's console session; API keys are refused."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ from controlplane.tenants.second_factor import is_kept_out
 
 
 class OperatorSessionAuthentication(SessionAuthentication):
-    """The session of a person who runs the platform; writes need the CSRF token."""
+    """Authenticates by an operator's session; writes need the CSRF token."""
 
     def authenticate(self, request: Request) -> tuple[User, None] | None:  # type: ignore[override]
         user = request._request.user
         if not isinstance(user, User) or not user.is_active:
             return None
         if not (user.is_staff and user.is_superuser):
-            raise PermissionDenied("Only operators may do this.")
+            raise PermissionDenied("Only operators can do this.")
         if is_kept_out(user):
             raise PermissionDenied(
-                "Operators need a second factor: set one up in the console, under Security.",
+                "Operators need a second factor. Set one up in the console, under Security.",
                 code="second_factor_required",
             )
         self.enforce_csrf(request)
@@ -75,7 +75,7 @@ class _OperatorScheme(OpenApiAuthenticationExtension):  # type: ignore[no-untype
 
 
 class OperatorAPIView(ManagementAPIView):
-    """A view across tenants, for operators alone."""
+    """A view across tenants, only for operators."""
 
     authentication_classes = (OperatorSessionAuthentication,)
 
@@ -87,7 +87,7 @@ class OperatorAPIView(ManagementAPIView):
 
 
 class TenantCreateSerializer(StrictSerializer):
-    slug = serializers.CharField(max_length=63, help_text="Stays as it is made.")
+    slug = serializers.CharField(max_length=63, help_text="It can never change.")
     name = serializers.CharField(max_length=200)
 
 
@@ -97,11 +97,11 @@ class TenantChangeSerializer(StrictSerializer):
 
 
 class BaseModelChangeSerializer(StrictSerializer):
-    is_active = serializers.BooleanField(required=False, help_text="Whether requests may name it.")
+    is_active = serializers.BooleanField(required=False, help_text="Whether requests may use it.")
     shutdown_date = serializers.DateField(
         required=False,
         allow_null=True,
-        help_text="From the beginning of this day (UTC) requests for it are refused; null: never.",
+        help_text="From this day (UTC) requests for it are refused; null: never.",
     )
 
 
@@ -122,7 +122,7 @@ class WorkerSerializer(serializers.Serializer[Any]):
     running = serializers.IntegerField(source="heartbeat.running")
     waiting = serializers.IntegerField(source="heartbeat.waiting")
     tokens_per_s = serializers.FloatField(source="heartbeat.tokens_per_s")
-    silent_s = serializers.FloatField(help_text="Since it was last heard of.")
+    silent_s = serializers.FloatField(help_text="Seconds since its last heartbeat.")
 
 
 class QueueSerializer(serializers.Serializer[Any]):
@@ -135,7 +135,7 @@ class QueueSerializer(serializers.Serializer[Any]):
 
 
 class DeadLetterSerializer(serializers.ModelSerializer[DeadLetter]):
-    """Without the job: an operator need not read a tenant's prompt."""
+    """A dead letter without its job: operators need not read a tenant's prompt."""
 
     object = serializers.CharField(default="dead_letter", read_only=True)
     tenant = serializers.CharField(source="tenant.slug")
@@ -157,14 +157,14 @@ class QuarantineSerializer(serializers.Serializer[Any]):
 class TenantsView(OperatorAPIView):
     @extend_schema("ops_tenants_list", PAGE_PARAMETERS, responses=page_of(TenantSerializer))
     def get(self, request: Request) -> Response:
-        """Every tenant, newest first."""
+        """List all tenants, newest first."""
         return page(request, Tenant.objects.all(), TenantSerializer)
 
     @extend_schema(
         "ops_tenants_create", request=TenantCreateSerializer, responses={201: TenantSerializer}
     )
     def post(self, request: Request) -> Response:
-        """Make a tenant. Its first owner is added by `manage.py member_add`."""
+        """Make a tenant. Add its first owner with `manage.py member_add`."""
         body = TenantCreateSerializer.parsed(request)
         tenant = services.tenant_create(slug=body["slug"], name=body["name"])
         return Response(TenantSerializer(tenant).data, status=201)
@@ -190,7 +190,7 @@ class TenantView(OperatorAPIView):
 class TenantLimitsView(OperatorAPIView):
     @extend_schema("ops_tenants_limits_set", request=RatesSerializer, responses=LimitSerializer)
     def put(self, request: Request, slug: str) -> Response:
-        """Set what bounds a tenant as a whole. It cannot change this itself."""
+        """Set the limits of a whole tenant. The tenant cannot change them."""
         tenant = _tenant(slug)
         body = RatesSerializer.parsed(request)
         with tenant_scope(tenant.id):
@@ -201,13 +201,13 @@ class TenantLimitsView(OperatorAPIView):
 class TenantQuotaView(OperatorAPIView):
     @extend_schema("ops_tenants_quota", responses=QuotaSerializer)
     def get(self, request: Request, slug: str) -> Response:
-        """What a tenant may have at a time, and has."""
+        """Return a tenant's quotas and their use."""
         with tenant_scope(_tenant(slug).id):
             return Response(QuotaSerializer(quotas.quota_state()).data)
 
     @extend_schema("ops_tenants_quota_set", request=QuotaSetSerializer, responses=QuotaSerializer)
     def put(self, request: Request, slug: str) -> Response:
-        """Set what a tenant may have at a time. What it has already stays."""
+        """Set a tenant's quotas. What it already has stays."""
         tenant = _tenant(slug)
         body = QuotaSetSerializer.parsed(request)
         with tenant_scope(tenant.id):
@@ -220,7 +220,7 @@ class BaseModelsView(OperatorAPIView):
         "ops_base_models_list", PAGE_PARAMETERS, responses=page_of(OperatorBaseModelSerializer)
     )
     def get(self, request: Request) -> Response:
-        """Every base model, also those that are switched off."""
+        """List all base models, also those that are switched off."""
         return page(request, BaseModel.objects.all(), OperatorBaseModelSerializer)
 
 
@@ -231,7 +231,7 @@ class BaseModelView(OperatorAPIView):
         responses=OperatorBaseModelSerializer,
     )
     def patch(self, request: Request, name: str) -> Response:
-        """Switch a base model, and every adapter of it, off or on, or say on which day it ends."""
+        """Switch a base model and its adapters off or on, or set the shutdown date."""
         row = BaseModel.objects.filter(name=name).first() if is_slug(name) else None
         if row is None:
             raise NotFound("There is no such base model.")
@@ -247,7 +247,7 @@ class BaseModelView(OperatorAPIView):
 class WorkersView(OperatorAPIView):
     @extend_schema("ops_workers_list", PAGE_PARAMETERS, responses=page_of(WorkerSerializer))
     def get(self, request: Request) -> Response:
-        """The pool's workers as they last described themselves, by name."""
+        """List the pool's workers by name, with their last heartbeat."""
         found = sorted(workers(), key=lambda worker: worker.heartbeat.worker_id)
         return page_of_items(request, found, WorkerSerializer, cursor="id")
 
@@ -255,7 +255,7 @@ class WorkersView(OperatorAPIView):
 class WorkerDrainView(OperatorAPIView):
     @extend_schema("ops_workers_drain", request=None, responses={202: WorkerSerializer})
     def post(self, request: Request, worker_id: str) -> Response:
-        """Let a worker finish what it runs and take no more. Starting it anew ends that."""
+        """Let a worker finish its requests and take no more. A restart ends that."""
         pool.worker_drain(worker_id=worker_id)
         return Response(WorkerSerializer(pool.worker_get(worker_id=worker_id)).data, status=202)
 
@@ -263,7 +263,7 @@ class WorkerDrainView(OperatorAPIView):
 class QueuesView(OperatorAPIView):
     @extend_schema("ops_queues_list", PAGE_PARAMETERS, responses=page_of(QueueSerializer))
     def get(self, request: Request) -> Response:
-        """What waits for a worker, per base model."""
+        """List what waits for a worker, per base model."""
         return page_of_items(request, pool.queues(), QueueSerializer, cursor="base_model")
 
 
@@ -272,14 +272,14 @@ class DeadLettersView(OperatorAPIView):
         "ops_dead_letters_list", PAGE_PARAMETERS, responses=page_of(DeadLetterSerializer)
     )
     def get(self, request: Request) -> Response:
-        """Requests that ended every worker that ran them, newest first."""
+        """List requests that crashed every worker that ran them, newest first."""
         return page(request, DeadLetter.objects.select_related("tenant"), DeadLetterSerializer)
 
 
 class DeadLetterRequeueView(OperatorAPIView):
     @extend_schema("ops_dead_letters_requeue", request=None, responses=DeadLetterSerializer)
     def post(self, request: Request, letter_id: uuid.UUID) -> Response:
-        """Run it again, once, in the batch class and under a new id."""
+        """Run the request again, once, in the batch class and with a new id."""
         rows = DeadLetter.objects.select_related("tenant")
         letter = rows.filter(pk=letter_id).first()
         if letter is None:
@@ -291,7 +291,7 @@ class DeadLetterRequeueView(OperatorAPIView):
 class QuarantineView(OperatorAPIView):
     @extend_schema("ops_quarantine_list", PAGE_PARAMETERS, responses=page_of(QuarantineSerializer))
     def get(self, request: Request) -> Response:
-        """The adapters that are not served because workers ended with them, newest first."""
+        """List adapters that are not served because they crashed workers, newest first."""
         rows: list[Any] = [
             {"digest": digest, "since": at} for digest, at in dead_letters.quarantined().items()
         ]
@@ -302,7 +302,7 @@ class QuarantineView(OperatorAPIView):
 class QuarantinedAdapterView(OperatorAPIView):
     @extend_schema("ops_quarantine_release", responses={204: None})
     def delete(self, request: Request, digest: str) -> Response:
-        """Serve an adapter again."""
+        """Release an adapter, so that it is served again."""
         if not dead_letters.quarantine_release(digest):
             raise NotFound("This adapter is not quarantined.")
         return Response(status=204)

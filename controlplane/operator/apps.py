@@ -8,5 +8,5 @@ class OperatorConfig(AdminConfig):
 
     def ready(self) -> None:
         super().ready()
-        # Registers our pages, and takes away those that other apps have registered by now.
+        # Registers our pages, and removes some that other apps have registered.
         from controlplane.operator import admin  # noqa: F401

@@ -1,4 +1,4 @@
-"""The pool as an operator sees and steers it: queues, and the order to a worker to drain."""
+"""The worker pool for operators: its queues, and the order to a worker to drain."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from controlplane.errors import NotFound
 from controlplane.infra.redis_client import redis_client
 from controlplane.queue.workers import WorkerStatus, workers
 
-#: Orders to a worker are few; what is older than this many is read.
+#: Length of a worker's order stream: orders are few, and older ones have been read.
 _MAX_ORDERS = 1000
 
 
 def worker_get(*, worker_id: str) -> WorkerStatus:
-    """Raises NotFound, Unavailable when Redis does not answer."""
+    """Return the worker. Raises NotFound, Unavailable when Redis does not answer."""
     for worker in workers():
         if worker.heartbeat.worker_id == worker_id:
             return worker
@@ -28,7 +28,7 @@ def worker_get(*, worker_id: str) -> WorkerStatus:
 
 @transaction.atomic
 def worker_drain(*, worker_id: str) -> None:
-    """Tell a worker to finish what it runs and take no more. Raises NotFound, Unavailable."""
+    """Tell a worker to finish its requests and take no more. Raises NotFound, Unavailable."""
     worker_get(worker_id=worker_id)
     record_named("drained", "worker", worker_id, after={"pool": settings.POOL})
     order = protocol.ControlMessage(action=protocol.Control.DRAIN)
@@ -38,7 +38,7 @@ def worker_drain(*, worker_id: str) -> None:
 
 
 def queues() -> list[dict[str, Any]]:
-    """What waits, per base model: requests, their tokens, and tenants per class.
+    """Return what waits, per base model: requests, their tokens, and tenants per class.
 
     Raises Unavailable when Redis does not answer.
     """

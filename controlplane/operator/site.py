@@ -1,4 +1,4 @@
-"""The operator's site: its menu, and the page of the live workers."""
+"""The operator's site: its menu, and the page of live workers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from controlplane.errors import Unavailable
 from controlplane.queue.workers import WorkerStatus, workers
 from controlplane.tenants.second_factor import is_kept_out
 
-#: Groups of (title, icon of Material Symbols, view), in the order of an operator's work.
+#: Groups of (title, icon of Material Symbols, view).
 _MENU = {
     "Platform": (
         ("Workers", "memory", "workers"),
@@ -48,7 +48,7 @@ def logo(request: HttpRequest) -> str:
 
 
 def navigation(request: HttpRequest) -> list[dict[str, Any]]:
-    """The menu in the form that unfold takes."""
+    """Return the menu in unfold's format."""
     return [
         {
             "title": group,
@@ -62,10 +62,10 @@ def navigation(request: HttpRequest) -> list[dict[str, Any]]:
 
 
 class OperatorSite(UnfoldAdminSite):  # type: ignore[misc]
-    """The admin site with the workers' page."""
+    """The admin site, with a page of workers."""
 
     def has_permission(self, request: HttpRequest) -> bool:
-        """Asked several times for a page, by its menu too; the answer is looked up once."""
+        """Return whether an operator asks. Called several times per page; queries only once."""
         if not super().has_permission(request):
             return False
         if not hasattr(request, "operator_is_kept_out"):
@@ -78,10 +78,10 @@ class OperatorSite(UnfoldAdminSite):  # type: ignore[misc]
     def login(
         self, request: HttpRequest, extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
-        """The console's sign-in, which slows down guessing; nobody signs in here.
+        """Redirect to the console's sign-in, which slows down guessing.
 
-        Who has signed in and may not enter comes here, too: an operator without a second factor
-        is led to set one up.
+        People who are signed in but may not enter come here, too: operators without a second factor
+        are redirected to the page where they set one up.
         """
         if super().has_permission(request):
             is_in = self.has_permission(request)
@@ -92,7 +92,7 @@ class OperatorSite(UnfoldAdminSite):  # type: ignore[misc]
         return redirect(f"{settings.LOGIN_URL}?{urlencode({REDIRECT_FIELD_NAME: target})}")
 
     def workers(self, request: HttpRequest) -> TemplateResponse:
-        """The workers that send heartbeats, straight from Redis."""
+        """Show the workers that send heartbeats, from Redis."""
         problem, found = "", []
         try:
             found = sorted(workers(), key=lambda worker: worker.heartbeat.worker_id)
@@ -119,7 +119,7 @@ _HEADERS = [
     "Adapters",
     "Tokens/s",
     "Step",
-    "Heard of",
+    "Last heartbeat",
 ]
 #: How many of a worker's resident adapters are named.
 _SHOWN_ADAPTERS = 3
@@ -151,7 +151,7 @@ def _state(worker: WorkerStatus) -> str:
 
 
 def _adapters(digests: Sequence[str]) -> str:
-    """How many there are, and the beginnings of the first few."""
+    """Return how many there are, and the first digits of some."""
     if not digests:
         return "none"
     shown = ", ".join(digest[:8] for digest in digests[:_SHOWN_ADAPTERS])

@@ -1,4 +1,4 @@
-"""What is under /ops/v1."""
+"""The addresses under /ops/v1."""
 
 from django.urls import path
 

@@ -1,4 +1,4 @@
-"""The operator's pages of rows: each module registers its pages when it is imported."""
+"""The operator's pages: each module registers its pages when it is imported."""
 
 from controlplane.operator.admin import (  # noqa: F401
     adapters,

@@ -1,4 +1,4 @@
-"""The operator's pages for base models, and a look at the tenants' adapters."""
+"""The operator's pages for base models, and read-only pages for the tenants' adapters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from controlplane.operator.admin.base import AuditedAdmin, ReadOnlyAdmin
 
 
 class BaseModelForm(forms.ModelForm):  # type: ignore[type-arg]
-    """Checks that the config has the shapes that adapters are held against."""
+    """Checks that the config has the shapes that adapters must fit."""
 
     def clean_config(self) -> Any:
         config = self.cleaned_data["config"]
@@ -39,7 +39,7 @@ class BaseModelAdmin(AuditedAdmin):
     search_fields = ("name", "revision")
 
     def get_readonly_fields(self, request: HttpRequest, obj: BaseModel | None = None) -> Any:
-        # Adapters were checked against these; another revision is another base model.
+        # Adapters were checked against these fields; another revision is another base model.
         return ("name", "revision", "config", "created_at") if obj else ("created_at",)
 
     @admin.display(description="Revision")
@@ -86,6 +86,6 @@ class AdapterVersionAdmin(ReadOnlyAdmin):
         reasons = ((reason.get("field"), reason.get("message")) for reason in version.reasons)
         return format_html_join("\n", "<p><code>{}</code> {}</p>", reasons) or "–"
 
-    @admin.display(description="Found by the checks")
+    @admin.display(description="Facts from the check")
     def found(self, version: AdapterVersion) -> str:
         return format_html("<pre>{}</pre>", json.dumps(version.report, indent=2))

@@ -1,4 +1,4 @@
-"""What the operator's pages share."""
+"""Base classes of the operator's pages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from controlplane.audit.services import record
 
 
 class AuditedAdmin(ModelAdmin):
-    """Rows that operators change: each change is in the audit trail, by the names of its fields."""
+    """Rows that operators change; the audit trail records each change with its fields' names."""
 
     def save_model(self, request: HttpRequest, obj: Any, form: Any, change: bool) -> None:
         super().save_model(request, obj, form, change)
@@ -31,7 +31,7 @@ class AuditedAdmin(ModelAdmin):
             record("deleted", row)
 
     def log_change(self, request: HttpRequest, obj: Any, message: Any) -> Any:
-        # Django's page for setting a password saves past `save_model`, and says so here alone.
+        # Django's page for setting a password does not call `save_model`, only this.
         if request.path.endswith("/password/"):
             with transaction.atomic():
                 record("password_set", obj)
@@ -51,9 +51,9 @@ class AuditedAdmin(ModelAdmin):
 
 
 class ReadOnlyAdmin(ModelAdmin):
-    """Rows that the platform writes: to look at, and to act on by actions alone."""
+    """Rows that the platform writes: operators can read them and run actions on them."""
 
-    # Counting millions of rows to say how many a filter left out takes longer than the page.
+    # Counting millions of rows without the filter takes longer than the page itself.
     show_full_result_count = False
 
     def has_add_permission(self, request: HttpRequest) -> bool:

@@ -1,4 +1,4 @@
-"""The request log: how requests went, never what they said."""
+"""The request log, without prompts and answers."""
 
 from __future__ import annotations
 

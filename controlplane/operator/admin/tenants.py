@@ -23,9 +23,9 @@ from controlplane.tenants.models import ApiKey, Membership, Tenant, User
 from controlplane.tenants.services import api_key_revoke, tenant_status_set
 from controlplane.tenants.signin_audit import second_factors_remove
 
-# Roles are a membership's matter; Django's groups would be a second, unused answer.
+# Memberships have roles; Django's groups are not used.
 admin.site.unregister(Group)
-# A person's own matters; allauth's pages would show what nobody else has to see.
+# Allauth's pages would show personal data that nobody else needs to see.
 for _model in (EmailAddress, Authenticator, SocialAccount, SocialApp, SocialToken, UserSession):
     admin.site.unregister(_model)
 
@@ -37,7 +37,7 @@ class MembershipInline(TabularInline):
     fields = ("user", "role")
 
     def formfield_for_dbfield(self, db_field: Any, request: HttpRequest, **kwargs: Any) -> Any:
-        """Named, for who does not see the column's head."""
+        """Name the field for screen readers: the label is only in the table's header."""
         field = super().formfield_for_dbfield(db_field, request, **kwargs)
         if field is not None:
             field.widget.attrs["aria-label"] = str(field.label or db_field.verbose_name)
@@ -54,11 +54,11 @@ class TenantAdmin(AuditedAdmin):
     actions = ("suspend", "reactivate")
 
     def get_readonly_fields(self, request: HttpRequest, obj: Tenant | None = None) -> Any:
-        # A slug is in URLs and logs: it stays as it was made.
+        # A slug is in URLs and logs, so it never changes.
         return ("slug", "created_at") if obj else ("created_at",)
 
     def has_delete_permission(self, request: HttpRequest, obj: Tenant | None = None) -> bool:
-        # Deleting a tenant also concerns its objects and caches: that is no admin page's work.
+        # An admin page cannot delete a tenant's objects and caches.
         return False
 
     @admin.action(description="Suspend: refuse their keys and sign-ins")
@@ -81,14 +81,14 @@ class TenantAdmin(AuditedAdmin):
 
 
 class PersonCreationForm(UserCreationForm):
-    """Django's form with the e-mail address in place of a user name."""
+    """Django's form with an e-mail address instead of a user name."""
 
     class Meta:
         model = User
         fields = ("email",)
 
     def clean_email(self) -> str:
-        # Addresses are stored in lower case: sign-in looks for that.
+        # Addresses are stored in lower case, as sign-in expects.
         return str(self.cleaned_data["email"]).lower()
 
 
@@ -118,15 +118,15 @@ class PersonAdmin(UserAdmin, AuditedAdmin):  # type: ignore[type-arg]
     def save_model(self, request: HttpRequest, obj: User, form: Any, change: bool) -> None:
         super().save_model(request, obj, form, change)
         if "email" in form.changed_data:
-            # The operator answers for it; the one before opens nothing any more.
+            # The operator vouches for the new address; the old one is no longer valid.
             address_set(obj, is_proven=True)
 
-    @admin.action(description="Remove second factors: for who has lost them and their codes")
+    @admin.action(description="Remove second factors (of people who lost them and their codes)")
     def remove_second_factors(self, request: HttpRequest, queryset: QuerySet[User]) -> None:
         for user in queryset:
             second_factors_remove(user)
         self.message_user(
-            request, f"{len(queryset)} people sign in by password alone now.", messages.SUCCESS
+            request, f"{len(queryset)} people now sign in by password only.", messages.SUCCESS
         )
 
 
@@ -161,7 +161,7 @@ class ApiKeyAdmin(ReadOnlyAdmin):
     def ending(self, api_key: ApiKey) -> str:
         return f"…{api_key.last4}"
 
-    @admin.action(description="Revoke: refuse these keys, and those they made, from now on")
+    @admin.action(description="Revoke these keys and the keys that they made")
     def revoke(self, request: HttpRequest, queryset: QuerySet[ApiKey]) -> None:
         keys = list(queryset.filter(revoked_at=None).values_list("tenant_id", "public_id"))
         for tenant_id, public_id in keys:

@@ -1,4 +1,4 @@
-"""A look at the tenants' datasets, training runs and schedules."""
+"""Read-only pages for the tenants' datasets, training runs and schedules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was used, by whom."""
+"""Read-only pages for usage."""
 
 from __future__ import annotations
 
