@@ -1,1 +1,1 @@
-"""The web console for tenants' people, with sign-in."""
+"""The web console for the people of tenants, with sign-in."""

@@ -1,4 +1,4 @@
-"""Who may open a page of the console, and for which tenant it acts.
+"""Access to the console's pages: who may open one, and for which tenant it acts.
 
 Every page of a signed-in person goes through `member_page`: it finds the person's tenant, enters
 its scope, asks for the permission, and turns what goes wrong into a page. `account_page` is for a
@@ -50,7 +50,7 @@ class Member:
 
     @property
     def grantable_roles(self) -> list[Role]:
-        """The roles that they may hand on: nobody gives more than they have."""
+        """Return the roles that they may grant: nobody grants more than they have."""
         return [role for role in Role if PERMISSIONS[role] <= self.principal.permissions]
 
     @property
@@ -95,7 +95,7 @@ class Member:
 
 
 class ConsoleRequest(HttpRequest):
-    """What `member_page` hands to a view."""
+    """The request that `member_page` passes to a view."""
 
     user: User  # type: ignore[assignment]
     htmx: HtmxDetails
@@ -103,11 +103,11 @@ class ConsoleRequest(HttpRequest):
 
 
 class AccountRequest(HttpRequest):
-    """What `account_page` hands to a view."""
+    """The request that `account_page` passes to a view."""
 
     user: User  # type: ignore[assignment]
     member: Member | None
-    #: The tenant that lets the person in once they have a second factor.
+    #: The tenant that the person can enter once they have a second factor.
     second_factor_for: Tenant | None
 
 
@@ -115,9 +115,9 @@ Page = Callable[..., HttpResponse]
 
 
 def member_page(view: Page | None = None, *, permission: Permission = Permission.READ) -> Any:
-    """A page inside the scope of the signed-in person's tenant, for roles with the permission.
+    """Run a view in the scope of the signed-in person's tenant, for roles with the permission.
 
-    Nobody signed in is sent to sign in. Another tenant's object is a 404, like a missing one.
+    Others are redirected to sign in. Another tenant's object is a 404, like a missing one.
     """
     if view is None:
         return functools.partial(member_page, permission=permission)
@@ -142,7 +142,7 @@ def member_page(view: Page | None = None, *, permission: Permission = Permission
 
 
 def account_page(view: Page) -> Page:
-    """A page of the signed-in person's own account: of no tenant, and so open without one.
+    """Run a view of the signed-in person's own account; it needs no tenant.
 
     `request.member` is None when the person cannot enter a tenant now.
     """
@@ -164,8 +164,8 @@ def account_page(view: Page) -> Page:
 
 
 def tenants_of(user: User) -> tuple[Tenant, ...]:
-    """The active tenants that a person belongs to, by name."""
-    with all_tenants(reason="which tenants a signed-in person may switch to"):
+    """Return the active tenants that a person belongs to, by name."""
+    with all_tenants(reason="find the tenants that a signed-in person may switch to"):
         return tuple(
             Tenant.objects.filter(
                 id__in=user.memberships.values("tenant_id"), status=Tenant.Status.ACTIVE
@@ -174,7 +174,7 @@ def tenants_of(user: User) -> tuple[Tenant, ...]:
 
 
 def choose_tenant(request: HttpRequest, tenant_id: str) -> None:
-    """Act in another of the person's tenants from now on. Raises NotFound when it is not theirs."""
+    """Switch the session to another tenant of the person. Raises NotFound if it is not theirs."""
     assert isinstance(request.user, User)
     chosen = next((t for t in tenants_of(request.user) if str(t.id) == tenant_id), None)
     if chosen is None:
@@ -185,7 +185,7 @@ def choose_tenant(request: HttpRequest, tenant_id: str) -> None:
 def _find_member(request: HttpRequest) -> Member | None:
     principal = session_principal(request)
     if principal is None and request.session.pop(SESSION_TENANT_KEY, None) is not None:
-        # The membership behind the choice has ended; there may be another.
+        # The membership in the chosen tenant has ended; there may be another.
         principal = session_principal(request)
     if principal is None:
         return None
@@ -218,7 +218,7 @@ def _run(
     try:
         authorize(request.member.principal, permission)
         if any("\0" in str(value) for value in kwargs.values()):
-            raise Http404  # a name that no row can have, nor PostgreSQL look up
+            raise Http404  # no row can have this name, and PostgreSQL cannot look it up
         return view(request, *args, **kwargs)
     except Http404:
         error: ApiError = NotFound("There is no such page.")
@@ -236,6 +236,6 @@ def _to_sign_in(request: HttpRequest) -> HttpResponse:
 
 def _elsewhere(request: HttpRequest, path: str, query: str = "") -> HttpResponse:
     if request.headers.get("HX-Request"):
-        # A fragment must not be replaced by a whole page: the whole window goes there.
+        # A whole page must not replace a fragment: redirect the whole window.
         return HttpResponse(status=204, headers={"HX-Redirect": path})
     return redirect(f"{path}?{query}" if query else path)

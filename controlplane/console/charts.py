@@ -1,4 +1,4 @@
-"""Numbers to shapes: what the templates draw as SVG. Pure functions."""
+"""Compute the shapes of charts, which the templates draw as SVG. Pure functions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class BarChart:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StackedBar:
-    """The parts of one bar, lowest first, each with the number of its series; one tooltip."""
+    """The parts of one bar, lowest first, each with the number of its series, and one tooltip."""
 
     label: str
     parts: tuple[tuple[int, Bar], ...]
@@ -59,9 +59,10 @@ def bar_chart(
     height: int = 120,
     top: float | None = None,
 ) -> BarChart:
-    """Bars side by side, one for each (label, value); the largest has the full height.
+    """Make one bar for each (label, value); the largest has the full height.
 
-    A value above zero is at least two units high: a single request stays visible beside thousands.
+    A bar of a value above zero is at least two units high, so that one request stays visible beside
+    thousands.
 
     top  the value of full height, for charts on one scale; None: the largest
     """
@@ -86,7 +87,7 @@ def bar_chart(
 def stacked_chart(
     values: Sequence[tuple[str, Sequence[float]]], *, width: int = 600, height: int = 160
 ) -> StackedChart:
-    """Bars side by side, one for each (label, values of the series), the values on each other."""
+    """Make one bar for each (label, values of the series), with the values stacked."""
     top = max((sum(parts) for _, parts in values), default=0.0)
     step = width / max(len(values), 1)
     bars = []
@@ -118,9 +119,9 @@ def span_bar(
     width: int = 600,
     height: int = 12,
 ) -> StackedBar:
-    """One bar from left to right: of each span (series, its begin, its end).
+    """Make one horizontal bar of spans (series, begin, end).
 
-    What lies past `top` is cut off; the last span with any length is at least two units wide.
+    The part beyond `top` is cut off; the last span that is not empty is at least two units wide.
     """
     per_unit = width / top if top > 0 else 0.0
     drawn = []
@@ -150,9 +151,9 @@ def span_bar(
 
 
 def common_scale(values: Sequence[float]) -> float:
-    """A full bar's value where bars are compared: the largest, or 1.5 times the usual one.
+    """Return a common full value for bars: the largest, or 1.5 times the 90th percentile.
 
-    The usual is what nine of ten do not exceed: one that took a minute leaves the others visible.
+    So one request that took a minute leaves the others visible.
     """
     if not values:
         return 0.0
@@ -163,7 +164,7 @@ def common_scale(values: Sequence[float]) -> float:
 def line_chart(
     points: Sequence[tuple[float, float]], *, width: int = 600, height: int = 160
 ) -> LineChart | None:
-    """A line through (x, y) points, in the order of x; None with fewer than two."""
+    """Make a line through (x, y) points in the order of x; None for fewer than two."""
     if len(points) < 2:
         return None
     xs, ys = [x for x, _ in points], [y for _, y in points]

@@ -1,4 +1,4 @@
-"""The console's forms: what can be said about a field before a service is asked."""
+"""The console's forms: they check fields before a service is called."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SCOPE_LABELS: dict[Permission, str] = {
     Permission.BATCHES_WRITE: "start batches",
     Permission.USAGE_READ: "read usage",
     Permission.REQUESTS_READ: "read the list of requests",
-    Permission.REQUESTS_CONTENT: "read what was asked and answered",
+    Permission.REQUESTS_CONTENT: "read prompts and answers",
     Permission.AUDIT_READ: "read the audit trail",
     Permission.LIMITS_MANAGE: "set limits and budgets",
     Permission.KEYS_MANAGE: "manage keys",
@@ -45,9 +45,9 @@ SCOPE_LABELS: dict[Permission, str] = {
 
 
 def add_service_error(form: forms.Form, message: str, param: str | None) -> None:
-    """Show what a service refused beside the field it names, or above the form.
+    """Show a service's error beside the field that it names, or above the form.
 
-    A dotted path such as `hyperparameters.rank` names its last part.
+    Of a dotted path such as `hyperparameters.rank` the last part is the field.
     """
     field = (param or "").rpartition(".")[2]
     form.add_error(field if field in form.fields else None, message)
@@ -57,7 +57,7 @@ class PasswordForm(forms.Form):
     password = forms.CharField(
         label="Password",
         max_length=1024,
-        help_text="Choose one, or give yours if this address has an account here.",
+        help_text="Choose one, or enter yours if this address already has an account.",
         strip=False,
         widget=forms.PasswordInput(attrs={"autocomplete": "new-password"}),
     )
@@ -70,7 +70,7 @@ class UploadForm(forms.Form):
         label="Adapter name",
         max_length=63,
         validators=[slug_validator],
-        help_text="Requests name it as their model. An existing name gets a new version.",
+        help_text="The model name in requests. An existing name gets a new version.",
         widget=forms.TextInput(
             attrs={"placeholder": "invoices", "autocomplete": "off", "spellcheck": "false"}
         ),
@@ -93,7 +93,7 @@ class UploadForm(forms.Form):
 
 
 class Lines(forms.CharField):
-    """Several values, one a line or between commas; cleaned, a tuple without empty ones."""
+    """Several values, separated by lines or commas; the cleaned value is a tuple."""
 
     def __init__(self, **options: Any) -> None:
         attrs = {"rows": 3, "spellcheck": "false", "class": "mono", **options.pop("attrs", {})}
@@ -109,19 +109,19 @@ class Lines(forms.CharField):
 
 
 class KeyRulesForm(forms.Form):
-    """What a key is good for; a scope that its maker lacks cannot be chosen."""
+    """A key's rules; scopes that the person lacks cannot be chosen."""
 
     name = forms.CharField(
         label="Name",
         max_length=100,
-        help_text="Say where it is used, so that you know what stops when you revoke it.",
+        help_text="Name the place where it is used, so that you know what stops if you revoke it.",
         widget=forms.TextInput(attrs={"placeholder": "billing-service", "autocomplete": "off"}),
     )
     scopes = forms.MultipleChoiceField(
         label="It may", widget=forms.CheckboxSelectMultiple, help_text=""
     )
     allowed_models = Lines(
-        label="Only these models", help_text="“invoices” also stands for invoices@3. Empty: all."
+        label="Only these models", help_text="“invoices” also allows invoices@3. Empty: all."
     )
     allowed_ips = Lines(
         label="Only from these addresses", help_text="192.0.2.7 or 192.0.2.0/24. Empty: all."
@@ -136,7 +136,7 @@ class KeyRulesForm(forms.Form):
         field.initial = [scope for scope in DEFAULT_SCOPES if scope in mine]
 
     def rules(self) -> KeyRules:
-        """The form must be valid."""
+        """Return the rules; the form must be valid."""
         return KeyRules(
             scopes=tuple(self.cleaned_data["scopes"]),
             allowed_models=self.cleaned_data["allowed_models"],
@@ -153,7 +153,7 @@ class KeyForm(KeyRulesForm):
         queryset=BaseModel.objects.none(),
         required=False,
         empty_label="Me",
-        help_text="A service account’s key goes on when you leave.",
+        help_text="A service account’s key still works when you leave the tenant.",
     )
     lifetime = forms.ChoiceField(label="Expires", choices=LIFETIMES)
     environment = forms.ChoiceField(choices=ApiKey.Environment.choices)
@@ -163,7 +163,7 @@ class KeyForm(KeyRulesForm):
         _choices(self, "owner").queryset = ServiceAccount.objects.order_by("name")
 
     def expires_at(self) -> dt.datetime | None:
-        """The moment chosen by `lifetime`; the form must be valid."""
+        """Return the moment chosen by `lifetime`; the form must be valid."""
         days = self.cleaned_data["lifetime"]
         return None if days == "never" else timezone.now() + dt.timedelta(days=int(days))
 
@@ -179,10 +179,10 @@ class KeyEditForm(KeyRulesForm):
 class RotateForm(forms.Form):
     GRACES = (("86400", "For a day"), ("604800", "For a week"), ("0", "Not at all"))
 
-    grace = forms.ChoiceField(label="The old key goes on working", choices=GRACES)
+    grace = forms.ChoiceField(label="The old key still works", choices=GRACES)
 
     def grace_s(self) -> int:
-        """The seconds chosen; the form must be valid."""
+        """Return the chosen seconds; the form must be valid."""
         return int(self.cleaned_data["grace"])
 
 
@@ -191,18 +191,18 @@ class DatasetForm(forms.Form):
         label="Name",
         max_length=63,
         validators=[slug_validator],
-        help_text="An existing name is replaced for later runs.",
+        help_text="If the name exists, later runs use the new file.",
         widget=forms.TextInput(attrs={"placeholder": "invoices-2026", "autocomplete": "off"}),
     )
     file = forms.FileField(
         label="JSONL file",
-        help_text='One chat a line: {"messages": [{"role": "user", "content": "…"}, …]}',
+        help_text='One chat per line: {"messages": [{"role": "user", "content": "…"}, …]}',
         widget=forms.FileInput(attrs={"accept": ".jsonl,.json,application/jsonl"}),
     )
 
 
 class TrainForm(forms.Form):
-    """A training run now, of a known adapter or one to be made."""
+    """Starts a training run of an existing or a new adapter."""
 
     adapter = forms.CharField(
         max_length=63,
@@ -223,8 +223,10 @@ class TrainForm(forms.Form):
         empty_label="The adapter’s own",
         help_text="Needed for a new adapter.",
     )
-    epochs = forms.FloatField(required=False, help_text="How often to go through the dataset.")
-    rank = forms.IntegerField(required=False, help_text="Larger learns more and answers slower.")
+    epochs = forms.FloatField(required=False, help_text="How often to read the whole dataset.")
+    rank = forms.IntegerField(
+        required=False, help_text="A larger rank learns more and answers more slowly."
+    )
     learning_rate = forms.FloatField(label="Learning rate", required=False)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -234,17 +236,17 @@ class TrainForm(forms.Form):
         if len(base_models) > 1:
             _choices(self, "base_model").queryset = base_models
         else:
-            # Nothing to choose.
+            # There is no choice.
             del self.fields["base_model"]
 
     def hyperparameters(self) -> dict[str, Any]:
-        """Those that were filled in; the form must be valid."""
+        """Return those that were filled in; the form must be valid."""
         filled = ((name, self.cleaned_data[name]) for name in ("epochs", "rank", "learning_rate"))
         return {name: value for name, value in filled if value is not None}
 
 
 class ScheduleForm(forms.Form):
-    """When an adapter is retrained, and on what."""
+    """The schedule of an adapter's retraining, and its dataset."""
 
     dataset = forms.ModelChoiceField(
         queryset=BaseModel.objects.none(), to_field_name="name", empty_label=None
@@ -270,12 +272,12 @@ class ScheduleForm(forms.Form):
 
     @staticmethod
     def time_zones() -> list[str]:
-        """What the time zone field offers."""
+        """Return the choices of the time zone field."""
         return sorted(zoneinfo.available_timezones())
 
 
 class _RoleForm(forms.Form):
-    """A form with the roles that the person may hand on."""
+    """A form with the roles that the person may grant."""
 
     role = forms.ChoiceField()
 
@@ -316,40 +318,40 @@ class ServiceAccountForm(_RoleForm):
 class TenantForm(forms.Form):
     name = forms.CharField(max_length=200)
     requires_second_factor = forms.BooleanField(
-        label="Members enter only with a second factor",
+        label="Members must have a second factor",
         required=False,
-        help_text="Who has none is led to set one up before anything else. Keys work as before.",
+        help_text="Members without one must set it up before they can enter. Keys still work.",
     )
     allowed_origins = Lines(
         label="Origins of pages that may call the API",
-        help_text="For apps in a browser: one a line, as https://app.example.com. Empty: none. "
-        "Whoever opens such a page can read the key in it: make one for it alone, with few rights.",
+        help_text="For apps in a browser: one per line, as https://app.example.com. Empty: none. "
+        "Everybody who opens such a page can read its key: make a separate key with few scopes.",
     )
 
 
 class LogPolicyForm(forms.Form):
-    """What is kept of requests."""
+    """What is stored of requests."""
 
     content = forms.ChoiceField(
         label="Prompts and answers",
         choices=[
-            (LogPolicy.Content.OFF, "are not kept"),
-            (LogPolicy.Content.ON_REQUEST, "are kept of requests with store: true"),
-            (LogPolicy.Content.ALL, "are kept, but of requests with store: false"),
+            (LogPolicy.Content.OFF, "are not stored"),
+            (LogPolicy.Content.ON_REQUEST, "are stored for requests with store: true"),
+            (LogPolicy.Content.ALL, "are stored, except for requests with store: false"),
         ],
-        help_text="Encrypted; owners and admins may read them. Not keeping them any more makes "
-        "those that are stored unreadable at once and for good.",
+        help_text="They are encrypted; owners and admins can read them. If you choose “are not "
+        "stored”, stored ones become unreadable at once and for ever.",
     )
     content_days = forms.IntegerField(
-        label="Days that they are kept", min_value=1, max_value=MAX_CONTENT_DAYS
+        label="Days to keep them", min_value=1, max_value=MAX_CONTENT_DAYS
     )
     metadata_days = forms.IntegerField(
-        label="Days that the log is kept", min_value=1, max_value=MAX_METADATA_DAYS
+        label="Days to keep the log", min_value=1, max_value=MAX_METADATA_DAYS
     )
 
 
 class _LimitedForm(forms.Form):
-    """Of a key, or of all."""
+    """A limit of one key, or of all keys."""
 
     api_key = forms.ModelChoiceField(
         label="Key", queryset=BaseModel.objects.none(), required=False, empty_label="All keys"
@@ -369,33 +371,33 @@ class LimitForm(_LimitedForm):
     model = forms.CharField(
         required=False,
         max_length=200,
-        help_text="“invoices” holds for all its versions. Empty: all models.",
+        help_text="“invoices” applies to all its versions. Empty: all models.",
         widget=forms.TextInput(attrs={"autocomplete": "off", "spellcheck": "false"}),
     )
-    requests_per_minute = _at_least(1, MAX_INT, label="Requests a minute")
-    tokens_per_minute = _at_least(1, MAX_INT, label="Tokens a minute")
+    requests_per_minute = _at_least(1, MAX_INT, label="Requests per minute")
+    tokens_per_minute = _at_least(1, MAX_INT, label="Tokens per minute")
     max_concurrent = _at_least(1, MAX_INT, label="Requests at a time")
     max_waiting = _at_least(1, MAX_INT, label="Requests waiting")
 
     def clean(self) -> dict[str, Any]:
         data = super().clean() or {}
         if not self.errors and all(data.get(name) is None for name in RateLimit.RATES):
-            self.add_error(None, "Say at least one limit.")
+            self.add_error(None, "Enter at least one limit.")
         return data
 
 
 class BudgetForm(_LimitedForm):
     period = forms.ChoiceField(choices=Budget.Period.choices)
     soft_limit = _at_least(
-        0, MAX_BIGINT, label="Soft limit", help_text="Tokens past which answers say so."
+        0, MAX_BIGINT, label="Soft limit", help_text="Above it responses have a warning header."
     )
     hard_limit = _at_least(
-        0, MAX_BIGINT, label="Hard limit", help_text="Tokens past which requests are refused."
+        0, MAX_BIGINT, label="Hard limit", help_text="Above it requests are refused."
     )
 
 
 class AuditForm(forms.Form):
-    """What to look for in the trail; empty fields look for nothing."""
+    """A search in the audit trail; empty fields are ignored."""
 
     action = forms.CharField(required=False, max_length=64)
     actor = forms.CharField(label="Who", required=False, max_length=320)

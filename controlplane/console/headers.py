@@ -1,4 +1,4 @@
-"""What every answer under /console/ tells the browser, and what it is without Redis."""
+"""Security headers of every answer under /console/, and the page shown without Redis."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ logger = logging.getLogger(__name__)
 
 
 class ConsoleMiddleware(Middleware):
-    """Adds the security headers: no script or style but the console's own files, no caching.
+    """Adds the security headers: only the console's own scripts and styles, no caching.
 
-    Attempts to sign in are counted in Redis: while it is away nobody signs in, and is told so.
+    Attempts to sign in are counted in Redis: without it nobody can sign in, and a page says so.
     """
 
     def finished(self, request: HttpRequest, response: HttpResponseBase) -> HttpResponseBase:
@@ -51,6 +51,6 @@ def _headers() -> dict[str, str]:
     return {
         "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
         "Referrer-Policy": "same-origin",
-        # Pages hold a tenant's data; a shared computer's back button must not show them.
+        # Pages have a tenant's data; the back button of a shared computer must not show them.
         "Cache-Control": "no-store",
     }

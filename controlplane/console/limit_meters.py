@@ -1,4 +1,4 @@
-"""How much of each limit is taken just now, as Redis knows it, for people to see."""
+"""Read from Redis how much of each limit is used now, for display."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from controlplane.limits.admit import BudgetPeriod, budget_state_key
 from controlplane.limits.models import Budget, RateLimit
 from controlplane.limits.services import budget_period, tokens_spent
 
-#: A bucket of N a minute is full for so long after it was emptied.
+#: An empty bucket of N a minute is full again after this time.
 _MINUTE_S = 60.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Meter:
-    """One limit and what is taken of it; `used` is None when Redis does not say."""
+    """One limit and its use; `used` is None when Redis does not answer."""
 
     label: str
     used: int | None
@@ -37,7 +37,7 @@ class Meter:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BudgetState:
-    """A budget's period so far; `reserved` is what requests under way may still take."""
+    """A budget's period so far; `reserved` is for requests in flight."""
 
     period: BudgetPeriod
     spent: int
@@ -45,7 +45,7 @@ class BudgetState:
 
 
 def meters(rows: Sequence[RateLimit]) -> dict[Any, list[Meter]]:
-    """By the row's id, its limits and what is taken of each."""
+    """Return by row id the limits and their use."""
     states = _ask([_rate_commands(row) for row in rows])
     return {
         row.pk: _meters_of(row, states[number] if states else None)
@@ -54,7 +54,7 @@ def meters(rows: Sequence[RateLimit]) -> dict[Any, list[Meter]]:
 
 
 def budget_states(rows: Sequence[Budget]) -> dict[Any, BudgetState]:
-    """By the row's id. What Redis does not know, the totals of usage do."""
+    """Return the states by row id; if Redis does not have one, from the usage totals."""
     now = timezone.now()
     periods = {row.pk: budget_period(row, now) for row in rows}
     keys = {
@@ -81,7 +81,7 @@ def _rate_commands(row: RateLimit) -> list[tuple[Any, ...]]:
 
 
 def _ask(groups: list[list[tuple[Any, ...]]]) -> list[list[Any]] | None:
-    """The answers in one visit, in the groups of the questions; None without Redis."""
+    """Run all commands in one round trip. -> their answers, grouped; None without Redis."""
     if not groups:
         return []
     try:
@@ -113,7 +113,7 @@ def _meters_of(row: RateLimit, state: list[Any] | None) -> list[Meter]:
 
 
 def _taken(full_at: bytes | None, limit: int | None) -> int:
-    """Of a bucket that is full again then."""
+    """Return how much is taken of a bucket that is full again at `full_at`."""
     if full_at is None or limit is None:
         return 0
     return round(max(0.0, float(full_at) - time.time()) / _MINUTE_S * limit)

@@ -1,4 +1,4 @@
-"""What the overview shows: the last day in numbers, and the tenant's adapters."""
+"""The data of the overview: numbers of the last day, and the tenant's adapters."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class Day:
     """The tenant's last 24 hours."""
 
     num_requests: int
-    #: Of those that were accepted; the others were refused before they began.
+    #: Of accepted requests; refused ones are counted apart.
     num_errors: int
     num_refused: int
     prompt_tokens: int
     completion_tokens: int
-    #: The middle one of the requests that had a first token; None when there was none.
+    #: The median of the requests that had a first token; None when none had.
     first_token_ms: float | None
     chart: BarChart
 
 
 def last_day(now: dt.datetime) -> Day:
-    """The day before `now` of the tenant in scope."""
+    """Return the 24 hours before `now`, of the tenant in scope."""
     since = now.replace(minute=0, second=0, microsecond=0) - dt.timedelta(hours=HOURS - 1)
     requests = InferenceRequest.objects.filter(accepted_at__gte=since)
     counts = requests.aggregate(all=Count("id"), errors=Count("id", filter=FAILED))
@@ -80,20 +80,20 @@ def _requests_by_hour(since: dt.datetime) -> list[tuple[str, float]]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterRow:
-    """An adapter, with its live version loaded, beside its last one."""
+    """An adapter, with its live version loaded, and its newest version."""
 
     adapter: Adapter
     newest: AdapterVersion | None
 
     @property
     def is_busy(self) -> bool:
-        """Whether the newest version will change by itself soon."""
+        """Whether the newest version's status will change soon."""
         states = {AdapterVersion.Status.UPLOADED, AdapterVersion.Status.VALIDATING}
         return self.newest is not None and self.newest.status in states
 
 
 def adapter_rows() -> list[AdapterRow]:
-    """The tenant's adapters by name."""
+    """Return the tenant's adapters, ordered by name."""
     adapters = Adapter.objects.select_related("base_model", "live_version").order_by("name")
     versions = AdapterVersion.objects.order_by("adapter_id", "-number").distinct("adapter_id")
     newest = {version.adapter_id: version for version in versions}
@@ -105,7 +105,7 @@ def recent_requests(limit: int = 10) -> list[InferenceRequest]:
 
 
 def num_tokens_by_request(requests: list[InferenceRequest]) -> dict[str, int]:
-    """Prompt and completion tokens together, by request id."""
+    """Return prompt plus completion tokens, by request id."""
     return dict(
         UsageRecord.objects.filter(request_id__in=[request.request_id for request in requests])
         .annotate(total=F("prompt_tokens") + F("completion_tokens"))

@@ -1,4 +1,4 @@
-"""What the pages of the request log show: requests a page at a time, one of them, and refusals."""
+"""The data of the request log's pages: a page of requests, one request, and refusals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from controlplane.tenants.models import ApiKey
 from controlplane.usage.models import UsageDay
 
 PAGE = 50
-#: Without a first token for so long, a request is slow.
+#: A request without a first token after this time is slow.
 SLOW_MS = 2000.0
 STATES = {"all": "All", "failed": "Failed", "slow": "Slow"}
 SPANS: dict[str, tuple[str, dt.timedelta | None]] = {
@@ -47,15 +47,15 @@ _ENDS: dict[str, str] = {
     FinishReason.LENGTH: "cut",
     FinishReason.CANCELLED: "cancelled",
 }
-#: What `state_of` calls failed: also what ended in a way that nobody here knows.
+#: The condition for "failed" of `state_of`, which includes unknown finish reasons.
 FAILED = ~Q(finish_reason__in=list(_ENDS)) | ~Q(error_code="")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """Which requests to show, as the address says; what it says wrongly is the first choice.
+    """The filters in the page's address; an invalid value means the default.
 
-    model  a name as requests give it, which finds its versions too; empty: all
+    model  a name as in requests, which also finds its versions; empty: all
     """
 
     model: str
@@ -72,7 +72,7 @@ class Wanted:
         )
 
     def query(self, **others: str) -> str:
-        """The address's query that says the same, with others said in its place or beside it."""
+        """Return the query string of these filters, with `others` replaced or added."""
         said = dataclasses.asdict(self) | others
         unsaid = {("model", ""), ("state", "all"), ("span", "all")}
         return urlencode([pair for pair in said.items() if pair not in unsaid])
@@ -82,7 +82,7 @@ class Wanted:
         return not self.query()
 
     def rows(self, now: dt.datetime) -> QuerySet[InferenceRequest]:
-        """Those of the tenant in scope."""
+        """Return the matching requests of the tenant in scope."""
         if "\0" in self.model:
             return InferenceRequest.objects.none()
         rows = InferenceRequest.objects.all()
@@ -115,9 +115,9 @@ PHASES = (("queue", 4), ("load", 2), ("prefill", 1), ("decode", 0))
 
 
 def phases(row: InferenceRequest) -> list[Phase]:
-    """Where a request's time went, gapless from its acceptance to its end.
+    """Return the phases of a request, without gaps, from its acceptance to its end.
 
-    The loading is that of its adapter; the prefill ends with its first token, or with it.
+    "load" loads its adapter; "prefill" ends with its first token, or with the request.
     """
     total = row.total_ms
     started = min(row.queue_ms + row.load_ms, total)
@@ -134,7 +134,7 @@ class Part:
     """One of the adapters that answered.
 
     version  None: it was deleted
-    weight   in a blend; None for one that answered alone, as it is
+    weight   in a blend; None for an adapter that answered alone
     """
 
     digest: str
@@ -144,7 +144,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """A request with what its row only points to."""
+    """A request with the objects that its row refers to."""
 
     row: InferenceRequest
     state: str  # see state_of
@@ -156,20 +156,20 @@ class Line:
 
     @property
     def versions_named(self) -> str:
-        """What answered, where the request's own words for it say less."""
+        """The versions that answered, if the request's `model` does not name them."""
         if not self.row.digests:
             return ""
         versions = [part.version for part in self.parts if part.version is not None]
         names = " + ".join(f"{version.adapter.name}@{version.number}" for version in versions)
-        return "" if names == self.row.model else names or "a version that is gone"
+        return "" if names == self.row.model else names or "a deleted version"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LogPage:
-    """Some requests, the newest first, and the queries of the pages beside it."""
+    """Some requests, newest first, and the queries of the neighbouring pages."""
 
     lines: list[Line]
-    #: What a bar of full width stands for.
+    #: The time that a bar of full width means.
     scale_ms: float
     is_first: bool
     newer: str | None
@@ -187,10 +187,10 @@ def log_page(
     before: uuid.UUID | None = None,
     after: uuid.UUID | None = None,
 ) -> LogPage:
-    """The page next to a row, or the newest one.
+    """Return the page before or after a row, or the newest one.
 
-    Ids are ordered by time (UUID version 7): rows are in the order in which they were written,
-    and those that come meanwhile move nothing on older pages.
+    Ids are ordered by time (UUID version 7), so rows are in the order of writing, and new rows do
+    not move older pages.
     """
     rows = wanted.rows(now)
     is_first, found = False, []
@@ -198,7 +198,7 @@ def log_page(
         found = list(rows.filter(pk__gt=after).order_by("pk")[: PAGE + 1])[::-1]
     if len(found) > PAGE:
         found, has_older = found[1:], True
-    else:  # there is less than a page of newer ones, or that is not the question
+    else:  # there is less than a page of newer rows, or older ones are wanted
         is_first = before is None or after is not None
         rows = rows if is_first else rows.filter(pk__lt=before)
         found = list(rows.order_by("-pk")[: PAGE + 1])
@@ -215,18 +215,18 @@ def log_page(
 
 
 def state_of(row: InferenceRequest) -> str:
-    """ok, cut (it had no room for more), cancelled or failed."""
+    """Return ok, cut (it reached a token limit), cancelled or failed."""
     return "failed" if row.error_code else _ENDS.get(row.finish_reason, "failed")
 
 
 def line_of(row: InferenceRequest) -> Line:
-    """One request alone, its picture as wide as its time."""
+    """Return one request; its bar has the full width."""
     [line] = _lines([row], row.total_ms)
     return line
 
 
 def _lines(rows: Sequence[InferenceRequest], scale_ms: float) -> list[Line]:
-    """In two queries, however many they are."""
+    """Load the objects of all rows in two queries."""
     key_ids = {row.api_key_id for row in rows if row.api_key_id is not None}
     keys: dict[uuid.UUID | None, ApiKey] = {
         key.pk: key for key in ApiKey.objects.filter(pk__in=key_ids)
@@ -244,7 +244,7 @@ def _lines(rows: Sequence[InferenceRequest], scale_ms: float) -> list[Line]:
     for row in rows:
         parts = []
         for at, digest in enumerate(row.digests):
-            # The one that answered alone is known by its id: two may have the same content.
+            # An adapter that answered alone is found by id: two versions may have the same digest.
             alone = by_id.get(row.adapter_version_id) if len(row.digests) == 1 else None
             parts.append(
                 Part(
@@ -271,13 +271,13 @@ def _picture(row: InferenceRequest, scale_ms: float) -> StackedBar:
     parts = ", ".join(f"{phase.name} {milliseconds(phase.took_ms)}" for phase in found)
     return span_bar(
         [(phase.series, phase.begin_ms, phase.end_ms) for phase in found],
-        label=f"{milliseconds(row.total_ms)} in all: {parts}",
+        label=f"{milliseconds(row.total_ms)} in total: {parts}",
         top=scale_ms,
     )
 
 
 def phase_bars(row: InferenceRequest) -> list[tuple[Phase, StackedBar]]:
-    """Each phase with a bar of its own, all on the scale of the whole request."""
+    """Return each phase with its bar, on the scale of the whole request."""
     found = phases(row)
     return [
         (
@@ -289,30 +289,30 @@ def phase_bars(row: InferenceRequest) -> list[tuple[Phase, StackedBar]]:
 
 
 def models_used(now: dt.datetime) -> list[str]:
-    """Names that requests of the last weeks gave, to choose from."""
+    """Return the models of the last weeks' requests, as choices."""
     names = UsageDay.objects.filter(starts_at__gte=now - dt.timedelta(days=90))
     return list(names.order_by("model").values_list("model", flat=True).distinct()[:MAX_MODELS])
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Reason:
-    """Why requests of the last day were refused before they began, and when."""
+    """One reason for refusals at admission in the last day, and when they happened."""
 
     code: str
     status: int
     requests: int
     chart: BarChart
-    #: For who does not see the chart: "3 at 14:00, 5 at 16:00".
+    #: The chart in words: "3 at 14:00, 5 at 16:00".
     hours: str
 
     @property
     def status_name(self) -> str:
-        """What HTTP calls it, for a refusal without a code."""
+        """The status's name in HTTP, for a refusal without a code."""
         return HTTPStatus(self.status).phrase if self.status in set(HTTPStatus) else "other"
 
 
 def refusals_of_last_day(now: dt.datetime) -> list[Reason]:
-    """The most frequent first, their charts on one scale."""
+    """Return the reasons, the most frequent first, with charts on one scale."""
     last = now.astimezone(dt.UTC).replace(minute=0, second=0, microsecond=0)
     hours = [last - dt.timedelta(hours=back) for back in range(REFUSAL_HOURS - 1, -1, -1)]
     counts: dict[tuple[int, str], dict[dt.datetime, int]] = {}

@@ -11,14 +11,14 @@ from controlplane.requestlog.services import StoredWords
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Passage:
-    """Something that one side said."""
+    """A piece of text with its speaker."""
 
     speaker: str
     text: str
 
 
 def prompt_passages(words: StoredWords) -> list[Passage]:
-    """What was asked: a chat's messages, or the prompt, or each of several."""
+    """Return the prompt: a chat's messages, or one or several texts."""
     prompt = words.prompt
     if "messages" in prompt:
         return [_message(message) for message in prompt["messages"]]
@@ -33,7 +33,7 @@ def prompt_passages(words: StoredWords) -> list[Passage]:
 
 
 def answer_passages(words: StoredWords) -> list[Passage]:
-    """What was answered: one passage, or one for each choice."""
+    """Return the answers: one passage for each choice."""
     outputs = words.outputs
     if len(outputs) == 1:
         return [Passage(speaker="answer", text=outputs[0])]
@@ -52,7 +52,7 @@ def _message(message: dict[str, Any]) -> Passage:
         for name, value in message.items()
         if name not in ("role", "content") and value is not None
     }
-    if others:  # calls of tools, whose answer it is, a name
+    if others:  # tool calls, the id of the answered tool call, a name
         texts.append(json.dumps(others, indent=2, ensure_ascii=False))
     return Passage(speaker=str(message.get("role", "")), text="\n".join(texts))
 

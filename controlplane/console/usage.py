@@ -1,4 +1,4 @@
-"""What the usage page shows: a tenant's tokens by hour or day, told apart by model or by key."""
+"""The data of the usage page: a tenant's tokens by hour or day, grouped by model or by key."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ SPANS: dict[str, tuple[str, int, bool]] = {
 }
 GROUPS = {"model": "model", "key": "api_key_id"}
 MEASURES = {"tokens": "Tokens", "requests": "Requests"}
-#: Told apart in the chart; the others are one colour.
+#: Models or keys with their own colour in the chart; the others share one.
 MAX_SERIES = 5
 _SUMS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One model's, or one key's, sums of the whole span."""
+    """The sums of one model or key in the whole span."""
 
     label: str
     requests: int
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
-    #: The colour of its part of the chart; the last is shared.
+    #: The colour in the chart; the last one is shared.
     series: int
 
 
@@ -47,7 +47,7 @@ class UsageReport:
 
 
 def usage_report(*, span: str, by: str, measure: str, now: dt.datetime) -> UsageReport:
-    """Of the tenant in scope, up to now. The others are names in the tables above."""
+    """Report on the tenant in scope, up to `now`; the tables above have the other arguments."""
     _, count, is_hourly = SPANS[span]
     starts = _starts(now, count, is_hourly)
     table: type[UsageTotal] = UsageHour if is_hourly else UsageDay
@@ -95,4 +95,4 @@ def _labels(field: str, keys: set[Any]) -> dict[Any, str]:
     if field == "model":
         return {key: str(key) for key in keys}
     names = {key.pk: f"{key.name} (…{key.last4})" for key in ApiKey.objects.filter(pk__in=keys)}
-    return {key: names.get(key, "a key that is gone") for key in keys}
+    return {key: names.get(key, "a deleted key") for key in keys}

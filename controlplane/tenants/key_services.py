@@ -86,7 +86,7 @@ def operator_key_ensure(*, name: str, is_rotated: bool) -> tuple[ApiKey, str | N
 
 
 def api_key_get(*, public_id: str) -> ApiKey:
-    """Raises NotFound."""
+    """Return the key. Raises NotFound."""
     if not (public_id.isascii() and public_id.isalnum()):
         raise NotFound("There is no such key.")
     rows = ApiKey.objects.select_related("owner__user", "service_account", "parent")

@@ -42,7 +42,7 @@ MAX_PENDING_INVITES = 1000
 
 
 def member_get(*, member_id: uuid.UUID) -> Membership:
-    """Raises NotFound."""
+    """Return the member. Raises NotFound."""
     found = Membership.objects.select_related("user").filter(pk=member_id).first()
     if found is None:
         raise NotFound("There is no such member.")
@@ -116,7 +116,7 @@ def invite_create(*, by: Principal, email: str, role: Role) -> tuple[Invite, str
 
 
 def invite_get(*, invite_id: uuid.UUID) -> Invite:
-    """Raises NotFound."""
+    """Return the invite. Raises NotFound."""
     invite = Invite.objects.filter(pk=invite_id).first()
     if invite is None:
         raise NotFound("There is no such invite.")
@@ -178,7 +178,7 @@ def invite_accept(*, token: str, user: User) -> Membership:
 
 
 def service_account_get(*, account_id: uuid.UUID) -> ServiceAccount:
-    """Raises NotFound."""
+    """Return the service account. Raises NotFound."""
     account = ServiceAccount.objects.filter(pk=account_id).first()
     if account is None:
         raise NotFound("There is no such service account.")

@@ -51,7 +51,7 @@ def test_bad_adapter_shows_the_reason(page: Page, adapter_dir: Path, tmp_path: P
     (folder / "adapter_config.json").write_text(json.dumps({**config, "r": config["r"] + 1}))
     upload(page, "wrong-rank", folder)
     expect(page.get_by_role("heading", name="Rejected")).to_be_visible(timeout=READY_TIMEOUT_MS)
-    expect(page.get_by_text("This version was not accepted")).to_be_visible()
+    expect(page.get_by_text("This version was rejected")).to_be_visible()
     expect(page.locator(".reasons li").first).to_contain_text("lora_")
 
 

@@ -182,7 +182,7 @@ def test_invite_from_its_making_to_its_acceptance(page: Page, browser: Browser, 
 
 def test_limits_audit_and_keys_by_hand(page: Page) -> None:
     page.goto("/console/limits")
-    page.get_by_label("Requests a minute").fill("7")
+    page.get_by_label("Requests per minute").fill("7")
     page.get_by_label("Model").fill("invoices")
     page.get_by_role("button", name="Set the limit").click()
     expect(page.get_by_text("0 of 7 requests a minute")).to_be_visible()
@@ -191,7 +191,7 @@ def test_limits_audit_and_keys_by_hand(page: Page) -> None:
     expect(page.get_by_text("of 1,000, then it refuses")).to_be_visible()
     page.goto("/console/audit")
     page.get_by_role("button", name="Verify the chain").click()
-    expect(page.get_by_role("heading", name="The chain holds")).to_be_visible()
+    expect(page.get_by_role("heading", name="The chain is intact")).to_be_visible()
     page.get_by_text("rate_limit.created", exact=True).last.click()
     expect(page.get_by_text('"requests_per_minute": 7')).to_be_visible()
     page.goto("/console/keys")
@@ -217,7 +217,7 @@ def test_a_tenant_that_asks_for_a_second_factor(browser: Browser, site: Site) ->
         sign_in(page, email)
         page.wait_for_url("**/console/")
         page.goto("/console/settings")
-        page.get_by_label("Members enter only with a second factor").check()
+        page.get_by_label("Members must have a second factor").check()
         page.get_by_role("button", name="Save").click()
         page.wait_for_url("**/console/security")
         expect(page.get_by_role("heading", name="Strict asks for a second factor")).to_be_visible()

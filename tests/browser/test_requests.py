@@ -49,7 +49,7 @@ def test_new_requests_show_up_by_themselves(page: Page, site: Site) -> None:
     rows = page.locator("#requests tbody tr")
     expect(rows).to_have_count(1)
     picture = rows.first.get_by_role("img")
-    expect(picture).to_have_accessible_name(re.compile("^1.9 s in all: queue 40 ms, load 200 ms"))
+    expect(picture).to_have_accessible_name(re.compile("^1.9 s in total: queue 40 ms, load 200 ms"))
 
     page.evaluate(SEE % "true")  # nobody looks
     asked: list[str] = []

@@ -1,5 +1,5 @@
-"""Sign-in: allauth's flows in the console's look, with the platform's own rules.
+"""Sign-in: allauth's flows in the console's design, with the platform's own rules.
 
-What allauth asks its adapters is answered in `adapters`; an OpenID Connect issuer is `provider`;
-who needs a second factor is decided in `second_factor`.
+`adapters` has the hooks that allauth calls, `provider` an OpenID Connect issuer, `guessing` the
+limits of wrong passwords; `controlplane.tenants.second_factor` decides who needs a second factor.
 """

@@ -1,4 +1,4 @@
-"""What allauth asks the platform: who may sign in, how secrets rest, where mails lead."""
+"""Hooks that allauth calls: who may sign in, how secrets are stored, which links mails have."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ logger = logging.getLogger(__name__)
 
 
 class AccountAdapter(DefaultAccountAdapter):
-    """Accounts are made by operators and by invites, never by a form that anybody may fill in."""
+    """Allauth's rules for accounts: only operators and invites make them, never a public form."""
 
     error_messages = {
         **DefaultAccountAdapter.error_messages,
-        # One answer for an unknown address, a wrong password and a closed account.
+        # The same answer for an unknown address, a wrong password and a closed account.
         "email_password_mismatch": "This e-mail address and password do not match.",
-        "too_many_login_attempts": "Too many attempts. Wait some minutes and try again.",
+        "too_many_login_attempts": "Too many attempts. Wait a few minutes and try again.",
     }
 
     def is_open_for_signup(self, request: HttpRequest) -> bool:
         return False
 
     def get_client_ip(self, request: HttpRequest) -> str:
-        """The peer's address; uvicorn puts a trusted proxy's word there. A Unix socket has none."""
+        """Return the peer's address, which uvicorn takes from a trusted proxy's header."""
         return request.META.get("REMOTE_ADDR") or "0.0.0.0"
 
     def pre_authenticate(self, request: HttpRequest, **credentials: Any) -> None:
-        """Refuse to look at a password when too many were tried; allauth takes a success back."""
+        """Refuse an attempt after too many; after a success allauth rolls its count back."""
         self._login_failed_rl_usage = guessing.try_consume(request, credentials.get("email") or "")
         if not self._login_failed_rl_usage:
             raise self.validation_error("too_many_login_attempts")
 
     def _delete_login_attempts_cached_email(self, request: HttpRequest, **credentials: Any) -> None:
-        """What allauth does when a password was reset."""
+        """Reset the counts of attempts; allauth calls this after a password reset."""
         guessing.forget(request, credentials.get("email") or "")
 
     def post_login(self, request: HttpRequest, user: Any, **kwargs: Any) -> HttpResponse:
@@ -72,21 +72,21 @@ class AccountAdapter(DefaultAccountAdapter):
         return reverse("console:security")
 
     def send_mail(self, template_prefix: str, email: str, context: dict[str, Any]) -> None:
-        """A mail that cannot be sent is told in the log; the page answers as if it were."""
+        """Send a mail; if that fails, log it. The page answers as if the mail was sent."""
         try:
             super().send_mail(template_prefix, email, {**context, "base_url": settings.BASE_URL})
         except (SMTPException, OSError):
             logger.exception("a mail could not be sent: %s", template_prefix)
 
     def add_message(self, request: HttpRequest, *args: Any, **kwargs: Any) -> None:
-        """Nobody needs to be told that they have just signed in or out."""
+        """Show no messages about signing in and out."""
         template = kwargs.get("message_template") or (args[1] if len(args) > 1 else "")
         if template not in ("account/messages/logged_in.txt", "account/messages/logged_out.txt"):
             super().add_message(request, *args, **kwargs)
 
 
 class MfaAdapter(DefaultMFAAdapter):
-    """Secrets of second factors rest encrypted: a copy of the database alone opens nothing."""
+    """Stores secrets of second factors encrypted, so that the database alone discloses nothing."""
 
     def encrypt(self, text: str) -> str:
         return _cipher().encrypt(text.encode()).decode()
@@ -102,15 +102,15 @@ class MfaAdapter(DefaultMFAAdapter):
 
 
 class SocialAdapter(DefaultSocialAccountAdapter):
-    """An issuer says who somebody is; it does not make accounts."""
+    """Allauth's rules for an issuer: it identifies people, it does not make accounts."""
 
     def is_open_for_signup(self, request: HttpRequest, sociallogin: Any) -> bool:
         return False
 
     def pre_social_login(self, request: HttpRequest, sociallogin: Any) -> None:
-        """Refuse who is nobody here, before a form asks them for anything.
+        """Refuse people without an account here, before any form.
 
-        Nobody links an issuer's account to theirs by hand: it would outlast a lost password.
+        Nobody can link an issuer's account by hand: the link would outlive a stolen password.
         """
         is_linking = sociallogin.state.get("process") == AuthProcess.CONNECT
         if sociallogin.is_existing and not is_linking:
@@ -120,7 +120,7 @@ class SocialAdapter(DefaultSocialAccountAdapter):
         raise ImmediateHttpResponse(response)
 
     def authenticate_by_email(self, sociallogin: Any) -> tuple[User, str] | None:
-        """The person whose address the issuer has verified; `provider` says which it has."""
+        """Return the person whose address the issuer has verified; see `provider`."""
         for address in sociallogin.email_addresses:
             if address.verified:
                 user = User.objects.filter(email=address.email.lower(), is_active=True).first()

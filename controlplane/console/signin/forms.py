@@ -1,4 +1,4 @@
-"""allauth's forms, in the console's words."""
+"""allauth's forms, with the console's labels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NEW_PASSWORD = {"password1": "New password", "password2": "The same again"}
 
 
 def _label(form: forms.BaseForm, **labels: str) -> None:
-    """Give fields these labels, and none a placeholder: that would repeat its label."""
+    """Set the labels of fields, and remove placeholders, which would repeat them."""
     for field in form.fields.values():
         field.widget.attrs.pop("placeholder", None)
     for name, label in labels.items():
@@ -60,7 +60,7 @@ class ReauthenticateForm(account.ReauthenticateForm):
 
 
 class AuthenticateForm(base.AuthenticateForm):
-    """The second step: a code of the app, or a recovery code."""
+    """The second step: a code from the app, or a recovery code."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -74,5 +74,5 @@ class AddPasskeyForm(webauthn.AddWebAuthnForm):
         self.fields["name"].max_length = 100
         is_passkey = self.fields["passwordless"]
         is_passkey.label = "Sign in with it alone, without a password"
-        is_passkey.help_text = "It then asks for your finger, your face or its PIN."
+        is_passkey.help_text = "Your device then asks for your finger, your face or its PIN."
         is_passkey.initial = True

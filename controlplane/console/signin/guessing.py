@@ -1,11 +1,10 @@
-"""How often a password may be tried: slow for someone who guesses, open for its owner.
+"""Limit how often a password may be tried, without locking its owner out.
 
-A wrong password counts for the address that it comes from, for the account from that address, and
-for the account from all of them. No stranger can use up the first two for somebody elsewhere. The
-third holds against guessing from many addresses at once; that would shut the person out, too, but
-for the browsers in which they have signed in before: those carry a cookie, and have a count of
-their own instead of all three. While the account is under such an attack a new browser gets in by
-a passkey, by the issuer, or by setting a new password.
+A wrong password counts for the client's address, for the account from that address, and for the
+account from all addresses. A stranger elsewhere cannot use up the first two. The third limits
+guessing from many addresses at once. That would lock the owner out, too; so browsers in which they
+have signed in before have a cookie, and their own count instead of all three. During such an attack
+a new browser can sign in with a passkey, through the issuer, or after a password reset.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from django.utils.crypto import constant_time_compare, salted_hmac
 
 from controlplane.tenants.models import User
 
-#: Wrong passwords, as allauth writes rates. The last two rates are of a pair or a browser.
+#: Limits of wrong passwords, in allauth's format. The last two are for a pair and for a browser.
 _ADDRESS = "10/m/ip"
 _ACCOUNT = "100/3600s/key"
 _PAIR = "5/300s/key,15/3600s/key"
@@ -28,25 +27,25 @@ _PAIR = "5/300s/key,15/3600s/key"
 COOKIE = "lorikeet_browser"
 _COOKIE_S = 180 * 24 * 3600
 _COOKIE_PATH = "/console/"
-#: In cookies that browsers have: it stays, wherever this module goes.
+#: Signs cookies that browsers already have: it must not change, even if this module moves.
 _SALT = "controlplane.signin.browser"
-#: Of one browser: each of them makes the cookie longer.
+#: The most people per browser: each makes the cookie longer.
 _MAX_PEOPLE = 5
 _MAX_COOKIE_LENGTH = 2000
 _APP = "controlplane.console.signin"
 
 
 def try_consume(request: HttpRequest, email: str) -> ratelimit.RateLimitUsage | None:
-    """Count an attempt before its password is looked at; None when there were too many.
+    """Count an attempt before its password is checked; None when there were too many.
 
-    A success takes its own count back by the answer's `rollback`.
+    After a success, call `rollback` of the result.
     """
     email = email.strip().lower()
     if browser := _known_browser(request, email):
         return _consume(request, "known_browser", _PAIR, f"{browser} {email}")
     pair = f"{ratelimit.get_ip(request)} {email}"
     usages = []
-    # The widest last: who is refused for less does not use it up.
+    # The widest limit last: an attempt that an earlier one refuses does not count for it.
     for action, rates, key in (
         ("address", _ADDRESS, None),
         ("pair", _PAIR, pair),
@@ -60,7 +59,7 @@ def try_consume(request: HttpRequest, email: str) -> ratelimit.RateLimitUsage | 
 
 
 def forget(request: HttpRequest, email: str) -> None:
-    """Begin again for an account whose person has proven, by mail, that it is theirs."""
+    """Reset the counts of an account whose owner has confirmed it by mail."""
     email = email.strip().lower()
     pair = f"{ratelimit.get_ip(request)} {email}"
     for action, rates, key in (("pair", _PAIR, pair), ("account", _ACCOUNT, email)):
@@ -69,7 +68,7 @@ def forget(request: HttpRequest, email: str) -> None:
 
 
 def remember_browser(request: HttpRequest, response: HttpResponse, user: User) -> None:
-    """Let the browser show from now on that this person has signed in in it."""
+    """Set the cookie that shows that this person has signed in in this browser."""
     browser, people = _read(request)
     others = {pk: mark for pk, mark in people.items() if pk != str(user.pk)}
     kept = dict([*others.items(), (str(user.pk), _mark(user))][-_MAX_PEOPLE:])
@@ -85,7 +84,7 @@ def remember_browser(request: HttpRequest, response: HttpResponse, user: User) -
 
 
 def _known_browser(request: HttpRequest, email: str) -> str:
-    """The browser's name, if the person with this address has signed in in it; else empty."""
+    """Return the browser's id if the person with this address has signed in in it, else ""."""
     browser, people = _read(request)
     if not people:
         return ""
@@ -96,7 +95,7 @@ def _known_browser(request: HttpRequest, email: str) -> str:
 
 
 def _read(request: HttpRequest) -> tuple[str, dict[str, str]]:
-    """The browser's name, and by the ids of its people their marks; both empty without any."""
+    """Return the cookie's browser id and its marks by person; both empty without a cookie."""
     text = request.COOKIES.get(COOKIE, "")
     if not text or len(text) > _MAX_COOKIE_LENGTH:
         return "", {}
@@ -108,7 +107,7 @@ def _read(request: HttpRequest) -> tuple[str, dict[str, str]]:
 
 
 def _mark(user: User) -> str:
-    """Another one after each change of the password: who knew the old one is a stranger."""
+    """Return a mark that changes with the password: a new password makes old cookies invalid."""
     return salted_hmac(_SALT, f"{user.pk} {user.password}", algorithm="sha256").hexdigest()[:32]
 
 

@@ -1,7 +1,7 @@
-"""An OpenID Connect issuer, configured by the environment; allauth finds it by this module's name.
+"""An OpenID Connect issuer, set in the environment; allauth finds it by this module's name.
 
-allauth trusts an ID token that came straight from the token endpoint without looking at its
-signature, sends no nonce, and takes any truthy `email_verified`. All three are done here.
+allauth does not check the signature of an ID token from the token endpoint, sends no nonce, and
+accepts any truthy `email_verified`. This module checks the signature, a nonce, and for `true`.
 """
 
 from __future__ import annotations
@@ -20,32 +20,31 @@ from django.http import HttpRequest
 from django.urls import reverse
 
 _NONCE_KEY = "oidc_nonce"
-#: Signatures that only the issuer can make; one with a shared secret would not prove where it is
-#: from, and "none" is no signature.
+#: Signatures that only the issuer can make: no shared secrets, which others know, and not "none".
 _ALGORITHMS = ["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "EdDSA"]
 _REQUIRED = ["iss", "sub", "aud", "exp", "iat"]
 _CLOCK_SKEW_S = 60
-#: What is kept of an ID token.
+#: The claims of an ID token that are stored.
 _KEPT = ("sub", "email", "email_verified", "name")
 
 
 class OidcAdapter(OpenIDConnectOAuth2Adapter):
-    """The authorization code flow against the one issuer."""
+    """The authorization code flow with the issuer."""
 
     def get_callback_url(self, request: HttpRequest, app: Any) -> str:
-        """As it is registered with the issuer, wherever the request came in."""
+        """Return the URL registered with the issuer, whatever the request's host is."""
         return settings.BASE_URL + reverse("oidc_callback")
 
     def complete_login(self, request: HttpRequest, app: Any, token: Any, **kwargs: Any) -> Any:
-        """Raises OAuth2Error for an ID token that is missing, forged, expired or another's."""
+        """Verify the ID token. Raises OAuth2Error if it is missing, forged, expired or not ours."""
         claims = self._verified(kwargs["response"].get("id_token") or "", app.client_id)
         nonce = request.session.pop(_NONCE_KEY, None)
         if nonce is None or claims.get("nonce") != nonce:
-            raise OAuth2Error("the ID token answers another sign-in")
+            raise OAuth2Error("the ID token belongs to another sign-in")
         if "email" not in claims and "userinfo_endpoint" in self.openid_config:
             userinfo = self._fetch_user_info(token.token)
             if userinfo.get("sub") != claims["sub"]:
-                raise OAuth2Error("the user info is of somebody else")
+                raise OAuth2Error("the user info belongs to another person")
             claims = {**userinfo, **claims}
         return self.get_provider().sociallogin_from_response(request, {"id_token": claims})
 
@@ -64,12 +63,12 @@ class OidcAdapter(OpenIDConnectOAuth2Adapter):
                 options={"require": _REQUIRED},
             )
         except jwt.PyJWTError as error:
-            raise OAuth2Error(f"the ID token does not hold: {error}") from error
+            raise OAuth2Error(f"the ID token is invalid: {error}") from error
         return claims
 
 
 class OidcProvider(OpenIDConnectProvider):  # type: ignore[misc]
-    """The issuer of the settings; its people are known by the issuer's name and their `sub`."""
+    """The issuer of the settings; the issuer's name and `sub` identify a person."""
 
     id = "oidc"
     oauth2_adapter_class = OidcAdapter
@@ -92,7 +91,7 @@ class OidcProvider(OpenIDConnectProvider):  # type: ignore[misc]
         return {"id_token": {name: claims[name] for name in _KEPT if name in claims}}
 
     def extract_email_addresses(self, data: dict[str, Any]) -> list[Any]:
-        """The address; verified only when the issuer says `true`, and not a word for it."""
+        """Return the address; it is verified only if `email_verified` is the boolean `true`."""
         claims = data["id_token"]
         email = claims.get("email")
         if not isinstance(email, str):
@@ -102,11 +101,11 @@ class OidcProvider(OpenIDConnectProvider):  # type: ignore[misc]
 
 
 def _key_of(id_token: str, keys: jwt.PyJWKSet) -> jwt.PyJWK:
-    """The issuer's key that the token names; the only one when it names none."""
+    """Return the issuer's key that the token names, or its only key when it names none."""
     kid = jwt.get_unverified_header(id_token).get("kid")
     found = [key for key in keys.keys if kid is None or key.key_id == kid]
     if len(found) != 1:
-        raise jwt.InvalidKeyError("it names no key of the issuer")
+        raise jwt.InvalidKeyError("it does not name a key of the issuer")
     return found[0]
 
 

@@ -8,6 +8,6 @@ from django.utils import timezone
 
 @shared_task(name="controlplane.signin.tasks.sessions_forget")
 def sessions_forget() -> None:
-    """Drop sessions that are over, and what was noted of where they were opened."""
+    """Delete expired sessions and their records."""
     Session.objects.filter(expire_date__lt=timezone.now()).delete()
     UserSession.objects.exclude(session_key__in=Session.objects.values("session_key")).delete()

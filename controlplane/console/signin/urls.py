@@ -1,4 +1,4 @@
-"""Sign-in and everything of a person's own account, under /console/."""
+"""The addresses of sign-in and of a person's own account, under /console/."""
 
 from allauth.account import views as account
 from django.conf import settings
@@ -22,7 +22,7 @@ urlpatterns = [
     path("account/2fa/", include("allauth.mfa.urls")),
     path("account/3rdparty/", include("allauth.socialaccount.urls")),
     path("account/sessions/", include("allauth.usersessions.urls")),
-    # Of two addresses with one name, the last is the one that allauth leads to.
+    # Of two addresses with the same name, allauth links to the last one.
     path("sign-in", _SIGN_IN, name="account_login"),
     path("sign-out", views.sign_out, name="account_logout"),
     path("sign-in/oidc", views.oidc_login, name="oidc_login"),

@@ -1,4 +1,4 @@
-"""Where allauth's own views do not fit: signing out, and the way to the issuer and back."""
+"""Views that replace allauth's: sign-out, and the redirect to the issuer and back."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ sign_out = require_POST(account.logout)
 def oidc_login(request: HttpRequest) -> HttpResponse:
     """Send the person to the issuer.
 
-    By a page, not a redirect: the forms' security policy would forbid a redirect elsewhere.
+    By a page, because the content security policy forbids a form's redirect to another site.
     """
     answer = _ask(OAuth2LoginView.adapter_view, request)
     if answer.status_code == 302:
@@ -46,6 +46,6 @@ def _ask(
     try:
         return view(OidcAdapter(request, settings.OIDC_ISSUER))(request)
     except (RequestException, KeyError, ValueError):
-        # It is down, or its answers are not what the standard says.
+        # It is down, or its answers violate the standard.
         logger.exception("the issuer %s failed", settings.OIDC_ISSUER)
         return render(request, "signin/no_issuer.html", {"issuer": settings.OIDC_NAME}, status=502)

@@ -1,4 +1,4 @@
-"""How the console writes states, digests and times."""
+"""Template tags that format states, digests and times."""
 
 from __future__ import annotations
 
@@ -48,19 +48,19 @@ _TONES = {
 
 @register.inclusion_tag("console/_badge.html")
 def badge(state: str) -> dict[str, str]:
-    """A state as a coloured word."""
+    """Show a state as a coloured badge."""
     return {"state": state, "tone": _TONES.get(state, "")}
 
 
 @register.filter
 def short_digest(digest: str) -> str:
-    """The first 12 characters: enough to tell a tenant's digests apart."""
+    """Return the first 12 characters: enough to distinguish a tenant's digests."""
     return digest[:12]
 
 
 @register.filter
 def milliseconds(value: float | None) -> str:
-    """A duration for a person: "87 ms", "1.4 s", "3 min"."""
+    """Format a duration: "87 ms", "1.4 s", "3 min"."""
     if value is None:
         return "–"
     if value < 1000:
@@ -72,31 +72,31 @@ def milliseconds(value: float | None) -> str:
 
 @register.filter
 def exact_milliseconds(value: float) -> str:
-    """A duration to compare: "1,437 ms", and tenths of what is short."""
+    """Format a duration in milliseconds: "1,437 ms", with tenths if it is short."""
     return f"{value:,.1f} ms" if 0 < value < 100 else f"{value:,.0f} ms"
 
 
 @register.filter
 def breakable(code: str) -> SafeString:
-    """A code in snake case, or a dotted name, that may be broken after its underscores and dots."""
+    """Allow line breaks after the underscores and dots of a code or a dotted name."""
     return format_html_join(mark_safe("<wbr>"), "{}", ((part,) for part in _PART.findall(code)))
 
 
 @register.filter
 def get(mapping: dict[Any, Any], key: Any) -> Any:
-    """mapping[key], or None."""
+    """Return mapping[key], or None."""
     return mapping.get(key)
 
 
 @register.filter
 def json_text(value: Any) -> str:
-    """A JSON value over several lines."""
+    """Format a JSON value over several lines."""
     return json.dumps(value, indent=2, ensure_ascii=False)
 
 
 @register.filter
 def unlocalized(value: float) -> str:
-    """A number as attributes of HTML take it."""
+    """Format a number for an HTML attribute."""
     return f"{value:.4f}"
 
 
@@ -104,7 +104,8 @@ def unlocalized(value: float) -> str:
 class Ceiling:
     """One of a budget's limits, and how much of it is spent.
 
-    tone  of the meter: good, warn near the hard limit or past the soft one, bad past the hard one
+    tone  the meter's colour: good; warn near the hard limit or above the soft one; bad above the
+          hard one
     """
 
     limit: int
@@ -114,7 +115,7 @@ class Ceiling:
 
     @property
     def share(self) -> float:
-        """From 0 to 1; a limit of nothing is spent from the beginning."""
+        """From 0 to 1; a limit of 0 counts as spent."""
         return min(1.0, self.spent / self.limit) if self.limit else 1.0
 
     @property
@@ -122,13 +123,13 @@ class Ceiling:
         return max(0, self.spent - self.limit)
 
 
-#: Of a hard limit, from which on its meter warns.
+#: The share of a hard limit from which its meter warns.
 _NEAR = 0.9
 
 
 @register.filter
 def ceilings(budget: Budget, spent: int) -> list[Ceiling]:
-    """A budget's limits, and what happens past each."""
+    """Return a budget's limits, and what happens above each."""
     found = []
     if (soft := budget.soft_limit) is not None:
         tone = "warn" if spent >= soft else "good"
@@ -141,7 +142,7 @@ def ceilings(budget: Budget, spent: int) -> list[Ceiling]:
 
 @register.simple_tag(takes_context=True)
 def current(context: template.Context, prefix: str) -> str:
-    """`page` when the address lies under `prefix`, for aria-current; `/console/` only itself."""
+    """Return "page", for aria-current, if the address is under `prefix`, or is `/console/`."""
     path = context["request"].path
     is_inside = path == prefix if prefix.endswith("console/") else path.startswith(prefix)
     return "page" if is_inside else "false"

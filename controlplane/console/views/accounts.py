@@ -1,4 +1,4 @@
-"""Service accounts: owners of programs' keys, which outlive the people who made them."""
+"""Service accounts: their keys outlive the people who made them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def create_account(request: ConsoleRequest) -> HttpResponse:
         except ApiError as error:
             add_service_error(form, error.message, error.param)
         else:
-            messages.success(request, f"“{made.name}” is there: give it a key under API keys.")
+            messages.success(request, f"“{made.name}” is made. Create its key under API keys.")
             return redirect("console:accounts")
     context = _context(request.member) | {"form": form}
     return render(request, "console/accounts.html", context, status=422)
@@ -49,7 +49,7 @@ def create_account(request: ConsoleRequest) -> HttpResponse:
 @require_http_methods(["GET", "HEAD", "POST"])
 @member_page(permission=Permission.MEMBERS_MANAGE)
 def account(request: ConsoleRequest, account_id: uuid.UUID) -> HttpResponse:
-    """Its role, and so what all of its keys may do, and its description."""
+    """Change the description, or the role, which restricts all its keys."""
     found = people.service_account_get(account_id=account_id)
     initial = {"name": found.name, "role": found.role, "description": found.description}
     roles = request.member.grantable_roles
@@ -75,14 +75,14 @@ def account(request: ConsoleRequest, account_id: uuid.UUID) -> HttpResponse:
 @require_POST
 @member_page(permission=Permission.MEMBERS_MANAGE)
 def delete_account(request: ConsoleRequest, account_id: uuid.UUID) -> HttpResponse:
-    """Its keys are revoked with it."""
+    """Delete a service account and revoke its keys."""
     found = people.service_account_get(account_id=account_id)
     try:
         people.service_account_delete(by=request.member.principal, account_id=account_id)
     except ApiError as error:
         messages.error(request, error.message)
     else:
-        messages.success(request, f"“{found.name}” is gone, and its keys are revoked.")
+        messages.success(request, f"“{found.name}” is deleted, and its keys are revoked.")
     return redirect("console:accounts")
 
 

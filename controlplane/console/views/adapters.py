@@ -1,4 +1,4 @@
-"""Adapters and their versions, as read by everybody in the tenant."""
+"""Pages of adapters and their versions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from controlplane.training.models import Schedule, TrainingRun
 
 Status = AdapterVersion.Status
 
-#: The states in which a version's page asks again every second.
+#: The states in which a version's page reloads its status every second.
 BUSY_STATES = (Status.UPLOADING.value, Status.UPLOADED.value, Status.VALIDATING.value)
 _STEPS = (
     (Status.UPLOADING, "Uploading"),
@@ -64,12 +64,12 @@ def version(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
 @require_safe
 @member_page
 def version_status(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
-    """The part of a version's page that changes while it is checked."""
+    """Render the part of a version's page that changes during the check."""
     return render(request, "console/_version.html", _version_context(name, number))
 
 
 def get_adapter(name: str) -> Adapter:
-    """The tenant's adapter. Raises Http404 for one that is missing or another tenant's."""
+    """Return the tenant's adapter. Raises Http404 if there is none of this name."""
     found = Adapter.objects.filter(name=name).select_related("base_model", "live_version").first()
     if found is None:
         raise Http404
@@ -95,7 +95,7 @@ def _version_context(name: str, number: int) -> dict[str, Any]:
 
 
 def version_steps(status: str) -> list[dict[str, str]]:
-    """The way to `ready`, each step "done", "now", "failed" or still to come ("")."""
+    """Return the steps to `ready`, each "done", "now", "failed" or "" (not begun)."""
     if status == Status.REJECTED:
         labels = [label for _, label in _STEPS[:-1]]
         return [
@@ -113,7 +113,7 @@ def version_steps(status: str) -> list[dict[str, str]]:
     ]
 
 
-#: What the checks found, in the order and words of the page.
+#: Facts from the check, in the order of the page, with their labels.
 _FACTS = {
     "target_modules": "Adapted layers",
     "num_parameters": "Parameters",

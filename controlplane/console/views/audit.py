@@ -1,4 +1,4 @@
-"""The tenant's audit trail: looked through, and proven."""
+"""The tenant's audit trail: search it and verify it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def audit(request: ConsoleRequest) -> HttpResponse:
 @require_POST
 @member_page(permission=Permission.AUDIT_READ)
 def verify_trail(request: ConsoleRequest) -> HttpResponse:
-    """Go through the whole chain now and say what it shows."""
+    """Verify the whole chain now and show the result."""
     head, faults = verify(request.member.tenant.id)
     context = {"head": head, "faults": faults[:20]}
     return render(request, "console/_verified.html", context)

@@ -1,4 +1,4 @@
-"""Accepting an invite: the one page of the console that makes an account."""
+"""Accept an invite: the only page of the console that makes an account."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from controlplane.tenants.services import password_check, user_create
 @sensitive_post_parameters("password")
 @require_http_methods(["GET", "HEAD", "POST"])
 def invite(request: HttpRequest, token: str) -> HttpResponse:
-    """Opening it changes nothing, for mail scanners open addresses too; the button accepts.
+    """Show an invite, or accept it. A GET changes nothing, because mail scanners open links, too.
 
-    Whoever invites somebody can open it, too, and learns nothing of them: it looks the same
-    whether or not there is an account, and asks for a password in the same words. Only a password
-    that is taken, and uses the invite up, shows that there was none before.
+    The inviter can also open the page and must not learn whether the address has an account: the
+    page looks the same in both cases, and asks for a password in the same words. Only an accepted
+    password, which uses the invite, shows that there was no account.
     """
     try:
         found, tenant = people.invite_find(token=token)
@@ -49,7 +49,7 @@ def invite(request: HttpRequest, token: str) -> HttpResponse:
 
 
 def _step(request: HttpRequest, found: Invite) -> str:
-    """What the person has to do: accept, sign_out or join."""
+    """Return what the person has to do: accept, sign_out or join."""
     if isinstance(request.user, User):
         return "accept" if request.user.email == found.email else "sign_out"
     return "join"
@@ -58,7 +58,7 @@ def _step(request: HttpRequest, found: Invite) -> str:
 def _accept(
     request: HttpRequest, token: str, found: Invite, step: str, form: PasswordForm
 ) -> HttpResponse | None:
-    """Where the person goes; None when the page has to be shown again."""
+    """Accept the invite. -> the redirect, or None when the form has an error."""
     if step == "accept":
         assert isinstance(request.user, User)
         return _enter(request, people.invite_accept(token=token, user=request.user))
@@ -66,7 +66,7 @@ def _accept(
         return None
     password = form.cleaned_data["password"]
     try:
-        # First, for everybody: what is too weak for a new account says nothing of an old one.
+        # First, in both cases: an error about a weak password must not disclose an account.
         password_check(password, User(email=found.email))
         if User.objects.filter(email=found.email).exists():
             return _sign_in(request, found, password)
@@ -86,7 +86,7 @@ def _accept(
 
 
 def _sign_in(request: HttpRequest, found: Invite, password: str) -> HttpResponse:
-    """As on the page for it, and back here; raises ValidationError for a wrong password."""
+    """Sign in, and return to this page. Raises ValidationError for a wrong password."""
     adapter = get_adapter(request)
     credentials = {"email": found.email, "password": password}
     user = adapter.authenticate(request, **credentials)

@@ -1,4 +1,4 @@
-"""API keys: who has which, a new one shown once, what each may do, and its end."""
+"""API keys: list, create, change, rotate and revoke them."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def keys(request: ConsoleRequest) -> HttpResponse:
 @require_http_methods(["POST"])
 @member_page(permission=Permission.KEYS_MANAGE)
 def create_key(request: ConsoleRequest) -> HttpResponse:
-    """The one answer that holds the key's text; it is neither stored nor shown again.
+    """Create a key and show its text, which is neither stored nor shown again.
 
-    The page asks by htmx, so this answer is no page of its own and reloading makes no second key.
+    The page calls this by htmx, so a reload of the page does not make a second key.
     """
     form = KeyForm(request.POST, member=request.member)
     key, text = None, ""
@@ -64,7 +64,7 @@ def create_key(request: ConsoleRequest) -> HttpResponse:
 @require_http_methods(["GET", "HEAD", "POST"])
 @member_page(permission=Permission.KEYS_MANAGE)
 def edit_key(request: ConsoleRequest, public_id: str) -> HttpResponse:
-    """What the key is good for; its secret stays. Nobody changes a key that has more than they."""
+    """Change a key's rules; its secret stays. Nobody can change a key that has more than they."""
     key = api_key_get(public_id=public_id)
     principal = request.member.principal
     check_holds(principal, key)
@@ -97,7 +97,7 @@ def edit_key(request: ConsoleRequest, public_id: str) -> HttpResponse:
 @require_http_methods(["GET", "HEAD", "POST"])
 @member_page(permission=Permission.KEYS_MANAGE)
 def revoke_key(request: ConsoleRequest, public_id: str) -> HttpResponse:
-    """Asks first, also whether the keys that it made go on; a revoked key never works again."""
+    """Ask, also about the keys that it made; then revoke the key for ever."""
     key = api_key_get(public_id=public_id)
     made = ApiKey.made_by(key.pk).filter(revoked_at=None).order_by("created_at")
     if request.method == "POST":
@@ -112,7 +112,7 @@ def revoke_key(request: ConsoleRequest, public_id: str) -> HttpResponse:
 @require_http_methods(["GET", "HEAD", "POST"])
 @member_page(permission=Permission.KEYS_MANAGE)
 def rotate_key(request: ConsoleRequest, public_id: str) -> HttpResponse:
-    """Asks first; the answer holds the new secret, the one time that it is shown."""
+    """Ask; then make a new secret and show it, only this time."""
     key = api_key_get(public_id=public_id)
     check_holds(request.member.principal, key)
     form = RotateForm(request.POST or None)
@@ -127,7 +127,7 @@ def rotate_key(request: ConsoleRequest, public_id: str) -> HttpResponse:
 
 
 def _same_minute(wanted: dt.datetime | None, present: dt.datetime | None) -> dt.datetime | None:
-    """The field shows minutes: what nobody touched must not lose its seconds."""
+    """Return `present` if the minute is the same: the field has no seconds, which must stay."""
     if wanted and present and wanted == present.replace(second=0, microsecond=0):
         return present
     return wanted
@@ -146,7 +146,7 @@ def _context(member: Member, form: KeyForm | None = None) -> dict[str, object]:
         }
         for key in found.order_by("-created_at")
     ]
-    # Working keys first; the sort is stable, so each half stays newest first.
+    # Active keys first; the sort is stable, so each half stays newest first.
     rows.sort(key=lambda row: row["state"] != "active")
     return {"form": form or KeyForm(member=member), "rows": rows}
 

@@ -1,4 +1,4 @@
-"""What bounds the tenant's use, how much of it is taken, and changing it."""
+"""Limits and budgets of the tenant: their use, and their changes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from controlplane.limits import services
 from controlplane.limits.models import Budget, RateLimit
 from controlplane.tenants.auth import Permission
 
-_OPERATORS = "The tenant's own limits are the operator's to set: name a key or a model."
+_OPERATORS = "Only the operator can set the limits of the whole tenant. Choose a key or a model."
 
 
 @require_safe
@@ -31,7 +31,7 @@ def limits(request: ConsoleRequest) -> HttpResponse:
 @require_safe
 @member_page
 def limits_now(request: ConsoleRequest) -> HttpResponse:
-    """The bars alone: the page asks for them again every few seconds."""
+    """Render only the bars: the page reloads them every few seconds."""
     return render(request, "console/_limits.html", _context())
 
 
@@ -53,7 +53,7 @@ def set_limit(request: ConsoleRequest) -> HttpResponse:
         except (ApiError, IntegrityError) as error:
             _explain(form, error)
         else:
-            messages.success(request, "The limit holds within a second.")
+            messages.success(request, "The limit is set. It takes effect within a second.")
             return redirect("console:limits")
     context = _context() | {"limit_form": form}
     return render(request, "console/limits.html", context, status=422)
@@ -88,7 +88,7 @@ def set_budget(request: ConsoleRequest) -> HttpResponse:
         except (ApiError, IntegrityError) as error:
             _explain(form, error)
         else:
-            messages.success(request, "The budget holds within a second.")
+            messages.success(request, "The budget is set. It takes effect within a second.")
             return redirect("console:limits")
     context = _context() | {"budget_form": form}
     return render(request, "console/limits.html", context, status=422)
@@ -109,7 +109,7 @@ def _explain(form: LimitForm | BudgetForm, error: Exception) -> None:
     if isinstance(error, ApiError):
         add_service_error(form, error.message, error.param)
     else:
-        form.add_error(None, "Somebody else is setting this just now: try again.")
+        form.add_error(None, "Another request is setting the same limit. Try again.")
 
 
 def _context() -> dict[str, Any]:

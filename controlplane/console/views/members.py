@@ -1,4 +1,4 @@
-"""The people of the tenant, and those invited."""
+"""The tenant's members and invites."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from controlplane.tenants.auth import Permission
 from controlplane.tenants.invite_mail import invite_send, invite_url
 from controlplane.tenants.models import Invite, Membership, Role
 
-#: Of invites that are over, the last so many are shown.
+#: How many of the invites that are no longer pending are shown.
 NUM_OLD_INVITES = 20
 
 
@@ -44,14 +44,14 @@ def set_role(request: ConsoleRequest, member_id: uuid.UUID) -> HttpResponse:
                 raise
             messages.error(request, error.message)
         else:
-            messages.success(request, f"{found.user.email} is {found.role} now.")
+            messages.success(request, f"{found.user.email} is now {found.role}.")
     return redirect("console:members")
 
 
 @require_http_methods(["GET", "HEAD", "POST"])
 @member_page(permission=Permission.MEMBERS_MANAGE)
 def remove(request: ConsoleRequest, member_id: uuid.UUID) -> HttpResponse:
-    """Asks first; the person's keys end with the membership."""
+    """Ask; then remove the member and revoke their keys."""
     found = people.member_get(member_id=member_id)
     if request.method == "POST":
         try:
@@ -59,7 +59,7 @@ def remove(request: ConsoleRequest, member_id: uuid.UUID) -> HttpResponse:
         except ApiError as error:
             messages.error(request, error.message)
         else:
-            messages.success(request, f"{found.user.email} is no member any more.")
+            messages.success(request, f"{found.user.email} is no longer a member.")
         return redirect("console:members")
     context = {"found": found, "num_keys": found.keys.filter(revoked_at=None).count()}
     return render(request, "console/remove_member.html", context)
@@ -68,7 +68,7 @@ def remove(request: ConsoleRequest, member_id: uuid.UUID) -> HttpResponse:
 @require_POST
 @member_page(permission=Permission.MEMBERS_MANAGE)
 def create_invite(request: ConsoleRequest) -> HttpResponse:
-    """The one answer that holds the invite's address; a mail takes it to the person too."""
+    """Make an invite, send it by mail, and show its address, only this time."""
     form = InviteForm(request.POST, roles=request.member.grantable_roles)
     context = _context(request.member) | {"form": form}
     if form.is_valid():
@@ -102,7 +102,7 @@ def revoke_invite(request: ConsoleRequest, invite_id: uuid.UUID) -> HttpResponse
             raise
         messages.error(request, error.message)
     else:
-        messages.success(request, f"The invite of {found.email} leads nowhere now.")
+        messages.success(request, f"The invite of {found.email} is revoked.")
     return redirect("console:members")
 
 

@@ -1,4 +1,4 @@
-"""The first page: how the last day went, what can be called, and how."""
+"""The first page: the last day, the tenant's adapters, and an example request."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def overview(request: ConsoleRequest) -> HttpResponse:
 
 
 def _example_model(rows: list[reads.AdapterRow]) -> str:
-    """A name that answers: a live adapter's, else a base model's."""
+    """Return the name of a live adapter, else of a base model."""
     for row in rows:
         if row.adapter.live_version_id:
             return row.adapter.name
@@ -42,5 +42,5 @@ def _example_model(rows: list[reads.AdapterRow]) -> str:
 
 @member_page
 def not_found(request: ConsoleRequest, rest: str) -> HttpResponse:
-    """Any other address under /console/."""
+    """Answer all other addresses under /console/."""
     raise Http404

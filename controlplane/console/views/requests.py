@@ -1,4 +1,4 @@
-"""The tenant's requests: one by one, newest first; and each with all that is known of it."""
+"""The tenant's requests: the list, newest first, and the details of each."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def requests(request: ConsoleRequest) -> HttpResponse:
 @require_safe
 @member_page(permission=Permission.REQUESTS_READ)
 def newest(request: ConsoleRequest) -> HttpResponse:
-    """The list of the newest page; 204 when its first line is the one that the reader has."""
+    """Render the newest page's list; 204 when the browser already shows its first line."""
     wanted = reads.Wanted.read(request.GET)
     page = reads.log_page(wanted, now=timezone.now())
     if page.newest_id == request.GET.get("have", ""):
@@ -75,19 +75,19 @@ def request(request: ConsoleRequest, request_id: str) -> HttpResponse:
     return render(request, "console/request.html", context)
 
 
-#: In this order; the database keeps them in one of its own.
+#: The order on the page; the database's order differs.
 _SAMPLING = tuple(field.name for field in dataclasses.fields(Sampling))
 
 
 def _sampling(row: InferenceRequest) -> list[tuple[str, Any]]:
-    """What the request said of it."""
+    """Return the request's sampling parameters."""
     said = row.sampling or {}
     known = [(name, said[name]) for name in _SAMPLING if name in said]
     return known + sorted(item for item in said.items() if item[0] not in _SAMPLING)
 
 
 def _words(request: ConsoleRequest, request_id: str) -> dict[str, Any]:
-    """What was said, for who may read that."""
+    """Return the stored prompt and answers, for people with the permission to read them."""
     if not request.member.can_read_words:
         return {}
     try:
@@ -106,7 +106,7 @@ def _context(wanted: reads.Wanted, page: reads.LogPage) -> dict[str, Any]:
 
 
 def _cursor(request: ConsoleRequest, name: str) -> uuid.UUID | None:
-    """The row that the page begins behind; None when the address names none."""
+    """Return the row id in the address at which the page begins, or None."""
     try:
         return uuid.UUID(request.GET.get(name, ""))
     except ValueError:

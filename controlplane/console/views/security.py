@@ -1,4 +1,4 @@
-"""A person's own ways to sign in: password, second factors, passkeys, sessions."""
+"""The person's own password, second factors, passkeys and sessions."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def security(request: AccountRequest) -> HttpResponse:
 @require_POST
 @account_page
 def verify_email(request: AccountRequest) -> HttpResponse:
-    """Send the mail that proves whose the address is."""
+    """Send the mail that verifies the person's address."""
     sync_user_email_address(request.user)
     address = EmailAddress.objects.get(user=request.user, email=request.user.email)
     if not address.verified:

@@ -1,4 +1,4 @@
-"""Choosing the tenant to act in. Signing in and out is `controlplane.console.signin`'s."""
+"""Switch the tenant. `controlplane.console.signin` signs people in and out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from controlplane.errors import NotFound
 
 @require_POST
 def switch_tenant(request: HttpRequest) -> HttpResponse:
-    """Not a member's page: who is in a suspended tenant must be able to leave it for another."""
+    """Switch the tenant. No `member_page`: people must be able to leave a suspended tenant."""
     if not request.user.is_authenticated:
         return redirect(settings.LOGIN_URL)
     try:

@@ -1,4 +1,4 @@
-"""The tenant itself: its name, what it asks of its members, what is kept of its requests."""
+"""The tenant's settings: its name, its members' second factors, its request log."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def set_log_policy(request: ConsoleRequest) -> HttpResponse:
         except ApiError as error:
             add_service_error(form, error.message, error.param)
         else:
-            messages.success(request, "Gateways know it within seconds.")
+            messages.success(request, "Saved. It takes effect within seconds.")
             return redirect("console:settings")
     return _page(request, log_form=form)
 
@@ -57,7 +57,7 @@ def _page(
     form: TenantForm | None = None,
     log_form: LogPolicyForm | None = None,
 ) -> HttpResponse:
-    """With the forms that were sent; the others say how things are."""
+    """Render the page with the submitted forms; the others show the current values."""
     tenant, policy = request.member.tenant, services.log_policy()
     context = {
         "form": form or TenantForm(initial=_initial(tenant)),

@@ -1,4 +1,4 @@
-"""Datasets, training runs as they go, and the schedules that start them."""
+"""Datasets, training runs with their progress, and the schedules that start them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from controlplane.training.models import Dataset, Schedule, TrainingRun
 
 Status = TrainingRun.Status
 
-#: The states in which a run's page asks again.
+#: The states in which a run's page reloads its status.
 BUSY_STATES = tuple(status.value for status in TrainingRun.ACTIVE)
 NUM_RUNS = 50
 
@@ -38,10 +38,10 @@ def training(request: ConsoleRequest) -> HttpResponse:
 @require_POST
 @member_page(permission=Permission.TRAINING_WRITE)
 def upload_dataset(request: ConsoleRequest) -> HttpResponse:
-    """Datasets are small enough to go through this process, and are bounded."""
+    """Upload a dataset through this process: its size is bounded."""
     form = DatasetForm(request.POST, request.FILES)
     if form.is_valid():
-        # One byte too many is enough for the service to refuse it.
+        # With one byte more than the limit the service refuses it.
         content = form.cleaned_data["file"].read(services.MAX_DATASET_BYTES + 1)
         try:
             dataset = services.dataset_upload(name=form.cleaned_data["name"], content=content)
@@ -85,7 +85,7 @@ def run(request: ConsoleRequest, run_id: uuid.UUID) -> HttpResponse:
 @require_safe
 @member_page
 def run_status(request: ConsoleRequest, run_id: uuid.UUID) -> HttpResponse:
-    """The part of a run's page that changes while it trains."""
+    """Render the part of a run's page that changes during the training."""
     return render(request, "console/_run.html", _run_context(run_id))
 
 
@@ -136,7 +136,7 @@ def _save_schedule(form: ScheduleForm, adapter: Adapter, existing: Schedule | No
             dataset_name=data["dataset"].name,
             cron_line=data["cron"],
             timezone_name=data["timezone"],
-            # The form does not show them; those set through the API stay.
+            # The form does not have them; those set through the API stay.
             hyperparameters=existing.hyperparameters if existing else None,
             is_paused=data["is_paused"],
         )
@@ -196,6 +196,6 @@ def _run_context(run_id: uuid.UUID) -> dict[str, Any]:
 
 
 def _losses(run: TrainingRun) -> list[tuple[int, float]]:
-    """The loss after each reported step, in the order of the steps."""
+    """Return the loss of each reported step, in the order of the steps."""
     losses = run.progress.get("losses", [])
     return [(int(step), float(loss)) for step, loss in losses]

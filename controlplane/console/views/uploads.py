@@ -1,7 +1,7 @@
-"""The upload form, and the two calls its script makes around sending the files.
+"""The upload form, and the two calls of its script, before and after sending the files.
 
-The files go from the browser straight to the object store, by presigned URLs; this process never
-holds them.
+The browser sends the files directly to the object store, by presigned URLs; this process never gets
+them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from controlplane.errors import ApiError, InvalidRequest, PayloadTooLarge
 from controlplane.tenants.auth import Permission
 
 MAX_BODY_BYTES = 10_000
-#: The form's fields and the files that they stand for.
+#: The file that each field of the form means.
 FIELDS = {"config": peft_config.FILE, "tensors": safetensors_header.FILE}
 
 
@@ -42,7 +42,7 @@ def upload(request: ConsoleRequest) -> HttpResponse:
 @require_POST
 @member_page(permission=Permission.ADAPTERS_WRITE)
 def start_upload(request: ConsoleRequest) -> HttpResponse:
-    """Make the version and say where its files go.
+    """Make the version and return the URLs for its files.
 
     Body: {"name", "base_model", "config", "tensors"}, the last two being lengths in bytes.
     422 with {"errors": {field: [message]}} when a field is wrong.
@@ -76,7 +76,7 @@ def start_upload(request: ConsoleRequest) -> HttpResponse:
 @require_POST
 @member_page(permission=Permission.ADAPTERS_WRITE)
 def complete_upload(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
-    """Both files are there: have them checked."""
+    """Queue the check of both uploaded files."""
     version = get_adapter(name).versions.filter(number=number).first()
     if version is None:
         raise Http404

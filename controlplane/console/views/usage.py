@@ -1,4 +1,4 @@
-"""How much was used, by whom, of what."""
+"""The tenant's usage by model or key."""
 
 from __future__ import annotations
 
@@ -37,6 +37,6 @@ def usage(request: ConsoleRequest) -> HttpResponse:
 
 
 def _choice(request: ConsoleRequest, name: str, known: Mapping[str, object]) -> str:
-    """What the address asks for, or the first there is."""
+    """Return the address's value, or the first choice if it is unknown."""
     wanted = request.GET.get(name, "")
     return wanted if wanted in known else next(iter(known))

@@ -1,4 +1,4 @@
-"""Numbers to shapes."""
+"""The shapes of charts."""
 
 from __future__ import annotations
 

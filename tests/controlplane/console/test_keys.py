@@ -73,7 +73,7 @@ def test_revoking_asks_first(acme: Party) -> None:
 def test_rotating_asks_first_and_shows_the_new_key_once(acme: Party) -> None:
     browser = browser_of(acme.owner)
     path = f"/console/keys/{acme.api_key.public_id}/rotate"
-    assert b"goes on working" in browser.get(path).content
+    assert b"still works" in browser.get(path).content
     assert authenticate(acme.header)
     answer = browser.post(path, {"grace": "86400"}).content.decode()
     (shown,) = re.findall(KEY_REGEX, answer)

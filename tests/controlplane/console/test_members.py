@@ -54,7 +54,7 @@ def test_the_last_who_manages_members_stays(acme: Party) -> None:
     browser, admin = browser_of(acme.owner), membership(acme, "owner")
     for path, form in (("role", {"role": "viewer"}), ("remove", {})):
         answer = browser.post(f"/console/members/{admin.pk}/{path}", form, follow=True)
-        assert b"make another member an admin first" in answer.content
+        assert b"Make another member an admin first" in answer.content
     assert membership(acme, "owner").role == Role.ADMIN
 
 
@@ -100,7 +100,7 @@ def test_an_invites_mail_may_fail(acme: Party, settings: object) -> None:
     settings.EMAIL_BACKEND = f"{__name__}.Broken"  # type: ignore[attr-defined]
     form = {"email": "new@acme.example", "role": "viewer"}
     page = browser_of(acme.owner).post(INVITES, form).content
-    assert b"No mail could be sent" in page
+    assert b"The mail could not be sent" in page
     assert b'id="new-invite"' in page
 
 

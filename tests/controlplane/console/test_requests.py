@@ -63,7 +63,7 @@ class TestList:
         assert "context_<wbr>length_<wbr>exceeded" in body
         assert "invoices@1" in body
         assert f'tests</span><small class="sub mono">…{acme.api_key.last4}' in body
-        label = "500 ms in all: queue 1 ms, load 2 ms, prefill 0 ms, decode 497 ms"
+        label = "500 ms in total: queue 1 ms, load 2 ms, prefill 0 ms, decode 497 ms"
         assert body.count(f'aria-label="{label}"') == 3
 
     def test_blend_names_all_of_its_parts(self, acme: Party, belongings: Belongings) -> None:
@@ -83,7 +83,7 @@ class TestList:
         browser = browser_of(acme.viewer)
         body = browser.get(f"{PAGE}/req_1").content.decode()
         text = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", "", body))
-        assert f"0.7 × invoices@1{digests[0]}-0.25 × a version that is gone" in text
+        assert f"0.7 × invoices@1{digests[0]}-0.25 × a deleted version" in text
         assert "temperature 0.5, top_p 0.9, seed 7" in text
         assert "attempt 2" in text
         alone = browser.get(f"{PAGE}/req_2").content.decode()
@@ -98,7 +98,7 @@ class TestList:
         assert 'href="/console/requests/req_cut"' in body
 
     def test_failed_hides_no_failure(self, acme: Party) -> None:
-        """Neither one that ended as nobody here knows, nor those refused before they began."""
+        """Neither one that ended as nobody here knows, nor those refused at admission."""
         settle(acme, "req_ok")
         settle(acme, "req_cut", finish_reason="length", error_code="internal")
         settle(acme, "req_odd", finish_reason="something new")
@@ -115,7 +115,7 @@ class TestList:
         assert body.index('id="refusals"') < body.index('id="requests"')
         assert body.count('id="refusals"') == 1
         overview = re.sub(r"<[^>]*>", "", browser.get("/console/").content.decode())
-        assert re.search(r"Failed\s*2\s*and 12 refused before they began", overview)
+        assert re.search(r"Failed\s*2\s*and 12 refused at admission", overview)
 
     def test_filters(self, acme: Party) -> None:
         now = timezone.now().timestamp()
@@ -179,7 +179,7 @@ class TestList:
     def test_behind_the_last_there_is_a_way_back(self, acme: Party) -> None:
         settle(acme, "req_1")
         body = browser_of(acme.viewer).get(f"{PAGE}?before={uuid.UUID(int=1)}").content
-        assert b"There is nothing older" in body
+        assert b"There are no older requests" in body
 
     def test_a_new_tenant_is_told_what_comes(self, acme: Party) -> None:
         browser = browser_of(acme.viewer)
@@ -192,7 +192,7 @@ class TestList:
         body = browser_of(acme.viewer).get(PAGE).content.decode()
         assert "A full bar is 150 ms" in body
         assert body.count('class="tear"') == 1
-        assert "1 min in all" in body
+        assert "1 min in total" in body
 
     @pytest.mark.parametrize("num", [1, 40])
     def test_queries_do_not_grow_with_the_lines(
@@ -295,9 +295,9 @@ class TestOne:
         )
         body = browser_of(acme.viewer).get(f"{PAGE}/req_1").content.decode()
         assert "<code>adapter_unavailable</code>, status 503" in body
-        assert "which never came" in body
-        assert "a key that is gone" in body
-        assert "a version that is gone" in body
+        assert "(there was none)" in body
+        assert "a deleted key" in body
+        assert "a deleted version" in body
 
     def test_of_another_tenant_is_a_missing_one(self, acme: Party, globex: Party) -> None:
         settle(acme, "req_1")
@@ -377,17 +377,17 @@ class TestWords:
         may = role in (Role.OWNER, Role.ADMIN)
         assert (f"I said {html.escape(MARKUP)}" in body) == may
         assert (f"Say {html.escape(MARKUP)}" in body) == may
-        assert ("for owners and admins to read" in body) == (not may)
+        assert ("Only owners and admins can read" in body) == (not may)
         assert "<img src=x" not in body
 
     def test_that_are_not_kept_are_said_not_to_be(self, acme: Party, kept: Words) -> None:
         settle(acme, "req_2")
         body = browser_of(acme.owner).get(f"{PAGE}/req_2").content.decode()
-        assert "Nothing is kept of what this request said" in body
+        assert "The prompt and answers of this request are not stored" in body
         with tenant_scope(acme.tenant.id):
             LogPolicy.objects.update(content="off")
         body = self.body(acme.owner)
-        assert "is not kept: an owner may change that" in body
+        assert "are not stored. An owner can change that" in body
         assert 'href="/console/settings#request-log"' in body
         assert "I said" not in body
 

@@ -201,7 +201,7 @@ def test_without_redis_nobody_signs_in_and_is_told(acme: Party) -> None:
     with override_settings(CACHES={"default": away}):
         answer = Client().post(SIGN_IN, {"login": acme.owner.email, "password": PASSWORD})
         assert answer.status_code == 503
-        assert b"Not just now" in answer.content
+        assert b"Not available now" in answer.content
         assert inside.get("/console/").status_code == 200
 
 

@@ -51,7 +51,7 @@ def test_upload_becomes_ready(acme: Party, base_model: BaseModel) -> None:
 
 def test_rejection_says_why(acme: Party, base_model: BaseModel) -> None:
     page = browser_of(acme.owner).get(upload(acme, CONFIG, b"\x80\x04" + TENSORS)).content.decode()
-    assert "This version was not accepted" in page
+    assert "This version was rejected" in page
     assert "adapter_model.safetensors" in page
 
 

@@ -50,7 +50,7 @@ def test_sums_by_model_and_by_key(acme: Party, globex: Party) -> None:
         by_key = usage_report(span="day", by="key", measure="requests", now=NOW)
         assert [(row.label, row.requests) for row in by_key.rows] == [
             (f"tests (…{acme.api_key.last4})", 2),
-            ("a key that is gone", 1),
+            ("a deleted key", 1),
         ]
 
 

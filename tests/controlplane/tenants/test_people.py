@@ -44,7 +44,7 @@ class TestInvites:
     def test_new_person_chooses_a_password_and_is_in(self, acme: Party) -> None:
         invited = invite(acme)
         browser = Client()
-        assert b"Choose one, or give yours" in browser.get(path_of(invited)).content
+        assert b"Choose one, or enter yours" in browser.get(path_of(invited)).content
         answer = browser.post(path_of(invited), {"password": PASSWORD})
         assert (answer.status_code, answer["Location"]) == (302, "/console/")
         with tenant_scope(acme.tenant.id):

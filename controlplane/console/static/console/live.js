@@ -1,5 +1,5 @@
-// A [data-live] part of a page asks for itself anew, but not while that would disturb: nobody sees
-// the page, its reader has scrolled into the part, or is about to do something in it.
+// A [data-live] part of a page reloads itself, except while that is useless or disturbs: the page is
+// hidden, or its reader has scrolled into the part, points at it or has selected text in it.
 
 const REST_MS = 2000;
 let lastMoved = -Infinity;
@@ -14,7 +14,7 @@ function mayChange(part) {
 document.addEventListener("pointermove", (event) => {
   if (event.target.closest("[data-live]")) lastMoved = performance.now();
 });
-// Asked before the question, and again before its answer takes the part's place: that may take a while.
+// Checked before the request, and again before its answer replaces the part: that may be much later.
 for (const moment of ["htmx:beforeRequest", "htmx:beforeSwap"]) {
   document.addEventListener(moment, (event) => {
     const part = event.detail.elt;

@@ -1,5 +1,4 @@
-// Says so when something that the person did by htmx failed. A poll that fails asks again by
-// itself, so it stays silent.
+// Shows an error when an action by htmx failed. A poll that fails is repeated anyway, so it shows none.
 
 function show(event, message) {
   if (event.detail.requestConfig?.verb === "get") return;
@@ -18,5 +17,5 @@ document.addEventListener("htmx:sendError", (event) => {
 });
 document.addEventListener("htmx:responseError", (event) => {
   const status = event.detail.xhr.status;
-  show(event, `That did not work: the console answered ${status}. Reload the page and try again.`);
+  show(event, `The action failed: the console answered ${status}. Reload the page and try again.`);
 });

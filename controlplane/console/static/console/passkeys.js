@@ -1,9 +1,9 @@
-// Says in words why a passkey could not be used: allauth's script only logs it.
+// Shows why a passkey could not be used: allauth's script only logs it.
 
 const REASONS = {
   NotAllowedError: "The passkey was not used: it was refused, or it took too long.",
-  InvalidStateError: "This passkey is added already.",
-  SecurityError: "Passkeys need an address with a name, over https. This page has neither.",
+  InvalidStateError: "This passkey is already added.",
+  SecurityError: "Passkeys need https and a domain name. This page's address does not have both.",
 };
 
 document.addEventListener("allauth.error", (event) => {

@@ -1,5 +1,5 @@
-// The adapter upload form: ask the console for presigned URLs, PUT both files straight to the
-// object store with a progress bar, then tell the console that they are there.
+// The adapter upload form: get presigned URLs from the console, PUT both files directly to the object
+// store with a progress bar, then tell the console that they are uploaded.
 
 const form = document.querySelector("[data-upload]");
 const inputs = { config: form.elements.config, tensors: form.elements.tensors };
@@ -118,7 +118,7 @@ form.addEventListener("submit", async (event) => {
   }
 });
 
-// Files dropped anywhere on the area find their place by their names.
+// Files dropped on the area are assigned to the two fields by their names.
 
 function place(files) {
   for (const file of files) {
