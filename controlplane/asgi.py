@@ -34,7 +34,7 @@ from controlplane.gateway.lorax.urls import PATHS as LORAX_PATHS  # noqa: E402
 from controlplane.queue.dispatcher import close_dispatcher, get_dispatcher  # noqa: E402
 from controlplane.training.services import MAX_DATASET_BYTES  # noqa: E402
 
-#: A dataset and the form around it.
+#: A dataset and the form that contains it.
 MAX_SITE_BODY_BYTES = MAX_DATASET_BYTES + 1024**2
 #: For the keys' last uses, when the server ends.
 _LAST_NOTES_S = 2.0
@@ -67,7 +67,7 @@ async def _answer(scope: dict[str, Any], receive: Receive, send: Send) -> None:
         send = Gzipping(send)
     if headers.get(b"content-encoding", b"identity").lower() != b"identity":
         error = UnsupportedMediaType(
-            "The body is compressed: send it as it is, without a Content-Encoding."
+            "The body is compressed. Send it uncompressed, without Content-Encoding."
         )
         await send_error(send, error, (b"accept-encoding", b"identity"), (b"connection", b"close"))
     elif is_files:
@@ -79,14 +79,14 @@ async def _answer(scope: dict[str, Any], receive: Receive, send: Send) -> None:
 
 
 def _readable(scope: dict[str, Any]) -> dict[str, Any]:
-    """The scope without a Content-Type that Django cannot read: it would fail on the request."""
+    """Remove a Content-Type that Django cannot parse, so that the request does not fail."""
     for name, value in scope["headers"]:
         if name == b"content-type" and b";" in value:
             try:
                 _, found = parse_header_parameters(value.decode("latin-1"))
                 codecs.lookup(found.get("charset", "utf-8"))
             except LookupError:
-                continue  # Django passes over it
+                continue  # Django ignores it
             except ValueError:
                 headers = [pair for pair in scope["headers"] if pair[0] != b"content-type"]
                 return {**scope, "headers": headers}
@@ -101,7 +101,7 @@ def _is_gateways(scope: dict[str, Any]) -> bool:
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:
-    """Start the dispatcher with the server and stop it in the end."""
+    """Start the dispatcher with the server, and stop it at the end."""
     while True:
         event = await receive()
         if event["type"] == "lifespan.startup":

@@ -1,4 +1,4 @@
-"""What goes wrong, as the caller sees it: one table for the gateway, the API and the workers.
+"""Errors as the caller sees them: one tree for the gateway, the API and the workers.
 
     ApiError
     ├── InvalidRequest          400  invalid_request_error
@@ -36,12 +36,12 @@ log = logging.getLogger(__name__)
 
 
 class ApiError(Exception):
-    """A failure with an answer of its own."""
+    """An error that is answered with its own status and body."""
 
     status = 500
     type = "server_error"
     code: str | None = None
-    #: Sent as x-should-retry, which OpenAI's clients obey; None leaves it to them.
+    #: Sent as x-should-retry, which OpenAI's clients obey; None: the client decides.
     should_retry: bool | None = None
     retry_after_s: float | None = None
 
@@ -99,13 +99,13 @@ class AuthenticationFailed(ApiError):
 
 
 class PermissionDenied(ApiError):
-    """The caller is known and may not do this."""
+    """The caller is known but may not do this."""
 
     status, type, code = 403, "permission_error", "permission_denied"
 
 
 class NotFound(ApiError):
-    """There is no such thing, or it is somebody else's: the two look the same."""
+    """It does not exist or belongs to another tenant: both get the same answer."""
 
     status, type, code = 404, "invalid_request_error", "not_found"
 
@@ -130,19 +130,19 @@ class RequestTimeout(ApiError):
 
 
 class Conflict(ApiError):
-    """The thing is not in a state that allows this."""
+    """The state of the resource does not allow this."""
 
     status, type, code, should_retry = 409, "invalid_request_error", "conflict", False
 
 
 class PayloadTooLarge(ApiError):
-    """The body is longer than the endpoint takes."""
+    """The body is longer than the endpoint allows."""
 
     status, type, code, should_retry = 413, "invalid_request_error", "payload_too_large", False
 
 
 class UnsupportedMediaType(ApiError):
-    """The body is in a form that nothing here reads."""
+    """The endpoint does not read bodies of this type."""
 
     status, type, code = 415, "invalid_request_error", "unsupported_media_type"
     should_retry = False
@@ -156,24 +156,24 @@ class RateLimited(ApiError):
 
 
 class Unavailable(ApiError):
-    """The platform cannot serve this now; later it can."""
+    """The platform cannot serve this now, but later."""
 
     status, type, code, retry_after_s = 503, "server_error", "overloaded", 1.0
 
 
 class InternalError(ApiError):
-    """A defect of ours."""
+    """An error in the platform."""
 
     status, code = 500, "internal"
 
 
 class GivenUp(InternalError):
-    """A request that ended its workers again and again."""
+    """A request that crashed several workers."""
 
     should_retry = False
 
 
-#: How each of the worker's codes is answered. A test checks that none is missing.
+#: The error for each code of a worker. A test checks that none is missing.
 WORKER_ERRORS: dict[ErrorCode, type[ApiError]] = {
     ErrorCode.CONTEXT_LENGTH_EXCEEDED: InvalidRequest,
     ErrorCode.INVALID_PROMPT: InvalidRequest,
@@ -193,7 +193,7 @@ WORKER_ERRORS: dict[ErrorCode, type[ApiError]] = {
 
 
 def from_worker(code: str, message: str, param: str | None = None) -> ApiError:
-    """The answer to an error that a worker reported."""
+    """Return the error for one that a worker reported."""
     try:
         error_class = WORKER_ERRORS[ErrorCode(code)]
     except ValueError:  # a newer worker
@@ -202,7 +202,7 @@ def from_worker(code: str, message: str, param: str | None = None) -> ApiError:
 
 
 def from_validation(error: ValidationError) -> InvalidRequest:
-    """A model's complaint about its fields, with the first field named."""
+    """Return a model's validation error as ours, with the first field as `param`."""
     if hasattr(error, "error_dict"):
         field, messages = next(iter(error.message_dict.items()))
         return InvalidRequest(" ".join(messages), param=None if field == "__all__" else field)
@@ -210,7 +210,7 @@ def from_validation(error: ValidationError) -> InvalidRequest:
 
 
 def drf_exception_handler(error: Exception, context: dict[str, Any]) -> Response | None:
-    """Django REST framework's hook: every failure of /api leaves in OpenAI's body."""
+    """Answer all errors of /api with OpenAI's body; Django REST framework's EXCEPTION_HANDLER."""
     if not isinstance(error, ApiError):
         converted = _from_drf(error)
         if converted is None:
@@ -220,11 +220,11 @@ def drf_exception_handler(error: Exception, context: dict[str, Any]) -> Response
 
 
 def _sendable(text: str) -> str:
-    """Callers' words in a message may hold half a surrogate pair, which no answer can carry."""
+    """Replace lone surrogates, which a message may quote from a request and UTF-8 cannot encode."""
     return text.encode("utf-8", "replace").decode()
 
 
-NOTHING_HERE = "There is no such thing."
+NOTHING_HERE = "There is no such resource."
 
 
 def _from_drf(error: Exception) -> ApiError | None:
@@ -233,7 +233,7 @@ def _from_drf(error: Exception) -> ApiError | None:
         return InvalidRequest(message, param=param)
     if isinstance(error, drf.NotAuthenticated):
         return AuthenticationFailed(
-            "No API key was provided: send it in the header, as Authorization: Bearer <key>."
+            "No API key was provided. Send it in the header Authorization: Bearer <key>."
         )
     if isinstance(error, drf.AuthenticationFailed):
         return AuthenticationFailed(str(error.detail))
@@ -251,7 +251,7 @@ def _from_drf(error: Exception) -> ApiError | None:
 
 
 def _first_detail(detail: Any, path: str = "") -> tuple[str | None, str]:
-    """The first message in a serializer's nested errors, with the dotted path to its field."""
+    """Return the dotted path to the first field with an error, and its message."""
     if isinstance(detail, dict):
         for name, inner in detail.items():
             step = "" if name == "non_field_errors" else str(name)

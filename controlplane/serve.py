@@ -1,8 +1,8 @@
 """The web server: `python -m controlplane.serve [APPLICATION] [uvicorn's options]`.
 
-The one way to start it. Whatever else the options say, requests are bounded by
-`controlplane.gateway.bounded_http` before anything reads them, and nobody's X-Forwarded-For is
-believed but that of the proxies which FORWARDED_ALLOW_IPS names.
+This is the only way to start it. Whatever the options say, `controlplane.gateway.bounded_http`
+bounds requests before other code reads them, and X-Forwarded-For is trusted only from the proxies
+in FORWARDED_ALLOW_IPS.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from uvicorn.main import main as start
 from controlplane import settings
 
 _APPLICATION = "controlplane.asgi:application"
-#: Files that the process may have open; each connection is one.
+#: Files that the process may open; each connection counts.
 _MAX_FILES = 65_536
 
 
 def arguments(argv: Sequence[str]) -> list[str]:
-    """uvicorn's command line: of an option that is there twice the last one counts."""
+    """Return uvicorn's command line; our options come last, because the last value counts."""
     application, options = _APPLICATION, list(argv)
     if options and not options[0].startswith("-"):
         application = options.pop(0)

@@ -1,4 +1,4 @@
-"""Every setting of the control plane, and the only file of it that reads the environment."""
+"""All settings of the control plane; no other file of it reads the environment."""
 
 import os
 from pathlib import Path
@@ -13,7 +13,7 @@ BASE_DIR = Path(__file__).resolve().parent.parent
 
 
 def env(name: str, default: str | None = None) -> str:
-    """The variable `name`, or the content of the file that `name`_FILE points to."""
+    """Return the variable `name`, or the content of the file that `name`_FILE points to."""
     if file := os.environ.get(f"{name}_FILE"):
         return Path(file).read_text().strip()
     value = os.environ.get(name, default)
@@ -33,11 +33,11 @@ API_KEY_PEPPER = env("LORIKEET_KEY_PEPPER")
 BASE_URL = env("LORIKEET_BASE_URL", "http://127.0.0.1:8000")
 ALLOWED_HOSTS = env("LORIKEET_ALLOWED_HOSTS", "127.0.0.1,localhost").split(",")
 CSRF_TRUSTED_ORIGINS = [BASE_URL]
-#: Proxies whose X-Forwarded-For and X-Forwarded-Proto are believed: addresses and networks.
+#: Proxies whose X-Forwarded-For and X-Forwarded-Proto are trusted: addresses and networks.
 FORWARDED_ALLOW_IPS = env("FORWARDED_ALLOW_IPS", "")
 #: That a web process holds of one address, or IPv6 network of 64 bits; 0: as many as it can.
 MAX_CONNECTIONS_PER_ADDRESS = int(env("LORIKEET_MAX_CONNECTIONS_PER_ADDRESS", "1000"))
-#: For so long browsers come by https alone, once they came by it.
+#: Seconds for which browsers use only https, after one answer by https.
 HSTS_S = 365 * 24 * 3600
 
 INSTALLED_APPS = [
@@ -112,12 +112,12 @@ DATABASES = {
         env("DATABASE_URL"),
         engine="controlplane.tenancy.database",
         conn_max_age=0,
-        # Such a cursor's rows are fetched by later statements, in whatever scope those have.
+        # Later statements fetch such a cursor's rows, and may have another scope.
         disable_server_side_cursors=True,
     )
 }
-# Nobody waits for ever for a server that fell silent, or for the locks of a process that stands
-# still in the middle of a transaction. DATABASE_URL may say otherwise.
+# Timeouts for a server that does not answer, and for the locks of a process that hangs in a
+# transaction. DATABASE_URL may set others.
 DATABASES["default"]["OPTIONS"] = {
     "connect_timeout": 10,
     "keepalives_idle": 20,
@@ -127,14 +127,14 @@ DATABASES["default"]["OPTIONS"] = {
     "options": "-c idle_in_transaction_session_timeout=60s",
     **DATABASES["default"].get("OPTIONS", {}),
 }
-#: The role that everything but migrations connects as; it owns nothing.
+#: The role for all connections except migrations; it owns nothing.
 DATABASE_APPLICATION_ROLE = DATABASES["default"]["USER"]
-#: Who owns the tables; only `manage.py migrate` connects as this role.
+#: The owner of the tables; only `manage.py migrate` connects as this role.
 DATABASE_OWNER = dj_database_url.parse(env("DATABASE_OWNER_URL", "") or env("DATABASE_URL"))
 if DATABASE_OWNER["NAME"] != DATABASES["default"]["NAME"]:
     raise ImproperlyConfigured("DATABASE_OWNER_URL and DATABASE_URL name two databases")
 if DATABASE_POOL_SIZE:
-    # Else a connection that died with PostgreSQL's restart would fail the request that gets it.
+    # Else a connection that died in a restart of PostgreSQL would fail its next request.
     DATABASES["default"]["CONN_HEALTH_CHECKS"] = True
     DATABASES["default"]["OPTIONS"]["pool"] = {
         "min_size": 1,
@@ -153,7 +153,7 @@ LOGIN_URL = "/console/sign-in"
 LOGIN_REDIRECT_URL = "/console/"
 LOGOUT_REDIRECT_URL = LOGIN_URL
 
-#: Allauth's, of which only ways to sign in are open: no form makes an account.
+#: Allauth is used only to sign in: no form makes an account.
 ACCOUNT_ADAPTER = "controlplane.console.signin.adapters.AccountAdapter"
 ACCOUNT_LOGIN_METHODS = {"email"}
 ACCOUNT_SIGNUP_FIELDS = ["email*", "password1*"]
@@ -175,9 +175,9 @@ ACCOUNT_FORMS = {
 MFA_ADAPTER = "controlplane.console.signin.adapters.MfaAdapter"
 MFA_SUPPORTED_TYPES = ["totp", "webauthn", "recovery_codes"]
 MFA_PASSKEY_LOGIN_ENABLED = True
-#: Whoever sends an invite has its token too: a factor of theirs would outlast the password.
+#: The sender of an invite has its token, too: a factor they set up would outlive a new password.
 MFA_ALLOW_UNVERIFIED_EMAIL = False
-#: Operators enter /admin and /ops/v1 only with a second factor. Off for a laptop's demo alone.
+#: Operators need a second factor for /admin and /ops/v1. Switch it off only for a local demo.
 OPERATORS_NEED_SECOND_FACTOR = env_bool("LORIKEET_OPERATOR_SECOND_FACTOR", True)
 MFA_FORMS = {
     "authenticate": "controlplane.console.signin.forms.AuthenticateForm",
@@ -192,7 +192,7 @@ SOCIALACCOUNT_PROVIDERS = {"oidc": {"APPS": [], "OAUTH_PKCE_ENABLED": True}}
 if OIDC_ISSUER:
     SOCIALACCOUNT_PROVIDERS["oidc"]["APPS"] = [
         {
-            # People are known by this and their `sub`: another issuer's are other people.
+            # This and their `sub` identify people: another issuer has other people.
             "provider_id": OIDC_ISSUER,
             "name": OIDC_NAME,
             "client_id": env("LORIKEET_OIDC_CLIENT_ID"),
@@ -229,16 +229,16 @@ CACHES = {
 POOL = env("LORIKEET_POOL", "default")
 #: A request that would wait longer than this for a worker is refused at once.
 MAX_WAIT_S = float(env("LORIKEET_MAX_WAIT_S", "60"))
-#: Redis's file is written anew as often as this, so that what has ended is not in it any more.
+#: How often Redis's file is rewritten, so that it no longer contains requests that have ended.
 REDIS_REWRITE_S = int(env("LORIKEET_REDIS_REWRITE_S", "300"))
-#: The prompt of a request that was given up is kept for so long, for an operator to put it back.
+#: How long a dead letter keeps its prompt, so that an operator can requeue it.
 DEAD_LETTER_DAYS = float(env("LORIKEET_DEAD_LETTER_DAYS", "7"))
-#: Of stored prompts and answers a tenant has at most so many bytes; the oldest go first.
+#: Most bytes of a tenant's stored prompts and answers; the oldest are deleted first.
 CONTENT_BYTES_PER_TENANT = int(env("LORIKEET_CONTENT_BYTES_PER_TENANT", str(1024**3)))
 
-#: Requests that one batch runner has under way at a time, however large the pool is.
+#: Requests that one batch runner has in flight at a time, however large the pool is.
 BATCH_MAX_IN_FLIGHT = int(env("LORIKEET_BATCH_MAX_IN_FLIGHT", "512"))
-#: What one tenant may have at a time, unless an operator says otherwise for it: see
+#: Default quotas; an operator may set others for a tenant: see
 #: `controlplane.limits.models.TenantQuota`.
 TENANT_QUOTAS = {
     "storage_bytes": int(env("LORIKEET_TENANT_STORAGE_BYTES", str(50 * 1024**3))),
@@ -248,13 +248,13 @@ TENANT_QUOTAS = {
     "training_tokens": int(env("LORIKEET_TENANT_TRAINING_TOKENS", "250000000")),
     "adapter_checks": int(env("LORIKEET_TENANT_ADAPTER_CHECKS", "20")),
 }
-#: Longer no training run goes on; so long at most a tenant's first one keeps another's waiting.
+#: Time limit of a training run, and so the longest wait of another tenant's first run.
 TRAINING_MAX_RUN_S = float(env("LORIKEET_TRAINING_MAX_RUN_S", str(4 * 3600)))
 if TRAINING_MAX_RUN_S > 11 * 3600:
     raise ImproperlyConfigured("LORIKEET_TRAINING_MAX_RUN_S is above 39600")
 
 CELERY_BROKER_URL = env("CELERY_BROKER_URL", REDIS_URL)
-# Its log lines have the form, and the tenant, of all others.
+# Celery's log lines have the same format as all others, with the tenant.
 CELERY_WORKER_HIJACK_ROOT_LOGGER = False
 CELERY_TASK_IGNORE_RESULT = True
 CELERY_TASK_ACKS_LATE = True
@@ -267,9 +267,9 @@ CELERY_TASK_ROUTES = {
     "controlplane.training.tasks.training_run_execute": {"queue": "train"},
 }
 CELERY_BROKER_TRANSPORT_OPTIONS = {
-    # Longer than any training run: Redis hands out an unacknowledged task again after this.
+    # Longer than any training run: after this time Redis redelivers an unacknowledged task.
     "visibility_timeout": 12 * 3600,
-    # Without them whoever queues a task, beat too, waits for ever for a Redis that fell silent.
+    # Without timeouts callers that queue a task, also beat, wait for ever for a hung Redis.
     "socket_timeout": 5,
     "socket_connect_timeout": 5,
     "socket_keepalive": True,
@@ -317,7 +317,7 @@ S3_SECRET_ACCESS_KEY = env("S3_SECRET_ACCESS_KEY")
 S3_BUCKET = env("S3_BUCKET", "lorikeet")
 S3_REGION = env("S3_REGION", "us-east-1")
 
-#: What a training child gets of this process's environment: none of the variables above.
+#: A training child's environment: it has none of the variables above.
 TRAINER_ENVIRONMENT = child_environment(os.environ)
 
 #: Parent of the base models' folders, and scratch space; only training tasks use them.
@@ -398,7 +398,7 @@ LOGGING = {
             "filters": ["tenant", "secrets"],
         }
     },
-    # Instead of uvicorn's own handlers, which would write addresses as they are.
+    # Instead of uvicorn's own handlers, which would log addresses with their secrets.
     "loggers": {"uvicorn": {"propagate": True}, "uvicorn.access": {"propagate": True}},
     "root": {"handlers": ["stderr"], "level": env("LORIKEET_LOG_LEVEL", "INFO")},
 }

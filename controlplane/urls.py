@@ -7,7 +7,7 @@ from drf_spectacular.views import SpectacularJSONAPIView, SpectacularSwaggerView
 
 
 def healthz(request: HttpRequest) -> HttpResponse:
-    """Say that this process answers; nothing of what it depends on."""
+    """Answer that this process runs; checks no other server."""
     return HttpResponse("ok", content_type="text/plain")
 
 
