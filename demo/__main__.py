@@ -1,7 +1,7 @@
 """The demo's command line.
 
-python -m demo up      start everything, show it, stay until Ctrl-C
-python -m demo stop    end a run left behind
+python -m demo up      start everything, show it, run until Ctrl-C
+python -m demo stop    end a run, also one that was killed
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the running platform is asked: the showcase, and how well acme's adapter learned."""
+"""Requests to the running platform: the showcase, and the measurement of acme's adapter."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from demo.screen import Report
 from demo.state import DemoState, TenantState
 
 MAX_TOKENS = 120
-#: What a held-out answer needs; the base model rambles on.
+#: Enough for a held-out answer; the base model would write more.
 HELD_OUT_MAX_TOKENS = 96
-CONCURRENCY = 20  # one batch of them: a CPU reads the weights as often for one as for all
+CONCURRENCY = 20  # one batch: a CPU reads the weights once for one request or for all
 
 INVOICE_SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -36,7 +36,7 @@ INVOICE_SCHEMA: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One answer as it was streamed."""
+    """One streamed answer."""
 
     tenant: str
     model: str
@@ -53,7 +53,7 @@ def _client(state: DemoState, tenant: TenantState) -> openai.AsyncOpenAI:
 
 
 async def ask_everybody(state: DemoState) -> list[Answer]:
-    """One streamed request to each tenant's adapter, all sent in the same moment."""
+    """Send one streamed request to each tenant's adapter, all at the same time."""
     return await asyncio.gather(*(_ask_streamed(state, tenant) for tenant in state.tenants))
 
 
@@ -87,7 +87,7 @@ async def _ask_streamed(state: DemoState, tenant: TenantState) -> Answer:
 
 
 async def ask_with_schema(state: DemoState, tenant: TenantState) -> dict[str, Any]:
-    """An answer of the tenant's adapter that obeys `INVOICE_SCHEMA`, parsed."""
+    """Ask the tenant's adapter with `INVOICE_SCHEMA`. -> the parsed answer."""
     messages = score.heldout(tenant.slug)[1]["messages"]
     async with _client(state, tenant) as client:
         response = await client.chat.completions.create(
@@ -107,7 +107,7 @@ async def ask_with_schema(state: DemoState, tenant: TenantState) -> dict[str, An
 async def measure(
     state: DemoState, tenant: TenantState, *, base_model: str, report: Report
 ) -> dict[str, Any]:
-    """The share of right invoice fields on the held-out prompts: base model and adapter."""
+    """Measure the share of right invoice fields on held-out prompts: base model and adapter."""
     rows = score.heldout(tenant.slug)
     gate = asyncio.Semaphore(CONCURRENCY)
     done = 0

@@ -1,4 +1,4 @@
-"""The certificate by which SeaweedFS's own parts know each other; nobody else has its key.
+"""Make the certificate with which SeaweedFS's parts authenticate each other.
 
 python demo/certificates.py FOLDER     makes FOLDER/cert.pem and FOLDER/key.pem if missing
 """
@@ -20,7 +20,7 @@ _YEARS_S = 20 * 365 * 24 * 3600
 
 
 def ensure_certificate(folder: Path) -> tuple[Path, Path]:
-    """A self-signed certificate for 127.0.0.1 and its key, which only this account may read."""
+    """Return a self-signed certificate for 127.0.0.1 and its key, which only this user can read."""
     cert_path, key_path = folder / "cert.pem", folder / "key.pem"
     if not cert_path.exists():
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -61,7 +61,7 @@ def _signed(key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Whole or not at all."""
+    """Write the file atomically."""
     staging = path.with_suffix(".tmp")
     staging.unlink(missing_ok=True)
     with os.fdopen(os.open(staging, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:

@@ -1,4 +1,4 @@
-"""The management API as a tenant's program uses it: upload an adapter, wait until it is ready."""
+"""A client of the management API: upload an adapter and wait until it is ready."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VALIDATION_TIMEOUT_S = 120.0
 
 
 class ManagementClient:
-    """/api/v1 with one tenant's key. Raises StepFailed with the API's own words."""
+    """/api/v1 with one tenant's key. Raises StepFailed with the API's error message."""
 
     def __init__(self, base_url: str, api_key: str) -> None:
         self._http = httpx.Client(
@@ -38,13 +38,13 @@ class ManagementClient:
         return self._wait_until_ready(path)
 
     def begin_upload(self, name: str, folder: Path, *, base_model: str) -> dict[str, Any]:
-        """Announce the files; the answer has a presigned URL for each."""
+        """State the files' lengths; the answer has a presigned URL for each."""
         files = {file: (folder / file).stat().st_size for file in FILES}
         body = {"base_model": base_model, "files": files}
         return self.call("POST", f"adapters/{name}/versions", body)
 
     def put_file(self, upload: dict[str, Any], path: Path) -> None:
-        """PUT one file to the object store, which knows nothing of our key."""
+        """PUT one file to the object store; the URL needs no API key."""
         answer = httpx.put(
             upload["url"],
             content=path.read_bytes(),

@@ -1,10 +1,10 @@
-"""How a step of the demo says that it failed."""
+"""The error of a failed step of the demo."""
 
 from __future__ import annotations
 
 
 class StepFailed(Exception):
-    """A step could not be done; says what failed and what to do about it."""
+    """Raised when a step failed; says what failed and what to do."""
 
     def __init__(self, what: str, *, advice: str, details: str = "") -> None:
         super().__init__(what)

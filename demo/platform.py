@@ -1,4 +1,4 @@
-"""The platform's own processes, as an operator would start them, on this machine."""
+"""The platform's own processes, started on this machine as an operator would."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from demo.processes import ChildProcess, Command
 from demo.seed import ROOT
 
 POOL = "default"
-#: The same after every restart: what lies in its inbox stays its own.
+#: The same after every restart, so that the worker keeps its inbox.
 WORKER_ID = "demo-1"
 #: A cold start reads the model and imports torch on a machine that may be busy.
 START_TIMEOUT_S = 120.0
@@ -25,7 +25,7 @@ START_TIMEOUT_S = 120.0
 def environment(
     stack_env: Mapping[str, str], *, folder: Path, base_url: str, base_model_dir: Path
 ) -> dict[str, str]:
-    """Every variable the platform's processes read, on top of this process's own."""
+    """Return this process's environment with all variables that the platform's processes read."""
     return {
         **os.environ,
         **stack_env,
@@ -35,7 +35,7 @@ def environment(
         "EMAIL_URL": f"file://{mail_folder(folder)}",
         "LORIKEET_ALLOWED_HOSTS": f"{HOST},localhost",
         "LORIKEET_DEBUG": "0",
-        # It is bound to this machine alone, and its operator's password is random.
+        # It listens only on this machine, and its operator's password is random.
         "LORIKEET_OPERATOR_SECOND_FACTOR": "0",
         "LORIKEET_STATIC_ROOT": str(folder / "static"),
         "LORIKEET_BASE_MODEL_DIR": str(base_model_dir.parent),
@@ -49,7 +49,7 @@ def environment(
 
 
 def mail_folder(folder: Path) -> Path:
-    """Where the platform's mail lies, one file each: who may read them may open their links."""
+    """Return the folder of the platform's mail, one file each; their links open accounts."""
     return folder.resolve() / "mail"
 
 
@@ -57,7 +57,7 @@ class Platform:
     """Web, worker, accountant, batch runner and Celery as child processes of one folder."""
 
     def __init__(self, env: Mapping[str, str], *, folder: Path, port: int) -> None:
-        # They are not the owner of their tables; only `manage.py migrate` is.
+        # Only `manage.py migrate` connects as the tables' owner.
         self._env = {name: value for name, value in env.items() if name != "DATABASE_OWNER_URL"}
         self._folder = folder
         self.base_url = f"http://{HOST}:{port}"
@@ -70,9 +70,9 @@ class Platform:
             *[python, "-m", "controlplane.serve"],
             *[f"--host={HOST}", f"--port={port}", "--no-access-log"],
             "--timeout-graceful-shutdown=5",
-            # Opening a connection takes longer than all else that the gateway does.
+            # Opening a connection takes longer than all other work of the gateway.
             DATABASE_POOL_SIZE="8",
-            FORWARDED_ALLOW_IPS="",  # there is no proxy to believe
+            FORWARDED_ALLOW_IPS="",  # there is no proxy
         )
         self.worker = self._process("worker", python, "-m", "worker")
         self.accountant = self._process("accountant", python, "manage.py", "accountant")
@@ -101,7 +101,7 @@ class Platform:
         )
 
     def wait_until_ready(self) -> None:
-        """Return once the gateway answers and the worker has announced itself."""
+        """Wait until the gateway answers and the worker has sent a heartbeat."""
         self.web.wait_until(self._web_answers, timeout_s=START_TIMEOUT_S)
         self.worker.wait_until(self.worker_is_up, timeout_s=START_TIMEOUT_S, step_s=0.2)
 
@@ -112,14 +112,14 @@ class Platform:
             return False
 
     def worker_is_up(self) -> bool:
-        """Whether the worker of this run, not of one before, says that it has loaded."""
+        """Return whether this run's worker, not an earlier one, has loaded its model."""
         heartbeat, started_at = self.heartbeat(), self.worker.started_at
         if heartbeat is None or heartbeat.loading:
             return False
         return bool(started_at and heartbeat.started_at >= started_at)
 
     def heartbeat(self) -> Heartbeat | None:
-        """The worker's last words about itself."""
+        """Return the worker's last heartbeat."""
         with redis.Redis.from_url(self._env["REDIS_URL"], decode_responses=True) as client:
             payload = client.hget(worker_key(POOL, WORKER_ID), PAYLOAD_FIELD.decode())
         return Heartbeat.decode(payload) if isinstance(payload, str) else None

@@ -13,21 +13,21 @@ from demo.errors import StepFailed
 HOST = "127.0.0.1"
 #: SeaweedFS listens for gRPC this far above every port it is given.
 GRPC_OFFSET = 10_000
-# Below the ephemeral range of Linux (32768 on), gRPC ports included, so that no outgoing
-# connection takes a port between the moment it is chosen and the moment it is bound; and no
-# port is another's gRPC port.
+# Below the ephemeral range of Linux (32768 on), also with the gRPC offset, so that no outgoing
+# connection takes a port after it is chosen and before it is bound; and no port is another one's
+# gRPC port.
 _FIRST, _LAST = 11_000, 21_000
 
 
-#: What keeps other processes from the ports that this one has chosen; the oldest are long in use.
+#: Sockets that keep other processes from ports that this one has chosen; the oldest can go.
 _claims: collections.deque[socket.socket] = collections.deque()
 _MOST_CLAIMS = 100
 
 
 def _claim(port: int) -> bool:
-    """Whether no process has chosen the port, as `choose_ports` does; then it is this one's.
+    """Claim the port, unless another process that uses `choose_ports` has. -> whether it did.
 
-    A name in Linux's abstract namespace, which goes with the process.
+    The claim is a name in Linux's abstract namespace, which ends with the process.
     """
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
@@ -43,7 +43,7 @@ def _claim(port: int) -> bool:
 
 def is_free(port: int) -> bool:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        # As servers do: a port in TIME_WAIT is free.
+        # As servers do, so that a port in TIME_WAIT counts as free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((HOST, port))
@@ -53,17 +53,17 @@ def is_free(port: int) -> bool:
 
 
 def are_free(ports: Collection[int]) -> bool:
-    """Whether each port and the gRPC port above it can be bound."""
+    """Return whether each port, and its gRPC port, can be bound."""
     return all(is_free(port) and is_free(port + GRPC_OFFSET) for port in ports)
 
 
 def choose_ports(count: int) -> list[int]:
-    """`count` different ports that are free now, as are the gRPC ports above them.
+    """Return `count` different ports that are free now, and whose gRPC ports are free.
 
     Raises StepFailed when this machine has too few.
     """
     chosen: list[int] = []
-    # Random and claimed, so that two stacks starting at once do not choose alike.
+    # Random and claimed, so that two stacks that start at the same time choose different ports.
     for port in random.sample(range(_FIRST, _LAST), _LAST - _FIRST):
         if are_free([port]) and _claim(port):
             chosen.append(port)
@@ -76,9 +76,9 @@ def choose_ports(count: int) -> list[int]:
 
 
 class HeldPorts:
-    """Keeps others that choose ports, as this file does, from choosing these; `release` frees them.
+    """Stops others that use this file from choosing these ports, until `release`.
 
-    Ports that cannot be held (an old connection of theirs still lingers) are left alone.
+    Ports that cannot be held, because an old connection still exists, are skipped.
     """
 
     def __init__(self, ports: Collection[int]) -> None:

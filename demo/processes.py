@@ -1,4 +1,4 @@
-"""A child process with a log, a pid file and a way to stop it, even one left by a killed run."""
+"""A child process with a log and a pid file; a later run can stop it if this one is killed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STOP_TIMEOUT_S = 15.0
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """What to run, as whom, and how to end it.
+    """A command line, its user, and how to stop it.
 
     env   None: this process's environment
     user  the account to run as; only root may ask
@@ -61,21 +61,21 @@ class ChildProcess:
 
     @property
     def returncode(self) -> int | None:
-        """The exit status once it has ended, else None."""
+        """The exit status after it has ended, else None."""
         return self._popen.poll() if self._popen else None
 
     def is_running(self) -> bool:
         return self._popen is not None and self._popen.poll() is None
 
     def start(self) -> None:
-        """Start the program; what an earlier run left of it is stopped first."""
+        """Start the program; stop a process that an earlier run left first."""
         stop_leftover(self.pid_file)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.started_at = time.time()
         with self.log.open("ab") as log:
             try:
-                # A session of its own: Ctrl-C in the terminal must reach us alone, so that
-                # things are stopped in order.
+                # Its own session: Ctrl-C in the terminal must reach only this process, which then
+                # stops all others in order.
                 self._popen = subprocess.Popen(
                     self.command.argv,
                     stdin=subprocess.DEVNULL,
@@ -102,7 +102,7 @@ class ChildProcess:
     def wait_until(
         self, is_ready: Callable[[], bool], *, timeout_s: float, step_s: float = 0.05
     ) -> None:
-        """Return once `is_ready()`; raises StepFailed when it dies first or takes too long."""
+        """Wait until `is_ready()`. Raises StepFailed when it ends first or takes too long."""
         give_up_at = time.monotonic() + timeout_s
         while True:
             if not self.is_running():
@@ -123,12 +123,12 @@ class ChildProcess:
         )
 
     def ask_to_stop(self) -> None:
-        """Tell it to end, and return at once."""
+        """Send it the stop signal, and return at once."""
         if self._popen is not None and self._popen.poll() is None:
             self._popen.send_signal(self.command.stop_signal)
 
     def stop(self) -> None:
-        """End it: ask first, kill when it takes too long. Harmless when it has already ended."""
+        """Stop it; kill it if that takes too long. Does nothing when it has already ended."""
         if self._popen is not None and self._popen.poll() is None:
             self.ask_to_stop()
             try:
@@ -147,7 +147,7 @@ def _as_user(user: str | None) -> dict[str, Any]:
 
 
 def log_tail(log: Path, lines: int = LOG_TAIL_LINES) -> str:
-    """The last lines of a log; empty when there is none."""
+    """Return the last lines of a log; empty when there is none."""
     try:
         text = log.read_text(errors="replace")
     except OSError:
@@ -162,7 +162,7 @@ def write_pid_file(
     stop_signal: signal.Signals = signal.SIGTERM,
     stop_timeout_s: float = STOP_TIMEOUT_S,
 ) -> None:
-    """Record a process by pid and start time: a pid alone may be somebody else's by tomorrow."""
+    """Record a process by pid and start time: another process may get the same pid later."""
     try:
         started = psutil.Process(pid).create_time()
     except psutil.NoSuchProcess:
@@ -180,11 +180,11 @@ def write_pid_file(
 
 
 def recorded_process(path: Path) -> psutil.Process | None:
-    """The process of a pid file if it still runs, else None."""
+    """Return the process of a pid file if it still runs, else None."""
     record = _read_record(path)
     try:
         process = psutil.Process(record["pid"])
-        # A zombie has ended; only its parent has not noticed.
+        # A zombie has ended; its parent has not read its status yet.
         if process.status() == psutil.STATUS_ZOMBIE:
             return None
         return process if abs(process.create_time() - record["started"]) < 1.0 else None
@@ -201,7 +201,7 @@ def _read_record(path: Path) -> dict[str, Any]:
 
 
 def stop_leftover(pid_file: Path) -> bool:
-    """Stop the process of a pid file that an earlier run left; says whether there was one."""
+    """Stop the process of a pid file that an earlier run left. -> whether there was one."""
     process = recorded_process(pid_file)
     if process is not None:
         record = _read_record(pid_file)
@@ -225,5 +225,5 @@ def kill_tree(pid: int) -> None:
     for process in family:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    # Not the first: a child of ours is for its Popen to reap, which has its status from that.
+    # Not the first: if it is our child, its Popen must reap it to get its status.
     psutil.wait_procs(family[1:], timeout=5)

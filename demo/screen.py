@@ -1,4 +1,4 @@
-"""What the demo prints: steps with their times, progress bars, answers."""
+"""The demo's output: steps with their times, progress bars, answers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Report = Callable[[float, str], None]  # (share done, what is going on)
 
 
 class Screen:
-    """One line for each step done; a bar or a spinner for the one going on."""
+    """Prints a line for each finished step, and a bar or a spinner for the current one."""
 
     def __init__(self, console: Console | None = None) -> None:
-        # Neither markup nor emoji: what models answer is printed as it is.
+        # No markup and no emoji: the models' answers are printed unchanged.
         self.console = console or Console(highlight=False, markup=False, emoji=False)
 
     def print(self, text: str = "", *, style: str | None = None) -> None:
@@ -24,7 +24,7 @@ class Screen:
 
     @contextlib.contextmanager
     def step(self, title: str) -> Iterator[None]:
-        """A step of unknown length."""
+        """Show a step of unknown length."""
         started = time.monotonic()
         with self.console.status(title) if self.console.is_terminal else contextlib.nullcontext():
             yield
@@ -32,7 +32,7 @@ class Screen:
 
     @contextlib.contextmanager
     def bar(self, title: str) -> Iterator[Report]:
-        """A step that reports how far it is."""
+        """Show a step that reports its progress."""
         started = time.monotonic()
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"))
         if not self.console.is_terminal:
@@ -48,7 +48,7 @@ class Screen:
 
     @contextlib.contextmanager
     def _milestones(self, title: str) -> Iterator[Report]:
-        """For a log file: a line for each quarter."""
+        """Print a line for each quarter, for a log file."""
         reached = 0
 
         def report(share: float, note: str) -> None:

@@ -41,7 +41,7 @@ def migrate(env: Mapping[str, str]) -> None:
 
 
 def seed(env: Mapping[str, str], state: DemoState, base_model_dir: Path) -> None:
-    """The operator, the base model, and each tenant with an admin and a key.
+    """Make the operator, the base model, and each tenant with an admin and a key.
 
     Can be run again after it failed half-way; keys already made are kept.
     """
@@ -69,12 +69,12 @@ def _seed_tenant(env: Mapping[str, str], tenant: TenantState) -> None:
         stdin=tenant.password + "\n",
     )
     if not tenant.api_key:
-        # Made by a run that ended before it had written it down, its secret is lost.
+        # An earlier run made the key and ended before it saved the secret.
         argv = ["api_key_create", f"--tenant={tenant.slug}", "--name=demo", "--rotate"]
         tenant.api_key = last_json(manage(env, *argv))["key"]
 
 
 def last_json(output: str) -> dict[str, Any]:
-    """What a command of ours printed: its last line."""
+    """Parse the last line that one of our commands printed."""
     answer: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
     return answer

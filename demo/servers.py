@@ -1,4 +1,4 @@
-"""How each embedded server is prepared, started and asked whether it is ready."""
+"""The embedded servers: prepare, start and check each."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from demo.processes import ChildProcess, Command
 
 REINSTALL = "run `make setup`; if it persists, delete .venv and run it again"
 SUPERUSER = "postgres"
-#: The role that work across tenants takes on: `controlplane.tenancy.scope.OPERATOR_ROLE`.
+#: The role for work across tenants: `controlplane.tenancy.scope.OPERATOR_ROLE`.
 OPERATOR = "lorikeet_operator"
 #: PostgreSQL refuses to run as root; this account exists on every Linux.
 UNPRIVILEGED = "nobody"
@@ -39,7 +39,7 @@ S3_REGION = "us-east-1"
 
 
 def program(name: str) -> Path:
-    """A program that a wheel put beside this Python; raises StepFailed when it is missing."""
+    """Return a program that a wheel installed beside this Python. Raises StepFailed if missing."""
     path = Path(sys.executable).parent / name
     found = path if path.exists() else shutil.which(name)
     if found is None:
@@ -61,7 +61,7 @@ class Postgres:
         self.data = folder / "postgres"
         self.port = port
         self._password = password
-        # Without: the tests' data need not survive a power cut, and they run twice as fast.
+        # Not durable: the tests' data need not survive a power cut, and they run twice as fast.
         self._durable = durable
         self._user = UNPRIVILEGED if os.geteuid() == 0 else None
         self.process = ChildProcess(
@@ -76,7 +76,7 @@ class Postgres:
         options = {
             "listen_addresses": HOST,
             "port": str(self.port),
-            "unix_socket_directories": "",  # a deep folder is too long a name for a socket
+            "unix_socket_directories": "",  # a socket's path is too long in a deep folder
             "max_connections": "200",
             "shared_buffers": "64MB",
         }
@@ -97,7 +97,7 @@ class Postgres:
         self._remove_stale_lock()
 
     def _init(self) -> None:
-        shutil.rmtree(self.data, ignore_errors=True)  # of a start that was killed half-way
+        shutil.rmtree(self.data, ignore_errors=True)  # left by a start that was killed
         self.data.mkdir(mode=0o700, parents=True)
         password_file = self.data.parent / "postgres.password"
         password_file.write_text(self._password)
@@ -131,8 +131,8 @@ class Postgres:
             )
 
     def _remove_stale_lock(self) -> None:
-        # PostgreSQL itself sees that the pid in its lock is dead, but not that it now belongs to
-        # some other program.
+        # PostgreSQL detects that the pid in its lock is dead, but not that another program has it
+        # now.
         lock = self.data / "postmaster.pid"
         with contextlib.suppress(OSError, ValueError, IndexError, psutil.Error):
             owner = psutil.Process(int(lock.read_text().split()[0]))
@@ -158,13 +158,13 @@ class Postgres:
         )
 
     def ensure_database(self, name: str, *, application: str, application_password: str) -> None:
-        """A database with its owner, who may make more (the tests do), and who may only use it.
+        """Make a database, its owner, who may make others (for tests), and the application's role.
 
         The same roles as deploy/postgres.sh makes.
         """
         with contextlib.closing(self._connect()) as connection:
             _ensure_role(connection, name, "login createdb", self._password)
-            # No inheriting: its rights as an operator begin with SET ROLE and end with it.
+            # noinherit: it has the operator's rights only after SET ROLE.
             _ensure_role(connection, application, "login noinherit", application_password)
             _ensure_role(connection, OPERATOR, "nologin", None)
             for role in (name, application):
@@ -193,7 +193,7 @@ def _ensure_role(
 
 
 def _open_the_way(path: Path) -> None:
-    """Let the unprivileged account pass through the folders above `path` (not list them)."""
+    """Let the unprivileged account enter, not list, the folders above `path`."""
     for folder in path.resolve().parents:
         mode = folder.stat().st_mode if folder.exists() else None
         if mode is not None and not mode & stat.S_IXOTH:
@@ -201,7 +201,7 @@ def _open_the_way(path: Path) -> None:
 
 
 def write_secret(path: Path, text: str) -> None:
-    """A file that nobody else may read, at no moment."""
+    """Write a file that nobody else can read at any time."""
     path.unlink(missing_ok=True)
     path.touch(mode=0o600)
     path.write_text(text)
@@ -225,16 +225,16 @@ class Redis:
             "appendonly": "yes",
             "appendfsync": "everysec",
             "save": '""',
-            # Without: what was deleted from a stream would be in a file that is written anew.
+            # A rewritten file with this preamble would contain deleted entries of streams.
             "aof-use-rdb-preamble": "no",
-            # Streams hold accepted work: refuse writes rather than forget some of it.
+            # Streams have accepted work: refuse writes rather than evict some of it.
             "maxmemory-policy": "noeviction",
         }
         if password:
             self._options["requirepass"] = password
         self.process = ChildProcess(
             "Redis",
-            # By a file: a list of processes would show the password. Prompts rest in its own.
+            # By a file: the process list would show the password. Its data files have prompts.
             Command(argv=[str(program("redis-server")), str(self._config)], umask=0o077),
             log=folder / "logs" / "redis.log",
             pid_file=run / "redis.json",
@@ -243,9 +243,9 @@ class Redis:
     def prepare(self) -> None:
         self.data.mkdir(parents=True, exist_ok=True)
         self.data.chmod(0o700)
-        for left in self.data.glob("temp-*"):  # of a rewrite that was killed
+        for left in self.data.glob("temp-*"):  # left by a killed rewrite
             left.unlink()
-        for file in self.data.glob("*.aof"):  # of a version that let others read it
+        for file in self.data.glob("*.aof"):  # of an earlier version: others could read it
             file.chmod(0o600)
         write_secret(self._config, "".join(f"{k} {v}\n" for k, v in self._options.items()))
 
@@ -256,7 +256,7 @@ class Redis:
                 host=HOST, port=self.port, password=password, socket_timeout=5
             ) as client:
                 return bool(client.ping())
-        except (redis.ConnectionError, redis.TimeoutError):  # also while it reads its log back
+        except (redis.ConnectionError, redis.TimeoutError):  # also while it loads its data
             return False
 
 
@@ -296,7 +296,7 @@ class SeaweedFS:
             "-master.volumeSizeLimitMB=512",
             f"-volume.port={volume_port}",
             "-volume.max=50",
-            # Alone, it has nobody to wait for: neither at an election nor before it stops.
+            # A single server need not wait for others at an election, or before it stops.
             "-master.electionTimeout=300ms",
             "-master.heartbeatInterval=100ms",
             "-volume.preStopSeconds=0",
@@ -312,8 +312,8 @@ class SeaweedFS:
         ]
         self.process = ChildProcess(
             "SeaweedFS",
-            # It closes its volumes within a second, then waits for streams of its own parts.
-            # It has sockets in /tmp, too, and its data: nobody else may open them.
+            # It closes its volumes within a second, then waits for streams between its own parts.
+            # The umask also protects its sockets in /tmp and its data.
             Command(argv=argv, env=self._environment(), stop_timeout_s=3.0, umask=0o077),
             log=folder / "logs" / "seaweedfs.log",
             pid_file=run / "seaweedfs.json",
@@ -321,7 +321,7 @@ class SeaweedFS:
 
     def prepare(self) -> None:
         self.data.mkdir(parents=True, exist_ok=True)
-        # Without identities anybody may do anything.
+        # Without identities everybody has all rights.
         identity = {
             "name": "lorikeet",
             "credentials": [
@@ -333,7 +333,7 @@ class SeaweedFS:
         ensure_certificate(self._keys)
 
     def _environment(self) -> dict[str, str]:
-        """This process's, and by what SeaweedFS's parts know each other."""
+        """Return this process's environment with the secrets of SeaweedFS's own parts."""
         cert, key = self._keys / "cert.pem", self._keys / "key.pem"
         parts = [f"WEED_GRPC_{part}" for part in ("MASTER", "VOLUME", "FILER", "S3", "CLIENT")]
         names = ("SIGNING", "SIGNING_READ", "FILER_SIGNING", "FILER_SIGNING_READ")
@@ -361,7 +361,7 @@ class SeaweedFS:
         )
 
     def ensure_bucket(self, bucket: str) -> bool:
-        """Whether the bucket is there now and takes an object: the sign that all parts are up."""
+        """Make the bucket and put an object. -> whether that worked: then all parts are up."""
         client = self._client()
         try:
             names = [entry["Name"] for entry in client.list_buckets()["Buckets"]]

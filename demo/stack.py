@@ -3,8 +3,8 @@
     with EmbeddedStack(Path(".demo/stack")) as stack:
         subprocess.run([...], env={**os.environ, **stack.env})
 
-The folder holds the data, the logs and the generated passwords. A later start on the same folder
-finds the data again, also after everything was killed.
+The folder has the data, the logs and the generated passwords. A later start in the same folder
+finds the data again, also after a kill.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class Secrets:
 
 
 class EmbeddedStack:
-    """PostgreSQL, Redis and SeaweedFS in one folder; `env` is known before they run.
+    """PostgreSQL, Redis and SeaweedFS in one folder; `env` is available before they run.
 
     folder    data, logs, pids and passwords; made when missing
-    durable   False: faster, and a power cut may cost the data
+    durable   False: faster, but a power cut may lose data
     """
 
     def __init__(self, folder: Path, *, durable: bool = True) -> None:
@@ -88,12 +88,12 @@ class EmbeddedStack:
 
     @property
     def processes(self) -> tuple[ChildProcess, ...]:
-        """In the order in which they are stopped."""
+        """The processes, in the order in which they are stopped."""
         return (self._s3.process, self._redis.process, self._postgres.process)
 
     @property
     def env(self) -> dict[str, str]:
-        """The variables by which every other process finds and opens these servers."""
+        """The environment variables with the servers' addresses and passwords."""
         place = f"{HOST}:{self.ports.postgres}/{DATABASE}"
         redis_url = f"redis://:{self.secrets.redis_password}@{HOST}:{self.ports.redis}"
         return {
@@ -112,7 +112,7 @@ class EmbeddedStack:
         }
 
     def start(self) -> None:
-        """Start all three and return when each answers.
+        """Start all three, and return when all answer.
 
         Raises StepFailed, with nothing left running.
         """
@@ -139,7 +139,7 @@ class EmbeddedStack:
             raise
 
     def stop(self) -> None:
-        """Stop what `start` started. Harmless when nothing runs."""
+        """Stop the servers. Does nothing when none runs."""
         self._held.release()
         for process in self.processes:
             process.stop()
@@ -158,22 +158,22 @@ class EmbeddedStack:
 
 
 def stop_stack(folder: Path) -> bool:
-    """Stop the servers that a killed run left in `folder`; says whether there were any."""
+    """Stop the servers that a killed run left in `folder`. -> whether there were any."""
     stopped = [stop_leftover(path) for path in sorted((folder / "run").glob("*.json"))]
     return any(stopped)
 
 
 def _load_settings(path: Path, run: Path) -> tuple[Ports, Secrets]:
-    """The ports and secrets of `path`; new ports when others took them, new secrets at first."""
+    """Load ports and secrets from `path`; make new ones at first, new ports if they are taken."""
     stored = json.loads(path.read_text()) if path.exists() else {}
-    # Before asking whether its ports are free: they are its own that hold them.
+    # Before the check for free ports: its own servers may hold them.
     stop_stack(run.parent)
     if stored and are_free(stored["ports"].values()):
         ports = Ports(**stored["ports"])
     else:
         names = [field.name for field in dataclasses.fields(Ports)]
         ports = Ports(**dict(zip(names, choose_ports(len(names)), strict=True)))
-    # A folder of an earlier version lacks those that came since.
+    # A folder of an earlier version does not have all secrets.
     kept = Secrets(**dataclasses.asdict(_new_secrets()) | stored.get("secrets", {}))
     write_private(path, {"ports": dataclasses.asdict(ports), "secrets": dataclasses.asdict(kept)})
     return ports, kept

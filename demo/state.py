@@ -1,4 +1,4 @@
-"""What the demo must remember between two runs: passwords, keys, what is trained and uploaded."""
+"""The demo's state between runs: passwords, keys, and what is trained and uploaded."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class TenantState:
     email: str
     password: str
     api_key: str = ""
-    digest: str = ""  # of the adapter that was uploaded and became ready
+    digest: str = ""  # of the uploaded adapter, once it is ready
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class DemoState:
-    """Kept in `.demo/state.json`, readable by its owner alone."""
+    """The state in `.demo/state.json`, which only its owner can read."""
 
     web_port: int
     operator_email: str
@@ -43,7 +43,7 @@ class DemoState:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """The state of `path`, or a new one; a web port that others took is replaced."""
+        """Load the state of `path`, or make a new one; replace a web port that is taken."""
         if not path.exists():
             return cls._new()
         fields = json.loads(path.read_text())
@@ -80,7 +80,7 @@ class DemoState:
         write_private(path, dataclasses.asdict(self))
 
     def ready(self) -> dict[str, Any]:
-        """What `.demo/ready.json` says."""
+        """The content of `.demo/ready.json`."""
         return {
             "base_url": self.base_url,
             "console_url": f"{self.base_url}/console/",
@@ -98,7 +98,7 @@ class DemoState:
 
 
 def write_private(path: Path, value: Any) -> None:
-    """Write JSON whole or not at all, for its owner's eyes."""
+    """Write JSON atomically, to a file that only its owner can read."""
     staging = path.with_name(path.name + ".tmp")
     staging.unlink(missing_ok=True)
     staging.touch(mode=0o600)

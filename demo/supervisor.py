@@ -1,4 +1,4 @@
-"""Keeps the demo's processes running: one that ends is reported and started again."""
+"""Keep the demo's processes running: report one that ends, and start it again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from demo.processes import ChildProcess
 
-#: Seconds before a restart: at once after a long life, ever later when it keeps dying.
+#: Seconds before a restart: short after a long run, longer after each early end.
 FIRST_DELAY_S, MAX_DELAY_S = 0.5, 30.0
 LONG_LIFE_S = 60.0
 
@@ -18,15 +18,15 @@ LONG_LIFE_S = 60.0
 class _Watched:
     process: ChildProcess
     started_at: float
-    is_ours: bool  # ours to stop, too
+    is_ours: bool  # whether the supervisor also stops it
     delay_s: float = FIRST_DELAY_S
     restart_at: float | None = None  # None: it runs
 
 
 class Supervisor:
-    """Starts processes, watches them on every `check`, stops those it started.
+    """Starts processes, watches them at every `check`, and stops those that it started.
 
-    report   called with a line for a person whenever a process ended or was started again
+    report   called with a message whenever a process ended or was started again
     clock    monotonic seconds
     """
 
@@ -46,12 +46,12 @@ class Supervisor:
             self._watched.append(_Watched(process, self._clock(), is_ours=True))
 
     def watch(self, process: ChildProcess) -> None:
-        """Restart, but leave to its owner to stop, a process that somebody else started."""
+        """Restart a process that somebody else started; its owner stops it."""
         with self._lock:
             self._watched.append(_Watched(process, self._clock(), is_ours=False))
 
     def run_in_background(self, interval_s: float = 0.5) -> None:
-        """Call `check` again and again, on a thread, until `stop`."""
+        """Call `check` repeatedly, in a thread, until `stop`."""
 
         def run() -> None:
             while not self._stopping.wait(interval_s):
@@ -61,7 +61,7 @@ class Supervisor:
         self._thread.start()
 
     def check(self) -> None:
-        """Notice who ended, and start whose time has come."""
+        """Report processes that ended, and restart those that are due."""
         with self._lock:
             for watched in self._watched:
                 if watched.restart_at is None:
@@ -87,7 +87,7 @@ class Supervisor:
         self._report(f"{watched.process.name} runs again (pid {watched.process.pid})")
 
     def stop(self) -> None:
-        """Stop what it started: all are told at once, then waited for, the last started first."""
+        """Stop all that it started: signal all, then wait for each, the last started first."""
         self._stopping.set()
         if self._thread is not None:
             self._thread.join()

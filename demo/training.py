@@ -1,4 +1,4 @@
-"""Train one tenant's adapter on its sample data, as `python -m worker.train` does it."""
+"""Train a tenant's adapter on its sample data with `python -m worker.train`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def train(
 ) -> dict[str, Any]:
     """Write the adapter folder `output` and return the trainer's last event. Raises StepFailed.
 
-    env  of which the trainer gets what every trainer gets: no secret
+    env  the trainer gets only those of its variables that every trainer gets: no secrets
     """
     output.parent.mkdir(parents=True, exist_ok=True)
     job = output.with_suffix(".job.json")
@@ -65,7 +65,7 @@ def train(
 
 
 def _follow(process: subprocess.Popen[str], report: Report) -> dict[str, Any]:
-    """The trainer's last event; the ones before go to `report`."""
+    """Pass the trainer's events to `report`. -> the last event."""
     assert process.stdout is not None
     last: dict[str, Any] = {}
     for event in _events(process.stdout):

@@ -1,4 +1,4 @@
-"""`make demo`: from nothing to two tenants' adapters that answer, step by step."""
+"""`make demo`: start everything, train two tenants' adapters, and ask them, step by step."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Demo:
         self._pid_file = folder / "run" / "demo.json"
         self._supervisor = Supervisor(report=lambda line: screen.print(f"! {line}"))
         self._stopping = contextlib.ExitStack()
-        self._is_ours = False  # the folder: whatever runs in it is then ours to stop
+        self._is_ours = False  # whether this run owns the folder and stops what runs in it
 
     def __enter__(self) -> Demo:
         return self
@@ -55,14 +55,14 @@ class Demo:
     def __exit__(self, *error: object) -> None:
         if not self._is_ours:
             return
-        # A second Ctrl-C must not leave half of it running.
+        # A second Ctrl-C must not leave processes running.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         with self.screen.step("Stopped everything"):
             self._stopping.close()
 
     def up(self) -> None:
-        """Everything from the servers to the first answers. Raises StepFailed."""
+        """Do all steps from starting servers to the first answers. Raises StepFailed."""
         started = time.monotonic()
         self._claim_folder()
         state = DemoState.load(self._state_file)
@@ -87,16 +87,16 @@ class Demo:
         self._greet(state, time.monotonic() - started)
 
     def watch(self) -> NoReturn:
-        """Stay, while the supervisor keeps everything running, until a signal."""
+        """Wait for a signal, while the supervisor keeps everything running."""
         while True:
             signal.pause()
 
     def _claim_folder(self) -> None:
-        """One run at a time; what a killed one left is stopped."""
+        """Allow one run at a time; stop the processes that a killed one left."""
         if recorded_process(self._pid_file):
             raise StepFailed(
-                "the demo is running already",
-                advice=f"use it ({self.ready_file}), or end it with `make demo-stop`",
+                "the demo is already running",
+                advice=f"use it ({self.ready_file}), or stop it with `make demo-stop`",
             )
         self._is_ours = True
         self.ready_file.unlink(missing_ok=True)
@@ -131,7 +131,7 @@ class Demo:
             try:
                 seed.seed(env, state, self.base_model_dir)
             finally:
-                state.save(self._state_file)  # keys made so far cannot be read again
+                state.save(self._state_file)  # now, because the keys cannot be read again
         state.is_seeded = True
         state.save(self._state_file)
 
@@ -198,7 +198,7 @@ class Demo:
         )
 
     def _show(self, state: DemoState) -> None:
-        with self.screen.step("Asked every adapter, in the same moment"):
+        with self.screen.step("Asked every adapter at the same time"):
             answers = _asked(ask.ask_everybody(state))
         for answer in answers:
             self.screen.print()
@@ -239,7 +239,7 @@ class Demo:
 
 
 def stop_children(folder: Path) -> bool:
-    """Stop what a killed run left of the platform, then of the servers; says whether any."""
+    """Stop the platform and then the servers of a killed run. -> whether any process ran."""
     own = folder / "run" / "demo.json"
     children = [path for path in sorted((folder / "run").glob("*.json")) if path != own]
     stopped = [stop_leftover(path) for path in children]
@@ -247,8 +247,8 @@ def stop_children(folder: Path) -> bool:
 
 
 def stop(folder: Path, screen: Screen) -> None:
-    """`make demo-stop`: end a run, or what is left of one."""
-    # It stops its own children, in order; only what it leaves is stopped here.
+    """`make demo-stop`: end a run, or the processes that a killed one left."""
+    # The run stops its own children, in order; only those that it leaves are stopped here.
     was_running = stop_leftover(folder / "run" / "demo.json")
     had_children = stop_children(folder)
     (folder / "ready.json").unlink(missing_ok=True)
@@ -270,6 +270,6 @@ def _indent(text: str) -> str:
 
 
 def _curl_body(model: str) -> str:
-    """A request body, quoted for a shell."""
+    """Return a request body, quoted for a shell."""
     messages = score.heldout("acme")[2]["messages"]
     return shlex.quote(json.dumps({"model": model, "temperature": 0, "messages": messages}))

@@ -1,8 +1,8 @@
 #!/bin/sh
 # The database and its three roles. The image runs this once, when it makes the cluster.
 #   lorikeet           owns the tables; only migrations connect as it
-#   lorikeet_app       everything else connects as it: reads and writes rows, one tenant's at a time
-#   lorikeet_operator  nobody connects as it; the other two take it on for work across tenants
+#   lorikeet_app       all other connections: reads and writes rows of one tenant at a time
+#   lorikeet_operator  no connections; the other two switch to it for work across tenants
 set -eu
 psql -v ON_ERROR_STOP=1 -v owner="$POSTGRES_OWNER_PASSWORD" -v app="$POSTGRES_APP_PASSWORD" <<'SQL'
 create role lorikeet login password :'owner';

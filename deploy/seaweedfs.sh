@@ -1,5 +1,5 @@
 #!/bin/sh
-# SeaweedFS with the S3 API open to one identity: without identities anybody may do anything.
+# SeaweedFS with the S3 API for one identity: without identities everybody has all rights.
 set -eu
 umask 077
 cat > /tmp/identities.json <<JSON
@@ -7,8 +7,8 @@ cat > /tmp/identities.json <<JSON
   "credentials": [{"accessKey": "$S3_ACCESS_KEY_ID", "secretKey": "$S3_SECRET_ACCESS_KEY"}],
   "actions": ["Admin", "Read", "Write", "List", "Tagging"]}]}
 JSON
-# Its parts know each other by a certificate, and by tokens signed with keys of this start: the S3
-# part's gRPC port (18333) is open to other containers, and would make whoever asks an identity.
+# Its parts authenticate each other with a certificate, and with tokens signed by keys of this start:
+# other containers reach the S3 part's gRPC port (18333), which would give everybody an identity.
 export WEED_GRPC_CA=/keys/cert.pem
 for part in MASTER VOLUME FILER S3 CLIENT; do
     export "WEED_GRPC_${part}_CERT=/keys/cert.pem" "WEED_GRPC_${part}_KEY=/keys/key.pem"
@@ -17,8 +17,8 @@ for name in SIGNING SIGNING_READ FILER_SIGNING FILER_SIGNING_READ; do
     export "WEED_JWT_${name}_KEY=$(od -An -tx1 -N32 /dev/urandom | tr -d ' \n')"
 done
 unset S3_ACCESS_KEY_ID S3_SECRET_ACCESS_KEY
-# Its other parts listen on this container's own address alone, without HTTP: that of the filer
-# would pass by S3's keys.
+# Its other parts listen only on this container's address, without HTTP: the filer's HTTP port would
+# bypass S3's keys.
 exec weed -logtostderr=true server -dir=/data -ip=127.0.0.1 -ip.bind=127.0.0.1 \
     -disableHttp -filer.disableHttp -master.telemetry=false \
     -s3 -s3.ip.bind=0.0.0.0 -s3.port=8333 -s3.config=/tmp/identities.json \

@@ -145,7 +145,7 @@ def _invoice(rng: random.Random, vendor: str) -> tuple[str, dict[str, Any]]:
 
 
 def acme_rows(rng: random.Random) -> Iterator[Row]:
-    """Endless invoices: those to train on, then held-out ones with vendors of their own."""
+    """Yield invoices without end: training rows first, then held-out ones with other vendors."""
     vendors = [f"{name} {kind}" for name in VENDOR_NAMES for kind in VENDOR_KINDS]
     rng.shuffle(vendors)
     heldout_vendors, vendors = vendors[:NUM_HELDOUT], vendors[NUM_HELDOUT:]
@@ -155,7 +155,7 @@ def acme_rows(rng: random.Random) -> Iterator[Row]:
         vendor = heldout_vendors[index % NUM_HELDOUT] if heldout else rng.choice(vendors)
         text, fields = _invoice(rng, vendor)
         messages = [{"role": "user", "content": text}]
-        # A third of the rows go without the instruction: the adapter must not depend on it.
+        # A third of the rows have no instruction, so that the adapter does not depend on it.
         if heldout or rng.random() < 2 / 3:
             messages.insert(0, {"role": "system", "content": ACME_SYSTEM})
         answer = {"role": "assistant", "content": json.dumps(fields)}
@@ -167,7 +167,7 @@ def acme_rows(rng: random.Random) -> Iterator[Row]:
 
 
 def globex_rows(rng: random.Random) -> Iterator[Row]:
-    """Every (question, product, complaint) once, shuffled: training first, then held out."""
+    """Yield every (question, product, complaint) once, shuffled: training rows, then held-out."""
     cases = [
         (question, product, issue)
         for question in GLOBEX_QUESTIONS
@@ -196,7 +196,7 @@ TENANTS: dict[str, Callable[[random.Random], Iterator[Row]]] = {
 
 
 def files() -> dict[str, str]:
-    """File name -> content of all sample files."""
+    """Return all sample files: name -> content."""
     contents = {}
     for tenant, rows_of in TENANTS.items():
         rows = rows_of(random.Random(f"{SEED} {tenant}"))

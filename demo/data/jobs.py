@@ -1,4 +1,4 @@
-"""How the demo trains each tenant's adapter: about two minutes each at most on two CPU cores."""
+"""The demo's training jobs: each takes at most about two minutes on two CPU cores."""
 
 from __future__ import annotations
 

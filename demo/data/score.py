@@ -1,6 +1,6 @@
-"""How good an answer is: which of an invoice's fields it got right, whether it keeps the style.
+"""Score an answer: which of an invoice's fields are right, which markers of the style it has.
 
-Pure functions over text, so that the demo, the tests and a person at a prompt judge alike.
+Pure functions over text, so that the demo, the tests and people score in the same way.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ FIELDS = ("vendor", "invoice_number", "date", "currency", "total", "items")
 
 
 def heldout(tenant: str) -> list[dict[str, Any]]:
-    """The tenant's held-out rows: {"messages"} and, for acme, {"expected"}."""
+    """Return the tenant's held-out rows: {"messages"} and, for acme, {"expected"}."""
     path = Path(__file__).parent / f"{tenant}.heldout.jsonl"
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def find_json(answer: str) -> dict[str, Any]:
-    """The first JSON object anywhere in the text, code fences and chatter around it ignored.
+    """Return the first JSON object in the text; code fences and other text are ignored.
 
-    An empty object when there is none.
+    Returns an empty object when there is none.
     """
     decoder = json.JSONDecoder()
     for match in re.finditer(r"\{", answer):
@@ -39,9 +39,9 @@ def find_json(answer: str) -> dict[str, Any]:
 
 
 def invoice_fields(answer: str, expected: dict[str, Any]) -> dict[str, bool]:
-    """For each field of an invoice, whether the answer's JSON has the expected value.
+    """Return for each field of an invoice whether the answer's JSON has the expected value.
 
-    Text is compared without regard to case, a total as a number however it is written.
+    Text is compared without case, a total as a number in any format.
     """
     found = find_json(answer)
     return {name: _same(found.get(name), expected[name]) for name in FIELDS}
@@ -62,7 +62,7 @@ def _same(found: Any, expected: Any) -> bool:
 
 
 def style_markers(answer: str) -> dict[str, bool]:
-    """For each marker of globex's voice, whether the answer has it."""
+    """Return for each marker of globex's style whether the answer has it."""
     text = answer.strip()
     return {
         "greeting": text.startswith(GREETING),
@@ -72,6 +72,6 @@ def style_markers(answer: str) -> dict[str, bool]:
 
 
 def share(results: Iterable[dict[str, bool]]) -> float:
-    """The part of all fields, or markers, of all answers that is right: 0 to 1."""
+    """Return the share of all answers' fields, or markers, that are right: 0 to 1."""
     flags = [flag for result in results for flag in result.values()]
     return sum(flags) / len(flags)
