@@ -92,6 +92,8 @@ class Budget(TenantModel):
         return f"{self.hard_limit or self.soft_limit} tokens a {self.period}"
 
     def clean(self) -> None:
+        if self.hard_limit is None and self.soft_limit is None:
+            raise ValidationError({"hard_limit": "A budget needs a hard limit or a soft limit."})
         if self.hard_limit and self.soft_limit and self.soft_limit > self.hard_limit:
             raise ValidationError({"soft_limit": "The soft limit is above the hard one."})
 

@@ -22,6 +22,7 @@ from controlplane.management.base import (
     page,
     page_of,
 )
+from controlplane.management.fields import ChoiceField
 from controlplane.tenants.auth import Permission, Principal
 from controlplane.tenants.key_grants import check_limits_of
 from controlplane.tenants.key_services import api_key_get
@@ -145,9 +146,7 @@ class BudgetSetSerializer(StrictSerializer):
     api_key = serializers.CharField(
         required=False, allow_null=True, default=None, max_length=64, help_text=_KEY_HELP
     )
-    period = serializers.ChoiceField(
-        Budget.Period.choices, required=False, default=Budget.Period.MONTH
-    )
+    period = ChoiceField(Budget.Period.choices, required=False, default=Budget.Period.MONTH)
     hard_limit = _tokens("Above so many tokens requests are refused.")
     soft_limit = _tokens("Above so many tokens responses have a warning header.")
 

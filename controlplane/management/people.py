@@ -18,6 +18,7 @@ from controlplane.management.base import (
     page,
     page_of,
 )
+from controlplane.management.fields import ChoiceField
 from controlplane.tenants import people, services
 from controlplane.tenants.auth import Permission
 from controlplane.tenants.invite_mail import invite_send, invite_url
@@ -66,7 +67,7 @@ class MemberSerializer(serializers.ModelSerializer[Membership]):
 
 
 class RoleSerializer(StrictSerializer):
-    role = serializers.ChoiceField(Role.choices)
+    role = ChoiceField(Role.choices)
 
 
 class InviteSerializer(serializers.ModelSerializer[Invite]):
@@ -83,7 +84,7 @@ class InviteSerializer(serializers.ModelSerializer[Invite]):
 
 class InviteCreateSerializer(StrictSerializer):
     email = serializers.EmailField(max_length=254)
-    role = serializers.ChoiceField(Role.choices)
+    role = ChoiceField(Role.choices)
     send_mail = serializers.BooleanField(
         required=False, default=False, help_text="Whether to send the url to the person by mail."
     )
@@ -106,14 +107,14 @@ class ServiceAccountSerializer(serializers.ModelSerializer[ServiceAccount]):
 
 class ServiceAccountCreateSerializer(StrictSerializer):
     name = serializers.CharField(max_length=63)
-    role = serializers.ChoiceField(Role.choices, required=False, default=Role.DEVELOPER)
+    role = ChoiceField(Role.choices, required=False, default=Role.DEVELOPER)
     description = serializers.CharField(
         max_length=500, required=False, default="", allow_blank=True
     )
 
 
 class ServiceAccountUpdateSerializer(StrictSerializer):
-    role = serializers.ChoiceField(Role.choices, required=False)
+    role = ChoiceField(Role.choices, required=False)
     description = serializers.CharField(max_length=500, required=False, allow_blank=True)
 
 

@@ -22,6 +22,7 @@ from controlplane.management.base import (
     page,
     page_of,
 )
+from controlplane.management.fields import ChoiceField
 from controlplane.requestlog import services
 from controlplane.requestlog.inference_request import InferenceRequest
 from controlplane.requestlog.models import LogPolicy, RefusalHour, RequestContent
@@ -220,9 +221,7 @@ class LogPolicySerializer(serializers.ModelSerializer[LogPolicy]):
 
 
 class LogPolicySetSerializer(StrictSerializer):
-    content = serializers.ChoiceField(
-        LogPolicy.Content.choices, required=False, help_text=_CONTENT_HELP
-    )
+    content = ChoiceField(LogPolicy.Content.choices, required=False, help_text=_CONTENT_HELP)
     content_days = serializers.IntegerField(
         required=False,
         min_value=1,

@@ -17,6 +17,7 @@ from controlplane.management.base import (
     page,
     page_of,
 )
+from controlplane.management.fields import ChoiceField
 from controlplane.tenants import key_services, people
 from controlplane.tenants.auth import Permission, Principal
 from controlplane.tenants.key_grants import inherited
@@ -68,7 +69,7 @@ class ApiKeySerializer(serializers.ModelSerializer[ApiKey]):
 
 class _RulesSerializer(StrictSerializer):
     scopes = serializers.ListField(
-        child=serializers.ChoiceField([p.value for p in Permission]),
+        child=ChoiceField([p.value for p in Permission]),
         required=False,
         allow_empty=False,
         help_text=_SCOPES_HELP,
@@ -84,7 +85,7 @@ class _RulesSerializer(StrictSerializer):
 class ApiKeyCreateSerializer(_RulesSerializer):
     name = serializers.CharField(max_length=100)
     expires_at = serializers.DateTimeField(required=False, allow_null=True)
-    environment = serializers.ChoiceField(
+    environment = ChoiceField(
         ApiKey.Environment.choices,
         required=False,
         default="live",

@@ -28,6 +28,7 @@ from controlplane.management.base import (
     page_of,
     page_of_items,
 )
+from controlplane.management.fields import ChoiceField
 from controlplane.management.limits import (
     LimitSerializer,
     QuotaSerializer,
@@ -93,7 +94,7 @@ class TenantCreateSerializer(StrictSerializer):
 
 class TenantChangeSerializer(StrictSerializer):
     name = serializers.CharField(max_length=200, required=False)
-    status = serializers.ChoiceField(Tenant.Status.choices, required=False)
+    status = ChoiceField(Tenant.Status.choices, required=False)
 
 
 class BaseModelChangeSerializer(StrictSerializer):

@@ -80,3 +80,17 @@ def test_half_a_surrogate_pair_is_answered(body: str, acme: Party) -> None:
     answer = as_user(acme.owner).post("/api/v1/invites", body, content_type="application/json")
     assert answer.status_code == 400
     assert "?" in answer.content.decode()
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({}, "hard_limit", "A budget needs a hard limit or a soft limit."),
+        ({"period": "x"}, "period", '"x" is not one of: day, month.'),
+    ],
+)
+def test_errors_name_what_is_allowed(
+    body: dict[str, Any], param: str, message: str, acme: Party
+) -> None:
+    answer = as_user(acme.owner).put("/api/v1/budgets", body, format="json")
+    assert assert_error(answer, 400, param)["message"] == message
