@@ -89,8 +89,8 @@ def _add(
         action=f"{resource.kind}.{action}",
         resource_type=resource.kind,
         resource_id=resource.id,
-        before=_plain(before),
-        after=_plain(after),
+        before=_as_json(before),
+        after=_as_json(after),
     )
     with _chain_scope(event.tenant_id):
         lock_until_commit(f"audit {event.tenant_id}")  # the end of the chain
@@ -174,14 +174,14 @@ def _tenant_of(resource: models.Model) -> uuid.UUID | None:
     return scope if isinstance(scope, uuid.UUID) else None
 
 
-def _plain(value: Any, name: str = "") -> Any:
+def _as_json(value: Any, name: str = "") -> Any:
     """Return the value as it is after a JSON round trip, so that its hash stays the same."""
     if _SECRET.fullmatch(name.lower()):
         raise ValueError(f"{name} may hold a secret: leave it out of the audit trail")
     if isinstance(value, Mapping):
-        return {str(key): _plain(item, str(key)) for key, item in value.items()}
+        return {str(key): _as_json(item, str(key)) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(item) for item in value]
+        return [_as_json(item) for item in value]
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, float) and abs(value) < 1e15:

@@ -16,7 +16,7 @@ _MAX_CHARS = 300
 #: Pages that browsers open; API clients do not.
 _PAGES = ("/console", "/admin")
 #: By the last part of an address that other servers have: what to use here instead.
-_SAID = {
+_HINTS = {
     "metrics": "There are no metrics for scraping; GET /v1/organization/usage/completions has "
     "usage, and GET /health says whether requests are served.",
     "version": "GET /info names the model that is served, GET /v1/models the names for `model`.",
@@ -25,8 +25,8 @@ _SAID = {
     "openapi.json": "It is at /api/openapi.json.",
     "docs": "They are at /api/docs.",
 }
-_SAID["health_generate"] = _SAID["healthcheck"] = _SAID["ready"] = _SAID["ping"]
-_SAID["get_model_info"] = _SAID["get_server_info"] = _SAID["server_info"] = _SAID["version"]
+_HINTS["health_generate"] = _HINTS["healthcheck"] = _HINTS["ready"] = _HINTS["ping"]
+_HINTS["get_model_info"] = _HINTS["get_server_info"] = _HINTS["server_info"] = _HINTS["version"]
 _API_V1 = "/api/v1/"
 _JSON_PATHS = ("/api/", "/ops/", "/v1/")
 
@@ -58,20 +58,20 @@ def no_such_address(request: HttpRequest) -> NotFound:
     """Return the error for API clients; it suggests the address that they probably meant."""
     path = request.path
     message = f"There is no {request.method} {path[:200]}."
-    if meant := right_address(path):
+    if meant := suggested_address(path):
         message += f" Did you mean {meant}?"
         if meant.startswith("/v1/") and "/v1" not in path:
             message += " A client's base URL ends in /v1."
         elif meant.startswith("/v1/") and path.count("/v1") > 1:
             message += " A client's base URL ends in one /v1."
-    elif hint := _SAID.get(path.rstrip("/").rpartition("/")[2][:40]):
+    elif hint := _HINTS.get(path.rstrip("/").rpartition("/")[2][:40]):
         message += f" {hint}"
     else:
         message += " The API is at /v1, as in /v1/chat/completions; /api/docs lists all addresses."
     return NotFound(message, code="unknown_url")
 
 
-def right_address(path: str) -> str | None:
+def suggested_address(path: str) -> str | None:
     """Return an address of an API that exists and that a likely mistake turns into `path`."""
     if len(path) > _MAX_CHARS:
         return None

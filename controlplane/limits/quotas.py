@@ -95,18 +95,18 @@ _MESSAGES = {
 def quota_set(**values: int | None) -> TenantQuota:
     """Set quotas of the tenant in scope; for those not named the settings' values apply."""
     row = TenantQuota.objects.select_for_update().first()
-    before = _told(row) if row else None
+    before = _audit_fields(row) if row else None
     row = row or TenantQuota()
     for name in TenantQuota.NAMES:
         setattr(row, name, values.pop(name, None))
     if values:
         raise TypeError(f"no such quota: {', '.join(values)}")
     row.save()
-    record("changed" if before else "created", row, before=before, after=_told(row))
+    record("changed" if before else "created", row, before=before, after=_audit_fields(row))
     return row
 
 
-def _told(row: TenantQuota) -> dict[str, Any]:
+def _audit_fields(row: TenantQuota) -> dict[str, Any]:
     return {name: getattr(row, name) for name in TenantQuota.NAMES}
 
 

@@ -103,7 +103,7 @@ def rate_limit_set(
     Raises InvalidRequest for an invalid value.
     """
     row = RateLimit.objects.filter(api_key_id=api_key_id, model=model).first()
-    before = _told(row) if row else None
+    before = _audit_fields(row) if row else None
     row = row or RateLimit(api_key_id=api_key_id, model=model)
     for name in RateLimit.RATES:
         setattr(row, name, limits.pop(name, None))
@@ -130,7 +130,7 @@ def budget_set(
     Raises InvalidRequest when neither limit is given, or the soft one is above the hard one.
     """
     row = Budget.objects.filter(api_key_id=api_key_id, period=period).first()
-    before = _told(row) if row else None
+    before = _audit_fields(row) if row else None
     row = row or Budget(api_key_id=api_key_id, period=period)
     row.hard_limit, row.soft_limit = hard_limit, soft_limit
     return _checked_save(row, before)
@@ -143,11 +143,11 @@ def budget_remove(*, api_key_id: uuid.UUID | None = None, period: str) -> None:
 
 def _remove(rows: QuerySet[Any]) -> None:
     for row in rows:
-        record("deleted", row, before=_told(row))
+        record("deleted", row, before=_audit_fields(row))
         row.delete()
 
 
-def _told(row: RateLimit | Budget) -> dict[str, Any]:
+def _audit_fields(row: RateLimit | Budget) -> dict[str, Any]:
     """Return the fields of a limit that the audit trail records."""
     hidden = {"id", "tenant", "created_at", "updated_at"}
     fields = [field for field in row._meta.concrete_fields if field.name not in hidden]
@@ -160,5 +160,5 @@ def _checked_save(row: _Row, before: dict[str, Any] | None) -> _Row:
     except ValidationError as error:
         raise from_validation(error) from error
     row.save()
-    record("changed" if before else "created", row, before=before, after=_told(row))
+    record("changed" if before else "created", row, before=before, after=_audit_fields(row))
     return row

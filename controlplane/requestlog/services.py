@@ -62,7 +62,7 @@ def log_policy_set(*, content: str, content_days: int, metadata_days: int) -> Lo
     _check_days("metadata_days", metadata_days, MAX_METADATA_DAYS)
     LogPolicy.objects.bulk_create([LogPolicy()], ignore_conflicts=True)
     policy = LogPolicy.objects.select_for_update().get()
-    before = _said(policy)
+    before = _audit_fields(policy)
     policy.content = Content(content)
     policy.content_days = content_days
     policy.metadata_days = metadata_days
@@ -71,12 +71,12 @@ def log_policy_set(*, content: str, content_days: int, metadata_days: int) -> Lo
     elif not policy.wrapped_key:
         policy.wrapped_key, policy.key_made_at = sealing.new_key(), timezone.now()
     policy.save()
-    if before != _said(policy):
-        record("changed", policy, before=before, after=_said(policy))
+    if before != _audit_fields(policy):
+        record("changed", policy, before=before, after=_audit_fields(policy))
     return policy
 
 
-def _said(policy: LogPolicy) -> dict[str, Any]:
+def _audit_fields(policy: LogPolicy) -> dict[str, Any]:
     return {
         "content": str(policy.content),
         "content_days": policy.content_days,

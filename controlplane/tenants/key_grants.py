@@ -104,7 +104,7 @@ def check_limits_of(by: Principal, api_key: ApiKey | None) -> None:
         raise PermissionDenied(
             "An API key cannot change its own limits or those of a key that it comes from."
         )
-    _check_reaches(by, api_key, "set limits of")
+    _check_descends(by, api_key, "set limits of")
 
 
 def check_ends(by: Principal, api_key: ApiKey) -> None:
@@ -114,10 +114,10 @@ def check_ends(by: Principal, api_key: ApiKey) -> None:
     leaked keys needs only the permission to revoke them.
     """
     if by.api_key is not None and by.api_key.pk != api_key.pk:
-        _check_reaches(by, api_key, "revoke")
+        _check_descends(by, api_key, "revoke")
 
 
-def _check_reaches(by: Principal, api_key: ApiKey | None, verb: str) -> None:
+def _check_descends(by: Principal, api_key: ApiKey | None, verb: str) -> None:
     own = by.api_key
     if own is None or (api_key is not None and own.pk in api_key.line):
         return

@@ -63,7 +63,7 @@ def api_key_create(
         service_account=owner if isinstance(owner, ServiceAccount) else None,
         **fields,
     )
-    record("created", api_key, after=_told(api_key))
+    record("created", api_key, after=_audit_fields(api_key))
     return api_key, parts.text()
 
 
@@ -119,9 +119,9 @@ def api_key_update(
         key_grants.check_rules(by, rules.checked(), expires_at)
     is_later = expires_at is not None and expires_at != api_key.expires_at
     fields = _checked_fields(name, expires_at if is_later else None, rules)
-    before = _told(api_key)
+    before = _audit_fields(api_key)
     _save(api_key, **{**fields, "expires_at": expires_at})
-    record("changed", api_key, before=before, after=_told(api_key))
+    record("changed", api_key, before=before, after=_audit_fields(api_key))
     if expires_at is not None and expires_at != before["expires_at"]:
         _end_descendants_by(api_key, expires_at)
     return api_key_get(public_id=public_id)
@@ -198,7 +198,7 @@ def _end_descendants_by(api_key: ApiKey, expires_at: dt.datetime) -> None:
         record("changed", one, before=before, after=after)
 
 
-def _told(api_key: ApiKey) -> dict[str, Any]:
+def _audit_fields(api_key: ApiKey) -> dict[str, Any]:
     """Return the fields of a key that the audit trail records."""
     return {
         "public_id": api_key.public_id,

@@ -19,7 +19,7 @@ from controlplane.tenants.models import Membership, User
 
 
 @transaction.atomic
-def tell(action: str, user: User, **after: Any) -> None:
+def record_for_person(action: str, user: User, **after: Any) -> None:
     """Record an event for each tenant of the person; without tenants, in the platform's trail."""
     with all_tenants(reason="a person's sign-in concerns each of their tenants"):
         rows = Membership.objects.filter(user=user).order_by("tenant_id")
@@ -38,7 +38,7 @@ def second_factors_remove(user: User) -> None:
     Authenticator.objects.filter(user=user).delete()
     for session in UserSession.objects.filter(user=user):
         session.end()
-    tell("second_factor_removed", user, type="all")
+    record_for_person("second_factor_removed", user, type="all")
 
 
 def connect() -> None:
@@ -56,20 +56,20 @@ def connect() -> None:
 def _signed_in(request: HttpRequest, user: User, **_: Any) -> None:
     records = request.session.get("account_authentication_methods", [])
     methods = [str(row.get("type") or row.get("method")) for row in records]
-    tell("signed_in", user, methods=list(dict.fromkeys(methods)))
+    record_for_person("signed_in", user, methods=list(dict.fromkeys(methods)))
 
 
 def _password_changed(user: User, **_: Any) -> None:
-    tell("password_changed", user)
+    record_for_person("password_changed", user)
 
 
 def _password_reset(user: User, **_: Any) -> None:
     address_set(user, is_proven=True)  # they read the mail
-    tell("password_changed", user)
+    record_for_person("password_changed", user)
 
 
 def _factor_added(request: HttpRequest, user: User, authenticator: Any, **_: Any) -> None:
-    tell("second_factor_added", user, type=authenticator.type)
+    record_for_person("second_factor_added", user, type=authenticator.type)
     if authenticator.type != authenticator.Type.RECOVERY_CODES:
         # The other sessions were opened without it.
         others = UserSession.objects.filter(user=user)
@@ -78,15 +78,15 @@ def _factor_added(request: HttpRequest, user: User, authenticator: Any, **_: Any
 
 
 def _factor_removed(user: User, authenticator: Any, **_: Any) -> None:
-    tell("second_factor_removed", user, type=authenticator.type)
+    record_for_person("second_factor_removed", user, type=authenticator.type)
 
 
 def _codes_made(user: User, authenticator: Any, **_: Any) -> None:
-    tell("second_factor_renewed", user, type=authenticator.type)
+    record_for_person("second_factor_renewed", user, type=authenticator.type)
 
 
 def _issuer_linked(sociallogin: Any, **_: Any) -> None:
     proven = {address.email for address in sociallogin.email_addresses if address.verified}
     if sociallogin.user.email in proven:
         address_set(sociallogin.user, is_proven=True)
-    tell("issuer_linked", sociallogin.user, issuer=sociallogin.account.provider)
+    record_for_person("issuer_linked", sociallogin.user, issuer=sociallogin.account.provider)

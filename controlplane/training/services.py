@@ -236,7 +236,7 @@ def schedule_set(
         dataset = dataset_get(name=dataset_name, param="dataset")
         size.check(checked, dataset)
         known = Schedule.objects.select_for_update().filter(adapter=adapter).first()
-        before = _told(known) if known else None
+        before = _audit_fields(known) if known else None
         schedule, is_new = Schedule.objects.update_or_create(
             adapter=adapter,
             defaults={**fields, "dataset": dataset, "next_run_at": next_run_at},
@@ -245,12 +245,12 @@ def schedule_set(
             "created" if is_new else "changed",
             schedule,
             before=before,
-            after=_told(schedule),
+            after=_audit_fields(schedule),
         )
     return schedule
 
 
-def _told(schedule: Schedule) -> dict[str, Any]:
+def _audit_fields(schedule: Schedule) -> dict[str, Any]:
     """Return the fields of a schedule that the audit trail records."""
     return {
         "adapter": schedule.adapter.name,
@@ -276,7 +276,7 @@ def schedule_delete(*, adapter: Adapter) -> None:
     schedule = Schedule.objects.select_for_update().filter(adapter=adapter).first()
     if schedule is None:
         raise NotFound("The adapter has no schedule.")
-    record("deleted", schedule, before=_told(schedule))
+    record("deleted", schedule, before=_audit_fields(schedule))
     schedule.delete()
 
 

@@ -19,9 +19,11 @@ from controlplane.tenancy.scoping import TenantModel
 
 
 @register(Tags.models)
-def check_walls(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+def check_row_security(
+    app_configs: Sequence[AppConfig] | None, **kwargs: Any
+) -> list[CheckMessage]:
     """Return an error for each unprotected tenant model, and each foreign key between two."""
-    tables, references = _walled()
+    tables, references = _protected()
     found: list[CheckMessage] = []
     for model in apps.get_models():
         if not issubclass(model, TenantModel):
@@ -44,7 +46,7 @@ _Label = tuple[str, str | None]
 _Reference = tuple[str, str | None, str]
 
 
-def _walled() -> tuple[dict[_Label, set[_Reference]], set[_Reference]]:
+def _protected() -> tuple[dict[_Label, set[_Reference]], set[_Reference]]:
     """Return what migrations protect: tables with their references, and references added later."""
     loader = MigrationLoader(None)
     tables: dict[_Label, set[_Reference]] = {}

@@ -35,7 +35,7 @@ POLICIES = {
 _Model = type[models.Model]
 
 
-class _WallOperation(Operation):
+class _RowSecurityOperation(Operation):
     """Changes the database, not the state of the models."""
 
     reversible = True
@@ -44,7 +44,7 @@ class _WallOperation(Operation):
         pass
 
 
-class TenantTables(_WallOperation):
+class TenantTables(_RowSecurityOperation):
     """Protect the tables of tenant models with row-level security.
 
     Each table gets ENABLE and FORCE row-level security with a policy for every verb, a unique key
@@ -67,7 +67,7 @@ class TenantTables(_WallOperation):
         found = self._models(app_label, to_state.apps)
         for model in found:
             _make_key(schema_editor, model)
-            _raise_wall(schema_editor, model)
+            _enable_row_security(schema_editor, model)
         for model in found:
             for field in tenant_references(model):
                 _make_key(schema_editor, field.related_model)
@@ -99,7 +99,7 @@ class TenantTables(_WallOperation):
         return f"Protect {', '.join(self.model_names)} with row-level security"
 
 
-class TenantReference(_WallOperation):
+class TenantReference(_RowSecurityOperation):
     """Add the tenant to a foreign key between two tenant tables."""
 
     def __init__(self, model_name: str, field_name: str) -> None:
@@ -174,7 +174,7 @@ def _make_key(schema_editor: BaseDatabaseSchemaEditor, model: Any) -> None:
     )
 
 
-def _raise_wall(schema_editor: BaseDatabaseSchemaEditor, model: _Model) -> None:
+def _enable_row_security(schema_editor: BaseDatabaseSchemaEditor, model: _Model) -> None:
     table = model._meta.db_table
     schema_editor.execute(f'alter table "{table}" enable row level security')
     schema_editor.execute(f'alter table "{table}" force row level security')

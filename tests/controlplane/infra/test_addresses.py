@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from django.test import Client
 
-from controlplane.infra.addresses import right_address
+from controlplane.infra.addresses import suggested_address
 
 MEANT = {
     "/chat/completions": "/v1/chat/completions",
@@ -35,7 +35,7 @@ NOTHING = ("/", "/v1", "/v1/", "/nowhere", "/console/keys/", "/x" * 5000, "/v1/e
 
 @pytest.mark.parametrize("path", MEANT)
 def test_the_address_that_was_meant_is_named(path: str, client: Client) -> None:
-    assert right_address(path) == MEANT[path]
+    assert suggested_address(path) == MEANT[path]
     answer = client.post(path.replace("//", "/%2F") if path.startswith("//") else path)
     assert (answer.status_code, answer["content-type"]) == (404, "application/json")
     error = answer.json()["error"]
@@ -46,7 +46,7 @@ def test_the_address_that_was_meant_is_named(path: str, client: Client) -> None:
 
 @pytest.mark.parametrize("path", NOTHING, ids=lambda path: path[:20])
 def test_nothing_is_made_up(path: str) -> None:
-    assert right_address(path) is None
+    assert suggested_address(path) is None
 
 
 @pytest.mark.parametrize(

@@ -132,12 +132,12 @@ class TestCatalogue:
         assert rows_of("select datname from pg_database where datdba = current_user::regrole") == []
 
     def test_the_check_finds_what_was_left_outside(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert checks.check_walls(None) == []
-        tables, references = checks._walled()
+        assert checks.check_row_security(None) == []
+        tables, references = checks._protected()
         tables = {**tables, ("adapters", "adapterversion"): set()}
         del tables["tenants", "membership"]
-        monkeypatch.setattr(checks, "_walled", lambda: (tables, references))
-        found = {(error.id, error.obj) for error in checks.check_walls(None)}
+        monkeypatch.setattr(checks, "_protected", lambda: (tables, references))
+        found = {(error.id, error.obj) for error in checks.check_row_security(None)}
         assert found == {("lorikeet.E001", Membership), ("lorikeet.E002", AdapterVersion)}
 
 
