@@ -1,4 +1,4 @@
-"""The database's own wall: it holds with the application's scoping switched off."""
+"""Row-level security: it holds with the application's scoping switched off."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def rows_of(text: str, *parameters: object) -> list[tuple[Any, ...]]:
 
 
 def unscope(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take the application's own wall down: every query asks for every tenant's rows."""
+    """Switch the application's scoping off: every query asks for all tenants' rows."""
     monkeypatch.setattr(TenantManager, "get_queryset", models.Manager.get_queryset)
     monkeypatch.setattr(TenantModel, "save", models.Model.save)
 
@@ -230,7 +230,7 @@ def test_nothing_of_a_tenant_stays_on_a_connection(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.django_db(transaction=True)
-def test_the_wall_can_be_taken_down_and_raised_again() -> None:
+def test_row_security_can_be_removed_and_restored() -> None:
     query = "select count(*) from pg_policies where tablename = 'training_schedule'"
     call_command("migrate", "database", "zero", verbosity=0)
     assert rows_of(query) == [(0,)]

@@ -4,7 +4,7 @@ from controlplane.tenancy.database.operations import TenantTables
 
 
 class Migration(migrations.Migration):
-    """The tables that were there before the wall; later ones raise it in their own migrations."""
+    """Protect the tables of earlier migrations; later ones protect their own tables."""
 
     initial = True
 
