@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
 
+from contract.safetensors_header import Tensor
 from engine.adapters.host_values import Bits, bits, bits_are_finite, write_bits
 from engine.adapters.plan import AdapterPlan
 from engine.adapters.tiles import TileMap
@@ -25,17 +25,19 @@ def write_plain(
     packed: torch.Tensor,
     plan: AdapterPlan,
     tiles: TileMap,
-    entries: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
     body: memoryview,
+    body_begin: int,
 ) -> AdapterPlan:
-    """Write what needs no arithmetic to `packed`; the plan of what is left for `fill_tiles`.
+    """Write what needs no arithmetic to `packed`; return the plan of the rest for `fill_tiles`.
 
-    entries, body  the header of the safetensors file, checked, and what follows it
+    tensors     by name, as the checked header describes them
+    body        the file's bytes from `body_begin` on, where its header ends
 
-    Everything is left where dtypes differ or a value is not finite.
+    Everything is left if a dtype differs, a tensor is not aligned or a value is not finite.
     """
     size, wanted = packed.element_size(), _DTYPE_NAMES[packed.dtype]
-    if any(e["dtype"] != wanted or e["data_offsets"][0] % size for e in entries.values()):
+    if any(t.dtype != wanted or (t.begin - body_begin) % size for t in tensors.values()):
         return plan
     flat = bits(packed).reshape(-1)
     content = np.frombuffer(body, flat.dtype)
@@ -43,9 +45,8 @@ def write_plain(
         return plan
 
     def matrix(name: str) -> Bits:
-        entry = entries[name]
-        first, end = entry["data_offsets"]
-        return content[first // size : end // size].reshape(entry["shape"])
+        _, _, shape, begin, end = tensors[name]
+        return content[(begin - body_begin) // size : (end - body_begin) // size].reshape(shape)
 
     left = []
     for target in plan.targets:

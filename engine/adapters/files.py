@@ -9,7 +9,6 @@ loaded is what was verified, at every load, and nothing is read twice.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import threading
 from collections import deque
@@ -17,12 +16,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 
 from contract import peft_config, safetensors_header
-from contract.safetensors_header import CONVERT_BIN, ENGINE_MAX_BYTES, LENGTH_BYTES
+from contract.safetensors_header import CONVERT_BIN, ENGINE_MAX_BYTES, LENGTH_BYTES, Tensor
 from engine.adapters.base_weights import BaseWeights
 from engine.adapters.config import MAX_CONFIG_BYTES, parse_config
 from engine.adapters.fast_tiles import write_plain
@@ -55,6 +54,7 @@ class _Start:
     plan: AdapterPlan
     config_text: bytes
     header: bytes  # of the tensors file, its length included
+    tensors: Mapping[str, Tensor]  # by name, as the header describes them
 
 
 class AdapterReader:
@@ -136,13 +136,11 @@ class AdapterReader:
         return content
 
     def _lay_out(self, start: _Start, body: memoryview, tiles: TileMap, room: HostPages) -> None:
-        entries = json.loads(start.header[LENGTH_BYTES:])
-        entries.pop("__metadata__", None)
         for page in room.rows():
             clear(page)
         placed = tiles.at(room.numbers, self._layout.page_elems)
-        left = write_plain(room.open(), start.plan, placed, entries, body)
-        fill_tiles(room.open(), left, placed, _tensors(entries, body), self._base)
+        left = write_plain(room.open(), start.plan, placed, start.tensors, body, len(start.header))
+        fill_tiles(room.open(), left, placed, _values(start, body), self._base)
 
     def _content(self, digest: str, config_text: bytes, tensors_sha256: str) -> str:
         """What the files hold, in a word: their digest, which has to be the one they are known by,
@@ -164,8 +162,10 @@ class AdapterReader:
         file_bytes = os.fstat(file.fileno()).st_size
         header = file.read(LENGTH_BYTES)
         header += file.read(min(int.from_bytes(header, "little"), ENGINE_MAX_BYTES))
-        plan = plan_adapter(config, parse_header(header, file_bytes), self._model, file_bytes)
-        return _Start(plan, config_text, header)
+        tensors = parse_header(header, file_bytes)
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        plan = plan_adapter(config, shapes, self._model, file_bytes)
+        return _Start(plan, config_text, header, tensors)
 
     def _buffer(self, num_bytes: int) -> bytearray:
         """A buffer that no other load uses; fresh memory would take longer than reading does."""
@@ -207,13 +207,13 @@ def _sha256(pieces: SimpleQueue[memoryview | bytes]) -> str:
     return hashed.hexdigest()
 
 
-def _tensors(entries: Mapping[str, Any], body: memoryview) -> Callable[[str], torch.Tensor]:
-    """A tensor of the file by name, in place; `parse_header` has found the entries to be right."""
+def _values(start: _Start, body: memoryview) -> Callable[[str], torch.Tensor]:
+    """Return a function that gives a tensor of the file by name, without copying it."""
+    body_begin = len(start.header)
 
-    def tensor(name: str) -> torch.Tensor:
-        entry = entries[name]
-        first, end = entry["data_offsets"]
-        values = torch.frombuffer(body[first:end], dtype=_DTYPES[entry["dtype"]])
-        return values.view(entry["shape"])
+    def values(name: str) -> torch.Tensor:
+        _, dtype, shape, begin, end = start.tensors[name]
+        own = body[begin - body_begin : end - body_begin]
+        return torch.frombuffer(own, dtype=_DTYPES[dtype]).view(shape)
 
-    return tensor
+    return values

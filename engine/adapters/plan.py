@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from contract.adapter_fit import AdaptedMatrix, fit_adapter
 from contract.adapter_problems import AdapterProblems
 from contract.base_shape import BaseShape
-from contract.safetensors_header import ENGINE_MAX_BYTES, read_header
+from contract.safetensors_header import ENGINE_MAX_BYTES, Tensor, read_header
 from engine.adapters.config import check_config, mismatch
 from engine.adapters.rows import Replacement, replacements
 from engine.model.config import ModelConfig
@@ -116,8 +116,8 @@ class AdapterPlan:
         return max(target.rank for target in self.all_targets)
 
 
-def parse_header(start: bytes, file_bytes: int) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Tensor name -> (dtype, shape) from the start of a safetensors file.
+def parse_header(start: bytes, file_bytes: int) -> dict[str, Tensor]:
+    """Return the tensors that the start of a safetensors file describes, by name.
 
     start       the file's first bytes, header included
     file_bytes  the file's size; the tensors must fill it exactly, without gap or overlap
@@ -127,21 +127,22 @@ def parse_header(start: bytes, file_bytes: int) -> dict[str, tuple[str, tuple[in
         tensors = read_header(start, file_bytes, ENGINE_MAX_BYTES)
     except AdapterProblems as found:
         raise mismatch(found) from found
-    return {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}
+    return {tensor.name: tensor for tensor in tensors}
 
 
 def plan_adapter(
     config: Mapping[str, Any],
-    tensors: Mapping[str, tuple[str, tuple[int, ...]]],
+    shapes: Mapping[str, tuple[int, ...]],
     model: ModelConfig,
     file_bytes: int = 0,
 ) -> AdapterPlan:
-    """What the adapter changes in `model`; raise AdapterMismatch naming what does not fit."""
+    """Return what the adapter changes in `model`; raise AdapterMismatch naming what does not fit.
+
+    shapes  of the tensors in the file, by name
+    """
     lora = check_config(config)
     try:
-        fitted = fit_adapter(
-            lora, {name: shape for name, (_, shape) in tensors.items()}, base_shape(model)
-        )
+        fitted = fit_adapter(lora, shapes, base_shape(model))
     except AdapterProblems as found:
         raise mismatch(found) from found
     sites = {site.module: site for site in _sites(model)}

@@ -49,7 +49,7 @@ def adapter(
     model: ModelConfig, rank: int, names: tuple[str, ...], **config: bool
 ) -> tuple[AdapterPlan, int]:
     """The plan of an adapter of such modules, and how many values its tensors have."""
-    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     sites = [Site(-1, 7), Site(model.num_layers, 8)]
     sites += [Site(layer, p) for layer in range(model.num_layers) for p in range(7)]
     for site in sites:
@@ -61,13 +61,13 @@ def adapter(
             if site.projection == 7
             else ("lora_A.weight", "lora_B.weight")
         )
-        tensors[f"{site.module}.{a}"] = ("BF16", (rank, in_width))
-        tensors[f"{site.module}.{b}"] = ("BF16", (out_width, rank))
+        shapes[f"{site.module}.{a}"] = (rank, in_width)
+        shapes[f"{site.module}.{b}"] = (out_width, rank)
         if config.get("use_dora"):
-            tensors[f"{site.module}.lora_magnitude_vector"] = ("BF16", (out_width,))
+            shapes[f"{site.module}.lora_magnitude_vector"] = (out_width,)
     fields = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, **config}
-    num_values = sum(math.prod(shape) for _, shape in tensors.values())
-    return plan_adapter(fields, tensors, model), num_values
+    num_values = sum(math.prod(shape) for shape in shapes.values())
+    return plan_adapter(fields, shapes, model), num_values
 
 
 def own_pages(tiles: TileMap) -> float:

@@ -38,7 +38,9 @@ def check(config: bytes, tensors: bytes, base: BaseShape = files.BASE) -> Checke
 
 
 def plan(config: bytes, tensors: bytes, model: ModelConfig = MODEL) -> AdapterPlan:
-    return plan_adapter(parse_config(config), parse_header(tensors, len(tensors)), model)
+    header = parse_header(tensors, len(tensors))
+    shapes = {name: tensor.shape for name, tensor in header.items()}
+    return plan_adapter(parse_config(config), shapes, model)
 
 
 def is_accepted_at_upload(config: bytes, tensors: bytes, base: BaseShape = files.BASE) -> bool:

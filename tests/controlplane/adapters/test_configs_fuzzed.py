@@ -70,7 +70,8 @@ def engine(
     start, file_bytes = header_of(shapes)
     try:
         header = plan.parse_header(start, file_bytes)
-        return plan.plan_adapter(parse_config(config), header, model)
+        named = {name: tensor.shape for name, tensor in header.items()}
+        return plan.plan_adapter(parse_config(config), named, model)
     except AdapterMismatch as mismatch:
         assert mismatch.message
         return mismatch
