@@ -36,6 +36,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
+from contract.peft_config import FILE as CONFIG_FILE
 from contract.training import JobError, TrainJob
 from worker.base_model import MANIFEST
 
@@ -72,11 +73,11 @@ def write_adapter(model: Any, base_name: str, output_dir: Path) -> None:
     staging = Path(tempfile.mkdtemp(prefix=f"{output_dir.name}.", dir=output_dir.parent))
     try:
         model.save_pretrained(staging, safe_serialization=True)
-        config = json.loads((staging / "adapter_config.json").read_text())
+        config = json.loads((staging / CONFIG_FILE).read_text())
         config["base_model_name_or_path"] = base_name
         config["target_modules"] = sorted(config["target_modules"])
         text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-        (staging / "adapter_config.json").write_text(text)
+        (staging / CONFIG_FILE).write_text(text)
         (staging / "README.md").unlink(missing_ok=True)
         staging.chmod(0o755)
         staging.rename(output_dir)

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from contract.peft_config import FILE as CONFIG_FILE
 from contract.protocol import AdapterRef, adapter_digest
-from worker.serving.adapter_cache import CONFIG_FILE, TENSORS_FILE, AdapterCache, AdapterFetchError
+from contract.safetensors_header import FILE as TENSORS_FILE
+from worker.serving.adapter_cache import AdapterCache, AdapterFetchError
 
 REVISION = "r" * 64
 TENSORS_BYTES = 1000

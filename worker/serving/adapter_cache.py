@@ -25,14 +25,14 @@ import boto3
 from botocore.client import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
+from contract.peft_config import ENGINE_LIMITS
+from contract.peft_config import FILE as CONFIG_FILE
 from contract.protocol import AdapterRef, adapter_digest
+from contract.safetensors_header import FILE as TENSORS_FILE
 from worker.config import S3Config
 
 log = logging.getLogger(__name__)
 
-CONFIG_FILE = "adapter_config.json"
-TENSORS_FILE = "adapter_model.safetensors"
-MAX_CONFIG_BYTES = 1 << 20
 NUM_DOWNLOADS = 8
 PIECE_BYTES = 1 << 20
 DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -68,7 +68,7 @@ class S3Fetch:
 
     def __call__(self, ref: AdapterRef, folder: Path) -> None:
         try:
-            self._download(ref.config_key, folder / CONFIG_FILE, MAX_CONFIG_BYTES)
+            self._download(ref.config_key, folder / CONFIG_FILE, ENGINE_LIMITS.max_bytes)
             self._download(ref.tensors_key, folder / TENSORS_FILE, ref.num_bytes)
         except (BotoCoreError, ClientError, OSError) as error:
             raise AdapterFetchError(f"download failed: {error}") from error
