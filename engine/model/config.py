@@ -1,9 +1,8 @@
-"""What the engine reads of the base model's config.json.
+"""ModelConfig: what the engine reads of the base model's config.json.
 
-Four families share one decoder: Llama, Mistral, Qwen2 and Qwen3. `ModelConfig` fails closed: a
-field that would change the arithmetic and that the decoder does not implement is refused by its
-name, as is any field that the family does not have. What a file leaves out means what it means to
-transformers.
+Four families share one decoder: Llama, Mistral, Qwen2 and Qwen3. `ModelConfig` fails closed: it
+refuses, by name, a field that would change the arithmetic and that the decoder does not implement,
+and any field that the family does not have. A missing field has the default of transformers.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _READ = frozenset({
 _LAYER_WINDOWS = frozenset({
     "layer_types", "max_window_layers", "sliding_window", "use_sliding_window",
 })  # fmt: skip
-# model_type -> what its config has besides
+# model_type -> the fields that only its config has
 _FAMILIES = {
     "llama": frozenset({"attention_bias", "mlp_bias"}),
     "mistral": frozenset({"sliding_window"}),
@@ -49,11 +48,11 @@ _QWEN3_HEAD_DIM = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The shape of a decoder. Letters are those of `kernels`.
+    """The shape of a decoder.
 
-    rope_scaling  None: theta's own frequencies
-    windows       per layer the sliding window, None where a token sees all before it; empty: no
-                  layer has one
+    rope_scaling  None: the frequencies are not scaled
+    windows       each layer's sliding window in tokens, None for full attention; empty: all layers
+                  have full attention
     qkv_bias, o_bias, mlp_bias  whether these linears add a bias
     qk_norm       whether each head's q and k pass an RMSNorm before they are rotated
     """
@@ -100,12 +99,12 @@ class ModelConfig:
         )
 
     def window(self, layer: int) -> int | None:
-        """How many tokens a token of this layer sees, itself included; None: all up to itself."""
+        """Return how many tokens a token of this layer attends to, itself included; None: all."""
         return self.windows[layer] if self.windows else None
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelConfig:
-        """Read config.json and generation_config.json; raise UnsupportedModel by field."""
+        """Read config.json and generation_config.json; raise UnsupportedModel naming the field."""
         fields = _read_json(folder / "config.json")
         generation_file = folder / "generation_config.json"
         generation = _read_json(generation_file) if generation_file.exists() else {}
@@ -116,7 +115,7 @@ class ModelConfig:
     def from_fields(
         cls, fields: dict[str, Any], eos_token_id: int | list[int] | None
     ) -> ModelConfig:
-        """The config of a parsed config.json; raise UnsupportedModel by field."""
+        """Check a parsed config.json; raise UnsupportedModel naming the field."""
         family = _refuse_unsupported(fields)
         num_heads, num_layers = (
             _size(fields, "num_attention_heads"),
@@ -151,8 +150,8 @@ class ModelConfig:
         )
         if num_heads % num_kv_heads or config.head_dim % 2:
             raise UnsupportedModel(
-                f"config.json: {num_heads} heads of {config.head_dim} over {num_kv_heads} key and "
-                "value heads do not come out even",
+                f"config.json: {num_heads} attention heads must be a multiple of {num_kv_heads} "
+                f"key and value heads, and head_dim {config.head_dim} must be even",
                 param="num_key_value_heads",
             )
         return config
@@ -169,7 +168,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _refuse_unsupported(fields: Mapping[str, Any]) -> str:
-    """The family, when every field is known."""
+    """Return the family; raise UnsupportedModel for a field that is not known."""
     family = fields.get("model_type")
     if not isinstance(family, str) or family not in _FAMILIES:
         raise UnsupportedModel(
@@ -178,7 +177,7 @@ def _refuse_unsupported(fields: Mapping[str, Any]) -> str:
         )
     for name, value in fields.items():
         if value and name not in _NEUTRAL | _READ | _FAMILIES[family]:
-            raise UnsupportedModel(f"config.json: {name} is not known", param=name)
+            raise UnsupportedModel(f"config.json: {name} is not supported", param=name)
     if fields.get("hidden_act", "silu") != "silu":
         raise UnsupportedModel(
             f"config.json: hidden_act is {fields['hidden_act']!r}, not silu", param="hidden_act"
@@ -198,7 +197,7 @@ def _refuse_unsupported(fields: Mapping[str, Any]) -> str:
 
 
 def _size(fields: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    """A whole number above zero."""
+    """Return a field that must be a whole number above zero."""
     value = fields.get(name)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -211,7 +210,10 @@ def _size(fields: Mapping[str, Any], name: str, default: int | None = None) -> i
 def _epsilon(fields: Mapping[str, Any]) -> float:
     value = fields["rms_norm_eps"]
     if not isinstance(value, int | float) or not 0 <= value < 1:
-        raise UnsupportedModel(f"config.json: rms_norm_eps is {value!r}", param="rms_norm_eps")
+        raise UnsupportedModel(
+            f"config.json: rms_norm_eps is {value!r}, not a number from 0 to below 1",
+            param="rms_norm_eps",
+        )
     return float(value)
 
 
@@ -226,7 +228,7 @@ def _head_dim(fields: Mapping[str, Any], family: str) -> int:
 def _windows(
     fields: Mapping[str, Any], family: str, num_layers: int, max_positions: int
 ) -> tuple[int | None, ...]:
-    """Each layer's sliding window; one that no context exceeds is none."""
+    """Return each layer's sliding window; empty if none is set or it covers the whole context."""
     window: int | None = None
     if family == "mistral" and fields.get("sliding_window", 0) is not None:
         window = _size(fields, "sliding_window", _MISTRAL_WINDOW)
@@ -237,13 +239,16 @@ def _windows(
         num_full = 0 if family == "mistral" else fields.get("max_window_layers", _QWEN_FULL_LAYERS)
         if not isinstance(num_full, int) or num_full < 0:
             raise UnsupportedModel(
-                f"config.json: max_window_layers is {num_full!r}", param="max_window_layers"
+                f"config.json: max_window_layers is {num_full!r}, not a whole number",
+                param="max_window_layers",
             )
         windows = tuple(None if i < num_full else window for i in range(num_layers))
     else:
         if not isinstance(types, list) or len(types) != num_layers:
             raise UnsupportedModel(
-                f"config.json: layer_types is not a list of {num_layers}", param="layer_types"
+                f"config.json: layer_types is not a list with one entry for each of {num_layers} "
+                "layers",
+                param="layer_types",
             )
         windows = tuple(_window_of(name, window) for name in types)
     if window is None or window >= max_positions:
@@ -260,7 +265,7 @@ def _window_of(layer_type: str, window: int | None) -> int | None:
         )
     if window is None:
         raise UnsupportedModel(
-            "config.json: layer_types has sliding_attention, but no sliding_window is in use",
+            "config.json: layer_types has sliding_attention, but sliding_window is not set",
             param="layer_types",
         )
     return window

@@ -1,11 +1,11 @@
-"""A loaded Hugging Face model's weights as the decoder wants them, held in memory once.
+"""Share a loaded Hugging Face model's weights with the decoder, so that memory holds them once.
 
-The decoder's q, k and v are one matrix, gate and up another. They are built here, and the model's
-own parameters become views of their parts: the model goes on working and gives what it gave, and
-the bytes are those of one model. At no time is more than one matrix there twice.
+The decoder keeps q, k and v as one matrix, gate and up as another. They are built here, and the
+model's own parameters become views of them: the model still works and computes the same. While they
+are built, at most one matrix is in memory twice.
 
-A float16 model is copied to float32 instead: the engine has no float16, float32 holds each of its
-values exactly, and the model stays as it is.
+A float16 model is copied to float32 instead: the engine has no float16, float32 holds each value
+exactly, and the model stays as it is.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from engine.errors import UnsupportedModel
 from engine.model.config import ModelConfig
 from engine.model.weights import Weights, build_weights
 
-#: Of a model's parameters: what the engine computes in.
+#: A parameter's dtype -> the dtype in which the engine computes.
 _DTYPES = {
     torch.float32: "float32",
     torch.bfloat16: "bfloat16",
@@ -39,10 +39,10 @@ class LoadedModel:
 
 
 def share_model(model: Any, *, may_pack: bool = False) -> LoadedModel:
-    """The weights of `model`, an AutoModelForCausalLM of a family that the decoder knows.
+    """Return the weights of `model`, an AutoModelForCausalLM of a family that the decoder supports.
 
-    Raises UnsupportedModel for what is no such model, has adapters or quantised weights, or lies
-    on several devices. Training the model later changes what the engine computes.
+    Raises UnsupportedModel for any other model, and for one that has adapters or quantised weights
+    or is spread over devices. Training the model later changes what the engine computes.
 
     may_pack  see `Weights`
     """
@@ -94,7 +94,7 @@ def _check_parameter(name: str, parameter: torch.Tensor, first: torch.Tensor) ->
 
 
 def _model_config(model: PreTrainedModel) -> ModelConfig:
-    """The config as it would be saved: without what every model of transformers has."""
+    """Read the model's config as it would be saved: without the defaults of PreTrainedConfig."""
     common = PreTrainedConfig().to_dict()
     fields = {
         name: value
@@ -154,8 +154,10 @@ class _Module:
 
 
 def _joined(parts: list[torch.nn.Parameter]) -> torch.Tensor | None:
-    """The parts as one tensor if they lie one behind the other already, as a second engine over
-    the same model finds them."""
+    """Return the parts as one tensor if they already lie next to each other in memory, else None.
+
+    They do when a second engine shares the same model.
+    """
     first = parts[0].data
     end = first.data_ptr()
     for part in parts:

@@ -1,7 +1,7 @@
-"""Rotary position embedding's frequencies, and the ways to stretch them over longer contexts.
+"""RopeTables: the cosines and sines of rotary position embedding, also scaled to longer contexts.
 
-The arithmetic is that of transformers' `modeling_rope_utils`, operation by operation, so that the
-tables are Hugging Face's to the bit.
+RoPE: Su et al., RoFormer (arXiv:2104.09864). The arithmetic follows transformers'
+`modeling_rope_utils` operation by operation, so that the tables equal Hugging Face's bit by bit.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from engine.errors import UnsupportedModel
 from kernels.huge_pages import lazy_zeros
 
 _DEFAULT_THETA = 10_000.0
-# Positions whose rows are worked out at a time: some milliseconds, some megabytes.
+# Positions whose rows are computed at a time: some milliseconds, some megabytes.
 _CHUNK = 4096
 
 
 class RopeScaling(Protocol):
-    """How the frequencies differ from theta's own."""
+    """A change of the frequencies that theta gives."""
 
     @property
     def attention_factor(self) -> float:
-        """What cosines and sines are multiplied by."""
+        """The factor by which cosines and sines are multiplied."""
 
     @property
     def max_positions(self) -> int:
-        """The context it was made for; 0 when its parameters do not say."""
+        """The context that it was made for, in tokens; 0 if its parameters do not say."""
 
     def scale(self, inverse: torch.Tensor, theta: float) -> torch.Tensor:
-        """The scaled inverse frequencies [D / 2] fp32."""
+        """Return the scaled inverse frequencies [D / 2] fp32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearScaling:
-    """Positions divided by a factor (arXiv:2306.15595)."""
+    """Position interpolation: all positions are divided by a factor (arXiv:2306.15595)."""
 
     factor: float
     attention_factor: float = 1.0
@@ -50,7 +50,7 @@ class LinearScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama3Scaling:
-    """Llama 3.1's: long waves are stretched, short ones kept, those between interpolated."""
+    """Llama 3.1's scaling: stretches long waves, keeps short ones, interpolates those between."""
 
     factor: float
     low_freq_factor: float
@@ -71,7 +71,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YarnScaling:
-    """YaRN (arXiv:2309.00071): per frequency, by how often it turns within the original context."""
+    """YaRN (arXiv:2309.00071): scales by how often a wave turns within the original context."""
 
     factor: float
     original_positions: int
@@ -95,22 +95,21 @@ class YarnScaling:
             high += 0.001
         ramp = (torch.arange(len(inverse), dtype=torch.float32) - low) / (high - low)
         kept = 1 - ramp.clamp(0, 1)
-        # 1 / (factor * x) rather than (1 / x) / factor: Hugging Face rounds so.
+        # 1 / (factor * x), not (1 / x) / factor: this rounds as Hugging Face does.
         exponents = torch.arange(0, width, 2).float() / width
         stretched = 1.0 / (self.factor * theta**exponents)
         return stretched * (1 - kept) + inverse * kept
 
     def _dimension(self, turns: float, width: int, theta: float) -> float:
-        """The dimension whose wave turns so often within the original context."""
+        """Return the dimension whose wave turns `turns` times within the original context."""
         waves = math.log(self.original_positions / (turns * 2 * math.pi))
         return width * waves / (2 * math.log(theta))
 
 
 class RopeTables:
-    """cos and sin [M, D] fp32 by position, the first half repeated.
+    """Holds cos and sin, each [M, D] fp32 by position; the second half of a row repeats the first.
 
-    A position's rows are there after `extend_to` was called for it. On a CPU the others take no
-    memory, however long the model's context is.
+    `extend_to` fills rows. On a CPU, rows that are not filled yet take no memory.
     """
 
     def __init__(
@@ -150,7 +149,7 @@ def rope_tables(
     max_positions: int,
     device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [max_positions, D] fp32 of `RopeTables`, all rows."""
+    """Return cos and sin of `RopeTables` with all rows filled, each [max_positions, D] fp32."""
     tables = RopeTables(head_dim, theta, scaling, max_positions, device)
     tables.extend_to(max_positions)
     return tables.cos, tables.sin
@@ -159,9 +158,9 @@ def rope_tables(
 def read_rope(
     fields: Mapping[str, Any], max_position_embeddings: int
 ) -> tuple[float, RopeScaling | None]:
-    """(theta, scaling) of a config.json; raise UnsupportedModel by parameter.
+    """Return (theta, scaling) of a config.json; raise UnsupportedModel naming the parameter.
 
-    From `rope_parameters` (transformers 5), or from `rope_theta` and `rope_scaling` (before it).
+    Reads `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (older versions).
     """
     new, old = fields.get("rope_parameters") or {}, fields.get("rope_scaling") or {}
     if new and old and new != old:
@@ -171,7 +170,9 @@ def read_rope(
     given = _Parameters(new or old, rope_theta=fields.get("rope_theta"))
     theta = given.number("rope_theta", _DEFAULT_THETA)
     if theta <= 1:
-        raise UnsupportedModel(f"config.json: rope_theta is {theta}", param="rope_theta")
+        raise UnsupportedModel(
+            f"config.json: rope_theta is {theta}, not above 1", param="rope_theta"
+        )
     old_type = given.take("type", "default")
     rope_type = given.take("rope_type", old_type)
     if rope_type not in ("default", "linear", "llama3", "yarn"):
@@ -205,7 +206,7 @@ def _llama3(given: _Parameters, max_position_embeddings: int) -> Llama3Scaling:
 
 
 def _yarn(given: _Parameters, max_position_embeddings: int) -> YarnScaling:
-    # Hugging Face takes a factor of null for the ratio, and refuses one that is not there at all.
+    # As in Hugging Face: a factor of null means the ratio, a missing factor is an error.
     has_null = given.is_null("factor")
     original = given.whole("original_max_position_embeddings", max_position_embeddings)
     factor = given.number("factor", max_position_embeddings / original if has_null else None)
@@ -228,9 +229,9 @@ def _mscale(factor: float, weight: float) -> float:
 
 
 class _Parameters:
-    """A rope dict whose entries are each taken once; a `null` counts as absent.
+    """The entries of a rope dict, each to be taken once; a `null` counts as missing.
 
-    defaults  what holds for names that the dict does not have
+    defaults  values of names that the dict does not have
     """
 
     def __init__(self, given: object, **defaults: object) -> None:
@@ -243,39 +244,45 @@ class _Parameters:
         self._given = {**defaults, **given}
 
     def is_null(self, name: str) -> bool:
-        """Whether the name is there, and its value null."""
+        """Whether the dict has the name with the value null."""
         return name in self._nulls
 
     def take(self, name: str, default: Any = None) -> Any:
         return self._given.pop(name, default)
 
     def optional(self, name: str) -> float | None:
-        """A finite number that is not negative, or None."""
+        """Take a finite number that is not negative; None if it is missing."""
         value = self.take(name)
         if value is None:
             return None
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not math.isfinite(value) or value < 0:
-            raise UnsupportedModel(f"config.json: rope parameter {name} is {value!r}", param=name)
+            raise UnsupportedModel(
+                f"config.json: rope parameter {name} is {value!r}, not a finite number "
+                "of 0 or more",
+                param=name,
+            )
         return float(value)
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A finite number above zero."""
+        """Take a finite number above zero."""
         value = self.optional(name)
         value = default if value is None else value
         if value is None:
             raise UnsupportedModel(f"config.json: rope parameter {name} is missing", param=name)
         if value == 0:
-            raise UnsupportedModel(f"config.json: rope parameter {name} is 0", param=name)
+            raise UnsupportedModel(
+                f"config.json: rope parameter {name} is 0, not above 0", param=name
+            )
         return value
 
     def whole(self, name: str, default: int) -> int:
-        """As `number`; a null is none, as it is to Hugging Face."""
+        """Take a whole number above zero; as in Hugging Face, a null does not take the default."""
         return int(self.number(name, None if self.is_null(name) else default))
 
     def check_all_taken(self) -> None:
         for name, value in self._given.items():
             if value:
                 raise UnsupportedModel(
-                    f"config.json: rope parameter {name} is not known", param=name
+                    f"config.json: rope parameter {name} is not supported", param=name
                 )

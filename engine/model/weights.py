@@ -1,8 +1,8 @@
-"""A checkpoint's tensors as the decoder wants them: by Hugging Face name, some fused.
+"""Weights: the decoder's tensors, read from a checkpoint by their Hugging Face names.
 
 q, k and v become one matrix, gate and up another: one product instead of three or two. Files are
-memory-mapped; every tensor in them must be one the decoder knows, and none may be missing. Which
-biases and norms there are besides is the config's to say.
+memory-mapped. The decoder must know every tensor in them, and none may be missing. The config says
+which optional biases and norms the model has.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ class LayerWeights:
     o_bias: torch.Tensor | None = None  # [E]
     gate_up_bias: torch.Tensor | None = None  # [2 I]
     down_bias: torch.Tensor | None = None  # [E]
-    qk_norm: torch.Tensor | None = None  # [2, D]: the RMSNorm of every head's q, then of its k
+    qk_norm: torch.Tensor | None = None  # [2, D]: the RMSNorm weights of q, then of k
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """All of them.
+    """The weights of a decoder.
 
-    may_pack  whether the decoder may keep a second copy of the matrices as its library wants them
+    may_pack  whether the decoder may keep a second copy of the matrices in its library's layout
     """
 
     embedding: torch.Tensor  # [V, E]
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor  # [E]
-    lm_head: torch.Tensor  # [V, E]; the embedding itself when they are tied
+    lm_head: torch.Tensor  # [V, E]; the embedding's own tensor when they are tied
     may_pack: bool = True
 
 
@@ -57,18 +57,18 @@ class TensorSource(Protocol):
     """
 
     def has(self, name: str) -> bool:
-        """Whether there is such a tensor that was not taken yet."""
+        """Whether there is a tensor of this name that was not taken yet."""
 
     def load(self, name: str, *shape: int) -> torch.Tensor: ...
 
     def fuse(self, names: tuple[str, ...], heights: tuple[int, ...], width: int) -> torch.Tensor:
-        """The matrices [height, width] one under the other."""
+        """Return the matrices [height, width] stacked by rows: [sum of heights, width]."""
 
     def drop(self, suffix: str) -> None:
-        """Disregard tensors whose name ends so."""
+        """Ignore the tensors whose names end with `suffix`."""
 
     def check_all_taken(self) -> None:
-        """Raise UnsupportedModel naming a tensor that nobody asked for."""
+        """Raise UnsupportedModel naming a tensor that was not taken."""
 
 
 class _Checkpoint:
@@ -93,7 +93,7 @@ class _Checkpoint:
         return name in self._places
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The tensor as it lies in the file; raises UnsupportedModel unless it has `shape`."""
+        """Return the tensor as the file has it; raise UnsupportedModel unless it has `shape`."""
         if name not in self._places:
             raise UnsupportedModel(f"the checkpoint has no tensor {name}", param=name)
         tensor: torch.Tensor = self._places.pop(name).get_tensor(name)
@@ -135,7 +135,7 @@ def load_weights(folder: Path, config: ModelConfig, device: str, dtype: torch.dt
 def build_weights(
     checkpoint: TensorSource, config: ModelConfig, *, may_pack: bool = True
 ) -> Weights:
-    """The decoder's weights; raises UnsupportedModel naming what does not fit."""
+    """Build the decoder's weights; raise UnsupportedModel naming a tensor that does not fit."""
     hidden = config.hidden_size
     embedding, lm_head = _load_ends(checkpoint, config)
     layers = tuple(_load_layer(checkpoint, config, i) for i in range(config.num_layers))
@@ -148,9 +148,10 @@ def build_weights(
 
 
 def _load_ends(checkpoint: TensorSource, config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """The embedding and the last matrix, as transformers 5 ties them: the flag alone does not.
+    """Return the embedding and the LM head, tied as transformers 5 ties them.
 
-    Where both are there and differ, each is used; where one of two tied ones is, it is both.
+    If the config ties them and the checkpoint has only one, that one is both. If it has both and
+    they differ, each is used, whatever the config says.
     """
     shape = config.vocab_size, config.hidden_size
     names = "model.embed_tokens.weight", "lm_head.weight"
