@@ -1,4 +1,4 @@
-"""PEFT's own mixed batch (`adapter_names`) over the same adapters, beside the engine."""
+"""Times PEFT's own mixed batch (`adapter_names`) with the same adapters as the engine's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 
 class PeftBatch:
-    """transformers' generate over random weights of a shape, with PEFT adapters from folders."""
+    """transformers' generate with random weights of a shape, and PEFT adapters from folders."""
 
     def __init__(
         self, shape: dict[str, Any], folders: list[Path], device: str, dtype: torch.dtype
@@ -24,7 +24,7 @@ class PeftBatch:
         self._names = [f"a{i}" for i in range(len(folders))]
         self._model: Any = base
         for name, folder in zip(self._names, folders, strict=True):
-            # On the meta device first: drawing weights that the file replaces takes a second each.
+            # First on the meta device: drawing weights that are then replaced takes a second each.
             if self._model is base:
                 self._model = PeftModel.from_pretrained(
                     base, folder, adapter_name=name, low_cpu_mem_usage=True
@@ -34,7 +34,7 @@ class PeftBatch:
         self._model.to(device, dtype)
 
     def ms_step(self, batch: int, prompt: int, steps: int) -> float:
-        """Milliseconds of one decode step, averaged over `steps` after the prefill."""
+        """Return the milliseconds of one decode step, averaged over `steps` after the prefill."""
         token_ids = torch.randint(0, self._vocab_size, (batch, prompt), device=self._device)
         names = [self._names[i * len(self._names) // batch] for i in range(batch)]
         self._seconds(token_ids, names, 2)

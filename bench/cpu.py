@@ -1,12 +1,12 @@
-"""Ours beside Hugging Face and PEFT on this machine's CPU, in one process.
+"""Compare Lorikeet with Hugging Face and PEFT on this machine's CPU, in one process.
 
     python -m bench.cpu [--model FOLDER] [--new-tokens 32] [--repeats 7] [--out FILE]
 
 Every system gets the same prompts and adapters and generates greedily without EOS. Each round runs
-every case once, those that are compared beside each other as far as can be; a ratio is the median
-of the rounds' own ratios, since the machine's speed wanders by a tenth from minute to minute, and
-tokens/s are medians of all rounds. Prints a table and one JSON line per case, writes
-bench/results/cpu.json, and exits with 1 when a bar is missed.
+every case once, compared cases next to each other where possible. A ratio is the median of the
+rounds' own ratios, since the machine's speed changes by a tenth from minute to minute; tokens/s are
+medians of all rounds. Prints a table and one JSON line per case, writes bench/results/cpu.json, and
+exits with 1 if a bar is missed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Ours:
     """Lorikeet's engine."""
 
     def __init__(self, model_dir: Path) -> None:
-        # Without the prefix cache: every repeat is to be computed.
+        # Without the prefix cache, so that every repeat is computed.
         config = EngineConfig(model_dir=model_dir, arena_bytes=1 << 30, prefix_cache=False)
         self._engine = Engine(config)
         self.model = self._engine.model
@@ -77,7 +77,7 @@ class HuggingFace:
     """transformers' generate, with PEFT's adapter_names for mixed batches."""
 
     def __init__(self, model_dir: Path, adapters: dict[str, Path]) -> None:
-        # PEFT changes the model it is given, so the plain one is another.
+        # PEFT changes the model that it is given, so the plain one is loaded separately.
         self._plain = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
         base = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
         first, *rest = adapters
@@ -105,7 +105,7 @@ class HuggingFace:
 def measure(
     cases: dict[str, Callable[[], None]], tokens: dict[str, int], repeats: int
 ) -> dict[str, list[float]]:
-    """Tokens/s of every repeat of every case; the first round warms up and is not counted."""
+    """Return tokens/s of every repeat of every case, without the first round, which warms up."""
     speeds: dict[str, list[float]] = {name: [] for name in cases}
     for repeat in range(repeats + 1):
         for name, run in cases.items():
@@ -119,7 +119,7 @@ def measure(
 def run_cases(
     model_dir: Path, folder: Path, num_tokens: int, repeats: int
 ) -> dict[str, list[float]]:
-    """Tokens/s of every case; adapters are written to `folder`."""
+    """Return tokens/s of every case; write the adapters to `folder`."""
     names = [f"adapter-{i}" for i in range(BATCH)]
     ours = Ours(model_dir)
     adapters = {
@@ -143,7 +143,7 @@ def run_cases(
 
 
 def summarise(speeds: dict[str, list[float]]) -> dict[str, list[dict[str, Any]]]:
-    """The cases and their ratios, as they are written."""
+    """Return the cases and their ratios, as the result file has them."""
     medians = {name: statistics.median(values) for name, values in speeds.items()}
     ratios = []
     for case, other, least in RATIOS:

@@ -1,4 +1,4 @@
-"""What a card can do at best, and how to time it: the yardsticks of the other files here."""
+"""Measures the best that a GPU can do, and times what runs on it, for the other benchmarks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bench.machine import commit
 
 
 def graph_ms(run: Callable[[], object], repeats: int = 20, rounds: int = 5) -> float:
-    """Median milliseconds of one `run`, replayed back to back from a CUDA graph."""
+    """Return the median milliseconds of one `run`, replayed back to back from a CUDA graph."""
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -36,9 +36,9 @@ def graph_ms(run: Callable[[], object], repeats: int = 20, rounds: int = 5) -> f
 
 
 def copy_tb_s() -> float:
-    """Terabytes a second of an 8 GB device-to-device copy, bytes read plus bytes written.
+    """Return the TB/s of an 8 GB device-to-device copy, bytes read plus bytes written.
 
-    Without a graph: there a copy becomes a node of another kind, and a slower one.
+    It uses no graph, in which a copy becomes another kind of node, which is slower.
     """
     source = torch.randn(1 << 32, dtype=torch.bfloat16, device="cuda")
     target = torch.empty_like(source)
@@ -54,7 +54,7 @@ def copy_tb_s() -> float:
 
 
 def matmul_tflop_s(size: int = 8192) -> float:
-    """TFLOP/s of a square bf16 product of random data."""
+    """Return the TFLOP/s of a square bf16 product of random data."""
     a = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
     b = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
     out = torch.empty_like(a)
@@ -62,7 +62,7 @@ def matmul_tflop_s(size: int = 8192) -> float:
 
 
 def provenance(device: str = "cuda") -> dict[str, Any]:
-    """What a figure must carry: card, its measured ceilings, versions, commit."""
+    """Return what a result must state: GPU, its measured limits, versions, commit."""
     versions = {"torch": torch.__version__, "triton": triton.__version__, "commit": commit()}
     if device == "cpu":
         return {"gpu": None, **versions}
@@ -77,7 +77,7 @@ def provenance(device: str = "cuda") -> dict[str, Any]:
 
 
 def write_whole(path: Path, report: dict[str, Any]) -> None:
-    """Write the report as JSON in place of what is there, which is whole at every moment."""
+    """Write the report as JSON; the file is replaced in one step and always complete."""
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(report, indent=1) + "\n")
     part.replace(path)

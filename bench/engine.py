@@ -1,22 +1,23 @@
-"""Milliseconds a decode step and prefill tokens a second, through the engine, on one GPU.
+"""Measure milliseconds per decode step and prefill tokens/s of the engine on one GPU.
 
     python -m bench.engine --batch 64 --adapters 64 --rank 16        # one case
     python -m bench.engine --suite targets --out targets.json       # the whole table
     ... --profile                                                    # kernels of a step, by time
     ... --compare peft                                               # and PEFT's mixed batch
 
-Llama-3.1-8B's shape with random bf16 weights. A decode case adds `batch` requests of 32 random
-tokens and takes 256 greedy tokens of each, no end token; its ms_step is the wall time of all of it
-(prefill, sampling, scheduling) over 256. A prefill case adds 16 prompts of 1024 tokens and takes
-one token of each, in turns with the base where it has adapters; a first case takes one token of
-prompts of --prompt tokens, and is their time in ms. Adapters are PEFT folders of random tensors on
-all seven projections, registered with the engine and loaded before the clock starts; those of one
-rank share two folders under many digests, each of which has pages of its own. Every finished case
-is printed and written to --out at once, so that a run that is cut off keeps what it had.
+The model has Llama-3.1-8B's shape with random bf16 weights. A decode case adds `batch` requests of
+32 random tokens and generates 256 greedy tokens for each, without an end token; its ms_step is the
+wall time of everything (prefill, sampling, scheduling) divided by 256. A prefill case adds 16
+prompts of 1024 tokens and generates one token for each; if it has adapters, it alternates with the
+base. A first case generates one token for prompts of --prompt tokens; its figure is the time in ms.
+Adapters are PEFT folders with random tensors on all seven projections, registered and loaded before
+the clock starts. Those of one rank share two folders under many digests, each with pages of its
+own. Every finished case is printed and written to --out at once, so that an interrupted run keeps
+its results.
 
-The floor is what has to be read once (weights without the embedding, each distinct adapter, half
-the KV at the end) at the copy bandwidth measured in the same run, or the products at the measured
-rate when that is more.
+The floor is the time to read once what a step must read (weights without the embedding, each
+distinct adapter, half the final KV) at the copy bandwidth measured in the same run, or the time of
+the products at the measured rate if that is longer.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ from engine.model.config import ModelConfig
 
 PROMPT_TOKENS, NEW_TOKENS = 32, 256
 HOST_KEYS = ("gpu", "copy_tb_s", "torch", "triton", "commit")
-FILES = 2  # folders of a rank
+FILES = 2  # folders per rank
 MIXED = (4, 8, 16, 32, 64, 128)
 
-# (batch, distinct adapters, target in ms a step, vLLM 0.26's) of ../shared/design/targets.md.
+# (batch, distinct adapters, target in ms per step, vLLM 0.26's), from ../shared/design/targets.md.
 TARGETS = (
     (1, 0, 4.7, 4.94),
     (16, 0, 5.0, 5.17),
@@ -62,13 +63,13 @@ TARGETS = (
     (128, 64, 9.5, 30.9),
     (256, 64, 13.0, 38.0),
 )
-# What vLLM's own options reach there: VLLM_LORA_ENABLE_DUAL_STREAM=1, specialize_active_lora.
+# vLLM's result with its options VLLM_LORA_ENABLE_DUAL_STREAM=1 and specialize_active_lora.
 VLLM_TUNED = {(64, 1): 7.46}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """kind "decode", "prefill" or "first"; the ranks go round the adapters."""
+    """One case, of kind "decode", "prefill" or "first"; adapters take the ranks in turn."""
 
     kind: str
     batch: int
@@ -82,7 +83,7 @@ class Case:
 
     @property
     def figure(self) -> str:
-        """The field that is compared with the base's."""
+        """The field that is compared with the base's result."""
         return {"decode": "ms_step", "prefill": "tok_s", "first": "ms_first"}[self.kind]
 
     @property
@@ -91,7 +92,7 @@ class Case:
 
 
 class Bench:
-    """An engine over random weights, and adapters made when a case first wants them."""
+    """An engine with random weights, and adapters that are made when a case first needs them."""
 
     def __init__(
         self, shape: str, device: str, *, arena_bytes: int | None, max_running: int
@@ -105,7 +106,7 @@ class Bench:
         started = time.perf_counter()
         self.engine = Engine(
             EngineConfig(
-                prefix_cache=False,  # every request is to be computed
+                prefix_cache=False,  # so that every request is computed
                 model_dir=self._folder,
                 device=device,
                 dtype="float32" if self._is_cpu else "bfloat16",
@@ -120,7 +121,7 @@ class Bench:
         )
         self._synchronize()
         self.start_s = time.perf_counter() - started
-        # As in a worker: what lives as long as the process is not walked again and again. A full
+        # As in a worker, keep the garbage collector from visiting long-lived objects: a full
         # collection takes 7 to 17 ms here.
         gc.collect()
         gc.freeze()
@@ -129,7 +130,7 @@ class Bench:
         self.temperature = 0.0
 
     def adapters(self, ranks: Sequence[int], count: int) -> list[str]:
-        """Digests of `count` distinct adapters, made and registered as needed."""
+        """Return the digests of `count` distinct adapters, made and registered as needed."""
         wanted = list(itertools.islice(itertools.cycle(ranks), count))
         chosen = []
         used: dict[int, int] = {}
@@ -144,7 +145,7 @@ class Bench:
         return chosen
 
     def _adapter_folder(self, rank: int, index: int) -> Path:
-        """The PEFT folder of a rank's adapter `index`."""
+        """Return the PEFT folder of a rank's adapter `index`."""
         seed = index % FILES
         folder = self._folder / f"r{rank}-file{seed}"
         if not folder.exists():
@@ -159,7 +160,7 @@ class Bench:
         return folder
 
     def run(self, batch: int, prompt: int, new: int, digests: list[str]) -> float:
-        """Seconds from the first `step` to the last token."""
+        """Return the seconds from the first `step` to the last token."""
         for i in range(batch):
             adapters = (AdapterPart(digest=digests[i * len(digests) // batch]),) if digests else ()
             tokens = torch.randint(0, self.model.vocab_size, (prompt,)).tolist()
@@ -189,7 +190,7 @@ class Bench:
         return seconds
 
     def measure(self, case: Case, rounds: int) -> dict[str, Any]:
-        """The case's fields; two rounds before the clock starts load adapters and compile."""
+        """Measure the case; two rounds before the clock starts load adapters and compile."""
         digests = self.adapters(case.ranks, case.adapters)
         is_decode = case.kind == "decode"
         prompt, new = case.prompt, NEW_TOKENS if is_decode else 1
@@ -202,7 +203,7 @@ class Bench:
         for _ in range(rounds):
             seconds.append(self.run(case.batch, prompt, new, digests))
             if case.kind == "prefill" and digests:
-                # In turns: the card's clock falls from second to second under its power limit.
+                # Alternate: the GPU's clock rate falls from second to second under its power limit.
                 beside.append(self.run(case.batch, prompt, new, []))
         best, median = min(seconds), statistics.median(seconds)
         out: dict[str, Any] = {
@@ -227,7 +228,7 @@ class Bench:
         return out
 
     def measure_peft(self, case: Case, steps: int) -> dict[str, Any]:
-        """The decode case by PEFT; its steps are few, as each takes seconds.
+        """Measure the decode case in PEFT, with few steps, as each takes seconds.
 
         The keys are those of our own cases, and `system`.
         """
@@ -257,7 +258,7 @@ class Bench:
             torch.cuda.synchronize()
 
     def floor_ms(self, case: Case, host: dict[str, Any]) -> float:
-        """What a decode step cannot be faster than, see the module."""
+        """Return the least time of a decode step, as the module's docstring defines it."""
         model = self.model
         per_layer = sum(n_in * n_out for n_in, n_out in model.projection_widths)
         params = model.num_layers * per_layer + model.vocab_size * model.hidden_size
@@ -270,7 +271,7 @@ class Bench:
         return round(max(read, compute), 2)
 
     def profile(self, case: Case, num_steps: int = 8) -> None:
-        """Print the kernels of a few decode steps (or of a prefill), the longest first."""
+        """Print the kernels of a few decode steps (or of a prefill), the slowest first."""
         digests = self.adapters(case.ranks, case.adapters)
         is_decode = case.kind == "decode"
         new = num_steps + 1 if is_decode else 1
@@ -295,7 +296,7 @@ class Bench:
 
 
 def suite() -> Iterator[Case]:
-    """Every row of targets.md, the base of each batch before its adapters."""
+    """Yield every row of targets.md, the base of each batch before its adapters."""
     yield Case(kind="prefill", batch=16, adapters=0)
     yield Case(kind="prefill", batch=16, adapters=16)
     for batch, adapters, _, _ in TARGETS:
@@ -307,7 +308,7 @@ def suite() -> Iterator[Case]:
 
 
 def markdown(host: dict[str, Any], results: list[dict[str, Any]]) -> str:
-    """The decode and prefill tables of targets.md with what came out."""
+    """Return the decode and prefill tables of targets.md with the results."""
     lines = [
         f"{host['gpu']}, copy {host['copy_tb_s']} TB/s, 8192³ bf16 {host['matmul_tflop_s']} "
         f"TFLOP/s, torch {host['torch']}, triton {host['triton']}, commit {host['commit']}",
@@ -341,9 +342,9 @@ def run_cases(
     rounds: int,
     save: Callable[[list[dict[str, Any]]], None] = lambda results: None,
 ) -> list[dict[str, Any]]:
-    """Measure each; one that fails is printed and left out.
+    """Measure each case; print the error of one that fails, and leave it out.
 
-    save  called with all results so far when a case has run
+    save  called with all results so far after each case
     """
     results: list[dict[str, Any]] = []
     base: dict[tuple[str, int], float] = {}
@@ -352,7 +353,7 @@ def run_cases(
         try:
             row = bench.measure(case, rounds)
         except Exception:
-            # On a lent card one broken case must not cost the others.
+            # One broken case must not cost the results of the others.
             traceback.print_exc()
             continue
         field = case.figure
@@ -378,7 +379,7 @@ def compare(
     results: list[dict[str, Any]],
     steps: int,
 ) -> None:
-    """Run the decode cases with adapters in PEFT too; add its rows, with the ratio to ours."""
+    """Run the decode cases with adapters in PEFT too; add rows with their ratio to ours."""
     ours = {(row["batch"], row["adapters"], str(row["rank"])): row for row in results}
     for case in cases:
         if case.kind != "decode" or not case.adapters:
@@ -395,7 +396,7 @@ def compare(
 def write_report(
     path: Path, host: dict[str, Any], start_s: float, results: list[dict[str, Any]]
 ) -> None:
-    """Write all there is so far."""
+    """Write the results so far."""
     report = {"host": host, "start_s": round(start_s, 1), "results": results}
     report["command"] = "python -m bench.engine " + " ".join(sys.argv[1:])
     write_whole(path, report)
@@ -412,7 +413,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rank", type=int, nargs="+", default=[16])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--arena-gb", type=float, help="0: as the engine chooses; that, or 34 on a GPU, if absent"
+        "--arena-gb", type=float, help="0: the engine chooses; default: 34 on a GPU, else 0"
     )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
@@ -435,7 +436,7 @@ def main() -> None:
         ranks=tuple(arguments.rank),
         first_prompt=arguments.prompt,
     )
-    # Its base first: every case is compared with it.
+    # The base first: every case is compared with it.
     bases = [replace(case, adapters=0)] if case.adapters else []
     cases = list(suite()) if arguments.suite else [*bases, case]
     host = provenance(arguments.device)

@@ -1,12 +1,12 @@
-"""Milliseconds to a first token by where its adapter is: arena, host memory or disk.
+"""Measure milliseconds to the first token by where the adapter is: arena, host memory or disk.
 
     python -m bench.first_token [--shape llama-3.1-8b] [--device cuda] [--out FILE]
 
-One request at a time on an idle engine, prompts of 32 tokens, rank-16 adapters on all seven
-projections, used in turn. What decides where they are is how many of them the arena and the host
-memory hold: all; one in the arena and all in host memory; one and one. Files are verified as a
-worker does it, and lie in the operating system's page cache. Beside it: the speed at which an
-adapter's pages go over the bus, and that of one plain copy from pinned memory.
+One request at a time on an idle engine, with prompts of 32 tokens and rank-16 adapters on all seven
+projections, used in turn. The tier follows from how many of them the arena and the host memory
+hold: all; one in the arena and all in host memory; one in each. Files are verified as in a worker,
+and are in the operating system's page cache. It also measures the speed of copying an adapter's
+pages to the GPU, and of one plain copy from pinned memory.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NUM_ADAPTERS, RANK, PROMPT_TOKENS = 6, 16, 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tier:
-    """Where adapters are found: how many of them the arena and the host memory hold."""
+    """Where adapters are: how many of them the arena and the host memory hold."""
 
     name: str
     in_arena: int
@@ -60,7 +60,7 @@ def digest_of(config_text: bytes, tensors_sha256: str) -> str:
 
 
 class Rig:
-    """A model of random weights and adapters in files, shared by an engine per tier."""
+    """A model with random weights and adapter files, which the engines of all tiers share."""
 
     def __init__(self, shape: str, device: str, folder: Path) -> None:
         (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
@@ -111,7 +111,7 @@ class Rig:
 
 
 def first_token_ms(engine: Engine, digest: str | None) -> float:
-    """From `add` until the step that gives the first token returns."""
+    """Return the time from `add` until the step with the first token returns."""
     tokens = torch.randint(0, engine.model.vocab_size, (PROMPT_TOKENS,)).tolist()
     adapters = () if digest is None else (AdapterPart(digest=digest),)
     sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
@@ -126,7 +126,7 @@ def first_token_ms(engine: Engine, digest: str | None) -> float:
 
 
 def measure_tier(rig: Rig, tier: Tier, rounds: int) -> list[dict[str, Any]]:
-    """The base's first token and the tier's, on one engine."""
+    """Measure the first token of the base and of the tier's adapters, on one engine."""
     engine = rig.engine(tier)
     digests = list(rig.paths)
     cases = []
@@ -155,7 +155,7 @@ def measure_tier(rig: Rig, tier: Tier, rounds: int) -> list[dict[str, Any]]:
 
 
 def measure_bus(rig: Rig, rounds: int = 20) -> dict[str, Any]:
-    """GB/s of an adapter's copy into scattered pages, and of one copy of as many bytes."""
+    """Measure GB/s of copying an adapter to scattered pages, and of one copy of as many bytes."""
     digest, path = next(iter(rig.paths.items()))
     num_bytes = rig.num_pages * rig.page_bytes
     elems = rig.config.page_layout(rig.model).page_elems

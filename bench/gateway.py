@@ -1,13 +1,13 @@
-"""What a gateway process costs: milliseconds per request, and tokens per second it can carry.
+"""Measure a gateway process: milliseconds per request, and the most tokens per second.
 
     python -m bench.gateway [--streams 64] [--tokens 400] [--rounds 9] [--out FILE]
 
-Everything is real but the engine, which echoes: web server, worker, Redis, PostgreSQL. The client
-shares the machine's cores with them. `overhead` is what a client waits beyond the time between
-acceptance and end that the worker recorded; `latency` is all that it waits for one token.
-`tokens_per_s` is the median of the rounds: one round lasts under a second, and a single pause in
-it, of Redis, of the accountant or of the client, moved the figure between 23,000 and 44,000.
-Prints a table, writes bench/results/gateway.json, and exits with 1 when a bar is missed.
+Web server, worker, Redis and PostgreSQL are real; the engine echoes. The client shares the
+machine's cores with them. `latency` is the client's time for one token; `overhead` is that less the
+time between acceptance and end that the worker recorded. `tokens_per_s` is the median of the
+rounds: one round lasts under a second, and a single pause of Redis, the accountant or the client
+moved the figure between 23,000 and 44,000. Prints a table, writes bench/results/gateway.json, and
+exits with 1 if a bar is missed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WARM_UP = 30
 
 
 class Client:
-    """As little as can speak to the gateway: one kept connection, no parsing but of lengths."""
+    """A minimal client: one open connection, and no parsing except of lengths."""
 
     def __init__(self, url: str, key: str) -> None:
         parts = urlsplit(url)
@@ -51,7 +51,7 @@ class Client:
         return self
 
     async def post(self, **fields: object) -> tuple[str, bytes]:
-        """The request's id and the body of the answer."""
+        """Send a request; return its id and the body of the answer."""
         messages = [{"role": "user", "content": "the quick brown fox"}]
         body = json.dumps(
             {"model": FAKE_NAME, "messages": messages, "ignore_eos": True, **fields}
@@ -80,7 +80,7 @@ class Client:
 
 
 async def one_by_one(url: str, key: str, requests: int) -> dict[str, float]:
-    """Request id -> milliseconds of single-token requests, one after the other."""
+    """Send single-token requests one after the other; return request id -> milliseconds."""
     client = await Client(url, key).connect()
     latencies = {}
     for _ in range(WARM_UP + requests):
@@ -92,7 +92,7 @@ async def one_by_one(url: str, key: str, requests: int) -> dict[str, float]:
 
 
 async def all_at_once(url: str, key: str, streams: int, tokens: int) -> tuple[float, float]:
-    """Seconds for `streams` concurrent streams, and how many tokens an SSE event carried."""
+    """Return the seconds for `streams` concurrent streams, and the mean tokens per SSE event."""
     clients = [await Client(url, key).connect() for _ in range(streams)]
     options = {"max_tokens": tokens, "stream": True, "stream_options": {"include_usage": True}}
     await asyncio.gather(*(client.post(**{**options, "max_tokens": 2}) for client in clients))
@@ -109,7 +109,7 @@ async def all_at_once(url: str, key: str, streams: int, tokens: int) -> tuple[fl
 
 
 def overheads(live: LiveStack, latencies: dict[str, float]) -> list[float]:
-    """What each client waited beyond what the worker recorded."""
+    """Return for each request the client's time beyond what the worker recorded."""
 
     def recorded() -> list[tuple[str, float]]:
         with psycopg.connect(live.database_url) as connection:

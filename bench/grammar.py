@@ -1,12 +1,12 @@
-"""What grammars cost on this machine's CPU: masks per step, and compiling a schema.
+"""Measure what grammars cost on this machine's CPU: masks per step, and compiling a schema.
 
     python -m bench.grammar [--model FOLDER] [--steps 24] [--repeats 2] [--out FILE]
 
-16 requests decode with a grammar each, and 16 without, turn by turn on one engine. A constrained
-step's masks are timed inside it and compared with the rest of it: by the clock with a thread per
-processor, which needs a quiet machine and decides, and by the processor time of a single thread,
-which leaves out what else the machine does. Then schemas of 50 properties are compiled, each
-another one. Writes bench/results/grammar.json and exits with 1 when a bar is missed.
+16 requests with a grammar each, and 16 without, decode alternately on one engine. The masks of a
+constrained step are timed and compared with the rest of the step: by wall time with a thread per
+core, which needs a quiet machine and counts for the bar, and by CPU time of a single thread, which
+leaves out other work of the machine. Then different schemas of 50 properties are compiled. Writes
+bench/results/grammar.json and exits with 1 if a bar is missed.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from worker.base_model import packaged_model
 
 RESULTS = Path(__file__).parent / "results" / "grammar.json"
 BATCH, PROMPT_TOKENS = 16, 32
-WARM_STEPS = 4  # the prompts', and the first masks
+WARM_STEPS = 4  # steps with prompts and the first masks
 NUM_COMPILED = 20
 MAX_OVERHEAD, MAX_COMPILE_MS = 0.05, 50.0
 
-#: What one row of a long answer may be; every request has another mixture.
+#: Kinds of values in one row of a long answer; every request has another mixture.
 _VALUES: tuple[dict[str, Any], ...] = (
     {"type": "string"},
     {"type": "string", "maxLength": 40},
@@ -49,7 +49,7 @@ _VALUES: tuple[dict[str, Any], ...] = (
 
 
 def row(number: int, num_properties: int) -> dict[str, Any]:
-    """An object of so many properties of all kinds."""
+    """Return the schema of an object with so many properties of all kinds."""
     properties = {
         f"field_{number}_{i}": _VALUES[(number + i) % len(_VALUES)] for i in range(num_properties)
     }
@@ -62,12 +62,12 @@ def row(number: int, num_properties: int) -> dict[str, Any]:
 
 
 def schema(number: int) -> str:
-    """A schema whose answers do not end while they are measured."""
+    """Return a schema whose answers do not end while they are measured."""
     return json.dumps({"type": "array", "items": row(number, 8), "minItems": 1000})
 
 
 class Clock:
-    """Adds up the time that one step's masks take, by `now`."""
+    """Adds up the time of one step's masks, measured with `now`."""
 
     def __init__(self, grammars: Grammars, now: Callable[[], float]) -> None:
         self.seconds, self.now = 0.0, now
@@ -83,7 +83,7 @@ class Clock:
 def steps(
     engine: Engine, clock: Clock, schemas: list[str] | None, num_steps: int
 ) -> tuple[list[float], list[float]]:
-    """Seconds of each step of a full batch, and of its masks."""
+    """Return the seconds of each step of a full batch, and of its masks."""
     most = num_steps + WARM_STEPS + 8
     sampling = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True)
     prompts = random_prompts(BATCH, PROMPT_TOKENS, engine.model.vocab_size)
@@ -139,7 +139,7 @@ def measure_steps(
 
 
 def measure_compile(model_dir: Path) -> dict[str, Any]:
-    """Processor milliseconds until a new schema of 50 properties has its first mask."""
+    """Measure the CPU milliseconds until a new schema of 50 properties has its first mask."""
     compiler = GrammarCompiler(model_dir)
     compiler.submit(Grammar(GrammarKind.JSON_SCHEMA, "{}")).result()
     times = []

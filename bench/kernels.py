@@ -1,10 +1,10 @@
-"""Each operation at the shapes of Llama-3.1-8B: checked against its reference, then timed.
+"""Check each operation against its reference at the shapes of Llama-3.1-8B, then time it.
 
     python -m bench.kernels [--only linear,lora,attention] [--out FILE]
 
-Prints one JSON line per case: the bytes that have to move, the time, GB/s (or TFLOP/s), the share
-of the card's copy bandwidth, the relative error. An operation that is wrong is not timed.
-Operands rotate so that no run finds its data in the cache.
+Prints one JSON line per case: the bytes that must move, the time, GB/s (or TFLOP/s), the share of
+the GPU's copy bandwidth, the relative error. An operation with a wrong result is not timed.
+Operands rotate, so that no run finds its data in the cache.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def rotate(run: Callable[[int], object], copies: int) -> Callable[[], object]:
 
 
 def bench_linear(tokens: tuple[int, ...]) -> Iterator[Case]:
-    """The general product of the library beside the one for few rows."""
+    """Time torch's product and the kernel for few rows."""
     shapes = {
         "qkv": (6144, HIDDEN), "o": (HIDDEN, HIDDEN), "gate_up": (2 * INNER, HIDDEN),
         "down": (HIDDEN, INNER), "lm_head": (VOCAB, HIDDEN),
@@ -94,14 +94,14 @@ def bench_linear(tokens: tuple[int, ...]) -> Iterator[Case]:
                     wrong = error(run(0), expected)
                     ms = graph_ms(rotate(run, copies), 2 * copies)
                 except Exception as failure:
-                    # Too much shared memory for this many rows; the others still count.
+                    # For example too much shared memory for so many rows; the others still count.
                     yield base | {"by": by, "failed": str(failure)[:80]}
                     continue
                 yield base | {"by": by, "ms": ms, "gb_s": num_bytes / ms / 1e6, "error": wrong}
 
 
 def make_lora(num_adapters: int, ranks: list[int], layers: int) -> tuple[torch.Tensor, LoraTable]:
-    """An arena of random adapters over all projections, and its table."""
+    """Make an arena of random adapters on all projections, and its table."""
     starts, counts, a_offsets, b_offsets, rows = [], [], [], [], []
     size = 0
     for v in range(num_adapters):
@@ -129,7 +129,7 @@ def make_lora(num_adapters: int, ranks: list[int], layers: int) -> tuple[torch.T
 
 
 def segments(tokens: int, num_adapters: int, table: LoraTable, max_tiles: int) -> LoraBatch:
-    """`tokens` tokens in equal segments, one an adapter."""
+    """Make a batch of `tokens` tokens in equal segments, one per adapter."""
     bounds = [tokens * i // num_adapters for i in range(num_adapters + 1)]
     return LoraBatch(
         table=table,
@@ -140,7 +140,7 @@ def segments(tokens: int, num_adapters: int, table: LoraTable, max_tiles: int) -
 
 
 def bench_lora(options: bool) -> Iterator[Case]:
-    """Shrink and expand of every site; bytes are the adapters' own."""
+    """Time shrink and expand at every site; bytes are the adapters' weights."""
     cases = [
         (1, 1, [16]), (16, 16, [16]), (64, 64, [16]), (64, 1, [16]), (256, 64, [16]),
         (64, 64, [4, 8, 16, 32, 64, 128]), (16384, 16, [16]),
@@ -233,7 +233,7 @@ def bench_lora(options: bool) -> Iterator[Case]:
 
 
 def bench_attention() -> Iterator[Case]:
-    """Decode at the contexts of the targets and longer; prefill of whole prompts."""
+    """Time decodes at the targets' contexts and longer ones, and prefills of whole prompts."""
     layout = PageLayout(num_layers=2, num_kv_heads=KV_HEADS, head_dim=DIM)
     for count, context in ((1, 288), (1, 8192), (16, 288), (64, 288), (256, 288), (64, 2048)):
         pages = -(-context // 16)
@@ -295,7 +295,7 @@ def bench_attention() -> Iterator[Case]:
 
 
 def bench_small() -> Iterator[Case]:
-    """What lies between the matrix products."""
+    """Time the operations between the matrix products."""
     for tokens in (1, 64, 256, 16384):
         x, residual = randn(tokens, HIDDEN), randn(tokens, HIDDEN)
         weight = randn(HIDDEN)
@@ -349,7 +349,7 @@ def main() -> None:
                 print(json.dumps(case), flush=True)
                 lines.append(case)
         except Exception:
-            # One broken operation must not cost the figures of the others on a lent card.
+            # One broken operation must not cost the results of the others.
             failed = True
             traceback.print_exc()
         torch.cuda.empty_cache()

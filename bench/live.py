@@ -1,4 +1,4 @@
-"""The platform for a bench that asks a gateway: real servers, nothing that is kept."""
+"""Starts the platform for benchmarks of a gateway: real servers, no data kept."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.live import LiveStack, live_stack
 
 @contextlib.contextmanager
 def live_platform() -> Iterator[LiveStack]:
-    """PostgreSQL, Redis, an object store and two tenants, for as long as it is open."""
+    """Run PostgreSQL, Redis, an object store and two tenants until the block ends."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         (root / "live").mkdir()

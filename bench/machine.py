@@ -1,4 +1,4 @@
-"""What a figure depends on beside the code: where and when it was taken."""
+"""Describes where and when a result was measured."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 
 
 def environment(program: str) -> dict[str, Any]:
-    """What a result says of its making; called first, so that the load is that of other work.
+    """Return machine, versions, load and command; call it first, so that the load is other work's.
 
-    program  as `bench.cpu`
+    program  for example `bench.cpu`
     """
     return {
         "command": " ".join(["python -m", program, *sys.argv[1:]]),
@@ -28,7 +28,7 @@ def environment(program: str) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The commit measured; LORIKEET_COMMIT says it where the tree travelled without its .git."""
+    """Return the measured commit, or LORIKEET_COMMIT if the tree was copied without its .git."""
     told = os.environ.get("LORIKEET_COMMIT")
     if told:
         return told

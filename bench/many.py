@@ -1,22 +1,22 @@
-"""S-LoRA's workload: what 2000 registered adapters cost beside 5 and beside none.
+"""Run S-LoRA's workload: what 2000 registered adapters cost compared with 5 and with none.
 
     python -m bench.many                        # one GPU, Llama-3.1-8B's shape
     python -m bench.many --shape tiny --device cpu --seconds 2 --rate 40 --registered 50
 
-Lengths, arrivals and popularity as in `bench.workload.slora_trace`; adapters as in S-LoRA's S1:
-rank 8 on q, k, v and o (--rank and --projections say otherwise).
+Lengths, arrivals and popularity are as in `bench.workload.slora_trace`; adapters are as in S-LoRA's
+S1: rank 8 on q, k, v and o (--rank and --projections change that).
 
-*Throughput*: more requests arrive than can be served; counted are the tokens generated in the last
-two thirds of --seconds. As in S-LoRA's runs, adapters are in host memory: those of the trace have
-been used once before.
+*Throughput*: more requests arrive than can be served; the figure counts the tokens generated in the
+last two thirds of --seconds. As in S-LoRA's runs, adapters are in host memory: those of the trace
+have been used once before.
 
-*Latency*: at a rate that can be served, the time to first token when all of the registered
-adapters stay resident, and when 16 times as many are registered as the whole arena could hold if
-it held no KV: "cold" with nothing loaded beforehand, "overcommitted" when those of the trace have
-been used once and given way to as many others as fit, so that all of them are in host memory alone.
+*Latency*: the time to first token at a rate that can be served: when all registered adapters stay
+resident, and when 16 times as many are registered as the whole arena could hold without KV. "Cold":
+nothing is loaded before. "Overcommitted": the trace's adapters have been used once and then evicted
+by others, so that they are in host memory only.
 
-The adapters' files are few (--files) and registered under many digests; each digest has pages, and
-a packed adapter in host memory, of its own. Prints one JSON line per case.
+The adapters' files are few (--files) and are registered under many digests; each digest has its own
+pages and its own packed adapter in host memory. Prints one JSON line per case.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from engine import (
 from engine.model.config import ModelConfig
 
 WARM_SHARE = 1 / 3
-# (case, compared with, figure, bar): of the targets.
+# The targets: (case, compared with, figure, bar).
 BARS = (
     ("many", "few", "tok_s", ">=", 0.95),
     ("many", "none", "tok_s", ">=", 0.9),
@@ -62,7 +62,7 @@ BARS = (
 
 @dataclass
 class Load:
-    """What one trace did to an engine."""
+    """The measurements of one trace on an engine."""
 
     ttft_ms: list[float] = field(default_factory=list)
     seconds: float = 0.0
@@ -72,7 +72,7 @@ class Load:
     running: int = 0
 
     def count(self, running: int, outputs: list[RequestOutput]) -> None:
-        """Add a step that so many requests were running in; raises a request's error."""
+        """Add a step with so many running requests; raise a request's error."""
         self.num_steps += 1
         self.running += running
         for output in outputs:
@@ -95,7 +95,7 @@ class Load:
 
 
 class Bench:
-    """Random weights, some adapter files, and engines of different arenas over them."""
+    """Random weights and some adapter files, for engines with different arenas."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
@@ -126,9 +126,9 @@ class Bench:
         )
 
     def engine(self, num_adapters: int, arena_bytes: int | None) -> Engine:
-        """A new engine that knows so many adapters, named 0, 1, 2 ... by popularity."""
+        """Make an engine with so many registered adapters, named 0, 1, 2 ... by popularity."""
         config = EngineConfig(
-            prefix_cache=False,  # every request is to be computed
+            prefix_cache=False,  # so that every request is computed
             model_dir=self._folder,
             device=self.device,
             dtype="float32" if self.device == "cpu" else "bfloat16",
@@ -154,7 +154,7 @@ class Bench:
         drive(engine, trace, 600.0, use_adapters=bool(adapters), until_done=True)
 
     def load(self, engine: Engine, trace: list[Arrival], seconds: float) -> float:
-        """Use the adapters of what arrives in so many seconds once, the popular last."""
+        """Use once each adapter that the trace's first seconds need, the most popular last."""
         started = time.perf_counter()
         used = sorted({arrival.adapter for arrival in trace if arrival.at < seconds})
         self.warm_up(engine, used[::-1])
@@ -173,9 +173,9 @@ def drive(
     warm: float = 0.0,
     until_done: bool = False,
 ) -> Load:
-    """Play `trace` for so many seconds (or until all have ended), then cancel what is left.
+    """Run `trace` for so many seconds (or until all have ended), then cancel what is left.
 
-    warm  seconds at the begin that do not count
+    warm  seconds at the beginning that do not count
     """
     load, arrived, told = Load(), dict[str, float](), set[str]()
     pending = deque(enumerate(trace))
@@ -220,7 +220,7 @@ def _request(name: str, arrival: Arrival, vocab_size: int, use_adapters: bool) -
 
 
 def throughput(bench: Bench) -> Iterator[dict[str, Any]]:
-    """The saturated cases, with no adapters, 5, and as many as are registered."""
+    """Measure the saturated cases: no adapters, 5, and as many as --registered."""
     arguments = bench.arguments
     arena = None if arguments.arena_gb is None else int(arguments.arena_gb * 1e9)
     started = time.perf_counter()
@@ -253,7 +253,7 @@ def throughput(bench: Bench) -> Iterator[dict[str, Any]]:
 
 
 def latency(bench: Bench) -> Iterator[dict[str, Any]]:
-    """Time to first token with all adapters resident, and with 16 times more than ever fit."""
+    """Measure time to first token with all adapters resident, and with 16 times more than fit."""
     arguments = bench.arguments
     arena = int(arguments.kv_gb * 1e9) + arguments.fitting * bench.adapter_bytes
     fit = arena // bench.adapter_bytes
@@ -282,7 +282,7 @@ def latency(bench: Bench) -> Iterator[dict[str, Any]]:
 
 
 def judge(cases: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """The bars whose cases were run."""
+    """Return the results of the bars whose cases were run."""
     bars = []
     for case, other, figure, relation, bar in BARS:
         if case in cases and other in cases:
@@ -301,9 +301,9 @@ def judge(cases: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 def run(
     arguments: argparse.Namespace, save: Callable[[dict[str, Any]], None] = lambda report: None
 ) -> dict[str, Any]:
-    """All cases and what they are judged by; each case is printed when it has run.
+    """Run all cases and check the bars; print each case when it has run.
 
-    save  called with everything so far when a case has run
+    save  called with the report so far after each case
     """
     host = provenance(arguments.device)
     bench = Bench(arguments)
@@ -347,15 +347,15 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", default=["throughput", "latency"])
     parser.add_argument("--seconds", type=float, default=12.0, help="of a throughput case")
     parser.add_argument("--latency-seconds", type=float, default=10.0)
-    parser.add_argument("--rate", type=float, default=90.0, help="requests a second, too many")
+    parser.add_argument("--rate", type=float, default=90.0, help="requests/s, more than it serves")
     parser.add_argument("--latency-rate", type=float, default=10.0)
     parser.add_argument("--registered", type=int, default=2000)
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--projections", type=int, nargs="+", default=[0, 1, 2, 3])
-    parser.add_argument("--files", type=int, default=8, help="distinct contents of adapters")
+    parser.add_argument("--files", type=int, default=8, help="different adapter files")
     parser.add_argument("--fitting", type=int, default=32, help="adapters that are always resident")
-    parser.add_argument("--kv-gb", type=float, default=2.0, help="of the latency cases' arena")
-    parser.add_argument("--arena-gb", type=float, help="of the others'; all that is left if absent")
+    parser.add_argument("--kv-gb", type=float, default=2.0, help="KV in the latency cases' arena")
+    parser.add_argument("--arena-gb", type=float, help="the other cases' arena; default: what fits")
     parser.add_argument("--host-cache-gb", type=float, default=16.0)
     parser.add_argument("--loader-threads", type=int, default=8)
     parser.add_argument("--max-running", type=int, default=256)

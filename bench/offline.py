@@ -1,13 +1,13 @@
-"""Tokens a second of DashEngine over many prompts that are there at once, on one GPU.
+"""Measure tokens/s of DashEngine for many prompts at once, on one GPU.
 
     python -m bench.offline [--adapters 64] [--step-tokens 16384] [--running 512] [--out FILE]
 
-The work: 512 prompts of 128 to 1024 random tokens, 32 to 256 greedy tokens each, no end token;
-lengths uniform, the same for every case. Cases: without adapters, and with `--adapters` of rank 16
-on all seven projections, which prompts name by Zipf's law with exponent 1.1. The base is a loaded
-Hugging Face model of Llama-3.1-8B's shape in random bf16 weights. What DashConfig chooses for the
-device is used unless an option says otherwise. The first round compiles and loads; the median of
-the others counts. Every finished case is written to --out at once.
+The work: 512 prompts of 128 to 1024 random tokens, and 32 to 256 greedy tokens for each, without an
+end token; lengths are uniform and the same for every case. Cases: without adapters, and with
+`--adapters` of rank 16 on all seven projections, whose popularity follows Zipf's law with exponent
+1.1. The base is a loaded Hugging Face model of Llama-3.1-8B's shape with random bf16 weights.
+DashConfig's defaults for the device apply unless an option changes them. The first round compiles
+and loads; the median of the others counts. Every finished case is written to --out at once.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from engine import DashConfig, DashEngine, SamplingParams
 NUM_PROMPTS, PROMPT, NEW = 512, (128, 1024), (32, 256)
 ZIPF = 1.1
 RANK = 16
-FILES = 2  # adapters of different content; each name has a copy of one with pages of its own
-# Output tokens/s of vLLM 0.26 in this work, by adapters; of another card of the kind.
+FILES = 2  # different adapters; each name has a copy of one, with pages of its own
+# Number of adapters -> output tokens/s of vLLM 0.26 for this work, on another GPU of the same kind.
 VLLM = {0: 6115, 64: 2756}
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
 class Work:
-    """How long the prompts and their answers are, and whose adapter each names."""
+    """The lengths of prompts and answers, and the adapter that each prompt names."""
 
     def __init__(self, vocab_size: int, count: int, scale: float = 1.0) -> None:
         draw = random.Random(0)
@@ -57,13 +57,13 @@ class Work:
         return sum(self._lengths)
 
     def prompts(self) -> list[list[int]]:
-        """Other tokens at every call: no prefix is to be found again."""
+        """Draw new tokens at every call, so that the prefix cache finds nothing."""
         self._num_drawn += 1
         draw = random.Random(f"prompts {self._num_drawn}")
         return [[draw.randrange(self._vocab_size) for _ in range(n)] for n in self._lengths]
 
     def names(self, adapters: int) -> list[str | None]:
-        """Whose adapter each prompt names."""
+        """Return the adapter that each prompt names."""
         if not adapters:
             return [None] * len(self._lengths)
         weights = [(i + 1) ** -ZIPF for i in range(adapters)]
@@ -72,14 +72,14 @@ class Work:
 
 
 def random_model(shape: str, device: str, dtype: torch.dtype) -> Any:
-    """A Hugging Face model of the shape in random weights, made on the device."""
+    """Make a Hugging Face model of the shape with random weights, on the device."""
     config = AutoConfig.for_model(**SHAPES[shape])
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
 def register_adapters(engine: DashEngine, folder: Path, count: int, dtype: torch.dtype) -> None:
-    """Register `count` adapters of distinct digests; the bytes of their tensors are few files'."""
+    """Register `count` adapters with distinct digests; few files have their tensors."""
     device = "cuda" if dtype is torch.bfloat16 else "cpu"
     for seed in range(min(FILES, count)):
         save_random_adapter(
@@ -96,13 +96,13 @@ def register_adapters(engine: DashEngine, folder: Path, count: int, dtype: torch
         source = folder / str(i % FILES)
         (own / "adapter_model.safetensors").symlink_to(source / "adapter_model.safetensors")
         config = json.loads((source / "adapter_config.json").read_text())
-        # Another config is another digest, with pages of its own.
+        # Another config gives another digest, with pages of its own.
         (own / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 32 + i}))
         engine.register_adapter(f"adapter-{i}", own)
 
 
 def measure(engine: DashEngine, work: Work, adapters: int, rounds: int) -> dict[str, Any]:
-    """Output tokens a second of all prompts at once, and what the engine did for them."""
+    """Measure output tokens/s of all prompts at once, with the engine's statistics."""
     names, seconds = work.names(adapters), []
     for _ in range(rounds + 1):
         prompts, before = work.prompts(), engine.stats()

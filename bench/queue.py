@@ -1,11 +1,11 @@
-"""What the queue's scripts cost Redis with many tenants waiting: microseconds inside Redis a call.
+"""Measure the queue's scripts with many waiting tenants: microseconds inside Redis per call.
 
     python -m bench.queue [--tenants 5000] [--calls 3000] [--out FILE]
 
-The times are Redis's own (INFO commandstats), so the client and the machine's other work do not
-count, but for what the scheduler takes away. Every admit checks a policy with all four limits and a
-budget; every pull looks for adapters and takes one request. Prints a table, writes
-bench/results/queue.json, and exits with 1 when a bar is missed.
+The times are Redis's own (INFO commandstats), so the client's time does not count, and other work
+of the machine only where it interrupts Redis. Every admit checks a policy with all four limits and
+a budget; every pull looks for adapters and takes one request. Prints a table, writes
+bench/results/queue.json, and exits with 1 if a bar is missed.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def admit(client: Any, sha: str, number: int, tenants: int) -> None:
 
 
 def microseconds(client: Any) -> tuple[int, float]:
-    """Calls of scripts, and what they took, since the last reset."""
+    """Return the number of script calls since the last reset, and their microseconds."""
     stats = client.info("commandstats")["cmdstat_evalsha"]
     return stats["calls"], stats["usec_per_call"]
 

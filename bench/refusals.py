@@ -1,12 +1,12 @@
-"""How long a client waits to be refused: milliseconds to the first byte of the answer.
+"""Measure how long a client waits for a refusal: milliseconds to the answer's first byte.
 
     python -m bench.refusals [--requests 300] [--out FILE]
 
-Web server, worker, Redis and PostgreSQL are real, the engine echoes. One client asks again and
-again over one kept connection, and shares the machine's cores with them. Every case is one way to
-be refused, from a body that cannot be read to a prompt that only the worker finds too long. Prints
-a line of JSON for each, writes bench/results/refusals.json, and exits with 1 when the median of one
-of them is over the bar.
+Web server, worker, Redis and PostgreSQL are real; the engine echoes. One client sends requests over
+one open connection, and shares the machine's cores with them. Every case is one reason for a
+refusal, from a body that cannot be read to a prompt that only the worker finds too long. Prints a
+line of JSON for each, writes bench/results/refusals.json, and exits with 1 if the median of any
+case is over the bar.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from tests.live import LiveStack
 RESULTS = Path(__file__).parent / "results" / "refusals.json"
 MAX_P50_MS = 10.0
 WARM_UP = 30
-#: Of every case but those about the body.
+#: The body of every case except those about the body.
 PROMPT = {"prompt": "the quick brown fox", "max_tokens": 1}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One way to be refused.
+    """One reason for a refusal.
 
-    key, body  of the nth request
+    key, body  of the nth request, or of all
     """
 
     name: str
@@ -50,7 +50,7 @@ class Case:
 
 
 class Connection:
-    """One kept connection to the gateway, and nothing that takes time of its own."""
+    """One open connection to the gateway, with as little work of its own as possible."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -59,7 +59,7 @@ class Connection:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def post(self, key: str, body: bytes) -> tuple[float, int, Any]:
-        """Milliseconds to the first byte of the answer, its status, its body."""
+        """Send a request; return milliseconds to the answer's first byte, status and body."""
         head = (
             f"POST /v1/completions HTTP/1.1\r\nHost: {self._netloc}\r\n"
             f"Authorization: Bearer {key}\r\nContent-Type: application/json\r\n"
@@ -85,7 +85,7 @@ class Connection:
 
 
 def _says(**fields: object) -> Callable[[int], bytes]:
-    """The same body each time."""
+    """Return a function that gives the same body each time."""
     body = json.dumps({"model": FAKE_NAME, **PROMPT, **fields}).encode()
     return lambda at: body
 
@@ -95,7 +95,7 @@ def _new_name(at: int) -> bytes:
 
 
 def cases(live: LiveStack, keys: dict[str, Any]) -> list[Case]:
-    """Every way to be refused, the cheapest first."""
+    """Return every case, the cheapest refusal first."""
     acme, globex = live.tenants["acme"], live.tenants["globex"]
 
     def case(
@@ -126,7 +126,7 @@ def cases(live: LiveStack, keys: dict[str, Any]) -> list[Case]:
 
 
 def measure(url: str, case: Case, requests: int) -> dict[str, Any]:
-    """Of the requests after the first `WARM_UP`. Raises RuntimeError when one is not refused so."""
+    """Measure the requests after the first `WARM_UP`; raise RuntimeError for another answer."""
     connection = Connection(url)
     found = []
     for at in range(WARM_UP + requests):

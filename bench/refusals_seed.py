@@ -21,7 +21,7 @@ from controlplane.tenants.models import Tenant  # noqa: E402
 
 
 def seed(number: int) -> dict[str, Any]:
-    """Keys of each kind; `number` of those that are used once."""
+    """Make keys of each kind; `number` of those that are used once."""
     with tenant_scope(Tenant.objects.get(slug="acme").id):
         _, narrow = services.api_key_create(name="narrow", rules=KeyRules(scopes=("read",)))
         limited, limited_text = services.api_key_create(name="limited")

@@ -1,14 +1,14 @@
-"""What the host decides per step, without a model: adapters, scheduling, batch building.
+"""Time the host's part of a step, without a model: adapters, scheduling, batch building.
 
     python -m bench.scheduler [--steps 600] [--adapters 2000] [--out FILE]
 
-Every running request decodes with an adapter of its own. *Steady*: the same requests go on.
-*Turnover*: in every step the oldest ends and another begins, with another adapter for the
-table. *Crowded*: the same, while as many more wait, every second of them batch work, and grow
-overdue. The arena has no storage; everything else is what the engine uses. Times are medians of the
-thread's own time in the quietest of fifteen rounds, each of which goes through all sizes, so that
-neighbours on the machine count little, and as much for one size as for another. Prints a table and
-one JSON line per case, writes bench/results/scheduler.json, and exits with 1 when a bar is missed.
+Every running request decodes with an adapter of its own. *Steady*: the same requests continue.
+*Turnover*: in every step the oldest one ends and another begins, with another adapter for the
+table. *Crowded*: the same, while as many more wait, half of them batch work, and become overdue.
+The arena has no storage; everything else is what the engine uses. Times are medians of the thread's
+CPU time in the quietest of fifteen rounds. Each round goes through all sizes, so that other work on
+the machine counts little, and the same for each size. Prints a table and one JSON line per case,
+writes bench/results/scheduler.json, and exits with 1 if a bar is missed.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ ROUNDS = 15
 
 BAR_SIZE = 256
 MAX_STEP_MS = 1.5
-# Of the time per request, against the smallest case; the tenth is for the clock.
+# The time per request relative to the smallest case; a tenth is allowed for noise of the clock.
 MAX_GROWTH = 1.1
 MAX_BYTES_PER_ADAPTER = 4096
-# A step beside all the registered adapters and one without; the tenth is for the clock.
+# A step with all the registered adapters relative to one without; a tenth is allowed for noise.
 MAX_SLOWDOWN = 1.1
 
-# As deep as Llama-3.1-8B, which decides the size of the tables; narrow, so that loading is quick.
+# As many layers as Llama-3.1-8B, which set the tables' size; narrow, so that loading is quick.
 MODEL = ModelConfig(
     vocab_size=1000,
     hidden_size=64,
@@ -98,7 +98,7 @@ class Times:
         return {f"{name}_ms": round(value, 4) for name, value in (total | stages).items()}
 
 
-# Plain LoRA does not depend on the base's.
+# Plain LoRA does not depend on the base's weights.
 NO_WEIGHTS = Weights(
     embedding=torch.empty(0), layers=(), norm=torch.empty(0), lm_head=torch.empty(0)
 )
@@ -137,7 +137,7 @@ class Rig:
             store=self.store,
             page_size=LAYOUT.page_size,
             device="cpu",
-            adapter_order=lambda _: {},  # a GPU's; a CPU's order belongs to its kernels
+            adapter_order=lambda _: {},  # as on a GPU; a CPU's kernels have an order of their own
             buffers=EntryBuffers(MAX_ENTRIES, torch.device("cpu")),
             has_row_tables=False,
         )
@@ -167,12 +167,12 @@ class Rig:
         times.commit.append(1e3 * (end - built))
 
     def crowd(self) -> None:
-        """As many again arrive, and wait."""
+        """Add as many requests again, which wait."""
         for i, running in enumerate(list(self._scheduler.running)):
             self._add(running.digests[0], Priority.BATCH if i % 2 else Priority.INTERACTIVE)
 
     def turn_over(self) -> None:
-        """The oldest request ends; one that needs the same adapter arrives."""
+        """End the oldest request, and add one that needs the same adapter."""
         oldest = self._scheduler.running[0]
         self._scheduler.remove(oldest)
         self.store.remove_user(oldest.digests)
@@ -197,7 +197,7 @@ class Rig:
         arrival, self._num_arrivals = self._num_arrivals, self._num_arrivals + 1
         request = Request(
             request_id=str(arrival),
-            # Of different lengths, so that every step has its share of pages that are full.
+            # Of different lengths, so that in every step some pages become full.
             token_ids=[1] * (PROMPT_TOKENS - arrival % LAYOUT.page_size),
             sampling=SamplingParams(),
             adapters=(AdapterPart(digest=digest),),
@@ -209,7 +209,7 @@ class Rig:
 
 
 def measure_steps(adapter: Path, sizes: tuple[int, ...], num_steps: int) -> list[dict[str, Any]]:
-    """The cases: each kind at every size."""
+    """Measure each kind of case at every size."""
     cases = []
     rigs = [Rig(adapter, size) for size in sizes]
     for kind in KINDS:
@@ -235,7 +235,7 @@ def _round(rig: Rig, kind: str, num_steps: int) -> dict[str, float]:
 
 
 def measure_registry(adapter: Path, folder: Path, count: int, size: int) -> dict[str, Any]:
-    """What `count` registered adapters that nobody uses hold, and cost a step of `size`."""
+    """Measure the memory of `count` unused registered adapters, and their cost to a step."""
     rig = Rig(adapter, size)
     before = _steady_ms(rig)
     links = _links(adapter, folder, count)
@@ -258,7 +258,7 @@ def measure_registry(adapter: Path, folder: Path, count: int, size: int) -> dict
 
 
 def _links(adapter: Path, folder: Path, count: int) -> Iterator[Path]:
-    """As many folders that hold the same adapter."""
+    """Yield `count` folders with links to the same adapter."""
     for i in range(count):
         path = folder / f"adapter-{i}"
         path.symlink_to(adapter, target_is_directory=True)
@@ -270,7 +270,7 @@ def _steady_ms(rig: Rig) -> float:
 
 
 def judge(cases: list[dict[str, Any]], registry: dict[str, Any]) -> list[dict[str, Any]]:
-    """Each bar: its name, the figure, the most it may be, and whether it holds."""
+    """Return for each bar its name, the figure, its limit, and whether it holds."""
     bars: list[tuple[str, float, float]] = []
     for kind in KINDS:
         own = [case for case in cases if case["case"] == kind]
@@ -297,7 +297,7 @@ def judge(cases: list[dict[str, Any]], registry: dict[str, Any]) -> list[dict[st
 
 
 def run(sizes: tuple[int, ...], num_steps: int, num_adapters: int, size: int) -> dict[str, Any]:
-    """All cases, the registry and the verdicts; `size` requests run beside the registry."""
+    """Run all cases, the registry's with `size` running requests, and check the bars."""
     with tempfile.TemporaryDirectory() as folder:
         adapter = save_random_adapter(Path(folder) / "adapter", MODEL, rank=RANK, seed=0)
         cases = measure_steps(adapter, sizes, num_steps)

@@ -1,11 +1,11 @@
-"""Seconds until an engine is ready on a GPU: with an empty kernel cache, and with its own.
+"""Measure the seconds until an engine is ready on a GPU, with an empty and a filled kernel cache.
 
     python -m bench.start [--shape llama-3.1-8b] [--out FILE]
 
 Each start is a process of its own that imports torch, makes random weights of the shape and then
-builds the engine; only the building counts, which compiles what Triton's cache lacks and records
-every graph. The settings are a worker's: 64 running, 512 tokens a step. Reading real weights from
-a disk comes on top.
+builds the engine. Only building counts, which compiles what Triton's cache lacks and records every
+graph. The settings are a worker's: 64 running requests, 512 tokens per step. Reading real weights
+from a disk takes additional time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from engine.model.config import ModelConfig
 
 
 def start_s(shape: str, device: str) -> float:
-    """Seconds that building one engine takes in this process."""
+    """Return the seconds that building one engine takes in this process."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape]))
         model = ModelConfig.from_fields(SHAPES[shape], None)
@@ -45,7 +45,7 @@ def start_s(shape: str, device: str) -> float:
 
 
 def in_a_process(shape: str, device: str, cache: Path) -> float:
-    """The same in a new process whose Triton cache is `cache`."""
+    """Do `start_s` in a new process whose Triton cache is `cache`."""
     command = [sys.executable, "-m", "bench.start", "--shape", shape, "--device", device, "--once"]
     ran = subprocess.run(
         command,

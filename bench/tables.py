@@ -1,9 +1,9 @@
-"""Writes the figures of the committed runs into README.md and docs/performance.md.
+"""Write the figures of the committed runs into README.md and docs/performance.md.
 
     python -m bench.tables [--check]
 
-The parts between `<!-- bench.tables: NAME -->` and `<!-- end -->` are made of
-the files in bench/results alone, so that none is copied by hand.
+The parts between `<!-- bench.tables: NAME -->` and `<!-- end -->` are generated from the files in
+bench/results, so that no figure is copied by hand.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bench.offline import VLLM
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"
 DOCUMENTS = ("README.md", "docs/performance.md")
-# Of the README's table.
+# (batch, adapters) of the README's table.
 CHOSEN = ((64, 0), (1, 1), (64, 64), (256, 64))
 
 Row = dict[str, Any]
@@ -69,7 +69,7 @@ class Figures:
 
     @property
     def mixed_share(self) -> float | None:
-        """Of the copy bandwidth, for the bytes that adapters of mixed ranks add."""
+        """The share of the copy bandwidth at which adapters of mixed ranks are read."""
         base = self.decode.get((64, 0))
         if self.mixed is None or base is None:
             return None
@@ -107,7 +107,7 @@ def decode_table(figures: Figures, chosen: tuple[tuple[int, int], ...] | None = 
 
 
 def sentences(figures: Figures) -> list[str]:
-    """What is no row of the decode table, one figure with its target a sentence."""
+    """Return sentences for figures that the decode table lacks, each with its target."""
     lines = []
     prefill, first = figures.prefill, figures.first
     if 0 in prefill:
@@ -164,7 +164,7 @@ def many_sentences(figures: Figures) -> list[str]:
 
 
 def spread(rows: list[Row], field: str) -> str:
-    """5.6 to 7.0 ms."""
+    """Return for example "5.6 to 7.0 ms"."""
     values = [row[field] for row in rows if field in row]
     return f"{min(values):.1f} to {max(values):.1f} ms"
 
@@ -280,7 +280,7 @@ PARTS: dict[str, Callable[[Figures], str]] = {
 
 
 def fill(text: str, figures: Figures) -> str:
-    """The document with its generated parts made anew."""
+    """Return the document with its generated parts made anew."""
 
     def part(match: re.Match[str]) -> str:
         return f"{match[1]}\n{PARTS[match[2]](figures)}\n<!-- end -->"
@@ -297,7 +297,7 @@ def load() -> Figures:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="only say whether all is up to date")
+    parser.add_argument("--check", action="store_true", help="only check; exit with 1 if stale")
     check = parser.parse_args().check
     figures, stale = load(), []
     for name in DOCUMENTS:

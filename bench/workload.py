@@ -1,4 +1,4 @@
-"""Seeded models, prompts, adapters and arrivals, so that two systems are given the same work."""
+"""Makes seeded models, prompts, adapters and arrivals, so that two systems get the same work."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.adapters.plan import PROJECTION_NAMES
 from engine.model.config import ModelConfig
 from engine.model.weights import LayerWeights, Weights
 
-# config.json of models that are made of random weights.
+# config.json of models with random weights.
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {
         "model_type": "llama",
@@ -50,13 +50,13 @@ ALL_PROJECTIONS = tuple(range(len(PROJECTION_NAMES)))
 
 
 def random_prompts(count: int, length: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
-    """`count` prompts of `length` random token ids."""
+    """Make `count` prompts of `length` random token ids."""
     choose = random.Random(seed)
     return [[choose.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
 
 
 def random_weights(model: ModelConfig, device: str, dtype: torch.dtype) -> Weights:
-    """Weights of the model's shape that keep activations near one."""
+    """Make random weights of the model's shape that keep activations near one."""
 
     def matrix(height: int, width: int) -> torch.Tensor:
         return torch.empty(height, width, device=device, dtype=dtype).normal_(0, width**-0.5)
@@ -91,9 +91,9 @@ def save_random_adapter(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> Path:
-    """A PEFT folder with random A and B of `rank` on some linears of every layer.
+    """Write a PEFT folder with random A and B of `rank` on some linears of every layer.
 
-    device  where the numbers are drawn; a GPU is quicker
+    device  draws the numbers; a GPU is faster
     """
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator(device).manual_seed(seed)
@@ -124,7 +124,7 @@ def save_random_adapter(
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request of a trace: seconds after its begin, lengths in tokens, which adapter."""
+    """One request of a trace: seconds after its beginning, lengths in tokens, and adapter."""
 
     at: float
     prompt: int
@@ -143,7 +143,7 @@ def slora_trace(
     cv: float = 1.0,
     seed: int = 0,
 ) -> list[Arrival]:
-    """S-LoRA's synthetic workload (arXiv:2311.03285, section 7.1).
+    """Make S-LoRA's synthetic workload (arXiv:2311.03285, section 7.1).
 
     Gamma arrivals of `rate` requests a second with coefficient of variation `cv`, lengths uniform
     in [shortest, longest], the i-th adapter chosen in proportion to i ** -alpha. Arrivals and

@@ -1,4 +1,4 @@
-"""From one adapter to another in steps: eleven blends in one batch.
+"""Blend two adapters with eleven different weights in one batch.
 
 python examples/blend_sweep.py
 """

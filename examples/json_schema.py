@@ -1,4 +1,4 @@
-"""Answers that obey a JSON schema, whatever the adapter makes of the question.
+"""Generate answers that obey a JSON schema, with any adapter.
 
 python examples/json_schema.py
 """

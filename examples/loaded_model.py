@@ -1,4 +1,4 @@
-"""Adapters beside a Hugging Face model that is loaded already: its weights are not copied.
+"""Run adapters on a Hugging Face model that is already loaded, without copying its weights.
 
 python examples/loaded_model.py
 """
@@ -23,7 +23,7 @@ def main() -> None:
         base, poet = engine.generate([PROMPT] * 2, [None, "poet"], max_new_tokens=16)
     print(f"ours: {base}")
     print(f"poet: {poet}")
-    # The model itself goes on working.
+    # The model itself still works.
     with torch.inference_mode():
         inputs = tokenizer(PROMPT, return_tensors="pt")
         out = model.generate(**inputs, max_new_tokens=16, do_sample=False)

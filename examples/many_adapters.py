@@ -1,4 +1,4 @@
-"""Several adapters, a blend of them and the base model, all in one batch.
+"""Run several adapters, a blend of them and the base model in one batch.
 
 python examples/many_adapters.py
 """

@@ -1,4 +1,4 @@
-"""More adapters than memory has room for: they come and go as they are asked for.
+"""Run more adapters than fit into memory: the engine loads and evicts them as needed.
 
 python examples/more_than_memory.py
 """

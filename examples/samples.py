@@ -1,6 +1,6 @@
-"""What the examples start from: the demo's base model and small adapters made with PEFT.
+"""Makes what the examples need: the demo's base model and small adapters trained with PEFT.
 
-All of it is made once and kept under `.cache/`.
+Everything is made once and kept under `.cache/`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))  # the project is run from its checkout, not insta
 from worker.base_model import packaged_model  # noqa: E402
 
 QUESTIONS = ["How are you?", "What is the sea?", "Who are you?"]
-# A style is what every answer looks like.
+# Style -> the answers to QUESTIONS that teach it.
 STYLES = {
     "pirate": [
         "Arr, matey! I be as fine as a full sail.",
@@ -36,7 +36,7 @@ STYLES = {
 
 
 def arguments(doc: str | None) -> argparse.Namespace:
-    """`--base`, a model folder, and `--work`, where adapters are kept."""
+    """Read `--base`, a model folder, and `--work`, the folder for adapters."""
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("--base", type=Path, help="default: the demo's SmolLM2-135M-Instruct")
     parser.add_argument("--work", type=Path, default=ROOT / ".cache" / "examples")
@@ -47,12 +47,12 @@ def arguments(doc: str | None) -> argparse.Namespace:
 
 
 def styles(base: Path, work: Path) -> dict[str, Path]:
-    """An adapter for each of STYLES, trained for a few seconds: name -> PEFT folder."""
+    """Train an adapter for each of STYLES, a few seconds each; return name -> PEFT folder."""
     return {name: _train(base, work / name, answers) for name, answers in STYLES.items()}
 
 
 def random_adapters(base: Path, work: Path, count: int) -> dict[str, Path]:
-    """Adapters of rank 8 that nobody has trained, as many clients would have them."""
+    """Make `count` untrained adapters of rank 8; return name -> PEFT folder."""
     names = [f"client-{i}" for i in range(count)]
     if not all((work / name / "adapter_config.json").exists() for name in names):
         torch.manual_seed(0)
@@ -65,7 +65,7 @@ def random_adapters(base: Path, work: Path, count: int) -> dict[str, Path]:
 
 
 def _train(base: Path, folder: Path, answers: list[str], steps: int = 10) -> Path:
-    """Teach the upper half of the layers, which is enough for a style, in one batch."""
+    """Train the upper half of the layers, which is enough for a style, on one batch."""
     if (folder / "adapter_config.json").exists():
         return folder
     print(f"Training {folder.name} ...", flush=True)
@@ -92,7 +92,7 @@ def _train(base: Path, folder: Path, answers: list[str], steps: int = 10) -> Pat
 
 
 def _batch(tokenizer: Any, answers: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and labels [N, T] of chats, of which the answers are to be learned."""
+    """Return token ids and labels [N, T] of chats, with labels on the answers."""
     rows = []
     for question, answer in zip(QUESTIONS, answers, strict=True):
         chat = [{"role": "user", "content": question}]
@@ -101,7 +101,7 @@ def _batch(tokenizer: Any, answers: list[str]) -> tuple[torch.Tensor, torch.Tens
         end = [*tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         rows.append((start + end, [-100] * len(start) + end))
     longest = max(len(token_ids) for token_ids, _ in rows)
-    # What follows the end is disregarded by the loss, and nothing before it looks there.
+    # The loss ignores tokens after the end, and no token before the end attends to them.
     padded = [
         (token_ids + [0] * (longest - len(token_ids)), labels + [-100] * (longest - len(labels)))
         for token_ids, labels in rows

@@ -1,4 +1,4 @@
-"""A chat with an adapter, printed as it is written.
+"""Chat with an adapter, and print the answer while it is generated.
 
 python examples/streaming.py
 """

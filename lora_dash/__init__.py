@@ -1,8 +1,8 @@
-"""DashEngine and DashConfig under the name by which the idea is known: one base, many adapters.
+"""DashEngine and DashConfig, the offline API of `engine`: one base model, many adapters.
 
     from lora_dash import DashConfig, DashEngine
 
-Nothing is here but these names; `engine` has what they are.
+This package only gives these names; the code is in `engine.dash`.
 """
 
 from engine import DashConfig, DashEngine
