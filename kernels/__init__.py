@@ -1,8 +1,8 @@
-"""Tensors in, tensors out: the operations of a decoder with many LoRA adapters.
+"""The operations of a decoder with many LoRA adapters: functions from tensors to tensors.
 
-Knows nothing of requests, tenants or adapters' names. Each file reads reference -> Triton kernel
--> launcher, with the same argument names; the reference is what the kernel is tested against and
-what runs on a CPU.
+They know nothing of requests, tenants or adapters' names. Each file has, in this order and with the
+same argument names, a reference (`_ref`), a Triton kernel and its launcher. The kernel is tested
+against the reference, which also runs on a CPU.
 
 Letters used in shapes everywhere in Lorikeet:
 

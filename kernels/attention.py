@@ -1,10 +1,13 @@
 """Attention over the paged KV cache: ragged, causal, grouped-query.
 
-A step holds S sequences. Sequence s brings `query_start[s + 1] - query_start[s]` new tokens, the
-last ones of its `context_lens[s]` tokens; 1 new token is a decode, more a prefill chunk. The new
-tokens' keys and values are already in the pages (`rope_kv_write`).
+A step has S sequences. Sequence s has `query_start[s + 1] - query_start[s]` new tokens, the last of
+its `context_lens[s]` tokens; 1 new token is a decode, more are a prefill chunk. The new tokens'
+keys and values are already in the pages (`rope_kv_write`).
 
-`window` is a sliding window: a token sees so many tokens, itself and the ones before it; None: all.
+`window` is a sliding window: a token attends to the last `window` tokens, itself included; None:
+to all.
+
+Sources: PagedAttention, arXiv:2309.06180; grouped-query attention, arXiv:2305.13245.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from kernels.kv_pages import PageLayout
 
 
 def visible(first: int, context: int, first_key: int, window: int | None) -> torch.Tensor:
-    """[context - first, context - first_key] bool: which keys the tokens from `first` on see."""
+    """Return [context - first, context - first_key] bool: the keys that tokens from `first` see."""
     rows = torch.arange(first, context)[:, None]
     keys = torch.arange(first_key, context)
     return keys <= rows if window is None else (keys <= rows) & (keys > rows - window)
@@ -36,7 +39,7 @@ def paged_attention_ref(
     scale: float,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Every new token's attention over its sequence up to and including itself.
+    """Compute every new token's attention over its sequence up to and including itself.
 
     q             [T, H, D]
     arena         [P, page_elems]
@@ -79,10 +82,10 @@ def paged_attention(
     *,
     max_new: int | None = None,
 ) -> torch.Tensor:
-    """Every new token's attention over its sequence up to and including itself.
+    """Compute every new token's attention over its sequence up to and including itself.
 
-    Shapes as in `paged_attention_ref`. On a GPU, max_new (at least the longest chunk) saves a
-    wait for the device.
+    Shapes as in `paged_attention_ref`. max_new is at least the longest chunk; on a GPU it avoids
+    waiting for the device to find that.
     """
     if use_triton(q):
         if max_new is None:
@@ -108,7 +111,7 @@ def paged_attention_torch(
     scale: float,
     window: int | None = None,
 ) -> torch.Tensor:
-    """The CPU's path: all decodes in one batched call, each prefill chunk in one of its own."""
+    """Attend on a CPU: all decodes in one batched call, each prefill chunk in its own."""
     out = torch.empty_like(q)
     starts, contexts = query_start.tolist(), context_lens.tolist()
     decodes = []
@@ -136,7 +139,7 @@ def paged_attention_torch(
 def _gather_rows(
     arena: torch.Tensor, layout: PageLayout, layer: int, page_tables: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """page_tables [S, n] -> keys and values [S, K, n * B, D], one copy each."""
+    """Copy the pages of page_tables [S, n]: return keys and values, each [S, K, n * B, D]."""
     kv_heads = layout.num_kv_heads
     blocks = arena.view(-1, layout.head_stride)  # one (page, layer, key or value, head) a row
     first = page_tables.long() * (layout.num_layers * 2 * kv_heads) + layer * 2 * kv_heads
@@ -157,7 +160,7 @@ def _attend_decodes(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """q [S, H, D], one new token a sequence -> [S, H, D]."""
+    """Attend for q [S, H, D], one new token per sequence -> [S, H, D]."""
     num_pages = -(-int(context_lens.max()) // layout.page_size)
     tables = page_tables[:, :num_pages].clamp_min(0)  # a padding entry may be -1
     keys, values = _gather_rows(arena, layout, layer, tables)
@@ -166,7 +169,7 @@ def _attend_decodes(
     if window is not None:
         valid &= keys_at >= context_lens[:, None] - window
     row, column = (~valid).nonzero(as_tuple=True)
-    # What lies past a sequence is somebody else's and may not be finite: 0 * NaN is NaN.
+    # Values past a sequence's end are not its own and may not be finite: 0 * NaN is NaN.
     keys[row, :, column] = 0
     values[row, :, column] = 0
     grouped = q.view(q.shape[0], layout.num_kv_heads, -1, layout.head_dim)
@@ -186,7 +189,7 @@ def _attend_chunk(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """q [n, H, D], the last n tokens of one sequence -> [n, H, D]."""
+    """Attend for q [n, H, D], the last n tokens of one sequence -> [n, H, D]."""
     num_new, num_heads, _ = q.shape
     first_page, num_pages = 0, -(-context // layout.page_size)
     if window is not None:

@@ -1,11 +1,11 @@
-"""RoPE, KV write and paged attention for a CPU: what all layers share is worked out once a step.
+"""RoPE, KV write and paged attention for a CPU; what all layers share is computed once per step.
 
-Thirty layers repeat the same index arithmetic, masks and table look-ups. On a CPU these small
-calls cost as much as the attention itself, so `CpuAttention.plan` does them once, and a layer is
-left with a rotation, one scatter, and per group of sequences one gather and one product. Layers
-with a sliding window share a plan of their own, which gathers the window's pages alone.
+Index arithmetic, masks and table look-ups are the same in every layer. On a CPU these small calls
+cost as much as the attention itself, so `CpuAttention.plan` does them once. For a layer remain a
+rotation, one scatter, and one gather and one product per group of sequences. Layers with a sliding
+window share a plan of their own, which gathers only the window's pages.
 
-The result is `rope_kv_write` followed by `paged_attention`.
+The result equals `rope_kv_write` followed by `paged_attention`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class _Decodes:
     """Sequences with one new token and contexts of similar length.
 
     rows     [S] int64 their rows of the step; None: all rows, in order
-    blocks   [2, S, K, n] int64 in layer 0 the (page, key or value, head) blocks of the pages seen
-    padding  [M] int64 token rows of the gathered [2, S, K, n * B] that belong to nobody
-    mask     [S, 1, 1, n * B] bool, True where there is a token that is seen
+    blocks   [2, S, K, n] int64 the (page, key or value, head) blocks to read, those of layer 0
+    padding  [M] int64 token rows of the gathered [2, S, K, n * B] that belong to no sequence
+    mask     [S, 1, 1, n * B] bool, True where a token is attended to
     """
 
     rows: torch.Tensor | None
@@ -39,14 +39,14 @@ class _Decodes:
 class _Chunk:
     """One sequence with several new tokens, rows start to end of the step.
 
-    num_keys  tokens from the first page seen to the last of the chunk
-    mask      [end - start, num_keys] bool; None: the chunk is the whole context, plainly causal
+    num_keys  tokens from the first page that is read to the end of the chunk
+    mask      [end - start, num_keys] bool; None: a causal mask, the chunk is the whole context
     """
 
     start: int
     end: int
     num_keys: int
-    blocks: torch.Tensor  # [2, 1, K, n] int64, as of _Decodes
+    blocks: torch.Tensor  # [2, 1, K, n] int64, as in _Decodes
     mask: torch.Tensor | None
 
 
@@ -56,9 +56,9 @@ _Work = tuple[list[_Decodes], list[_Chunk]]
 class CpuAttention:
     """Plans steps over one arena.
 
-    cos, sin  [M, D] fp32, the first half repeated
+    cos, sin  [M, D] fp32, the second half of a row repeats the first
     arena     [P, page_elems] fp32
-    windows   per layer the sliding window or None; empty: no layer has one
+    windows   each layer's sliding window or None; empty: no layer has one
     """
 
     def __init__(
@@ -84,13 +84,13 @@ class CpuAttention:
         context_lens: torch.Tensor,
         page_tables: torch.Tensor,
     ) -> CpuAttentionStep:
-        """The step's attention; arguments as of `rope_kv_write` and `paged_attention`."""
+        """Plan a step's attention; arguments as of `rope_kv_write` and `paged_attention`."""
         work = {
             window: self._work(window, query_start, context_lens, page_tables)
             for window in set(self.windows)
         }
         sin = self._sin[positions].unsqueeze(1)
-        # The rotation swaps the halves and negates the first; the sign is kept here.
+        # The rotation swaps the halves and negates the first; sin takes the sign.
         sin[..., : self.layout.head_dim // 2].neg_()
         return CpuAttentionStep(
             self,
@@ -107,7 +107,7 @@ class CpuAttention:
         context_lens: torch.Tensor,
         page_tables: torch.Tensor,
     ) -> _Work:
-        """What the layers of one window do."""
+        """Plan the work of the layers with one window."""
         starts, contexts = query_start.tolist(), context_lens.tolist()
         chunks, by_size = [], {}  # type: ignore[var-annotated]
         for s, context in enumerate(contexts):
@@ -118,7 +118,7 @@ class CpuAttention:
                 )
             elif num_new == 1:
                 seen = self._pages(context) - self._first_page(context - 1, window)
-                # Contexts of one group differ by a factor of two at most: padding is bounded.
+                # Contexts of one group differ by a factor of two at most, which bounds padding.
                 by_size.setdefault(seen.bit_length(), []).append(s)
         decodes = [
             self._decodes(
@@ -132,18 +132,18 @@ class CpuAttention:
         return -(-context // self.layout.page_size)
 
     def _first_page(self, position: int, window: int | None) -> int:
-        """The first page that a token sees."""
+        """Return the first page that a token attends to."""
         return 0 if window is None else max(position + 1 - window, 0) // self.layout.page_size
 
     def _kv_rows(self, slots: torch.Tensor) -> torch.Tensor:
-        """[T * 2 K] int64: each new key's and value's row of the arena seen as [.., D]."""
+        """Return [T * 2 K] int64: the row of each new key and value in the arena as [.., D]."""
         layout = self.layout
         page = slots // layout.page_size * (layout.page_elems // layout.head_dim)
         heads = torch.arange(2 * layout.num_kv_heads) * layout.page_size
         return ((page + slots % layout.page_size)[:, None] + heads).flatten()
 
     def _blocks(self, tables: torch.Tensor) -> torch.Tensor:
-        """tables [S, n] -> [2, S, K, n], in the arena seen as [.., B * D]."""
+        """Return for tables [S, n] the blocks [2, S, K, n]: rows of the arena as [.., B * D]."""
         layout = self.layout
         first = tables.long() * (layout.page_elems // layout.head_stride)
         heads = torch.arange(2 * layout.num_kv_heads).view(2, 1, -1, 1)
@@ -245,7 +245,7 @@ class CpuAttentionStep:
         return out
 
     def _gather(self, blocks: torch.Tensor, layer: int) -> torch.Tensor:
-        """blocks [2, S, K, n] -> keys and values [2, S, K, n * B, D]."""
+        """Gather blocks [2, S, K, n]: return keys and values [2, S, K, n * B, D]."""
         index = blocks.flatten() + layer * 2 * self._layout.num_kv_heads
         gathered = self._block_rows.index_select(0, index)
         return gathered.view(*blocks.shape[:3], -1, self._layout.head_dim)
@@ -253,7 +253,7 @@ class CpuAttentionStep:
     def _attend_decodes(self, q: torch.Tensor, group: _Decodes, layer: int) -> torch.Tensor:
         """q [S, H, D] -> [S, H * D]."""
         kv = self._gather(group.blocks, layer)
-        # What lies past a sequence is somebody else's and may not be finite: 0 * NaN is NaN.
+        # Values past a sequence's end are not its own and may not be finite: 0 * NaN is NaN.
         kv.view(-1, self._layout.head_dim).index_fill_(0, group.padding, 0.0)
         grouped = q.reshape(len(q), self._layout.num_kv_heads, -1, self._layout.head_dim)
         out = functional.scaled_dot_product_attention(

@@ -1,9 +1,11 @@
 """Paged attention of one new token per sequence, the context split over programs.
 
-A program takes one sequence, one KV head with all its query heads, and a part of the context.
-Where a context needs several parts, each leaves (output, maximum, sum) in a workspace and the last
-to arrive combines them in order: no second launch, and the same bits every time. With a sliding
-window, the context is its last tokens: the ones before are not read.
+A program takes one sequence, one KV head with all its query heads, and a part of the context. If a
+context has several parts, each writes (output, maximum, sum) to a workspace, and the last program
+to finish combines them in order: no second launch, and the same bits every time. With a sliding
+window, only the window's tokens are read.
+
+Source: Flash-Decoding (Dao et al., 2023, https://pytorch.org/blog/flash-decoding/).
 """
 
 from __future__ import annotations
@@ -74,8 +76,8 @@ def _decode_kernel(
     for start in range(low, high, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
         live = n < high
-        # Looking pages up a block ahead, as the prefill does, costs shared memory and with it
-        # programs per processor: 24 -> 30 us at 64 sequences.
+        # Looking pages up one block ahead, as the prefill does, takes shared memory, so fewer
+        # programs fit on a multiprocessor: 24 -> 30 us at 64 sequences.
         page = tl.load(table + n // PAGE, mask=live, other=0).to(tl.int64)
         token = first + page * page_elems + (n % PAGE) * D
         kv_mask = live[:, None] & (d < D)[None, :]
@@ -100,7 +102,7 @@ def _decode_kernel(
     tl.store(partial_ptr + (mine + g)[:, None] * BLOCK_D + d[None, :], out)
     tl.store(stats_ptr + (mine + g) * 2, top)
     tl.store(stats_ptr + (mine + g) * 2 + 1, total)
-    tl.debug_barrier()  # every thread's part is stored before one thread says so
+    tl.debug_barrier()  # all threads have stored their part before one thread counts it
     if tl.atomic_add(arrived_ptr + unit, 1, sem="acq_rel") != num_parts - 1:
         return
     top = tl.full((BLOCK_G,), float("-inf"), dtype=tl.float32)
@@ -118,19 +120,19 @@ def _decode_kernel(
         out = out * shrink[:, None] + tl.load(partial, cache_modifier=".cg") * weight[:, None]
         top = new_top
     tl.store(out_ptrs, (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=head_mask)
-    tl.store(arrived_ptr + unit, 0)  # as the next launch wants to find it
+    tl.store(arrived_ptr + unit, 0)  # for the next launch
 
 
 def num_parts(num_sequences: int, num_kv_heads: int, device: torch.device) -> int:
-    """How many programs may share a context: enough to fill a card at small batches."""
-    most = 528 if device.type == "cuda" else 32  # in the interpreter, enough for some to be shared
+    """Return how many programs may share a context: enough to fill a GPU at small batches."""
+    most = 528 if device.type == "cuda" else 32  # in the interpreter: so that tests split some
     return min(32, next_power_of_2(max(1, most // max(num_sequences * num_kv_heads, 1))))
 
 
 class DecodeWorkspace:
-    """Scratch of the split contexts; one a stream, since launches that share it must not overlap.
+    """Scratch memory for split contexts; launches that share one must not overlap.
 
-    `arrived` is zero between launches.
+    So each stream has its own. `arrived` is zero between launches.
     """
 
     def __init__(
@@ -166,9 +168,10 @@ def attention_decode_triton(
     num_stages: int = 3,
     min_part: int = MIN_PART,
 ) -> torch.Tensor:
-    """q [T, H, D] -> out [T, H, D] for the sequences with one new token; other rows are kept.
+    """Attend for q [T, H, D] of the sequences with one new token -> out [T, H, D].
 
-    A sequence with context 0 is padding. Shapes as in `paged_attention_ref`.
+    Other rows of `out` are not written. A sequence with context 0 is padding. Shapes as in
+    `paged_attention_ref`.
     """
     out = torch.empty_like(q) if out is None else out
     num_sequences, num_heads = context_lens.shape[0], q.shape[1]

@@ -1,8 +1,8 @@
 """Paged attention of a chunk of new tokens per sequence: ragged, causal, grouped-query.
 
-A program takes a block of a sequence's new tokens with all query heads of one KV head, so each key
-and value is read once for the group. Online softmax (FlashAttention-2, arXiv:2307.08691). With a
-sliding window, what lies before the block's first token's window is not read.
+A program takes a block of a sequence's new tokens with all query heads of one KV head, so that each
+key and value is read once for the group. Source: FlashAttention-2 (arXiv:2307.08691), its online
+softmax. With a sliding window, keys before the window of the block's first token are not read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kernels.kv_pages import KEYS_READ_TOGETHER, PageLayout
 
 @jit()
 def attend_block(scores, v, top, total, out, scale_log2):
-    """One block's share of the online softmax: the new maxima, sums and weighted values."""
+    """Add one block of keys to the online softmax: return the new maxima, sums and outputs."""
     new_top = tl.maximum(top, tl.max(scores, axis=1) * scale_log2)
     weights = tl.exp2(scores * scale_log2 - new_top[:, None])
     shrink = tl.exp2(top - new_top)
@@ -50,13 +50,13 @@ def _prefill_kernel(
     BLOCK_N: tl.constexpr,
 ):
     GROUP: tl.constexpr = H // K
-    NO_SCORE: tl.constexpr = -1e30  # finite, so that the difference of two is a number
+    NO_SCORE: tl.constexpr = -1e30  # finite, so that the difference of two is not NaN
     s = tl.program_id(1)
     kv_head = tl.program_id(2)
     start = tl.load(query_start_ptr + s).to(tl.int64)
     num_new = (tl.load(query_start_ptr + s + 1) - start).to(tl.int32)
     context = tl.load(context_lens_ptr + s)
-    # Later blocks see more context: they go first, so that the short ones fill the end.
+    # Later blocks have more context: they go first, so that short ones fill the end.
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_Q
     if (num_new < MIN_NEW) | (first >= num_new) | (context < num_new):
         return
@@ -77,13 +77,13 @@ def _prefill_kernel(
     d_mask = (d < D)[None, :]
     seen = before + tl.minimum(first + BLOCK_Q, num_new)
     begin = 0
-    plain = (before + first + 1) // BLOCK_N * BLOCK_N  # up to here every row sees every key
+    plain = (before + first + 1) // BLOCK_N * BLOCK_N  # up to here no row needs a causal mask
     if WINDOW > 0:
-        position = tl.minimum(position, seen - 1)  # rows past the end see something as well
+        position = tl.minimum(position, seen - 1)  # rows past the end attend to some key too
         begin = tl.maximum(before + first + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
         plain = begin
-    # The pages of a block are looked up one block ahead: a load that waits for another in the
-    # same turn is not prefetched.
+    # The pages of a block are looked up one block ahead: Triton does not prefetch a load that
+    # depends on another load of the same iteration.
     n = begin + tl.arange(0, BLOCK_N)
     page = tl.load(table + n // PAGE, mask=n < seen, other=0).to(tl.int64)
     for low in range(begin, plain, BLOCK_N):
@@ -131,17 +131,17 @@ def attention_prefill_triton(
     num_warps: int = 8,
     num_stages: int = 2,
 ) -> torch.Tensor:
-    """q [T, H, D] -> out [T, H, D] for the sequences with at least `min_new` new tokens.
+    """Attend for q [T, H, D] of the sequences with at least `min_new` new tokens -> out [T, H, D].
 
-    max_new is at least the longest chunk; rows of shorter chunks than min_new are kept, and those
-    of a sequence with context 0, however many. Shapes as in `paged_attention_ref`.
+    max_new is at least the longest chunk. Rows of chunks shorter than min_new are not written, nor
+    those of a sequence with context 0. Shapes as in `paged_attention_ref`.
     """
     out = torch.empty_like(q) if out is None else out
     group_pad = next_power_of_2(q.shape[1] // layout.num_kv_heads)
     block_q = max(block_m // group_pad, 16 // min(group_pad, 16), 1)
     grid = (ceil_div(max_new, block_q), context_lens.shape[0], layout.num_kv_heads)
-    # A little is spilled, but two programs fit on a processor, and one's softmax runs beside the
-    # other's products.
+    # A few registers are spilled, but two programs fit on a multiprocessor, and the softmax of one
+    # runs beside the products of the other.
     is_narrow = num_warps == 8 and q.element_size() < 4 and layout.head_dim <= 128
     limit = {"maxnreg": 128} if is_narrow else {}
     _prefill_kernel[grid](

@@ -1,8 +1,8 @@
-"""Which implementation an operation runs: Triton on a GPU, torch on a CPU.
+"""Chooses an operation's implementation: Triton on a GPU, torch on a CPU.
 
-Triton is optional, because a CPU-only installation has no use for it: without it `jit` hands back
-an object that says so when launched. Under TRITON_INTERPRET=1 (set before this file is imported)
-the same kernels run on a CPU, slowly, for tests.
+Triton is optional: without it, `jit` returns an object that raises RuntimeError when launched. With
+TRITON_INTERPRET=1 (set before this file is imported) the same kernels run on a CPU, slowly, for
+tests.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class _MissingKernel:
         self.name = name
 
     def __getitem__(self, grid: object) -> Any:
-        raise RuntimeError(f"{self.name} needs the package triton, which is not installed")
+        raise RuntimeError(f"{self.name} needs the package triton: install it")
 
 
 def jit(*varying: str) -> Callable[[Callable[..., Any]], Any]:
-    """`triton.jit`, or a stand-in that raises RuntimeError when launched.
+    """Return `triton.jit`, or a stand-in that raises RuntimeError when launched.
 
-    varying: names of integer arguments that change between launches; without this Triton compiles
-    anew for a value of 1 and for multiples of 16.
+    varying  names of integer arguments that change between launches; else Triton would compile
+             again for a value of 1 and for multiples of 16
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
@@ -67,15 +67,15 @@ def use_triton(tensor: torch.Tensor) -> bool:
 
 
 def num_launched(most: int, device: torch.device) -> int:
-    """Programs that share the units of a launch's work, `most` at most.
+    """Return how many programs share a launch's units of work, `most` at most.
 
-    Few in Triton's interpreter, which runs one after the other, the idle ones as well.
+    In Triton's interpreter it is few: it runs all programs one after the other, even idle ones.
     """
     return most if device.type == "cuda" else min(most, _MOST_INTERPRETED)
 
 
 def next_power_of_2(value: int) -> int:
-    """The smallest power of two that is at least `value` (and at least 1)."""
+    """Return the smallest power of two that is at least `value` and at least 1."""
     return 1 << max(value - 1, 0).bit_length()
 
 

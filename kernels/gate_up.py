@@ -1,8 +1,8 @@
-"""The first half of a Llama MLP in one launch: gate, up, what adapters add to them, SiLU * mul.
+"""The first half of a Llama MLP in one launch: gate, up, their LoRA, SiLU and product.
 
-For long passes, which are bound by the energy they take. What would be written and read again, 1.9
-GB a layer at 16,384 tokens of Llama-3.1-8B, stays in registers; tiles go band by band over the
-rows, so that the band's x stays in the L2 cache while the weights pass by once.
+It is for long prefills, whose speed the GPU's power limits. Intermediate results stay in registers:
+1.9 GB less per layer to write and read at 16,384 tokens of Llama-3.1-8B. Tiles go over the rows
+band by band, so that a band's x stays in the L2 cache while the weights are read once for it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def gate_up_silu_ref(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def can_fuse(x: torch.Tensor) -> bool:
-    """Whether the tiles fit the type of x and its device, which has to copy tensors by itself."""
+    """Whether the kernel supports x: 2-byte elements, on a GPU of compute capability 9 (TMA)."""
     if not x.is_cuda:
         return True  # Triton's interpreter
     return x.element_size() == 2 and _capability(x.device)[0] == 9
@@ -60,10 +60,10 @@ def _add_adapters(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """both [BLOCK_M, 2 BLOCK_N], gate and up of the rows from `first` on, with adapters' parts.
+    """Add the adapters' outputs to both [BLOCK_M, 2 BLOCK_N]: gate and up of rows from `first` on.
 
-    A rank block is one product, of gate's 16 rank rows and up's, each with its own half of the
-    columns: with a sum for each half there are too few registers, and products go one by one.
+    A rank block is one product of gate's 16 rank rows and up's, each with its half of the columns.
+    With a separate sum for each half, registers are too few and products do not overlap.
     """
     row = first + tl.arange(0, BLOCK_M)
     r = tl.arange(0, 32)
@@ -74,7 +74,7 @@ def _add_adapters(
     chunk = tl.load(tile_chunks_ptr + first // BLOCK_M)
     end = tl.minimum(first + BLOCK_M, num_tokens)
     done = first
-    while done < end:  # a segment a turn
+    while done < end:  # one segment per iteration
         record = chunks_ptr + chunk.to(tl.int64) * 8
         chunk_row = tl.load(record).to(tl.int32)
         tiles = tl.load(record + 3)
@@ -88,7 +88,7 @@ def _add_adapters(
         before = token // CHUNK_T * CHUNK_T  # the segment's tokens before the token's own chunk
         count = tl.minimum(length - before, CHUNK_T)
         h_at = h_row + (before - (chunk_row - start)) * blocks + token - before
-        for block in tl.range(0, blocks, num_stages=1):  # in stages it takes more registers
+        for block in tl.range(0, blocks, num_stages=1):  # more stages take more registers
             tile = block * 2 + r % 16 // 8
             offset = tl.load(b_offset_ptr + entry + tile, mask=tile < tiles, other=-1)
             height = tl.load(rows_ptr + entry + tile, mask=tile < tiles, other=0)
@@ -128,8 +128,8 @@ def _gate_up_kernel(
 ):
     num_m = tl.cdiv(num_tokens, BLOCK_M)
     num_n = tl.cdiv(width, BLOCK_N)
-    # As one loop with the next, a tile's first loads come before the last one's end. With adapters
-    # the compiler would then let no product of tensor cores begin before the one before it ends.
+    # Flattened with the inner loop, a tile's first loads start before the tile before it ends. With
+    # adapters, the compiler would then let no tensor core product start before the last one ends.
     for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=not HAS_LORA):
         band = tile // (BAND * num_n)
         height = tl.minimum(num_m - band * BAND, BAND)
@@ -159,9 +159,9 @@ def _gate_up_kernel(
                 BLOCK_M,
                 BLOCK_N,
             )
-        # In this order of the axes a thread has its columns of both, and nothing is exchanged.
+        # With this order of the axes each thread has the same columns of both: no exchange.
         gate, up = tl.split(both.reshape(BLOCK_M, 2, BLOCK_N).permute(0, 2, 1))
-        # Rounded where the reference rounds.
+        # Round where the reference rounds.
         dtype = out_desc.dtype
         gate = gate.to(dtype).to(tl.float32)
         silu = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)
@@ -184,9 +184,9 @@ def gate_up_silu_triton(
     num_warps: int = 8,
     num_stages: int = 3,
 ) -> torch.Tensor:
-    """x [T, E], weight [2I, E] -> [T, I], with the adapters of `plan` where h is given.
+    """x [T, E], weight [2I, E] -> [T, I], with the adapters of `plan` if h is given.
 
-    h  the shrink over (gate, up); every row belongs to a segment of the plan then
+    h  the shrink over (gate, up); every row must then belong to a segment of the plan
     """
     num_tokens, width = x.shape[0], weight.shape[0] // 2
     out = torch.empty(num_tokens, width, dtype=x.dtype, device=x.device)

@@ -1,4 +1,4 @@
-"""Memory from the system: in huge pages, and as late as it is used."""
+"""Allocates memory on the CPU: in huge pages, or only when it is first used."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import mmap
 import torch
 
 _HUGE_PAGE_BYTES = 2 << 20
-# The largest piece that glibc's malloc learns from (DEFAULT_MMAP_THRESHOLD_MAX), with its header.
+# The largest block whose free() raises glibc's mmap threshold (DEFAULT_MMAP_THRESHOLD_MAX), less
+# its header.
 _LARGEST_LESSON = (32 << 20) - 8192
 
 
 def empty_fp32(*shape: int) -> torch.Tensor:
-    """An uninitialised fp32 tensor on the CPU, in huge pages where the system gives them.
+    """Allocate an uninitialised fp32 tensor on the CPU, in huge pages if the system has them.
 
-    In pages of 4 KiB, finding their places takes a fifth of the time that reading them does, and
-    writing them for the first time five times as long as the writing.
+    With pages of 4 KiB, address translation adds a fifth to the time of reading, and page faults
+    make the first write five times as slow.
     """
     num_bytes = 4 * math.prod(shape)
     if num_bytes < _HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
@@ -26,9 +27,9 @@ def empty_fp32(*shape: int) -> torch.Tensor:
 
 
 def lazy_zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A tensor of zeros on the CPU; what was never written to takes no memory.
+    """Allocate zeros on the CPU; pages that were never written take no memory.
 
-    `torch.zeros` writes all of it at once.
+    `torch.zeros` writes all pages at once.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes < _HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
@@ -37,7 +38,7 @@ def lazy_zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def _mapped(num_bytes: int) -> torch.Tensor:
-    """Fresh memory as [num_bytes] uint8, in huge pages where the system gives them."""
+    """Allocate fresh memory as [num_bytes] uint8, in huge pages if the system has them."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -45,12 +46,12 @@ def _mapped(num_bytes: int) -> torch.Tensor:
 
 
 def keep_freed_memory() -> None:
-    """Have malloc keep up to 64 MiB that are free, for the whole process.
+    """Make glibc's malloc keep up to 64 MiB of free memory, for the whole process.
 
-    A prefill's temporaries are pieces of some megabytes. At first glibc takes each from the system
-    and gives it back, and clearing its pages takes as long as a fifth of the step. Freeing a piece
-    tells malloc that such pieces come and go: from then on it keeps smaller ones, and twice as
-    much on top of its heap (mallopt(3), M_MMAP_THRESHOLD). This one is never written to. Other
-    allocators take no notice.
+    A prefill's temporaries are blocks of some megabytes. By default glibc maps each block and
+    unmaps it afterwards, and clearing its pages takes a fifth of the step's time. Freeing one large
+    block raises the threshold: from then on malloc keeps smaller blocks, and twice as much on top
+    of its heap (mallopt(3), M_MMAP_THRESHOLD). The block is never written to. Other allocators are
+    not affected.
     """
     torch.empty(_LARGEST_LESSON, dtype=torch.uint8)

@@ -1,10 +1,10 @@
-"""How the KV of 16 tokens lies inside one page of the arena."""
+"""PageLayout: how keys and values lie inside one page of the arena."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# A kernel with a sliding window may begin to read so many keys, less one, before the window.
+# A kernel with a sliding window may read up to this many keys, less one, before the window.
 KEYS_READ_TOGETHER = 64
 
 
@@ -28,7 +28,7 @@ class PageLayout:
 
     @property
     def value_stride(self) -> int:
-        """From a token's key to the same token's value."""
+        """Elements from a token's key to the same token's value."""
         return self.num_kv_heads * self.head_stride
 
     @property

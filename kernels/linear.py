@@ -1,7 +1,7 @@
-"""y = x W^T for a handful of tokens: as fast as W can be read.
+"""y = x W^T for a few tokens, as fast as W can be read.
 
-Few rows leave a general matrix product with too few tiles to keep the memory busy. Here a program
-owns a narrow band of W and streams it through a deep pipeline; every band is read once.
+With few rows, a general matrix product has too few tiles to use all memory bandwidth. Here each
+program reads a narrow band of W once, through a deep pipeline.
 """
 
 from __future__ import annotations
@@ -89,10 +89,10 @@ def linear_ref(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [T, K], weight [N, K] -> [T, N], by whatever reads W fastest.
+    """x [T, K], weight [N, K] -> [T, N], with the kernel for few rows or torch's product.
 
-    Where the kernel for few rows beat the library on an H200 (docs/performance.md): very tall
-    weights up to 64 rows, and up to 16 rows those too small to keep the library's tiles busy.
+    The kernel is used where it was faster on an H200 (docs/performance.md): for very tall weights
+    up to 64 rows of x, and for weights with too few tiles for torch's product up to 16 rows.
     """
     num_tokens, height = x.shape[0], weight.shape[0]
     if not use_triton(x) or num_tokens > 64 or x.dtype == torch.float32:

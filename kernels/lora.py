@@ -1,8 +1,8 @@
-"""Many LoRA adapters of any rank in one batch: y += scale * (x A^T) B^T per token's own adapter.
+"""Many LoRA adapters of any rank in one batch: y += scale * (x A^T) B^T, with each token's adapter.
 
-The shrink is x A^T, the expand the product with B^T. On a GPU the vectors between the two are the
-rows of lora_plan.py, on a CPU a dense `[projections, T, 8 * max_tiles]`; to the caller they are
-opaque.
+The *shrink* is x A^T, the *expand* is the product with B^T. On a GPU the vectors between the two
+are rows as in lora_plan.py, on a CPU a dense `[projections, T, 8 * max_tiles]`; the caller only
+passes them on.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def lora_shrink_ref(
 
     x      [T, in]
     arena  any shape, read as flat
-    -> [len(projections), T, 8 * max_tiles] fp32; tile t's rows begin at column 8 t, and what no
-       rank row fills is zero
+    -> [len(projections), T, 8 * max_tiles] fp32; tile t's rows begin at column 8 t, and columns
+       without a rank row are zero
     Source: Punica, arXiv:2310.18547 (the shrink half of SGMV).
     """
     flat, table = arena.view(-1), lora.table
@@ -77,7 +77,7 @@ def lora_expand_ref(
 def _tiles_of_segments(
     lora: LoraBatch, layer: int, projections: tuple[int, ...]
 ) -> list[tuple[int, int, list[tuple[int, int, int]]]]:
-    """(first row, end row, [(index in projections, tile, entry)]) of every segment with tiles."""
+    """Return (first row, end row, [(index in projections, tile, entry)]) of segments with tiles."""
     table = lora.table
     bounds = lora.seg_indptr.tolist()
     segments = []
@@ -97,9 +97,9 @@ def _tiles_of_segments(
 
 
 def block_of(num_tokens: int, num_segments: int) -> int:
-    """Tokens per chunk: 16 where segments are short (decode), 32 where they are long.
+    """Return the tokens per chunk: 16 if segments are short (decode), 32 if they are long.
 
-    At 64 the products take another, here slower, path of the tensor cores.
+    At 64 the compiler uses other tensor core instructions, which are slower here.
     """
     return 32 if num_tokens >= max(512, 24 * num_segments) else 16
 

@@ -1,8 +1,8 @@
-"""Vectors by which an adapter adjusts the base's own product: DoRA's row factors, and biases.
+"""Applies an adapter's vectors to the base's product: DoRA's row factors, and biases.
 
-DoRA's y = f * (W x + s B A x) is kept as y = W x + (f - 1) * W x + s (f B) A x: the last term is an
-ordinary LoRA, the middle one is here. A blend's parts all see the base's product, so their gains
-are summed before any of them is applied.
+DoRA's y = f * (W x + s B A x) is computed as W x + (f - 1) * W x + s (f B) A x. The last term is an
+ordinary LoRA; the middle one is here. All parts of a blend apply to the base's product, so their
+gains are summed before they are applied.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def lora_adjust_ref(
 ) -> None:
     """Add weight * (gain * (y + bias) + shift), summed over the parts of each row's adapter, to y.
 
-    In place; of an adapter there is nothing in y yet.
+    In place; call it before any adapter's output is added to y.
 
     y            [T, sum of out widths]: the base's product
     out_offsets  projection i is y[:, out_offsets[i]:out_offsets[i + 1]]
-    bias         [sum of out widths] the base's, where it is not in y: somebody adds it to y later
+    bias         [sum of out widths] the base's bias, if y does not have it: it is added to y later
     Source: DoRA, arXiv:2402.09353, equation 5.
     """
     if extras.adjust is None:
@@ -64,7 +64,7 @@ def _weighted_sum(
     num_parts: int,
     width: int,
 ) -> torch.Tensor | None:
-    """The parts' vectors of one place, fp32; None when there are none."""
+    """Return the weighted sum of the parts' vectors of an entry, fp32; None: there are none."""
     total: torch.Tensor | None = None
     for i in range(entry, entry + num_parts):
         offset = int(offsets[i])
@@ -137,7 +137,7 @@ def lora_adjust_triton(
     out_offsets: tuple[int, ...],
     bias: torch.Tensor | None = None,
 ) -> None:
-    """One program a row, projection and part of the columns; those of other rows end at once."""
+    """Launch a program per row, projection and part of the columns; skips rows without vectors."""
     table = extras.adjust
     if table is None:
         return

@@ -1,16 +1,16 @@
 """LoRA for a CPU: few large products instead of one tiny product per tile.
 
-A decode step reads each adapter's weights once, so its time is that of memory; thousands of calls
-on single tiles would cost ten times as much. Adapters that run are therefore copied into
-`Stacks`, where one call serves all of one shape:
+A decode step reads each adapter's weights once, so memory bandwidth bounds its time; thousands of
+calls on single tiles would take ten times as long. Running adapters are therefore copied into
+`Stacks`, where one call computes all adapters of one shape:
 
-- Few rows per adapter (a decode): `torch.embedding_bag` sums rows of a table, each times a weight.
-  With A transposed, x is the weights and the sums are A x; with these as weights and the rows of
-  Bᵀ, the sums are the output. torch compiles the loop for the width when it first runs and reads
-  at the speed of memory, which its batched products do not reach for one row.
-- Many rows (a prefill): batched products over neighbouring slots, added in place.
+- Few rows per adapter (a decode): `torch.embedding_bag` computes weighted sums of a table's rows.
+  With the table Aᵀ and the weights x, the sums are A x. With the table Bᵀ and these as weights, the
+  sums are the output. torch compiles this loop for the width at its first run; it reads at the
+  speed of memory, which torch's batched products do not for one row.
+- Many rows (a prefill): batched products over adjacent slots, added in place.
 
-Adapters that find no room in a stack use their tiles in place. The result is `lora_shrink`
+Adapters for which no stack has room use their tiles in place. The result equals `lora_shrink`
 followed by `lora_expand`.
 """
 
@@ -27,14 +27,14 @@ from kernels.huge_pages import empty_fp32
 from kernels.lora_stacks import SITES, Matrix, Shape, SiteBags, Stack, Stacks
 from kernels.lora_table import NUM_PROJECTIONS, LoraBatch, LoraTable
 
-# Segments of up to this many rows are summed row by row; longer ones are multiplied.
+# Segments of up to this many rows use `embedding_bag`; longer ones batched products.
 _FEW_ROWS = 4
 
 Segment = tuple[int, int, int]  # slot, first row, end row
 
 
 class _TableView:
-    """A LoraTable's tiles as matrices over the arena; neighbouring tiles become one matrix."""
+    """A LoraTable's tiles as matrices over the arena; adjacent tiles become one matrix."""
 
     def __init__(
         self, table: LoraTable, arena: torch.Tensor, widths: Sequence[tuple[int, int]]
@@ -47,13 +47,13 @@ class _TableView:
         self._matrices: dict[int, list[list[Matrix]]] = {}
 
     def rank_rows(self, adapter: int, num_layers: int) -> Shape:
-        """Most rank rows that any layer has, for each projection."""
+        """Return for each projection the most rank rows that any layer has."""
         start, tiles = self._start[adapter], self._num_tiles[adapter]
         rows = self.table.rows[start : start + num_layers * NUM_PROJECTIONS * tiles]
         return tuple(rows.view(num_layers, NUM_PROJECTIONS, tiles).sum(-1).amax(0).tolist())
 
     def matrices(self, adapter: int, num_layers: int) -> list[list[Matrix]]:
-        """[layer * 7 + projection] -> the adapter's matrices there."""
+        """Return the adapter's matrices at [layer * 7 + projection]."""
         found = self._matrices.get(adapter)
         if found is None:
             found = self._matrices[adapter] = self._read(adapter, num_layers)
@@ -95,10 +95,10 @@ def _continues(
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Rows of x and y that are taken together.
+    """Rows of x and y that are computed together.
 
-    first, count  neighbours in order; or
-    index         [count] int64, if they are not
+    first, count  adjacent rows in order; or
+    index         [count] int64, if they are not adjacent
     """
 
     first: int
@@ -128,7 +128,7 @@ class _Rows:
 
 @dataclass(frozen=True, slots=True)
 class _Bags:
-    """Segments of few rows: every row of x beside the slot of its adapter.
+    """Segments of few rows, computed with `embedding_bag`.
 
     sites  [layer * 4 + site]
     """
@@ -157,19 +157,19 @@ class _Bags:
 def _sum_rows(
     table: torch.Tensor, index: torch.Tensor, start: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Row i: the sum of weights[j] * table[index[j]] for j from start[i] to start[i + 1]."""
-    # By position: 240 times a step, names cost a microsecond each. No gradients; 0 is a sum.
+    """Return as row i the sum of weights[j] * table[index[j]], j from start[i] to start[i + 1]."""
+    # Called 240 times a step: keyword arguments would cost a microsecond each. Mode 0 is a sum.
     return torch.embedding_bag(table, index, start, False, 0, False, weights)[0]
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Segments of many rows in neighbouring slots, padded to `per_slot` rows each.
+    """Segments of many rows in adjacent slots, padded to `per_slot` rows each.
 
     slots   the first and one past the last
     inputs  per_slot rows of x for each slot; padding repeats some row
-    valid   [N] int64 places of `inputs` that are no padding; None: all are
-    rows    of y that they are added to
+    valid   [N] int64 rows of `inputs` that are not padding; None: all
+    rows    rows of y to which the results are added
     """
 
     stack: Stack
@@ -220,10 +220,10 @@ class _Run:
 
 
 class _Scratch:
-    """Room for products that live for a moment.
+    """Memory for short-lived products.
 
-    New memory of some megabytes comes from the system, page by page, every time, and goes back
-    to it: that takes as long as the product.
+    Allocating some megabytes anew for each product takes as long as the product: the system maps
+    and clears every page.
     """
 
     _MAX_ELEMENTS = 4 << 20
@@ -232,7 +232,7 @@ class _Scratch:
         self._memory = torch.empty(0)
 
     def empty(self, *shape: int) -> torch.Tensor:
-        """An uninitialised fp32 tensor; the next call may return the same memory."""
+        """Return an uninitialised fp32 tensor; the next call may return the same memory."""
         wanted = math.prod(shape)
         if wanted > self._MAX_ELEMENTS:
             return torch.empty(shape)
@@ -242,11 +242,11 @@ class _Scratch:
 
 
 def _add_products(y: torch.Tensor, h: torch.Tensor, b: torch.Tensor, scratch: _Scratch) -> None:
-    """y [S, N, width] += h [S, N, rank] @ b [S, rank, width], in place.
+    """Add h [S, N, rank] @ b [S, rank, width] to y [S, N, width], in place.
 
-    Adding within the product saves a pass over y. But where y is no piece of memory of its own,
-    torch multiplies one matrix after another, each with all threads: with matrices this small,
-    two threads take three times as long as for a batched product.
+    Adding within the product saves a pass over y. But if y is not contiguous, torch multiplies one
+    matrix after another, each with all threads: for matrices this small, two threads then take
+    three times as long as for a batched product.
     """
     if y.is_contiguous() or torch.get_num_threads() == 1:
         y.baddbmm_(h, b)
@@ -257,7 +257,7 @@ def _add_products(y: torch.Tensor, h: torch.Tensor, b: torch.Tensor, scratch: _S
 def _split_into_runs(segments: list[Segment]) -> list[list[Segment]]:
     """Cut segments, sorted by slot, into runs without gaps.
 
-    A run's segments are padded to its longest; padding may double the work, not more.
+    A run's segments are padded to its longest, which at most doubles the work.
     """
     runs: list[list[Segment]] = []
     total = longest = 0
@@ -306,11 +306,11 @@ class CpuLoraStep:
 
 
 class CpuLora:
-    """Keeps the stacks of the adapters that run.
+    """Keeps the stacks of the running adapters.
 
     arena      [P, page_elems] fp32
     widths     (in, out) of the seven projections
-    max_bytes  of all stacks together; adapters beyond it use their tiles in place
+    max_bytes  of all stacks together; other adapters use their tiles in place
     """
 
     def __init__(
@@ -327,24 +327,24 @@ class CpuLora:
         self._scratch = _Scratch()
 
     def arrange(self, keys: Iterable[Hashable]) -> dict[Hashable, int]:
-        """A rank for those of `keys` that have a slot, in slot order.
+        """Return the sort order of those `keys` that have a slot: by slot.
 
-        Rows sorted so need no gathering; keys without a rank best come after them.
+        Rows in this order need no gathering; put keys without a slot after them.
         """
         wanted = set(keys)
         stacked = (key for key in self._stacks.keys() if key in wanted)
         return {key: rank for rank, key in enumerate(stacked)}
 
     def forget(self, is_meant: Callable[[Any], bool]) -> None:
-        """Drop the copies of the adapters whose keys are meant."""
+        """Drop the copies of the adapters whose keys `is_meant` accepts."""
         for key in self._stacks.keys():
             if is_meant(key):
                 self._stacks.discard(key)
 
     def prepare(self, lora: LoraBatch, keys: Sequence[Hashable]) -> CpuLoraStep:
-        """The step's products.
+        """Prepare the step's products.
 
-        keys  what each virtual adapter of the table *is*: equal keys have equal weights for ever
+        keys  identifies each virtual adapter of the table: equal keys always have equal weights
         """
         if self._view is None or self._view.table is not lora.table:
             self._view = _TableView(lora.table, self._arena, self._widths)
@@ -370,7 +370,7 @@ class CpuLora:
         return CpuLoraStep(parts, loose)
 
     def _stack(self, view: _TableView, keys: Sequence[Hashable]) -> None:
-        """Copy adapters that are in no stack yet, as far as there is room."""
+        """Copy adapters that are in no stack yet, if there is room."""
         keep = set(keys)
         for adapter, key in enumerate(keys):
             if self._stacks.find(key) is None:

@@ -1,7 +1,7 @@
-"""The expand on a GPU: rank-space vectors times B^T, over tiles where they lie.
+"""The expand for long segments on a GPU: rank-space vectors times B^T, reading tiles in place.
 
-For long segments a unit of work is a chunk of the plan times a block of output columns; for others
-see lora_expand_decode.py. See `kernels.lora.lora_expand_ref`.
+A unit of work is a chunk of the plan times a block of output columns. For short segments see
+lora_expand_decode.py; the reference is `kernels.lora.lora_expand_ref`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from kernels.lora_table import LoraTable
 
 @jit()
 def tile_rows(entry, tile, tiles, b_offset_ptr, rows_ptr, width):
-    """Where 16 rank rows of B begin in the arena, and which of them there are.
+    """Return where 16 rank rows of B begin in the arena, and whether each exists.
 
-    tile  [16], the tile of each row, two tiles one after the other
+    tile  [16], the tile of each row: two tiles, one after the other
     """
     r = tl.arange(0, 16)
     has = tile < tiles
@@ -50,7 +50,7 @@ def lora_tile(
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """A chunk's adapter output for some columns of one projection: [BLOCK_T, BLOCK_N] fp32."""
+    """Return a chunk's adapter output for columns of one projection: [BLOCK_T, BLOCK_N] fp32."""
     t = tl.arange(0, BLOCK_T)
     r = tl.arange(0, 16)
     entry = first_entry + (layer * 7 + projection) * tiles
@@ -101,7 +101,7 @@ def _expand_kernel(
     blocks2 = tl.cdiv(bound3 - bound2, BLOCK_N) if NUM_P > 2 else 0
     num_blocks = blocks0 + blocks1 + blocks2
     unit = tl.program_id(0)
-    # As in the shrink, the first record is not loaded after the count but beside it.
+    # As in the shrink, the first record is loaded at the same time as the count.
     record = chunks_ptr + (unit // num_blocks).to(tl.int64) * 8
     first_row, count, first_entry, tiles, blocks, h_row = load_record(record)
     num_units = tl.load(counts_ptr) * num_blocks
@@ -112,7 +112,7 @@ def _expand_kernel(
         high = tl.where(index == 0, bound1, tl.where(index == 1, bound2, bound3))
         before = tl.where(index == 0, 0, tl.where(index == 1, blocks0, blocks0 + blocks1))
         projection = tl.where(index == 0, P0, tl.where(index == 1, P1, P2))
-        # In narrower parts, whose registers fit.
+        # In narrower parts, which fit into registers.
         for part in range(0, BLOCK_N // DOT_N):
             columns = (block - before) * BLOCK_N + part * DOT_N + tl.arange(0, DOT_N)
             product = lora_tile(
@@ -159,9 +159,9 @@ def lora_expand_triton(
     num_warps: int = 0,
     num_stages: int = 1,
 ) -> None:
-    """Add to y, or with add=False write to it, zeros for base-only tokens included.
+    """Add to y; with add=False write to it, zeros for tokens without an adapter.
 
-    The options are those of a plan for long segments.
+    The default options are for a plan with long segments.
     """
     if plan.block_t <= RANK_BLOCK:
         lora_expand_decode_triton(

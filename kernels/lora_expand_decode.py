@@ -1,9 +1,9 @@
-"""The expand of few tokens a segment: as many programs a chunk as its rank has bytes.
+"""The expand for segments of few tokens: a chunk gets programs in proportion to its rank.
 
 A unit of work is an item of the plan times a group of output columns. A chunk of n items cuts each
-group into parts, the more the higher its rank, and its items share them out; so that a unit reads
-16 rank rows of 512 columns whatever the rank, or twice that beyond rank 128, and a long adapter
-keeps nobody waiting. See `kernels.lora.lora_expand_ref`.
+group into parts, more for a higher rank, and its items share them. So a unit reads 16 rank rows of
+512 columns for any rank, or twice that beyond rank 128, and an adapter of high rank does not delay
+the others. The reference is `kernels.lora.lora_expand_ref`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from kernels.lora_table import LoraTable
 
 @jit()
 def load_tile(arena_ptr, b_offset_ptr, rows_ptr, entry, tile, tiles, column, width):
-    """The eight rows of each lane's tile at its eight columns: eight of [LANES, 8].
+    """Load the eight rows of each lane's tile at its eight columns: eight of [LANES, 8].
 
-    Rows that are not there are zero. Each row is a load of its own: with the rows as an axis, it
-    is the compiler's choice whether they go to registers or to lanes, which costs shuffles.
+    Missing rows are zero. Each row is a load of its own: with the rows as an axis, the compiler
+    might spread them over lanes, which costs shuffles.
     """
     has = tile < tiles
     offset = tl.load(b_offset_ptr + entry + tile, mask=has, other=-1)
@@ -33,7 +33,7 @@ def load_tile(arena_ptr, b_offset_ptr, rows_ptr, entry, tile, tiles, column, wid
     c = tl.arange(0, 8)
     p = (arena_ptr + offset + column)[:, None] + c[None, :]
     ok = column[:, None] + c[None, :] < width
-    # Read once: what others read again stays in the cache.
+    # Each value is read once, so it must not evict from the cache what others read again.
     return (
         tl.load(p, mask=ok & (rows > 0), other=0.0, eviction_policy="evict_first"),
         tl.load(p + width, mask=ok & (rows > 1), other=0.0, eviction_policy="evict_first"),
@@ -48,7 +48,7 @@ def load_tile(arena_ptr, b_offset_ptr, rows_ptr, entry, tile, tiles, column, wid
 
 @jit()
 def load_h(p, has):
-    """Eight rank-space values of one token, each [LANES]."""
+    """Load eight rank-space values of one token, each [LANES]."""
     return (
         tl.load(p, mask=has, other=0.0),
         tl.load(p + 1, mask=has, other=0.0),
@@ -63,7 +63,7 @@ def load_h(p, has):
 
 @jit()
 def add_tile(total, h, b):
-    """total [LANES, 8] plus the sum over a tile's rows of h times b, in fp32."""
+    """Return total [LANES, 8] plus the sum of h * b over a tile's rows, in fp32."""
     for row in tl.static_range(8):
         total += h[row].to(tl.float32)[:, None] * b[row].to(tl.float32)
     return total
@@ -85,12 +85,12 @@ def lora_lanes(
     width,
     LANES: tl.constexpr,
 ):
-    """One token's adapter output [LANES, 8], in parts: lanes of the same columns add up to it.
+    """Return partial sums [LANES, 8] of one token's adapter output: add lanes of the same columns.
 
-    Without tensor cores, which would spend 15 of 16 rows on nobody.
+    It does not use tensor cores, where 15 of 16 rows would be empty.
 
-    h_ptr       the token's rank-space values of the first item; the next one's are h_step on
-    lane_item   [LANES], the first of the items whose rows a lane takes; it takes each lane_items-th
+    h_ptr       the token's rank-space values of the first item; each next item is h_step further
+    lane_item   [LANES], the first item that a lane computes; it computes every lane_items-th
     column      [LANES], the first of a lane's columns
     """
     total = tl.zeros((LANES, 8), dtype=tl.float32)
@@ -109,7 +109,7 @@ def lora_lanes(
 
 @jit()
 def item_rows(entry, item, tiles, b_offset_ptr, rows_ptr, width):
-    """Where 16 rank rows of B begin in the arena, and which of them there are."""
+    """Return where 16 rank rows of B begin in the arena, and whether each exists."""
     r = tl.arange(0, 16)
     tile = item * 2
     offset0 = tl.load(b_offset_ptr + entry + tile)
@@ -138,7 +138,7 @@ def lora_columns(
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Several tokens' adapter output for some columns of one projection: [BLOCK_T, BLOCK_N]."""
+    """Return several tokens' adapter output for columns of one projection: [BLOCK_T, BLOCK_N]."""
     t = tl.arange(0, BLOCK_T)
     r = tl.arange(0, 16)
     product = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
@@ -160,7 +160,7 @@ def lora_columns(
 
 @jit()
 def put(y_ptrs, values, mask, ADD: tl.constexpr):
-    """Write fp32 values to y, added to what is there or in its place."""
+    """Write fp32 values to y; with ADD add them to its values."""
     if ADD:
         values += tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32)
     tl.store(y_ptrs, values.to(y_ptrs.dtype.element_ty), mask=mask)
@@ -209,7 +209,7 @@ def _expand_decode_kernel(
     groups2 = tl.cdiv(bound3 - bound2, GROUP_N) if NUM_P > 2 else 0
     num_groups = groups0 + groups1 + groups2
     unit = tl.program_id(0)
-    # As in the shrink, the first record is not loaded after the count but beside it.
+    # As in the shrink, the first record is loaded at the same time as the count.
     record = items_ptr + (unit // num_groups).to(tl.int64) * 8
     first_row, count, first_entry, tiles, block, h_row = load_record(record)
     num_units = tl.load(counts_ptr + 2) * num_groups
@@ -301,13 +301,13 @@ def lora_expand_decode_triton(
     dot_n: int = 128,
     max_registers: int = 128,
 ) -> None:
-    """Add to y, or with add=False write to it, zeros for base-only tokens included.
+    """Add to y; with add=False write to it, zeros for tokens without an adapter.
 
-    num_programs   some times as many as the card holds: while a product holds most processors, one
-                   that starts late must not have much left to do
-    group_n        columns, eight a lane, 256 a warp; of rank 128 a row's eighth is read at a time
-    few            most tokens in a chunk whose rows each are multiplied without tensor cores
-    max_registers  a thread; 128 let 16 warps run on a processor
+    num_programs   several times as many as fit on the GPU: while a matrix product occupies most
+                   multiprocessors, a program that starts late must have little to do
+    group_n        columns of a group: 8 per lane, 256 per warp; at rank 128, an eighth of a row
+    few            the most tokens of a chunk that are computed without tensor cores
+    max_registers  of a thread; with 128, 16 warps run on a multiprocessor
     """
     widths = [high - low for low, high in itertools.pairwise(out_offsets)]
     num_groups = sum(ceil_div(width, group_n) for width in widths)

@@ -1,14 +1,14 @@
-"""The step's LoRA work as a list on the device: built once, read by every layer.
+"""LoraPlan: a step's LoRA work as a list on the device, built once and read by every layer.
 
 A segment (tokens of one virtual adapter) is cut into *chunks* of at most `block_t` tokens; a chunk
 times 16 rank rows (two tiles) is an *item*, the unit of the shrink. In a decode the expand walks
-items as well, so that a chunk has as many programs as its rank has bytes; with long segments it
-walks chunks, as does what it is fused into. Both lists and their lengths live on the device, and
-the kernels' grids do not depend on them: so one CUDA graph serves every mix of adapters and ranks.
+items as well, so that a chunk gets programs in proportion to its rank. With long segments the
+expand, and kernels that include it, walk chunks. Both lists and their lengths are on the device,
+and no kernel's grid depends on them: so one CUDA graph serves every mix of adapters and ranks.
 
 The rank-space vectors of all items lie in rows `[rows, projections * 16]`, an item's tokens one
-after the other. While a shrink runs, each split of the inner dimension writes a plane of its own
-and the last to arrive sums the planes in order: no zeroing, and the same bits every time.
+after the other. In a shrink, each split of the inner dimension writes a plane of its own, and the
+last one to finish sums the planes in order: nothing is zeroed, and the bits are always the same.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from kernels.backend import ceil_div, jit, next_power_of_2, tl
 from kernels.lora_table import LoraBatch
 
 RANK_BLOCK = 16  # the smallest inner dimension of a matrix product on tensor cores
-FEW_TOKENS = 2  # a segment's, that are multiplied one by one: on tensor cores most rows would idle
-MANY_CHUNKS = 16  # above so many, chunks fill a card without being split finely
+FEW_TOKENS = 2  # segments of up to so many do without tensor cores, where most rows would be empty
+MANY_CHUNKS = 16  # more chunks than this fill a GPU without being split finely
 RECORD = 8  # int64 words of a chunk's record, 64 bytes
 TILE_T = 128  # rows of a tile of a long product
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraPlan:
-    """Where the work list of a step is.
+    """The work list of a step.
 
     chunks    [C, 8] int64  first row, tokens, entry of (layer 0, projection 0, tile 0), tiles,
                             rank blocks (0: base only), first rank-space row; its segment's
                             first row and tokens
-    items     [J, 8] int64  the first six of its chunk, but the item's rank block and rank-space
-                            row; those of segments of FEW_TOKENS first, then those of longer ones,
-                            then one for every chunk without an adapter
-    counts    [4] int32     chunks, items with an adapter, items, items of FEW_TOKENS
+    items     [J, 8] int64  the first six words of its chunk, but with the item's rank block and
+                            rank-space row; first items of segments of up to FEW_TOKENS, then those
+                            of longer ones, then one for every chunk without an adapter
+    counts    [4] int32     chunks, items with an adapter, items, items of up to FEW_TOKENS
 
-    An item repeats its chunk's record so that a kernel has what it needs after one load: at a
-    decode's sizes the time is that of the loads that wait for each other.
+    An item repeats its chunk's record, so that a kernel needs only one load: at a decode's sizes,
+    loads that depend on each other take most of the time.
 
     tile_chunks  [ceil(T / TILE_T)] int32  the chunk in which each tile of rows begins
     arrived   [J] int32     splits of an item that are done; zero between launches
     block_t                 most tokens in a chunk
-    max_rows                rows of rank-space vectors there may be
+    max_rows                most rows of rank-space vectors
     """
 
     chunks: torch.Tensor
@@ -60,7 +60,7 @@ class LoraPlan:
 def empty_plan(
     num_tokens: int, num_segments: int, max_blocks: int, block_t: int, device: torch.device
 ) -> LoraPlan:
-    """Room for the work list of any step of at most so many tokens, segments and rank blocks."""
+    """Allocate the work list of any step of at most so many tokens, segments and rank blocks."""
     max_chunks = min(num_tokens, ceil_div(num_tokens, block_t) + num_segments)
     max_items = max_chunks * max(max_blocks, 1)
     return LoraPlan(
@@ -148,9 +148,9 @@ def _plan_kernel(
 
 
 def fill_plan(plan: LoraPlan, lora: LoraBatch) -> None:
-    """Write the work list of `lora`; one launch, nothing comes back to the host.
+    """Write the work list of `lora` in one launch; the host waits for nothing.
 
-    The caller has made the plan large enough: for each request, its tokens times its rank blocks.
+    The plan must be large enough: for each request, its tokens times its rank blocks.
     """
     num_segments = lora.seg_adapter.shape[0]
     _plan_kernel[(1,)](
@@ -173,7 +173,7 @@ def fill_plan(plan: LoraPlan, lora: LoraBatch) -> None:
 
 
 def make_plan(lora: LoraBatch, num_tokens: int, block_t: int) -> LoraPlan:
-    """A new plan, filled."""
+    """Make a plan and fill it."""
     max_blocks = ceil_div(lora.max_tiles, 2)
     plan = empty_plan(
         num_tokens, lora.seg_adapter.shape[0], max_blocks, block_t, lora.seg_adapter.device

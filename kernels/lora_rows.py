@@ -1,8 +1,8 @@
-"""Rows of the embedding and of the last matrix that adapters replace: a few tokens' each.
+"""Replaces rows of the embedding and of the LM head for the few tokens that an adapter has anew.
 
-Whoever adds tokens to a chat trains their rows and nothing else of the vocabulary. The base's
-products are made for all rows as ever; of the adapter's tokens what the base gave is then replaced.
-A part of a blend replaces it to the degree of its weight: y becomes y + Σ weight * (new - y).
+An adapter that adds tokens trains their rows and nothing else of the vocabulary. The base's
+products are computed for all tokens; the results of the adapter's tokens are then replaced. The
+parts of a blend replace them in proportion to their weights: y becomes y + Σ weight * (new - y).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from kernels.backend import ceil_div, jit, next_power_of_2, num_launched, tl
 from kernels.lora_table import RowTable
 
-# Programs that share one row's tokens, each of which reads a row of the last matrix.
+# Programs that share the new tokens of one row; each token reads a row of the LM head.
 _HEAD_PROGRAMS = 16
 
 
@@ -23,7 +23,7 @@ def replace_embedded_ref(
     table: RowTable,
     row_adapter: torch.Tensor,
 ) -> None:
-    """Replace the embeddings [T, E] of tokens that the row's adapter has anew, in place.
+    """Replace the embeddings [T, E] of tokens for which the row's adapter has a new row, in place.
 
     token_ids    [T]
     row_adapter  [T] int32  index into the table; -1: the base
@@ -41,9 +41,9 @@ def replace_logits_ref(
     table: RowTable,
     row_adapter: torch.Tensor,
 ) -> None:
-    """Replace the logits [N, V] of tokens that the row's adapter has anew, in place.
+    """Replace the logits [N, V] of tokens for which the row's adapter has a new row, in place.
 
-    x            [N, E] what the last matrix reads
+    x            [N, E] the input of the LM head
     row_adapter  [N] int32  index into the table; -1: the base
     """
     for row in range(len(x)):
@@ -54,7 +54,7 @@ def replace_logits_ref(
 def _replaced(
     width: int, arena: torch.Tensor, table: RowTable, adapter: int
 ) -> list[tuple[int, float, torch.Tensor]]:
-    """(token, how much of the base's stays, the weighted sum of the new rows [E]) of an adapter."""
+    """Return (token, share of the base that stays, weighted sum of the new rows [E]) per token."""
     if adapter < 0:
         return []
     found = []
@@ -97,7 +97,7 @@ def _embedded_kernel(
     if count > 0:
         token = tl.load(token_ids_ptr + row)
         first = tl.load(first_ptr + adapter)
-        found = 0  # its number among the adapter's tokens, from 1
+        found = 0  # the token's number among the adapter's, from 1; 0: it is not one of them
         for start in range(0, count, BLOCK_M):
             i = start + tl.arange(0, BLOCK_M)
             ids = tl.load(token_id_ptr + first + i, mask=i < count, other=-1)
@@ -186,7 +186,7 @@ def replace_embedded_triton(
     table: RowTable,
     row_adapter: torch.Tensor,
 ) -> None:
-    """One program a row and part of its columns; those of other rows end at once.
+    """Launch a program per row and part of its columns; rows without a new row end early.
 
     hidden is contiguous.
     """
@@ -212,7 +212,7 @@ def replace_logits_triton(
     table: RowTable,
     row_adapter: torch.Tensor,
 ) -> None:
-    """Programs that share a row's tokens; those of rows without any end at once."""
+    """Launch programs that share a row's new tokens; those of rows without any end early."""
     width = x.shape[1]
     _logits_kernel[(x.shape[0], num_launched(_HEAD_PROGRAMS, x.device))](
         logits_ptr=logits,

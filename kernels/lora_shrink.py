@@ -1,9 +1,9 @@
-"""The shrink on a GPU: every token into its adapter's rank space, over tiles where they lie.
+"""The shrink on a GPU: projects tokens into their adapter's rank space, reading tiles in place.
 
 A unit of work is an item of the plan (a chunk of tokens times 16 rank rows of each projection that
-shares the input) times a part of the inner dimension. Where a step has many segments of one or two
-tokens, it is four rank rows of one projection, whole: nobody waits for another's part.
-See `kernels.lora.lora_shrink_ref`.
+shares the input) times a part of the inner dimension. In a step with many segments of one or two
+tokens, it is four rank rows of one projection over the whole inner dimension: no program waits for
+another. The reference is `kernels.lora.lora_shrink_ref`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kernels.lora_table import LoraTable
 
 @jit()
 def load_record(record):
-    """The words of a chunk's or an item's record, see LoraPlan."""
+    """Load the words of a chunk's or an item's record, see LoraPlan."""
     return (
         tl.load(record),
         tl.load(record + 1),
@@ -44,14 +44,14 @@ def lora_rows(
     ROWS: tl.constexpr,
     ROW_K: tl.constexpr,
 ):
-    """A token times ROWS rank rows of a tile, scaled: [ROWS] fp32, zeros where there is no row.
+    """Multiply a token by ROWS rank rows of a tile, scaled: [ROWS] fp32, zeros for missing rows.
 
-    Without tensor cores: a thread has the same 8 columns of all rows, so that it has ROWS loads in
-    flight and sums its own products; threads exchange theirs once, at the end.
+    It does not use tensor cores: a thread has the same 8 columns of all rows, so that ROWS loads
+    are in flight. It sums its own products; threads exchange their sums once, at the end.
 
-    x_step   from the token to the next, which is multiplied as well if IS_PAIR
-    first    of the rows
-    returns  both tokens'; of a single token the same twice
+    x_step   elements from the token to the next one, which is multiplied too if IS_PAIR
+    first    the first of the rows
+    returns  the results of both tokens; for a single token the same result twice
     """
     r = first + tl.arange(0, ROWS)
     offset = tl.load(a_offset_ptr + entry, mask=is_there, other=-1)
@@ -65,7 +65,7 @@ def lora_rows(
         columns = k + tl.arange(0, ROW_K)
         inside = columns < width
         x = tl.load(x_row + columns, mask=inside, other=0.0).to(tl.float32)
-        # Read once: what others read again stays in the cache.
+        # Each value is read once, so it must not evict from the cache what others read again.
         a = tl.load(
             a_rows[:, None] + columns[None, :],
             mask=(r < rows)[:, None] & inside[None, :],
@@ -101,9 +101,9 @@ def shrink_few(
     ROWS: tl.constexpr,
     ROW_K: tl.constexpr,
 ):
-    """The units of items of few tokens: ROWS rank rows of a projection each.
+    """Compute the units of items of few tokens: ROWS rank rows of a projection each.
 
-    Returns the program's next unit, counted from the first behind these.
+    Returns the program's next unit, counted from the first one after these.
     """
     PARTS: tl.constexpr = 16 // ROWS
     while unit < num_items * (NUM_P * PARTS):
@@ -115,7 +115,7 @@ def shrink_few(
         entry = first_entry + (layer * 7 + projection) * tiles + tile
         x_row = x_ptr + first_row * x_stride
         h_row = h_ptr + out_row * (NUM_P * 16) + index * 16 + first + tl.arange(0, ROWS)
-        # Two loops: the one for two tokens computes twice as much beside the same loads.
+        # Two loops: the loop for two tokens computes twice as much with the same loads.
         if count == 1:
             row, _ = lora_rows(
                 x_row,
@@ -183,7 +183,7 @@ def _shrink_kernel(
     ROWS: tl.constexpr,
     ROW_K: tl.constexpr,
 ):
-    n = tl.arange(0, BLOCK_R)  # 16 rank rows of each projection, one under the other
+    n = tl.arange(0, BLOCK_R)  # 16 rank rows of each projection, one after the other
     index = n // 16
     projection = tl.where(index == 0, P0, tl.where(index == 1, P1, P2))
     t = tl.arange(0, BLOCK_T)
@@ -191,7 +191,7 @@ def _shrink_kernel(
     unit = tl.program_id(0)
     num_few = 0
     if ROW_K > 0:
-        # Items of few tokens are the first.
+        # Items of few tokens come first.
         num_few = tl.load(counts_ptr + 3)
         unit = shrink_few(
             unit,
@@ -213,7 +213,7 @@ def _shrink_kernel(
             ROWS,
             ROW_K,
         )
-    # The first record is loaded beside the count of records, not after it.
+    # The first record is loaded at the same time as the number of records, not after it.
     item = tl.minimum(num_few + unit // SPLITS, max_items - 1)
     record = items_ptr + item.to(tl.int64) * 8
     first_row, count, first_entry, tiles, block, out_row = load_record(record)
@@ -252,7 +252,7 @@ def _shrink_kernel(
         is_last = True
         if SPLITS > 1:
             tl.store(planes_ptr + split.to(tl.int64) * plane_stride + place, product, mask=mask)
-            tl.debug_barrier()  # every thread's part is stored before one thread says so
+            tl.debug_barrier()  # all threads have stored their part before one thread counts it
             is_last = tl.atomic_add(arrived_ptr + item, 1, sem="acq_rel") == SPLITS - 1
         if is_last:
             if SPLITS > 1:
@@ -264,7 +264,7 @@ def _shrink_kernel(
                         other=0.0,
                         cache_modifier=".cg",
                     )
-                tl.store(arrived_ptr + item, 0)  # as the next launch wants to find it
+                tl.store(arrived_ptr + item, 0)  # for the next launch
             h = (product * scale[None, :]).to(h_ptr.dtype.element_ty)
             tl.store(h_ptr + place, h, mask=mask)
         unit += tl.num_programs(0)
@@ -274,10 +274,10 @@ def _shrink_kernel(
 
 
 def shrink_splits(width: int, num_projections: int, plan: LoraPlan) -> int:
-    """Into how many parts a shrink of this inner width is split.
+    """Return into how many parts a shrink of this inner width is split.
 
-    A step of few chunks fills the card only when split finely; one of many is faster with less
-    to sum. Measured on an H200 (docs/performance.md).
+    A step of few chunks fills the GPU only if it is split finely; a step of many is faster with
+    fewer parts to sum. Measured on an H200 (docs/performance.md).
     """
     if plan.block_t > RANK_BLOCK:
         return 1
@@ -286,11 +286,11 @@ def shrink_splits(width: int, num_projections: int, plan: LoraPlan) -> int:
 
 
 def row_warps(plan: LoraPlan) -> int:
-    """Warps of a program where few tokens have units of their own; 0: they have none.
+    """Return the warps of a program if few tokens get units of their own; 0: they do not.
 
-    Such a unit takes as long as it has steps, so they pay where there are enough for the card. More
-    warps are fewer steps, but the product of longer segments, in the same kernel, wants four.
-    Measured on an H200 (docs/performance.md).
+    Such units pay off only if there are enough of them to fill the GPU. More warps take fewer
+    iterations for a unit, but the product of longer segments, in the same kernel, is fastest with
+    four. Measured on an H200 (docs/performance.md).
     """
     chunks = plan.chunks.shape[0]
     if plan.block_t > RANK_BLOCK or chunks <= MANY_CHUNKS:
@@ -299,7 +299,7 @@ def row_warps(plan: LoraPlan) -> int:
 
 
 def row_elements(plan: LoraPlan, width: int, num_warps: int) -> int:
-    """Elements of x that such a program takes at a time, eight a thread; 0: there is none."""
+    """Return how many elements of x such a unit reads at a time, 8 per thread; 0: none."""
     return min(256 * num_warps, max(16, next_power_of_2(width))) if row_warps(plan) else 0
 
 
@@ -321,7 +321,7 @@ def lora_shrink_triton(
 ) -> torch.Tensor:
     """x [T, in] -> h [plan.max_rows, len(projections) * 16] in x's dtype, scaled.
 
-    rows, row_k  of units of few tokens: rank rows, elements of x at a time (0: no such units)
+    rows, row_k  of units of few tokens: rank rows, elements of x read at a time (0: no such units)
     """
     width = x.shape[1]
     splits = splits or shrink_splits(width, len(projections), plan)

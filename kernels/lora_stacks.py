@@ -1,4 +1,4 @@
-"""Adapters copied side by side, as a CPU reads them fastest (docs/memory.md, "A CPU's copies")."""
+"""Stacks: copies of adapters in the layout that a CPU reads fastest (docs/memory.md)."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class _Member:
 
 
 class Site:
-    """How adapters of one shape lie at one site.
+    """The layout of adapters of one shape at one site: projections that share an input.
 
-    in_width   of the input that the projections share
+    in_width   width of that input
     rank       rank rows of all projections together
-    width      of a block: the widest that cuts every projection's output into whole blocks
+    width      width of a block: the widest that cuts every projection's output into whole blocks
     num_rows   rows of B: for each block the rank rows of its projection
-    blocks     (first column of A, rank, first row of B) of each, in the order of the output
+    blocks     (first column of A, rank, first row of B) of each block, in the output's order
     """
 
     def __init__(self, index: int, shape: Shape, widths: Sequence[tuple[int, int]]) -> None:
@@ -64,11 +64,12 @@ class Site:
 
 
 class BagIndex:
-    """Which rows of a stack `torch.embedding_bag` sums up, one of its adapters per row of x.
+    """Which rows of a stack `torch.embedding_bag` sums; each row of x has one of its adapters.
 
-    For each site, int32: A is summed over the input for each row, `a_index` [T * in], weighted by
-    x; B over the rank for each row and block, `b_index`, weighted by the rows `h_index` of that
-    result (None: as it is). The bags begin at `a_start` and `b_start`.
+    All are int32, for each site. `a_index` [T * in] are the rows of A to sum for each row of x,
+    with the weights x. `b_index` are the rows of B to sum for each row of x and block, with the
+    first sums as weights, picked by `h_index` (None: in order). A's bags begin at `a_start`, B's
+    at `b_start`.
     """
 
     def __init__(self, sites: Sequence[Site], slots: Sequence[int]) -> None:
@@ -93,10 +94,10 @@ class BagIndex:
 
 @dataclass(frozen=True, slots=True)
 class SiteBags:
-    """What is summed up for one site of one layer: `BagIndex` beside the rows that it counts.
+    """The sums for one site of one layer: a `BagIndex` and the tables that it indexes.
 
-    h_index    [T * num_rows] int32; None: A's sums are B's weights as they are
-    out_width  of the site
+    h_index    [T * num_rows] int32; None: A's sums are B's weights in order
+    out_width  width of the site's output
     """
 
     a_rows: torch.Tensor
@@ -116,12 +117,12 @@ def _range(length: int) -> torch.Tensor:
 class Stack:
     """Adapters of one shape. Slots 0 to len(keys) - 1 are in use.
 
-    sites          how each of the four lies
-    num_bytes_each of one adapter
-    a              [layer * 4 + site]  [capacity, in, rank], the scale multiplied in
+    sites          the layout of each of the four sites
+    num_bytes_each bytes of one adapter
+    a              [layer * 4 + site]  [capacity, in, rank], already multiplied by the scale
     b              [layer * 4 + site]  [capacity, num_rows, width]
 
-    What a site's layers have lies in one piece of memory.
+    All layers of a site share one block of memory.
     """
 
     def __init__(self, shape: Shape, widths: Sequence[tuple[int, int]], num_layers: int) -> None:
@@ -145,10 +146,10 @@ class Stack:
         return self._slots[key]
 
     def bags(self, slots: tuple[int, ...]) -> list[SiteBags | None]:
-        """[layer * 4 + site] of these slots' rows; None where the adapters have nothing.
+        """Return the sums at [layer * 4 + site] for these slots; None where adapters have nothing.
 
-        A decode asks for the same ones step after step: all that does not depend on its rows is
-        worked out once.
+        A decode asks for the same slots step after step, so what does not depend on its rows is
+        computed once.
         """
         if self._bags is None or self._bags[0] != slots:
             self._bags = slots, self._make_bags(BagIndex(self.sites, slots))
@@ -174,7 +175,7 @@ class Stack:
 
     def resize(self, capacity: int) -> None:
         used = len(self.keys)
-        # One by one, and no view of what was: there is a second copy of one piece at most.
+        # One by one and without views of the old memory, so that only one block exists twice.
         self.a, self.b, self._bags = [], [], None
         for i, old in enumerate(self._pieces):
             self._pieces[i] = empty_fp32(self._num_layers, capacity, *old.shape[2:])
@@ -185,7 +186,7 @@ class Stack:
         self.b = [piece[layer] for layer in layers for piece in self._pieces[1::2]]
 
     def add(self, key: Hashable, matrices: list[list[Matrix]]) -> None:
-        """Copy [layer * 7 + projection] -> its matrices to a slot; there is one."""
+        """Copy an adapter's matrices at [layer * 7 + projection] to a slot; one must be free."""
         slot = self._slots[key] = len(self.keys)
         self.keys.append(key)
         for layer in range(self._num_layers):
@@ -195,7 +196,7 @@ class Stack:
                     own = matrices[layer * NUM_PROJECTIONS + member.projection]
                     _fill(member, a[slot], b[slot], own)
 
-    @torch.inference_mode()  # the pieces were made in it; `unregister` comes between steps
+    @torch.inference_mode()  # the memory was made in it; `unregister` calls this between steps
     def discard(self, key: Hashable) -> None:
         """Free the key's slot; the last one moves into it."""
         slot, last = self._slots.pop(key), len(self.keys) - 1
@@ -207,7 +208,7 @@ class Stack:
 
 
 def _fill(member: _Member, a: torch.Tensor, b: torch.Tensor, matrices: list[Matrix]) -> None:
-    """Write matrices beside one another into their part of a [in, rank] and b [num_rows, width]."""
+    """Write matrices side by side into their part of a [in, rank] and b [num_rows, width]."""
     column, row, count = member.first_column, member.first_row, member.num_blocks
     a = a[:, column : column + member.rank]
     b = b[row : row + count * member.rank].view(count, member.rank, b.shape[1])
@@ -222,9 +223,9 @@ def _fill(member: _Member, a: torch.Tensor, b: torch.Tensor, matrices: list[Matr
 
 
 class Stacks:
-    """All stacks. An adapter stays until its room is wanted, the least recently used one first.
+    """All stacks. An adapter stays until its room is needed; the least recently used goes first.
 
-    max_bytes  of all stacks together, what they keep free included
+    max_bytes  of all stacks together, free slots included
     """
 
     def __init__(
@@ -235,11 +236,11 @@ class Stacks:
         self._shapes: OrderedDict[Hashable, Shape] = OrderedDict()  # least recently used first
 
     def keys(self) -> list[Hashable]:
-        """All adapters, those of a stack in the order of their slots."""
+        """Return all adapters, those of a stack in the order of their slots."""
         return [key for stack in self._stacks.values() for key in stack.keys]
 
     def find(self, key: Hashable) -> Stack | None:
-        """The stack that the adapter is in; it is used now."""
+        """Return the stack that has the adapter, and mark it as used now."""
         shape = self._shapes.get(key)
         if shape is None:
             return None
@@ -256,7 +257,7 @@ class Stacks:
         matrices: list[list[Matrix]],
         keep: Collection[Hashable],
     ) -> None:
-        """Copy the adapter to a stack if there is room, or can be without one of `keep`.
+        """Copy the adapter to a stack if there is room; adapters not in `keep` may be dropped.
 
         Slots of other adapters may change.
         """
@@ -290,7 +291,7 @@ class Stacks:
         return True
 
     def _trim(self, wanting: Stack) -> None:
-        """Give back what other stacks keep free."""
+        """Release the free slots of other stacks."""
         for stack in self._stacks.values():
             if stack is not wanting and len(stack.keys) < stack.capacity:
                 stack.resize(len(stack.keys))

@@ -1,9 +1,9 @@
-"""How adapters lie in memory, and which of them each token of a step uses.
+"""LoraTable and LoraBatch: where adapters lie in memory, and which one each token of a step uses.
 
 Adapters lie in the page arena as tiles of up to 8 rank rows: an A tile is `[rows, in]`, a B tile
-the same rows of B transposed, `[rows, out]`. An adapter is a list of tiles, each with its own
-scale, so a weighted blend of adapters is the concatenation of their lists: exact, and nothing is
-copied. There is no largest rank and no padding.
+is the same rows of B transposed, `[rows, out]`. An adapter is a list of tiles, each with its own
+scale. So a weighted blend of adapters is the concatenation of their lists: exact, and without
+copies. Any rank works, without padding.
 
 The step's tokens are sorted so that each adapter's are adjacent: a segment.
 """
@@ -60,10 +60,10 @@ class LoraTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdjustTable:
-    """Where the vectors are that an adapter applies to a product of the base itself.
+    """Where the vectors lie that an adapter applies to the base's product.
 
     A part of virtual adapter v adds weight * (gain * (W x + b) + shift) to W x + b: gain is DoRA's
-    factor less one, shift a bias. The entry of (v, layer l, projection p, part i) is
+    factor minus one, shift a bias. The entry of (v, layer l, projection p, part i) is
     `part_start[v] + (l * 7 + p) * num_parts[v] + i`. All tensors are on the arena's device.
 
     part_start    [A] int64
@@ -84,7 +84,7 @@ class AdjustTable:
 class Blocks:
     """A matrix `[rows, width]` in the arena, cut into blocks of `block_rows` rows.
 
-    offsets  [ceil(rows / block_rows)] int64: where each begins in the flat arena
+    offsets  [ceil(rows / block_rows)] int64: where each block begins in the flat arena
     """
 
     rows: int
@@ -95,12 +95,12 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VocabPart:
-    """What one part of a virtual adapter changes in the embedding or in the last matrix.
+    """The LoRA of one part of a virtual adapter at the embedding or the LM head.
 
     It adds weight * (gain * y + shift + scale * B A x) to y.
 
-    a, b    rows by token where the side is as wide as the vocabulary, else by rank:
-            embedding a [V, R], b [R, E]; last matrix a [R, E], b [V, R]
+    a, b    the one as wide as the vocabulary has a row per token, the other a row per rank:
+            embedding a [V, R], b [R, E]; LM head a [R, E], b [V, R]
     gain    [out, 1], as in AdjustTable; None: none
     shift   likewise
     """
@@ -115,11 +115,11 @@ class VocabPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewRows:
-    """Rows of the embedding or of the last matrix that one part of a virtual adapter replaces.
+    """Rows of the embedding or the LM head that one part of a virtual adapter replaces.
 
-    It adds weight * (new - base's) to what the base makes of those rows.
+    It adds weight * (new - base) to the base's results for those rows.
 
-    token_ids  [rows] int64 whose rows they are, none twice; None: all tokens', in their order
+    token_ids  [rows] int64 the rows' tokens, none twice; None: all tokens, in order
     blocks     [rows, E]
     """
 
@@ -130,12 +130,11 @@ class NewRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowTable:
-    """The new rows of the embedding, or of the last matrix, of virtual adapters that have few.
+    """The new rows of the embedding, or of the LM head, of virtual adapters that replace few.
 
-    Tokens first[v]:first[v] + count[v] are virtual adapter v's; entries
-    part_start[i]:part_start[i] + num_parts[i] are the rows of token i, one of each part that has
-    one. A part replaces the base's row to the degree of its weight. All tensors are on the arena's
-    device.
+    Virtual adapter v has tokens first[v]:first[v] + count[v]. Token i has the rows at entries
+    part_start[i]:part_start[i] + num_parts[i], one for each part of a blend that replaces it, in
+    proportion to the part's weight. All tensors are on the arena's device.
 
     first       [A] int32
     count       [A] int32  0: the adapter has no such rows
@@ -159,10 +158,10 @@ class RowTable:
 class ExtraSegment:
     """A segment of the step whose virtual adapter has more than tiles.
 
-    start, end    its rows of the step's tokens
-    first, last   those of them that sample, as rows of the logits; `last` is excluded
+    start, end    its tokens, as rows of the step
+    first, last   its sampling tokens, as rows of the logits; `last` is excluded
     adapter       index into the table
-    new_embedding, new_head   rows that replace the base's, where no RowTable has them
+    new_embedding, new_head   rows that replace the base's, if no RowTable has them
     """
 
     start: int
@@ -177,17 +176,17 @@ class ExtraSegment:
 
     @property
     def is_wide(self) -> bool:
-        """Whether there is something here that no table of a kernel says."""
+        """Whether it has anything that the kernels' tables do not have."""
         return bool(self.embedding or self.head or self.new_embedding or self.new_head)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraExtras:
-    """What a step's adapters have beside tiles.
+    """The parts of a step's adapters that are not tiles.
 
-    row_adapter  [T] int32  the adapter whose vectors adjust this row; -1: nobody's
-    adjust       None when no adapter of the step has such vectors
-    embedding_rows, head_rows   None when no adapter of the step has such rows
+    row_adapter  [T] int32  the adapter whose vectors adjust this row; -1: none
+    adjust       None: no adapter of the step has such vectors
+    embedding_rows, head_rows   None: no adapter of the step has such rows
     """
 
     segments: tuple[ExtraSegment, ...]
@@ -204,7 +203,7 @@ class LoraBatch:
     seg_indptr   [G + 1] int32  segment g is rows seg_indptr[g]:seg_indptr[g + 1]
     seg_adapter  [G] int32      index into the table; -1: base only
     max_tiles                   most tiles of any adapter in the step; 0: no row has an adapter
-    extras                      None when no adapter of the step has more than tiles
+    extras                      None: no adapter of the step has more than tiles
     """
 
     table: LoraTable

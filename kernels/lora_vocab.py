@@ -1,9 +1,8 @@
-"""Adapters of the token embedding and of the last matrix, whose one side is the vocabulary.
+"""LoRA of the token embedding and of the LM head, and rows of them that adapters replace.
 
-What they replace of the base's rows is here as well, where kernels/lora_rows.py has no table of it.
-Rare and few: a step's segments that have them are walked one by one, in plain torch on any device.
-The side as wide as the vocabulary lies by token, `[V, R]`, so that an embedding gathers R
-neighbours for a token.
+Replaced rows are here only if kernels/lora_rows.py has no table of them. Such adapters are rare, so
+their segments are computed one by one, in plain torch on any device. The matrix as wide as the
+vocabulary is stored by token, `[V, R]`, so that an embedding reads R adjacent values for a token.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ import torch
 
 from kernels.lora_table import Blocks, ExtraSegment, LoraExtras, NewRows, VocabPart
 
-# Rows of a replaced matrix that are multiplied at a time: what they give lies beside the logits.
+# Rows of a replaced matrix to multiply at a time: their results need memory beside the logits.
 _ROWS = 8192
 
 
 def lora_embed(
     hidden: torch.Tensor, token_ids: torch.Tensor, arena: torch.Tensor, extras: LoraExtras
 ) -> None:
-    """Add what each row's adapter makes of its token to hidden [T, E], in place."""
+    """Add each row's adapter output for its token to hidden [T, E], in place."""
     for segment in extras.segments:
         if segment.embedding or segment.new_embedding:
             own, ids = hidden[segment.start : segment.end], token_ids[segment.start : segment.end]
@@ -55,14 +54,14 @@ def _replace_embedded(
 def _replaced(
     y: torch.Tensor, base: torch.Tensor, new: torch.Tensor, weight: float
 ) -> torch.Tensor:
-    """y + weight * (new - base), which is `new` where y is the base and the weight is one."""
+    """Return y + weight * (new - base): exactly `new` if y is the base and the weight is one."""
     return (y.float() - weight * base.float() + weight * new).to(y.dtype)
 
 
 def _base_of(
     own: torch.Tensor, parts: tuple[VocabPart, ...], new: tuple[NewRows, ...]
 ) -> torch.Tensor:
-    """What the base gave, while `own` is changed; itself where nothing is changed twice."""
+    """Return the base's result: a copy of `own` if it will be changed twice, else itself."""
     changes_twice = bool(new) and len(parts) + len(new) > 1
     return own.to(torch.float32, copy=True) if changes_twice else own
 
@@ -73,9 +72,9 @@ def lora_head(
     arena: torch.Tensor,
     extras: LoraExtras,
 ) -> None:
-    """Add what each row's adapter makes of x [N, E] to logits [N, V], in place.
+    """Add each row's adapter output for x [N, E] to logits [N, V], in place.
 
-    The rows are those that sample, in their order.
+    The rows are the sampling rows, in order.
     """
     for segment in extras.segments:
         if (segment.head or segment.new_head) and segment.first < segment.last:
@@ -107,7 +106,7 @@ def _replace_logits(
 
 
 def sampled(extras: LoraExtras, sample_rows: torch.Tensor) -> LoraExtras:
-    """The same for the rows that sample alone."""
+    """Return the extras for the sampling rows alone."""
     segments = tuple(
         ExtraSegment(
             start=segment.first,
@@ -147,7 +146,7 @@ def _weighted_sum(
 
 
 def _gather(arena: torch.Tensor, blocks: Blocks, rows: torch.Tensor) -> torch.Tensor:
-    """Rows of the matrix, [len(rows), width]."""
+    """Return rows of the matrix, [len(rows), width]."""
     offsets = torch.from_numpy(blocks.offsets).to(arena.device)
     first = offsets[rows // blocks.block_rows] + rows % blocks.block_rows * blocks.width
     columns = torch.arange(blocks.width, device=arena.device)
@@ -155,9 +154,9 @@ def _gather(arena: torch.Tensor, blocks: Blocks, rows: torch.Tensor) -> torch.Te
 
 
 def _views(arena: torch.Tensor, blocks: Blocks) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """(first row, end row, their values where they lie [rows, width]) of every run of blocks.
+    """Yield (first row, end row, view [rows, width] of the arena) for every run of blocks.
 
-    Blocks that are neighbours in the arena are one: a matrix in pages one after another is few.
+    Blocks that are adjacent in the arena are one run: a matrix in adjacent pages has few runs.
     """
     flat, size = arena.view(-1), blocks.block_rows * blocks.width
     starts = [0, *(np.nonzero(np.diff(blocks.offsets) != size)[0] + 1).tolist()]

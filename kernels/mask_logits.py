@@ -1,4 +1,4 @@
-"""Constrained decoding: forbid the tokens whose bit is not set."""
+"""Constrained decoding: forbids the tokens whose bit in a mask is not set."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _bitmask_kernel(
 
 
 def apply_bitmask_triton(logits: torch.Tensor, bitmask: torch.Tensor, rows: torch.Tensor) -> None:
-    """Writes only where a token is forbidden."""
+    """Launch the kernel, which writes only where a token is forbidden."""
     if not rows.numel():
         return
     block = 1024
@@ -58,15 +58,15 @@ def apply_bitmask_triton(logits: torch.Tensor, bitmask: torch.Tensor, rows: torc
 
 @functools.cache
 def _limits() -> np.ndarray[Any, np.dtype[np.float32]]:
-    """[256, 8] fp32: for each byte of a mask, +inf where its bit is set and -inf where not."""
+    """Return [256, 8] fp32: for each byte value, +inf where a bit is set and -inf elsewhere."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     return np.where(bits, np.float32("inf"), np.float32("-inf"))
 
 
 def apply_bitmask_cpu(logits: torch.Tensor, bitmask: torch.Tensor, rows: torch.Tensor) -> None:
-    """Looks eight tokens up at a time: a thirteenth of the reference's time at a vocabulary of 49k.
+    """Mask eight tokens at a time: 1/13 of the reference's time at a vocabulary of 49k.
 
-    A minimum, not a sum: +inf less +inf would be no number.
+    It takes a minimum, not a sum: +inf plus -inf would be NaN.
     """
     size = logits.shape[1]
     for row in rows.tolist():

@@ -1,7 +1,7 @@
 """RMSNorm, alone and with the residual addition before it.
 
-Numerics are Hugging Face's LlamaRMSNorm: the mean square in fp32, the normalised row cast back to
-the input's type, then times the weight.
+It rounds like Hugging Face's LlamaRMSNorm: the mean square in fp32, the normalised row cast back to
+the input's type, then times the weight. Source: Zhang and Sennrich, arXiv:1910.07467.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _norm_kernel(
 
 
 def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """One program a row; x contiguous."""
+    """Launch one program per row; x is contiguous."""
     out = torch.empty_like(x)
     block = next_power_of_2(x.shape[1])
     _norm_kernel[(x.shape[0],)](
@@ -93,7 +93,7 @@ def add_rms_norm_triton(
     eps: float,
     delta: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One program a row; inputs contiguous."""
+    """Launch one program per row; inputs are contiguous."""
     out, total = torch.empty_like(x), torch.empty_like(x)
     block = next_power_of_2(x.shape[1])
     _norm_kernel[(x.shape[0],)](
@@ -129,7 +129,7 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x, residual [T, E] -> (rms_norm(x + residual), x + residual); the inputs are kept.
 
-    delta [T, E], when given, is added to x first: an adapter's output, computed beside x.
+    delta [T, E], if given, is added to x first: adapters' output, computed separately.
     """
     if use_triton(x):
         return add_rms_norm_triton(x, residual, weight, eps, delta)

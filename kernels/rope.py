@@ -1,7 +1,9 @@
 """Rotary position embedding of q and k, and the write of k and v into their pages.
 
-The adapters' part of q, k and v is added on the way: it was computed beside the base's. So are, in
-the families that have them, the bias and the norm of each head's q and k.
+The kernel first adds the adapters' output to q, k and v, which was computed separately. In model
+families that have them, it also applies the bias and the norm of each head's q and k.
+
+Source: RoFormer, arXiv:2104.09864.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ def rope_kv_write_ref(
 
     q          [T, H, D]
     k, v       [T, K, D]
-    cos, sin   [M, D] fp32   tables by position, the first half repeated (Hugging Face's form)
+    cos, sin   [M, D] fp32   tables by position; the second half of a row repeats the first
     positions  [T]
     arena      [P, page_elems], written
     slots      [T] int64     page * B + offset of each token
@@ -144,14 +146,13 @@ def rope_kv_write_triton(
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
 ) -> torch.Tensor:
-    """The kernel on rows of q, k and v side by side.
+    """Launch the kernel on rows that have q, k and v side by side.
 
     qkv     [T, (H + 2 K) D] contiguous
     slots   [T] int64; -1: a padding row, nothing is written
     delta   like qkv, added to it first
-    bias    [(H + 2 K) D], added as well
-    norm    [2, D]: the weights of the RMSNorm, with eps, that each head's q and each head's k
-            pass before they are rotated
+    bias    [(H + 2 K) D], added too
+    norm    [2, D]: weights of the RMSNorm (with eps) of each head's q and k before the rotation
     -> [T, H, D]
     """
     num_tokens, dim = qkv.shape[0], layout.head_dim

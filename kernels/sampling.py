@@ -1,4 +1,4 @@
-"""What keeps a decode on the device: the greedy token, and the inputs of the step after it."""
+"""Chooses greedy tokens and prepares the next step's inputs on the device, without the host."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from kernels.backend import ceil_div, jit, next_power_of_2, tl, use_triton
 
-# In place of a token whose logit, which is the row's largest, is infinite or not a number.
+# Stands for a token if the row's largest logit is infinite or NaN.
 OVERFLOWED = -(1 << 31)
 
 
@@ -16,7 +16,7 @@ def greedy_ref(logits: torch.Tensor) -> torch.Tensor:
 
 
 def mark_ref(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """The greedy tokens [S] of logits [S, V], with OVERFLOWED in place of some."""
+    """Return token_ids [S], the greedy tokens of logits [S, V], with OVERFLOWED where they did."""
     largest = logits.gather(1, token_ids[:, None]).squeeze(1)
     return torch.where(largest < float("inf"), token_ids, OVERFLOWED)
 
@@ -36,7 +36,7 @@ def _greedy_parts_kernel(
         inside = columns < width
         x = tl.load(logits_ptr + row * stride + columns, mask=inside, other=float("-inf"))
         x = x.to(tl.float32)
-        x = tl.where(x == x, x, float("inf"))  # what is not a number counts as larger than any
+        x = tl.where(x == x, x, float("inf"))  # NaN counts as the largest
         better = x > best
         best = tl.where(better, x, best)
         where = tl.where(better, columns, where)
@@ -63,7 +63,7 @@ def _greedy_kernel(
 def greedy_triton(
     logits: torch.Tensor, out: torch.Tensor | None = None, marked: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Two launches: parts of each row, then the best part; written to `out` when given.
+    """Launch two kernels: over parts of each row, then over the parts; writes to `out` if given.
 
     marked  [S] int64, written: as in `mark_ref`
     """
@@ -111,7 +111,7 @@ def advance_ref(
     page_tables: torch.Tensor,
     page_size: int,
 ) -> None:
-    """Move each decoding sequence one token on, in place; context -1 is padding and stays.
+    """Advance each decoding sequence by one token, in place; context -1 is padding and stays.
 
     context_lens  [S] int32, tokens whose KV is in the pages; after it, the new one included
     positions     [S] int64, written: the new token's; 0 for padding
@@ -157,7 +157,7 @@ def advance_triton(
     page_tables: torch.Tensor,
     page_size: int,
 ) -> None:
-    """As `advance_ref`."""
+    """Do `advance_ref` in one launch."""
     num_rows = positions.shape[0]
     _advance_kernel[(ceil_div(num_rows, 128),)](
         context_lens_ptr=context_lens,
@@ -179,13 +179,13 @@ def advance(
     page_tables: torch.Tensor,
     page_size: int,
 ) -> None:
-    """Move each decoding sequence one token on, in place; shapes as in `advance_ref`."""
+    """Advance each decoding sequence by one token, in place; shapes as in `advance_ref`."""
     run = advance_triton if use_triton(positions) else advance_ref
     run(context_lens, positions, slots, page_tables, page_size)
 
 
 def fill_unread_ref(token_ids: torch.Tensor, chosen: torch.Tensor) -> None:
-    """Put token i of `chosen` in place of each ~i.
+    """Replace each placeholder ~i by token i of `chosen`.
 
     token_ids  [T] int64, changed in place
     chosen     [N] int64
@@ -204,7 +204,7 @@ def _fill_unread_kernel(token_ids_ptr, chosen_ptr, num_tokens, BLOCK: tl.constex
 
 
 def fill_unread_triton(token_ids: torch.Tensor, chosen: torch.Tensor) -> None:
-    """As `fill_unread_ref`."""
+    """Do `fill_unread_ref` in one launch."""
     num_tokens = token_ids.shape[0]
     _fill_unread_kernel[(ceil_div(num_tokens, 256),)](
         token_ids_ptr=token_ids,

@@ -32,7 +32,7 @@ def _silu_mul_kernel(
         gate += tl.load(delta_ptr + place, mask=mask, other=0.0).to(tl.float32)
         extra = tl.load(delta_ptr + place + width, mask=mask, other=0.0)
         up = (up.to(tl.float32) + extra.to(tl.float32)).to(up.dtype)
-    # silu is rounded before the product, as the reference rounds it.
+    # Round silu before the product, as the reference does.
     silu = (gate * tl.sigmoid(gate)).to(up.dtype)
     tl.store(out_ptr + row * width + columns, silu * up, mask=mask)
 
@@ -63,7 +63,7 @@ def _lora_silu_mul_kernel(
         live = (t < count)[:, None]
         rows = first_row + t
         gate_ptrs = gate_up_ptr + rows[:, None] * 2 * width + columns[None, :]
-        # Asked for first, needed last: the products below run while these arrive.
+        # Loaded first and needed last: the products below run while these arrive.
         gate = tl.load(gate_ptrs, mask=live & inside, other=0.0)
         up = tl.load(gate_ptrs + width, mask=live & inside, other=0.0)
         gate_sum = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
@@ -120,8 +120,8 @@ def lora_silu_mul_triton(
 ) -> torch.Tensor:
     """silu(gate + adapters' gate) * (up + adapters' up); h is the shrink over (gate, up).
 
-    For prefills: what would be written and read again as a delta stays in registers. Rows that
-    belong to no segment are not written.
+    For prefills: the adapters' output stays in registers instead of being written and read again.
+    Rows that belong to no segment are not written.
     """
     num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(num_tokens, width, dtype=gate_up.dtype, device=gate_up.device)
