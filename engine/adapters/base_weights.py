@@ -1,4 +1,4 @@
-"""BaseWeights: the base's matrices one by one, for the adapters that depend on them."""
+"""BaseWeights: the base's matrices one by one, for adapters whose values depend on them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from engine.model.weights import Weights
 
 
 class FusedWeights(Protocol):
-    """Who keeps the weights: q, k and v in one matrix, gate and up in another."""
+    """Weights that are kept fused: q, k and v in one matrix, gate and up in another."""
 
     def fused(self, layer: int, name: str) -> torch.Tensor:
-        """`qkv`, `o`, `gate_up` or `down` of a layer, [out, in]; may be made for the call."""
+        """Return `qkv`, `o`, `gate_up` or `down` of a layer, [out, in]; it may be a copy."""
 
     def fused_bias(self, layer: int, name: str) -> torch.Tensor | None:
-        """Its bias [out]; None: it has none."""
+        """Return that matrix's bias [out]; None: it has none."""
 
     def embedding(self) -> torch.Tensor:
-        """[V, E]"""
+        """Return the embedding [V, E]."""
 
     def lm_head(self) -> torch.Tensor:
-        """[V, E]"""
+        """Return the LM head [V, E]."""
 
 
 class PlainWeights:
@@ -49,7 +49,7 @@ class PlainWeights:
 
 
 class BaseWeights:
-    """Reads what the decoder keeps. Loader threads may ask while the engine steps."""
+    """Reads the decoder's weights. Loader threads may call it while the engine steps."""
 
     def __init__(self, model: ModelConfig, source: FusedWeights) -> None:
         self._source = source
@@ -64,7 +64,7 @@ class BaseWeights:
         )
 
     def matrix(self, site: Site) -> torch.Tensor:
-        """W [out, in] of y = W x, on the engine's device; an embedding's `in` is the vocabulary."""
+        """Return W [out, in] of y = W x, on the engine's device; an embedding is [E, V]."""
         if site.projection == EMBEDDING:
             return self.vocabulary(site).T
         if site.projection == HEAD:
@@ -73,7 +73,7 @@ class BaseWeights:
         return self._source.fused(site.layer, name)[low:high]
 
     def bias(self, site: Site) -> torch.Tensor | None:
-        """b [out] of y = W x + b, fp32 in host memory; None: there is none."""
+        """Return b [out] of y = W x + b, fp32 in host memory; None: there is none."""
         if site.projection >= EMBEDDING:
             return None
         name, low, high = self._places[site.projection]
@@ -81,6 +81,6 @@ class BaseWeights:
         return None if bias is None else bias[low:high].float().cpu()
 
     def vocabulary(self, site: Site) -> torch.Tensor:
-        """The embedding or the last matrix as checkpoints have it, [V, E]."""
+        """Return the embedding or the LM head as checkpoints have it, [V, E]."""
         is_embedding = site.projection == EMBEDDING
         return self._source.embedding() if is_embedding else self._source.lm_head()

@@ -1,6 +1,6 @@
-"""adapter_config.json as the engine takes it: `contract.peft_config`, in the engine's errors.
+"""Reads adapter_config.json with `contract.peft_config`, and raises the engine's errors.
 
-The contract finds everything that is wrong with an adapter; the engine names the first.
+The contract finds every problem of an adapter; the engine reports the first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MAX_CONFIG_BYTES = ENGINE_LIMITS.max_bytes
 
 
 def parse_config(text: bytes) -> dict[str, Any]:
-    """adapter_config.json as a dict; raise AdapterMismatch when it is not one."""
+    """Parse adapter_config.json; raise AdapterMismatch when it is not a JSON object."""
     try:
         return load_json(text, MAX_CONFIG_BYTES)
     except AdapterProblems as found:
@@ -24,7 +24,7 @@ def parse_config(text: bytes) -> dict[str, Any]:
 
 
 def check_config(config: Mapping[str, Any]) -> LoraConfig:
-    """Its effect; raise AdapterMismatch naming the first field that cannot be honoured."""
+    """Read the config's fields; raise AdapterMismatch naming the first unsupported one."""
     try:
         return read_config(config, ENGINE_LIMITS)
     except AdapterProblems as found:
@@ -32,5 +32,6 @@ def check_config(config: Mapping[str, Any]) -> LoraConfig:
 
 
 def mismatch(found: AdapterProblems) -> AdapterMismatch:
+    """Make the engine's error of the first problem."""
     first = found.problems[0]
     return AdapterMismatch(str(first), param=first.field or None)

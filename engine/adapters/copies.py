@@ -1,9 +1,9 @@
-"""Copying an adapter from host memory into its pages of the arena, beside the steps that run.
+"""PageCopier: copies an adapter from host memory into its pages of the arena, beside the steps.
 
-Pages are in layer order. On a GPU they go over the bus on a stream of their own, and an event
-follows each group of layers, so that a prefill may start at once: before a layer it makes its own
-stream wait for that layer's event. No thread waits for anything. On a CPU, where the copy takes a
-hundredth of a prefill, a thread makes it, and requests start when it is whole.
+Pages are in layer order. On a GPU they are copied on a stream of their own, and an event follows
+each group of layers. So a prefill may start at once: before a layer, it makes its own stream wait
+for that layer's event. No thread waits. On a CPU, where the copy takes a hundredth of a prefill, a
+thread copies, and requests start when the copy is complete.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from engine.adapters.host_memory import HostPages
 from engine.adapters.pages import SUB_PAGES, Place
 from engine.adapters.threads import start_thread
 
-# Events per copy. More of them start a prefill little sooner: its layers take longer than theirs.
+# Events per copy. More would help little: computing a layer takes longer than copying one.
 _MAX_GROUPS = 8
 
 
 class Arrival(Protocol):
-    """One adapter's copy on its way."""
+    """One adapter's copy, which may still be running."""
 
     @property
     def future(self) -> Future[None] | None:
-        """Of the thread that copies, if one does."""
+        """The future of the thread that copies; None on a GPU."""
 
     @property
     def is_usable(self) -> bool:
-        """Whether a step may be launched that reads the adapter, given the waits below."""
+        """Whether a step that reads the adapter may be launched, if it calls the waits below."""
 
     @property
     def is_done(self) -> bool:
-        """Whether the copy is whole; raises what made it fail."""
+        """Whether the copy is complete; raises the error if it failed."""
 
     def await_layer(self, layer: int) -> None:
-        """Make what is launched from here on wait until the layer's pages are there."""
+        """Make the kernels that are launched from now on wait for the layer's pages."""
 
     def await_all(self) -> None:
-        """The same for every page."""
+        """Make the kernels that are launched from now on wait for all pages."""
 
 
 class PageCopier:
-    """Copies into the pages of `arena` [P, page_elems]."""
+    """Copies adapters into the pages of `arena` [P, page_elems]."""
 
     def __init__(self, arena: torch.Tensor) -> None:
         self._arena = arena
@@ -54,14 +54,14 @@ class PageCopier:
             self._stream = torch.cuda.Stream(arena.device)  # type: ignore[no-untyped-call]
 
     def start(self, source: HostPages, place: Place) -> Arrival:
-        """Copy the pages of `source` to their place in the arena; never waits.
+        """Start to copy the pages of `source` to their place in the arena; never waits.
 
-        Both stay as they are until the arrival is done.
+        The caller leaves both as they are until the arrival is done.
         """
         assert source.tiles is not None
         if self._stream is None:
             return _ThreadCopy(start_thread(_copy, source, self._arena, place))
-        # The pages' last readers and writers may be steps that still run.
+        # Steps that still run may read or write these pages.
         self._stream.wait_stream(torch.cuda.current_stream(self._arena.device))
         ends = source.tiles.layer_ends(self._arena.shape[1])
         events: dict[int, torch.cuda.Event] = {}
@@ -132,14 +132,14 @@ class _BusCopy:
 
 
 def _grouped(ends: Sequence[int]) -> list[int]:
-    """The ends of at most `_MAX_GROUPS` groups of pages, in order; the last is the last of all."""
+    """Return the ends of at most `_MAX_GROUPS` groups of pages, in order."""
     step = -(-len(ends) // _MAX_GROUPS)
     chosen = {ends[min(i + step, len(ends)) - 1] for i in range(0, len(ends), step)}
     return sorted(end for end in chosen if end) or [ends[-1]]
 
 
 def _runs(sources: list[int], targets: list[int], first: int, end: int) -> list[tuple[int, int]]:
-    """[first, end) cut into runs whose pages are neighbours both at home and where they go."""
+    """Cut [first, end) into runs of pages that are adjacent both in host memory and the arena."""
     runs = []
     start = first
     for i in range(first + 1, end + 1):

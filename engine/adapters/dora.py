@@ -1,4 +1,4 @@
-"""DoRA's row factors, which depend on the base's weight and so are computed when one is loaded.
+"""DoRA's row factors: they depend on the base's weight, so they are computed at each load.
 
 DoRA replaces W by f * (W + s B A), where f = m / ‖W + s B A‖ by rows; m is in the adapter's file.
 Source: DoRA, arXiv:2402.09353, equation 5; peft/tuners/lora/dora.py.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-# Elements of W + s B A that exist at a time, in fp32.
+# Elements of W + s B A that are in memory at a time, in fp32.
 _MAX_ELEMS = 1 << 23
 
 
@@ -16,11 +16,13 @@ _MAX_ELEMS = 1 << 23
 def row_gain(
     weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, magnitude: torch.Tensor
 ) -> torch.Tensor:
-    """f - 1 [out], fp32 in host memory; not finite where a row of W + s B A is zero.
+    """Return f - 1 [out], fp32 in host memory; not finite where a row of W + s B A is zero.
 
-    weight  [out, in] on the engine's device, where the work is done: on a GPU on a stream of its
-            own, so that only the calling loader thread waits
-    a, b    [R, in] and [out, R]
+    weight     [out, in] on the engine's device, which computes: a GPU on a stream of its own, so
+               that only the calling loader thread waits
+    a, b       [R, in] and [out, R]
+    scaling    s
+    magnitude  m [out]
     """
     out_width, in_width = weight.shape
     stream = torch.cuda.Stream(weight.device) if weight.is_cuda else None  # type: ignore[no-untyped-call]

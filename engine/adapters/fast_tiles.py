@@ -1,7 +1,7 @@
-"""The quick way into the tiles for tensors that are applied as the file has them: most adapters'.
+"""Copies tensors that need no arithmetic into their tiles: those of most adapters.
 
-A loader thread competes with the step loop for Python's lock at every call. So nothing is made a
-torch tensor here: a handful of calls for a matrix, and the copies themselves hold no lock.
+A loader thread competes with the step loop for Python's global interpreter lock at every call. So
+this makes no torch tensors: it makes a few calls for a matrix, and the copies release the lock.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Reading a PEFT folder from disk into pages of host memory: what the loader threads do.
+"""AdapterReader: reads a PEFT folder from disk into pages of host memory, on a loader thread.
 
-The tensors file is read once, into a buffer that is used again: mapped into memory instead, a file
-that somebody truncates would kill the process. From the buffer each value is copied once, into its
-tile. Meanwhile another thread hashes the same bytes, which takes longer than all the rest: what was
-loaded is what was verified, at every load, and nothing is read twice.
+The tensors file is read once, into a buffer that is used again. It is not memory-mapped: if another
+process truncated a mapped file, this process would die. Each value is copied once, from the buffer
+into its tile. Meanwhile another thread hashes the same bytes, which takes longer than all the rest.
+So at every load, the bytes that were loaded are the bytes that were verified.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from kernels import PageLayout
 CONFIG_FILE, TENSORS_FILE = peft_config.FILE, safetensors_header.FILE
 BIN_FILE = "adapter_model.bin"
 
-# How an adapter's digest follows from the text of its config and the hex sha256 of its tensors
-# file. It may raise ValueError for a config that has no digest.
+# Computes an adapter's digest from the text of its config and the hex sha256 of its tensors file.
+# It may raise ValueError for a config that has no digest.
 DigestOf = Callable[[bytes, str], str]
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -49,7 +49,7 @@ _MAX_KEPT_BYTES = 512 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """What a folder says of itself before its tensors are read."""
+    """What is known of a folder before its tensors are read."""
 
     plan: AdapterPlan
     config_text: bytes
@@ -61,7 +61,7 @@ class AdapterReader:
     """Reads adapters for one model; all methods may be called on any thread.
 
     base       the model's weights, on which some adapters depend
-    digest_of  given, `load` refuses files whose digest is another than they are known by
+    digest_of  if given, `load` refuses files that do not have the expected digest
     """
 
     def __init__(
@@ -73,14 +73,14 @@ class AdapterReader:
     ) -> None:
         self._model, self._layout, self._base = model, layout, base
         self._digest_of = digest_of
-        #: Whether a digest stands for one content for ever.
+        #: Whether a digest always means the same content.
         self.verifies = digest_of is not None
         self._buffers: deque[bytearray] = deque(maxlen=4)
-        # One at a time: each takes Python's lock from the step loop again and again.
+        # One thread at a time: each takes Python's lock from the step loop many times.
         self._laying_out = threading.Lock()
 
     def read_plan(self, path: Path) -> AdapterPlan:
-        """The plan of the PEFT folder `path`; raises AdapterMismatch or AdapterUnavailable."""
+        """Read the plan of the PEFT folder `path`; raise AdapterMismatch or AdapterUnavailable."""
         try:
             with (path / TENSORS_FILE).open("rb", buffering=0) as file:
                 return self._read_start(path, file).plan
@@ -89,6 +89,7 @@ class AdapterReader:
             raise _unreadable(error) from error
 
     def place(self, plan: AdapterPlan) -> TileMap:
+        """Decide where the adapter's values go in its pages."""
         return place_tiles(plan, self._model, self._layout)
 
     def load(self, digest: str, path: Path, room: HostPages) -> None:
@@ -102,7 +103,7 @@ class AdapterReader:
                 start = self._read_start(path, file)
                 tiles = self.place(start.plan)
                 if tiles.num_pages != len(room.numbers):
-                    raise AdapterDamaged("the adapter is another than the one registered")
+                    raise AdapterDamaged("the adapter's files have changed since it was registered")
                 buffer = self._buffer(start.plan.file_bytes - len(start.header))
                 try:
                     room.content = self._load(digest, start, file, buffer, tiles, room)
@@ -130,7 +131,7 @@ class AdapterReader:
             _read_all(file, body, pieces)
             with self._laying_out:
                 self._lay_out(start, body, tiles, room)
-        finally:  # the buffer is the hash's until then, and damage explains all other errors
+        finally:  # the hash reads the buffer until then; a wrong digest explains any other error
             pieces.put(b"")
             content = self._content(digest, start.config_text, hashing.result())
         return content
@@ -143,8 +144,11 @@ class AdapterReader:
         fill_tiles(room.open(), left, placed, _values(start, body), self._base)
 
     def _content(self, digest: str, config_text: bytes, tensors_sha256: str) -> str:
-        """What the files hold, in a word: their digest, which has to be the one they are known by,
-        where there is a rule for it."""
+        """Return a hash that stands for the files' content.
+
+        If there is a rule for digests, it is their digest; raises AdapterDamaged if that is not
+        `digest`.
+        """
         if self._digest_of is None:
             return hashlib.sha256(config_text + tensors_sha256.encode()).hexdigest()
         try:
@@ -168,7 +172,7 @@ class AdapterReader:
         return _Start(plan, config_text, header, tensors)
 
     def _buffer(self, num_bytes: int) -> bytearray:
-        """A buffer that no other load uses; fresh memory would take longer than reading does."""
+        """Return a buffer that no other load uses; allocating one takes longer than reading."""
         try:
             buffer = self._buffers.pop()
         except IndexError:
@@ -177,7 +181,7 @@ class AdapterReader:
 
 
 def refuse_bin(folder: Path) -> None:
-    """Raise AdapterMismatch when the tensors are there, but pickled: reading them runs code."""
+    """Raise AdapterMismatch if the folder has its tensors as a pickle only, which may run code."""
     if (folder / BIN_FILE).is_file() and not (folder / TENSORS_FILE).exists():
         raise AdapterMismatch(f"{BIN_FILE} is a pickle and is not read: {CONVERT_BIN}")
 
@@ -187,20 +191,20 @@ def _unreadable(error: OSError) -> AdapterUnavailable:
 
 
 def _read_all(file: BinaryIO, buffer: memoryview, pieces: SimpleQueue[memoryview | bytes]) -> None:
-    """Fill `buffer` from `file`, telling `pieces` of each part as it comes.
+    """Fill `buffer` from `file`, and put each part that was read into `pieces`.
 
-    Raises AdapterMismatch where the file ends before that.
+    Raises AdapterMismatch if the file is shorter.
     """
     while len(buffer):
         count = file.readinto(buffer[:_PIECE_BYTES])  # type: ignore[attr-defined]
         if not count:
-            raise AdapterMismatch("adapter_model.safetensors was cut short while it was read")
+            raise AdapterMismatch(f"{TENSORS_FILE} was truncated while it was read")
         pieces.put(buffer[:count])
         buffer = buffer[count:]
 
 
 def _sha256(pieces: SimpleQueue[memoryview | bytes]) -> str:
-    """The hash of all pieces up to an empty one."""
+    """Return the hex sha256 of all pieces up to an empty one."""
     hashed = hashlib.sha256()
     while piece := pieces.get():
         hashed.update(piece)

@@ -1,7 +1,6 @@
-"""Host memory for adapters: one slab of pages like the arena's, so that nothing is allocated later.
+"""HostMemory: host memory for packed adapters, one slab of pages that is allocated at the start.
 
-Where a GPU copies from it the slab is pinned, which takes the driver seconds for some gigabytes:
-it is done once, at the start.
+If a GPU copies from the slab it is pinned, which takes the driver seconds for some gigabytes.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ class HostPages:
     """Room for one packed adapter: its page i is row `numbers[i]` of `open()`.
 
     is_own       whether the room is outside the slab, for this adapter alone
-    is_given_up  whether somebody has it who may never let go
-    content      stands for what the files held that it was packed from
+    is_given_up  whether a hung thread has it, which may never release it
+    content      hash of the files that it was packed from
     tiles        where its tiles lie, at offsets of the packed adapter; None: it is not packed yet
     """
 
@@ -34,21 +33,21 @@ class HostPages:
     content: str = ""
 
     def open(self) -> torch.Tensor:
-        """The memory [*, page_elems]. Room outside the slab is allocated by the first call."""
+        """Return the memory [*, page_elems]; the first call allocates room outside the slab."""
         if self.memory is None:
             self.memory = self.allocate()
         return self.memory
 
     def rows(self) -> Iterable[torch.Tensor]:
-        """The packed adapter's pages in order, each [page_elems]."""
+        """Return the packed adapter's pages in order, each [page_elems]."""
         memory = self.open()
         return (memory[number] for number in self.numbers)
 
 
 class HostMemory:
-    """Hands out the slab's pages, `num_bytes` in all; `take` never waits.
+    """Hands out the pages of a slab of `num_bytes`; `take` never waits.
 
-    arena  [P, page_elems]: what packed adapters are copied to
+    arena  [P, page_elems], to which packed adapters are copied
     """
 
     def __init__(self, arena: torch.Tensor, num_bytes: int) -> None:
@@ -60,20 +59,20 @@ class HostMemory:
 
     @property
     def num_pages(self) -> int:
-        """Pages of the slab, less those that were given up."""
+        """Pages of the slab, without those that were given up."""
         return self._pool.num_pages - self._num_given_up
 
     @property
     def num_free(self) -> int:
-        """Pages of the slab that nobody has."""
+        """Free pages of the slab."""
         return self._pool.num_free
 
     def can_take(self, num_pages: int) -> bool:
-        """Whether `take` has room; always for an adapter that the whole slab could not hold."""
+        """Whether `take` has room; always true for an adapter that is larger than the slab."""
         return num_pages > self.num_pages or self._pool.can_take(num_pages)
 
     def take(self, num_pages: int) -> HostPages:
-        """Room for `num_pages`; the caller has asked `can_take`."""
+        """Take room for `num_pages`; the caller has asked `can_take`."""
         if num_pages <= self.num_pages:
             numbers = self._pool.take(num_pages, PageUse.ADAPTER)
             return HostPages(numbers, is_own=False, allocate=lambda: self._slab)
@@ -82,14 +81,14 @@ class HostMemory:
         )
 
     def release(self, pages: HostPages) -> None:
-        """Nobody reads or writes `pages` any more."""
+        """Return `pages`, which nothing reads or writes any more."""
         if not pages.is_own:
             self._pool.release(pages.numbers)
             if pages.is_given_up:
                 self._num_given_up -= len(pages.numbers)
 
     def give_up(self, pages: HostPages) -> None:
-        """Count on `pages` no more: until `release`, who needs more than the rest has its own."""
+        """Stop counting `pages` as part of the slab, until `release`."""
         pages.is_given_up = True
         if not pages.is_own:
             self._num_given_up += len(pages.numbers)

@@ -1,7 +1,7 @@
-"""Looking at and moving values in host memory on one core each, beside the step loop.
+"""Checks and copies values in host memory, on one core for each loader thread.
 
-numpy, because torch would start a team of threads for every loader thread and have it compete with
-the engine for the processors: laying out an adapter took 50 ms on a busy engine instead of 15.
+It uses numpy: torch would start a team of threads for every loader thread, which would compete with
+the engine for the cores. Laying out an adapter then took 50 ms on a busy engine instead of 15.
 """
 
 from __future__ import annotations
@@ -13,32 +13,33 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-# Values as unsigned integers of the same width.
+# Values seen as unsigned integers of the same width.
 Bits = npt.NDArray[Any]
 
 _INTS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
-# Bits of infinity, sign left out: what is not finite has these or more.
+# Bits of infinity without the sign: infinities and NaNs have these bits or a larger number.
 _INFINITY = {torch.float32: 0x7F80_0000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 _PIECE = 1 << 18
 
 
 def bits(values: torch.Tensor) -> Bits:
-    """A CPU tensor's values as unsigned integers of the same width, in place."""
+    """View a CPU tensor's values as unsigned integers of the same width, without a copy."""
     signed = {2: torch.int16, 4: torch.int32}.get(values.element_size(), torch.uint8)
     return values.view(signed).numpy().view(_INTS[values.element_size()])
 
 
 def clear(values: torch.Tensor) -> None:
+    """Set all values to zero, in place."""
     bits(values).fill(0)
 
 
 def are_finite(values: torch.Tensor) -> bool:
-    """Whether no value is infinite or NaN, in one pass; `values` are contiguous."""
+    """Whether no value is infinite or NaN; reads contiguous `values` once."""
     return bits_are_finite(bits(values.view(-1)), values.dtype)
 
 
 def bits_are_finite(flat: Bits, dtype: torch.dtype) -> bool:
-    """The same of the `bits` of values of `dtype`."""
+    """Whether no value is infinite or NaN, given the `bits` of values of `dtype`."""
     scratch = np.empty(min(_PIECE, flat.size), flat.dtype)
     magnitude = flat.dtype.type((1 << (8 * flat.itemsize - 1)) - 1)
     for first in range(0, flat.size, _PIECE):
@@ -52,9 +53,9 @@ def bits_are_finite(flat: Bits, dtype: torch.dtype) -> bool:
 def write_rows(
     flat: torch.Tensor, offsets: Sequence[int], counts: Sequence[int], matrix: torch.Tensor
 ) -> None:
-    """Write `matrix` to `flat`: its first `counts[0]` rows at `offsets[0]`, the next ones after.
+    """Write the rows of `matrix` to `flat`: the first `counts[0]` at `offsets[0]`, and so on.
 
-    Rows that end up side by side are written at once. A count of 0 ends the list.
+    Rows that end up side by side are written in one copy. A count of 0 ends the list.
     """
     if matrix.dtype == flat.dtype and matrix.device == flat.device:
         write_bits(bits(flat), offsets, counts, bits(matrix))
@@ -67,7 +68,7 @@ def write_rows(
 
 
 def write_bits(flat: Bits, offsets: Sequence[int], counts: Sequence[int], matrix: Bits) -> None:
-    """`write_rows` between the `bits` of two tensors of one dtype."""
+    """Do `write_rows` on the `bits` of two tensors of one dtype."""
     width, first = matrix.shape[1], 0
     for offset, count in _joined(offsets, counts, width):
         place = flat[offset : offset + count * width].reshape(count, width)

@@ -24,7 +24,7 @@ from engine.memory.page_pool import PagePool
 
 log = logging.getLogger(__name__)
 
-# Threads that were given up and may hang for ever; beyond these nothing more is read.
+# The most threads that were given up and still hang; beyond these nothing more is read.
 _MAX_HUNG = 16
 
 
@@ -54,8 +54,8 @@ class LoadLimits:
 class AdapterLoader:
     """Owns host memory, the reading threads, and the failures.
 
-    pool   the arena's, for its time
-    clock  what timeouts and retries are measured on, in seconds
+    pool   the arena's pages, for the number of the step
+    clock  time in seconds, for timeouts and retries
     """
 
     def __init__(
@@ -70,13 +70,13 @@ class AdapterLoader:
     ) -> None:
         self._reader, self._host, self._pool = reader, host, pool
         self._limits, self._clock = limits, clock
-        self._in_host: dict[str, Adapter] = {}  # whose packing is done
-        # Of these, those of the slab that are not on their way to the arena.
+        self._in_host: dict[str, Adapter] = {}  # packed ones
+        # Of these, those in the slab that are not being copied to the arena.
         self._evictable = EvictionIndex(partial(packed_candidate_of, costs))
         self._loading: set[Adapter] = set()
-        self._failed: dict[str, Adapter] = {}  # that may not be tried again yet
+        self._failed: dict[str, Adapter] = {}  # may not be tried again yet
         self._hung: list[_Hung] = []
-        self._to_prefetch: dict[str, Adapter] = {}  # to be read when nothing else is, in this order
+        self._to_prefetch: dict[str, Adapter] = {}  # read in this order when nothing else is
 
     # Reading
 
@@ -116,11 +116,11 @@ class AdapterLoader:
         while self._to_prefetch and len(self._loading) < most:
             adapter = self._to_prefetch.pop(next(iter(self._to_prefetch)))
             if adapter.state is not AdapterState.DISK or adapter.error is not None:
-                continue  # a request has had it read, or tried to
+                continue  # it was read for a request, or reading it has failed
             if self._is_out_of_reach(adapter) or adapter.num_pages > self._host.num_pages:
                 continue
             if not self._make_room(adapter.num_pages, kept):
-                return  # thousands may be left: one look at all that stay a step
+                return  # thousands may be left: check what can be dropped only once a step
             adapter.is_prefetched = True
             self._start(adapter)
 
@@ -224,7 +224,7 @@ class AdapterLoader:
     # Host memory
 
     def hold(self, adapter: Adapter) -> None:
-        """Keep a packed adapter that is on its way to the arena, until `let_go`."""
+        """Keep a packed adapter while it is copied to the arena, until `let_go`."""
         if adapter in self._evictable:
             self._evictable.remove(adapter)
 

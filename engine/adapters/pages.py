@@ -1,8 +1,8 @@
 """AdapterPages: the arena's pages that adapters have, whole ones and shared ones. No torch here.
 
-The last page of an adapter is seldom full: of a small adapter it may be most of what it has. So a
-page is also cut into eight *sub-pages*, and the rest that fills no page takes sub-pages of pages
-that several adapters share.
+The last page of an adapter is seldom full; a small adapter may have no other. So a page is also cut
+into eight *sub-pages*. An adapter's last part, its *tail*, takes sub-pages of pages that several
+adapters share.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ SUB_PAGES = 8
 class Place:
     """Where a packed adapter lies in the arena.
 
-    pages  of the arena that hold its first pages, in their order
-    tail   sub-pages (arena page * SUB_PAGES + sub-page in it) that hold those of its last page, as
-           far as that is filled; empty: there is no page beside `pages`
+    pages  pages of the arena that hold its first pages, in order
+    tail   sub-pages (arena page * SUB_PAGES + sub-page in it) that hold the filled sub-pages of its
+           last page; empty: `pages` hold all of it
     """
 
     pages: list[int]
@@ -30,21 +30,21 @@ class Place:
 
 
 class AdapterPages:
-    """Takes whole pages from the pool for one adapter each, and shared ones for tails.
+    """Takes whole pages from the pool for one adapter each, and shared pages for tails.
 
-    A tail lies in two pages at most, so that few pages stay with little in them when others go.
+    A tail lies in two pages at most, so that fewer pages stay almost empty when adapters leave.
     """
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
         self._free: dict[int, list[int]] = {}  # shared page -> its free sub-pages
-        # Whole pages of idle places; sub-pages of theirs in shared pages; those with no others.
+        # Whole pages of idle places; their sub-pages by shared page; pages that have no others.
         self._num_idle_whole = 0
         self._idle_sub_pages: dict[int, int] = {}
         self._idle_shared: set[int] = set()
 
     def num_needed(self, num_pages: int, tail_sub_pages: int) -> int:
-        """Pages that `take` would want of the pool."""
+        """Return how many pages `take` would take from the pool."""
         if not tail_sub_pages:
             return num_pages
         return num_pages - 1 + (sum(self._choose(tail_sub_pages).values()) < tail_sub_pages)
@@ -67,7 +67,7 @@ class AdapterPages:
         return Place(self._pool.take(num_pages - 1, PageUse.ADAPTER), tail)
 
     def release(self, place: Place) -> None:
-        """Nobody reads or writes `place` any more."""
+        """Free `place`, which nothing reads or writes any more."""
         self._pool.release(place.pages)
         for sub_page in place.tail:
             self._free[sub_page // SUB_PAGES].append(sub_page)
@@ -79,7 +79,7 @@ class AdapterPages:
                 self._pool.release([page])
 
     def set_idle(self, place: Place, *, is_idle: bool) -> None:
-        """Count a place among the idle ones from now on, or no longer; never does when taken."""
+        """Count a place as idle from now on, or no longer; a place that was just taken is not."""
         sign = 1 if is_idle else -1
         self._num_idle_whole += sign * len(place.pages)
         shared = Counter(sub_page // SUB_PAGES for sub_page in place.tail)
@@ -89,11 +89,11 @@ class AdapterPages:
 
     @property
     def num_idle(self) -> int:
-        """Pages that come free when all idle places are released."""
+        """Return how many pages come free when all idle places are released."""
         return self._num_idle_whole + len(self._idle_shared)
 
     def _look_at(self, shared: Iterable[int]) -> None:
-        """Note which of these shared pages have nothing in them but what is idle."""
+        """Note which of these shared pages hold nothing but idle places."""
         for page in shared:
             idle = self._idle_sub_pages.get(page, 0)
             if not idle:
@@ -104,10 +104,10 @@ class AdapterPages:
                 self._idle_shared.discard(page)
 
     def _choose(self, num_sub_pages: int) -> dict[int, int]:
-        """Shared pages that a tail goes to, and how many sub-pages of each.
+        """Choose shared pages for a tail: page -> how many of its sub-pages.
 
-        What has no room there takes a new page.
-        Chosen is the page that it fits best; else the one with most room, and another for the rest.
+        It is the page with the least room that is enough. If there is none, it is the one with the
+        most room, and another for the rest. What still has no room takes a new page.
         """
         chosen: dict[int, int] = {}
         for _ in range(2):
@@ -128,7 +128,7 @@ class AdapterPages:
         return chosen
 
     def owned(self, places: Iterable[Place | None]) -> list[list[int]]:
-        """The pages of all `places` there are, for `PagePool.check_integrity`."""
+        """Return the pages of all `places`, for `PagePool.check_integrity`."""
         return [*(place.pages for place in filter(None, places)), list(self._free)]
 
     def check_integrity(

@@ -1,7 +1,7 @@
-"""What a PEFT adapter changes in this base model. Pure functions over its config and header.
+"""AdapterPlan: what a PEFT adapter changes in this base model, from its config and header.
 
-An adapter that passes is applied exactly as PEFT applies it. Whether it fits is decided by
-`contract.adapter_fit`, as at upload; what follows for the engine's memory is here.
+An adapter that is accepted is applied exactly as PEFT applies it. `contract.adapter_fit` decides
+whether it fits, here and at upload.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from engine.adapters.rows import Replacement, replacements
 from engine.model.config import ModelConfig
 
 PROJECTION_NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-# Beside the seven projections of a layer, an adapter may change these. They come before the first
-# layer and after the last.
+# Numbers for the two matrices outside the layers that an adapter may change: one comes before the
+# first layer, the other after the last.
 EMBEDDING, HEAD = 7, 8
 
 
 class Site(NamedTuple):
-    """Which matrix of the base: a projection of a layer, or EMBEDDING or HEAD."""
+    """One matrix of the base: a projection of a layer, or EMBEDDING or HEAD."""
 
     layer: int
     projection: int
 
     @property
     def module(self) -> str:
-        """Its dotted path in Hugging Face's model."""
+        """The matrix's dotted path in Hugging Face's model."""
         if self.projection >= EMBEDDING:
             return "lm_head" if self.projection == HEAD else "model.embed_tokens"
         return f"model.layers.{self.layer}.{self.linear}"
 
     @property
     def linear(self) -> str:
-        """A projection's path in its layer."""
+        """The projection's dotted path within its layer."""
         block = "self_attn" if self.projection < 4 else "mlp"
         return f"{block}.{PROJECTION_NAMES[self.projection]}"
 
     def widths(self, model: ModelConfig) -> tuple[int, int]:
-        """(in, out) of the matrix; the embedding's `in` is the vocabulary."""
+        """Return (in, out) of the matrix; the embedding's `in` is the vocabulary."""
         if self.projection == EMBEDDING:
             return model.vocab_size, model.hidden_size
         if self.projection == HEAD:
@@ -86,14 +86,14 @@ class Target(AdaptedMatrix):
 class AdapterPlan:
     """What an adapter changes; all that is needed to place it in memory.
 
-    targets     projections of layers, in layer order
-    embedding   of the token embedding, if it is changed
-    head        of the last matrix, if it is changed
-    new_embedding, new_head   rows that replace the base's; what LoRA adds is added to them. Equal
-                ones are one and the same
-    copies      tensors that repeat a matrix of the base, as PEFT writes them beside an adapted
-                embedding or head: name -> its place; they must equal it
-    is_tied     PEFT made the head's A and B from the embedding's; they must agree
+    targets     adapted projections of layers, in layer order
+    embedding   the adapted token embedding; None: it has no LoRA
+    head        the adapted LM head; None: it has no LoRA
+    new_embedding, new_head   rows that replace the base's; LoRA is added to the new rows. Equal
+                ones are stored once
+    copies      tensors that PEFT writes beside an adapted embedding or head and that must equal a
+                matrix of the base: tensor's name -> matrix
+    is_tied     whether PEFT made the head's A and B from the embedding's; they must agree
     """
 
     targets: tuple[Target, ...]
@@ -107,7 +107,7 @@ class AdapterPlan:
 
     @property
     def all_targets(self) -> tuple[Target, ...]:
-        """Every one, in the order in which a forward pass needs them."""
+        """All targets, in the order in which a forward pass needs them."""
         ends = (self.embedding,), self.targets, (self.head,)
         return tuple(target for part in ends for target in part if target is not None)
 
@@ -174,14 +174,14 @@ def _target(site: Site, matrix: AdaptedMatrix) -> Target:
 
 
 def _sites(model: ModelConfig) -> list[Site]:
-    """Every matrix that can be adapted."""
+    """Return every matrix that can be adapted."""
     layers, projections = range(model.num_layers), range(len(PROJECTION_NAMES))
     inner = (Site(layer, projection) for layer in layers for projection in projections)
     return [Site(-1, EMBEDDING), *inner, Site(model.num_layers, HEAD)]
 
 
 def base_shape(model: ModelConfig) -> BaseShape:
-    """What the contract has to know of the model."""
+    """Describe the model as `contract.adapter_fit` needs it."""
     layer = [Site(0, projection) for projection in range(len(PROJECTION_NAMES))]
     return BaseShape(
         num_layers=model.num_layers,

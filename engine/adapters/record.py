@@ -1,4 +1,4 @@
-"""What the store knows of one adapter. There are thousands of these: they stay small."""
+"""Adapter: what the store knows of one adapter. There may be thousands, so it stays small."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.adapters.pages import Place
 from engine.adapters.tiles import TileMap
 from engine.errors import AdapterDamaged, AdapterError, AdapterUnavailable
 
-# Between two attempts to load an adapter that failed; doubled with each failure in a row.
+# The pause between two attempts to load an adapter; doubled with each failure in a row.
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.5, 60.0
 
 
@@ -29,19 +29,20 @@ class AdapterState(enum.Enum):
 class Adapter:
     """One registered adapter; `engine.adapters.store.AdapterStore` changes it.
 
-    version          which registration of the digest this is, where content may differ between them
-    content          of its files when they were first read; None: they have not been
-    host, loading    its room in host memory, and the thread that fills it
-    num_pages        that it has packed
-    tail_sub_pages   of the last page that are filled; 0: all of it
-    place, arrival   where it lies in the arena, and the copy that fills it
-    tiles            where they lie in the arena
-    pins, users      requests that run with it; accepted ones, running or waiting
-    last_use         in steps of the engine
-    lacks_room       it is in host memory, and only pages are missing
-    is_prefetched    no request has needed it since it was read, or began to be read
-    failure          of the last attempt to load it, until one succeeds
-    error, retry_at  the same until another attempt may be made, and when that is
+    version          number of the registration, if the same digest may come back with other content
+    content          hash of its files when they were first read; None: not read yet
+    host, loading    its pages in host memory, and the thread that fills them
+    num_pages        pages of the packed adapter
+    tail_sub_pages   filled sub-pages of its last page; 0: the whole page
+    place, arrival   its pages in the arena, and the copy that fills them
+    tiles            its tiles, at offsets of the arena
+    pins             running requests that use it
+    users            accepted requests that use it, running or waiting
+    last_use         number of the engine's step
+    lacks_room       whether it is ready in host memory and only pages are missing
+    is_prefetched    whether no request has needed it since its prefetch began
+    failure          why the last attempt to load it failed; None after one succeeds
+    error, retry_at  the same until the next attempt may be made, and the time of that
     """
 
     digest: str
@@ -69,8 +70,10 @@ class Adapter:
     retry_at: float = 0.0
 
     def note_content(self, content: str) -> AdapterError | None:
-        """Its files have been read. What is wrong if they hold something else than before: what
-        was computed with that may still be found."""
+        """Note the hash of the files that were read; return an error if it has changed.
+
+        The prefix cache may still hold KV that was computed with the former content.
+        """
         if self.content not in (None, content):
             return AdapterDamaged(
                 f"the files of adapter {self.digest[:12]} have changed since it was registered: "
@@ -80,7 +83,7 @@ class Adapter:
         return None
 
     def note_failure(self, error: BaseException, now: float) -> None:
-        """Back to the disk; requests that need the adapter fail with `error` until `retry_at`."""
+        """Go back to DISK; requests that need the adapter fail with `error` until `retry_at`."""
         if not isinstance(error, AdapterError):
             wrapped = AdapterUnavailable(f"adapter {self.digest[:12]} cannot be loaded: {error}")
             wrapped.__cause__ = error

@@ -1,6 +1,6 @@
-"""Rows of the embedding and of the last matrix that an adapter brings anew, by its config.
+"""Replacement: rows of the embedding or the LM head that an adapter replaces.
 
-`modules_to_save` replaces a whole matrix, `trainable_token_indices` the rows of some tokens.
+PEFT's `modules_to_save` replaces a whole matrix, `trainable_token_indices` the rows of some tokens.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from contract.base_shape import EMBEDDING, HEAD
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replacement:
-    """Rows of the embedding or of the last matrix that stand in the file anew, by tokens.
+    """New rows of the embedding or the LM head, one for each token.
 
-    name       of the tensor [tokens, hidden size]
-    token_ids  whose they are, in the file's order; None: of all
-    twin       a tensor that repeats them, as the head's of tied ones; None: there is none
+    name       the tensor [tokens, hidden size]
+    token_ids  the rows' tokens, in the file's order; None: all tokens
+    twin       a tensor that must repeat it: the head's, where the two are tied; None: there is none
     """
 
     name: str
@@ -26,7 +26,7 @@ class Replacement:
 
 
 def replacements(fitted: FittedAdapter) -> tuple[Replacement | None, Replacement | None]:
-    """The embedding's new rows and the last matrix's; equal where those are tied."""
+    """Return the new rows of the embedding and of the LM head; the same object if they are tied."""
     embedding, head = (_replacement(fitted, module) for module in (EMBEDDING, HEAD))
     return embedding, embedding if fitted.is_head_tied else head
 

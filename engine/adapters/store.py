@@ -38,9 +38,9 @@ from engine.stats import AdapterStatus
 class AdapterStore:
     """Owns the registered adapters: their files, host memory and pages.
 
-    pool, arena  where pages come from, and the tensor [P, page_elems] that they are rows of
-    host         where packed adapters are kept
-    clock        what timeouts and retries are measured on, in seconds
+    pool, arena  the pages, and the tensor [P, page_elems] whose rows they are
+    host         memory for packed adapters
+    clock        time in seconds, for timeouts and retries
     """
 
     def __init__(
@@ -196,13 +196,13 @@ class AdapterStore:
             self._idle.add(adapter)
 
     def tiles(self, digest: str) -> TileMap:
-        """A resident adapter's tiles, at offsets of the arena."""
+        """Return a resident adapter's tiles, at offsets of the arena."""
         tiles = self._resident[digest].tiles
         assert tiles is not None
         return tiles
 
     def arrivals(self, digests: Iterable[str]) -> tuple[Arrival, ...]:
-        """What a step that reads these resident adapters has to wait for, on the device."""
+        """Return the copies for which a step with these resident adapters has to wait."""
         if not self._arriving:
             return ()
         arriving = (self._arriving[digest] for digest in digests if digest in self._arriving)
@@ -211,9 +211,9 @@ class AdapterStore:
     # Room in the arena
 
     def evict_idle(self, num_pages: int, keep: Collection[str], use: PageUse = PageUse.KV) -> None:
-        """Free what nobody uses until `num_pages` pages can be taken for `use`.
+        """Evict idle adapters and cached prefixes until `num_pages` can be taken for `use`.
 
-        keep  digests that stay. Frees nothing when even all others would not be enough.
+        keep  digests that stay. If all others would not be enough, nothing is evicted.
         """
         if self._pool.can_take(num_pages, use):
             return
@@ -232,7 +232,7 @@ class AdapterStore:
             self._idle.add(adapter)
 
     def makes_room(self, digest: str, keep: Collection[str]) -> bool:
-        """Whether there is room for an adapter, once what is idle and not in `keep` has gone."""
+        """Make room for an adapter: evict idle ones not in `keep`. Return whether it fits then."""
         adapter = self._adapters[digest]
 
         def count() -> int:
@@ -241,7 +241,7 @@ class AdapterStore:
         before, num_needed = 0, count()
         while before < num_needed and not self._pool.can_take(num_needed, PageUse.ADAPTER):
             self.evict_idle(num_needed, keep, PageUse.ADAPTER)
-            # Less now, if others' tails have left a shared page; more, if it went with them.
+            # Fewer if evicted tails left room in a shared page; more if that page was freed too.
             before, num_needed = num_needed, count()
         return self._pool.can_take(num_needed, PageUse.ADAPTER)
 
@@ -259,7 +259,7 @@ class AdapterStore:
     # Loading
 
     def poll(self, wanted: Iterable[str]) -> None:
-        """Begin a step: take what has arrived, and start what is `wanted` and missing.
+        """Begin a step: take in finished reads and copies, and start those that are missing.
 
         wanted  digests that waiting requests need, the most urgent first: a later one never
                 takes room from an earlier one
@@ -299,11 +299,11 @@ class AdapterStore:
             time.sleep(timeout_s)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Let the threads finish; those that have not after `timeout_s` are left behind."""
+        """Wait for the threads, `timeout_s` at most; threads that still run are left alone."""
         wait(self._futures(), timeout=timeout_s)
 
     def _futures(self) -> list[Future[None]]:
-        """Of all threads under way."""
+        """Return the futures of all threads that run."""
         arrivals = [a.arrival.future for a in self._arriving.values() if a.arrival is not None]
         return self._loader.futures + [future for future in arrivals if future is not None]
 
@@ -358,7 +358,7 @@ class AdapterStore:
         adapter.arrival = None
 
     def _tidy_up(self, adapter: Adapter) -> None:
-        """Give up what is held for nobody: memory beside the slab; all, once unregistered."""
+        """Release unused host memory: that outside the slab; all of it, once unregistered."""
         if adapter.users or adapter.loading or adapter.arrival:
             return
         if adapter.is_unregistered:
@@ -382,21 +382,21 @@ class AdapterStore:
 
     @property
     def is_loading(self) -> bool:
-        """Whether anything is on its way to host memory or to the arena."""
+        """Whether any adapter is being read or copied."""
         return self._loader.is_loading or self.is_copying
 
     @property
     def is_copying(self) -> bool:
-        """Whether anything is on its way to the arena, whose pages may be had when it is there."""
+        """Whether any adapter is being copied to the arena; afterwards it may be evicted."""
         return bool(self._arriving)
 
     @property
     def is_prefetching(self) -> bool:
-        """Whether anything is read, or waits to be, that no request needed when that began."""
+        """Whether any adapter is prefetched or waits to be."""
         return self._loader.is_prefetching
 
     def status(self, digest: str) -> AdapterStatus | None:
-        """Where an adapter is; None when it is not known."""
+        """Return where an adapter is; None if it is not registered."""
         adapter = self._adapters.get(digest)
         if adapter is None:
             return None
@@ -409,7 +409,7 @@ class AdapterStore:
         return AdapterStatus("host")
 
     def owned_pages(self) -> list[list[int]]:
-        """The pages of every adapter, for `PagePool.check_integrity`."""
+        """Return the pages of every adapter, for `PagePool.check_integrity`."""
         return self._pages.owned(adapter.place for adapter in self._adapters.values())
 
     def check_integrity(self) -> None:

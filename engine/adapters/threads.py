@@ -1,7 +1,7 @@
-"""Work beside the step loop, each piece on a thread of its own.
+"""Runs work beside the step loop, each call on a thread of its own.
 
-Threads are daemons and belong to no pool: one that hangs, because the disk does, takes no other's
-place and does not keep the process from ending.
+Threads are daemons and belong to no pool: a thread that hangs, because the disk hangs, blocks no
+other and does not keep the process from ending.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ T = TypeVar("T")
 
 
 def start_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-    """Call `function` on a new thread; what it returns or raises is the future's.
+    """Call `function` on a new thread; the future has what it returns or raises.
 
-    So is the error where the process may have no more threads.
+    If the process cannot start another thread, the future raises RuntimeError.
     """
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()

@@ -1,8 +1,8 @@
-"""An adapter's place in pages: which part of it lies where (docs/memory.md).
+"""TileMap: where each part of an adapter lies in its pages (docs/memory.md).
 
-`place_tiles` decides from shapes alone; `fill_tiles` writes the tensors into pages in host
-memory, the *packed adapter*, which is then copied page by page into the arena. Offsets are those of
-the packed adapter until `TileMap.at` turns them into offsets of the arena.
+`place_tiles` decides from shapes alone; `fill_tiles` writes the tensors into pages in host memory,
+the *packed adapter*, which is then copied page by page into the arena. Offsets are those of the
+packed adapter until `TileMap.at` turns them into offsets of the arena.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from kernels import NUM_PROJECTIONS, TILE_ROWS, Blocks, PageLayout
 
 Int64s = npt.NDArray[np.int64]
 
-# Pieces that found no room at a page's end and wait for the next one, at most: more would find
-# little and cost time.
+# The most pieces that did not fit at a page's end and wait for the next page. More would fill
+# little more and cost time.
 _MAX_WAITING = 64
-# Every piece begins at a multiple of 8 elements, as the kernels for a GPU want it.
+# Every piece begins at a multiple of 8 elements, as the GPU kernels require.
 _ALIGNMENT = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VocabMap:
-    """Where an adapter's share of the embedding or of the last matrix is, see `kernels.VocabPart`.
+    """Where an adapter's A and B of the embedding or the LM head lie, see `kernels.VocabPart`.
 
     Offsets are those of the packed adapter or of the arena, as in the TileMap that this is part of.
     """
@@ -52,7 +52,7 @@ class VocabMap:
 
     @property
     def blocks(self) -> tuple[Blocks, ...]:
-        """All of them."""
+        """Return all blocks."""
         found = (self.a, self.b, self.gain, self.shift)
         return tuple(blocks for blocks in found if blocks is not None)
 
@@ -71,9 +71,9 @@ class VocabMap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowMap:
-    """Where the rows are that replace the base's, see `kernels.NewRows`; offsets as in VocabMap.
+    """Where rows that replace the base's lie, see `kernels.NewRows`; offsets as in VocabMap.
 
-    token_ids  [tokens] whose rows they are, none twice; None: all tokens'
+    token_ids  [tokens] the rows' tokens, none twice; None: all tokens
     """
 
     token_ids: Int64s | None
@@ -89,11 +89,11 @@ class TileMap:
 
     Offsets count elements; -1: no tile.
 
-    tail_sub_pages  so many sub-pages of the last page are filled; 0: it is needed whole
-    gain_offset     [L * 7] of DoRA's row factors, less one; None: no projection has one
-    shift_offset    [L * 7] likewise of the biases
-    embedding, head  None: the adapter does not change them
-    new_embedding, new_head  None: it replaces nothing of them
+    tail_sub_pages  filled sub-pages of the last page; 0: the whole page is needed
+    gain_offset     [L * 7] of DoRA's row factors minus one; None: no projection has one
+    shift_offset    [L * 7] of vectors to add; None: no projection has one
+    embedding, head  None: the adapter has no LoRA there
+    new_embedding, new_head  None: it replaces no rows there
     """
 
     num_pages: int
@@ -127,10 +127,10 @@ class TileMap:
         return self.adjusts or changes_ends or self.replaces
 
     def layer_ends(self, page_elems: int) -> list[int]:
-        """Of each layer, how many of the first pages hold all that is read up to its end.
+        """Return for each layer how many of the first pages it and the layers before it need.
 
-        The embedding's share counts to the first layer; the last layer's are all the pages. Of a
-        packed adapter, not of the arena.
+        The embedding counts to the first layer; the last layer needs all pages. Call it on the map
+        of a packed adapter, not of the arena.
         """
         vectors = (self.gain_offset, self.shift_offset)
         offsets = (self.a_offset, self.b_offset, *(each for each in vectors if each is not None))
@@ -147,7 +147,7 @@ class TileMap:
         return ends
 
     def at(self, pages: list[int], page_elems: int, tail: Sequence[int] = ()) -> TileMap:
-        """The same map with offsets of the arena: page i of the packed adapter lies at `pages[i]`.
+        """Return the map with offsets of the arena: page i of the packed adapter is `pages[i]`.
 
         tail  where the sub-pages of the page after those lie, see `engine.adapters.pages.Place`
         """
@@ -179,7 +179,7 @@ _Piece = tuple[int, Int64s, int]  # (size, array of offsets, the piece's index i
 
 
 def _fill(pieces: list[_Piece], start: int, num_elems: int) -> tuple[list[_Piece], list[_Piece]]:
-    """Lay pieces side by side from `start`, in order; (those that found room, the others)."""
+    """Lay pieces side by side from `start`; return (those that fit, the others)."""
     used = 0
     placed: list[_Piece] = []
     waiting: list[_Piece] = []
@@ -197,10 +197,10 @@ def _fill(pieces: list[_Piece], start: int, num_elems: int) -> tuple[list[_Piece
 
 
 class _Packer:
-    """Lays pieces into pages in their order; nothing straddles pages.
+    """Lays pieces into pages in their order; no piece crosses a page's end.
 
-    A piece that the current page has no room for waits for the next page; pieces after it that
-    still fit fill the page up. So a piece lies in its own page or an earlier one, never a later.
+    A piece that does not fit into the current page waits for the next one, and smaller pieces that
+    come after it fill the page. So no piece lies in a later page than without this.
     """
 
     def __init__(self, page_elems: int) -> None:
@@ -208,15 +208,15 @@ class _Packer:
         self._pieces: list[_Piece] = []
 
     def add(self, num_elems: int, offsets: Int64s, index: int) -> None:
-        """A piece whose place is to be written to `offsets[index]`."""
+        """Add a piece; `pack` writes its place to `offsets[index]`."""
         size = -(-num_elems // _ALIGNMENT) * _ALIGNMENT
         assert size <= self._page_elems
         self._pieces.append((size, offsets, index))
 
     def pack(self) -> tuple[int, int]:
-        """Decide and write every offset; (the number of pages, sub-pages that the last one fills).
+        """Write every offset; return (number of pages, filled sub-pages of the last one).
 
-        No sub-pages: the last page is filled better than they would be.
+        0 sub-pages: the last page is needed whole.
         """
         waiting, num_pages = self._pieces, 0
         last: list[_Piece] = []
@@ -227,7 +227,7 @@ class _Packer:
         return num_pages, self._pack_sub_pages(last, (num_pages - 1) * self._page_elems)
 
     def _pack_sub_pages(self, pieces: list[_Piece], start: int) -> int:
-        """Lay the last page's pieces into sub-pages, none across two, unless that takes all."""
+        """Lay the last page's pieces into sub-pages, none across two, if fewer than all suffice."""
         sub_page_elems, rest = divmod(self._page_elems, SUB_PAGES)
         if (
             rest
@@ -246,7 +246,7 @@ class _Packer:
         return 0
 
     def blocks(self, rows: int, width: int) -> Blocks:
-        """A matrix cut into blocks as large as a page takes them."""
+        """Cut a matrix into blocks of as many rows as a page holds, and add them."""
         block_rows = min(rows, self._page_elems // width)
         offsets = np.zeros(-(-rows // block_rows), np.int64)
         for i in range(len(offsets)):
@@ -255,10 +255,10 @@ class _Packer:
 
 
 def place_tiles(plan: AdapterPlan, model: ModelConfig, layout: PageLayout) -> TileMap:
-    """Where everything goes: the embedding's share first, the layers in order, the head's last.
+    """Decide where everything lies: the embedding first, then the layers in order, then the head.
 
-    A projection's tiles are neighbours, to be read as one matrix, except where a page ends. Where
-    a page holds fewer than 8 of the widest rows, tiles have fewer rows.
+    A projection's tiles are adjacent, so that they can be read as one matrix, except at a page's
+    end. If a page holds fewer than 8 of the widest rows, tiles have fewer rows.
     """
     page_elems = layout.page_elems
     widest = max(max(widths) for widths in model.projection_widths)
@@ -342,8 +342,8 @@ def fill_tiles(
     """Write the adapter's tensors into `packed` [num_pages, page_elems] as `tiles` says.
 
     tensor  gives a tensor of the file by name
-    base    DoRA's factors depend on it
-    Raises AdapterMismatch naming a tensor whose values do not fit.
+    base    the base's weights, on which DoRA's factors depend
+    Raises AdapterMismatch naming a tensor whose values are wrong.
     """
     check_copies(plan, tensor, base)
     flat = packed.view(-1)

@@ -1,4 +1,4 @@
-"""An adapter's tensors as they are applied, checked: no longer what PEFT wrote, equal in effect."""
+"""AppliedValues: an adapter's tensors in the form in which they are applied, and their checks."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from engine.adapters.plan import AdapterPlan, Target
 from engine.adapters.rows import Replacement
 from engine.errors import AdapterMismatch
 
-# Rows of a copy of the embedding that are compared at a time.
+# Rows of a copy of the embedding to compare at a time.
 _ROWS = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class AppliedValues:
-    """What y = W x + b becomes: y + gain * y + shift + scaling * B A x.
+    """The adapter changes y = W x + b to y + gain * y + shift + scaling * B A x.
 
     a      [R, in]
-    b      [out, R]; DoRA's factor is in it
-    gain   [out] fp32, DoRA's factor less one; None: plain LoRA
-    shift  [out] fp32; None: none
+    b      [out, R]; already multiplied by DoRA's row factor
+    gain   [out] fp32, DoRA's row factor minus one; None: no DoRA
+    shift  [out] fp32; None: zero
     """
 
     a: torch.Tensor
@@ -37,7 +37,7 @@ class AppliedValues:
 def applied_values(
     target: Target, tensor: Callable[[str], torch.Tensor], base: BaseWeights
 ) -> AppliedValues:
-    """The target's values; raises AdapterMismatch naming a tensor that has others than numbers.
+    """Compute the target's values; raise AdapterMismatch naming a tensor that is not finite.
 
     tensor  gives a tensor of the file by name
     """
@@ -48,32 +48,34 @@ def applied_values(
     a, b = found[target.a_name], found[target.b_name]
     gain = shift = None
     if target.bias is not None:
-        # The scale is applied to A's output, which a bias has no part in.
+        # The kernels scale A's output alone, so the bias of B is scaled here.
         shift = found[target.bias].float() * target.scaling
     if target.magnitude is not None:
         magnitude = found[target.magnitude]
         gain = row_gain(base.matrix(target.site), a, b, target.scaling, magnitude)
         if not torch.isfinite(gain).all():
             raise AdapterMismatch(
-                f"tensor {target.magnitude} scales a row that the adapter makes zero",
+                f"tensor {target.magnitude} divides by zero: the adapter makes a row of the weight "
+                "zero",
                 param=target.magnitude,
             )
         b = b.float() * (gain + 1)[:, None]
         base_bias = base.bias(target.site)
-        if base_bias is not None:  # DoRA scales W x; the gain meets W x + b
+        if base_bias is not None:  # DoRA scales W x alone; the gain is applied to W x + b
             shift = -gain * base_bias
     return AppliedValues(a, b, gain, shift)
 
 
 def replaced_rows(replacement: Replacement, tensor: Callable[[str], torch.Tensor]) -> torch.Tensor:
-    """The new rows [tokens, hidden size], checked as in `applied_values`."""
+    """Return the new rows [tokens, hidden size]; raise AdapterMismatch naming what is wrong."""
     rows = tensor(replacement.name)
     if not are_finite(rows):
         name = replacement.name
         raise AdapterMismatch(f"tensor {name} has values that are not finite", param=name)
     if replacement.twin is not None and not torch.equal(rows, tensor(replacement.twin)):
         raise AdapterMismatch(
-            f"tensor {replacement.twin} is not the embedding's, as ensure_weight_tying says",
+            f"tensor {replacement.twin} differs from the embedding's, but ensure_weight_tying is "
+            "set: save both with the same rows",
             param="ensure_weight_tying",
         )
     return rows
@@ -82,9 +84,10 @@ def replaced_rows(replacement: Replacement, tensor: Callable[[str], torch.Tensor
 def check_copies(
     plan: AdapterPlan, tensor: Callable[[str], torch.Tensor], base: BaseWeights
 ) -> None:
-    """Raise AdapterMismatch unless what repeats other weights does so truly.
+    """Raise AdapterMismatch unless tensors that repeat other weights equal them.
 
-    Beside an adapted embedding or head PEFT saves the base's own matrix, and of tied ones both.
+    Beside an adapted embedding or head, PEFT also saves the base's own matrix; if the two are tied,
+    it saves both.
     """
     for name, site in plan.copies.items():
         weight = base.vocabulary(site)
@@ -103,15 +106,17 @@ def check_copies(
         head_a, head_b = tensor(plan.head.a_name), tensor(plan.head.b_name)
         if not (torch.equal(head_a, b.T) and torch.equal(head_b, a.T)):
             raise AdapterMismatch(
-                f"tensor {plan.head.a_name} is not the embedding's, as ensure_weight_tying says",
+                f"tensor {plan.head.a_name} differs from the embedding's, but ensure_weight_tying "
+                "is set: save both with the same values",
                 param="ensure_weight_tying",
             )
 
 
 def _is_same(copy: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Equal but for rounding to the coarser of the two dtypes.
+    """Whether the two are equal after rounding to the coarser of their dtypes.
 
-    Each of bfloat16 and float16 rounds what the other keeps: between them one rounding more counts.
+    bfloat16 and float16 each round what the other keeps, so between them one more rounding is
+    allowed.
     """
     dtypes = copy.dtype, weight.dtype
     if torch.float32 in dtypes or copy.dtype == weight.dtype:

@@ -85,7 +85,7 @@ def test_a_file_that_ends_early_is_told() -> None:
     pieces: SimpleQueue[memoryview | bytes] = SimpleQueue()
     _read_all(io.BytesIO(b"0123456789"), memoryview(buffer), pieces)
     assert bytes(buffer) == b"0123456789" == bytes(pieces.get())
-    with pytest.raises(AdapterMismatch, match="cut short"):
+    with pytest.raises(AdapterMismatch, match="truncated"):
         _read_all(io.BytesIO(b"012345678"), memoryview(buffer), pieces)
 
 
