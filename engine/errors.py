@@ -1,4 +1,4 @@
-"""Everything the engine raises or reports, as one tree.
+"""The tree of all errors that the engine raises or reports.
 
     EngineError                      internal
     ├── RequestError                 invalid_request
@@ -18,8 +18,7 @@
     ├── OutOfMemory                  internal
     └── UnsupportedModel             internal
 
-The right column is `code`: the string value of `contract.protocol.ErrorCode` under which a client
-hears of it.
+The right column is `code`: the value of `contract.protocol.ErrorCode` that a client receives.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ MAX_MESSAGE_CHARS = 2000
 
 
 class EngineError(Exception):
-    """The root; raised itself only for what the engine failed to foresee.
+    """The root; raised itself only for errors that the engine does not expect.
 
     message  one sentence for the person who sent the request
-    param    the field of the request, or of the adapter's config, that is at fault
+    param    the field of the request, or of the adapter's config, that is wrong
 
-    Both may quote files and requests of strangers: each is kept to `MAX_MESSAGE_CHARS`, and to what
-    a terminal shows and UTF-8 can carry.
+    Both may quote untrusted files and requests: each is cut to `MAX_MESSAGE_CHARS`, and characters
+    that are not printable or that UTF-8 cannot encode are escaped.
     """
 
     code = "internal"
@@ -46,7 +45,7 @@ class EngineError(Exception):
 
 
 class RequestError(EngineError):
-    """A field of the request has a value that the engine does not take."""
+    """A field of the request has a value that the engine does not accept."""
 
     code = "invalid_request"
 
@@ -76,11 +75,11 @@ class DeadlineExceeded(RequestError):
 
 
 class DeadlineUnreachable(DeadlineExceeded):
-    """The request's deadline is still to come, but what is left to do would end after it."""
+    """The request cannot finish before its deadline, which has not passed yet."""
 
 
 class AdapterError(EngineError):
-    """The request's adapter, not the request, is at fault."""
+    """The request's adapter is wrong or missing; the request itself is valid."""
 
     code = "adapter_unavailable"
 
@@ -92,7 +91,7 @@ class AdapterMismatch(AdapterError):
 
 
 class AdapterOverflow(AdapterError):
-    """The adapter's values, each of them finite, make the model's numbers overflow."""
+    """The adapter's values are finite, but so large that the model's numbers overflow."""
 
     code = "adapter_incompatible"
 
@@ -122,11 +121,11 @@ class PinLimitExceeded(EngineError):
 
 
 class OutOfMemory(EngineError):
-    """The device has too little memory for the weights, a step and an arena worth having."""
+    """The device has too little memory for the weights, a step and the smallest useful arena."""
 
 
 class UnsupportedModel(EngineError):
-    """The base model folder asks for something the decoder does not implement."""
+    """The base model needs something that the decoder does not implement."""
 
 
 def _printable(text: str) -> str:

@@ -1,7 +1,7 @@
-"""What a request's answer must obey, as the text that llguidance compiles. No torch here.
+"""Grammar: what a request's answer must obey, as text that llguidance compiles. No torch here.
 
-A grammar is a JSON schema, a regular expression of the whole answer, or a context-free grammar in
-llguidance's Lark dialect, which `tool_calls` writes.
+A grammar is a JSON schema, a regular expression for the whole answer, or a context-free grammar in
+llguidance's Lark dialect. `tool_calls` writes the last kind.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 
 from engine.errors import BadGrammar
 
-#: Between two parts of the JSON at most one space: with free whitespace a small model may go on
-#: writing newlines until its tokens are used up. Whatever the schema itself says here is replaced.
+#: Allow at most one space between two parts of the JSON: with free whitespace a small model may
+#: write newlines until its tokens are used up. This replaces the schema's own "x-guidance".
 _GUIDANCE = {"whitespace_pattern": " "}
-#: What one mask may cost in the lexer, a quarter of llguidance's own limit: a few milliseconds,
-#: in which no other request of the batch gets its token. A grammar that needs more gives out.
+#: What one mask may cost in the lexer, a quarter of llguidance's own limit: a few milliseconds, in
+#: which all requests of the batch wait. A grammar that needs more fails its request.
 STEP_LEXER_FUEL = 50_000
-#: Tool calls in one answer.
+#: The most tool calls in one answer.
 MAX_CALLS = 16
 
 
@@ -32,25 +32,25 @@ class GrammarKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """One grammar as it came; equal ones are compiled once."""
+    """One grammar as the request gave it; equal ones are compiled once."""
 
     kind: GrammarKind
     text: str
 
     @property
     def param(self) -> str:
-        """The request's field that holds it."""
+        """The request's field that has the grammar."""
         return self.kind.value
 
     def source(self) -> str:
-        """The text for Outlines. Raises BadGrammar for a schema that is no JSON object."""
+        """Return the text for Outlines; raise BadGrammar if a schema is not a JSON object."""
         if self.kind is not GrammarKind.JSON_SCHEMA:
             return self.text
         return json.dumps(parse_schema(self.text) | {"x-guidance": _GUIDANCE})
 
 
 def parse_schema(schema: str) -> dict[str, Any]:
-    """The parsed text of a JSON object. Raises BadGrammar when it is none."""
+    """Parse a schema; raise BadGrammar if it is not a JSON object."""
     try:
         parsed = json.loads(schema)
     except (ValueError, RecursionError) as error:
@@ -61,7 +61,7 @@ def parse_schema(schema: str) -> dict[str, Any]:
 
 
 def parser_limits(llguidance: Any) -> Any:
-    """What one grammar may cost in a step, by llguidance's own counts."""
+    """Return the most that one grammar may cost in a step, in llguidance's units."""
     return llguidance.LLParserLimits(step_lexer_fuel=STEP_LEXER_FUEL, verbose_errors=False)
 
 
@@ -75,13 +75,13 @@ def tool_calls(
     free_text: str = "",
     answer_schema: str | None = None,
 ) -> str:
-    """The Lark grammar of an answer that calls tools, or says something else.
+    """Return the Lark grammar of an answer that calls tools, or is other text.
 
-    tools          name and JSON text of the parameters' schema of those that may be called; a
+    tools          (name, JSON text of the parameters' schema) of each tool that may be called; a
                    call is the JSON object {"name": …, "arguments": …} between `begin` and `end`
     is_required    there must be a call; else the answer may be other text
     is_parallel    there may be several calls
-    free_text      the regular expression of other text: one that does not start as a call does
+    free_text      the regular expression of other text, which must not begin like a call
     answer_schema  JSON text of a schema that other text must obey, instead of `free_text`
     """
     names = [f"call_{i}" for i in range(len(tools))]
@@ -102,8 +102,10 @@ def tool_calls(
 
 
 def _call_schema(name: str, parameters: str) -> dict[str, Any]:
-    """The schema of one tool's call. The parameters' definitions move to the root, where the
-    references to them point."""
+    """Return the schema of one tool's call.
+
+    The parameters' definitions move to the root, where references to them point.
+    """
     schema = parse_schema(parameters)
     definitions = schema.pop("$defs", None)
     call: dict[str, Any] = {

@@ -10,7 +10,7 @@ from engine.sequence import Sequence
 
 
 class PendingFinishes:
-    """Sequences that were cancelled, failed or are late, each with the first reason given."""
+    """Sequences that were cancelled, have failed or are late, each with its first reason."""
 
     def __init__(self) -> None:
         self._reasons: dict[Sequence, tuple[FinishReason, EngineError | None]] = {}
@@ -25,12 +25,12 @@ class PendingFinishes:
         error: EngineError | None = None,
         index: int | None = None,
     ) -> None:
-        """Let the siblings end, or that of the given index."""
+        """Have these sequences of a request end, or only the one with `index`."""
         for sequence in sequences:
             if index in (None, sequence.index):
                 self._reasons.setdefault(sequence, (reason, error))
 
     def take(self) -> list[tuple[Sequence, FinishReason, EngineError | None]]:
-        """Those that have not ended meanwhile; afterwards there are none."""
+        """Remove and return all sequences that have not ended in the meantime."""
         reasons, self._reasons = self._reasons, {}
         return [(s, reason, error) for s, (reason, error) in reasons.items() if not s.has_ended]

@@ -13,9 +13,9 @@ from engine.errors import AdapterError
 class PreemptionCause(enum.StrEnum):
     """Why a running request lost its pages.
 
-    PAGES     a request of a higher rank, or it itself, needed a page and none was left
-    PRIORITY  it is batch work, and an interactive request found no room
-    OVERDUE   a request that arrived before it had waited as long as it must (`max_wait_s`)
+    PAGES     it or a request of a higher rank needed a page, and none was left
+    PRIORITY  it is batch work, and an interactive request needed its room
+    OVERDUE   a request that arrived earlier had waited for `max_wait_s`
     """
 
     PAGES = "pages"
@@ -28,7 +28,7 @@ class AdapterStatus:
     """Where one adapter is.
 
     tier     "disk", "loading" (to host memory), "host" or "resident" (in the arena)
-    failure  why the last attempt to load it failed; None when none was made, or it succeeded
+    failure  why the last attempt to load it failed; None: there was none, or it succeeded
     """
 
     tier: Literal["disk", "loading", "host", "resident"]
@@ -39,15 +39,16 @@ class AdapterStatus:
 class EngineStats:
     """The state of an engine between two steps.
 
-    step                steps so far; one that stands still while requests run is stuck
+    step                steps so far; if it does not grow while requests run, the engine is stuck
     running, waiting    requests; at most max_running run at once
-    kv_pages            pages that running requests hold; adapter_pages likewise; the rest is free
-    pinned_pages        pages that pins hold, whoever reads them besides; not among kv_pages
-    cached_pages        free pages that hold prefixes, which a request may find again
+    kv_pages            pages of running requests
+    adapter_pages       pages of adapters; all other pages are free or pinned
+    pinned_pages        pages that pins hold, also if requests read them; not part of kv_pages
+    cached_pages        free pages with prefixes that requests may reuse
     resident_digests    adapters in the arena, least recently used first
-    num_adapters        registered ones
-    num_generated       tokens so far
-    preemptions         how many requests lost their pages so far, by cause
+    num_adapters        registered adapters
+    num_generated       generated tokens so far
+    preemptions         how many times running requests lost their pages so far, by cause
     """
 
     step: int = 0
@@ -67,5 +68,5 @@ class EngineStats:
 
     @property
     def num_preemptions(self) -> int:
-        """Of all causes together."""
+        """Preemptions of all causes."""
         return sum(self.preemptions.values())

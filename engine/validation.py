@@ -1,4 +1,4 @@
-"""RequestValidator: refuses requests that could never run. No torch here."""
+"""RequestValidator: refuses requests that can never run. No torch here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.request import Request
 class RequestValidator:
     """Checks requests against the model, the adapters and the arena; changes nothing.
 
-    most_held  pages that a sequence of so many tokens holds at a time
+    most_held  number of tokens -> the most pages that a sequence of them holds at a time
     """
 
     def __init__(
@@ -36,8 +36,11 @@ class RequestValidator:
         self._most_held = most_held
 
     def check(self, request: Request) -> None:
-        """Raise InvalidPrompt, ContextTooLong, BadGrammar, UnknownAdapter, OutOfPages or
-        RequestError for a request that could never run."""
+        """Raise an error if the request can never run.
+
+        The errors are InvalidPrompt, ContextTooLong, BadGrammar, UnknownAdapter, OutOfPages and
+        RequestError.
+        """
         request.check(self._model.vocab_size)
         if len(request.token_ids) >= self._context_limit:
             raise ContextTooLong(
@@ -58,20 +61,20 @@ class RequestValidator:
         self._check_room(request)
 
     def stop_ids(self, request: Request) -> frozenset[int]:
-        """The tokens that end the request."""
+        """Return the tokens that end the request."""
         sampling = request.sampling
         eos = () if sampling.ignore_eos else self._model.eos_token_ids
         return frozenset((*eos, *sampling.stop_token_ids))
 
     def _check_room(self, request: Request) -> None:
-        """Raise unless the arena could hold one of the request's sequences and its adapters."""
+        """Raise OutOfPages unless the arena can hold a sequence of the request and its adapters."""
         num_tokens = len(request.token_ids) + 1
         num_kv = self._most_held(num_tokens)
         num_adapter = self._store.most_pages(part.digest for part in request.adapters)
         num_pinned = self._pins.num_pages
         if num_pinned:
             num_all = -(-num_tokens // self._config.page_size)
-            # Whose prompt is scored computes all of it, and shares nothing.
+            # A request that asks for prompt_logprobs computes all of its prompt and shares no page.
             is_scored = request.sampling.prompt_logprobs is not None
             num_shared = 0 if is_scored else self._pins.num_shared(request)
             num_kv = min(num_kv, num_all - num_shared) + num_pinned

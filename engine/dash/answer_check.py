@@ -1,10 +1,10 @@
-"""Whether a finished answer obeys its schema, by `jsonschema`.
+"""Checks with `jsonschema` whether a finished answer obeys its schema.
 
-Numbers are decimals here: 0.3 is a multiple of 0.1, and 1e999999999 costs no more than 1. What is
-said twice under one name counts once, as it does to whoever parses the answer.
+Numbers are decimals here: 0.3 is a multiple of 0.1, and 1e999999999 costs no more than 1. If a name
+occurs twice in an object, the last one counts, as for any JSON parser.
 
-Imported when the first answer is checked: nothing else of the engine needs `jsonschema`, which
-Outlines brings. No torch here.
+This module is imported when the first answer is checked: nothing else in the engine needs
+`jsonschema`, which comes with Outlines. No torch here.
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ from jsonschema_specifications import REGISTRY
 
 MAX_MESSAGE_CHARS = 300
 _NUM_KEPT = 256
-#: Beyond all that a schema can compare with, and within what a Decimal holds.
+#: Larger than any exponent that a schema can compare with, and small enough for a Decimal.
 _HUGE_EXPONENT = 10**17
 
-#: (pattern, text) -> whether the pattern is found in the text, or may be.
+#: (pattern, text) -> whether the pattern matches somewhere in the text, or may match.
 Search = Callable[[str, str], bool]
 Check = Callable[[str, str], str | None]
 
 
 def make_check(search: Search) -> Check:
-    """-> (schema, answer), both as JSON text -> where and how the answer fails, None if it does
-    not. Raises RecursionError for what is nested too deeply."""
+    """Make a function (schema, answer), both JSON text -> where and how the answer fails, or None.
+
+    The function raises RecursionError if either is nested too deeply.
+    """
     base = jsonschema.Draft202012Validator
     kind = jsonschema.validators.extend(
         base,
@@ -46,14 +48,14 @@ def make_check(search: Search) -> Check:
     @functools.lru_cache(_NUM_KEPT)
     def validator(schema: str) -> Any:
         parsed = json.loads(schema, parse_float=Decimal)
-        # A registry of its own: jsonschema's would ask the network for a reference's address.
+        # A registry of its own: jsonschema's would fetch the URL of a reference from the network.
         return kind(parsed, format_checker=base.FORMAT_CHECKER, registry=REGISTRY)
 
     def check(schema: str, answer: str) -> str | None:
         try:
             value = json.loads(answer, parse_float=_decimal, parse_constant=_no_constant)
         except (ValueError, RecursionError) as error:
-            return f"the answer is no JSON: {error}"[:MAX_MESSAGE_CHARS]
+            return f"the answer is not JSON: {error}"[:MAX_MESSAGE_CHARS]
         found = next(validator(schema).iter_errors(value), None)
         return None if found is None else _message(found)
 
@@ -62,31 +64,31 @@ def make_check(search: Search) -> Check:
 
 @functools.cache
 def _decoders_check() -> Check:
-    """The check of an answer whose patterns the decoder has held it to: they count as found."""
+    """Make the check of an answer whose patterns the decoder enforced: they count as matched."""
     return make_check(lambda pattern, text: True)
 
 
 def schema_error(schema: str, text: str) -> str | None:
-    """How what the engine wrote under a schema breaks it all the same; None when it obeys it.
+    """Return how a text that was generated under a schema violates it; None: it does not.
 
-    schema, text  both as JSON; patterns are not looked at again
+    schema, text  both JSON; patterns are not checked again
     """
     try:
         return _decoders_check()(schema, text)
     except RecursionError:
         return "it is nested too deeply to be checked"
-    except Exception as error:  # a schema that the decoder reads and jsonschema does not
+    except Exception as error:  # a schema that the decoder accepts and jsonschema does not
         return f"it cannot be checked: {type(error).__name__}: {error}"[:MAX_MESSAGE_CHARS]
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _decimal(text: str) -> Decimal:
     try:
         return Decimal(text)
-    except InvalidOperation:  # of an exponent so long that it may be anything as large
+    except InvalidOperation:  # the exponent is too large for a Decimal: any as large will do
         number, _, exponent = text.lower().partition("e")
         sign = "-" if exponent.startswith("-") else ""
         return Decimal(f"{number}e{sign}{_HUGE_EXPONENT}")
@@ -95,7 +97,7 @@ def _decimal(text: str) -> Decimal:
 def _message(error: Any) -> str:
     where = "/".join(str(step) for step in error.absolute_path)
     message = f"at /{where}: {error.message}"[:MAX_MESSAGE_CHARS]
-    # A name in the answer may be half a surrogate pair, which no event can carry.
+    # A name in the answer may be half a surrogate pair, which UTF-8 cannot encode.
     return message.encode("utf-8", "replace").decode()
 
 
@@ -129,7 +131,7 @@ def _additional_properties(
 
 
 def _unlooked_at(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[Any]:
-    """A keyword of which the linter says so; it may lead nowhere."""
+    """Accept anything: the linter reports that the keyword is not checked."""
     yield from ()
 
 
@@ -139,7 +141,7 @@ def _multiple_of(validator: Any, value: Any, instance: Any, schema: Any) -> Iter
 
 
 def _is_multiple(number: int | Decimal, step: int | Decimal) -> bool:
-    """Exactly, whatever their digits and exponents; Decimal's own `%` gives up after 28 digits."""
+    """Whether it is an exact multiple, for any digits; Decimal's `%` fails after 28 digits."""
     units, exponent, num_digits = _units(number)
     step_units, step_exponent, _ = _units(step)
     shift = exponent - step_exponent
@@ -149,7 +151,7 @@ def _is_multiple(number: int | Decimal, step: int | Decimal) -> bool:
 
 
 def _units(number: int | Decimal) -> tuple[int, int, int]:
-    """-> units, exponent, digits of the units: the number is plus or minus units * 10**exponent."""
+    """Return (units, exponent, digits of units): the number is ± units * 10**exponent."""
     _, digits, exponent = Decimal(number).as_tuple()
     assert isinstance(exponent, int)  # JSON has finite numbers only
     return int(Decimal((0, digits, 0))), exponent, len(digits)

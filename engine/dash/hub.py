@@ -17,7 +17,7 @@ from typing import Any
 
 from engine.adapters.files import CONFIG_FILE, TENSORS_FILE
 
-# A Hub that is silent for so long counts as away; its client asks twice.
+# A Hub that does not answer for so long counts as unreachable; its client tries twice.
 _SILENCE_S = 5.0
 _ID = re.compile(r"(?P<repo>\w[\w.-]{0,95}/\w[\w.-]{0,95})(@(?P<revision>[^\0]{0,200}))?", re.ASCII)
 _REVISION = re.compile(r"(?!.*\.\.)\w[\w./-]{0,199}", re.ASCII)
@@ -33,7 +33,7 @@ BASE_FILES = (
 
 
 class NotOnHub(OSError):
-    """The Hub does not have the repository, refuses it, or cannot be reached; says which."""
+    """The Hub does not have the repository, refuses access, or cannot be reached."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,16 +55,18 @@ def find_id(source: str | Path, revision: str | None) -> HubId | None:
     match = _ID.fullmatch(source) if isinstance(source, str) else None
     if match is None or Path(match[0]).exists():
         if revision is not None:
-            raise ValueError(f"{str(source)!r} is a folder; only what is on the Hub has revisions")
+            raise ValueError(
+                f"{str(source)!r} is a folder; give `revision` only for an id on the Hub"
+            )
         return None
     repo, own = match["repo"], match["revision"]
     given = own if revision is None else revision
     if Path(repo).exists():
-        raise ValueError(f"{repo!r} is a folder; only what is on the Hub has revisions")
+        raise ValueError(f"{repo!r} is a folder; give a revision only for an id on the Hub")
     if own not in (None, given):
-        raise ValueError(f"{source!r} names another revision than {revision!r}")
+        raise ValueError(f"{source!r} and revision {revision!r} differ: give one of them")
     if given is not None and not (isinstance(given, str) and _REVISION.fullmatch(given)):
-        raise ValueError(f"{given!r} is no revision of {repo!r}")
+        raise ValueError(f"{given!r} is not a valid revision of {repo!r}")
     return HubId(repo=repo, revision=given)
 
 
@@ -90,8 +92,8 @@ def fetch(wanted: HubId, files: tuple[str, ...]) -> Path:
             return folder
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise NotOnHub(
-            f"{str(wanted)!r} is no folder here, the Hub cannot be reached ({reason}), and its "
-            "cache on this machine does not have it whole"
+            f"{str(wanted)!r} is not a folder here, the Hub cannot be reached ({reason}), and its "
+            "cache on this machine does not have all of its files"
         ) from error
 
 
@@ -99,7 +101,7 @@ def _download(wanted: HubId, files: tuple[str, ...]) -> Path:
     import huggingface_hub
 
     revision = wanted.revision or "main"
-    # The download itself waits for a silent Hub without end.
+    # Without this, the download would wait for ever if the Hub does not answer.
     huggingface_hub.HfApi().model_info(wanted.repo, revision=revision, timeout=_SILENCE_S)
     return Path(
         huggingface_hub.snapshot_download(
@@ -109,7 +111,7 @@ def _download(wanted: HubId, files: tuple[str, ...]) -> Path:
 
 
 def _cached(wanted: HubId, files: tuple[str, ...]) -> Path | None:
-    """Return the folder in the cache, if all files that are needed are there."""
+    """Return the folder in the cache if it has all files that are needed."""
     import huggingface_hub
 
     try:
@@ -149,11 +151,11 @@ def _refusal(wanted: HubId, error: Exception) -> str | None:
         return f"{wanted.repo!r} is gated: ask for access on the Hub, and set HF_TOKEN"
     if isinstance(error, errors.RepositoryNotFoundError):
         return (
-            f"{wanted.repo!r} is no folder here, and the Hub has no such repository, or a private "
-            "one: then set HF_TOKEN"
+            f"{wanted.repo!r} is not a folder here, and the Hub has no such public repository; if "
+            "it is private, set HF_TOKEN"
         )
     if isinstance(error, errors.RevisionNotFoundError):
         return f"{wanted.repo!r} has no revision {wanted.revision or 'main'!r} on the Hub"
     if isinstance(error, errors.HFValidationError):
-        return f"{wanted.repo!r} is no folder here, and no id of the Hub's: {error}"
+        return f"{wanted.repo!r} is not a folder here, and not an id on the Hub: {error}"
     return None

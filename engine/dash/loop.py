@@ -21,12 +21,12 @@ from engine.request import FinishReason, RequestOutput
 
 log = logging.getLogger(__name__)
 
-# Seconds of calls between two steps: of many requests that come at once the first are under way
-# while the others are still being added.
+# Seconds of calls between two steps, so that the first of many requests run while the others are
+# still being added.
 _CALLS_S = 0.02
 
 T = TypeVar("T")
-# The outputs of one step, or why there will be none any more.
+# Items: the outputs of one step as a list, or a RuntimeError if the loop has ended.
 Outputs = SimpleQueue[Any]
 
 
@@ -42,7 +42,7 @@ class EngineLoop:
         self._calls: SimpleQueue[tuple[Callable[[Engine], Any], Future[Any]]] = SimpleQueue()
         self._readers: dict[str, Outputs] = {}
         self._left: dict[str, int] = {}  # continuations of a request that have not ended
-        self._lock = threading.Lock()  # of `_end`: no call is queued behind the last one
+        self._lock = threading.Lock()  # guards `_end`: no call is queued after the last one
         self._end: RuntimeError | None = None
         self._is_closing = False
         made: Future[Engine] = Future()
@@ -82,7 +82,7 @@ class EngineLoop:
         self.call(action)
 
     def cancel(self, request_id: str, reason: FinishReason, index: int | None = None) -> None:
-        """End a request, or one of its n; does nothing if it has ended, or the loop has."""
+        """End a request, or one of its n continuations; do nothing if it or the loop has ended."""
         try:
             self.call(lambda engine: engine.cancel(request_id, reason, index))
         except RuntimeError:

@@ -16,7 +16,7 @@ def as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     """Return one prompt or several as a list; raises ValueError for anything else."""
     if isinstance(prompts, str):
         return [prompts]
-    # A mapping's items would be its keys: a tokenizer's result is one, of "input_ids" and others.
+    # Iterating over a mapping gives its keys. A tokenizer's result is one ("input_ids", …).
     if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
         raise ValueError(
             f"prompts is a {type(prompts).__name__}, not text, token ids, the messages of a chat, "
@@ -59,7 +59,7 @@ class PromptReader:
         return cast(list[int], items)
 
     def need_tokenizer(self, what: str) -> None:
-        """Raise ValueError when there is none."""
+        """Raise ValueError if there is no tokenizer; `what` needs it."""
         if self._tokenizer is None:
             raise ValueError(
                 f"{what} need a tokenizer, and none was found beside the model: give "
@@ -71,9 +71,9 @@ class PromptReader:
             text = self._tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, tokenize=False
             )
-        except Exception as error:  # a template is a program, and refuses what it likes
+        except Exception as error:  # a template is a program and may raise anything
             raise InvalidPrompt(
-                f"the tokenizer's chat template does not take the chat: {error}", param="prompts"
+                f"the tokenizer's chat template refuses the chat: {error}", param="prompts"
             ) from error
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 

@@ -1,4 +1,4 @@
-"""One call of `DashEngine.generate` or `stream`: its requests, and their answers as they grow."""
+"""Run: one call of `DashEngine.generate` or `stream`, with its requests and their answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from engine.request import (
     TokenLogprob,
 )
 
-# What a decoder writes in place of a character whose last bytes are still to come.
+# What a tokenizer's decoder writes for a character whose last bytes are not generated yet.
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -32,12 +32,12 @@ class Completion:
 
     text           "" without a tokenizer
     token_ids      without the EOS or stop token that ended it
-    finish_reason  None while it is being written
-    error          why it ended, when the reason is ERROR; what was written until then stays
-    schema_error   how the text that has ended breaks the `json_schema`, as one that was cut short
-                   does; None: it obeys it, or none was given
-    logprobs       one for each token, when `sampling.logprobs` asks for them
-    prompt_logprobs  one for each token of the prompt but the first, when `sampling` asks for them;
+    finish_reason  None while it is being generated
+    error          why it ended, if the reason is ERROR; the text generated until then stays
+    schema_error   how the finished text violates the `json_schema`, for example because it was
+                   truncated; None: it does not, or there is no schema
+    logprobs       one for each token, if `sampling.logprobs` asks for them
+    prompt_logprobs  one for each token of the prompt but the first, if `sampling` asks for them;
                    the alternatives have none
     alternatives   the other n - 1 continuations of the prompt
     """
@@ -67,7 +67,7 @@ class Piece:
     """What was added to the continuation of prompt `index`; prints as its text.
 
     finish_reason  set in a prompt's last piece
-    completion     all of it so far; its text is there with the last piece
+    completion     the completion so far; its `text` is set with the last piece
     """
 
     index: int
@@ -81,10 +81,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One prompt as it is to be run.
+    """One prompt to run.
 
-    adapters  what the names meant when the call was made, each with its weight
-    error     why it cannot be run
+    adapters  the adapters that the names meant when the call was made, each with its weight
+    error     why it cannot be run; None: it can
     """
 
     request_id: str
@@ -97,7 +97,7 @@ class Job:
 
 
 class Run:
-    """The requests of one call. Leaving its context ends those that have not ended."""
+    """The requests of one call. Leaving its context cancels those that have not ended."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class Run:
     ) -> None:
         self._loop, self._names, self._tokenizer = loop, names, tokenizer
         self._jobs, self._stop = jobs, tuple(stop)
-        # A stop string of n bytes spans n tokens at most; some more for what the first belongs to.
+        # A stop string of n bytes has at most n tokens; more, so that the first is decoded right.
         self._tail = max((len(stop.encode()) for stop in self._stop), default=0) + 8
         self.completions = [
             Completion(alternatives=[Completion() for _ in range(job.n - 1)]) for job in jobs
@@ -130,7 +130,7 @@ class Run:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """On an exception, Ctrl-C for one: end what is left, and wait until it has ended."""
+        """Cancel the requests that are left, for example on Ctrl-C, and wait until they end."""
         self._left = {r: count for r, count in self._left.items() if r in self._submitted}
         for request_id in self._left:
             self._loop.cancel(request_id, FinishReason.CANCELLED)
@@ -140,18 +140,18 @@ class Run:
 
     @property
     def num_tokens(self) -> int:
-        """So far, of all continuations."""
+        """Tokens of all continuations so far."""
         return self._num_tokens
 
     @property
     def num_ended(self) -> int:
-        """Prompts with nothing left to come."""
+        """Prompts whose continuations have all ended."""
         return len(self._jobs) - len(self._left)
 
     def changes(self) -> Iterator[list[int]]:
-        """The indices of the prompts whose completions have grown or ended, until all have ended.
+        """Yield the indices of prompts whose completions have grown or ended, until all have ended.
 
-        Raises RuntimeError when the engine is closed, or has failed.
+        Raises RuntimeError if the engine is closed or has failed.
         """
         for index in range(len(self._jobs)):
             self._submit(index)
@@ -169,7 +169,7 @@ class Run:
                 yield [self._take(output) for output in news]
 
     def pieces(self) -> Iterator[Piece]:
-        """Every completion's text, bit by bit."""
+        """Yield every completion's text piece by piece."""
         streams = [TextStream(self._tokenizer, self._stop) for _ in self._jobs]
         has_ended = [False] * len(streams)
         for indices in self.changes():
@@ -191,7 +191,7 @@ class Run:
         """Give a job to the engine as soon as all its adapters are ready."""
         job = self._jobs[index]
         if job.request_id not in self._left:
-            return  # it was cancelled before
+            return  # it was cancelled
         for adapter in job.adapters:
             if not adapter.ready.done():
                 adapter.ready.add_done_callback(lambda _: self._news.put(index))
@@ -204,7 +204,7 @@ class Run:
             raise
 
     def _add(self, engine: Engine, job: Job) -> None:
-        """On the engine's thread; raises EngineError."""
+        """Add the request to the engine, on the engine's thread; raises EngineError."""
         if job.error is not None:
             raise job.error
         adapters = list(job.adapters)
@@ -228,7 +228,7 @@ class Run:
             self._names.release(engine, adapters)
 
     def _take(self, output: RequestOutput) -> int:
-        """Add an output to its completion; the index of its prompt."""
+        """Add an output to its completion; return the index of its prompt."""
         index = self._indices[output.request_id]
         first = self.completions[index]
         completion = [first, *first.alternatives][output.index]
@@ -237,7 +237,7 @@ class Run:
             if self._left[output.request_id] == 0:
                 del self._left[output.request_id]
         if completion.finish_reason is not None:
-            return index  # a stop string ended it; this is what was under way
+            return index  # a stop string ended it; this token was already being computed
         completion.token_ids += output.token_ids
         self._num_tokens += len(output.token_ids)
         if output.prompt_logprobs is not None:
@@ -260,14 +260,14 @@ class Run:
         return any(stop in tail for stop in self._stop)
 
     def _cut(self, token_ids: list[int]) -> str:
-        """The text up to the first stop string."""
+        """Decode the text up to the first stop string."""
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         ends = [text.find(stop) for stop in self._stop]
         return text[: min((end for end in ends if end >= 0), default=len(text))]
 
 
 def _schema_error(job: Job, completion: Completion) -> str | None:
-    """See `Completion`."""
+    """Return the completion's `schema_error`."""
     if job.json_schema is None:
         return None
     if completion.finish_reason is FinishReason.ERROR:
@@ -278,18 +278,18 @@ def _schema_error(job: Job, completion: Completion) -> str | None:
 
 
 class TextStream:
-    """A completion's text as it grows: what is given out is never taken back."""
+    """A completion's text as it grows; text that was returned does not change any more."""
 
     def __init__(self, tokenizer: Any, stop: tuple[str, ...]) -> None:
         self._tokenizer, self._stop = tokenizer, stop
         self._given = ""
         self._held = ""  # may be the beginning of a stop string
-        # Tokens before `_read` are in the text; from `_start` on they are decoded again each
-        # time, because what a token spells can depend on the ones before it.
+        # Tokens before `_read` are in the text. Those from `_start` on are decoded again each
+        # time, because a token's text can depend on the tokens before it.
         self._start = self._read = 0
 
     def push(self, completion: Completion) -> str:
-        """What the completion has more than when this was last asked."""
+        """Return the text that is new since the last call."""
         if self._tokenizer is None:
             return ""
         if completion.finish_reason is not None:
@@ -314,7 +314,7 @@ class TextStream:
         return text
 
     def _num_doubtful(self) -> int:
-        """Characters at the end of what is held that a stop string could begin with."""
+        """Return how many characters at the end of the held text may begin a stop string."""
         lengths = range(min(len(self._held), max(map(len, self._stop), default=1) - 1), 0, -1)
         for length in lengths:
             if any(stop.startswith(self._held[-length:]) for stop in self._stop):

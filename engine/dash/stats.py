@@ -20,13 +20,13 @@ class DashStats:
 
     adapters         name -> "loading", "ready" (in host memory), "resident" (in the arena), "on
                      disk" (there was no room in host memory; it is read when it is needed) or
-                     "failed: …", of the last attempt to read it
+                     "failed: " and why the last attempt to read it failed
     running, waiting requests; at most max_running run at once
-    max_step_tokens  tokens of one step at most
-    num_steps, num_generated   so far
-    preemptions      how often a running request was set back so far, by cause
-    arena_bytes      all of the arena; of it, kv_bytes are running requests', adapter_bytes
-                     adapters', cached_bytes prefixes that may be used again
+    max_step_tokens  the most tokens of one step
+    num_steps, num_generated   steps and generated tokens so far
+    preemptions      how many times running requests lost their pages so far, by cause
+    arena_bytes      the whole arena; in it, kv_bytes belong to running requests, adapter_bytes to
+                     adapters, cached_bytes to prefixes that requests may reuse
     """
 
     adapters: Mapping[str, str]
@@ -48,7 +48,7 @@ class DashStats:
 
     @property
     def num_preemptions(self) -> int:
-        """Of all causes together."""
+        """Preemptions of all causes."""
         return sum(self.preemptions.values())
 
     def __str__(self) -> str:
@@ -76,7 +76,7 @@ class DashStats:
 
 
 def dash_stats(adapters: Sequence[NamedAdapter], engine: Engine, config: EngineConfig) -> DashStats:
-    """Make the statistics, by adapters' names and in bytes; runs on the engine's thread."""
+    """Make the statistics, with adapters' names and bytes; runs on the engine's thread."""
     stats = engine.stats()
     page_bytes = config.page_bytes(engine.model)
     return DashStats(
@@ -109,13 +109,13 @@ def _state(adapter: NamedAdapter, engine: Engine) -> str:
 
 
 def _causes(preemptions: Mapping[PreemptionCause, int]) -> str:
-    """ " (3 pages, 1 overdue)"; empty where there were none."""
+    """Return for example " (3 pages, 1 overdue)"; empty if there were none."""
     causes = ", ".join(f"{count} {cause}" for cause, count in preemptions.items() if count)
     return f" ({causes})" if causes else ""
 
 
 def _size(num_bytes: int) -> str:
-    """1.5 GiB."""
+    """Return for example "1.5 GiB"."""
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:

@@ -47,7 +47,7 @@ class Matcher:
         """Write the allowed next tokens into `words` [ceil(V / 32)] int32 on the CPU."""
         mask = self._matcher.compute_bitmask()
         if self._has_failed():
-            words.fill_(-1)  # whatever is chosen is thrown away
+            words.fill_(-1)  # the token will be discarded
             return
         own, target = np.frombuffer(mask, dtype=np.int32), words.numpy()
         count = min(len(own), len(target))
@@ -55,9 +55,9 @@ class Matcher:
         target[count:] = 0
 
     def accept(self, token_id: int) -> bool:
-        """Advance by a token that the mask allowed; whether the text is complete.
+        """Advance by a token that the mask allowed; return whether the text is complete.
 
-        Raises BadGrammar when the grammar cannot be followed any further.
+        Raises BadGrammar if the grammar cannot be followed any further.
         """
         if self.error is None:
             self._matcher.consume_token(token_id)
@@ -87,12 +87,12 @@ class _Backend:
         self._limits = parser_limits(llguidance)
         if isinstance(tokenizer, Path):
             tokenizer = _read_tokenizer(tokenizer)
-        # The backend wants an Outlines model but reads its tokenizer alone.
+        # The backend takes an Outlines model but reads only its tokenizer.
         self._outlines = LLGuidanceBackend(Transformers(None, tokenizer))
         self.eos_token_id = int(tokenizer.eos_token_id)
 
     def compile(self, grammar: Grammar) -> Any:
-        """A matcher at the beginning, which may be in error. Raises what the libraries raise."""
+        """Make a matcher, which may be in error; raise what the libraries raise."""
         source = grammar.source()
         match grammar.kind:
             case GrammarKind.JSON_SCHEMA:
@@ -108,9 +108,9 @@ class _Backend:
 
 
 def _read_tokenizer(folder: Path) -> Any:
-    """The model folder's fast tokenizer.
+    """Read the model folder's fast tokenizer.
 
-    Without AutoTokenizer where that can be: to choose a class it imports a thousand modules.
+    Avoids AutoTokenizer where it can: to choose a class, that imports a thousand modules.
     """
     if (folder / "tokenizer.json").exists():
         from transformers import PreTrainedTokenizerFast
@@ -135,12 +135,14 @@ class GrammarCompiler:
             1, thread_name_prefix="grammar", initializer=_let_others_go_first
         )
         self._backend: _Backend | None = None
-        self._lock = threading.Lock()  # of the cache, used by both sides
+        self._lock = threading.Lock()  # guards the cache, which both threads use
         self._cache: OrderedDict[tuple[str, Grammar], Any] = OrderedDict()
 
     def submit(self, grammar: Grammar, tenant_id: str = "") -> Future[Matcher]:
-        """A matcher at the grammar's beginning, soon; the future raises BadGrammar if it cannot
-        be compiled or nothing satisfies it."""
+        """Compile a grammar; return the future of a matcher at its beginning.
+
+        The future raises BadGrammar if it cannot be compiled or nothing satisfies it.
+        """
         key = tenant_id, grammar
         with self._lock:
             compiled = self._cache.get(key)
@@ -155,9 +157,8 @@ class GrammarCompiler:
     def prepare(self) -> Future[None]:
         """Import the libraries and read the tokenizer now, on the compiler's thread.
 
-        A grammar that is submitted meanwhile waits for it.
-
-        The future raises what importing the libraries, or reading the tokenizer, raises.
+        A grammar that is submitted meanwhile waits for it. The future raises what importing the
+        libraries or reading the tokenizer raises.
         """
         return self._threads.submit(self._prepare)
 
@@ -167,7 +168,7 @@ class GrammarCompiler:
     def _prepare(self) -> None:
         if self._backend is None:
             backend = _Backend(self._tokenizer)
-            backend.compile(_SMALLEST)  # Outlines imports more with its first grammar
+            backend.compile(_SMALLEST)  # Outlines imports more modules for its first grammar
             self._backend = backend
 
     def _matcher(self, compiled: Any, grammar: Grammar) -> Matcher:
@@ -179,16 +180,16 @@ class GrammarCompiler:
         assert self._backend is not None
         with self._lock:
             compiled = self._cache.get(key)
-        if compiled is not None:  # compiled while this one waited
+        if compiled is not None:  # it was compiled while this call waited
             return self._matcher(compiled, grammar)
         try:
             compiled = self._backend.compile(grammar)
         except BadGrammar:
             raise
-        except Exception as error:  # jsonschema's and llguidance's own, whatever they may be
+        except Exception as error:  # jsonschema and llguidance raise errors of their own
             raise BadGrammar(f"the grammar is not valid: {error}", param=grammar.param) from error
         is_possible = not compiled.is_error() and any(compiled.compute_bitmask())
-        if compiled.is_error():  # now or by computing the first mask
+        if compiled.is_error():  # from compiling or from computing the first mask
             raise BadGrammar(
                 f"the grammar cannot be enforced: {compiled.get_error()}", param=grammar.param
             )

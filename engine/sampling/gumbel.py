@@ -25,10 +25,10 @@ def token_codes(vocab_size: int, device: torch.device) -> torch.Tensor:
 
 
 def gumbel_noise(keys: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """Keys [N, 1] int64, odd, and codes [K] or [N, K] of tokens -> [N, K] fp32, finite."""
-    hashed = codes * keys  # enough for any few tokens; what follows is for many
+    """Return noise [N, K] fp32, finite, for keys [N, 1] int64, odd, and codes [K] or [N, K]."""
+    hashed = codes * keys  # enough for a few tokens; the rest of the hash is for many
     hashed.bitwise_xor_(hashed >> 32)
     hashed.mul_(_FACTOR).bitwise_or_(_SIGN)
-    # Uniform in [-1, 0), and as a float the finer the nearer to 0, where the noise is large.
+    # Uniform in [-1, 0). Floats are finer near 0, where the noise is large.
     uniform = hashed.float().mul_(2.0**-63).clamp_min_(2.0**-24 - 1)
     return uniform.log1p_().neg_().log_().neg_()

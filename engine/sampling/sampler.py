@@ -20,11 +20,12 @@ from engine.request import SamplingParams, TokenLogprob
 from engine.sampling.gumbel import gumbel_noise, token_codes
 from engine.sequence import Sequence
 
-# Below this a temperature means greedy; dividing by it would overflow.
+# A temperature below this means greedy; dividing by it would overflow.
 _MIN_TEMPERATURE = 1e-4
-# Tokens looked at for top-p; the whole vocabulary is sorted only when they hold too little mass.
+# Most likely tokens that top-p looks at; only if they hold too little probability is the whole
+# vocabulary sorted.
 _NUM_CANDIDATES = 512
-# Numbers of noise that a CPU makes at a time: what is made of them stays in its cache.
+# Noise values that a CPU computes at a time, so that intermediate results stay in its cache.
 _MAX_NOISE = 1 << 18
 
 
@@ -48,10 +49,10 @@ class _State:
     def __init__(self, sequence: Sequence, vocab_size: int, device: torch.device) -> None:
         params = sequence.request.sampling
         seed = sequence.seed
-        # Random takes a number's size alone for a seed: -1 would draw what 1 draws.
+        # Random ignores a seed's sign: -1 would draw what 1 draws.
         self._random = random.Random(None if seed is None else seed % 2**64)
         self._keys = array("q")
-        self.is_flat = False  # its most likely tokens held too little: see `_NUM_CANDIDATES`
+        self.is_flat = False  # its most likely tokens held too little, see `_NUM_CANDIDATES`
         self.counts: torch.Tensor | None = None  # [V] fp32, how often each token was generated
         self.seen: torch.Tensor | None = None  # [V] bool, in the prompt or generated
         self.bias: tuple[torch.Tensor, torch.Tensor] | None = None  # token ids, what to add
@@ -65,8 +66,8 @@ class _State:
                 torch.tensor(list(params.logit_bias), device=device),
                 torch.tensor(list(map(float, params.logit_bias.values())), device=device),
             )
-        # Made for whom it is needed: a copy to the device waits for what that is doing.
-        self.stop_ids: torch.Tensor | None = None  # where they may not come yet
+        # Made only if it is needed: a copy to the device waits for the device's work.
+        self.stop_ids: torch.Tensor | None = None  # forbidden until min_tokens are generated
         if params.min_tokens:
             stop_ids = sorted(sequence.stop_ids)
             self.stop_ids = torch.tensor(stop_ids, dtype=torch.int64, device=device)
@@ -196,7 +197,7 @@ class Draw:
     def launch(self, logits: torch.Tensor, token_ids: torch.Tensor, marked: torch.Tensor) -> Drawn:
         """Write the rows' tokens into `token_ids` [N], for logits [N, V].
 
-        marked  [N] the greedy tokens, as `kernels.sampling.mark_ref` has them
+        marked  [N] the greedy tokens, as `kernels.sampling.mark_ref` returns them
         """
         own_keys = [state.key(s.num_generated) for s, state in self._drawn]
         keys = _upload_keys(own_keys, self._codes)
@@ -212,7 +213,7 @@ class Draw:
         return Drawn(marked=marked, logits=own, keys=keys, draw=self)
 
     def mend(self, token_ids: list[int], drawn: Drawn) -> None:
-        """Replace each token that is not sure, and so below 0, by the right one."""
+        """Replace each token that is not certain, and so below 0, by the right one."""
         tokens, _ = _draw(drawn.logits, self._params, drawn.keys, self._codes, self._vocab_size)
         right = tokens.tolist()
         for i, (row, (_, state)) in enumerate(zip(self._rows, self._drawn, strict=True)):
@@ -225,7 +226,7 @@ class Draw:
 class Drawn:
     """One step's tokens, and what they were drawn from.
 
-    marked  [N] int64; ~token where the token is not sure, OVERFLOWED where there is none
+    marked  [N] int64; ~token if the token is not certain, OVERFLOWED if there is none
     """
 
     marked: torch.Tensor
@@ -239,7 +240,7 @@ def _is_greedy(params: SamplingParams) -> bool:
 
 
 def _penalise(row: torch.Tensor, state: _State, params: SamplingParams) -> None:
-    """row [V], changed in place; the repetition penalty is CTRL's (arXiv:1909.05858)."""
+    """Apply penalties to row [V], in place; the repetition penalty is CTRL's (arXiv:1909.05858)."""
     if state.seen is not None:
         penalty = params.repetition_penalty
         penalised = torch.where(row < 0, row * penalty, row / penalty)
@@ -261,19 +262,19 @@ def _logprob(raw: torch.Tensor, token_id: int, num_top: int) -> TokenLogprob:
 
 
 def _upload(values: SequenceOf[float], device: torch.device) -> torch.Tensor:
-    """values [N] -> [N, 1] fp64 on the device; does not wait for what the device is doing."""
+    """Copy values [N] to the device as [N, 1] fp64, without waiting for the device's work."""
     return torch.tensor(values, dtype=torch.float64).unsqueeze(1).to(device, non_blocking=True)
 
 
 def _upload_keys(keys: SequenceOf[int], codes: torch.Tensor) -> torch.Tensor:
-    """keys [N] -> [N, 1] int64 where `codes` are; does not wait either."""
+    """Copy keys [N] to the device of `codes` as [N, 1] int64, without waiting either."""
     return torch.tensor(keys, dtype=torch.int64).unsqueeze(1).to(codes.device, non_blocking=True)
 
 
 class _Parameters:
     """The sampling parameters of rows, as columns on the device.
 
-    cut, whole  rows whose distribution is cut to its most likely tokens, and the others
+    cut, whole  rows whose distribution is cut to its most likely tokens, and the other rows
     """
 
     def __init__(self, params: SequenceOf[SamplingParams], vocab_size: int, device: Any) -> None:
@@ -295,14 +296,14 @@ def _draw(
     codes: torch.Tensor,
     num_candidates: int,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(tokens [N], which of them are sure [N]; None: all).
+    """Return (tokens [N], whether each is certain [N]; None: all are).
 
     logits          [N, V] fp32
     keys, codes     [N, 1] of the rows' noise, [V] of the tokens
-    num_candidates  most likely tokens that are looked at where a distribution is cut; a token is
-                    not sure where they hold too little
+    num_candidates  most likely tokens to look at if a distribution is cut; a token is not certain
+                    if they hold too little probability
     """
-    # From the largest on, where fp32 is finest: a low temperature makes all else very small.
+    # Relative to the largest, so that the best are near 0, where fp32 is finest.
     scaled = (logits - logits.amax(-1, keepdim=True)) / params.temperature
     if not params.cut:
         return _best(scaled, keys, codes), None
@@ -317,7 +318,7 @@ def _draw(
 
 
 def _best(scaled: torch.Tensor, keys: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """The index [N] of the largest of scaled [N, K] with its noise; codes [K] or [N, K]."""
+    """Return the index [N] of the largest of scaled [N, K] plus noise; codes [K] or [N, K]."""
     if scaled.device.type != "cpu" or scaled.numel() <= _MAX_NOISE:
         return gumbel_noise(keys, codes).add_(scaled).argmax(-1)
     codes, count = codes.expand_as(scaled), max(1, _MAX_NOISE // scaled.shape[1])
@@ -334,9 +335,9 @@ def _draw_cut(
     codes: torch.Tensor,
     num_candidates: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """scaled [C, V], keys [C, 1], codes [V] -> token ids, whether they are sure [C].
+    """Draw after top-k, then top-p, then min-p; return (token ids [C], whether certain [C]).
 
-    Top-k, then top-p, then min-p.
+    scaled [C, V], keys [C, 1], codes [V]
     """
     vocab_size = scaled.shape[1]
     top_k, top_p, min_p = params.top_k, params.top_p, params.min_p
@@ -344,13 +345,13 @@ def _draw_cut(
     probs = (values - scaled.logsumexp(-1, keepdim=True)).double().exp()
     order = torch.arange(num_candidates, device=scaled.device)
     probs = probs.masked_fill(order >= top_k, 0.0)
-    # The mass that top_p is a share of: that of the top k, or all of it.
+    # top_p is a share of this mass: that of the top k, or 1.
     mass = torch.where(top_k < vocab_size, probs.sum(-1, keepdim=True), 1.0)
     cumulative = probs.cumsum(-1)
     is_enough = (top_k <= num_candidates) | (
         (cumulative[:, -1:] >= top_p * mass) & (top_k == vocab_size)
     )
-    # min_p alone keeps what is at least a share of the best: the last candidate tells.
+    # min_p keeps tokens of at least a share of the best's probability: compare the last candidate.
     is_enough |= (min_p > 0) & (probs[:, -1:] < min_p * probs[:, :1])
     is_cut = (
         (order >= top_k) | (cumulative - probs >= top_p * mass) | (probs < min_p * probs[:, :1])

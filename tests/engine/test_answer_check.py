@@ -51,7 +51,7 @@ def test_what_was_cut_short_obeys_nothing(dash: DashEngine) -> None:
     schema = json.dumps({"const": "a text of some length, longer than three tokens"})
     (ended,) = dash.generate("hello", json_schema=schema, max_new_tokens=3)
     assert ended.finish_reason == FinishReason.LENGTH
-    assert "no JSON" in (ended.schema_error or "")
+    assert "not JSON" in (ended.schema_error or "")
     *_, last = dash.stream("hello", json_schema=schema, max_new_tokens=3)
     assert last.completion.schema_error == ended.schema_error
     (failed,) = dash.generate("hello", json_schema="{", max_new_tokens=3)

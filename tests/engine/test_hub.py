@@ -109,7 +109,7 @@ def test_what_a_name_meant_stays_when_the_branch_moves_on(
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("org/nothing", "no folder here.*no such repository.*HF_TOKEN"),
+        ("org/nothing", "not a folder here.*no such public repository.*HF_TOKEN"),
         ("org/adapter@nowhere", "no revision 'nowhere'"),
         ("gated/adapter", "gated.*HF_TOKEN"),
     ],
@@ -137,7 +137,7 @@ def test_a_hub_that_is_away_or_silent_is_given_up_soon(
         for port in (silent.getsockname()[1], 9):
             monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{port}")
             began = time.monotonic()
-            with pytest.raises(NotOnHub, match=r"no folder here.*cannot be reached.*cache"):
+            with pytest.raises(NotOnHub, match=r"not a folder here.*cannot be reached.*cache"):
                 fetch(HubId(repo="org/adapter"), ADAPTER_FILES)
             assert time.monotonic() - began < 30  # the client's own patience has no end
 
@@ -193,6 +193,6 @@ for base in json.loads(sys.argv[1]):
     assert ran.returncode == 0, ran.stderr[-2000:]
     first, second, third = ran.stdout.splitlines()
     assert (first, second) == ("True", "True")
-    assert third.startswith("UnsupportedModel: 'org/never' is no folder here, ")
+    assert third.startswith("UnsupportedModel: 'org/never' is not a folder here, ")
     assert "offline" in third
     assert hub.asked == []
