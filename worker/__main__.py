@@ -23,4 +23,4 @@ def main() -> int:
 if __name__ == "__main__":
     status = main()
     logging.shutdown()
-    os._exit(status)  # at once: a download that is under way would keep the process
+    os._exit(status)  # at once: a running download would keep the process alive

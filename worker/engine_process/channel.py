@@ -1,9 +1,9 @@
-"""What the worker's two processes say to each other: one list per step and direction.
+"""The messages between the worker's two processes: one list per step and direction.
 
     IO process  -> engine process   [Request | Cancel | Register | Unregister, …]
     engine process -> IO process    StepReport
 
-The engine's own types, of the modules that do without torch: the IO process never imports it.
+They use the engine's types from modules without torch, which the IO process never imports.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from engine.stats import EngineStats
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """End a request early, or one choice of it; its last outputs come with `reason`."""
+    """End a request early, or one of its choices; its last output has `reason`."""
 
     request_id: str
     reason: FinishReason
@@ -25,7 +25,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Register:
-    """Make an adapter known: `folder` holds its two files until it is unregistered."""
+    """Register an adapter: `folder` keeps its two files until it is unregistered."""
 
     digest: str
     folder: str
@@ -41,9 +41,9 @@ Command = Request | Cancel | Register | Unregister
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """The result of one step; the first one says that the engine is loaded.
+    """The result of one step; the first report means that the engine is loaded.
 
-    stats  None: as in the last report that had them; they are long when many adapters are resident
+    stats  None: unchanged since the last report with stats, which are long with many adapters
     """
 
     outputs: list[RequestOutput] = field(default_factory=list)

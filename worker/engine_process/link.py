@@ -1,7 +1,7 @@
-"""The IO process's end of the pipe: queues commands, hands each report to a callback.
+"""EngineLink: the IO process's end of the pipe; queues commands, passes reports to a callback.
 
-Two threads do the blocking reads and writes, so that a long step of the engine, during which it
-does not read, never stops the event loop.
+Two threads do the blocking reads and writes, so that the event loop never waits for a long step, in
+which the engine does not read.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: A process that is killed ends at once, unless a driver holds it.
+#: A killed process ends at once, unless a driver blocks it.
 END_TIMEOUT_S = 5.0
 
 
 def _child(
     connection: Connection, config: WorkerConfig, engine_factory: EngineFactory | None
 ) -> None:
-    """Runs in the engine process, the only one that imports the engine."""
+    """Run the engine process, the only one that imports the engine."""
     let_threads_sleep()
     try:
         from worker.engine_process.process import create_engine, main
@@ -43,7 +43,7 @@ def _child(
         try:
             traceback.print_exc()
         finally:
-            os._exit(1)  # at once: a thread of the engine's would keep the process and the pipe
+            os._exit(1)  # at once: the engine's threads would keep the process and the pipe alive
 
 
 class EngineLink:
@@ -63,14 +63,14 @@ class EngineLink:
     def start(self, on_report: Callable[[StepReport], None], on_lost: Callable[[], None]) -> None:
         """Start the process; both callbacks run in the current event loop.
 
-        on_lost  called, perhaps twice, when the process has ended or can be spoken to no more
+        on_lost  called, perhaps twice, when the process has ended or the pipe is broken
         """
         loop = asyncio.get_running_loop()
         self._process.start()
-        self._child_end.close()  # so that the child's death is the end of the stream
+        self._child_end.close()  # so that the stream ends when the child dies
 
         def post(callback: Callable[..., None], *args: StepReport) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
                 loop.call_soon_threadsafe(callback, *args)
 
         def read() -> None:
@@ -78,7 +78,7 @@ class EngineLink:
                 post(on_report, self._connection.recv())
 
         def guarded(work: Callable[[], None]) -> None:
-            """Whatever ends a thread, the worker hears of it."""
+            """Call `on_lost` however the thread ends."""
             try:
                 work()
             except (EOFError, OSError):
@@ -92,7 +92,7 @@ class EngineLink:
             threading.Thread(target=guarded, args=(work,), name=name, daemon=True).start()
 
     def send(self, command: Command) -> None:
-        """Queue a command; what is queued while the engine computes goes as one message."""
+        """Queue a command; all that are queued during a step are sent as one message."""
         self._commands.put(command)
 
     def _write(self) -> None:
@@ -108,7 +108,7 @@ class EngineLink:
         return self._process.exitcode
 
     def stop(self) -> None:
-        """End the process at once; it holds nothing that must be kept. May be repeated."""
+        """Kill the process, which has no state worth keeping; idempotent."""
         self._commands.put(None)
         self._process.kill()
         self._process.join(END_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""What every process of a worker does with itself."""
+"""Ends a worker's child processes with their parent."""
 
 from __future__ import annotations
 

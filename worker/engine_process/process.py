@@ -1,7 +1,7 @@
-"""The engine's process: commands in, one step, outputs back; blocks while there is nothing to do.
+"""EngineProcess: takes commands, does one step, sends outputs; blocks while there is no work.
 
 An exception that the engine did not turn into a request's error ends the process. The worker is
-restarted then and recovers its inbox: that is simpler to get right than a half-broken engine.
+then restarted and recovers its inbox: that is simpler and safer than to use a broken engine.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from worker.engine_process.parent_death import die_with_parent
 
 log = logging.getLogger(__name__)
 
-#: Pause after a step without output: its requests may wait for an adapter that still loads.
+#: Pause after a step without output: its requests may wait for an adapter to load.
 STALL_POLL_S = 0.001
 STATS_INTERVAL_S = 0.25
-#: A digest names content: what did not fit once never will. A disk's errors may pass.
+#: Errors that last: a digest's content never changes. A disk's errors may pass.
 _LASTING = (AdapterMismatch, OutOfPages)
 
 
 class EngineLike(Protocol):
-    """What this process needs of `engine.Engine`."""
+    """The methods of `engine.Engine` that this process uses."""
 
     def register_adapter(self, digest: str, path: Path) -> None: ...
     def unregister_adapter(self, digest: str) -> None: ...
@@ -53,7 +53,7 @@ EngineFactory = Callable[[WorkerConfig], EngineLike]
 
 
 def create_engine(config: WorkerConfig) -> EngineLike:
-    """The real engine. Imported here: a worker under test with another engine needs no torch."""
+    """Make the real engine; imported here, so that tests with another engine need no torch."""
     from engine import Engine, EngineConfig  # type: ignore[attr-defined]
 
     given: dict[str, Any] = {
@@ -78,14 +78,14 @@ def create_engine(config: WorkerConfig) -> EngineLike:
 
 
 def main(connection: Connection, config: WorkerConfig, engine_factory: EngineFactory) -> None:
-    """The process's entry: run until the IO process goes away."""
+    """Run the process until the IO process ends."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the IO process, which drains
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s", level="INFO")
     loop = EngineProcess(engine_factory(config), connection)
-    # What lives as long as the process is not walked again and again: with an engine loaded a
-    # full collection took 7 to 17 ms in the middle of a step (docs/performance.md).
+    # Keep the garbage collector from visiting objects that live as long as the process: with a
+    # loaded engine, a full collection took 7 to 17 ms within a step (docs/performance.md).
     gc.collect()
     gc.freeze()
     try:
@@ -95,7 +95,7 @@ def main(connection: Connection, config: WorkerConfig, engine_factory: EngineFac
 
 
 class EngineProcess:
-    """Drives one engine from one pipe. Owns the adapters' failures; the engine owns the rest."""
+    """Runs one engine for one pipe. Remembers which adapters the engine refused."""
 
     def __init__(self, engine: EngineLike, connection: Connection) -> None:
         self._engine = engine
@@ -106,13 +106,13 @@ class EngineProcess:
 
     def run(self) -> None:
         self._connection.send(StepReport(stats=self._engine.stats()))
-        # The engine is ready; a thread prepares for the first answer with a grammar.
+        # The engine is ready; a thread imports what the first grammar needs.
         self._engine.prepare_grammars().add_done_callback(_on_prepared)
         while True:
             self.turn()
 
     def turn(self) -> None:
-        """Take what arrived, do one step, report it."""
+        """Take the commands that have arrived, do one step, and report it."""
         outputs = self._apply(self._receive())
         if self._engine.has_work():
             stepped = self._engine.step()
@@ -128,7 +128,7 @@ class EngineProcess:
             )
 
     def _receive(self) -> list[Command]:
-        """Every command that is there; waits for one when the engine has nothing to do."""
+        """Return all commands that have arrived; wait for one if the engine has no work."""
         commands: list[Command] = []
         if not self._engine.has_work():
             commands += self._connection.recv()
@@ -139,7 +139,7 @@ class EngineProcess:
         return commands
 
     def _apply(self, commands: Iterable[Command]) -> list[RequestOutput]:
-        """Hand the commands to the engine; the outputs of requests that it refuses."""
+        """Apply the commands to the engine; return the outputs of requests that it refuses."""
         refused = []
         for command in commands:
             match command:
@@ -175,7 +175,7 @@ class EngineProcess:
             self._refused.pop(command.digest, None)
 
     def _refusal_of(self, digest: str) -> Exception | None:
-        """Why the engine does not take the adapter, if it does not now either."""
+        """Return why the engine refuses the adapter, after another attempt if that may help."""
         if digest in self._refused and not isinstance(self._refused[digest][1], _LASTING):
             self._register(self._refused[digest][0])
         return self._refused[digest][1] if digest in self._refused else None
@@ -184,15 +184,15 @@ class EngineProcess:
 def _on_prepared(prepared: Future[None]) -> None:
     if error := prepared.exception():
         log.warning("constrained answers will fail: grammars cannot be prepared: %r", error)
-    gc.collect()  # as in `main`, for what has come since
+    gc.collect()  # as in `main`, for objects made since
     gc.freeze()
 
 
 def to_engine_error(error: Exception) -> EngineError:
-    """The error as its request's client hears of it; what the engine did not foresee is logged."""
+    """Return the error for the request's client; log one that the engine did not expect."""
     if isinstance(error, EngineError):
         return error
-    log.error("the engine refused a request in an unforeseen way", exc_info=error)
+    log.error("the engine refused a request with an unexpected error", exc_info=error)
     return EngineError("The worker failed on this request.")
 
 

@@ -1,1 +1,1 @@
-"""Grammars tried, and answers checked, in processes that can be killed."""
+"""Tries grammars and checks answers, in processes that can be killed."""

@@ -1,6 +1,6 @@
-"""Whether a finished answer obeys its schema; runs in a helper process.
+"""Checks in a helper process whether a finished answer obeys its schema.
 
-Patterns are RE2's, linear in the answer's length whoever wrote them.
+RE2 matches the patterns, in time linear in the answer's length for any pattern.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ _NUM_KEPT = 256
 
 
 def set_up() -> Callable[[str, str], str | None]:
-    """-> (schema, answer), both as JSON text -> where and how the answer fails, None if it does
-    not."""
+    """Make a function (schema, answer), both JSON -> what is wrong with the answer, or None."""
     return make_check(_is_found)
 
 
@@ -30,7 +29,7 @@ def _compiled(pattern: str) -> Any:
     try:
         return re2.compile(read_pattern(pattern).search, options)
     except (BadPattern, re2.error):
-        return None  # the linter has said that nothing looks at it
+        return None  # the linter reports that such a pattern is not checked
 
 
 def _is_found(pattern: str, text: str) -> bool:

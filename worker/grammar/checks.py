@@ -1,4 +1,4 @@
-"""Which stretches of a finished answer are held against which schema. Pure."""
+"""Finds the parts of a finished answer to check, and their schemas."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import NamedTuple
 from contract.protocol import CALL_BEGIN, GenerateJob
 from contract.tool_calls import BLANKS, read_calls
 
-#: The schema of no value at all, for the arguments of a function that nobody knows.
+#: A schema that no value obeys, for the arguments of an unknown function.
 _NOTHING = "false"
 
 
 class Check(NamedTuple):
-    """A stretch of an answer and its schema, both as JSON text.
+    """A part of an answer and its schema, both JSON text.
 
     param      the job's field that has the schema
-    is_strict  whether the request fails when the stretch does not obey
-    place      what it is, for people; "" of the whole answer
+    is_strict  whether the request fails if the part violates the schema
+    place      the part's name in messages; "" for the whole answer
     """
 
     schema: str
@@ -28,23 +28,23 @@ class Check(NamedTuple):
     place: str = ""
 
     def told(self, problem: str) -> str:
-        """A problem of the stretch as one of the answer."""
+        """Return the message for the whole answer about a problem of this part."""
         return f"{self.place}: {problem}" if self.place else problem
 
 
 def is_bound(job: GenerateJob, answer: str) -> bool:
-    """Whether any of the answer, when it is finished, is to obey a schema."""
+    """Whether any part of the finished answer must obey a schema."""
     return job.json_schema is not None or _has_calls(job, answer)
 
 
 def checks_of(job: GenerateJob, answer: str) -> Iterator[Check]:
-    """What is to be looked at in a finished answer: its calls, or else the whole of it."""
+    """Yield the parts of a finished answer to check: its calls, or else the whole answer."""
     if not _has_calls(job, answer):
         if job.json_schema is not None:
             yield Check(job.json_schema, answer, "json_schema", job.is_strict)
         return
     functions = {tool["function"]["name"]: tool["function"] for tool in job.tools}
-    schemas: dict[str, str] = {}  # as text, which is made once however many calls there are
+    schemas: dict[str, str] = {}  # as text, made once for all calls of a function
     for number, (name, arguments) in enumerate(read_calls(answer)):
         if name in functions and name not in schemas:
             schemas[name] = json.dumps(functions[name]["parameters"], ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""A lock that tenants take in turn: one tenant's many jobs delay another's by one job at most."""
+"""FairLock: a lock that tenants take in turn, so that a tenant waits for one job of each other."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class FairLock:
 
     @contextlib.asynccontextmanager
     async def turn(self, tenant_id: str) -> AsyncIterator[None]:
-        """Wait for a turn; it ends with the block."""
+        """Wait for a turn and hold it until the block ends."""
         if self._is_taken:
             mine = asyncio.get_running_loop().create_future()
             self._waiting.setdefault(tenant_id, deque()).append(mine)
             try:
                 await mine
             except asyncio.CancelledError:
-                if not mine.cancelled():  # it was handed over just then
+                if not mine.cancelled():  # the turn was passed to us just before the cancellation
                     self._pass_on()
                 raise
         self._is_taken = True

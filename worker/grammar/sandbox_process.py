@@ -1,8 +1,7 @@
-"""A process for jobs without a known cost: past its limits it is killed, and another is started.
+"""SandboxProcess: a process for jobs of unknown cost; it is killed past its limits and replaced.
 
-The limit of time is of the process's own processor time, which the kernel counts: on a busy machine
-a job takes longer, but it may use as much. The wall clock ends only a process that gets no
-processor time at all.
+The time limit counts the process's CPU time: on a busy machine a job takes longer, but may use as
+much. The wall clock ends only a process that gets no CPU time at all.
 """
 
 from __future__ import annotations
@@ -21,27 +20,27 @@ from typing import Any, NamedTuple
 
 from worker.engine_process.parent_death import die_with_parent
 
-#: Makes the function that does the jobs, in the helper's process.
+#: Makes the function that does the jobs; called in the helper process.
 Setup = Callable[..., Callable[..., Any]]
 
 START_TIMEOUT_S = 60.0
-#: Beside a busy engine the helper gets a third of a processor, not half of one.
+#: Beside a busy engine, the helper gets a third of a core instead of half.
 NICENESS = 5
-#: A job of a second or two that has not ended by then is frozen, or all but frozen.
+#: Jobs take a second or two of CPU time; one that has not ended by then gets almost none.
 FROZEN_S = 60.0
 
 
 class Done(NamedTuple):
-    """What the function made of a job, and the processor time that it took."""
+    """A job's result, and the CPU time that it took."""
 
     value: Any
     cpu_s: float
 
 
 class SandboxLost(Exception):
-    """The job passed its limit of time or of memory, and its process is gone.
+    """The job exceeded its limit of time or memory, and its process was killed.
 
-    cpu_s  processor time that it took
+    cpu_s  CPU time that it took
     """
 
     def __init__(self, message: str, cpu_s: float = 0.0) -> None:
@@ -50,14 +49,14 @@ class SandboxLost(Exception):
 
 
 class JobFailed(SandboxLost):
-    """The job failed; its process lives on."""
+    """The job failed; its process still runs."""
 
 
 class SandboxProcess:
-    """Owns one process, started when it is first needed. One job at a time, in their order.
+    """Owns one process, started when it is first needed. It does one job at a time, in order.
 
     setup         a module-level function; called with `args` in the process
-    memory_bytes  what a job may use beyond what `setup` has used
+    memory_bytes  memory that a job may use, besides what `setup` has used
     """
 
     def __init__(self, name: str, setup: Setup, *args: Any, memory_bytes: int) -> None:
@@ -68,9 +67,10 @@ class SandboxProcess:
         self._turn = asyncio.Lock()
 
     async def call(self, *job: Any, cpu_s: float) -> Done:
-        """Do the job within `cpu_s` of processor time. Raises SandboxLost.
+        """Do the job within `cpu_s` of CPU time; raise SandboxLost if it needs more.
 
-        Cancelled, the job goes on to its end: its answer must not be taken for the next one's.
+        If the call is cancelled, the job still runs to its end, so that its answer is not taken for
+        the next job's.
         """
         task = asyncio.create_task(self._call(job, cpu_s))
         task.add_done_callback(_note_failure)
@@ -91,19 +91,19 @@ class SandboxProcess:
                 if self._has_run_out():
                     message = f"it took longer than {cpu_s:g} s of processor time"
                     raise SandboxLost(message, cpu_s) from error
-                spent = min(time.monotonic() - began, cpu_s)  # no more than that
+                spent = min(time.monotonic() - began, cpu_s)  # an upper bound
                 raise SandboxLost("it used more memory than it may", spent) from error
 
     def _has_run_out(self) -> bool:
-        """End the process, which has gone, and tell whether the kernel's timer ended it."""
+        """Clean up after the process has died; return whether the kernel's timer killed it."""
         process = self._process
         if process is not None:
-            process.join(1.0)  # its end of the pipe closes a moment before it can be reaped
+            process.join(1.0)  # its pipe closes a moment before it can be reaped
         self.stop()
         return process is not None and process.exitcode == -signal.SIGPROF
 
     async def start(self) -> None:
-        """Be ready for the first job."""
+        """Start the process before its first job."""
         async with self._turn:
             with contextlib.suppress(SandboxLost):
                 await asyncio.to_thread(self._started)
@@ -116,7 +116,7 @@ class SandboxProcess:
             process.join()
 
     def _started(self) -> Connection:
-        """The connection to the process; starts it when there is none. Raises SandboxLost."""
+        """Return the connection to the process, started if there is none; raise SandboxLost."""
         if self._connection is not None and self._process.is_alive():
             return self._connection
         self.stop()
@@ -130,7 +130,7 @@ class SandboxProcess:
         )
         try:
             process.start()
-        except OSError as error:  # no memory or process left for it
+        except OSError as error:  # no memory, or no more processes allowed
             own.close()
             raise SandboxLost(f"it cannot be started: {error}") from error
         finally:
@@ -147,7 +147,7 @@ class SandboxProcess:
 
 
 def _note_failure(task: asyncio.Task[Any]) -> None:
-    """See the error of a job for which nobody waits any more."""
+    """Retrieve the error of a job whose caller was cancelled, so that asyncio does not log it."""
     if not task.cancelled():
         task.exception()
 
@@ -165,17 +165,17 @@ def _ask(connection: Connection, pid: int, job: tuple[Any, ...], cpu_s: float) -
 
 
 def _processor_time(pid: int) -> float:
-    """Seconds that a process of ours has had so far; its clock's number is Linux's
+    """Return the CPU seconds of a process so far; the clock's number is as in Linux's
     clock_getcpuclockid(3)."""
     return time.clock_gettime(~pid << 3 | 2)
 
 
 def _serve(connection: Connection, setup: Setup, args: tuple[Any, ...], memory_bytes: int) -> None:
-    """The process's entry: do jobs until the other end goes away."""
+    """Run the process: do jobs until the other end of the pipe closes."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, whatever it is in
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, whatever it is doing
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
     work = setup(*args)
@@ -185,22 +185,22 @@ def _serve(connection: Connection, setup: Setup, args: tuple[Any, ...], memory_b
         while True:
             job, cpu_s = connection.recv()
             began = time.process_time()
-            signal.setitimer(signal.ITIMER_PROF, cpu_s)  # of all its threads
+            signal.setitimer(signal.ITIMER_PROF, cpu_s)  # counts all its threads
             try:
                 answer = False, work(*job)
             except MemoryError:
                 os._exit(1)
             except RecursionError:
                 answer = True, "it is nested too deeply"
-            except Exception as error:  # a fault of one job is not to cost the next its process
-                traceback.print_tb(error.__traceback__)  # the message may have a client's words
+            except Exception as error:  # the process lives on for the next job
+                traceback.print_tb(error.__traceback__)  # no message: it may quote a client
                 answer = True, f"it failed with {type(error).__name__}"
             signal.setitimer(signal.ITIMER_PROF, 0)
             connection.send((*answer, time.process_time() - began))
 
 
 def _limit_memory(num_bytes: int) -> None:
-    """Let this process grow by so much and no more; allocations beyond fail."""
+    """Let this process grow by at most so many bytes; allocations beyond that fail."""
     with contextlib.suppress(OSError, ValueError):
         with open("/proc/self/statm") as statm:
             used = int(statm.read().split()[0]) * resource.getpagesize()

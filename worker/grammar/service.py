@@ -1,10 +1,10 @@
-"""Grammars before they reach the engine, and answers after they leave it.
+"""GrammarService: tries grammars before they reach the engine, and checks finished answers.
 
-Each grammar is tried in a separate process first, with limits of time and memory. One that passes
-them fails there, with its own request, and never reaches the engine. The time that a tenant's new
-grammars may take is limited too, and tenants take turns. Results are cached for each tenant
-separately, so that the time of an answer does not show what another tenant compiles. The engine
-never waits for this: a request whose grammar is being tried is not in the engine yet.
+Each grammar is first tried in a separate process, with limits of time and memory. If it exceeds
+them, only its own request fails, and the engine never gets it. The time for a tenant's new grammars
+is limited too, and tenants take turns. Results are cached for each tenant separately, so that an
+answer's time does not show what another tenant compiles. The engine never waits for this: a request
+whose grammar is being tried is not in the engine yet.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ from worker.grammar.sandbox_process import SandboxLost, SandboxProcess
 
 log = logging.getLogger(__name__)
 
-#: Of processor time, which a busy machine does not lengthen.
+#: CPU time, which other work on the machine does not lengthen.
 TRIAL_CPU_S = 2.0
 TRIAL_MEMORY_BYTES = 512 << 20
 CHECK_CPU_S = 1.0
 CHECK_MEMORY_BYTES = 256 << 20
-#: Python's own limit is some 150 levels of an answer; the stack has room for 1,300.
+#: Python's default limit allows some 150 levels in an answer; this and the stack some 1,300.
 CHECK_RECURSION = 8000
 MAX_CACHED = 1024
-#: Of one tenant: grammars that wait for their trial, and processor seconds of trials in a minute.
+#: For each tenant: grammars that may wait for their trial, and CPU seconds of trials per minute.
 MAX_WAITING = 16
 QUOTA_S, QUOTA_WINDOW_S = 10.0, 60.0
-#: What took too long may have met a frozen machine: so long nobody tries it again.
+#: A grammar that took too long is not tried again for so long; perhaps the machine was stalled.
 RETRY_S = 60.0
 
-_Trial = tuple[str, Grammar]  # tenant, and what it has tried
+_Trial = tuple[str, Grammar]  # tenant, and its grammar
 
 
 class _Verdict(NamedTuple):
-    """What was found of a grammar, and until when that holds (of `time.monotonic`)."""
+    """The result of a grammar's trial, and until when it is valid (by `time.monotonic`)."""
 
     problem: str | None
     until: float
 
 
 class GrammarService:
-    """Owns the two helper processes of a worker, and remembers what they found."""
+    """Owns the two helper processes of a worker, and remembers their results."""
 
     def __init__(self, model_dir: Path) -> None:
         self._trial = SandboxProcess(
@@ -66,7 +66,7 @@ class GrammarService:
             memory_bytes=TRIAL_MEMORY_BYTES,
         )
         self._check = SandboxProcess("answer-check", _check_set_up, memory_bytes=CHECK_MEMORY_BYTES)
-        # One tokenizer in a process's life: tenant and grammar alone are the key.
+        # A process has one tokenizer, so tenant and grammar are the whole key.
         self._found: OrderedDict[bytes, _Verdict] = OrderedDict()
         self._too_slow: OrderedDict[bytes, float] = OrderedDict()  # tenant, schema -> until when
         self._checks = FairLock()
@@ -76,8 +76,10 @@ class GrammarService:
         self._runner: asyncio.Task[None] | None = None
 
     async def admit(self, request: Request) -> None:
-        """Wait until the request's grammar has been tried. Raises Refused when it failed, or when
-        its tenant has no more time for new ones."""
+        """Wait until the request's grammar has been tried.
+
+        Raises Refused if it failed, or if its tenant has no time left for new grammars.
+        """
         grammar = request.grammar
         if grammar is None:
             return
@@ -96,7 +98,7 @@ class GrammarService:
             )
 
     async def problem_of(self, schema: str, answer: str, tenant_id: str) -> str | None:
-        """How a finished answer breaks its schema; None when it obeys it."""
+        """Return how a finished answer violates its schema; None: it does not."""
         async with self._checks.turn(tenant_id):
             if time.monotonic() < self._too_slow.get(_key(tenant_id, schema), 0.0):
                 return "checking it takes too long"
@@ -120,7 +122,7 @@ class GrammarService:
         self._check.stop()
 
     async def _tried(self, grammar: Grammar, tenant_id: str) -> str | None:
-        """Try a grammar, once for all requests of its tenant. -> what is wrong with it"""
+        """Try a grammar, once for all requests of its tenant; return what is wrong with it."""
         trial = tenant_id, grammar
         future = self._trials.get(trial)
         if future is None:
@@ -146,7 +148,7 @@ class GrammarService:
             )
 
     async def _run(self) -> None:
-        """Try the grammars that wait, one of each tenant in turn."""
+        """Try the waiting grammars, one of each tenant in turn."""
         while self._waiting:
             tenant_id, grammars = self._waiting.popitem(last=False)
             grammar = grammars.popleft()
@@ -154,13 +156,13 @@ class GrammarService:
                 self._waiting[tenant_id] = grammars
             until, seconds = math.inf, 0.0
             try:
-                await self._trial.start()  # after one that was killed: not this tenant's doing
+                await self._trial.start()  # if the last one was killed; not charged to this tenant
                 problem, seconds = await self._trial.call(grammar, cpu_s=TRIAL_CPU_S)
             except SandboxLost as error:
                 until, seconds = time.monotonic() + RETRY_S, error.cpu_s
                 log.warning("tenant %s: a grammar was given up: %s", tenant_id, error)
                 problem = f"compiling it was given up: {error}"
-            except Exception:  # no file or thread is left for it: whoever waits must hear of it
+            except Exception:  # for example no file or thread is left: waiting requests must fail
                 until = time.monotonic() + RETRY_S
                 log.exception("tenant %s: a grammar could not be tried", tenant_id)
                 problem = "it could not be tried"
@@ -175,7 +177,7 @@ class GrammarService:
 
 
 def _check_set_up() -> Callable[[str, str], str | None]:
-    from worker.grammar import answer_check  # with libraries that this process has no use for
+    from worker.grammar import answer_check  # imports libraries that only the helper needs
 
     sys.setrecursionlimit(CHECK_RECURSION)
     return answer_check.set_up()
@@ -189,7 +191,7 @@ def _over_quota(message: str) -> Refused:
 
 
 def _key(*parts: str) -> bytes:
-    """In place of a text that may have hundreds of kilobytes."""
+    """Return a short key for texts that may have hundreds of kilobytes."""
     return hashlib.sha256("\0".join(parts).encode()).digest()
 
 

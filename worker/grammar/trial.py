@@ -1,4 +1,4 @@
-"""Whether a grammar can be compiled and followed at a bearable cost; runs in a helper process."""
+"""Tries in a helper process whether a grammar can be compiled and followed at acceptable cost."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 from engine.errors import BadGrammar
 from engine.grammar_text import Grammar, GrammarKind, parser_limits
 
-#: Steps of the walk that shows what a grammar costs once it is compiled.
+#: Random tokens that a trial generates, to see what following the grammar costs.
 TRIAL_TOKENS = 48
 
 
 def set_up(model_dir: str) -> Callable[[Grammar], str | None]:
-    """-> grammar -> what is wrong with it, None if nothing is.
+    """Make a function grammar -> what is wrong with it, or None.
 
-    Without Outlines and transformers, which would triple the memory: their part in a grammar's
-    compilation is a call of llguidance's `grammar_from`.
+    It does not import Outlines and transformers, which would triple the memory: in compiling a
+    grammar they only call llguidance's `grammar_from`.
     """
     import llguidance
 
@@ -61,7 +61,7 @@ def _try(llguidance: Any, tokenizer: Any, limits: Any, grammar: Grammar) -> str 
 
 
 def _any_token(mask: bytes, rng: random.Random) -> int | None:
-    """One of the tokens that a mask allows."""
+    """Return a random token that a mask allows; None: it allows none."""
     places = [i for i, byte in enumerate(mask) if byte]
     if not places:
         return None

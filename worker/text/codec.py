@@ -1,7 +1,7 @@
-"""Text to token ids and back: chat template, tokenizer, text that arrives token by token.
+"""TextCodec: text to token ids and back, with chat template, incremental decoding and stop strings.
 
-Reads the model folder's tokenizer.json and chat template itself; `transformers`, which imports
-torch, is not needed. A test holds both against it.
+It reads the model folder's tokenizer.json and chat template itself, without `transformers`, which
+imports torch. A test compares the results of both.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from contract.protocol import context_length
 from worker.text.control_tokens import ControlTokens
 from worker.text.token_pieces import TokenPieces
 
-#: What an incomplete UTF-8 sequence decodes to.
+#: An incomplete UTF-8 sequence decodes to this.
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-#: A character has four bytes: so many at the end may still become one.
+#: A character has at most four bytes, so up to three at the end may still become one.
 MAX_GARBLED = 3
 
 
@@ -33,10 +33,10 @@ class PromptError(Exception):
 
 
 class Chat(NamedTuple):
-    """A rendered chat: as it reads, and as `TextCodec.encode_chat` must read it."""
+    """A rendered chat: its text, and its form for `TextCodec.encode_chat`."""
 
     text: str
-    sealed: str | None  # where the text alone does not tell who wrote a special token
+    sealed: str | None  # see ControlTokens.seal; None: `text` can be encoded as it is
 
 
 class TextCodec:
@@ -52,7 +52,7 @@ class TextCodec:
         source = _template_source(model_dir, settings)
         environment = _template_environment()
         self._template = environment.from_string(source) if source else None
-        #: Whether the chat template shows tools itself.
+        #: Whether the chat template renders tools itself.
         self.takes_tools = bool(source) and "tools" in jinja2.meta.find_undeclared_variables(
             environment.parse(source or "")
         )
@@ -62,7 +62,7 @@ class TextCodec:
         self._special_ids = {token_id for token_id, token in added.items() if token.special}
         self._longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)
         decoder = _read_json(model_dir / "tokenizer.json").get("decoder")
-        #: What single tokens stand for.
+        #: Text and bytes of single tokens.
         self.pieces = TokenPieces(
             self._tokenizer,
             special_ids=self._special_ids,
@@ -77,11 +77,13 @@ class TextCodec:
         options: dict[str, Any] | None = None,
         generation_prompt: bool = True,
     ) -> Chat:
-        """The prompt of a chat, up to where the assistant speaks. Raises PromptError.
+        """Render the prompt of a chat, up to where the assistant's answer begins.
 
         tools              OpenAI's tool objects, for a template that `takes_tools`
-        options            what else the client would have the template know
-        generation_prompt  False: without the words that make the assistant speak
+        options            the client's other variables for the template
+        generation_prompt  False: without the template's words that begin the assistant's turn
+
+        Raises PromptError.
 
         Source: transformers.utils.chat_template_utils.render_jinja_template.
         """
@@ -101,7 +103,7 @@ class TextCodec:
         return Chat(*self._control.seal(rendered))
 
     def encode_chat(self, chat: Chat) -> list[int]:
-        """Token ids, of which only the template's are control tokens. Raises PromptError."""
+        """Encode a chat; only the template may write control tokens. Raises PromptError."""
         if chat.sealed is None:
             return self.encode(chat.text, add_special_tokens=False)
         try:
@@ -110,15 +112,15 @@ class TextCodec:
             raise PromptError(f"The messages cannot be encoded: {error}.") from error
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text whose author may write control tokens as well."""
+        """Encode a text whose author may also write control tokens."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """`encode` with special tokens, and the characters [from, to] that each token stands for.
+        """Encode with special tokens; return also the characters [from, to) of each token.
 
-        Together they are the whole text: a token begins where the one before it ends, or where the
-        character does of which both have bytes.
+        The spans cover the whole text: a token begins where the one before it ends. If two tokens
+        share the bytes of a character, the second begins with that character.
         """
         encoded = self._tokenizer.encode(text, add_special_tokens=True)
         spans: list[tuple[int, int]] = []
@@ -130,36 +132,36 @@ class TextCodec:
         return encoded.ids, spans
 
     def names(self, token_ids: Sequence[int]) -> list[str]:
-        """What the vocabulary calls the tokens."""
+        """Return the tokens' names in the vocabulary."""
         return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
 
     def decode_whole(self, token_ids: Sequence[int]) -> str:
-        """The text, special tokens among it."""
+        """Decode to text, with special tokens."""
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
         return text
 
     def min_num_tokens(self, text: str) -> int:
-        """A lower bound for the length of `encode(text)`, without the work of it."""
+        """Return a lower bound for the length of `encode(text)`, without encoding."""
         return len(text) // self._longest_token
 
     def max_num_chars(self, num_tokens: int) -> int:
-        """An upper bound for the characters that so many tokens stand for."""
+        """Return an upper bound for the number of characters that so many tokens decode to."""
         return num_tokens * self._longest_token
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text, without special tokens."""
+        """Decode to text, without special tokens."""
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         return text
 
     def is_special(self, token_id: int) -> bool:
-        """Whether the token is one that `decode` leaves out."""
+        """Whether `decode` leaves the token out."""
         return token_id in self._special_ids
 
 
 class Detokenizer:
-    """Text of a growing list of token ids; together its pieces are `decode` of them all.
+    """Decodes a growing list of token ids piece by piece; joined, the pieces equal `decode` of all.
 
-    continues  the text goes on another's: a space that it begins with is kept
+    continues  the text continues another text: a space at its beginning is kept
 
     A token's text depends on its neighbours (byte sequences, leading spaces), so each piece is
     the difference between two decodings that share a context of a few tokens before it.
@@ -170,20 +172,20 @@ class Detokenizer:
     def __init__(self, codec: TextCodec, *, continues: bool = False) -> None:
         anchor = codec.pieces.anchor if continues else None
         self._codec = codec
-        # The context, then tokens not wholly shown.
+        # The context, then tokens whose text was not returned completely.
         self._ids: list[int] = [] if anchor is None else [anchor]
         self._context = len(self._ids)  # how many of `_ids` are context
-        self._shown = codec.decode(self._ids)  # how much of the text of `_ids` is out
+        self._shown = codec.decode(self._ids)  # the part of the text of `_ids` that was returned
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens complete; a character still missing bytes waits."""
+        """Return the text that these tokens complete; an incomplete character is held back."""
         if not token_ids:
             return ""
         self._ids += token_ids
         text = self._codec.decode(self._ids)
         if not text.startswith(self._shown):
-            # A byte-fallback decoder gives up on a whole run of bytes at its first invalid one,
-            # which also takes back what the context read as. Start afresh behind the context.
+            # At an invalid byte, a byte-fallback decoder replaces the whole run of bytes, so that
+            # the context's text changes too. Start again after the context.
             self._ids, self._context, self._shown = self._ids[self._context :], 0, ""
             text = self._codec.decode(self._ids)
         garbled = len(text) - len(text.rstrip(REPLACEMENT))
@@ -194,11 +196,11 @@ class Detokenizer:
         return piece
 
     def finish(self) -> str:
-        """What is left, incomplete characters as U+FFFD."""
+        """Return the rest of the text, with incomplete characters as U+FFFD."""
         return self._advance(self._codec.decode(self._ids)) if self._ids else ""
 
     def _advance(self, text: str) -> str:
-        """Show all of `text`; the tokens it came from become the context of the next."""
+        """Return what is new in `text`; its tokens become the context of the next ones."""
         piece = text[len(self._shown) :]
         if piece:
             self._ids = self._ids[self._context :]
@@ -208,10 +210,10 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Cuts text at the stop string that is complete first; holds back what may begin one.
+    """Cuts text at the first complete stop string; holds back text that may begin one.
 
-    Of several that are complete at once, the longest counts: how the text arrives in pieces
-    makes no difference.
+    If several are complete at once, the longest counts. The result does not depend on how the text
+    is cut into pieces.
     """
 
     __slots__ = ("_held", "_stops")
@@ -221,7 +223,7 @@ class StopStrings:
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        """The text that is safe to show, and the stop string that was met (and cut off)."""
+        """Return the text that is safe to show, and the stop string that was found and cut off."""
         if not self._stops:
             return text, None
         text = self._held + text
@@ -235,13 +237,13 @@ class StopStrings:
         return text[: len(text) - keep], None
 
     def finish(self) -> str:
-        """What was held back and is now known to be no stop string."""
+        """Return the text that was held back, as no more text follows."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` that begins `stop`."""
+    """Return the length of the longest suffix of `text` that is a prefix of `stop`."""
     for size in range(min(len(text), len(stop) - 1), 0, -1):
         if stop.startswith(text[len(text) - size :]):
             return size
@@ -254,7 +256,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
-    """bos_token, eos_token and the like, as the template refers to them."""
+    """Return bos_token, eos_token and so on, as variables for the template."""
     tokens = {}
     for name, value in settings.items():
         if name.endswith("_token"):
@@ -273,7 +275,7 @@ def _template_source(model_dir: Path, settings: dict[str, Any]) -> str | None:
 
 
 class _Generation(jinja2.ext.Extension):
-    """{% generation %} marks the assistant's words for training; here it is only passed through."""
+    """Accepts {% generation %}, which marks the assistant's words for training, without effect."""
 
     tags = {"generation"}
 
@@ -286,13 +288,13 @@ class _Generation(jinja2.ext.Extension):
 
 
 def _template_environment() -> ImmutableSandboxedEnvironment:
-    """The environment that transformers renders chat templates in."""
+    """Make the environment in which transformers renders chat templates."""
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
     def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        # Jinja's own escapes HTML.
+        # Jinja's own filter escapes HTML.
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
     environment = ImmutableSandboxedEnvironment(

@@ -1,8 +1,8 @@
-"""What single tokens stand for: the text and the bytes that log-probabilities show of each.
+"""TokenPieces: the text and bytes of single tokens, for log-probabilities.
 
-A SentencePiece vocabulary writes a word's space into the word's token, and its decoder drops it at
-the beginning of a text; so a token is read as what it adds to a text that has begun, unless it is
-the first. Together the bytes of an answer's tokens are the answer's.
+In a SentencePiece vocabulary a word's token includes the space before it, which the decoder drops
+at the beginning of a text. So a token that is not the first is decoded after other text. The bytes
+of an answer's tokens, joined, are the answer's bytes.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
-#: Of the latest; each has some hundred bytes.
+#: Tokens to remember, the latest; each takes some hundred bytes.
 _NUM_KEPT = 16_384
 
 
 class TokenPiece(NamedTuple):
-    """A token as it reads, and its bytes, which may be but a part of a character.
+    """A token's text, and its bytes, which may be only a part of a character.
 
-    Special tokens read as they are called, and have no bytes: they are no part of the text.
+    A special token's text is its name. It has no bytes: it is not part of the answer's text.
     """
 
     text: str
@@ -31,7 +31,7 @@ class TokenPiece(NamedTuple):
 class TokenPieces:
     """Reads tokens of one vocabulary. Safe to use from several threads.
 
-    anchor  a token that is one letter by itself, to put before others; None: there is none
+    anchor  a token whose text is one letter, to put before others; None: there is none
     """
 
     def __init__(self, tokenizer: Tokenizer, *, special_ids: Set[int], is_byte_level: bool) -> None:
@@ -42,7 +42,7 @@ class TokenPieces:
         self._read_once = functools.lru_cache(_NUM_KEPT)(self._read)
 
     def of(self, token_id: int, *, is_first: bool) -> TokenPiece:
-        """`is_first`: the text begins with this token."""
+        """Return a token's piece; is_first: the text begins with this token."""
         return self._read_once(token_id, is_first)
 
     def _read(self, token_id: int, is_first: bool) -> TokenPiece:
@@ -53,7 +53,7 @@ class TokenPieces:
         if self._is_byte_level and all(character in _BYTE_OF for character in token):
             return TokenPiece(text, tuple(_BYTE_OF[character] for character in token))
         is_byte = len(token) == 6 and token.startswith("<0x") and token.endswith(">")
-        if is_byte and text:  # a first space may be dropped in this form too
+        if is_byte and text:  # the decoder may drop a first space in this form too
             return TokenPiece(text, (int(token[3:5], 16),))
         return TokenPiece(text, tuple(text.encode()))
 
@@ -79,7 +79,7 @@ def _anchor(tokenizer: Tokenizer) -> int | None:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Character -> byte of byte-level BPE vocabularies. Source: GPT-2's bytes_to_unicode."""
+    """Return character -> byte of byte-level BPE vocabularies. Source: GPT-2's bytes_to_unicode."""
     plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in plain}
     others = (byte for byte in range(256) if byte not in plain)

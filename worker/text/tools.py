@@ -1,9 +1,9 @@
-"""How a base model is told of tools, and what its calls look like.
+"""Describes tools to a base model, and makes the grammar of its calls.
 
-Where the chat template takes `tools` they are shown as its authors meant them to; where it does
-not, a system message shows them, and earlier calls and their results become plain messages. A call
-is the same for all models, because a grammar holds them to it: `CALL_BEGIN`, a JSON object of name
-and arguments, which obey the function's schema, and `CALL_END`.
+If the chat template takes `tools`, it renders them as its authors intended. If not, a system
+message describes them, and earlier calls and their results become plain messages. A grammar
+enforces the same form of a call for all models: `CALL_BEGIN`, a JSON object with name and
+arguments, which obey the function's schema, and `CALL_END`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _INTRODUCTION = (
 def plain_messages(
     messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """A chat without tools that says the same, for a template that knows of none."""
+    """Rewrite a chat as plain messages, for a template that does not take tools."""
     plain = [_plain(message) for message in messages]
     if tools:
         text = _INTRODUCTION.format(tools="\n".join(_line(tool["function"]) for tool in tools))
@@ -56,7 +56,7 @@ def _line(value: Any) -> str:
 
 
 def calls_grammar(job: GenerateJob) -> str | None:
-    """The grammar of an answer that may call the job's tools, in Lark; None when it has none."""
+    """Return the Lark grammar of an answer that may call the job's tools; None: it may not."""
     if not job.tools:
         return None
     choice = job.tool_choice or "auto"

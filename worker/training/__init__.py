@@ -1,1 +1,1 @@
-"""One LoRA adapter from one data set: what `worker.train` runs."""
+"""Trains one LoRA adapter on one data set; `worker.train` runs it."""

@@ -1,8 +1,8 @@
-"""Chat JSONL to what a causal model trains on: token ids, and which of them are the answer's.
+"""Turns chat JSONL into training examples: token ids, and labels on the assistant's tokens.
 
-`contract.chat_rows` says what a row is. The chat template of the base's tokenizer renders
-it; only tokens that the assistant writes carry a loss. Templates rarely mark those themselves, so
-their spans are found by rendering the chat up to each assistant message.
+`contract.chat_rows` defines a row. The chat template of the base's tokenizer renders it; only
+tokens that the assistant writes have a loss. Templates rarely mark those, so their spans are found
+by rendering the chat up to each assistant message.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from contract.chat_rows import MAX_LINE_BYTES, Chat, Problem, read_rows
 
-#: Label of a token without a loss; the value PyTorch's and HF's losses skip.
+#: Label of a token without a loss; losses of PyTorch and Hugging Face skip this value.
 IGNORED = -100
 
 
@@ -34,7 +34,7 @@ class Example:
 
 
 def read_chats(path: Path) -> list[Chat]:
-    """Return the `messages` of every row. Raises DatasetError at the first row that is no chat."""
+    """Return the `messages` of every row; raise DatasetError for a row that is not a chat."""
     chats: list[Chat] = []
     with path.open("rb") as file:
         for row in read_rows(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b"")):
@@ -45,10 +45,10 @@ def read_chats(path: Path) -> list[Chat]:
 
 
 def assistant_spans(tokenizer: Any, messages: Chat) -> tuple[str, list[range]]:
-    """The rendered chat, and the character ranges in it that the assistant writes.
+    """Return the rendered chat, and the character ranges in it that the assistant writes.
 
     A range begins where generation would begin and includes the end-of-turn marker. Raises
-    ValueError when the template does not render a chat's beginning as the beginning of the chat.
+    ValueError if the template renders the first messages differently when more follow.
     """
     text = tokenizer.apply_chat_template(messages, tokenize=False)
     spans = []
@@ -60,14 +60,17 @@ def assistant_spans(tokenizer: Any, messages: Chat) -> tuple[str, list[range]]:
         )
         turn = tokenizer.apply_chat_template(messages[: index + 1], tokenize=False)
         if not (turn.startswith(prompt) and text.startswith(turn)):
-            raise ValueError(f"the chat template changes what stands before messages[{index}]")
+            raise ValueError(
+                f"the chat template renders the messages before messages[{index}] differently when "
+                "others follow"
+            )
         # Templates put a line break after the end-of-turn marker; the model never writes it.
         spans.append(range(len(prompt), len(turn.rstrip())))
     return text, spans
 
 
 def encode_chat(tokenizer: Any, messages: Chat, max_length: int) -> Example:
-    """The chat's tokens, cut to `max_length`, with labels on the assistant's alone."""
+    """Return the chat's tokens, cut to `max_length`, with labels only on the assistant's."""
     text, spans = assistant_spans(tokenizer, messages)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     labels = [
@@ -82,9 +85,9 @@ def encode_chat(tokenizer: Any, messages: Chat, max_length: int) -> Example:
 
 
 def load_examples(tokenizer: Any, path: Path, max_length: int) -> list[Example]:
-    """Every row as tokens. A row that is cut before its first answer token is left out.
+    """Return every row as tokens, without rows that are cut before their first answer token.
 
-    Raises DatasetError as `read_chats` does, and when no row is left.
+    Raises DatasetError as `read_chats` does, and if no row is left.
     """
     examples = []
     for number, messages in enumerate(read_chats(path), start=1):
@@ -97,12 +100,12 @@ def load_examples(tokenizer: Any, path: Path, max_length: int) -> list[Example]:
         if any(label != IGNORED for label in example.labels[1:]):
             examples.append(example)
     if not examples:
-        raise DatasetError(f"no row has an answer within max_length={max_length} tokens")
+        raise DatasetError(f"no row has an answer within max_length={max_length} tokens: raise it")
     return examples
 
 
 def collate(examples: list[dict[str, list[int]]], pad_id: int) -> dict[str, torch.Tensor]:
-    """A batch padded on the right to its own longest row; every tensor is [S, T]."""
+    """Make a batch, padded on the right to its longest row; every tensor is [S, T]."""
     width = max(len(example["input_ids"]) for example in examples)
 
     def padded(name: str, fill: int) -> torch.Tensor:

@@ -37,7 +37,7 @@ class Outcome:
 
 
 def training_dtype() -> torch.dtype:
-    """bfloat16 where the device multiplies it natively, else float32.
+    """Return bfloat16 if the device multiplies it natively, else float32.
 
     On a 2-core CPU with AVX512-BF16: 302 instead of 172 tokens/s (135M parameters, rank 16).
     """
@@ -48,10 +48,10 @@ def training_dtype() -> torch.dtype:
 
 
 def load_base(job: TrainJob) -> tuple[Any, Any]:
-    """The job's base model and its tokenizer.
+    """Load the job's base model and its tokenizer.
 
-    Raises JobError when the tokenizer has no chat template or cannot map tokens to characters,
-    or when a target module is not a linear layer of the model's decoder layers.
+    Raises JobError if the tokenizer has no chat template or cannot map tokens to characters, or if
+    a target module is not a linear layer of the model's decoder layers.
     """
     if job.num_threads is not None:
         torch.set_num_threads(job.num_threads)
@@ -78,8 +78,8 @@ def load_base(job: TrainJob) -> tuple[Any, Any]:
 class AnswerTrainer(Trainer):
     """A Trainer that computes logits for the assistant's tokens alone.
 
-    The vocabulary projection and its softmax are a quarter of a small model's work, and more than
-    half of a chat's tokens are the prompt's.
+    The LM head and its softmax are a quarter of a small model's work, and more than half of a
+    chat's tokens belong to the prompt.
     """
 
     def compute_loss(
@@ -89,7 +89,7 @@ class AnswerTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The mean loss over the batch's labelled tokens."""
+        """Return the mean loss over the batch's labelled tokens."""
         base = self.accelerator.unwrap_model(model).get_base_model()
         labels = inputs["labels"][:, 1:]
         kept = labels != IGNORED  # [S, T - 1]
@@ -106,10 +106,7 @@ class AnswerTrainer(Trainer):
 
 
 class Progress(TrainerCallback):
-    """Turn the Trainer's log lines into progress events.
-
-    Ends the training with a JobError when it has diverged.
-    """
+    """Turns the Trainer's log lines into progress events; raises JobError if training diverges."""
 
     def __init__(self, emit: Emit, tokens_per_epoch: int) -> None:
         self.losses: list[float] = []
@@ -126,12 +123,12 @@ class Progress(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         logs = kwargs["logs"]
         if "loss" not in logs:
-            return  # the summary at the end
+            return  # the Trainer's summary at the end
         loss = float(logs["loss"])
         if not math.isfinite(loss):
             raise JobError(
                 "hyperparameters.learning_rate",
-                f"the loss is not a number any more at step {state.global_step}: lower it",
+                f"the loss became infinite or NaN at step {state.global_step}: lower it",
             )
         self.losses.append(loss)
         elapsed = time.monotonic() - self._started
@@ -170,9 +167,9 @@ def _arguments(hyper: Hyperparameters, steps: int) -> TrainingArguments:
 def run_trainer(
     model: Any, tokenizer: Any, examples: list[Example], hyper: Hyperparameters, emit: Emit
 ) -> Outcome:
-    """Train a LoRA over `model` and return it with what it took. `model` is changed in place.
+    """Train a LoRA on `model`, which is changed in place; return it with the training's figures.
 
-    Raises JobError when the loss becomes infinite or NaN.
+    Raises JobError if the loss becomes infinite or NaN.
     """
     set_seed(hyper.seed)
     model = get_peft_model(
