@@ -1,11 +1,10 @@
-"""Token ids in, token ids out: continuous batching of requests that each have their own adapters.
+"""Continuous batching of requests that each have their own adapters, from token ids to token ids.
 
-Knows nothing of tenants' names, text protocols or queues; `engine.dash.hub` alone uses a network.
-Start reading at
-`engine.engine.Engine.step`; the memory layout that docstrings refer to is docs/memory.md.
+The engine knows nothing of tenants' names, text protocols or queues; only `engine.dash.hub` uses
+the network. Start reading at `engine.engine.Engine.step`; docs/memory.md has the memory layout.
 
-Importing this package does not import torch until `Engine` is asked for: the worker's I/O process
-uses the request types alone.
+Importing this package does not import torch until `Engine` is used: the worker's I/O process uses
+only the request types.
 """
 
 import importlib

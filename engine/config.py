@@ -38,7 +38,7 @@ class EngineConfig:
     pin_share             of the arena's pages, what pinned prefixes may take at most
     num_threads           torch's CPU threads; None: leave them
     loader_threads        adapters read from disk at a time
-    max_prefetch          missing adapters of waiting requests that are brought in ahead of them
+    max_prefetch          missing adapters of waiting requests that are loaded ahead of them
     load_timeout_s        reading an adapter for longer counts as failed
     use_triton            None: on a GPU; True on a CPU needs Triton's interpreter, for tests
     capture_graphs        record the GPU's decode graphs at the start, not when first needed
@@ -181,6 +181,6 @@ class EngineConfig:
         """
         max_kv, _ = self.page_limits(model, num_pages)
         limit = self.context_limit(model)
-        if self.kv_window(model) is not None:  # pages far behind are given back
+        if self.kv_window(model) is not None:  # pages before the window are given back
             return limit
         return min(limit, max_kv * self.page_size)

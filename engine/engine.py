@@ -1,4 +1,4 @@
-"""Engine: wires the rooms together and runs the step loop. Start reading at `Engine.step`."""
+"""Engine: connects the engine's parts and runs the step loop. Start reading at `Engine.step`."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ class Engine:
     All methods are called from one thread. Loading adapters and compiling grammars happen on
     threads of the engine's own; `close` ends them.
 
-    config  see EngineConfig; raises UnsupportedModel when the model folder does not fit,
-            OutOfMemory when the device is too small
-    clock   what deadlines, timeouts and retries are measured on, in seconds
-    model, weights, tokenizer  given, the model folder's own are not read
-    digest_of  given, an adapter whose files have another digest than it is registered by is
-               refused when it is read: (text of its config, hex sha256 of its tensors) -> digest
+    config  see EngineConfig; raises UnsupportedModel if the model folder is not supported,
+            OutOfMemory if the device is too small
+    clock   time in seconds, for deadlines, timeouts and retries
+    model, weights, tokenizer  if given, they are used instead of the model folder's
+    digest_of  if given, an adapter whose files do not have the digest under which it is registered
+               is refused: (text of its config, hex sha256 of its tensors) -> digest
     """
 
     def __init__(
@@ -149,11 +149,11 @@ class Engine:
     # Adapters
 
     def register_adapter(self, digest: str, path: Path) -> None:
-        """Make the PEFT folder `path` known as `digest`; idempotent.
+        """Register the PEFT folder `path` as `digest`; idempotent.
 
         Reads the config and the tensor header; the tensors are read when a request first needs
-        them. Raises AdapterMismatch when they do not fit the base model, AdapterUnavailable when
-        they cannot be read, OutOfPages when the arena could never hold the adapter.
+        them. Raises AdapterMismatch if they do not fit the base model, AdapterUnavailable if they
+        cannot be read, OutOfPages if the adapter is larger than the arena.
         """
         self._store.register(digest, path)
 
@@ -367,7 +367,7 @@ class Engine:
             return self._scheduler.schedule(now)
         for sequence in previous.step.sampling:
             if is_full(sequence, self._context_limit):
-                self._requests.release(sequence)  # its last token is on its way
+                self._requests.release(sequence)  # its last token is in flight
         if previous.can_replay and not self._scheduler.can_admit(now):
             new_pages = self._scheduler.reserve_next_pages(previous.step.rows)
             if new_pages is not None:
@@ -419,7 +419,7 @@ class Engine:
         try:
             matcher = self._grammars.matcher(sequence)
             reason, is_text = check_stop(sequence, matcher, self._context_limit)
-        except Exception as error:  # the request's own matcher's
+        except Exception as error:  # raised by the request's own matcher
             known = as_engine_error(sequence.request.request_id, error)
             return self._requests.finish(sequence, FinishReason.ERROR, known)
         output = self._requests.finish(sequence, reason) if reason else sequence.output()

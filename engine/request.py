@@ -1,4 +1,4 @@
-"""Requests and outputs: what goes into the engine and what comes out. No torch here."""
+"""Request and RequestOutput: what the engine takes and returns. No torch here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MAX_FP32 = (2 - 2**-23) * 2.0**127
 
 
 class Priority(enum.StrEnum):
-    """Who is scheduled first: batch work gets what interactive requests leave."""
+    """The class of a request; batch work gets the room that interactive requests leave."""
 
     INTERACTIVE = "interactive"
     BATCH = "batch"
@@ -32,15 +32,15 @@ class Priority(enum.StrEnum):
 class SamplingParams:
     """How to choose tokens; names and ranges are OpenAI's where it has them.
 
-    max_tokens          None: to the end of the context; 0: the prompt alone is computed
+    max_tokens          None: to the end of the context; 0: only the prompt is computed
     temperature         0: greedy
     top_k               0: off; applied before top_p, top_p before min_p
     seed                the same seed gives the same tokens whatever else is in the batch, unless
                         two tokens are as close as rounding (docs/scheduling.md, "Seeds")
-    repetition_penalty  over prompt and generated tokens; the other two over generated ones
+    repetition_penalty  over prompt and generated tokens; the other two over generated tokens
     logit_bias          token id -> number added to its logit
-    logprobs            None: off; k: the chosen token's and those of the k best
-    prompt_logprobs     None: off; k: the same of every token of the prompt but the first
+    logprobs            None: off; k: of the chosen token and of the k most likely ones
+    prompt_logprobs     None: off; k: the same for every token of the prompt but the first
     min_tokens          no EOS or stop token before this many tokens
     """
 
@@ -95,7 +95,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterPart:
-    """One adapter of a blend: `weight` times its own scaling is what is applied."""
+    """One adapter of a blend; `weight` multiplies the adapter's own scaling."""
 
     digest: str
     weight: float = 1.0
@@ -105,14 +105,13 @@ class AdapterPart:
 class Request:
     """One prompt to continue.
 
-    n            how many continuations; they share the prompt's pages, each has its own outputs
-                 under its index, and number i draws with the seed + i
+    n            number of continuations; they share the prompt's pages. Each has its own outputs
+                 under its index, and number i uses the seed + i
     adapters     () for the base model; several are applied as the exact weighted sum
-    json_schema, regex, lark  the generated text obeys the schema, matches the expression whole, or
-                 is of the grammar (in llguidance's Lark); at most one of them
-    deadline     on the clock given to the engine (time.time by default); past it the request ends
-                 with DeadlineExceeded, and as soon as it can no longer be met with
-                 DeadlineUnreachable
+    json_schema, regex, lark  the generated text obeys the schema, matches the whole expression, or
+                 follows the grammar (in llguidance's Lark); at most one of them
+    deadline     by the engine's clock (time.time by default); after it the request ends with
+                 DeadlineExceeded, and before it with DeadlineUnreachable if it cannot be met
     """
 
     request_id: str
@@ -128,7 +127,7 @@ class Request:
     priority: Priority = Priority.INTERACTIVE
 
     def check(self, vocab_size: int) -> None:
-        """Raise InvalidPrompt or RequestError naming the first field that is at fault."""
+        """Raise InvalidPrompt or RequestError naming the first field that is wrong."""
         self._check_prompt(vocab_size)
         self.sampling.check(vocab_size)
         _check_integer("n", self.n, 1, MAX_SEQUENCES)
@@ -136,7 +135,7 @@ class Request:
             raise RequestError(f"tenant_id is {self.tenant_id!r}, not text", param="tenant_id")
         if self.priority not in tuple(Priority):
             raise RequestError(f"there is no priority {self.priority!r}", param="priority")
-        # Not a number is equal to nothing, itself included.
+        # NaN is not equal to itself.
         is_number = isinstance(self.deadline, Real) and self.deadline == self.deadline
         if self.deadline is not None and not is_number:
             raise RequestError(f"deadline is {self.deadline!r}, not a number", param="deadline")
@@ -145,7 +144,7 @@ class Request:
 
     @property
     def grammar(self) -> Grammar | None:
-        """What the generated text obeys, if anything."""
+        """The grammar that the generated text must obey; None: there is none."""
         for kind in GrammarKind:
             text = getattr(self, kind.value)
             if text is not None:
@@ -201,7 +200,7 @@ class Request:
 class TokenLogprob(NamedTuple):
     """One generated token, or one of a prompt, and the best alternatives, most likely first.
 
-    rank  of a prompt's token: 1 for the likeliest
+    rank  only for a prompt's token: 1 for the most likely
 
     Log-probabilities are of the model's own distribution, before temperature, penalties, bias and
     grammar.
@@ -219,12 +218,12 @@ class RequestOutput:
 
     index             which of the request's n continuations; each ends exactly once
     token_ids         new since the last output, without the EOS or stop token that ends a request
-    num_prompt_tokens of the request, as num_cached_tokens: the same under every index, used once
-    num_generated     tokens the model produced so far under this index, the ending one included:
-                      what is billed
+    num_prompt_tokens, num_cached_tokens  of the prompt: the same under every index, billed once
+    num_generated     tokens generated so far under this index, the ending one included: what is
+                      billed
     end_logprob       of the token that ended the request, which is not in token_ids
-    prompt_logprobs   of the prompt's tokens from the second on, where they are asked for: under one
-                      index, with its first token
+    prompt_logprobs   of the prompt's tokens from the second on, if asked for: under one index, with
+                      its first token
     finish_reason     set in the index's last output, which comes exactly once
     error             set when the reason is ERROR
     """

@@ -1,6 +1,6 @@
 """RequestTable: the requests that have not ended.
 
-It tells every other owner at once when a sequence enters, gives back its pages, or ends.
+It informs every other owner when a sequence enters, gives back its pages, or ends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class RequestTable:
     """Owns the sequences of all requests, by request id.
 
     stop_ids  the tokens that end a request
-    clock     what deadlines are measured on, in seconds
+    clock     time in seconds, for deadlines
     """
 
     def __init__(

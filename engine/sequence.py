@@ -14,7 +14,7 @@ from engine.request import Request, RequestOutput, TokenLogprob
 class PromptLogprobs:
     """The log-probabilities of one prompt's tokens, as far as known; shared by the request's n.
 
-    num_known  positions, from the first on, for which the next token's is known
+    num_known  number of first positions for which the next token's log-probability is known
     num_top    alternatives kept for each
     """
 
@@ -65,7 +65,7 @@ class Sequence:
                   None: no sibling has started
     stop_ids      tokens that end it
     prompt_logprobs  those known so far; None: not asked for
-    versions      of its adapters, in their order: which content each digest stood for
+    versions      registration numbers of its adapters, in order: the content of each digest
     has_left      whether it has given back its pages; its last token may still be in flight
     num_skips     how often it was overtaken by a sequence of its class
     """
@@ -125,7 +125,7 @@ class Sequence:
         self.has_left = False
         self.is_waiting_for_grammar = False
         self.num_skips = 0
-        # The waiting queue's: who goes first, and how long it may wait for those that came later.
+        # Set by the waiting queue: the rank, and how long it may wait for later arrivals.
         self.rank: tuple[int, int] = (0, arrival)
         self.patience: float | None = None
         self.overdue_at = math.inf
@@ -134,7 +134,7 @@ class Sequence:
     def of(
         cls, request: Request, arrival: int, stop_ids: frozenset[int] = frozenset()
     ) -> list[Sequence]:
-        """The request's n sequences, which arrive one after another from `arrival` on."""
+        """Make the request's n sequences, with arrival numbers from `arrival` on."""
         siblings = [cls(request, arrival + i, stop_ids, i) for i in range(request.n)]
         num_top, wanted = request.sampling.prompt_logprobs, None
         if num_top is not None:

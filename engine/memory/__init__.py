@@ -1,1 +1,1 @@
-"""Pages: who holds them, which prefixes they keep, and what gives way when they run out."""
+"""Pages: their owners, the prefixes that they keep, and the order of their eviction."""

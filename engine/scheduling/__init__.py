@@ -1,1 +1,1 @@
-"""Which sequences the next step carries, and the pages they need for it."""
+"""Chooses the sequences of the next step, and takes the pages that they need."""

@@ -69,7 +69,7 @@ class PageTables:
         num_full = (sequence.num_tokens - 1) // self._page_size
         wanted = sequence.prompt_logprobs
         if wanted is not None and not wanted.is_complete:
-            # What nobody has read the rows of is computed, whoever has its KV.
+            # Positions whose log-probabilities are not known yet must be computed.
             num_full = min(num_full, wanted.num_known // self._page_size)
         pages = self._prefixes.take(self._keys(sequence, num_full))
         num_common = min(num_full, sequence.num_prompt // self._page_size)
@@ -124,13 +124,13 @@ class PageTables:
         self._drop(sequence)
 
     def _first_seen(self, num_computed: int) -> int:
-        """The first page that the token after `num_computed` sees, or any token after that."""
+        """Return the first page that the token after `num_computed`, or a later one, attends to."""
         if self._window is None:
             return 0
         return max(num_computed + 1 - self._window, 0) // self._page_size
 
     def _drop(self, sequence: Sequence) -> None:
-        """Give back the pages that the sequence's next token, and all after it, do not see."""
+        """Give back the pages to which the sequence's next tokens do not attend any more."""
         first = self._first_seen(sequence.num_computed)
         if first > sequence.num_dropped:
             self._prefixes.release(sequence.page_table[sequence.num_dropped : first])

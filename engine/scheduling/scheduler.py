@@ -36,7 +36,7 @@ from engine.scheduling.waiting_queue import SchedulerLimits, Urgency, WaitingQue
 from engine.sequence import Row, Sequence, Step
 from engine.stats import PreemptionCause
 
-# Of the waiting that could run, so many of a class are looked at in one step.
+# How many waiting sequences of a class that could run are considered in one step.
 _WINDOW = 64
 _CAUSES = (PreemptionCause.OVERDUE, PreemptionCause.PRIORITY)
 _NO_ROOM = "the request's adapters need more pages than pinned prefixes leave"
@@ -78,7 +78,7 @@ class Scheduler:
         limits: SchedulerLimits,
         window: int | None = None,
     ) -> None:
-        """window: see `PageTables`."""
+        """Make a scheduler without sequences; for `window` see `PageTables`."""
         self._pool, self._adapters, self._page_size = pool, adapters, page_size
         self._tables = PageTables(pool, prefixes, page_size, window)
         self._limits = limits
@@ -117,7 +117,7 @@ class Scheduler:
         self._now = now
         self._queue.promote(now)
         step = Step(budget=self._limits.max_step_tokens)
-        # Decodes first: a prompt's chunk must not delay those who are already answering.
+        # Decodes first: a prompt's chunk must not delay requests that already generate.
         prefills = []
         for sequence in list(self.running):
             if sequence.num_uncomputed != 1:
@@ -130,7 +130,7 @@ class Scheduler:
             waiting = self._queue.of(urgency) if urgency is Urgency.OVERDUE else []
             num_before = sum(s.rank < waiting[0].rank for s in own) if waiting else len(own)
             self._continue_prompts(step, own[:num_before])
-            # Who has been preempted by now waits: being admitted again, it has had its turn.
+            # A sequence that was preempted in this step waits; if admitted again, it has its row.
             after = [sequence for sequence in own[num_before:] if sequence.is_running]
             is_open = is_open and self._admit(step, urgency)
             self._continue_prompts(step, after)
@@ -180,7 +180,7 @@ class Scheduler:
         if self._limits.max_adapters is not None:
             assert len(self._in_use) <= self._limits.max_adapters
 
-    # Those who run
+    # Running sequences
 
     def _continue_prompts(self, step: Step, sequences: list[Sequence]) -> None:
         for sequence in sequences:
@@ -217,7 +217,7 @@ class Scheduler:
         step.budget -= num_tokens
 
     def _make_room(self, step: Step, sequence: Sequence, num_new: int) -> bool:
-        """Free `num_new` pages for a running sequence; False when it must sit out."""
+        """Free `num_new` pages for a running sequence; return False if it must skip the step."""
         while not self._pool.can_take(num_new):
             if self._is_free(num_new, sequence):
                 break
@@ -251,10 +251,10 @@ class Scheduler:
             if not self._in_use[digest]:
                 del self._in_use[digest]
 
-    # Those who wait
+    # Waiting sequences
 
     def _admit(self, step: Step, urgency: Urgency) -> bool:
-        """Admit waiting sequences of one urgency; False when nobody may be admitted after them."""
+        """Admit waiting sequences of one urgency; return False if no lower one may be admitted."""
         window = self._candidates(urgency)
         passed: list[Sequence] = []  # for lack of room for their adapters
         while window:
@@ -400,7 +400,7 @@ class Scheduler:
 
     def _is_free_at_last(self, num_pages: int, sequence: Sequence) -> bool:
         """As `_is_free`, for the only sequence that can run: keeps only its own adapters."""
-        if not self._adapters.is_copying:  # else parts of a blend would go before the last comes
+        if not self._adapters.is_copying:  # else parts of a blend would be evicted before the last
             self._adapters.evict_idle(num_pages, keep=sequence.digests)
         return self._pool.can_take(num_pages)
 
@@ -421,7 +421,7 @@ class Scheduler:
 
 
 def _outranks(sequence: Sequence, running: Sequence) -> bool:
-    """Whether an interactive sequence meets running batch work that is not overdue."""
+    """Whether it is interactive, and `running` is batch work that is not overdue."""
     return sequence.request.priority is Priority.INTERACTIVE and running.rank[0] is Urgency.BATCH
 
 

@@ -54,7 +54,7 @@ class WaitingQueue:
     def __init__(self, limits: SchedulerLimits) -> None:
         self.sequences: list[Sequence] = []
         self._limits = limits
-        self._next_overdue = math.inf  # the moment before which nobody becomes overdue
+        self._next_overdue = math.inf  # the time before which no sequence becomes overdue
 
     def enter(self, sequence: Sequence, now: float) -> None:
         """Add a sequence, for the first time or again; its earlier waits count."""
