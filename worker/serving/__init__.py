@@ -1,1 +1,1 @@
-"""Requests from Redis to answers: pulled, begun in the engine, streamed, ended."""
+"""Pulls requests from Redis, runs them in the engine, and streams and ends their answers."""

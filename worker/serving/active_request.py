@@ -1,6 +1,6 @@
-"""One request inside a worker: from its job to its events, and in the end its one DoneRecord.
+"""ActiveRequest: one request in a worker, from its job to its events and its DoneRecord.
 
-Pure: the clock comes in as `now`, tokens as the engine's outputs, and what to send goes out.
+It does no I/O: it gets the time as `now` and tokens as the engine's outputs, and returns events.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from worker.serving.engine_commands import Prompt, scored_top
 from worker.serving.streams import EventUpdate
 from worker.text.codec import TextCodec
 
-#: Log-probabilities that one request may have to tell at a time: some 15 MB of JSON.
+#: The most log-probabilities that one request may have to send at a time: some 15 MB of JSON.
 MAX_LOGPROBS = 200_000
 TOO_MANY_LOGPROBS = (
     f"This answer has more than {MAX_LOGPROBS:,} log-probabilities or token ids to be told at one "
@@ -26,7 +26,7 @@ TOO_MANY_LOGPROBS = (
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Timings:
-    """Unix seconds at which things happened; None: not yet."""
+    """Unix seconds at which each happened; None: not yet."""
 
     taken_up: float
     loaded: float | None = None
@@ -56,12 +56,12 @@ class ActiveRequest:
         self.timings = Timings(taken_up=now)
         self.in_engine = False
         self.held_digests: tuple[str, ...] = ()  # acquired from the adapter cache
-        self.released = asyncio.Event()  # what it held was given back
+        self.released = asyncio.Event()  # set when its adapters were released
         self.finish_reason: str | None = None
         self._worker_id = worker_id
         self._choices = [Choice(job, codec, index) for index in range(job.num_choices)]
         self._earlier = Usage()  # of attempts that were lost
-        self._prompts: dict[int, tuple[int, int]] = {}  # number -> tokens, of them cached
+        self._prompts: dict[int, tuple[int, int]] = {}  # number -> (tokens, cached ones)
         self._seq = 0
         self._error: tuple[str, str, str | None] | None = None
         self._shown: list[Prompt] = []
@@ -73,17 +73,17 @@ class ActiveRequest:
 
     @property
     def runs_on(self) -> bool:
-        """Whether the engine still works on any of it."""
+        """Whether the engine still works on any choice."""
         return self.in_engine and any(choice.runs_on for choice in self._choices)
 
     @property
     def generated(self) -> int:
-        """Tokens that were generated for it, in all choices."""
+        """Tokens that were generated, in all choices."""
         return self.usage.completion_tokens
 
     @property
     def usage(self) -> Usage:
-        """What is billed; a prompt counts once however many choices it has."""
+        """Return what is billed; a prompt counts once for all its choices."""
         prompts, earlier = self._prompts.values(), self._earlier
         return Usage(
             prompt_tokens=sum(tokens for tokens, _ in prompts) or earlier.prompt_tokens,
@@ -93,19 +93,19 @@ class ActiveRequest:
         )
 
     def remember(self, usage: Usage) -> None:
-        """Count what an earlier attempt has generated and told of."""
+        """Count the tokens that an earlier attempt has generated and reported."""
         self._earlier = usage
 
     @property
     def has_news(self) -> bool:
-        """Whether there is something to send. Only a stream is told of tokens before the end."""
+        """Whether there is something to send; before the end only a stream gets tokens."""
         return self.is_finished or (
             self.job.stream and any(choice.has_news for choice in self._choices)
         )
 
     @property
     def is_begun(self) -> bool:
-        """Whether some of its events were taken to be sent."""
+        """Whether `take_news` has returned any event."""
         return self._seq > 0
 
     @property
@@ -114,27 +114,27 @@ class ActiveRequest:
         return self.is_finished or not self.is_begun
 
     def show_prompts(self, prompts: list[Prompt]) -> None:
-        """Let each choice begin with what is asked of its prompt, now or when that is known."""
+        """Begin each choice with what is asked of its prompt, now or when it is known."""
         self._shown = prompts
         if self.job.echo and scored_top(self.job) is None:
             for choice in self._choices:
                 choice.show(prompts[choice.index // self.job.n].text)
 
     def answer(self, told: dict[str, Any], now: float) -> None:
-        """End it with these fields of its one event; nothing was generated."""
+        """End it with one event that has these fields; nothing was generated."""
         self._told = told
         self._end(FinishReason.STOP, now)
 
     def show_prompt_ids(self, prompts: list[list[int]]) -> None:
-        """Let the first choice of each prompt tell the prompt's tokens."""
+        """Send each prompt's tokens with its first choice."""
         for number, token_ids in enumerate(prompts):
             self._choices[number * self.job.n].show_prompt_ids(token_ids)
 
     def feed(self, output: RequestOutput, now: float, *, prompt: int = 0) -> int | None:
         """Take in what a step added to a choice of the given prompt.
 
-        -> the engine's index of a choice that ended at a stop string, which the engine does not
-        know of; None: it knows all.
+        Returns the engine's index of a choice that ended at a stop string, so that the caller
+        cancels it in the engine; None: there is none.
         """
         if output.num_prompt_tokens:
             self._prompts[prompt] = (output.num_prompt_tokens, output.num_cached_tokens)
@@ -164,12 +164,12 @@ class ActiveRequest:
 
     @property
     def awaits_check(self) -> bool:
-        """Whether all has been generated and there are answers to hold against their schema."""
+        """Whether all is generated and some answers are still to be checked against a schema."""
         return not self.is_finished and self._is_generated and bool(self.unchecked)
 
     @property
     def unchecked(self) -> list[Choice]:
-        """The choices whose answers are to be held against their schema."""
+        """Return the choices whose answers are still to be checked against a schema."""
         return [choice for choice in self._choices if choice.awaits_check]
 
     @property
@@ -186,7 +186,7 @@ class ActiveRequest:
             self._end(_reason_of(self._choices), now)
 
     def cancel(self, now: float) -> None:
-        """End it, as nobody wants the answer."""
+        """End it, as the client does not want the answer any more."""
         self._end(FinishReason.CANCELLED, now)
 
     def fail(self, code: str, message: str, param: str | None = None, *, now: float) -> None:
@@ -200,7 +200,7 @@ class ActiveRequest:
             self.timings.finished = now
 
     def take_news(self) -> list[EventUpdate]:
-        """What happened since the last call, as the next events."""
+        """Return what happened since the last call, as the next events."""
         news = self.peek_news()
         self._seq += len(news)
         for choice in self._choices:
@@ -209,7 +209,7 @@ class ActiveRequest:
         return news
 
     def peek_news(self) -> list[EventUpdate]:
-        """What `take_news` would give now: one event for each choice that has news."""
+        """Return what `take_news` would return now: one event for each choice with news."""
         blank = TokenEvent(request_id=self.job.request_id, lease=self.lease, seq=self._seq)
         events = [self._event_of(choice, blank) for choice in self._choices if choice.has_news]
         if self._error is not None or (self.is_finished and not events):
@@ -241,7 +241,7 @@ class ActiveRequest:
         return dataclasses.replace(event, so_far=so_far)
 
     def _final_event(self, blank: TokenEvent) -> TokenEvent:
-        """The end of a request as a whole."""
+        """Make the event that ends the whole request."""
         code, message, param = self._error or (None, None, None)
         return dataclasses.replace(
             blank,
@@ -254,7 +254,7 @@ class ActiveRequest:
 
     @property
     def _waited_ms(self) -> tuple[float, float]:
-        """How long it waited for its turn, and for its adapters."""
+        """Return how long it waited in the queue, and for its adapters, in ms."""
         timings = self.timings
         started = timings.started or timings.finished or timings.taken_up
         load_ms = max(0.0, ((timings.loaded or timings.taken_up) - timings.taken_up) * 1000)
@@ -287,7 +287,7 @@ class ActiveRequest:
 
 
 def _reason_of(choices: list[Choice]) -> str:
-    """The reason why a request ended: the first of cancelled, length and stop that a choice has."""
+    """Return why a request ended: the first of cancelled, length, stop that any choice has."""
     reasons = {choice.finish_reason for choice in choices}
     for reason in (FinishReason.CANCELLED, FinishReason.LENGTH):
         if reason in reasons:

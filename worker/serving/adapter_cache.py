@@ -1,10 +1,10 @@
-"""The worker's disk cache of adapters: S3 objects, verified, one folder per digest.
+"""AdapterCache: the worker's disk cache of adapters from S3, verified, one folder per digest.
 
     <root>/<digest>/adapter_config.json
     <root>/<digest>/adapter_model.safetensors
 
-A folder appears whole, by a rename, after its content was hashed. What is found there after a
-restart is hashed again before its first use. A root belongs to one worker.
+A folder appears complete, by a rename, after its content was hashed. After a restart a folder is
+hashed again before its first use. A root belongs to one worker.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ Fetch = Callable[[AdapterRef, Path], None]
 
 
 class AdapterFetchError(Exception):
-    """The adapter's files cannot be had, or are not what its digest says."""
+    """The adapter's files cannot be downloaded, or do not have its digest."""
 
 
 class S3Fetch:
-    """Fetches adapters from the object store. Its errors are AdapterFetchError."""
+    """Fetches adapters from the object store; raises AdapterFetchError."""
 
     def __init__(self, config: S3Config) -> None:
         self._bucket = config.bucket
@@ -85,7 +85,7 @@ class S3Fetch:
 
 
 class AdapterCache:
-    """Which adapters lie on the disk, who uses them, and which goes when room is needed.
+    """Owns the adapters on the disk: fetches them, counts their users, evicts unused ones.
 
     on_evict  called with a digest before its folder is deleted
 
@@ -107,23 +107,23 @@ class AdapterCache:
         self._base_revision = base_revision
         self._fetch = fetch
         self._on_evict = on_evict
-        self._sizes: OrderedDict[str, int] = OrderedDict()  # what is there, oldest use first
-        self._verified: set[str] = set()  # of it, what this process has hashed
+        self._sizes: OrderedDict[str, int] = OrderedDict()  # bytes of each, oldest use first
+        self._verified: set[str] = set()  # those that this process has hashed
         self._users: dict[str, int] = {}
         self._arrivals: dict[str, asyncio.Task[int]] = {}
         self._threads = ThreadPoolExecutor(NUM_DOWNLOADS, thread_name_prefix="adapter")
         root.mkdir(parents=True, exist_ok=True)
         for leftover in root.glob("*.part"):
             shutil.rmtree(leftover, ignore_errors=True)
-        # Only what this class can have made: it deletes what it counts.
+        # Count only folders that this class can have made: it deletes what it counts.
         found = [path for path in root.iterdir() if path.is_dir() and DIGEST.fullmatch(path.name)]
         for folder in sorted(found, key=lambda path: path.stat().st_mtime):
             self._sizes[folder.name] = _size_of(folder)
 
     async def acquire(self, ref: AdapterRef) -> Path:
-        """The adapter's folder, fetched if need be, kept until `release`.
+        """Return the adapter's folder, fetched if it is missing and kept until `release`.
 
-        Requests that want the same digest wait for the same download. Raises AdapterFetchError.
+        Requests for the same digest wait for the same download. Raises AdapterFetchError.
         """
         digest = ref.digest
         self._users[digest] = self._users.get(digest, 0) + 1
@@ -137,7 +137,7 @@ class AdapterCache:
         return self._root / digest
 
     def release(self, digest: str) -> None:
-        """Give up one `acquire`."""
+        """Undo one `acquire`."""
         self._users[digest] -= 1
         if not self._users[digest]:
             del self._users[digest]
@@ -149,7 +149,7 @@ class AdapterCache:
             task = asyncio.create_task(self._bring(ref))
             self._arrivals[ref.digest] = task
             task.add_done_callback(lambda _: self._arrivals.pop(ref.digest, None))
-        # Shielded: one impatient request must not stop the download for the others.
+        # Shielded: the cancellation of one request must not stop the download for others.
         await asyncio.shield(task)
 
     async def _bring(self, ref: AdapterRef) -> int:
@@ -161,7 +161,7 @@ class AdapterCache:
         return size
 
     def _fetch_verified(self, ref: AdapterRef) -> int:
-        """Bytes on the disk once the folder is there and its content is right. In a thread."""
+        """Fetch and verify the folder, in a thread; return its bytes on the disk."""
         folder = self._root / ref.digest
         if folder.exists():
             if self._digest_of(folder) == ref.digest:
@@ -199,7 +199,7 @@ class AdapterCache:
             log.info("adapter %s evicted from the disk", digest)
 
     def check_integrity(self) -> None:
-        """Assert that the books agree with each other and with the disk."""
+        """Raise AssertionError unless counts, sizes and the disk agree."""
         assert all(count > 0 for count in self._users.values())
         assert self._verified <= set(self._sizes)
         for digest, size in self._sizes.items():

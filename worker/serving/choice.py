@@ -1,6 +1,6 @@
-"""One choice of a request: its tokens on their way to text, up to where it ends.
+"""Choice: turns one answer's tokens into text and log-probabilities, up to its end.
 
-Pure: the engine's outputs come in, pieces of text and log-probabilities go out.
+It does no I/O: it takes the engine's outputs and fills events.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from worker.text.codec import Detokenizer, StopStrings, TextCodec
 class Choice:
     """Collects the tokens of one answer. Owned by its ActiveRequest.
 
-    generated      tokens that the model made so far: what is billed
-    runs_on        whether the engine has not said the last of it
-    finish_reason  set once it has ended, perhaps before the engine knows; told once the answer has
-                   been checked, where there is a schema to check it against
-    answer         all of its text, kept where it may be checked
-    schema_error   how it breaks its schema, once it is known that it does
-    broken_param   the job's field with the schema, where that is strict
+    generated      tokens that the model generated so far: what is billed
+    runs_on        whether the engine still works on it
+    finish_reason  set when it has ended, perhaps before the engine knows; if there is a schema, it
+                   is sent only after the answer was checked
+    answer         all of its text, kept if it may be checked
+    schema_error   how it violates its schema; None: it does not, or was not checked yet
+    broken_param   the job's field with the violated schema, if that is strict
     """
 
     def __init__(self, job: GenerateJob, codec: TextCodec, index: int) -> None:
@@ -34,7 +34,7 @@ class Choice:
         self.finish_reason: str | None = None
         self._job = job
         self._codec = codec
-        # A raw prompt's text is continued; a chat's answer is a text of its own.
+        # An answer continues a raw prompt's text; a chat's answer is a text of its own.
         self._detokenizer = Detokenizer(codec, continues=job.messages is None)
         self._is_first = job.messages is not None
         self._stops = StopStrings(job.sampling.stop)
@@ -56,16 +56,16 @@ class Choice:
 
     @property
     def num_told(self) -> int:
-        """Tokens of which something is to be told, the alternatives among them."""
+        """Tokens to send, with their alternatives."""
         return len(self._token_ids) + len(self._logprobs) * (1 + (self._job.sampling.logprobs or 0))
 
     @property
     def awaits_check(self) -> bool:
-        """Whether it has ended as a whole answer that was not checked against its schema yet."""
+        """Whether it is a finished answer that was not checked against its schema yet."""
         return (
             self.finish_reason == FinishReason.STOP
             and not self._is_checked
-            and self._stop_string is None  # the client's own end, wherever in the JSON that is
+            and self._stop_string is None  # the client's stop string may cut the JSON anywhere
             and is_bound(self._job, self.answer)
         )
 
@@ -79,13 +79,13 @@ class Choice:
         return None if self.awaits_check else self.finish_reason
 
     def show(self, text: str) -> None:
-        """Put text before what is generated."""
+        """Put text before the generated text."""
         self._text = text + self._text
 
     def take_prompt(self, prompt: Prompt, scored: list[TokenLogprob]) -> None:
-        """Tell what was asked of the prompt: before what is generated, or beside it.
+        """Send what was asked of the prompt: before the generated text, or beside it.
 
-        scored  of its tokens from the second on
+        scored  log-probabilities of the prompt's tokens from the second on
         """
         sampling = self._job.sampling
         told = self._prompt_entries(prompt, scored)
@@ -99,7 +99,7 @@ class Choice:
                 self._logprobs.append(own | {"span": prompt.spans[i]} if prompt.spans else own)
 
     def _prompt_entries(self, prompt: Prompt, scored: list[TokenLogprob]) -> list[dict[str, Any]]:
-        """An entry for each of the prompt's tokens; of the first nothing is known."""
+        """Return an entry for each of the prompt's tokens; the first has no log-probability."""
         entries: list[dict[str, Any]] = []
         is_first = True
         known: list[TokenLogprob | None] = [None, *scored]
@@ -117,11 +117,11 @@ class Choice:
         return entries
 
     def show_prompt_ids(self, token_ids: list[int]) -> None:
-        """Tell the prompt's tokens with the first that is told."""
+        """Send the prompt's tokens with the choice's first event."""
         self._prompt_token_ids = tuple(token_ids)
 
     def feed(self, output: RequestOutput) -> None:
-        """Take in what a step added. `output.error` is the request's to handle."""
+        """Take in what a step added, except `output.error`, which the request handles."""
         self.generated = max(self.generated, output.num_generated)
         self.runs_on = self.runs_on and output.finish_reason is None
         if self.finish_reason is not None:
@@ -131,7 +131,7 @@ class Choice:
         text, self._stop_string = self._stops.feed(self._read(output))
         self._add(text)
         if output.end_logprob is not None and self._job.echo:
-            # Who scores an echo counts on one entry for each token that was generated.
+            # A client that scores an echo expects one entry for each generated token.
             self._logprobs.append(self._logprob(output.end_logprob))
         if self._stop_string is not None:
             self.finish_reason = FinishReason.STOP
@@ -139,7 +139,7 @@ class Choice:
             self._finish(output.finish_reason)
 
     def _read(self, output: RequestOutput) -> str:
-        """The text of an output's tokens; what is to be told of each token is kept."""
+        """Return the text of an output's tokens; keep what is to be sent of each token."""
         if not output.logprobs or self._job.sampling.logprobs is None:
             return self._detokenizer.feed(output.token_ids)
         if not self._job.token_details:
@@ -162,7 +162,7 @@ class Choice:
             self.answer += text
 
     def event(self, event: TokenEvent) -> TokenEvent:
-        """`event` with the choice's news since the last `clear`."""
+        """Return `event` with the choice's news since the last `clear`."""
         return dataclasses.replace(
             event,
             index=self.index,
@@ -199,7 +199,7 @@ class Choice:
         piece = self._codec.pieces.of(token_id, is_first=is_first)
         shown: dict[str, Any] = {
             "token": piece.text,
-            "logprob": logprob if logprob > -9999.0 else -9999.0,  # neither -inf nor NaN is JSON
+            "logprob": logprob if logprob > -9999.0 else -9999.0,  # JSON has no -inf or NaN
             "bytes": list(piece.bytes),
         }
         if self._job.token_details:
@@ -208,6 +208,6 @@ class Choice:
 
 
 def _cut(entry: dict[str, Any], number: int) -> dict[str, Any]:
-    """The entry with so many alternatives at most."""
+    """Return the entry with at most so many alternatives."""
     top = entry["top_logprobs"]
     return {**entry, "top_logprobs": None if top is None else top[:number]}

@@ -1,7 +1,7 @@
-"""From a job to the engine's requests: prompts to token ids, wire names to the engine's.
+"""Turns a job into the engine's requests: prompts to token ids, wire names to the engine's names.
 
-The engine takes one prompt at a time, so a job with several is as many of its requests, under
-`engine_ids`.
+A request of the engine has one prompt, so a job with several prompts becomes several requests,
+named by `engine_ids`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from worker.errors import Refused
 from worker.text.codec import PromptError, TextCodec
 from worker.text.tools import calls_grammar, plain_messages
 
-#: Log-probabilities of its prompts that one request may have to tell: they come all at once, and
-#: the worker does nothing else while it writes them.
+#: The most log-probabilities of prompts in one request: they come all at once, and the worker does
+#: nothing else while it writes them.
 MAX_PROMPT_LOGPROBS = 100_000
-#: Of all prompts of a request whose token ids its client wants to see.
+#: The most tokens in all prompts of a request whose client wants to see their ids.
 MAX_SHOWN_IDS = 200_000
-#: What the wire and the engine call by one name and mean alike.
+#: Fields that have the same name and meaning on the wire and in the engine.
 _AS_THEY_ARE = {field.name for field in dataclasses.fields(Sampling)}.intersection(
     field.name for field in dataclasses.fields(SamplingParams)
 ) - {"max_tokens", "logit_bias", "prompt_logprobs"}
@@ -32,8 +32,8 @@ _AS_THEY_ARE = {field.name for field in dataclasses.fields(Sampling)}.intersecti
 class Prompt(NamedTuple):
     """One prompt of a job.
 
-    text   what an echo of it shows
-    spans  where in the text each token is; None: as its bytes say
+    text   the text that an echo shows
+    spans  where in the text each token is; None: it follows from the tokens' bytes
     """
 
     token_ids: list[int]
@@ -42,8 +42,11 @@ class Prompt(NamedTuple):
 
 
 class EngineId(NamedTuple):
-    """What the engine calls one prompt of a job. The lease is in it, since a worker may get a
-    request again while its engine still has an earlier attempt."""
+    """The engine's id for one prompt of a job.
+
+    It has the lease, since a worker may get a request again while its engine still runs an earlier
+    attempt.
+    """
 
     request_id: str
     lease: int
@@ -60,12 +63,12 @@ class EngineId(NamedTuple):
 
 
 def engine_ids(job: GenerateJob, lease: int) -> list[str]:
-    """The engine's names of the job's prompts."""
+    """Return the engine's ids for the job's prompts."""
     return [str(EngineId(job.request_id, lease, prompt)) for prompt in range(len(job.prompts) or 1)]
 
 
 def read_prompts(job: GenerateJob, codec: TextCodec) -> list[Prompt]:
-    """The job's prompts in tokens; takes as long as they are long. Raises Refused."""
+    """Tokenize the job's prompts, in time proportional to their length; raise Refused."""
     if job.messages is not None:
         return [_checked(Prompt(chat_token_ids(job, codec)), "messages", codec)]
     given: Sequence[Any] = job.prompts or [job.text if job.token_ids is None else job.token_ids]
@@ -103,7 +106,7 @@ def _checked(prompt: Prompt, param: str, codec: TextCodec) -> Prompt:
 
 
 def _last_token_ids(text: str, number: int, codec: TextCodec) -> list[int]:
-    """The text's last tokens. No more of it is read than so many tokens can stand for."""
+    """Return the text's last tokens; read only as much text as so many tokens can have."""
     end = text[-codec.max_num_chars(number) :]
     return codec.encode(end, add_special_tokens=True)[-number:]
 
@@ -111,9 +114,9 @@ def _last_token_ids(text: str, number: int, codec: TextCodec) -> list[int]:
 def chat_token_ids(
     job: GenerateJob, codec: TextCodec, *, max_tokens: int | None = None
 ) -> list[int]:
-    """The tokens of the job's chat; with `room`, of as many of its last turns as fit.
+    """Return the tokens of the job's chat; with `room`, of as many of its last turns as fit.
 
-    max_tokens  of a chat that is worth counting; None: what the context has
+    max_tokens  a longer chat is refused without counting exactly; None: the context's length
 
     Raises Refused.
     """
@@ -122,7 +125,7 @@ def chat_token_ids(
         return _rendered(messages, job, codec, max_tokens)
     turns = [i for i, message in enumerate(messages) if message["role"] == "user"]
     starts = sorted({0, *turns})
-    # The fewer turns, the fewer tokens: the first start that fits is found by halving.
+    # Fewer turns have fewer tokens, so a binary search finds the first start that fits.
     at = bisect.bisect_left(
         starts, True, hi=len(starts) - 1, key=lambda start: _fits(messages, start, job, codec)
     )
@@ -137,12 +140,12 @@ def _fits(
     except Refused as refused:
         if refused.code == ErrorCode.CONTEXT_LENGTH_EXCEEDED:
             return False
-        raise  # whatever else is wrong with it is so from any start
+        raise  # any other problem does not depend on the start
     return number <= codec.context_length - min(job.room or 0, codec.context_length // 2)
 
 
 def _from(messages: Sequence[dict[str, Any]], start: int) -> list[dict[str, Any]]:
-    """The conversation from a message on; what the system said before it stays."""
+    """Return the messages from `start` on, and the system's messages before it."""
     said = [message for message in messages[:start] if message["role"] == "system"]
     return [*said, *messages[start:]]
 
@@ -169,7 +172,7 @@ def _rendered(
 
 
 def _refuse_hopeless(text: str, codec: TextCodec, param: str) -> None:
-    """Raise Refused for a text so long that it is not worth counting exactly."""
+    """Raise Refused for a text that is certainly too long, without tokenizing it."""
     at_least = codec.min_num_tokens(text)
     if at_least >= codec.context_length:
         raise _too_long(f"more than {at_least}", codec.context_length, param)
@@ -187,7 +190,7 @@ def _too_long(tokens: str, context_length: int, param: str) -> Refused:
 def to_requests(
     job: GenerateJob, lease: int, prompts: Sequence[Prompt], context_length: int
 ) -> list[Request]:
-    """The engine's requests. An answer that would overrun the context is cut there."""
+    """Make the engine's requests; an answer ends where the context does."""
     calls = calls_grammar(job)
     _check_scored(job, prompts)
     adapters = tuple(AdapterPart(digest=ref.digest, weight=ref.weight) for ref in job.adapters)
@@ -210,14 +213,14 @@ def to_requests(
 
 
 def scored_top(job: GenerateJob) -> int | None:
-    """How many alternatives of each of the prompt's tokens are to be told; None: nothing is."""
+    """Return how many alternatives to send for each token of the prompt; None: no scores."""
     sampling = job.sampling
     wanted = (sampling.prompt_logprobs, sampling.logprobs if job.echo else None)
     return max((number for number in wanted if number is not None), default=None)
 
 
 def _check_scored(job: GenerateJob, prompts: Sequence[Prompt]) -> None:
-    """Raise Refused where more would have to be told of the prompts than may be."""
+    """Raise Refused if the prompts have more log-probabilities than may be sent."""
     most = scored_top(job)
     if most is None:
         return
@@ -232,7 +235,7 @@ def _check_scored(job: GenerateJob, prompts: Sequence[Prompt]) -> None:
 
 
 def _sampling(job: GenerateJob, room: int) -> SamplingParams:
-    """`room`: tokens that the context has left."""
+    """Make the engine's sampling parameters; room: tokens that the context has left."""
     sampling = job.sampling
     return SamplingParams(
         **{name: getattr(sampling, name) for name in _AS_THEY_ARE},

@@ -1,7 +1,7 @@
-"""Sends the events of requests: one stream entry per gateway and flush.
+"""Flusher: sends the events of requests, one stream entry per gateway and flush.
 
-A request's first token and its end go at once; tokens in between wait for `interval_s` after the
-last flush, so that at high load one Redis command carries many tokens and at low load none waits.
+A request's first token and its end are sent at once; other tokens wait until `interval_s` after the
+last flush. So at high load one Redis command carries many tokens, and at low load none waits.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ RETRY_S = 0.2
 
 
 class Flusher:
-    """Owns the requests with unsent events. While Redis is away they wait here, those that ended
-    on the disk too, and nothing is lost.
+    """Owns the requests with unsent events.
 
-    on_refused  called with the inbox entries of attempts whose lease is another's now
+    While Redis is away they wait here; those that have ended are also on the disk, so that nothing
+    is lost.
+
+    on_refused  called with the inbox entries of attempts whose lease was taken over
     """
 
     def __init__(
@@ -45,7 +47,7 @@ class Flusher:
         self.resend_buffer = ResendBuffer(streams)
         self._interval_s = interval_s
         self._on_refused = on_refused
-        # By inbox entry: of one request, two attempts may be here.
+        # By inbox entry, since two attempts of one request may be here.
         self._waiting: dict[bytes, ActiveRequest] = {}
         self._sending: set[bytes] = set()
         self._is_spooled = False
@@ -125,19 +127,19 @@ class Flusher:
             return
 
     def _spool_waiting(self) -> None:
-        """Requests that ended while Redis was away wait behind the flush that waits."""
+        """Write to the disk the ends of requests that wait for the blocked flush."""
         for request in self._waiting.values():
             if request.is_finished:
                 self._spool.add(request.job.gateway_id, request.peek_news())
 
     async def replay(self) -> None:
-        """Publish what an earlier run could not. Raises RedisError."""
+        """Publish what an earlier run could not publish; raise RedisError."""
         for gateway_id, news in self._spool.read():
             await self._streams.publish(gateway_id, [news])
         self._spool.clear()
 
 
 def turn(request: ActiveRequest) -> tuple[bool, str]:
-    """Sort gateways' events first: nobody waits for those of batches, which may be many."""
+    """Return the sort key of a request: gateways' events go before batches', which may be many."""
     gateway_id = request.job.gateway_id
     return is_batch_stream(gateway_id), gateway_id

@@ -1,4 +1,4 @@
-"""The requests of one worker, each from its lease to its DoneRecord.
+"""Requests: the requests of one worker, each from its lease to its DoneRecord.
 
 `take_up` (a lease is held) -> `_prepare` (adapter on the disk, prompt in tokens) -> the engine ->
 `on_report` (tokens to text) -> `Flusher` (events to the gateway, with the last one the DoneRecord).
@@ -42,12 +42,12 @@ from worker.text.codec import TextCodec
 
 log = logging.getLogger(__name__)
 
-#: Requests held at one time, whatever the engine says of itself.
+#: The most requests held at a time, whatever the engine's limit.
 MAX_ACTIVE = 1024
-#: Held beyond what the engine runs, so that the next is prepared when one ends; few, because
-#: nobody can pull ahead of them any more.
+#: Requests held beyond what the engine runs, so that one is prepared when another ends. Few,
+#: because no other request can be scheduled before them any more.
 LOOKAHEAD = 4
-#: While there is no room, the inbox is looked into so often.
+#: How often the inbox is read while there is no room.
 ROOM_WAIT_S = 2.0
 LOST = "The worker that ran this request was lost before it finished."
 GIVEN_UP = "This request ended the workers that ran it."
@@ -57,10 +57,10 @@ TOO_LATE = "The request waited longer than its deadline."
 
 
 class Requests:
-    """Owns the requests that this worker holds a lease of.
+    """Owns the requests for which this worker holds a lease.
 
-    send   hands a command to the engine
-    tasks  of the worker
+    send   sends a command to the engine
+    tasks  the worker's tasks
     """
 
     def __init__(
@@ -96,9 +96,9 @@ class Requests:
         self._active: dict[str, ActiveRequest] = {}
         self._registered: set[str] = set()  # digests that the engine knows
         self._checking: set[bytes] = set()  # inbox entries whose answers are being checked
-        self._room = asyncio.Event()  # something ended since it was cleared
-        self._cancelled_early: set[str] = set()  # ids, since `expect`, of none that was here
-        self._alone = asyncio.Lock()  # held by what an earlier attempt may have died of
+        self._room = asyncio.Event()  # set when a request has ended
+        self._cancelled_early: set[str] = set()  # unknown ids that were cancelled since `expect`
+        self._alone = asyncio.Lock()  # held by a request that may have crashed an earlier worker
 
     def __len__(self) -> int:
         return len(self._active)
@@ -111,21 +111,21 @@ class Requests:
 
     @property
     def held(self) -> set[bytes]:
-        """The attempts whose end Redis has not heard of yet, as far as is known here."""
+        """Return the attempts whose end has not been published yet, as far as is known here."""
         return self.flusher.unsent | self.active
 
     @property
     def active(self) -> set[bytes]:
-        """The attempts that have not ended here."""
+        """Return the attempts that have not ended here."""
         return {request.entry_id for request in self._active.values()}
 
     def num_free(self, max_running: int) -> int:
-        """How many more requests may be taken up."""
+        """Return how many more requests may be taken up."""
         held = sum(request.job.num_choices for request in self._active.values())
         return min(MAX_ACTIVE, (max_running or MAX_ACTIVE) + LOOKAHEAD) - held
 
     async def has_room(self, max_running: int) -> bool:
-        """Whether another request may be taken up; waits a while for it."""
+        """Wait a while for room; return whether another request may be taken up."""
         if self.num_free(max_running) <= 0:
             self._room.clear()
             with contextlib.suppress(TimeoutError):
@@ -138,11 +138,11 @@ class Requests:
         self._cancelled_early.clear()
 
     def take_up(self, entry_id: bytes, job: GenerateJob, dispatch: Dispatch) -> None:
-        """Decide what becomes of a request whose lease was just taken."""
+        """Start or end a request whose lease was just taken."""
         if self.knows(entry_id, job):
             return  # the inbox was read twice
         if earlier := self._active.get(job.request_id):
-            self._drop(earlier)  # this worker was taken for dead, and now has the request again
+            self._drop(earlier)  # this worker was thought dead, and now gets the request again
         now = time.time()
         request = ActiveRequest(
             job,
@@ -155,7 +155,7 @@ class Requests:
         )
         self._active[job.request_id] = request
         if dispatch.emitted:
-            # Its client has seen part of an answer that cannot be continued.
+            # The client has got part of an answer, which cannot be continued.
             request.remember(dispatch.usage)
         if dispatch.is_cancelled or job.request_id in self._cancelled_early:
             request.cancel(now)
@@ -171,7 +171,7 @@ class Requests:
         self._tasks.start(self._prepare(request, dispatch.attempt))
 
     async def _prepare(self, request: ActiveRequest, attempt: int) -> None:
-        """Bring the request into the engine, or end it with the reason why not."""
+        """Send the request to the engine, or end it with the error."""
         job = request.job
         try:
             if job.base_model != self._config.base_model:
@@ -194,9 +194,9 @@ class Requests:
         except Exception:
             log.exception("request %s could not be prepared", job.request_id)
             request.fail(ErrorCode.INTERNAL, FAILED, now=time.time())
-        if request.is_finished:  # here, or cancelled while it was being prepared
+        if request.is_finished:  # it needs no engine, or was cancelled while it was prepared
             self._finish(request)
-            self._release(request)  # what came after the cancellation
+            self._release(request)  # what was acquired after the cancellation
             return
         request.show_prompts(prompts)
         if job.with_token_ids:
@@ -234,7 +234,7 @@ class Requests:
         request.timings.loaded = time.time()
 
     def on_outputs(self, outputs: list[RequestOutput]) -> None:
-        """Take in what a step of the engine brought."""
+        """Take in the outputs of a step of the engine."""
         now = time.time()
         if outputs:
             self.note_progress()
@@ -243,7 +243,7 @@ class Requests:
             engine_id = EngineId.parse(output.request_id)
             request = self._active.get(engine_id.request_id)
             if request is None or request.lease != engine_id.lease:
-                continue  # ended here already: a stop string, or another lease
+                continue  # it has ended here: at a stop string, or its lease was taken over
             stopped = self._feed(request, output, now, engine_id.prompt)
             if request.is_finished:
                 if request.runs_on:
@@ -281,7 +281,7 @@ class Requests:
         self._finish(request)
 
     async def _check(self, choice: Choice, job: GenerateJob) -> None:
-        """Note the first of the choice's problems: those that end the request come first."""
+        """Note the choice's first problem, preferably one that ends the request."""
         checks = sorted(checks_of(job, choice.answer), key=lambda check: not check.is_strict)
         for check in checks:
             problem = await self.grammars.problem_of(check.schema, check.text, job.tenant_id)
@@ -295,17 +295,17 @@ class Requests:
             self._send(Cancel(engine_id, reason))
 
     def note_progress(self) -> None:
-        """The engine has done something."""
+        """Note that the engine has made progress."""
         self._progress_at = time.monotonic()
 
     def stuck_s(self) -> float:
-        """For how long the engine has had requests and done nothing."""
+        """Return for how many seconds the engine has had requests and made no progress."""
         if not any(request.runs_on for request in self._active.values()):
             self.note_progress()
         return time.monotonic() - self._progress_at
 
     def _finish(self, request: ActiveRequest) -> None:
-        """Send the last event and the DoneRecord, and give back what the request held."""
+        """Send the last event and the DoneRecord, and release the request's adapters."""
         if self._active.get(request.job.request_id) is not request:
             return
         del self._active[request.job.request_id]
@@ -320,7 +320,7 @@ class Requests:
         self._room.set()
 
     def cancel(self, request_id: str) -> None:
-        """Stop a request that nobody wants. The engine's last output counts its tokens."""
+        """Cancel a request; the engine's last output still counts its tokens."""
         request = self._active.get(request_id)
         if request is None:
             self._cancelled_early.add(request_id)
@@ -331,16 +331,16 @@ class Requests:
             self._finish(request)
 
     def cancel_for_dead_gateways(self, silence_s: Mapping[str, float]) -> None:
-        """`silence_s`: gateway id -> seconds since it last said that it lives."""
+        """Cancel requests of dead gateways; silence_s: gateway id -> seconds since heartbeat."""
         for request_id, request in list(self._active.items()):
-            gateway_id = request.job.gateway_id  # empty: nobody waits, nor ever did
+            gateway_id = request.job.gateway_id  # empty: no gateway waits for it
             if not gateway_id or is_batch_stream(gateway_id):
                 continue
             if silence_s.get(gateway_id, HEARTBEAT_TIMEOUT_S) >= HEARTBEAT_TIMEOUT_S:
                 self.cancel(request_id)
 
     def cancel_overdue(self) -> None:
-        """End requests past their deadline that wait for something else than the engine."""
+        """End requests past their deadline that are not in the engine."""
         now = time.time()
         for request in list(self._active.values()):
             if not request.in_engine and request.job.deadline and request.job.deadline < now:
@@ -349,14 +349,15 @@ class Requests:
 
     @property
     def in_engine(self) -> set[bytes]:
-        """The attempts that the engine works on; one of them may be why it died."""
+        """Return the attempts that the engine works on; one of them may have crashed it."""
         return {request.entry_id for request in self._active.values() if request.runs_on}
 
     async def leave_all(self, message: str = STOPPED, suspects: Set[bytes] = frozenset()) -> bool:
-        """Give all requests up: end those that have sent events, with the message, and requeue the
-        rest. -> whether Redis knows of all
+        """End requests that have sent events, with the message, and requeue the rest.
 
-        suspects  the attempts of which the engine, or this process, may have died
+        suspects  the attempts that may have crashed the engine or this process
+
+        Returns whether Redis has stored all of it.
         """
         has_left_all = True
         for request in list(self._active.values()):
@@ -365,12 +366,12 @@ class Requests:
                 self._finish(request)
             elif has_left_all:
                 has_left_all = await self._give_away(request, request.entry_id in suspects)
-            else:  # Redis does not answer: in the inbox it is found
+            else:  # Redis does not answer; the request stays in the inbox
                 self._forget(request)
         return has_left_all
 
     async def _give_away(self, request: ActiveRequest, is_suspect: bool) -> bool:
-        """Requeue it, or end it if it has ended too many workers. -> whether Redis knows"""
+        """Requeue it, or end it if it has crashed too many workers; return whether Redis knows."""
         request_id, lease = request.job.request_id, request.lease
         try:
             if is_suspect and request.attempt >= MAX_ATTEMPTS:
@@ -396,12 +397,12 @@ class Requests:
                 self._drop(request)
 
     def _drop(self, request: ActiveRequest) -> None:
-        """Drop an attempt whose lease somebody else holds now."""
+        """Drop an attempt whose lease was taken over."""
         log.warning("%s: lease %d was taken over", request.job.request_id, request.lease)
         self._forget(request)
 
     def _forget(self, request: ActiveRequest) -> None:
-        """Stop an attempt, and send nothing more of it."""
+        """Stop an attempt, and send nothing more for it."""
         if self._active.get(request.job.request_id) is request:
             del self._active[request.job.request_id]
         self.flusher.forget(request.entry_id)

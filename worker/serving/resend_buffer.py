@@ -1,10 +1,10 @@
-"""Keeps the ends of requests that Redis took lately, and sends them again when it has lost them.
+"""ResendBuffer: keeps the latest ends of requests, and sends them again if Redis has lost them.
 
-A DoneRecord lies in Redis for a moment before the accountant reads it. A Redis that restarts
-without its file, or whose replica takes over a little behind, has lost the records of that moment:
-the requests were answered, and nobody would bill them. So a worker keeps its last records, checks
-with each heartbeat whether it talks to the same run of Redis, and sends them again to another. The
-script refuses those that Redis still knows, and the database takes a request's usage once.
+A DoneRecord is in Redis for a moment before the accountant reads it. If Redis restarts without its
+file, or a replica that is slightly behind takes over, the records of that moment are lost: the
+requests were answered but would not be billed. So a worker keeps its last records, checks with each
+heartbeat whether Redis is still the same run, and sends them again to a new one. The script refuses
+those that Redis still has, and the database stores a request's usage once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from worker.serving.streams import EventUpdate, Streams
 
 log = logging.getLogger(__name__)
 
-#: Longer than an accountant that runs is behind. Only while Redis answers does time pass.
+#: Longer than a running accountant is behind. Time counts only while Redis answers.
 KEEP_S = 30.0
 MAX_KEPT = 10_000
 _AT_ONCE = 100
@@ -34,14 +34,14 @@ class ResendBuffer:
         self._server_run = ""
 
     def keep(self, gateway_id: str, news: Sequence[EventUpdate]) -> None:
-        """Redis has taken these."""
+        """Keep the ends among these updates, which Redis has stored."""
         now = self._clock()
         self._ends.extend((now, gateway_id, item) for item in news if item.done is not None)
 
     async def look(self) -> None:
-        """Send the ends again if this is another run of Redis than last time; forget old ones.
+        """Send the ends again if Redis has restarted since the last call; forget old ones.
 
-        Raises RedisError; the next look goes on then.
+        Raises RedisError; the next call then continues.
         """
         server_run = await self._streams.server_run()
         if server_run != self._server_run and self._server_run:

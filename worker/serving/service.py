@@ -1,8 +1,8 @@
-"""The worker's IO process: its loops, its heartbeat, its start and its end.
+"""Worker: the worker's IO process, with its loops, its heartbeat, its start and its end.
 
-Killing this process at any point leaves the requests in the inbox, where the next run under the
-same worker id finds them (`_recover`). The engine process's death ends this one too, but not before
-it has parted with them (`_part`): other workers have them at once then.
+If this process is killed, its requests stay in the inbox, where the next run under the same worker
+id finds them (`_recover`). If the engine process dies, this one ends too, but first gives its
+requests back (`_part`), so that other workers have them at once.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 0.5
 DRAIN_POLL_S = 0.05
-#: How often a worker with room looks for work, in case a wake-up got lost.
+#: How often a worker with room looks for work, in case a wake-up was lost.
 IDLE_POLL_S = 1.0
-#: How often it looks for requests in its inbox that it does not know.
+#: How often it checks its inbox for requests that it does not know.
 INBOX_CHECK_S = 2.0
-#: The time a worker whose engine is gone has to give its requests back.
+#: How long a worker whose engine has died may take to give its requests back.
 PARTING_S = 5.0
 
 _T = TypeVar("_T")
@@ -54,7 +54,7 @@ def run(
     engine_factory: EngineFactory | None = None,
     fetch: Fetch | None = None,
 ) -> int:
-    """Serve until SIGTERM or SIGINT. -> the process's exit status.
+    """Serve until SIGTERM or SIGINT; return the process's exit status.
 
     engine_factory  a module-level function; None: the real engine
     fetch           where adapters come from; None: the object store
@@ -74,9 +74,9 @@ class _Outcome(enum.Enum):
     """Why a run ends."""
 
     DRAINED = "drained"
-    CUT = "cut short"  # asked for, or replaced: nothing is touched any more
+    CUT = "cut short"  # stopped twice, or replaced: requests are left as they are
     LOST = "the engine is lost"  # or stuck
-    FAILED = "failed"  # this process met what it did not foresee
+    FAILED = "failed"  # an unexpected error in this process
 
 
 class Worker:
@@ -96,17 +96,17 @@ class Worker:
         self._requests = Requests(
             config, self._streams, send=self._link.send, fetch=fetch, tasks=self._tasks
         )
-        # A test's engine has seldom a grammar to obey.
+        # Tests with another engine seldom need grammars.
         self._prepares_helpers = engine_factory is None
         self._stats = EngineStats()
         self._contact = Contact()
-        self._telling = asyncio.Lock()  # that it lives, or leaves
+        self._telling = asyncio.Lock()  # held while a heartbeat or the departure is sent
         self._has_left = False
         self._tokens_per_s = 0.0
         self._is_loaded = asyncio.Event()
         self._draining = asyncio.Event()
         self._woken = asyncio.Event()
-        self._has_pulled = asyncio.Event()  # for the last time
+        self._has_pulled = asyncio.Event()  # set after the last pull
         self._end = asyncio.Event()
         self._outcome: _Outcome | None = None
 
@@ -133,7 +133,7 @@ class Worker:
         self._woken.set()
 
     async def run(self) -> int:
-        """Serve until drained. -> 0; 1 when the engine died or the drain was cut short."""
+        """Serve until drained; return 0, or 1 if the engine died or the drain was cut short."""
         self._link.start(self._on_report, self._on_engine_lost)
         try:
             self._tasks.start(self._serve())
@@ -160,14 +160,14 @@ class Worker:
                     self._requests.note_progress()
                 self._stats = report.stats
             self._requests.on_outputs(report.outputs)
-        except Exception as error:  # what else the report had is lost
+        except Exception as error:  # the rest of the report is lost
             self._fail(error)
 
     async def _serve(self) -> None:
-        """Start the loops, each when it is time."""
+        """Start the loops, each at its time."""
         control_id = await _with_retry(self._streams.last_control_id)
         await _with_retry(self._streams.prepare)
-        # From the beginning: jobs wait for a worker that loads, however long it takes.
+        # From the beginning: jobs wait for a worker that is loading, however long it takes.
         self._tasks.start(self._beat_loop())
         await self._is_loaded.wait()
         log.info("the engine has loaded %s", self._config.base_model)
@@ -180,8 +180,7 @@ class Worker:
         self._tasks.start(self._watch_loop())
 
     async def _watch_loop(self) -> None:
-        """End this process, and the engine's with it, when the engine stands still: whoever
-        supervises the worker starts the next."""
+        """End this process and the engine's if the engine is stuck; a supervisor restarts them."""
         limit_s = self._config.stuck_timeout_s
         while True:
             await asyncio.sleep(min(1.0, limit_s / 4))
@@ -196,8 +195,7 @@ class Worker:
             self._has_pulled.set()
 
     async def _pull_loop(self) -> None:
-        """Take requests when there is room for them. Until then they wait in Redis, where any free
-        worker finds them."""
+        """Pull requests when there is room for them; until then any free worker can pull them."""
         await _with_retry(self._requests.flusher.replay)
         await _with_retry(self._recover)
         clock = asyncio.get_running_loop().time
@@ -219,7 +217,7 @@ class Worker:
             except (RedisError, OSError) as error:
                 log.warning("waiting for Redis: %r", error)
                 await asyncio.sleep(RETRY_S)
-                await _with_retry(self._recover)  # some may have been taken all the same
+                await _with_retry(self._recover)  # the lost reply may have had some
                 continue
             for item in pulled:
                 if job := await self._decode(item.entry_id, item.payload):
@@ -230,7 +228,7 @@ class Worker:
                         await self._woken.wait()
 
     async def _recover(self) -> None:
-        """Take up what is in the inbox and not known here: from an earlier run, or a lost reply."""
+        """Take up unknown requests of the inbox, from an earlier run or a lost reply."""
         async for entries in self._streams.read_pending():
             jobs = [
                 (entry_id, job)
@@ -249,7 +247,7 @@ class Worker:
                     self._requests.take_up(entry_id, job, dispatch)
 
     async def _decode(self, entry_id: bytes, payload: bytes) -> GenerateJob | None:
-        """The job of an inbox entry; None, and the entry a dead letter, when it is none."""
+        """Return the job of an inbox entry; if it is none, make a dead letter and return None."""
         try:
             return GenerateJob.decode(payload)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -326,18 +324,18 @@ class Worker:
         )
 
     async def _drain(self) -> None:
-        """When asked to stop: finish what runs as far as time allows, and requeue the rest."""
+        """Finish running requests as far as time allows, and requeue the rest."""
         await self._draining.wait()
         log.info("draining %d requests", len(self._requests))
         await self._beat()  # gateways choose another worker
         deadline = time.monotonic() + self._config.drain_timeout_s
-        with contextlib.suppress(TimeoutError):  # what is on its way here counts as well
+        with contextlib.suppress(TimeoutError):  # a pull that is under way counts too
             async with asyncio.timeout(self._config.drain_timeout_s):
                 await self._has_pulled.wait()
         while len(self._requests) and time.monotonic() < deadline:
             await asyncio.sleep(DRAIN_POLL_S)
         if self._end.is_set():
-            return  # `_part` sees to them
+            return  # `_part` gives them back
         has_left_all = await self._requests.leave_all()
         try:
             async with asyncio.timeout(self._config.drain_timeout_s):
@@ -349,8 +347,8 @@ class Worker:
         self._stop(_Outcome.DRAINED)
 
     async def _part(self) -> None:
-        """End the requests with half-sent answers and requeue the rest, without waiting until this
-        worker is found dead."""
+        """End the requests with half-sent answers and requeue the rest at once, so that they do
+        not wait until this worker is found dead."""
         requests = self._requests
         suspects = requests.in_engine if self._outcome is _Outcome.LOST else requests.active
         self._stop_pulling()
@@ -364,9 +362,9 @@ class Worker:
                 await self._unregister()
 
     async def _unregister(self) -> None:
-        """Say that this worker has left. Its inbox must be empty: gateways would give up what
-        is in it before another worker takes it over."""
-        async with self._telling:  # no heartbeat under way comes after it
+        """Unregister this worker, whose inbox must be empty: gateways would give up its requests
+        before another worker takes them over."""
+        async with self._telling:  # no heartbeat may follow
             self._has_left = True
             with contextlib.suppress(RedisError, OSError):
                 await self._streams.unregister()

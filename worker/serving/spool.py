@@ -1,8 +1,8 @@
-"""Keeps the ends of requests on the worker's disk while Redis is away.
+"""Spool: keeps the ends of requests on the worker's disk while Redis is away.
 
-The worker may end before Redis is back. There is one file per worker id with a line per record, and
-it is synced before the flusher goes on waiting. At the next start the lines are published again;
-the scripts refuse what Redis has already, and the database takes a request's usage once.
+The worker may end before Redis is back. There is one file per worker id with a line per record,
+synced before the flusher waits on. At the next start the lines are published again; the scripts
+refuse what Redis already has, and the database stores a request's usage once.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Spool:
         self._spooled.update(ended)
 
     def read(self) -> list[tuple[str, EventUpdate]]:
-        """Return what an earlier run left, as (gateway, update), less a line that was cut off."""
+        """Return what an earlier run left, as (gateway, update), without an incomplete line."""
         found = []
         try:
             lines = self._path.read_text().splitlines()

@@ -1,4 +1,4 @@
-"""Every Redis command of a worker. What the keys mean is in `contract.protocol`."""
+"""Streams: all Redis commands of a worker. `contract.protocol` explains the keys."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ SCRIPTS = (
 )
 
 READ_COUNT = 64
-#: Beyond what a worker ever holds.
+#: More than a worker ever holds.
 INBOX_COUNT = 4096
 BLOCK_MS = 2000
-#: Of the events of one entry, unless one alone is longer: Redis and a gateway do nothing else
-#: while they take an entry in.
+#: The most bytes of events in one entry, unless one event is longer: while they take in an entry,
+#: Redis and a gateway do nothing else.
 MAX_ENTRY_BYTES = 2 * 1024**2
 
 
 class Replaced(Exception):
-    """Another run has this worker's id now: this one was paused and taken for dead."""
+    """Another run has this worker's id now: this one was paused and thought dead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dispatch:
     """The state of a request as this worker takes it up; the counts are of earlier attempts."""
 
-    #: "queued", "running" (an attempt was lost), "done", "gone", or "replaced": another run's.
+    #: "queued", "running" (an attempt was lost), "done", "gone", or "replaced" by another run.
     state: str
     lease: int = 0
     attempt: int = 0
@@ -51,7 +51,7 @@ class Dispatch:
 
     @property
     def usage(self) -> Usage:
-        """What earlier attempts told of."""
+        """The usage that earlier attempts reported."""
         return Usage(
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
@@ -84,7 +84,7 @@ class Streams:
     """A worker's connection to Redis. Every method may raise redis.exceptions.RedisError."""
 
     def __init__(self, redis_url: str, *, pool: str, worker_id: str, boot_id: str) -> None:
-        # Any: the client's own types cover every protocol version at once.
+        # Any: the client's own types cover all protocol versions at once.
         self._redis: Any = redis.asyncio.from_url(
             redis_url,
             protocol=2,  # XREAD answers with pairs; under RESP3 with a map
@@ -98,7 +98,7 @@ class Streams:
         self._boot_id = boot_id
         self._inbox = protocol.inbox_key(pool, worker_id)
         self._control = protocol.control_key(pool, worker_id)
-        self._has_come = False  # told that it lives
+        self._has_come = False  # whether a heartbeat was sent
         self._scripts = {name: self._redis.register_script(scripts.load(name)) for name in SCRIPTS}
 
     async def close(self) -> None:
@@ -115,12 +115,12 @@ class Streams:
                 raise
 
     async def last_control_id(self) -> bytes:
-        """The newest control message so far; those from before the start are ignored."""
+        """Return the id of the newest control message; messages before the start are ignored."""
         newest = await self._redis.xrevrange(self._control, count=1)
         return newest[0][0] if newest else b"0-0"
 
     async def read_control(self, after: bytes) -> list[tuple[bytes, ControlMessage | None]]:
-        """Control messages after an id, None for what is none; waits a while for one."""
+        """Wait a while for control messages after an id; None stands for one that is not valid."""
         reply = await self._redis.xread({self._control: after}, block=BLOCK_MS)
         return [
             (entry_id, _control_message(fields))
@@ -131,9 +131,9 @@ class Streams:
     async def pull(self, base_model: str, count: int) -> list[Pulled]:
         """Take requests from the fair queue into the inbox, under a new lease each.
 
-        More than `count` only by such as nobody waits for any more. After a lost reply, which the
-        client may have answered by asking again, more have been taken: `inbox` tells, and
-        `read_pending` has them. Nothing pulled: a wake-up follows as soon as there is something.
+        There may be more than `count`, but only abandoned requests in addition. After a lost reply,
+        which makes the client ask again, more may have been taken: `inbox` names them, and
+        `read_pending` returns them. If nothing was pulled, a wake-up follows when there is work.
         """
         reply = await self._run(
             "pull",
@@ -159,14 +159,14 @@ class Streams:
         ]
 
     async def inbox(self) -> set[bytes]:
-        """The requests that this worker has taken and not finished, as far as Redis knows."""
+        """Return the requests that this worker has taken and not finished, as Redis knows them."""
         entries = await self._redis.xpending_range(
             self._inbox, protocol.INBOX_GROUP, "-", "+", INBOX_COUNT
         )
         return {entry["message_id"] for entry in entries}
 
     async def read_pending(self) -> AsyncIterator[list[tuple[bytes, bytes]]]:
-        """What an earlier run of this worker took and did not finish, in batches."""
+        """Yield, in batches, what an earlier run of this worker took and did not finish."""
         after: bytes | str = "0"
         while entries := await self._read_group(after, count=READ_COUNT):
             yield entries
@@ -194,7 +194,7 @@ class Streams:
     async def begin(self, requests: Sequence[tuple[bytes, str]]) -> list[Dispatch]:
         """Take up what an earlier run left, as (inbox entry, request id), under new leases.
 
-        What this run itself took keeps its lease.
+        Requests that this run itself took keep their leases.
         """
         worker = protocol.worker_key(self._pool, self._worker_id)
         pipe = self._redis.pipeline(transaction=False)
@@ -207,8 +207,8 @@ class Streams:
     async def publish(self, gateway_id: str, news: Sequence[EventUpdate]) -> list[EventUpdate]:
         """Send one gateway its events, and finish the requests that ended, in one step.
 
-        More than MAX_ENTRY_BYTES are sent in several steps, one after the other.
-        -> the updates that were refused because another lease is current.
+        More than MAX_ENTRY_BYTES are sent in several steps, one after the other. Returns the
+        updates that were refused because another lease is current.
         """
         events = [item.event.encode() for item in news]
         refused: list[EventUpdate] = []
@@ -245,7 +245,7 @@ class Streams:
     ) -> None:
         """Put a request that delivered nothing back at the front of its queue.
 
-        is_suspect  the engine may have died of it: its attempt counts
+        is_suspect  it may have crashed the engine, so its attempt counts
         """
         await self._run(
             "requeue",
@@ -254,26 +254,25 @@ class Streams:
         )
 
     async def mark_poison(self, request_id: str, lease: int) -> None:
-        """Note that a request ended the engine, and not for the first time: its end makes a dead
-        letter of it."""
+        """Note that a request has crashed the engine again; its end makes it a dead letter."""
         job = protocol.job_key(self._pool, request_id)
         await self._run("mark_poison", [job], [lease, protocol.MAX_ATTEMPTS + 1])
 
     async def will_run_alone(self, request_id: str, lease: int) -> bool:
-        """Note that a request runs apart from others that were in a crash. -> lease still held."""
+        """Note that a request runs alone after a crash; return whether its lease is still held."""
         return bool(
             await self._run("run_alone", [protocol.job_key(self._pool, request_id)], [lease])
         )
 
     async def acknowledge(self, entry_id: bytes) -> None:
-        """Remove an entry from the inbox whose request has ended otherwise."""
+        """Remove from the inbox an entry whose request has ended in another way."""
         async with self._redis.pipeline() as pipe:
             pipe.xack(self._inbox, protocol.INBOX_GROUP, entry_id)
             pipe.xdel(self._inbox, entry_id)
             await pipe.execute()
 
     async def dead_letter(self, entry_id: bytes, payload: bytes, reason: str) -> None:
-        """Move an entry that cannot be understood to the dead letters."""
+        """Move an entry that cannot be decoded to the dead letters."""
         await self._redis.xadd(
             protocol.dead_letter_key(self._pool),
             {protocol.PAYLOAD_FIELD: payload, b"source": self._inbox, b"reason": reason},
@@ -282,9 +281,9 @@ class Streams:
         await self.acknowledge(entry_id)
 
     async def beat(self, heartbeat: Heartbeat) -> dict[str, float]:
-        """Say that this worker lives. -> gateway id -> seconds since it last said so.
+        """Send this worker's heartbeat; return gateway id -> seconds since its heartbeat.
 
-        Raises Replaced when a later run said so under the same id.
+        Raises Replaced if a later run has sent a heartbeat under the same id.
         """
         reply = await self._run(
             "worker_beat",
@@ -310,14 +309,14 @@ class Streams:
         }
 
     async def server_run(self) -> str:
-        """The id of this run of Redis; empty when it does not say."""
+        """Return the id of this run of Redis; empty if Redis does not give it."""
         try:
             return str((await self._redis.info("server")).get("run_id", ""))
         except ResponseError:
             return ""
 
     async def unregister(self) -> None:
-        """Say that this worker stops on purpose."""
+        """Note that this worker stops on purpose."""
         await self._run(
             "unregister",
             [
@@ -334,7 +333,7 @@ class Streams:
 
 
 def _stretches(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(begin, end) of stretches of at most MAX_ENTRY_BYTES, or of one that is longer."""
+    """Yield (begin, end) of runs of events of at most MAX_ENTRY_BYTES, or of one longer event."""
     begin = total = 0
     for index, size in enumerate(sizes):
         if index > begin and total + size > MAX_ENTRY_BYTES:

@@ -1,9 +1,9 @@
 """Tasks that end when they are cancelled, and whose errors are reported.
 
-Before Python 3.12 `asyncio.wait_for`, with which Redis's client sends, may lose a cancellation: it
-returns its result when that came in the same turn of the loop, and whoever was cancelled goes on.
-So tasks are cancelled until they have ended. `asyncio.TaskGroup` and `asyncio.timeout` cancel once:
-neither is for what asks Redis.
+Before Python 3.12 `asyncio.wait_for`, which the Redis client uses to send, may lose a cancellation:
+if its result comes in the same iteration of the loop, it returns that, and the task continues. So
+tasks are cancelled until they have ended. `asyncio.TaskGroup` and `asyncio.timeout` cancel once: do
+not use them around Redis commands.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Tasks:
         self._is_ending = True
         turns = 0
         while running := list(self._running):
-            # A timer comes behind what was read, and so always just after the next thing is sent,
-            # where cancellations get lost: each try but the first waits for some turns more.
+            # A timer runs after what was read, so always just after the next command was sent,
+            # where cancellations are lost: each further try waits for more iterations.
             for _ in range(turns):
                 await asyncio.sleep(0)
             turns = random.randrange(_TURNS)

@@ -1,4 +1,4 @@
-"""The answers to jobs that ask for tokens or for their text, and generate nothing."""
+"""Answers jobs that ask for tokens or for their text, and generate nothing."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from worker.errors import Refused
 from worker.serving.engine_commands import chat_token_ids
 from worker.text.codec import TextCodec
 
-#: Of one answer; as many as the longest context that is usual.
+#: The most tokens of one answer; as many as the longest usual context.
 MAX_TOKENS = 131_072
-#: Of a text: whatever its tokens, reading it takes as long as it is long.
+#: The most characters of a text, since tokenizing takes time proportional to its length.
 MAX_CHARS = 8 * MAX_TOKENS
 
 
 def answer_of(job: GenerateJob, codec: TextCodec) -> dict[str, Any]:
-    """The fields of the job's one event; takes as long as its prompt is long. Raises Refused."""
+    """Return the fields of the job's event, in time proportional to its prompt; raise Refused."""
     if job.task == Task.DETOKENIZE:
         return {"text": _text_of(job, codec)}
     if job.messages is not None:
