@@ -11,7 +11,7 @@ import torch
 _HUGE_PAGE_BYTES = 2 << 20
 # The largest block whose free() raises glibc's mmap threshold (DEFAULT_MMAP_THRESHOLD_MAX), less
 # its header.
-_LARGEST_LESSON = (32 << 20) - 8192
+_MAX_THRESHOLD_BYTES = (32 << 20) - 8192
 
 
 def empty_fp32(*shape: int) -> torch.Tensor:
@@ -54,4 +54,4 @@ def keep_freed_memory() -> None:
     of its heap (mallopt(3), M_MMAP_THRESHOLD). The block is never written to. Other allocators are
     not affected.
     """
-    torch.empty(_LARGEST_LESSON, dtype=torch.uint8)
+    torch.empty(_MAX_THRESHOLD_BYTES, dtype=torch.uint8)

@@ -276,9 +276,9 @@ class CpuLoraStep:
     """One step's adapters, ready to be added to each layer's outputs."""
 
     def __init__(
-        self, stacked: Sequence[_Bags | _Run], loose: list[tuple[int, int, list[list[Matrix]]]]
+        self, stacked: Sequence[_Bags | _Run], unstacked: list[tuple[int, int, list[list[Matrix]]]]
     ) -> None:
-        self._stacked, self._loose = stacked, loose
+        self._stacked, self._unstacked = stacked, unstacked
 
     def add(
         self,
@@ -298,7 +298,7 @@ class CpuLoraStep:
         site = SITES.index(projections)  # type: ignore[arg-type]
         for part in self._stacked:
             part.add(x, y, layer, site)
-        for start, end, matrices in self._loose:
+        for start, end, matrices in self._unstacked:
             for i, projection in enumerate(projections):
                 target = y[start:end, out_offsets[i] : out_offsets[i + 1]]
                 for a, b, scale in matrices[layer * NUM_PROJECTIONS + projection]:
@@ -350,7 +350,7 @@ class CpuLora:
             self._view = _TableView(lora.table, self._arena, self._widths)
         self._stack(self._view, keys)
         bounds, adapters = lora.seg_indptr.tolist(), lora.seg_adapter.tolist()
-        loose = []
+        unstacked = []
         stacked: dict[Stack, list[Segment]] = {}
         for g, adapter in enumerate(adapters):
             start, end = bounds[g], bounds[g + 1]
@@ -358,7 +358,7 @@ class CpuLora:
                 continue
             stack = self._stacks.find(keys[adapter])
             if stack is None:
-                loose.append((start, end, self._view.matrices(adapter, self._num_layers)))
+                unstacked.append((start, end, self._view.matrices(adapter, self._num_layers)))
             else:
                 stacked.setdefault(stack, []).append((stack.slot(keys[adapter]), start, end))
         parts: list[_Bags | _Run] = []
@@ -367,7 +367,7 @@ class CpuLora:
             many = [(s, start, end) for s, start, end in segments if end - start > _FEW_ROWS]
             parts += [_Bags.of(stack, few)] if few else []
             parts += [_Run.of(stack, run, self._scratch) for run in _split_into_runs(sorted(many))]
-        return CpuLoraStep(parts, loose)
+        return CpuLoraStep(parts, unstacked)
 
     def _stack(self, view: _TableView, keys: Sequence[Hashable]) -> None:
         """Copy adapters that are in no stack yet, if there is room."""

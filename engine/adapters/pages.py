@@ -63,7 +63,7 @@ class AdapterPages:
             self._free[page] = list(range((page + 1) * SUB_PAGES - 1, page * SUB_PAGES - 1, -1))
             counts[page] = rest
         tail = [self._free[page].pop() for page, count in counts.items() for _ in range(count)]
-        self._look_at(counts)
+        self._note_idle_pages(counts)
         return Place(self._pool.take(num_pages - 1, PageUse.ADAPTER), tail)
 
     def release(self, place: Place) -> None:
@@ -72,7 +72,7 @@ class AdapterPages:
         for sub_page in place.tail:
             self._free[sub_page // SUB_PAGES].append(sub_page)
         shared = {sub_page // SUB_PAGES for sub_page in place.tail}
-        self._look_at(shared)
+        self._note_idle_pages(shared)
         for page in shared:
             if len(self._free[page]) == SUB_PAGES:
                 del self._free[page]
@@ -85,14 +85,14 @@ class AdapterPages:
         shared = Counter(sub_page // SUB_PAGES for sub_page in place.tail)
         for page, count in shared.items():
             self._idle_sub_pages[page] = self._idle_sub_pages.get(page, 0) + sign * count
-        self._look_at(shared)
+        self._note_idle_pages(shared)
 
     @property
     def num_idle(self) -> int:
         """Return how many pages come free when all idle places are released."""
         return self._num_idle_whole + len(self._idle_shared)
 
-    def _look_at(self, shared: Iterable[int]) -> None:
+    def _note_idle_pages(self, shared: Iterable[int]) -> None:
         """Note which of these shared pages hold nothing but idle places."""
         for page in shared:
             idle = self._idle_sub_pages.get(page, 0)

@@ -116,7 +116,7 @@ class AdapterStore:
         adapter = self._adapters.get(digest)
         if adapter is not None:
             adapter.is_unregistered = True
-            self._tidy_up(adapter)
+            self._release_unused(adapter)
 
     def check_known(self, digests: Iterable[str]) -> None:
         """Raise UnknownAdapter unless all are registered."""
@@ -140,7 +140,7 @@ class AdapterStore:
             adapter.users -= 1
             if adapter.users == 0:
                 adapter.lacks_room = False
-            self._tidy_up(adapter)
+            self._release_unused(adapter)
 
     # What the scheduler asks
 
@@ -231,7 +231,7 @@ class AdapterStore:
         for adapter in kept:
             self._idle.add(adapter)
 
-    def makes_room(self, digest: str, keep: Collection[str]) -> bool:
+    def make_room(self, digest: str, keep: Collection[str]) -> bool:
         """Make room for an adapter: evict idle ones not in `keep`. Return whether it fits then."""
         adapter = self._adapters[digest]
 
@@ -266,9 +266,9 @@ class AdapterStore:
         """
         self._pool.time += 1
         for adapter in self._loader.poll():
-            self._tidy_up(adapter)
+            self._release_unused(adapter)
         for adapter in list(self._arriving.values()):
-            self._look_at_arrival(adapter)
+            self._poll_arrival(adapter)
         seen: set[str] = set()
         num_missing, is_short = 0, False
         for digest in wanted:
@@ -316,7 +316,7 @@ class AdapterStore:
     # From host memory to the arena
 
     def _start_copying(self, adapter: Adapter, keep: Collection[str]) -> None:
-        adapter.lacks_room = not self.makes_room(adapter.digest, keep)
+        adapter.lacks_room = not self.make_room(adapter.digest, keep)
         if adapter.lacks_room:
             return
         assert adapter.host is not None and adapter.host.tiles is not None
@@ -326,9 +326,9 @@ class AdapterStore:
         self._loader.hold(adapter)
         adapter.arrival = self._copier.start(adapter.host, place)
         self._arriving[adapter.digest] = adapter
-        self._look_at_arrival(adapter)
+        self._poll_arrival(adapter)
 
-    def _look_at_arrival(self, adapter: Adapter) -> None:
+    def _poll_arrival(self, adapter: Adapter) -> None:
         assert adapter.arrival is not None
         try:
             is_usable, is_done = adapter.arrival.is_usable, adapter.arrival.is_done
@@ -336,7 +336,7 @@ class AdapterStore:
             self._end_arrival(adapter)
             adapter.tiles = None
             self._fail(adapter, error)
-            self._tidy_up(adapter)
+            self._release_unused(adapter)
             return
         if is_usable and adapter.digest not in self._resident:
             adapter.last_use = self._pool.time
@@ -351,13 +351,13 @@ class AdapterStore:
                 self._loader.let_go(adapter)
             if self._is_idle(adapter):
                 self._idle.add(adapter)
-            self._tidy_up(adapter)
+            self._release_unused(adapter)
 
     def _end_arrival(self, adapter: Adapter) -> None:
         del self._arriving[adapter.digest]
         adapter.arrival = None
 
-    def _tidy_up(self, adapter: Adapter) -> None:
+    def _release_unused(self, adapter: Adapter) -> None:
         """Release unused host memory: that outside the slab; all of it, once unregistered."""
         if adapter.users or adapter.loading or adapter.arrival:
             return

@@ -58,11 +58,11 @@ class EvictionIndex(Generic[T]):
     def first(self, now: int) -> EvictionCandidate[T] | None:
         """Return the member that goes first; None if there is none."""
         for owner in [entries[0][2] for entries in self._kinds.values()]:
-            self._put_right(owner)
+            self._reposition(owner)
         heads = [self._look(entries[0][2]) for entries in self._kinds.values()]
         return eviction_order(heads, now)[0] if heads else None
 
-    def _put_right(self, owner: T) -> None:
+    def _reposition(self, owner: T) -> None:
         while True:
             candidate = self._look(owner)
             kind, entry = self._entries[owner]

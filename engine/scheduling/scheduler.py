@@ -62,7 +62,7 @@ class Adapters(Protocol):
         self, num_pages: int, keep: Collection[str], use: PageUse = PageUse.KV
     ) -> None: ...
 
-    def makes_room(self, digest: str, keep: Collection[str]) -> bool: ...
+    def make_room(self, digest: str, keep: Collection[str]) -> bool: ...
 
 
 class Scheduler:
@@ -368,7 +368,7 @@ class Scheduler:
         is_alone = not self.running and self.waiting[0] is sequence
         if not is_alone or self._adapters.is_copying:
             return False
-        return not self._adapters.makes_room(digest, sequence.digests)
+        return not self._adapters.make_room(digest, sequence.digests)
 
     def _claim_pages(self, step: Step, sequence: Sequence) -> bool:
         """Start the sequence if there are pages for it, and put its first chunk into the step."""

@@ -43,7 +43,7 @@ class Residents:
             if not self.pool.can_take(num_pages) and not self.pins[digest] and digest not in keep:
                 self.pool.release(self.pages.pop(digest))
 
-    def makes_room(self, digest: str, keep: Collection[str]) -> bool:
+    def make_room(self, digest: str, keep: Collection[str]) -> bool:
         self.evict_idle(1, keep)
         return self.pool.can_take(1)
 

@@ -49,7 +49,7 @@ async def test_an_end_is_on_record_once_whatever_redis_keeps(
     redis_server: Redis, own: Pool, streams: Streams, keeps_file: bool
 ) -> None:
     recent = ResendBuffer(streams)
-    await recent.look()
+    await recent.resend_lost()
     job = own.submit()
     entry_id, lease = await take(streams)
     begun = [make_news(entry_id, lease=lease)]
@@ -60,7 +60,7 @@ async def test_an_end_is_on_record_once_whatever_redis_keeps(
     restart(redis_server, keeps_file=keeps_file)
     assert len(own.done()) == int(keeps_file)
     for _ in range(3):
-        await recent.look()
+        await recent.resend_lost()
     assert [record.request_id for record in own.done()] == ["r1"]
     assert own.job_hash().get(b"state") == (b"done" if keeps_file else None)
 
@@ -70,14 +70,14 @@ async def test_the_same_redis_is_told_nothing_twice_and_old_ends_are_forgotten(
 ) -> None:
     now = 0.0
     recent = ResendBuffer(streams, clock=lambda: now)
-    await recent.look()
+    await recent.resend_lost()
     recent.keep("g", [make_news(b"1-1", ends=True), make_news(b"1-2", request_id="open")])
-    await recent.look()
+    await recent.resend_lost()
     assert own.done() == []
     now += KEEP_S + 1
     restart(redis_server, keeps_file=True)
-    await recent.look()  # no time has passed for a worker that could not look
+    await recent.resend_lost()  # no time has passed for a worker that could not look
     assert [record.request_id for record in own.done()] == ["r1"]
     restart(redis_server, keeps_file=False)
-    await recent.look()
+    await recent.resend_lost()
     assert own.done() == []

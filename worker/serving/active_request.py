@@ -160,7 +160,7 @@ class ActiveRequest:
     def _has_too_many_logprobs(self) -> bool:
         if self.job.sampling.logprobs is None and not self.job.with_token_ids:
             return False
-        return sum(choice.num_told for choice in self._choices) > MAX_LOGPROBS
+        return sum(choice.num_to_send for choice in self._choices) > MAX_LOGPROBS
 
     @property
     def awaits_check(self) -> bool:

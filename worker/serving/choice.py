@@ -51,11 +51,11 @@ class Choice:
 
     @property
     def has_news(self) -> bool:
-        is_ended = self._told_reason is not None and not self._is_end_told
+        is_ended = self._reason_to_send is not None and not self._is_end_told
         return is_ended or bool(self._text or self._logprobs or self._prompt_logprobs)
 
     @property
-    def num_told(self) -> int:
+    def num_to_send(self) -> int:
         """Tokens to send, with their alternatives."""
         return len(self._token_ids) + len(self._logprobs) * (1 + (self._job.sampling.logprobs or 0))
 
@@ -75,7 +75,7 @@ class Choice:
         self.schema_error, self.broken_param = schema_error, broken_param
 
     @property
-    def _told_reason(self) -> str | None:
+    def _reason_to_send(self) -> str | None:
         return None if self.awaits_check else self.finish_reason
 
     def show(self, text: str) -> None:
@@ -171,7 +171,7 @@ class Choice:
             prompt_logprobs=tuple(self._prompt_logprobs) or None,
             token_ids=tuple(self._token_ids) if self._job.with_token_ids else None,
             prompt_token_ids=self._prompt_token_ids,
-            finish_reason=self._told_reason,
+            finish_reason=self._reason_to_send,
             stop_string=self._stop_string,
             schema_error=self.schema_error,
         )
@@ -182,7 +182,7 @@ class Choice:
         self._logprobs, self._prompt_logprobs = [], []
         self._token_ids = []
         self._prompt_token_ids = None
-        self._is_end_told = self._told_reason is not None
+        self._is_end_told = self._reason_to_send is not None
 
     def _logprob(self, entry: TokenLogprob) -> dict[str, Any]:
         token_id, logprob, top, _ = entry

@@ -38,7 +38,7 @@ class ResendBuffer:
         now = self._clock()
         self._ends.extend((now, gateway_id, item) for item in news if item.done is not None)
 
-    async def look(self) -> None:
+    async def resend_lost(self) -> None:
         """Send the ends again if Redis has restarted since the last call; forget old ones.
 
         Raises RedisError; the next call then continues.
@@ -46,12 +46,12 @@ class ResendBuffer:
         server_run = await self._streams.server_run()
         if server_run != self._server_run and self._server_run:
             log.warning("Redis was started anew: %d ends are sent again", len(self._ends))
-            await self._tell()
+            await self._resend()
         self._server_run = server_run
         while self._ends and self._ends[0][0] < self._clock() - KEEP_S:
             self._ends.popleft()
 
-    async def _tell(self) -> None:
+    async def _resend(self) -> None:
         by_gateway: dict[str, list[EventUpdate]] = {}
         for _, gateway_id, item in self._ends:
             by_gateway.setdefault(gateway_id, []).append(item)

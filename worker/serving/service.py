@@ -2,7 +2,7 @@
 
 If this process is killed, its requests stay in the inbox, where the next run under the same worker
 id finds them (`_recover`). If the engine process dies, this one ends too, but first gives its
-requests back (`_part`), so that other workers have them at once.
+requests back (`_give_requests_back`), so that other workers have them at once.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Worker:
         self._prepares_helpers = engine_factory is None
         self._stats = EngineStats()
         self._contact = Contact()
-        self._telling = asyncio.Lock()  # held while a heartbeat or the departure is sent
+        self._heartbeat_lock = asyncio.Lock()  # held while a heartbeat or the departure is sent
         self._has_left = False
         self._tokens_per_s = 0.0
         self._is_loaded = asyncio.Event()
@@ -140,7 +140,7 @@ class Worker:
             self._tasks.start(self._drain())
             await self._end.wait()
             if self._outcome in (_Outcome.LOST, _Outcome.FAILED):
-                parting = self._tasks.start(self._part())
+                parting = self._tasks.start(self._give_requests_back())
                 await asyncio.wait({parting}, timeout=PARTING_S)
         finally:
             await self._tasks.end()
@@ -282,11 +282,11 @@ class Worker:
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
 
     async def _beat(self) -> None:
-        async with self._telling:
+        async with self._heartbeat_lock:
             if not self._has_left:
-                await self._say_alive()
+                await self._send_heartbeat()
 
-    async def _say_alive(self) -> None:
+    async def _send_heartbeat(self) -> None:
         try:
             silence_s = await self._streams.beat(self._heartbeat())
         except (RedisError, OSError):
@@ -299,7 +299,7 @@ class Worker:
         if self._contact.is_steady:
             self._requests.cancel_for_dead_gateways(silence_s)
         with contextlib.suppress(RedisError, OSError):  # the next beat looks again
-            await self._requests.flusher.resend_buffer.look()
+            await self._requests.flusher.resend_buffer.resend_lost()
 
     def _heartbeat(self) -> Heartbeat:
         stats = self._stats
@@ -335,7 +335,7 @@ class Worker:
         while len(self._requests) and time.monotonic() < deadline:
             await asyncio.sleep(DRAIN_POLL_S)
         if self._end.is_set():
-            return  # `_part` gives them back
+            return  # `_give_requests_back` gives them back
         has_left_all = await self._requests.leave_all()
         try:
             async with asyncio.timeout(self._config.drain_timeout_s):
@@ -346,7 +346,7 @@ class Worker:
             await self._unregister()
         self._stop(_Outcome.DRAINED)
 
-    async def _part(self) -> None:
+    async def _give_requests_back(self) -> None:
         """End the requests with half-sent answers and requeue the rest at once, so that they do
         not wait until this worker is found dead."""
         requests = self._requests
@@ -364,7 +364,7 @@ class Worker:
     async def _unregister(self) -> None:
         """Unregister this worker, whose inbox must be empty: gateways would give up its requests
         before another worker takes them over."""
-        async with self._telling:  # no heartbeat may follow
+        async with self._heartbeat_lock:  # no heartbeat may follow
             self._has_left = True
             with contextlib.suppress(RedisError, OSError):
                 await self._streams.unregister()
