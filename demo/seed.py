@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from demo.errors import StepFailed
+from demo.commands import ROOT, Commands, failed
 from demo.state import DemoState, TenantState
 
-ROOT = Path(__file__).parent.parent
+__all__ = ["ROOT", "last_json", "manage", "migrate", "seed"]
 
 
 def manage(env: Mapping[str, str], *argv: str, stdin: str = "") -> str:
@@ -27,17 +27,14 @@ def manage(env: Mapping[str, str], *argv: str, stdin: str = "") -> str:
         check=False,
     )
     if result.returncode != 0:
-        raise StepFailed(
-            f"manage.py {argv[0]} ended with status {result.returncode}",
-            details="\n".join((result.stdout + result.stderr).splitlines()[-25:]),
-            advice="fix what it names; if .demo is from an older checkout, delete it",
-        )
+        raise failed(argv[0], result.returncode, result.stdout + result.stderr)
     return result.stdout
 
 
 def migrate(env: Mapping[str, str]) -> None:
-    manage(env, "migrate", "--no-input", "--verbosity=0")
-    manage(env, "collectstatic", "--no-input", "--verbosity=0")
+    with Commands(env) as commands:
+        commands.run("migrate", "--no-input", "--verbosity=0")
+        commands.run("collectstatic", "--no-input", "--verbosity=0")
 
 
 def seed(env: Mapping[str, str], state: DemoState, base_model_dir: Path) -> None:
@@ -45,22 +42,21 @@ def seed(env: Mapping[str, str], state: DemoState, base_model_dir: Path) -> None
 
     Can be run again after it failed half-way; keys already made are kept.
     """
-    manage(
-        env,
-        "operator_create",
-        f"--email={state.operator_email}",
-        "--password-stdin",
-        stdin=state.operator_password + "\n",
-    )
-    manage(env, "base_model_add", str(base_model_dir))
-    for tenant in state.tenants:
-        _seed_tenant(env, tenant)
+    with Commands(env) as commands:
+        commands.run(
+            "operator_create",
+            f"--email={state.operator_email}",
+            "--password-stdin",
+            stdin=state.operator_password + "\n",
+        )
+        commands.run("base_model_add", str(base_model_dir))
+        for tenant in state.tenants:
+            _seed_tenant(commands, tenant)
 
 
-def _seed_tenant(env: Mapping[str, str], tenant: TenantState) -> None:
-    manage(env, "tenant_create", f"--slug={tenant.slug}", f"--name={tenant.name}")
-    manage(
-        env,
+def _seed_tenant(commands: Commands, tenant: TenantState) -> None:
+    commands.run("tenant_create", f"--slug={tenant.slug}", f"--name={tenant.name}")
+    commands.run(
         "member_add",
         f"--tenant={tenant.slug}",
         f"--email={tenant.email}",
@@ -71,7 +67,7 @@ def _seed_tenant(env: Mapping[str, str], tenant: TenantState) -> None:
     if not tenant.api_key:
         # An earlier run made the key and ended before it saved the secret.
         argv = ["api_key_create", f"--tenant={tenant.slug}", "--name=demo", "--rotate"]
-        tenant.api_key = last_json(manage(env, *argv))["key"]
+        tenant.api_key = last_json(commands.run(*argv))["key"]
 
 
 def last_json(output: str) -> dict[str, Any]:

@@ -135,7 +135,12 @@ def django_db_modify_db_settings(django_db_modify_db_settings_parallel_suffix: N
 
 @pytest.fixture(scope="session")
 def django_db_setup(django_db_setup: None, django_db_blocker: Any) -> Iterator[None]:
+    from django.db import connection
+
     from tests import database
 
-    with django_db_blocker.unblock(), database.as_application():
-        yield
+    with django_db_blocker.unblock():
+        connection.close()  # or else there is no copying
+        database.keep_migrated(STACK.env, connection.settings_dict["NAME"])
+        with database.as_application():
+            yield

@@ -3,24 +3,63 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, LiteralString
 from urllib.parse import urlsplit, urlunsplit
 
 import psycopg
 from psycopg import sql
 
+ROOT = Path(__file__).parent.parent
+#: A database that is migrated once; others are copies of it.
+MIGRATED = "lorikeet_migrated"
 
-def own_database(env: Mapping[str, str], name: str) -> dict[str, str]:
-    """Make an empty database on the stack's server; the variables that lead to it."""
-    with psycopg.connect(env["DATABASE_OWNER_URL"], autocommit=True) as connection:
-        identifier = sql.Identifier(name)
-        connection.execute(sql.SQL("drop database if exists {} with (force)").format(identifier))
-        connection.execute(sql.SQL("create database {}").format(identifier))
+
+def migrated_database(env: Mapping[str, str], name: str) -> dict[str, str]:
+    """Make a database with our tables on the stack's server; the variables that lead to it."""
+    if not _exists(env, MIGRATED):
+        made = own_database(env, f"{MIGRATED}_new")
+        subprocess.run(
+            [sys.executable, "manage.py", "migrate", "--verbosity=0"],
+            cwd=ROOT,
+            env={**os.environ, **env, **made},
+            check=True,
+        )
+        _execute(env, "alter database {} rename to {}", f"{MIGRATED}_new", MIGRATED)
+    return own_database(env, name, template=MIGRATED)
+
+
+def keep_migrated(env: Mapping[str, str], name: str) -> None:
+    """Let others be copies of this migrated database, to which nobody is connected."""
+    if not _exists(env, MIGRATED):
+        _execute(env, "create database {} template {}", MIGRATED, name)
+
+
+def own_database(
+    env: Mapping[str, str], name: str, *, template: str = "template1"
+) -> dict[str, str]:
+    """Make a database on the stack's server, empty or a copy; the variables that lead to it."""
+    _execute(env, "drop database if exists {} with (force)", name)
+    _execute(env, "create database {} template {}", name, template)
     return {
         variable: urlunsplit(urlsplit(env[variable])._replace(path=f"/{name}"))
         for variable in ("DATABASE_URL", "DATABASE_OWNER_URL")
     }
+
+
+def _exists(env: Mapping[str, str], name: str) -> bool:
+    with psycopg.connect(env["DATABASE_OWNER_URL"]) as connection:
+        found = connection.execute("select 1 from pg_database where datname = %s", (name,))
+        return found.fetchone() is not None
+
+
+def _execute(env: Mapping[str, str], statement: LiteralString, *names: str) -> None:
+    with psycopg.connect(env["DATABASE_OWNER_URL"], autocommit=True) as connection:
+        connection.execute(sql.SQL(statement).format(*map(sql.Identifier, names)))
 
 
 def operator_url(url: str) -> str:

@@ -28,7 +28,7 @@ import redis
 from contract import protocol
 from demo.ports import choose_ports
 from demo.stack import EmbeddedStack
-from tests.database import operator_url, own_database
+from tests.database import migrated_database, operator_url
 from tests.fakes import write_fake_base
 
 ROOT = Path(__file__).parent.parent
@@ -114,7 +114,7 @@ class LiveStack:
         self.base = write_fake_base(folder / "base")
         parts = urlsplit(env["REDIS_URL"])
         self.redis_url = urlunsplit(parts._replace(path="/5"))
-        database_env = own_database(env, database)
+        database_env = migrated_database(env, database)
         #: For looking at every tenant's rows.
         self.database_url = operator_url(database_env["DATABASE_URL"])
         self.env = {
@@ -129,7 +129,6 @@ class LiveStack:
         self.redis = redis.Redis.from_url(self.redis_url, protocol=2)
         self.redis.flushdb()
         self._processes: list[Process] = []
-        self.run("manage.py", "migrate", "--verbosity=0")
         self.tenants = {
             name: Tenant(**fields)
             for name, fields in json.loads(self.run("-m", "tests.live_seed")).items()

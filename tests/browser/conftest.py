@@ -11,7 +11,6 @@ import dataclasses
 import os
 import re
 import shutil
-import subprocess
 import sys
 import urllib.error
 import urllib.request
@@ -20,12 +19,13 @@ from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, StorageState, sync_playwright
 
+from demo.commands import Commands
 from demo.ports import HOST, choose_ports
 from demo.processes import ChildProcess, Command
 from demo.stack import EmbeddedStack
-from tests.database import own_database
+from tests.database import migrated_database
 from tests.oidc_issuer import CLIENT_ID, CLIENT_SECRET, Issuer
 from worker.base_model import packaged_model
 
@@ -47,7 +47,7 @@ class Site:
     """A running control plane with the tenant acme and one base model."""
 
     base_url: str
-    env: dict[str, str]
+    commands: Commands
     #: Where its mails lie, one file each.
     mail: Path
 
@@ -68,15 +68,7 @@ class Site:
 
     def manage(self, *argv: str, text: str = "") -> None:
         """Run one of Django's commands, with `text` as its standard input."""
-        subprocess.run(
-            [sys.executable, "manage.py", *argv],
-            cwd=ROOT,
-            env=self.env,
-            input=text,
-            text=True,
-            check=True,
-            stdout=subprocess.DEVNULL,
-        )
+        self.commands.run(*argv, stdin=text)
 
 
 @pytest.fixture(scope="session")
@@ -114,8 +106,7 @@ def site(
         "LORIKEET_OIDC_CLIENT_SECRET": CLIENT_SECRET,
         "OMP_NUM_THREADS": "1",
     }
-    running = Site(base_url, env, folder / "mail")
-    running.manage("migrate", "--verbosity=0")
+    running = Site(base_url, Commands(env), folder / "mail")
     running.manage("collectstatic", "--noinput", "--verbosity=0")
     running.manage("base_model_add", str(base_model_dir))
     running.manage("tenant_create", "--slug=acme", "--name=Acme")
@@ -132,6 +123,7 @@ def site(
     finally:
         for process in processes:
             process.stop()
+        running.commands.close()
 
 
 def _own_databases(env: dict[str, str]) -> dict[str, str]:
@@ -139,7 +131,7 @@ def _own_databases(env: dict[str, str]) -> dict[str, str]:
     redis = urlsplit(env["REDIS_URL"])
     return {
         **env,
-        **own_database(env, "browser"),
+        **migrated_database(env, "browser"),
         "REDIS_URL": urlunsplit(redis._replace(path="/8")),
         "CELERY_BROKER_URL": urlunsplit(redis._replace(path="/9")),
     }
@@ -194,14 +186,17 @@ def browser() -> Iterator[Browser]:
 
 
 @contextlib.contextmanager
-def window(browser: Browser, base_url: str, but: str = "$^") -> Iterator[Page]:
+def window(
+    browser: Browser, base_url: str, but: str = "$^", state: StorageState | None = None
+) -> Iterator[Page]:
     """A fresh window in which nobody is signed in; errors in it, of any page, fail the test.
 
     So does what the security policy forbids: the browser tells it as an error.
 
-    but  a pattern of errors that are meant: the browser tells answers of 404 as one
+    but    a pattern of errors that are meant: the browser tells answers of 404 as one
+    state  cookies of somebody who is signed in
     """
-    context = browser.new_context(base_url=base_url)
+    context = browser.new_context(base_url=base_url, storage_state=state)
     opened = context.new_page()
     problems: list[str] = []
     opened.on("pageerror", lambda error: problems.append(str(error)))
@@ -222,10 +217,18 @@ def sign_in(page: Page, email: str, password: str = PASSWORD) -> None:
     page.get_by_role("button", name="Sign in").click()
 
 
-@pytest.fixture
-def page(browser: Browser, site: Site) -> Iterator[Page]:
-    """A window in which acme's owner is signed in."""
+@pytest.fixture(scope="module")
+def owners_cookies(browser: Browser, site: Site) -> StorageState:
+    """Of acme's owner, who has signed in; for a module, as some pages ask again after minutes."""
     with window(browser, site.base_url) as opened:
         sign_in(opened, EMAIL)
         opened.wait_for_url("**/console/")
+        return opened.context.storage_state()
+
+
+@pytest.fixture
+def page(browser: Browser, site: Site, owners_cookies: StorageState) -> Iterator[Page]:
+    """A window in which acme's owner is signed in."""
+    with window(browser, site.base_url, state=owners_cookies) as opened:
+        opened.goto("/console/")
         yield opened
