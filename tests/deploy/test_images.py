@@ -1,9 +1,11 @@
-"""Each image's pins, installed into a clean environment, with the files that the image gets."""
+"""Each image's pins in an environment of their own, with the files that the image gets."""
 
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +17,8 @@ import pytest
 from tests.deploy.dockerfile import ROOT, stages
 
 CACHE = ROOT / ".cache" / "images"
+#: As in requirements/lock.py: the pins leave out what torch's own wheels bring along.
+BROUGHT_BY_TORCH = re.compile(r"nvidia-|cuda-|triton$")
 #: Runs inside the image's environment: imports what its processes import, prints what is there.
 CONTROL_PLANE = """
 import django
@@ -62,21 +66,53 @@ def pythons() -> dict[str, Path]:
 
 
 def _environment(image: str) -> Path:
-    """Made once for each content of the pins' file: that is minutes of unpacking."""
+    """Made once for each content of the pins' file.
+
+    What `make setup` has in the pinned version is linked and not unpacked again, which would take
+    minutes. pip is then told what the image's build tells it: it finds what is linked, and installs
+    the rest.
+    """
     requirements = ROOT / "requirements" / f"{image}.txt"
     pins = hashlib.sha256(requirements.read_bytes() + sys.version.encode()).hexdigest()[:12]
-    folder = CACHE / f"{image}-{pins}"
+    folder = CACHE / f"{image}-linked-{pins}"
     python = folder / "bin" / "python"
-    pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    pip = [sys.executable, "-m", "pip", "--python", str(python)]
+    pip += ["--quiet", "--disable-pip-version-check"]
     if not (folder / "complete").exists():
         for stale in CACHE.glob(f"{image}-*"):
             shutil.rmtree(stale)
         folder.mkdir(parents=True)
-        _run([sys.executable, "-m", "venv", str(folder)], cwd=folder)
+        _run([sys.executable, "-m", "venv", "--without-pip", str(folder)], cwd=folder)
+        _link_installed(requirements.read_text().splitlines(), folder)
         _run([*pip, "install", "--no-compile", "-r", str(requirements)], cwd=folder)
         _run([*pip, "check"], cwd=folder)
         (folder / "complete").touch()
     return python
+
+
+def _link_installed(pins: list[str], folder: Path) -> None:
+    """Link into the environment in `folder` what the running one has of the pins.
+
+    A distribution's commands stay out: they name the Python that they are for.
+    """
+    has_torch = any(pin.startswith("torch==") for pin in pins)
+    major, minor = sys.version_info[:2]
+    packages = folder / "lib" / f"python{major}.{minor}" / "site-packages"
+    for distribution in importlib.metadata.distributions():
+        version = distribution.version.partition("+")[0]  # a build for CPUs alone is named so
+        pin = f"{distribution.name}=={version}".lower().replace("_", "-")
+        if pin in pins or (has_torch and BROUGHT_BY_TORCH.match(distribution.name)):
+            for file in distribution.files or []:
+                if ".." not in file.parts:
+                    _link(Path(str(distribution.locate_file(file))), packages / file)
+
+
+def _link(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.hardlink_to(source)
+    except OSError:  # another file system
+        shutil.copy(source, target)
 
 
 @pytest.mark.timeout(900)
