@@ -43,6 +43,7 @@ SLOW = (
     "controlplane/test_contract.py",
     "kernels",
     "controlplane/test_asgi.py",
+    "controlplane/test_upgrade.py",
     "worker/test_schema_proof.py",
     "worker/test_train_families.py",
     "worker/test_away.py",

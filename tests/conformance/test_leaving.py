@@ -1,5 +1,5 @@
-"""Clients that leave a stream at every byte of it: each request ends once, is billed once for what
-was generated until then, and nothing of it stays behind."""
+"""Clients that leave a stream at any byte of it: each request ends once, is billed once for what
+was generated until then, and nothing of it stays behind. At every byte in `make test-long`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ CHAT = {
     "stream_options": {"include_usage": True},
 }
 STREAMS = {
-    "chat": Stream("/v1/chat/completions", CHAT, b"data: [DONE]", 1),
+    "chat": Stream("/v1/chat/completions", CHAT, b"data: [DONE]", 5),
     "responses": Stream(
         "/v1/responses",
         {"model": FAKE_NAME, "input": SAID, "stream": True},
@@ -144,9 +144,19 @@ async def leave_at(site: Site, stream: Stream, places: list[int]) -> list[Left]:
     return await asyncio.gather(*(one(at) for at in places))
 
 
-@pytest.mark.parametrize("name", STREAMS)
-async def test_who_leaves_at_any_byte_pays_once_for_what_there_was(site: Site, name: str) -> None:
-    stream = STREAMS[name]
+@pytest.mark.parametrize("stream", STREAMS.values(), ids=STREAMS)
+async def test_who_leaves_at_any_byte_pays_once_for_what_there_was(
+    site: Site, stream: Stream
+) -> None:
+    await check_who_leaves(site, stream)
+
+
+@pytest.mark.long
+async def test_who_leaves_at_every_byte_pays_once_for_what_there_was(site: Site) -> None:
+    await check_who_leaves(site, dataclasses.replace(STREAMS["chat"], every=1))
+
+
+async def check_who_leaves(site: Site, stream: Stream) -> None:
     await leave(site, stream, 1 << 20)  # what a first request starts is there
     before = site.held()
     whole = await leave(site, stream, 1 << 20)

@@ -13,7 +13,7 @@ from demo.seed import ROOT
 from tests.e2e.system import System, until
 
 #: Enough to change the answers, and no more.
-HYPERPARAMETERS = {"rank": 4, "alpha": 8, "max_steps": 3, "batch_size": 4, "learning_rate": 0.01}
+HYPERPARAMETERS = {"rank": 4, "alpha": 8, "max_steps": 2, "batch_size": 1, "learning_rate": 0.01}
 PROMPT = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 16}
 
 

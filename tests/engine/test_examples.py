@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -37,9 +38,11 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("work")
 
 
-def _run(name: str, *args: str | Path) -> subprocess.CompletedProcess[str]:
+@functools.cache
+def _run(name: str, base: Path, work: Path) -> subprocess.CompletedProcess[str]:
+    """Run an example, once for each base and folder."""
     return subprocess.run(
-        [sys.executable, f"examples/{name}.py", *map(str, args)],
+        [sys.executable, f"examples/{name}.py", "--base", str(base), "--work", str(work)],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"},
         capture_output=True,
@@ -53,7 +56,7 @@ def _run(name: str, *args: str | Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("name", PRINTS)
 def test_it_runs_and_prints(name: str, base: Path, work: Path) -> None:
     pytest.importorskip("peft")
-    ran = _run(name, "--base", base, "--work", work)
+    ran = _run(name, base, work)
     assert ran.returncode == 0, ran.stderr
     place = 0
     for pattern in PRINTS[name]:
@@ -64,7 +67,7 @@ def test_it_runs_and_prints(name: str, base: Path, work: Path) -> None:
 
 def test_ours_and_transformers_say_the_same(base: Path, work: Path) -> None:
     pytest.importorskip("peft")
-    printed = _run("loaded_model", "--base", base, "--work", work).stdout
+    printed = _run("loaded_model", base, work).stdout
     [ours] = re.findall(r"^ours: (.*?)^poet: ", printed, re.MULTILINE | re.DOTALL)
     [theirs] = re.findall(r"^transformers: (.*)", printed, re.MULTILINE | re.DOTALL)
     assert ours == theirs

@@ -92,17 +92,6 @@ def test_gains_and_biases_take_graphs(
         assert results[str(i)].token_ids == oracle.generate(tokens, 3 + i % 2, adapter), adapter
 
 
-def test_dora_in_a_long_prefill(make_engine: MakeEngine, oracle: Oracle) -> None:
-    """Beyond 512 tokens the MLP takes another path."""
-    engine = make_gpu_engine(make_engine, max_step_tokens=600)
-    chosen = {"dora": prompt(50, 270), "bias": prompt(51, 242)}
-    results = run(
-        engine, *(request(name, chosen[name], adapter=name, max_tokens=1) for name in chosen)
-    )
-    for name, tokens in chosen.items():
-        assert results[name].token_ids == oracle.generate(tokens, 1, name)
-
-
 @pytest.mark.parametrize("adapter", [None, "all-4"])
 def test_steps_beyond_the_graphs_go_ahead_too(
     make_engine: MakeEngine, oracle: Oracle, monkeypatch: pytest.MonkeyPatch, adapter: str | None

@@ -1,5 +1,5 @@
-"""Long histories with faults: 2,000 requests while workers, a gateway, Redis and its lines fail,
-in a fixed order or, in `make test-long`, in a storm of them.
+"""Histories with faults: requests while workers, a gateway, Redis and its lines fail, in a fixed
+order or, in `make test-long`, in a storm of them.
 
 Whatever happens, every accepted request ends exactly once, has one usage row, its stream has no gap
 and no repetition, and nobody gets another's words.
@@ -34,10 +34,11 @@ from tests.live import LiveStack, Process, live_stack, wait_for
 
 log = logging.getLogger(__name__)
 
-REQUESTS = 2000
 STORM_REQUESTS = 6000
 STORM_S = 80.0
-AT_A_TIME = 64
+#: Requests under way at once, for each request in all: they outlast the faults.
+SHARE_AT_A_TIME = 0.032
+MAX_AT_A_TIME = 64
 STEP_S = 0.005
 #: No request takes longer than the longest fault and the wait for what repairs it.
 LONGEST_S = 120.0
@@ -274,7 +275,8 @@ async def play(
                     if not faults.done():  # so that the requests outlast the faults
                         await asyncio.sleep(0.5)
 
-            await asyncio.gather(*(send() for _ in range(AT_A_TIME)))
+            at_a_time = min(MAX_AT_A_TIME, round(num_requests * SHARE_AT_A_TIME))
+            await asyncio.gather(*(send() for _ in range(at_a_time)))
             await faults
         await asyncio.to_thread(settle, live)
     return outcomes
@@ -310,10 +312,13 @@ def usage(live: LiveStack) -> Counter[str]:
     return Counter(request_id for (request_id,) in rows)
 
 
-def test_two_thousand_requests_among_faults(
-    stack: EmbeddedStack, redis_server: Redis, tmp_path: Path
+@pytest.mark.parametrize(
+    "num_requests", [pytest.param(500), pytest.param(2000, marks=pytest.mark.long)]
+)
+def test_requests_among_faults(
+    stack: EmbeddedStack, redis_server: Redis, tmp_path: Path, num_requests: int
 ) -> None:
-    check_history(stack, redis_server, tmp_path, misfortune, REQUESTS)
+    check_history(stack, redis_server, tmp_path, misfortune, num_requests)
 
 
 @pytest.mark.long

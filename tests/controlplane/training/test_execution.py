@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,14 @@ def test_a_due_schedule_trains_once_and_its_version_goes_live(
     run = execute(run)  # delivered again
     assert (run.attempts, run.finished_at) == (1, before)
     assert AdapterVersion.objects.count() == 1
+    adapter.refresh_from_db()
+    assert adapter.live_version == version
+
+    run = execute(make_run(seed=2))  # the next run makes the next version, and it goes live
+    assert run.version is not None
+    assert run.version.number == 2
+    adapter.refresh_from_db()
+    assert adapter.live_version == run.version
 
 
 def started_before_finished(run: TrainingRun) -> bool:
@@ -84,18 +93,11 @@ def started_before_finished(run: TrainingRun) -> bool:
     return run.started_at < run.finished_at
 
 
-def test_the_next_run_makes_the_next_version_and_moves_live_to_it(
-    adapter: Adapter, dataset: Dataset
+def test_delivered_twice_at_once_a_run_trains_once(
+    adapter: Adapter, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for number in (1, 2):
-        run = execute(make_run(seed=number))
-        assert run.version is not None
-        assert run.version.number == number
-        adapter.refresh_from_db()
-        assert adapter.live_version == run.version
-
-
-def test_delivered_twice_at_once_a_run_trains_once(adapter: Adapter, dataset: Dataset) -> None:
+    """Also while as many versions as may wait for their files do."""
+    monkeypatch.setattr(adapter_services, "MAX_UNFINISHED", 0)
     run = make_run()
     threads = [background(run, lambda: execution.training_run_execute(run.pk)) for _ in range(4)]
     for thread in threads:
@@ -354,26 +356,29 @@ def test_a_trainer_that_wakes_after_its_run_was_given_back_publishes_nothing(
     assert storage.object_size(version.staged_tensors_key) is None
 
 
-@pytest.mark.parametrize("step", ["_version_of", "_conclude"])
-def test_a_commit_whose_answer_is_lost_costs_no_training(
-    adapter: Adapter,
-    dataset: Dataset,
-    quick_waits: None,
-    monkeypatch: pytest.MonkeyPatch,
-    step: str,
+def test_commits_whose_answers_are_lost_cost_no_training(
+    adapter: Adapter, dataset: Dataset, quick_waits: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, calls = getattr(execution, step), []
+    calls: Counter[str] = Counter()
 
-    def lost_once(*args: Any) -> Any:
-        calls.append(real(*args))
-        if len(calls) == 1:
-            raise OperationalError("the connection was lost")
-        return calls[-1]
+    def lose_the_first_answer(step: str) -> None:
+        real = getattr(execution, step)
 
-    monkeypatch.setattr(execution, step, lost_once)
+        def lost_once(*args: Any) -> Any:
+            calls[step] += 1
+            answer = real(*args)
+            if calls[step] == 1:
+                raise OperationalError("the connection was lost")
+            return answer
+
+        monkeypatch.setattr(execution, step, lost_once)
+
+    lose_the_first_answer("_version_of")
+    lose_the_first_answer("_conclude")
     run = execute(make_run())
     assert (run.status, run.attempts) == ("succeeded", 1)
     assert AdapterVersion.objects.get().status == "ready"
+    assert calls.keys() == {"_version_of", "_conclude"}
 
 
 def test_a_restart_of_the_database_costs_no_training(
@@ -430,13 +435,6 @@ def test_a_run_that_waits_for_the_store_can_be_cancelled(
 def is_running(run: TrainingRun) -> bool:
     run.refresh_from_db()
     return run.status == "running"
-
-
-def test_versions_that_wait_for_their_files_stop_no_training(
-    adapter: Adapter, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(adapter_services, "MAX_UNFINISHED", 0)
-    assert execute(make_run()).status == "succeeded"
 
 
 def test_one_lost_run_that_cannot_be_taken_care_of_keeps_no_other_from_it(
