@@ -13,7 +13,7 @@ from typing import Any
 from engine import AdapterPart, Engine, EngineConfig, Priority, Request, SamplingParams
 from engine.model.config import ModelConfig
 from tests.engine.conftest import ADAPTERS, Result, prompt, run, save_adapter
-from tests.engine.families import save_family
+from tests.engine.model.families import save_family
 
 #: Of ADAPTERS: small ones, some with gains or embeddings, and one too large for any game's arena.
 KINDS = ("all-4", "qv-16", "ko-1", "mlp-rs", "dora", "ends", "all-64")

@@ -29,8 +29,8 @@ from engine import (
 )
 from engine.errors import AdapterError
 from engine.memory.page_pool import PageUse
-from tests.engine.ahead_runner import AheadRunner
 from tests.engine.conftest import Result
+from tests.engine.execution.ahead_runner import AheadRunner
 from tests.engine.game_world import (
     KINDS,
     MAX_PARTS,

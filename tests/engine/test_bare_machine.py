@@ -72,4 +72,4 @@ def test_gpu_tests_are_collected_without_the_platforms_packages() -> None:
         timeout=120,
     )
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-1000:]
-    assert "tests/engine/test_gpu.py::" in ran.stdout
+    assert "tests/engine/execution/test_gpu.py::" in ran.stdout

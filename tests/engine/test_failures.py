@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from engine import AdapterOverflow, Engine, EngineError, FinishReason
 from engine.sampling.grammar import Matcher
 from engine.sampling.sampler import Sampler
-from tests.engine.ahead_runner import AheadRunner
 from tests.engine.conftest import MakeEngine, Oracle, prompt, request, run
+from tests.engine.execution.ahead_runner import AheadRunner
 
 
 def scale_tensors(source: Path, target: Path, factor: float) -> Path:

@@ -15,7 +15,7 @@ from engine import Engine, EngineConfig
 from engine.model.config import ModelConfig
 from engine.model.rope import RopeTables, rope_tables
 from tests.engine.conftest import prompt, request, run
-from tests.engine.families import save_family
+from tests.engine.model.families import save_family
 
 # Prints by how many MiB the process has grown: at most so far, from before the engine on.
 PROGRAM = """

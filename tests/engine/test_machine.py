@@ -44,7 +44,7 @@ from engine import (
 from engine.errors import AdapterError
 from engine.model.config import ModelConfig
 from tests.engine.conftest import ADAPTERS, prompt, save_adapter
-from tests.engine.families import save_family
+from tests.engine.model.families import save_family
 
 KINDS = ["all-4", "qv-16", "ko-1", "mlp-rs"]
 BROKEN = "broken"

@@ -18,11 +18,11 @@ from engine import AdapterUnavailable, DashConfig, DashEngine, UnsupportedModel
 from engine.dash import hub as hub_module
 from engine.dash.hub import ADAPTER_FILES, HubId, NotOnHub, fetch, find_id
 from tests.engine.conftest import Oracle, prompt
-from tests.engine.hub_server import HubServer
+from tests.engine.dash.hub_server import HubServer
 
 constants = pytest.importorskip("huggingface_hub").constants
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SMALL = DashConfig(adapter_vram_pool="2MB", kv_pool="2MB")
 
 

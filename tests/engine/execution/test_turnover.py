@@ -14,8 +14,8 @@ import torch
 
 from engine import FinishReason, Request
 from engine.execution.mixed_graphs import MAX_PROMPTS
-from tests.engine.ahead_runner import AheadRunner
 from tests.engine.conftest import MakeEngine, Oracle, Result, prompt, request
+from tests.engine.execution.ahead_runner import AheadRunner
 
 if torch.cuda.is_available():
     pytestmark = pytest.mark.gpu

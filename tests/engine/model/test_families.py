@@ -26,7 +26,7 @@ from tests.engine.conftest import (
     run,
     save_adapter,
 )
-from tests.engine.families import FAMILIES, ORIGINAL, save_family
+from tests.engine.model.families import FAMILIES, ORIGINAL, save_family
 
 ADAPTERS: dict[str, dict[str, Any]] = {
     "all": {"r": 8, "lora_alpha": 8, "target_modules": LINEARS},

@@ -13,7 +13,7 @@ import pytest
 
 from tests.engine.conftest import save_model
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples"
 
 # Example -> what it prints, in order.

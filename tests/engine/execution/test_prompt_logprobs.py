@@ -11,7 +11,6 @@ import torch
 from engine import AdapterOverflow, Engine, EngineConfig, FinishReason, Priority, RequestError
 from engine.execution import prompt_scores
 from engine.request import TokenLogprob
-from tests.engine.ahead_runner import AheadRunner
 from tests.engine.conftest import (
     ADAPTERS,
     MakeEngine,
@@ -22,6 +21,7 @@ from tests.engine.conftest import (
     run,
     save_model,
 )
+from tests.engine.execution.ahead_runner import AheadRunner
 from tests.engine.test_failures import scale_tensors
 
 EVERYTHING = [None, *ADAPTERS]

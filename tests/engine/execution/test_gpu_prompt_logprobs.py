@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from engine.execution import prompt_scores
+from tests.engine.adapters.formats import BLENDS, FORMATS, TOKENS, FormatOracle
+from tests.engine.adapters.formats import make_engine as make_engine_of
 from tests.engine.conftest import MakeEngine, Oracle, Result, prompt, request, run
-from tests.engine.families import save_family
-from tests.engine.formats import BLENDS, FORMATS, TOKENS, FormatOracle
-from tests.engine.formats import make_engine as make_engine_of
-from tests.engine.test_gpu_engine import EXTENDED, make_gpu_engine
-from tests.engine.test_prompt_logprobs import assert_scored
+from tests.engine.execution.test_gpu_engine import EXTENDED, make_gpu_engine
+from tests.engine.execution.test_prompt_logprobs import assert_scored
+from tests.engine.model.families import save_family
 
 if torch.cuda.is_available():
     pytestmark = pytest.mark.gpu

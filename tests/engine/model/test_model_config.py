@@ -18,7 +18,7 @@ from engine.model.hf_weights import share_model
 from engine.model.rope import rope_tables
 from engine.model.weights import load_weights
 from tests.engine.conftest import prompt, request, run
-from tests.engine.families import COMMON, FAMILIES, LLAMA3, YARN, YARN_OPTIONS, save_family
+from tests.engine.model.families import COMMON, FAMILIES, LLAMA3, YARN, YARN_OPTIONS, save_family
 
 MISTRAL = {**COMMON, "model_type": "mistral", "rms_norm_eps": 1e-5}
 LLAMA = {**COMMON, "model_type": "llama", "rms_norm_eps": 1e-5}

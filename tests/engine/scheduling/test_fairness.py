@@ -14,7 +14,7 @@ from engine import Priority
 from engine.scheduling.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.stats import PreemptionCause
-from tests.engine.test_scheduler import Residents, add, play, rows, scheduler
+from tests.engine.scheduling.test_scheduler import Residents, add, play, rows, scheduler
 
 BATCH, INTERACTIVE = Priority.BATCH, Priority.INTERACTIVE
 

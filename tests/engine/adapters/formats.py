@@ -1,6 +1,6 @@
 """Every kind of adapter that PEFT writes and the engine takes, and blends of them, over any family.
 
-The oracles are PEFT for an adapter alone and `tests.engine.peft_reference` for a blend.
+The oracles are PEFT for an adapter alone and `tests.engine.adapters.peft_reference` for a blend.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from engine import Engine, EngineConfig
+from tests.engine.adapters.peft_reference import Reference
 from tests.engine.conftest import LINEARS, SMALL, Result, prompt, request, run, save_adapter
-from tests.engine.peft_reference import Reference
-from tests.engine.test_families import FamilyOracle
+from tests.engine.model.test_families import FamilyOracle
 
 # New tokens, which the prompts have as well.
 TOKENS = [3, 17, 91, 8]

@@ -13,8 +13,8 @@ from engine import Engine, FinishReason, Request, RequestOutput
 from engine.adapters.tiles import TileMap
 from engine.execution.lora_table import Entries, EntryBuffers, EntryCache
 from engine.execution.uploads import upload
-from tests.engine.ahead_runner import AheadRunner
 from tests.engine.conftest import MakeEngine, Oracle, name_of, prompt, request, run
+from tests.engine.execution.ahead_runner import AheadRunner
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -10,7 +10,7 @@ import torch
 from engine import Engine, EngineConfig, FinishReason, OutOfPages, Priority
 from engine.model.config import ModelConfig
 from tests.engine.conftest import SMALL, Result, load_base, prompt, request, save_adapter
-from tests.engine.families import save_family
+from tests.engine.model.families import save_family
 
 WINDOW, PAGE = 17, 16
 # What a chunk of a page touches, and what its first token sees.

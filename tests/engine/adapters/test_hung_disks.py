@@ -15,8 +15,8 @@ from engine import AdapterUnavailable, Engine, FinishReason, OutOfPages
 from engine.adapters.loader import _MAX_HUNG
 from engine.request import Priority
 from engine.stats import AdapterStatus
+from tests.engine.adapters.test_tiers import copy_of
 from tests.engine.conftest import MakeEngine, Oracle, prompt, request, run
-from tests.engine.test_tiers import copy_of
 
 PAGE_BYTES = 2048 * 4
 TIMEOUT_S = 30.0

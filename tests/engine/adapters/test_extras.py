@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from engine import AdapterMismatch, Engine, EngineConfig
 from engine.errors import AdapterError
+from tests.engine.adapters.peft_reference import Reference
 from tests.engine.conftest import (
     MakeEngine,
     Oracle,
@@ -28,7 +29,6 @@ from tests.engine.conftest import (
     save_adapter,
     save_model,
 )
-from tests.engine.peft_reference import Reference
 
 EXTENDED = ("dora", "dora-some", "bias", "bias-head", "ends", "embedding", "dora-embedding")
 TENSORS = "adapter_model.safetensors"

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from engine import AdapterMismatch, Engine, EngineConfig
 from tests.engine.conftest import LINEARS, Oracle, edit_config, prompt, request, run, save_adapter
-from tests.engine.families import save_family
+from tests.engine.model.families import save_family
 
 peft = pytest.importorskip("peft")  # GPU machines have none
 

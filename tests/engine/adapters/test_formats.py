@@ -15,9 +15,7 @@ import torch
 
 from engine import AdapterMismatch
 from engine.execution.gpu_runner import GpuRunner
-from tests.engine.conftest import prompt, request, run
-from tests.engine.families import FAMILIES, save_family
-from tests.engine.formats import (
+from tests.engine.adapters.formats import (
     BLENDS,
     FORMATS,
     NARROW,
@@ -26,8 +24,10 @@ from tests.engine.formats import (
     FormatOracle,
     check,
 )
-from tests.engine.formats import make_engine as make
-from tests.engine.test_extras import edited
+from tests.engine.adapters.formats import make_engine as make
+from tests.engine.adapters.test_extras import edited
+from tests.engine.conftest import prompt, request, run
+from tests.engine.model.families import FAMILIES, save_family
 
 MakeOracle = Callable[[str], FormatOracle]
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -10,8 +10,8 @@ import os
 import pytest
 import torch
 
-from tests.engine.families import FAMILIES
-from tests.engine.test_families import MakeOracle, check, make_engine, make_oracle
+from tests.engine.model.families import FAMILIES
+from tests.engine.model.test_families import MakeOracle, check, make_engine, make_oracle
 
 __all__ = ["make_oracle"]
 
