@@ -33,8 +33,8 @@ from tests.worker.scenes import (  # noqa: F401
     scene,
     web,
 )
-from tests.worker.test_streams import WORKER, Pool, make_news, take
-from tests.worker.test_streams import pool as queue  # noqa: F401
+from tests.worker.serving.test_streams import WORKER, Pool, make_news, take
+from tests.worker.serving.test_streams import pool as queue  # noqa: F401
 from worker.config import WorkerConfig
 from worker.engine_process.channel import StepReport
 from worker.engine_process.link import EngineLink

@@ -22,8 +22,8 @@ from tests.worker.scenes import (  # noqa: F401
     worker,
     worker_id,
 )
-from tests.worker.test_streams import WORKER, Pool, begin
-from tests.worker.test_streams import pool as queue  # noqa: F401
+from tests.worker.serving.test_streams import WORKER, Pool, begin
+from tests.worker.serving.test_streams import pool as queue  # noqa: F401
 from worker.serving.streams import Replaced
 
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from contract.protocol import TokenEvent
 from engine.request import FinishReason, RequestOutput, TokenLogprob
-from tests.worker.test_active import make_request
+from tests.worker.serving.test_active import make_request
 from worker.text.codec import TextCodec
 
 CORPUS = [

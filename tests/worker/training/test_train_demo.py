@@ -17,7 +17,7 @@ from demo.data import score
 from demo.data.jobs import HYPERPARAMETERS
 from worker.base_model import packaged_model
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 

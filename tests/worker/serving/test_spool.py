@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from demo.stack import EmbeddedStack
-from tests.worker.test_streams import Pool, begin, make_news, pool, streams, take  # noqa: F401
+from tests.worker.serving.test_streams import Pool, begin, make_news, pool, streams, take  # noqa: F401
 from worker.serving.spool import Spool
 from worker.serving.streams import Streams
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine import AdapterPart, Engine, EngineConfig, Request, SamplingParams
 from tests.tiny_base import write_tiny_base
-from tests.worker.test_train import run, write_job, write_rows
+from tests.worker.training.test_train import run, write_job, write_rows
 from worker.text.codec import TextCodec
 
 FAMILIES = {

@@ -27,7 +27,7 @@ from worker.training.chat_data import (
     read_chats,
 )
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 CHAT = [
     {"role": "system", "content": "Be kind."},
     {"role": "user", "content": "hello"},

@@ -13,8 +13,8 @@ import redis
 
 from demo.ports import HOST
 from demo.servers import Redis
+from tests.worker.serving.test_streams import Pool, make_news, take
 from tests.worker.test_histories import redis_server  # noqa: F401
-from tests.worker.test_streams import Pool, make_news, take
 from worker.serving.resend_buffer import KEEP_S, ResendBuffer
 from worker.serving.streams import Streams
 

@@ -16,7 +16,7 @@ from contract.tool_calls import BLANKS, CallReader, read_calls
 from tests.contract.test_tool_calls import ARGUMENTS, call
 from tests.fakes import write_fake_base
 from tests.messages import make_job
-from tests.worker.test_active import feed, make_request, news_of
+from tests.worker.serving.test_active import feed, make_request, news_of
 from worker.grammar.answer_check import set_up
 from worker.grammar.checks import checks_of
 from worker.serving.active_request import ActiveRequest
