@@ -69,7 +69,7 @@ SLOW = (
     "worker/test_redis_walls.py",
     "engine/adapters/test_adapter_pages.py",
     "engine/test_bare_machine.py",
-    "controlplane/training/test_api.py",
+    "controlplane/management/test_training.py",
     "worker/test_real_engine.py",
     "controlplane/management/test_openapi.py",
     "controlplane/limits/test_quotas.py",

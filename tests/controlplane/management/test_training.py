@@ -1,3 +1,4 @@
+# ruff: noqa: F811  (fixtures)
 """Datasets, runs and schedules over HTTP: their owner, a colleague who only reads, a stranger."""
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from controlplane.tenancy.scoping import tenant_scope
 from controlplane.training import services
 from controlplane.training.models import Dataset, Schedule, TrainingRun
 from tests.controlplane.conftest import Party, as_key, as_user
-from tests.controlplane.training.conftest import ROWS
+from tests.controlplane.training.conftest import ROWS, base_models_dir, tiny_base  # noqa: F401
 
 DATASETS, RUNS = "/api/v1/datasets", "/api/v1/training-runs"
 SCHEDULE = "/api/v1/adapters/greeter/schedule"

@@ -1,3 +1,4 @@
+# ruff: noqa: F811  (fixtures)
 """The operator's pages: across tenants, for operators alone, without secrets."""
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants import services
 from controlplane.tenants.models import ApiKey, Membership, Tenant, User
 from tests.controlplane.conftest import PASSWORD, TINY_CONFIG, Party, assert_error, make_operator
-from tests.controlplane.console.conftest import Belongings
+from tests.controlplane.console.conftest import Belongings, belongings  # noqa: F401
 
 LISTS = [
     "tenants_tenant",
