@@ -47,7 +47,7 @@ def idempotent(
         route = f"{request.method} {request.get_full_path()}"
         try:
             with transaction.atomic():
-                attempt = idempotency.begin_write(
+                attempt = idempotency.begin(
                     route, lambda: body, principal.label, key or "", IdempotencyRecord
                 )
                 response = answered()

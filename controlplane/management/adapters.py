@@ -11,13 +11,8 @@ from rest_framework.response import Response
 
 from controlplane.adapters import services
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel, is_serving
-from controlplane.management.base import (
-    PAGE_PARAMETERS,
-    StrictSerializer,
-    TenantAPIView,
-    page,
-    page_of,
-)
+from controlplane.management.base import StrictSerializer, TenantAPIView
+from controlplane.rest.paging import PAGE_PARAMETERS, page, page_of
 from controlplane.tenants.auth import Permission
 
 

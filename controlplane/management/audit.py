@@ -12,7 +12,8 @@ from rest_framework.response import Response
 
 from controlplane.audit.models import AuditEvent
 from controlplane.errors import NotFound
-from controlplane.management.base import PAGE_PARAMETERS, TenantAPIView, page, page_of
+from controlplane.management.base import TenantAPIView
+from controlplane.rest.paging import PAGE_PARAMETERS, page, page_of
 from controlplane.tenants.auth import Permission
 
 _FILTERS = {

@@ -1,38 +1,26 @@
-"""What every view of /api shares: the tenant scope, permissions, bounded bodies, pages."""
+"""What every view of /api shares: the tenant scope, permissions, bounded bodies."""
 
 from __future__ import annotations
 
-import contextlib
-import uuid
-from collections.abc import Mapping, Sequence
-from typing import IO, Any, ClassVar, TypeVar, cast
+from collections.abc import Mapping
+from typing import IO, Any, ClassVar, cast
 
 from django.conf import settings
-from django.db import transaction
-from django.db.models import Model, QuerySet
-from django.http import HttpRequest, HttpResponseBase
 from drf_spectacular.extensions import OpenApiAuthenticationExtension
-from drf_spectacular.utils import OpenApiParameter, inline_serializer
 from rest_framework import serializers
 from rest_framework.exceptions import ParseError
 from rest_framework.parsers import JSONParser
 from rest_framework.permissions import IsAuthenticated
 from rest_framework.request import Request
-from rest_framework.response import Response
-from rest_framework.views import APIView
 
-from controlplane.errors import InvalidRequest, PayloadTooLarge, PermissionDenied
+from controlplane.errors import PayloadTooLarge, PermissionDenied
 from controlplane.infra import finite_json
+from controlplane.rest.views import RowAPIView
 from controlplane.tenancy.scoping import tenant_scope
-from controlplane.tenants import idempotency
 from controlplane.tenants.auth import Permission, Principal, authorize
-from controlplane.tenants.models import IdempotencyRecord, KeptAnswer
+from controlplane.tenants.models import IdempotencyRecord
 
 MAX_BODY_BYTES = 256 * 1024
-DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE = 20, 100
-
-_M = TypeVar("_M", bound=Model)
-_Serializer = serializers.Serializer[Any]
 
 
 class BoundedJSONParser(JSONParser):
@@ -71,38 +59,11 @@ class _Bounded:
         return data
 
 
-class ManagementAPIView(APIView):
-    """A view whose answer is rendered inside its scope, and whose POSTs may name a key.
-
-    What surrounds the answer is entered into `_scope`, which is left when it is rendered.
-    """
+class ManagementAPIView(RowAPIView):
+    """A view whose bodies are JSON of bounded length."""
 
     permission_classes = (IsAuthenticated,)
     parser_classes = (BoundedJSONParser,)
-
-    _scope: contextlib.ExitStack
-    _attempt: idempotency.Attempt | None = None
-
-    def dispatch(self, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
-        with contextlib.ExitStack() as self._scope:
-            response = super().dispatch(request, *args, **kwargs)
-            if isinstance(response, Response):
-                response.render()  # now, since it may still read rows
-            if self._attempt is not None:
-                self._attempt.end(response)
-        return response
-
-    def handle_exception(self, exc: Exception) -> Response:
-        if isinstance(exc, idempotency.Replay):
-            return exc.response
-        return super().handle_exception(exc)
-
-    def begin_attempt(self, request: Request, caller: str, kept_in: type[KeptAnswer]) -> None:
-        """To be called once the caller may do this. Raises Replay when they did it before."""
-        key = request.headers.get(idempotency.HEADER)
-        if key is not None and request.method == "POST":
-            self._scope.enter_context(transaction.atomic())
-            self._attempt = idempotency.begin(request, caller, key, kept_in)
 
 
 class TenantAPIView(ManagementAPIView):
@@ -171,88 +132,3 @@ class _SessionScheme(OpenApiAuthenticationExtension):  # type: ignore[no-untyped
     def get_security_definition(self, auto_schema: Any) -> dict[str, str]:
         cookie = settings.SESSION_COOKIE_NAME
         return {"type": "apiKey", "in": "cookie", "name": cookie, "description": "The console's."}
-
-
-PAGE_PARAMETERS = [
-    OpenApiParameter("after", str, description="The `last_id` of the page before."),
-    OpenApiParameter("limit", int, description=f"1 to {MAX_PAGE_SIZE}, default 20."),
-]
-
-
-def page(
-    request: Request, rows: QuerySet[_M], serializer: type[_Serializer], *, cursor: str = "id"
-) -> Response:
-    """One page of `rows`, newest first, in OpenAI's list form.
-
-    The cursor is an id: they are ordered by time (UUID version 7).
-
-    cursor  the serializer's field that has it
-    """
-    limit = _limit(request)
-    after = request.query_params.get("after")
-    if after is not None:
-        rows = rows.filter(pk__lt=_uuid(after))
-    found = list(rows.order_by("-pk")[: limit + 1])
-    data = list(serializer(found[:limit], many=True).data)
-    return _list(data, cursor, has_more=len(found) > limit)
-
-
-def page_of_items(
-    request: Request, items: Sequence[Any], serializer: type[_Serializer], *, cursor: str
-) -> Response:
-    """One page of things that are no rows, in their order, in OpenAI's list form.
-
-    cursor  the serializer's field that names each
-    """
-    limit = _limit(request)
-    data = list(serializer(items, many=True).data)
-    after = request.query_params.get("after")
-    if after is not None:
-        places = [place for place, row in enumerate(data) if row[cursor] == after]
-        if not places:
-            raise InvalidRequest("after is the id of an item.", param="after")
-        data = data[places[0] + 1 :]
-    return _list(data[:limit], cursor, has_more=len(data) > limit)
-
-
-def _list(data: list[Any], cursor: str, *, has_more: bool) -> Response:
-    return Response(
-        {
-            "object": "list",
-            "data": data,
-            "first_id": data[0][cursor] if data else None,
-            "last_id": data[-1][cursor] if data else None,
-            "has_more": has_more,
-        }
-    )
-
-
-def page_of(serializer: type[_Serializer]) -> _Serializer:
-    """The form of `page`'s answer, for the OpenAPI document."""
-    name = serializer.__name__.removesuffix("Serializer")
-    form: _Serializer = inline_serializer(
-        f"{name}List",
-        {
-            "object": serializers.ChoiceField(["list"]),
-            "data": serializer(many=True),
-            "first_id": serializers.CharField(allow_null=True),
-            "last_id": serializers.CharField(allow_null=True),
-            "has_more": serializers.BooleanField(),
-        },
-    )
-    return form
-
-
-def _limit(request: Request) -> int:
-    text = request.query_params.get("limit", str(DEFAULT_PAGE_SIZE))
-    is_number = text.isascii() and text.isdigit() and len(text) <= 4
-    if not (is_number and 1 <= int(text) <= MAX_PAGE_SIZE):
-        raise InvalidRequest(f"limit is a number from 1 to {MAX_PAGE_SIZE}.", param="limit")
-    return int(text)
-
-
-def _uuid(text: str) -> uuid.UUID:
-    try:
-        return uuid.UUID(text)
-    except ValueError as error:
-        raise InvalidRequest("after is the id of an item.", param="after") from error

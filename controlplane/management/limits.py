@@ -15,14 +15,9 @@ from rest_framework.response import Response
 from controlplane.errors import Conflict, NotFound, PermissionDenied
 from controlplane.limits import quotas, services
 from controlplane.limits.models import Budget, RateLimit
-from controlplane.management.base import (
-    PAGE_PARAMETERS,
-    StrictSerializer,
-    TenantAPIView,
-    page,
-    page_of,
-)
+from controlplane.management.base import StrictSerializer, TenantAPIView
 from controlplane.management.fields import ChoiceField
+from controlplane.rest.paging import PAGE_PARAMETERS, page, page_of
 from controlplane.tenants.auth import Permission, Principal
 from controlplane.tenants.key_grants import check_limits_of
 from controlplane.tenants.key_services import api_key_get

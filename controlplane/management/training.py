@@ -15,13 +15,8 @@ from rest_framework.response import Response
 
 from controlplane.adapters.services import adapter_get
 from controlplane.errors import InvalidRequest, NotFound, PayloadTooLarge
-from controlplane.management.base import (
-    PAGE_PARAMETERS,
-    StrictSerializer,
-    TenantAPIView,
-    page,
-    page_of,
-)
+from controlplane.management.base import StrictSerializer, TenantAPIView
+from controlplane.rest.paging import PAGE_PARAMETERS, page, page_of
 from controlplane.tenants.auth import Permission
 from controlplane.training import services
 from controlplane.training.models import Dataset, Schedule, TrainingRun

@@ -20,14 +20,7 @@ from controlplane.limits import quotas
 from controlplane.limits.models import RateLimit, TenantQuota
 from controlplane.limits.services import rate_limit_set
 from controlplane.management.adapters import BaseModelSerializer
-from controlplane.management.base import (
-    PAGE_PARAMETERS,
-    ManagementAPIView,
-    StrictSerializer,
-    page,
-    page_of,
-    page_of_items,
-)
+from controlplane.management.base import ManagementAPIView, StrictSerializer
 from controlplane.management.fields import ChoiceField
 from controlplane.management.limits import (
     LimitSerializer,
@@ -40,6 +33,7 @@ from controlplane.operator import pool
 from controlplane.queue import dead_letters
 from controlplane.queue.models import DeadLetter
 from controlplane.queue.workers import workers
+from controlplane.rest.paging import PAGE_PARAMETERS, page, page_of, page_of_items
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants import services
 from controlplane.tenants.models import OperatorIdempotencyRecord, Tenant, User, is_slug

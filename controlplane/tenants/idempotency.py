@@ -13,15 +13,13 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from cryptography.fernet import Fernet
-from django.core.exceptions import RequestDataTooBig
 from django.db import transaction
 from django.db.models import QuerySet
 from django.http import HttpResponse, HttpResponseBase
 from django.utils import timezone
-from rest_framework.request import Request
 from rest_framework.response import Response
 
-from controlplane.errors import InvalidRequest, PayloadTooLarge
+from controlplane.errors import InvalidRequest
 from controlplane.infra.ciphers import peppered_cipher
 from controlplane.tenancy.scoping import all_tenants, new_id
 from controlplane.tenants.models import (
@@ -69,23 +67,18 @@ class Attempt:
         )
 
 
-def begin(request: Request, caller: str, key: str, kept_in: type[_Record]) -> Attempt:
+def begin(
+    route: str, body: Callable[[], bytes], caller: str, key: str, kept_in: type[_Record]
+) -> Attempt:
     """Begin an idempotent write, in the transaction of the change and in the scope of its rows.
 
+    route    the request's method and address
     caller   who asks, as in `Principal.label`
     kept_in  the table of such callers' records
 
     Raises Replay for a request that was answered before, InvalidRequest for an invalid key and for
     one that was used with another body.
     """
-    route = f"{request.method} {request.get_full_path()}"
-    return begin_write(route, lambda: _body(request), caller, key, kept_in)
-
-
-def begin_write(
-    route: str, body: Callable[[], bytes], caller: str, key: str, kept_in: type[_Record]
-) -> Attempt:
-    """Do what `begin` does, for any request: `route` is its method and address."""
     if not (1 <= len(key) <= MAX_KEY_LENGTH and key.isascii() and key.isprintable()):
         raise InvalidRequest(
             f"{HEADER} must have 1 to {MAX_KEY_LENGTH} printable ASCII characters.", param=HEADER
@@ -120,13 +113,6 @@ def expire() -> None:
     with all_tenants(reason="expired records of all tenants are deleted"):
         IdempotencyRecord.objects.filter(expires_at__lte=timezone.now()).delete()
         OperatorIdempotencyRecord.objects.filter(expires_at__lte=timezone.now()).delete()
-
-
-def _body(request: Request) -> bytes:
-    try:
-        return request._request.body
-    except RequestDataTooBig as error:
-        raise PayloadTooLarge(f"The body is too large for a request with {HEADER}.") from error
 
 
 def _cipher(key: str) -> Fernet:

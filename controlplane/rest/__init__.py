@@ -1,0 +1,1 @@
+"""What every face that serves rows by Django REST framework shares: views, pages, fields."""
