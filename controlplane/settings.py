@@ -355,6 +355,10 @@ SPECTACULAR_SETTINGS = {
         "TenantStatus": "controlplane.tenants.models.Tenant.Status",
         "InviteStatus": "controlplane.tenants.models.Invite.Status",
         "KeyEnvironment": "controlplane.tenants.models.ApiKey.Environment",
+        "BatchStatus": "controlplane.batches.models.Batch.Status",
+        "FilePurpose": "controlplane.files.models.Purpose",
+        "UploadPurpose": "controlplane.gateway.files.bodies.PURPOSES",
+        "UploadStatus": "controlplane.gateway.files.bodies.UPLOAD_STATUSES",
     },
 }
 

@@ -2,49 +2,87 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
-from django.http import HttpRequest, HttpResponseBase, JsonResponse
+from drf_spectacular.utils import extend_schema, extend_schema_serializer
+from rest_framework import serializers
+from rest_framework.request import Request
+from rest_framework.response import Response
 
-from controlplane.adapters.resolution import ResolvedModel
+from controlplane.adapters.resolution import ResolvedModel, models_list
 from controlplane.adapters.services import model_delete
-from controlplane.gateway import callers
-from controlplane.gateway.row_views import as_caller
-from controlplane.gateway.views import gateway_view
+from controlplane.gateway.row_views import GatewayAPIView
 from controlplane.inference import access
-from controlplane.infra.threads import query_in_thread
+from controlplane.inference.model_selector import ModelSelector
+from controlplane.rest.fields import Constant
 from controlplane.tenants.auth import Permission
 
 
-@gateway_view("GET")
-async def model_list(request: HttpRequest) -> HttpResponseBase:
-    models = await callers.models(request)
-    return JsonResponse({"object": "list", "data": [model_body(model) for model in models]})
+@extend_schema_serializer(component_name="Model")
+class ServedModelSerializer(serializers.Serializer[ResolvedModel]):
+    """A model, as OpenAI writes it; from `root` on as vLLM does."""
+
+    id = serializers.CharField(source="name")
+    object = Constant("model")
+    created = serializers.IntegerField(help_text="Seconds since 1970.")
+    owned_by = serializers.SerializerMethodField()
+    parent = serializers.SerializerMethodField(help_text="An adapter's base model.")
+    root = serializers.CharField(
+        source="base_model.name", help_text="The base model, whose tokenizer it is."
+    )
+    max_model_len = serializers.IntegerField(
+        source="base_model.context_length", help_text="Tokens of its context."
+    )
+    version = serializers.SerializerMethodField(help_text="Of the adapter.")
+    shutdown_date = serializers.DateField(
+        source="base_model.shutdown_date",
+        allow_null=True,
+        help_text="From the beginning of this day (UTC) it is refused.",
+    )
+
+    def get_owned_by(self, model: ResolvedModel) -> str:
+        return "lorikeet" if model.version is None else "tenant"
+
+    def get_parent(self, model: ResolvedModel) -> str | None:
+        return None if model.version is None else model.base_model.name
+
+    def get_version(self, model: ResolvedModel) -> int | None:
+        return None if model.version is None else model.version.number
 
 
-@gateway_view("GET", "DELETE")
-async def model_detail(request: HttpRequest, name: str) -> HttpResponseBase:
-    if request.method == "DELETE":
-        principal = await callers.authenticate(request, Permission.ADAPTERS_WRITE)
-        access.check_named(principal, name)
-        await query_in_thread(as_caller(request, principal, lambda: model_delete(name)))
-        return JsonResponse({"id": name, "object": "model", "deleted": True})
-    return JsonResponse(model_body(await callers.model(request, name)))
+class ModelListSerializer(serializers.Serializer[Any]):
+    object = Constant("list")
+    data = ServedModelSerializer(many=True)  # type: ignore[assignment]
 
 
-def model_body(model: ResolvedModel) -> dict[str, Any]:
-    """A model, as OpenAI writes it."""
-    base = model.base_model
-    shutdown_date = base.shutdown_date
-    return {
-        "id": model.name,
-        "object": "model",
-        "created": model.created,
-        "owned_by": "lorikeet" if model.version is None else "tenant",
-        "parent": None if model.version is None else base.name,
-        # As vLLM has them; `root` is whose tokenizer it is.
-        "root": base.name,
-        "max_model_len": base.context_length,
-        "version": None if model.version is None else model.version.number,
-        "shutdown_date": shutdown_date and shutdown_date.isoformat(),
-    }
+class ModelDeletedSerializer(serializers.Serializer[Any]):
+    id = serializers.CharField()
+    object = Constant("model")
+    deleted = Constant(True)
+
+
+class ModelsView(GatewayAPIView):
+    permissions: ClassVar = {"GET": Permission.INFER}
+
+    @extend_schema("gateway_models", responses=ModelListSerializer)
+    def get(self, request: Request) -> Response:
+        """What the key may name as a model."""
+        models = [model for model in models_list() if access.may_name(self.principal, model.name)]
+        return Response(ModelListSerializer({"data": models}).data)
+
+
+class ModelView(GatewayAPIView):
+    permissions: ClassVar = {"GET": Permission.INFER, "DELETE": Permission.ADAPTERS_WRITE}
+
+    @extend_schema("gateway_model", responses=ServedModelSerializer)
+    def get(self, request: Request, name: str) -> Response:
+        """One model."""
+        target = access.target_now(self.principal, ModelSelector.model(name))
+        return Response(ServedModelSerializer(target.models[0]).data)
+
+    @extend_schema("gateway_model_delete", responses={200: ModelDeletedSerializer})
+    def delete(self, request: Request, name: str) -> Response:
+        """Take an adapter, or one version, out of service."""
+        access.check_named(self.principal, name)
+        model_delete(name)
+        return Response(ModelDeletedSerializer({"id": name}).data)

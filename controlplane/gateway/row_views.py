@@ -1,30 +1,44 @@
-"""What views of /v1 that read and write rows share: the caller's scope and origin, and pages."""
+"""Views of /v1 that read and write rows: Django REST framework's, run in a thread as the caller.
+
+What they share with the rest of /v1 (headers, errors, the caller's key) stays in `gateway_view`
+and `callers`, around the thread; a view in the thread raises ApiError and what the database raises.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeVar
 
-from django.db import transaction
-from django.db.models import QuerySet
-from django.http import HttpRequest, HttpResponse, JsonResponse
+from django.http import HttpRequest, HttpResponse, HttpResponseBase
+from drf_spectacular.openapi import AutoSchema
+from rest_framework.authentication import BaseAuthentication
+from rest_framework.negotiation import BaseContentNegotiation
+from rest_framework.renderers import JSONRenderer
+from rest_framework.request import Request
+from rest_framework.response import Response
 
 from controlplane.audit.origin import request_origin
-from controlplane.errors import InvalidRequest
-from controlplane.gateway.views import request_id_of
-from controlplane.tenancy.public_ids import parse_id
+from controlplane.gateway import callers
+from controlplane.gateway.openapi import KEY_ONLY
+from controlplane.gateway.views import gateway_view, request_id_of
+from controlplane.inference.bodies import Body
+from controlplane.inference.parsing import parse_body
+from controlplane.infra.threads import query_in_thread
+from controlplane.rest.views import RowAPIView
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants import idempotency
-from controlplane.tenants.auth import Principal
+from controlplane.tenants.auth import Permission, Principal
 from controlplane.tenants.models import IdempotencyRecord
 
 _T = TypeVar("_T")
+_B = TypeVar("_B", bound=Body)
 
 
 def as_caller(
     request: HttpRequest, principal: Principal, work: Callable[[], _T]
 ) -> Callable[[], _T]:
-    """`work`, done in the caller's tenant scope and told to the audit trail as the caller's."""
+    """Return `work` so that it runs in the caller's tenant scope and is audited as the caller's."""
 
     def run() -> _T:
         request.user = principal  # type: ignore[assignment]  # as Django REST framework does
@@ -34,73 +48,102 @@ def as_caller(
     return run
 
 
-def idempotent(
-    request: HttpRequest, principal: Principal, body: bytes, write: Callable[[], dict[str, Any]]
-) -> Callable[[], HttpResponse]:
-    """`write`, as `as_caller`, and its answer; under an Idempotency-Key the first answer again."""
-    key = request.headers.get(idempotency.HEADER)
+class _KnownCaller(BaseAuthentication):
+    """Find the caller that `callers.authenticate` let in before the thread began."""
 
-    def answered() -> HttpResponse:
-        return JsonResponse(write())
-
-    def kept() -> HttpResponse:
-        route = f"{request.method} {request.get_full_path()}"
-        try:
-            with transaction.atomic():
-                attempt = idempotency.begin(
-                    route, lambda: body, principal.label, key or "", IdempotencyRecord
-                )
-                response = answered()
-                attempt.end(response)
-                return response
-        except idempotency.Replay as replay:
-            return HttpResponse(
-                replay.content,
-                status=replay.status,
-                content_type="application/json",
-                headers={idempotency.REPLAYED_HEADER: "true"},
-            )
-
-    return as_caller(request, principal, answered if key is None else kept)
+    def authenticate(self, request: Request) -> tuple[Principal, Principal]:
+        principal: Principal = request._request.principal  # type: ignore[attr-defined]
+        return principal, principal
 
 
-def list_page(
-    request: HttpRequest,
-    rows: QuerySet[Any],
-    write: Callable[[Any], dict[str, Any]],
-    *,
-    prefix: str,
-    max_limit: int = 100,
-    default_limit: int = 20,
-) -> dict[str, Any]:
-    """One page of `rows` in OpenAI's form, newest first or as `order` says.
+class _JsonAlone(BaseContentNegotiation):
+    """Read and write JSON, whatever the Accept and Content-Type headers say."""
 
-    Ids are ordered by time (UUID version 7), and `after` is the id of an item.
+    def select_parser(self, request: Request, parsers: Any) -> Any:
+        return parsers[0]
+
+    def select_renderer(
+        self, request: Request, renderers: Any, format_suffix: str | None = None
+    ) -> Any:
+        return renderers[0], renderers[0].media_type
+
+
+class _GatewayJSONRenderer(JSONRenderer):
+    """Write the bytes that JsonResponse writes for the rest of /v1."""
+
+    compact, ensure_ascii = False, True
+
+
+class _GatewaySchema(AutoSchema):  # type: ignore[misc]
+    def get_tags(self) -> list[str]:
+        return ["gateway"]
+
+    def get_auth(self) -> list[dict[str, list[str]]]:
+        return KEY_ONLY
+
+    def _get_request_body(self, direction: str = "request") -> Any:
+        body = super()._get_request_body(direction)
+        return body and {**body, "required": True}
+
+
+class GatewayAPIView(RowAPIView):
+    """A view of rows that runs in its caller's tenant scope.
+
+    `permissions` names the methods that there are, and what each needs.
     """
-    limit = _limit(request, default_limit, max_limit)
-    order = request.GET.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise InvalidRequest("order is asc or desc.", param="order")
-    after = request.GET.get("after")
-    if after is not None:
-        pk = parse_id(prefix, after)
-        if pk is None:
-            raise InvalidRequest("after is the id of an item.", param="after")
-        rows = rows.filter(pk__gt=pk) if order == "asc" else rows.filter(pk__lt=pk)
-    found = list(rows.order_by("pk" if order == "asc" else "-pk")[: limit + 1])
-    data = [write(row) for row in found[:limit]]
-    return {
-        "object": "list",
-        "data": data,
-        "first_id": data[0]["id"] if data else None,
-        "last_id": data[-1]["id"] if data else None,
-        "has_more": len(found) > limit,
-    }
 
+    permissions: ClassVar[Mapping[str, Permission]] = {}
+    #: Runs the view in a thread, and answers for the database's failures.
+    run_in_thread: ClassVar[Any] = staticmethod(query_in_thread)
 
-def _limit(request: HttpRequest, default: int, most: int) -> int:
-    text = request.GET.get("limit", str(default))
-    is_number = text.isascii() and text.isdigit() and len(text) <= 6
-    if not (is_number and 1 <= int(text) <= most):
-        raise InvalidRequest(f"limit is a number from 1 to {most}.", param="limit")
-    return int(text)
+    authentication_classes = (_KnownCaller,)
+    content_negotiation_class = _JsonAlone
+    renderer_classes = (_GatewayJSONRenderer,)
+    schema = _GatewaySchema()
+
+    @classmethod
+    def as_view(cls, **initkwargs: Any) -> Any:
+        view = super().as_view(**initkwargs)
+
+        @functools.wraps(view)
+        async def served(request: HttpRequest, **kwargs: Any) -> HttpResponseBase:
+            permission = cls.permissions[request.method or ""]
+            principal = await callers.authenticate(request, permission)
+            work = as_caller(request, principal, lambda: view(request, **kwargs))
+            response: HttpResponseBase = await cls.run_in_thread(work)
+            return response
+
+        return gateway_view(*cls.permissions)(served)
+
+    def dispatch(self, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
+        response = super().dispatch(request, *args, **kwargs)
+        assert isinstance(response, HttpResponse)
+        # A plain response: Django would take one more thread to render what is rendered already.
+        return HttpResponse(response.content, status=response.status_code, headers=response.headers)
+
+    def handle_exception(self, exc: Exception) -> Response:
+        if isinstance(exc, idempotency.Replay):
+            return exc.response
+        raise exc  # for `gateway_view`, and for `query_in_thread`
+
+    @property
+    def default_response_headers(self) -> dict[str, str]:
+        return {}
+
+    @property
+    def principal(self) -> Principal:
+        principal: Principal = self.request.auth
+        return principal
+
+    @functools.cached_property
+    def sent(self) -> bytes:
+        return self.request._request.read()  # `body` has a smaller bound of its own
+
+    def body_of_write(self, kind: type[_B]) -> _B:
+        """Check the body and begin a write that an Idempotency-Key may name.
+
+        Raises InvalidRequest, and Replay when the caller sent this write before.
+        """
+        body = parse_body(kind, self.sent)
+        self.begin_attempt(self.request, self.principal.label, IdempotencyRecord)
+        return body

@@ -4,7 +4,7 @@ from controlplane.gateway import models, tokenizing, views
 from controlplane.gateway.batches import views as batches
 from controlplane.gateway.files import views as files
 from controlplane.gateway.responses import views as responses
-from controlplane.gateway.usage.organization import completions_usage
+from controlplane.gateway.usage.organization import CompletionsUsageView
 
 urlpatterns = [
     path("chat/completions", views.chat_completions),
@@ -14,17 +14,17 @@ urlpatterns = [
     path("responses/<str:response_id>/<path:rest>", responses.not_kept),
     path("tokenize", tokenizing.tokenize),
     path("detokenize", tokenizing.detokenize),
-    path("models", models.model_list),
-    path("models/<str:name>", models.model_detail),
-    path("organization/usage/completions", completions_usage),
-    path("files", files.file_list),
-    path("files/<str:file_id>", files.file_detail),
+    path("models", models.ModelsView.as_view()),
+    path("models/<str:name>", models.ModelView.as_view()),
+    path("organization/usage/completions", CompletionsUsageView.as_view()),
+    path("files", files.FilesView.as_view()),
+    path("files/<str:file_id>", files.FileView.as_view()),
     path("files/<str:file_id>/content", files.file_content),
-    path("uploads", files.upload_create),
-    path("uploads/<str:upload_id>/complete", files.upload_complete),
-    path("uploads/<str:upload_id>/cancel", files.upload_cancel),
-    path("batches", batches.batches),
-    path("batches/<str:batch_id>", batches.batch_detail),
-    path("batches/<str:batch_id>/cancel", batches.batch_cancel),
+    path("uploads", files.UploadsView.as_view()),
+    path("uploads/<str:upload_id>/complete", files.UploadCompleteView.as_view()),
+    path("uploads/<str:upload_id>/cancel", files.UploadCancelView.as_view()),
+    path("batches", batches.BatchesView.as_view()),
+    path("batches/<str:batch_id>", batches.BatchView.as_view()),
+    path("batches/<str:batch_id>/cancel", batches.BatchCancelView.as_view()),
     path("<path:path>", views.unknown),
 ]

@@ -92,14 +92,14 @@ class VersionCreateSerializer(StrictSerializer):
     )
 
 
-class UploadSerializer(serializers.Serializer[dict[str, Any]]):
+class PresignedUploadSerializer(serializers.Serializer[dict[str, Any]]):
     url = serializers.URLField()
     method = serializers.ChoiceField(["PUT"])
     headers = serializers.DictField(child=serializers.CharField())
 
 
 class VersionCreatedSerializer(VersionSerializer):
-    uploads = serializers.DictField(child=UploadSerializer())
+    uploads = serializers.DictField(child=PresignedUploadSerializer())
 
     class Meta(VersionSerializer.Meta):
         fields = (*VersionSerializer.Meta.fields, "uploads")  # type: ignore[assignment]

@@ -1,5 +1,5 @@
-"""Complete the OpenAPI document: add /v1, which Django REST framework does not know, and the parts
-that all operations share.
+"""Complete the OpenAPI document: add the addresses of /v1 that plain async views serve, and the
+parts that all operations share.
 
 The document is committed as docs/openapi.json (`make openapi`); a test compares the two.
 """
@@ -11,7 +11,6 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from controlplane.gateway.batches import openapi as batches
 from controlplane.gateway.files import openapi as files
 from controlplane.gateway.lorax import openapi as lorax
 from controlplane.gateway.openapi import (
@@ -20,14 +19,11 @@ from controlplane.gateway.openapi import (
     Json,
     body_schemas,
     operation,
-    path_parameter,
     reference,
     with_body,
-    with_parameters,
 )
 from controlplane.gateway.responses.openapi import RESPONSE
 from controlplane.gateway.tokenizing import DetokenizeBody, TokenizeBody
-from controlplane.gateway.usage import openapi as usage
 from controlplane.inference.responses.schemas import ResponsesBody
 from controlplane.inference.schemas import ChatBody, CompletionBody
 from controlplane.tenants import idempotency
@@ -64,25 +60,6 @@ _USAGE: Json = {
     "required": ["prompt_tokens", "completion_tokens", "total_tokens"],
     "properties": {
         name: {"type": "integer"} for name in ("prompt_tokens", "completion_tokens", "total_tokens")
-    },
-}
-_MODEL: Json = {
-    "type": "object",
-    "required": ["id", "object", "created", "owned_by"],
-    "properties": {
-        "id": {"type": "string"},
-        "object": {"const": "model"},
-        "created": {"type": "integer"},
-        "owned_by": {"type": "string"},
-        "parent": {"type": ["string", "null"], "description": "An adapter's base model."},
-        "root": {"type": "string", "description": "The base model, whose tokenizer it uses."},
-        "max_model_len": {"type": "integer", "description": "Context length in tokens."},
-        "version": {"type": ["integer", "null"], "description": "The adapter's version."},
-        "shutdown_date": {
-            "type": ["string", "null"],
-            "format": "date",
-            "description": "From this day (UTC) requests for it are refused.",
-        },
     },
 }
 
@@ -137,39 +114,22 @@ _COMPONENTS: Json = {
         "required": ["prompt"],
         "properties": {"prompt": {"type": "string"}},
     },
-    "Model": _MODEL,
-    "ModelDeleted": {
-        "type": "object",
-        "required": ["id", "object", "deleted"],
-        "properties": {
-            "id": {"type": "string"},
-            "object": {"const": "model"},
-            "deleted": {"type": "boolean"},
-        },
-    },
-    "ModelList": {
-        "type": "object",
-        "required": ["object", "data"],
-        "properties": {
-            "object": {"const": "list"},
-            "data": {"type": "array", "items": reference("Model")},
-        },
-    },
 }
 
 
 def add_gateway(result: Json, generator: Any, request: Any, public: bool) -> Json:
-    """Add the addresses of /v1, with bodies from their pydantic models; drf-spectacular's hook."""
+    """Add the addresses of plain async views, with bodies from their pydantic models.
+
+    drf-spectacular calls it as a hook.
+    """
     schemas = result["components"]["schemas"]
     schemas.update(_COMPONENTS)
     schemas.update(lorax.schemas())
     result["paths"].update(lorax.paths())
     for body in (ChatBody, CompletionBody, ResponsesBody, TokenizeBody, DetokenizeBody):
         schemas.update(body_schemas(body))
-    for part in (files, batches, usage):
-        schemas.update(part.SCHEMAS)
-        result["paths"].update(copy.deepcopy(part.PATHS))  # `complete_operations` adds to them
-    name = path_parameter("name")
+    schemas.update(files.SCHEMAS)
+    result["paths"].update(copy.deepcopy(files.PATHS))  # `complete_operations` adds to them
     result["paths"].update(
         {
             "/v1/chat/completions": {
@@ -196,20 +156,6 @@ def add_gateway(result: Json, generator: Any, request: Any, public: bool) -> Jso
                     operation("Return the text of tokens.", "detokenize", "Detokenized"),
                     reference("DetokenizeBody"),
                 )
-            },
-            "/v1/models": {
-                "get": operation("List the models that the key may use.", "models", "ModelList")
-            },
-            "/v1/models/{name}": {
-                "get": with_parameters(operation("Return one model.", "model", "Model"), name),
-                "delete": with_parameters(
-                    operation(
-                        "Retire an adapter, or one version of it.",
-                        "model_delete",
-                        "ModelDeleted",
-                    ),
-                    name,
-                ),
             },
         }
     )

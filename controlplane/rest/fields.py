@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 from typing import Any
 
 from drf_spectacular.drainage import set_override
@@ -28,3 +29,21 @@ class Constant(DescribedField):
 
     def get_attribute(self, instance: Any) -> Any:
         return self._value
+
+
+class UnixTime(DescribedField):
+    """Write a moment as whole seconds since 1970."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__({"type": "integer"}, **options)
+
+    def to_representation(self, value: dt.datetime) -> int:
+        return int(value.timestamp())
+
+
+class PublicId(DescribedField):
+    """Write a row's id as clients of /v1 know it."""
+
+    def __init__(self, prefix: str) -> None:
+        schema = {"type": "string", "pattern": f"^{prefix}[0-9a-f]{{32}}$"}
+        super().__init__(schema, source="public_id")

@@ -1,23 +1,20 @@
-"""The bodies of /v1/batches: what is taken, and what is answered."""
+"""The bodies of requests to /v1/batches, and of their answers."""
 
 from __future__ import annotations
 
-import datetime as dt
+import uuid
 from typing import Annotated, Any, Literal
 
+from drf_spectacular.utils import extend_schema_field
 from pydantic import AfterValidator, Field
+from rest_framework import serializers
 
 from controlplane.batches.lines import ENDPOINTS
 from controlplane.batches.models import Batch, file_id
 from controlplane.gateway.files.bodies import ExpiresAfter
 from controlplane.inference.bodies import Body
 from controlplane.inference.schemas import Metadata
-
-_STATUSES = (
-    *(Batch.Status.IN_PROGRESS, Batch.Status.FINALIZING, Batch.Status.COMPLETED),
-    *(Batch.Status.FAILED, Batch.Status.EXPIRED),
-    *(Batch.Status.CANCELLING, Batch.Status.CANCELLED),
-)
+from controlplane.rest.fields import Constant, PublicId, UnixTime
 
 
 def _endpoint(value: str) -> str:
@@ -36,37 +33,75 @@ class BatchBody(Body):
     output_expires_after: ExpiresAfter | None = None
 
 
-def batch_body(batch: Batch) -> dict[str, Any]:
-    errors = {"object": "list", "data": batch.errors} if batch.errors else None
-    return {
-        "id": batch.public_id,
-        "object": "batch",
-        "endpoint": batch.endpoint,
-        "model": batch.model or None,
-        "errors": errors,
-        "input_file_id": file_id(batch.input_file_id),
-        "completion_window": "24h",
-        "status": batch.status,
-        "output_file_id": file_id(batch.output_file_id),
-        "error_file_id": file_id(batch.error_file_id),
-        "created_at": _unix(batch.created_at),
-        "expires_at": _unix(batch.expires_at),
-        **{f"{status}_at": _unix(getattr(batch, f"{status}_at")) for status in _STATUSES},
-        "request_counts": {
-            "total": batch.num_lines,
-            "completed": batch.num_completed,
-            "failed": batch.num_failed,
-        },
-        "usage": {
-            "input_tokens": batch.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": batch.cached_tokens},
-            "output_tokens": batch.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": batch.prompt_tokens + batch.completion_tokens,
-        },
-        "metadata": batch.metadata,
-    }
+class BatchFaultSerializer(serializers.Serializer[Any]):
+    code = serializers.CharField()
+    message = serializers.CharField()
+    param = serializers.CharField(allow_null=True)
+    line = serializers.IntegerField(allow_null=True, help_text="Of the file, from 1 on.")
 
 
-def _unix(moment: dt.datetime | None) -> int | None:
-    return None if moment is None else int(moment.timestamp())
+class BatchFaultListSerializer(serializers.Serializer[Any]):
+    object = Constant("list")
+    data = BatchFaultSerializer(many=True)  # type: ignore[assignment]
+
+
+class BatchRequestCountsSerializer(serializers.Serializer[Batch]):
+    total = serializers.IntegerField(source="num_lines", min_value=0)
+    completed = serializers.IntegerField(source="num_completed", min_value=0)
+    failed = serializers.IntegerField(source="num_failed", min_value=0)
+
+
+class BatchUsageSerializer(serializers.Serializer[Batch]):
+    input_tokens = serializers.IntegerField(source="prompt_tokens", min_value=0)
+    input_tokens_details = serializers.SerializerMethodField()
+    output_tokens = serializers.IntegerField(source="completion_tokens", min_value=0)
+    output_tokens_details = serializers.SerializerMethodField()
+    total_tokens = serializers.SerializerMethodField()
+
+    def get_input_tokens_details(self, batch: Batch) -> dict[str, int]:
+        return {"cached_tokens": batch.cached_tokens}
+
+    def get_output_tokens_details(self, batch: Batch) -> dict[str, int]:
+        return {"reasoning_tokens": 0}
+
+    def get_total_tokens(self, batch: Batch) -> int:
+        return batch.prompt_tokens + batch.completion_tokens
+
+
+class _FileId(serializers.CharField):
+    def to_representation(self, value: uuid.UUID) -> str:
+        return str(file_id(value))
+
+
+class BatchSerializer(serializers.Serializer[Batch]):
+    """A batch, as OpenAI writes it."""
+
+    id = PublicId(Batch.PREFIX)
+    object = Constant("batch")
+    endpoint = serializers.CharField()
+    model = serializers.SerializerMethodField(help_text="The one model that all lines name.")
+    errors = serializers.SerializerMethodField()  # type: ignore[assignment]
+    input_file_id = _FileId()
+    completion_window = Constant("24h")
+    status = serializers.ChoiceField(Batch.Status.choices)
+    output_file_id = _FileId(allow_null=True)
+    error_file_id = _FileId(allow_null=True)
+    created_at = UnixTime()
+    expires_at = UnixTime()
+    in_progress_at = UnixTime(allow_null=True)
+    finalizing_at = UnixTime(allow_null=True)
+    completed_at = UnixTime(allow_null=True)
+    failed_at = UnixTime(allow_null=True)
+    expired_at = UnixTime(allow_null=True)
+    cancelling_at = UnixTime(allow_null=True)
+    cancelled_at = UnixTime(allow_null=True)
+    request_counts = BatchRequestCountsSerializer(source="*")
+    usage = BatchUsageSerializer(source="*")
+    metadata = serializers.DictField(child=serializers.CharField(), allow_null=True)
+
+    def get_model(self, batch: Batch) -> str | None:
+        return batch.model or None
+
+    @extend_schema_field(BatchFaultListSerializer(allow_null=True))
+    def get_errors(self, batch: Batch) -> Any:
+        return {"object": "list", "data": batch.errors} if batch.errors else None

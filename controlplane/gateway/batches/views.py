@@ -2,65 +2,62 @@
 
 from __future__ import annotations
 
-from django.http import HttpRequest, HttpResponseBase, JsonResponse
+from typing import ClassVar
+
+from drf_spectacular.utils import extend_schema
+from rest_framework.request import Request
+from rest_framework.response import Response
 
 from controlplane.batches import services
 from controlplane.batches.models import Batch
-from controlplane.gateway import callers
-from controlplane.gateway.batches.bodies import BatchBody, batch_body
-from controlplane.gateway.row_views import as_caller, idempotent, list_page
-from controlplane.gateway.views import gateway_view
-from controlplane.inference.parsing import parse_body
-from controlplane.infra.threads import query_in_thread
+from controlplane.gateway.batches.bodies import BatchBody, BatchSerializer
+from controlplane.gateway.row_views import GatewayAPIView
+from controlplane.rest.paging import Paging, page, page_of
 from controlplane.tenants.auth import authorize
 from controlplane.tenants.permissions import Permission
 
-MAX_PAGE = 100
+_PAGING = Paging(id_prefix=Batch.PREFIX, has_order=True)
 
 
-@gateway_view("GET", "POST")
-async def batches(request: HttpRequest) -> HttpResponseBase:
-    if request.method == "GET":
-        principal = await callers.authenticate(request, Permission.BATCHES_READ)
+class BatchesView(GatewayAPIView):
+    permissions: ClassVar = {"GET": Permission.BATCHES_READ, "POST": Permission.BATCHES_WRITE}
 
-        def load() -> dict[str, object]:
-            rows = Batch.objects.all()
-            return list_page(request, rows, batch_body, prefix=Batch.PREFIX, max_limit=MAX_PAGE)
+    @extend_schema("gateway_batches", _PAGING.parameters(), responses=page_of(BatchSerializer))
+    def get(self, request: Request) -> Response:
+        """The tenant's batches."""
+        return page(request, Batch.objects.all(), BatchSerializer, paging=_PAGING)
 
-        return JsonResponse(await query_in_thread(as_caller(request, principal, load)))
-    principal = await callers.authenticate(request, Permission.BATCHES_WRITE)
-    authorize(principal, Permission.FILES_READ)  # it reads a file
-    authorize(principal, Permission.INFER)
-    content = request.read()
-    body = parse_body(BatchBody, content)
-    expires = body.output_expires_after
-
-    def create() -> dict[str, object]:
+    @extend_schema("gateway_batch_create", request=BatchBody, responses=BatchSerializer)
+    def post(self, request: Request) -> Response:
+        """Have a file of requests answered within a day."""
+        authorize(self.principal, Permission.FILES_READ)  # it reads a file
+        authorize(self.principal, Permission.INFER)
+        body = self.body_of_write(BatchBody)
+        expires = body.output_expires_after
         batch = services.batch_create(
-            principal=principal,
+            principal=self.principal,
             input_file_id=body.input_file_id,
             endpoint=body.endpoint,
             metadata=body.metadata,
             output_expires_s=expires.seconds if expires else None,
         )
-        return batch_body(batch)
-
-    return await query_in_thread(idempotent(request, principal, content, create))
+        return Response(BatchSerializer(batch).data)
 
 
-@gateway_view("GET")
-async def batch_detail(request: HttpRequest, batch_id: str) -> HttpResponseBase:
-    principal = await callers.authenticate(request, Permission.BATCHES_READ)
-    batch = await query_in_thread(
-        as_caller(request, principal, lambda: services.batch_get(batch_id))
-    )
-    return JsonResponse(batch_body(batch))
+class BatchView(GatewayAPIView):
+    permissions: ClassVar = {"GET": Permission.BATCHES_READ}
+
+    @extend_schema("gateway_batch", responses=BatchSerializer)
+    def get(self, request: Request, batch_id: str) -> Response:
+        """One batch."""
+        return Response(BatchSerializer(services.batch_get(batch_id)).data)
 
 
-@gateway_view("POST")
-async def batch_cancel(request: HttpRequest, batch_id: str) -> HttpResponseBase:
-    principal = await callers.authenticate(request, Permission.BATCHES_WRITE)
-    batch = await query_in_thread(
-        as_caller(request, principal, lambda: services.batch_cancel(services.batch_get(batch_id)))
-    )
-    return JsonResponse(batch_body(batch))
+class BatchCancelView(GatewayAPIView):
+    permissions: ClassVar = {"POST": Permission.BATCHES_WRITE}
+
+    @extend_schema("gateway_batch_cancel", request=None, responses=BatchSerializer)
+    def post(self, request: Request, batch_id: str) -> Response:
+        """Stop a batch; what was answered stays."""
+        batch = services.batch_cancel(services.batch_get(batch_id))
+        return Response(BatchSerializer(batch).data)

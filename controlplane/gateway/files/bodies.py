@@ -1,21 +1,44 @@
-"""The bodies of /v1/files and /v1/uploads: what is taken, and what is answered."""
+"""The bodies of requests to /v1/files and /v1/uploads, and of their answers."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
 from django.http import QueryDict
+from drf_spectacular.utils import extend_schema_field
 from pydantic import AfterValidator, Field
+from rest_framework import serializers
 
 from controlplane.errors import InvalidRequest
 from controlplane.files.models import File, Purpose, Upload, UploadPart
 from controlplane.files.services import FileForm
 from controlplane.inference.bodies import Body, without_nul
+from controlplane.rest.fields import Constant, PublicId, UnixTime
 
 MIN_EXPIRES_S, MAX_EXPIRES_S = 3600, 30 * 24 * 3600
-_FORM_FIELDS = {"purpose", "expires_after[anchor]", "expires_after[seconds]"}
-#: What a client may say; what the platform makes has purposes of its own.
+#: Purposes that a client may name; files that the platform makes have one of their own.
 PURPOSES = tuple(purpose.value for purpose in Purpose if purpose != Purpose.BATCH_OUTPUT)
+#: The form around a file, as a JSON schema.
+FILE_FORM: dict[str, Any] = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {
+        "file": {"type": "string", "format": "binary"},
+        "purpose": {"enum": list(PURPOSES)},
+        "expires_after[anchor]": {"const": "created_at"},
+        "expires_after[seconds]": {
+            "type": "integer",
+            "minimum": MIN_EXPIRES_S,
+            "maximum": MAX_EXPIRES_S,
+        },
+    },
+    "additionalProperties": False,
+}
+_FORM_FIELDS = FILE_FORM["properties"].keys() - {"file"}
+#: As clients see them.
+UPLOAD_STATUSES = tuple(
+    status.value for status in Upload.Status if status != Upload.Status.ASSEMBLING
+)
 
 
 def _purpose(value: str) -> str:
@@ -60,7 +83,7 @@ class CompleteBody(Body):
 
 
 def file_form(fields: QueryDict, filename: str) -> FileForm:
-    """What the form around a file says. Raises InvalidRequest that names the field."""
+    """Check the fields of the form around a file. Raises InvalidRequest that names the field."""
     for name in fields:
         if name not in _FORM_FIELDS:
             raise InvalidRequest(
@@ -95,34 +118,49 @@ def _expires_s(fields: QueryDict) -> int | None:
     return int(text or 0)
 
 
-def file_body(file: File) -> dict[str, Any]:
-    return {
-        "id": file.public_id,
-        "object": "file",
-        "bytes": file.num_bytes,
-        "created_at": int(file.created_at.timestamp()),
-        "expires_at": int(file.expires_at.timestamp()) if file.expires_at else None,
-        "filename": file.filename,
-        "purpose": file.purpose,
-        "status": "processed",
-        "status_details": None,
-    }
+class FileSerializer(serializers.Serializer[File]):
+    """A file, as OpenAI writes it."""
+
+    id = PublicId(File.PREFIX)
+    object = Constant("file")
+    bytes = serializers.IntegerField(source="num_bytes")
+    created_at = UnixTime()
+    expires_at = UnixTime(allow_null=True)
+    filename = serializers.CharField()
+    purpose = serializers.ChoiceField(Purpose.choices)
+    status = Constant("processed")
+    status_details = Constant(None)
 
 
-def upload_body(upload: Upload) -> dict[str, Any]:
-    is_assembling = upload.status == Upload.Status.ASSEMBLING
-    file = None if is_assembling else upload.file
-    return {
-        "id": upload.public_id,
-        "object": "upload",
-        "bytes": upload.num_bytes,
-        "created_at": int(upload.created_at.timestamp()),
-        "expires_at": int(upload.expires_at.timestamp()),
-        "filename": upload.filename,
-        "purpose": upload.purpose,
-        "status": "pending" if is_assembling else upload.status,
-        "file": file_body(file) if file is not None else None,
-    }
+class FileDeletedSerializer(serializers.Serializer[Any]):
+    id = serializers.CharField()
+    object = Constant("file")
+    deleted = Constant(True)
+
+
+class UploadSerializer(serializers.Serializer[Upload]):
+    """An upload, as OpenAI writes it: one that is being put together is pending."""
+
+    id = PublicId(Upload.PREFIX)
+    object = Constant("upload")
+    bytes = serializers.IntegerField(source="num_bytes")
+    created_at = UnixTime()
+    expires_at = UnixTime()
+    filename = serializers.CharField()
+    purpose = serializers.ChoiceField(PURPOSES)
+    status = serializers.SerializerMethodField()
+    file = serializers.SerializerMethodField()
+
+    @extend_schema_field(serializers.ChoiceField(UPLOAD_STATUSES))
+    def get_status(self, upload: Upload) -> str:
+        is_assembling = upload.status == Upload.Status.ASSEMBLING
+        return Upload.Status.PENDING.value if is_assembling else upload.status
+
+    @extend_schema_field(FileSerializer(allow_null=True))
+    def get_file(self, upload: Upload) -> Any:
+        is_assembling = upload.status == Upload.Status.ASSEMBLING
+        file = None if is_assembling else upload.file
+        return None if file is None else FileSerializer(file).data
 
 
 def part_body(part: UploadPart, upload_id: str) -> dict[str, Any]:

@@ -1,12 +1,16 @@
-"""/v1/files and /v1/uploads. Plain async views, as the rest of the gateway."""
+"""/v1/files and /v1/uploads: rows by Django REST framework, bytes by plain async views."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator, Iterator
+from typing import ClassVar
 from urllib.parse import quote
 
 from django.http import HttpRequest, HttpResponseBase, JsonResponse, StreamingHttpResponse
+from drf_spectacular.utils import OpenApiParameter, extend_schema
+from rest_framework.request import Request
+from rest_framework.response import Response
 
 from controlplane.errors import ApiError, InvalidRequest, NotFound, PayloadTooLarge, Unavailable
 from controlplane.files import contents, services
@@ -15,28 +19,31 @@ from controlplane.files.models import File, Purpose, UploadPart
 from controlplane.files.services import MAX_PART_BYTES, undone_on_failure
 from controlplane.gateway import callers
 from controlplane.gateway.files.bodies import (
+    FILE_FORM,
     CompleteBody,
+    FileDeletedSerializer,
+    FileSerializer,
     UploadBody,
-    file_body,
+    UploadSerializer,
     file_form,
     part_body,
-    upload_body,
 )
 from controlplane.gateway.files.receiving import FORM_BYTES, Body, Place, in_file_thread, read_form
-from controlplane.gateway.row_views import as_caller, idempotent, list_page
+from controlplane.gateway.row_views import GatewayAPIView, as_caller
 from controlplane.gateway.views import gateway_view
 from controlplane.inference.parsing import parse_body
 from controlplane.infra import storage
 from controlplane.infra.threads import query_in_thread
+from controlplane.rest.paging import Paging, page, page_of
 from controlplane.tenants.permissions import Permission
 
-MAX_PAGE = 10_000
+_PAGING = Paging(default_limit=10_000, max_limit=10_000, id_prefix=File.PREFIX, has_order=True)
 _RANGE = re.compile(r"bytes=(\d{0,20})-(\d{0,20})", re.ASCII)
 
 
 @gateway_view("POST")
 async def file_create(request: HttpRequest, *, body: Body, place: Place) -> HttpResponseBase:
-    """Take a file in. Called by `receiver.FileReceiver`."""
+    """Receive a file. Called by `receiver.FileReceiver`."""
     principal = await callers.authenticate(request, Permission.FILES_WRITE)
     max_bytes = _declared_bytes(request, MAX_FILE_BYTES)
     async with place(principal.tenant.id):
@@ -52,13 +59,13 @@ async def file_create(request: HttpRequest, *, body: Body, place: Place) -> Http
             return services.file_finish(file, form, writer)
 
         await in_file_thread(as_caller(request, principal, take_in), reads_body=True)
-    return JsonResponse(file_body(file))
+    return JsonResponse(FileSerializer(file).data)
 
 
 def _declared_bytes(request: HttpRequest, most: int) -> int:
-    """No fewer than the file has: the whole body's length, if the client says it.
+    """Return an upper bound of the file's length: the body's Content-Length, else `most`.
 
-    Raises PayloadTooLarge.
+    Raises InvalidRequest, PayloadTooLarge.
     """
     text = request.META.get("CONTENT_LENGTH") or ""
     if not text:
@@ -70,55 +77,65 @@ def _declared_bytes(request: HttpRequest, most: int) -> int:
     return min(most, int(text))
 
 
-@gateway_view("GET", "POST")
-async def file_list(request: HttpRequest) -> HttpResponseBase:
-    """The tenant's files; POST is `receiver.FileReceiver`'s and does not come here."""
-    principal = await callers.authenticate(request, Permission.FILES_READ)
-    if request.method == "POST":
-        raise NotFound("Files are taken in by the web server alone.")
-    purpose = request.GET.get("purpose")
-    if purpose is not None and purpose not in Purpose.values:
-        raise InvalidRequest("There is no such purpose.", param="purpose")
+class FilesView(GatewayAPIView):
+    permissions: ClassVar = {"GET": Permission.FILES_READ, "POST": Permission.FILES_READ}
 
-    def load() -> dict[str, object]:
-        rows = services.files_list()
-        if purpose is not None:
-            rows = rows.filter(purpose=purpose)
-        return list_page(
-            request,
-            rows,
-            file_body,
-            prefix=File.PREFIX,
-            max_limit=MAX_PAGE,
-            default_limit=MAX_PAGE,
-        )
-
-    return JsonResponse(await query_in_thread(as_caller(request, principal, load)))
-
-
-@gateway_view("GET", "DELETE")
-async def file_detail(request: HttpRequest, file_id: str) -> HttpResponseBase:
-    if request.method == "GET":
-        principal = await callers.authenticate(request, Permission.FILES_READ)
-        file = await query_in_thread(
-            as_caller(request, principal, lambda: services.file_get(file_id))
-        )
-        return JsonResponse(file_body(file))
-    principal = await callers.authenticate(request, Permission.FILES_WRITE)
-    await query_in_thread(
-        as_caller(request, principal, lambda: services.file_delete(services.file_get(file_id)))
+    @extend_schema(
+        "gateway_files",
+        [
+            *_PAGING.parameters(),
+            OpenApiParameter(
+                "purpose",
+                {"type": "string", "enum": Purpose.values},
+                description="Only those for this.",
+            ),
+        ],
+        responses=page_of(FileSerializer),
     )
-    return JsonResponse({"id": file_id, "object": "file", "deleted": True})
+    def get(self, request: Request) -> Response:
+        """The tenant's files."""
+        rows = services.files_list()
+        purpose = request.query_params.get("purpose")
+        if purpose is not None:
+            if purpose not in Purpose.values:
+                raise InvalidRequest("There is no such purpose.", param="purpose")
+            rows = rows.filter(purpose=purpose)
+        return page(request, rows, FileSerializer, paging=_PAGING)
+
+    @extend_schema(
+        "gateway_file_create",
+        request={"multipart/form-data": FILE_FORM},
+        responses=FileSerializer,
+    )
+    def post(self, request: Request) -> Response:
+        """Store a file."""
+        # `receiver.FileReceiver` answers this address; this is its description.
+        raise NotFound("Files are taken in by the web server alone.")
+
+
+class FileView(GatewayAPIView):
+    permissions: ClassVar = {"GET": Permission.FILES_READ, "DELETE": Permission.FILES_WRITE}
+
+    @extend_schema("gateway_file", responses=FileSerializer)
+    def get(self, request: Request, file_id: str) -> Response:
+        """One file."""
+        return Response(FileSerializer(services.file_get(file_id)).data)
+
+    @extend_schema("gateway_file_delete", responses={200: FileDeletedSerializer})
+    def delete(self, request: Request, file_id: str) -> Response:
+        """Remove a file."""
+        services.file_delete(services.file_get(file_id))
+        return Response(FileDeletedSerializer({"id": file_id}).data)
 
 
 @gateway_view("GET")
 async def file_content(request: HttpRequest, file_id: str) -> HttpResponseBase:
-    """The bytes, or those that a Range header with one range asks for."""
+    """Answer with the bytes, or with those that a Range header with one range asks for."""
     principal = await callers.authenticate(request, Permission.FILES_READ)
     file = await query_in_thread(as_caller(request, principal, lambda: services.file_get(file_id)))
     start, end = _range(request.headers.get("Range"), file.num_bytes)
     stream = _Content(contents.pieces(file, start=start, end=end))
-    await stream.open()  # while the status can still say that it fails
+    await stream.open()  # a failure can still change the status here
     response = StreamingHttpResponse(stream, content_type="application/octet-stream")
     response["Content-Length"] = str(end - start)
     response["Accept-Ranges"] = "bytes"
@@ -132,7 +149,7 @@ async def file_content(request: HttpRequest, file_id: str) -> HttpResponseBase:
 
 
 class RangeNotSatisfiable(ApiError):
-    """None of the bytes that a Range header asks for are there."""
+    """The file has none of the bytes that a Range header asks for."""
 
     status, type, code = 416, "invalid_request_error", "range_not_satisfiable"
     should_retry = False
@@ -146,9 +163,9 @@ class RangeNotSatisfiable(ApiError):
 
 
 def _range(header: str | None, num_bytes: int) -> tuple[int, int]:
-    """The first byte to send and the one after the last; of an odd header, everything.
+    """Return the first byte to send and the one after the last.
 
-    Raises RangeNotSatisfiable.
+    A header that cannot be read asks for everything. Raises RangeNotSatisfiable.
     """
     found = _RANGE.fullmatch(header or "")
     first, last = found.groups() if found else ("", "")
@@ -166,7 +183,7 @@ def _range(header: str | None, num_bytes: int) -> tuple[int, int]:
 
 
 class _Content:
-    """A file's bytes on their way to the client, each piece fetched when it is wanted."""
+    """A file's bytes for the client; each piece is fetched when it is needed."""
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
         self._pieces = pieces
@@ -191,26 +208,48 @@ class _Content:
         return await in_file_thread(lambda: next(self._pieces, b""))
 
 
-@gateway_view("POST")
-async def upload_create(request: HttpRequest) -> HttpResponseBase:
-    principal = await callers.authenticate(request, Permission.FILES_WRITE)
-    content = request.read()
-    body = parse_body(UploadBody, content)
+class UploadsView(GatewayAPIView):
+    permissions: ClassVar = {"POST": Permission.FILES_WRITE}
 
-    def create() -> dict[str, object]:
+    @extend_schema("gateway_upload_create", request=UploadBody, responses=UploadSerializer)
+    def post(self, request: Request) -> Response:
+        """Announce a file that comes in parts."""
+        body = self.body_of_write(UploadBody)
         upload = services.upload_create(
             form=body.form(), num_bytes=body.bytes, mime_type=body.mime_type
         )
-        return upload_body(upload)
+        return Response(UploadSerializer(upload).data)
 
-    return await query_in_thread(idempotent(request, principal, content, create))
+
+class UploadCompleteView(GatewayAPIView):
+    permissions: ClassVar = {"POST": Permission.FILES_WRITE}
+    run_in_thread = staticmethod(in_file_thread)
+
+    @extend_schema("gateway_upload_complete", request=CompleteBody, responses=UploadSerializer)
+    def post(self, request: Request, upload_id: str) -> Response:
+        """Put the file together."""
+        body = parse_body(CompleteBody, self.sent)
+        upload = services.upload_complete(
+            services.upload_get(upload_id), part_ids=body.part_ids, md5=body.md5
+        )
+        return Response(UploadSerializer(upload).data)
+
+
+class UploadCancelView(GatewayAPIView):
+    permissions: ClassVar = {"POST": Permission.FILES_WRITE}
+
+    @extend_schema("gateway_upload_cancel", request=None, responses=UploadSerializer)
+    def post(self, request: Request, upload_id: str) -> Response:
+        """Give the upload up."""
+        upload = services.upload_cancel(services.upload_get(upload_id))
+        return Response(UploadSerializer(upload).data)
 
 
 @gateway_view("POST")
 async def part_create(
     request: HttpRequest, *, body: Body, place: Place, upload_id: str
 ) -> HttpResponseBase:
-    """Take a part in. Called by `receiver.FileReceiver`."""
+    """Receive a part of an upload. Called by `receiver.FileReceiver`."""
     principal = await callers.authenticate(request, Permission.FILES_WRITE)
     max_bytes = _declared_bytes(request, MAX_PART_BYTES)
 
@@ -231,30 +270,3 @@ async def part_create(
 
         await in_file_thread(as_caller(request, principal, take_in), reads_body=True)
     return JsonResponse(part_body(part, upload_id))
-
-
-@gateway_view("POST")
-async def upload_complete(request: HttpRequest, upload_id: str) -> HttpResponseBase:
-    principal = await callers.authenticate(request, Permission.FILES_WRITE)
-    body = parse_body(CompleteBody, request.read())
-    upload = await in_file_thread(
-        as_caller(
-            request,
-            principal,
-            lambda: services.upload_complete(
-                services.upload_get(upload_id), part_ids=body.part_ids, md5=body.md5
-            ),
-        )
-    )
-    return JsonResponse(upload_body(upload))
-
-
-@gateway_view("POST")
-async def upload_cancel(request: HttpRequest, upload_id: str) -> HttpResponseBase:
-    principal = await callers.authenticate(request, Permission.FILES_WRITE)
-    upload = await query_in_thread(
-        as_caller(
-            request, principal, lambda: services.upload_cancel(services.upload_get(upload_id))
-        )
-    )
-    return JsonResponse(upload_body(upload))

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
-from typing import Any
+from typing import Any, ClassVar
 
 from django.db.models import Count, F, QuerySet, Sum
 from django.db.models.functions import TruncMinute
-from django.http import HttpRequest, HttpResponseBase, JsonResponse, QueryDict
+from django.http import QueryDict
+from drf_spectacular.utils import OpenApiParameter, extend_schema
+from rest_framework import serializers
+from rest_framework.request import Request
+from rest_framework.response import Response
 
 from controlplane.errors import InvalidRequest
-from controlplane.gateway import callers
-from controlplane.gateway.views import gateway_view
-from controlplane.infra.threads import query_in_thread
-from controlplane.tenancy.scoping import tenant_scope
+from controlplane.gateway.row_views import GatewayAPIView
+from controlplane.rest.fields import Constant
 from controlplane.tenants.permissions import Permission
 from controlplane.usage.models import UsageDay, UsageHour, UsageRecord, UsageTotal
 
-#: Width -> seconds, where its totals are, buckets of a page unless told, and at most.
+#: Width -> seconds, table of its totals, buckets of a page by default, and at most.
 WIDTHS: dict[str, tuple[int, type[UsageTotal] | None, int, int]] = {
     "1m": (60, None, 60, 1440),
     "1h": (3600, UsageHour, 24, 168),
@@ -30,7 +32,7 @@ MAX_TIME = 253_402_300_799  # the end of the year 9999
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Query:
-    """What was asked for; times are Unix seconds at the start of a bucket."""
+    """A checked request; times are Unix seconds at the start of a bucket."""
 
     start: int
     end: int
@@ -39,20 +41,76 @@ class Query:
     limit: int
 
 
-@gateway_view("GET")
-async def completions_usage(request: HttpRequest) -> HttpResponseBase:
-    principal = await callers.authenticate(request, Permission.USAGE_READ)
-    query = parse(request.GET, now=dt.datetime.now(dt.UTC))
+# For the document: `page` writes plain dicts, since a page may have many thousand results.
+class UsageResultSerializer(serializers.Serializer[Any]):
+    """The sums of one bucket, or of one group in it."""
 
-    def load() -> dict[str, Any]:
-        with tenant_scope(principal.tenant.id):
-            return page(query)
+    object = Constant("organization.usage.completions.result")
+    input_tokens = serializers.IntegerField(min_value=0)
+    output_tokens = serializers.IntegerField(min_value=0)
+    input_cached_tokens = serializers.IntegerField(min_value=0, help_text="Of the input tokens.")
+    input_audio_tokens = Constant(0)
+    output_audio_tokens = Constant(0)
+    num_model_requests = serializers.IntegerField(min_value=0)
+    project_id = Constant(None)
+    user_id = Constant(None)
+    api_key_id = serializers.CharField(allow_null=True, help_text="With group_by alone.")
+    model = serializers.CharField(allow_null=True, help_text="With group_by alone.")
+    batch = Constant(None)
 
-    return JsonResponse(await query_in_thread(load))
+
+class UsageBucketSerializer(serializers.Serializer[Any]):
+    object = Constant("bucket")
+    start_time = serializers.IntegerField()
+    end_time = serializers.IntegerField()
+    results = UsageResultSerializer(many=True)
+
+
+class CompletionsUsageSerializer(serializers.Serializer[Any]):
+    object = Constant("page")
+    data = UsageBucketSerializer(many=True)  # type: ignore[assignment]
+    has_more = serializers.BooleanField()
+    next_page = serializers.CharField(allow_null=True)
+
+
+_TIME = {"type": "integer", "minimum": 0, "maximum": MAX_TIME}
+_SIZES = ", ".join(f"{most} of {width}" for width, (_, _, _, most) in WIDTHS.items())
+
+
+class CompletionsUsageView(GatewayAPIView):
+    permissions: ClassVar = {"GET": Permission.USAGE_READ}
+
+    @extend_schema(
+        "gateway_usage",
+        [
+            OpenApiParameter("start_time", _TIME, required=True, description="Unix seconds."),
+            OpenApiParameter("end_time", _TIME, description="Unix seconds; by default now."),
+            OpenApiParameter(
+                "bucket_width",
+                {"type": "string", "enum": list(WIDTHS), "default": "1d"},
+                description="In UTC.",
+            ),
+            OpenApiParameter(
+                "group_by",
+                {"type": "array", "items": {"enum": list(GROUPS)}},
+                description="What results are told apart by.",
+            ),
+            OpenApiParameter(
+                "limit",
+                {"type": "integer", "minimum": 1},
+                description=f"Buckets of a page: at most {_SIZES}.",
+            ),
+            OpenApiParameter("page", str, description="The `next_page` of the page before."),
+        ],
+        responses=CompletionsUsageSerializer,
+    )
+    def get(self, request: Request) -> Response:
+        """Tokens and requests in buckets of time."""
+        return Response(page(parse(request.query_params, now=dt.datetime.now(dt.UTC))))
 
 
 def parse(params: QueryDict, *, now: dt.datetime) -> Query:
-    """Raises InvalidRequest that names the parameter."""
+    """Check the query parameters. Raises InvalidRequest that names the parameter."""
     width = params.get("bucket_width", "1d")
     if width not in WIDTHS:
         raise InvalidRequest("bucket_width is 1m, 1h or 1d.", param="bucket_width")
@@ -83,7 +141,7 @@ def _number(params: QueryDict, name: str, default: int) -> int:
 
 
 def page(query: Query) -> dict[str, Any]:
-    """One page of the tenant in scope. `next_page` is the start of the next bucket."""
+    """Return one page of the tenant in scope. `next_page` is the start of the next bucket."""
     seconds, _, _, _ = WIDTHS[query.width]
     stop = min(query.end, query.start + query.limit * seconds)
     names = [GROUPS[group] for group in query.groups]
@@ -110,7 +168,7 @@ def page(query: Query) -> dict[str, Any]:
 
 
 def _rows(query: Query, stop: int, names: list[str]) -> list[dict[str, Any]]:
-    """Sums by bucket and group; of a minute from the records themselves."""
+    """Return sums by bucket and group; buckets of a minute are summed from usage records."""
     span = (_moment(query.start), _moment(stop))
     totals = WIDTHS[query.width][1]
     found: QuerySet[Any] = (

@@ -16,7 +16,7 @@ from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel, tod
 from controlplane.audit.models import AuditEvent
 from controlplane.batches.validation import validate
 from controlplane.errors import InvalidRequest, NotFound
-from controlplane.gateway.models import model_body
+from controlplane.gateway.models import ServedModelSerializer
 from controlplane.inference import access
 from controlplane.inference.model_selector import ModelSelector
 from controlplane.limits.admit import NO_LIMITS
@@ -118,7 +118,9 @@ class TestBefore:
     def test_everybody_is_told(self, adapter: Adapter, acme: Party) -> None:
         ends_on(today() + DAY)
         day = str(today() + DAY)
-        listed = {model.name: model_body(model) for model in resolution.models_list()}
+        listed = {
+            model.name: ServedModelSerializer(model).data for model in resolution.models_list()
+        }
         assert {name: body["shutdown_date"] for name, body in listed.items()} == {
             "invoices": day,
             "tiny": day,

@@ -57,6 +57,16 @@ def test_the_gateway_is_in_it() -> None:
     assert {"model", "messages", "top_k"} <= set(body["properties"])
 
 
+def test_no_component_takes_anothers_name() -> None:
+    schemas = COMMITTED["components"]["schemas"]
+    assert "part_ids" in schemas["CompleteBody"]["properties"]
+    uploads = schemas["VersionCreated"]["properties"]["uploads"]["additionalProperties"]
+    assert set(schemas[uploads["$ref"].rpartition("/")[2]]["properties"]) == {
+        *("url", "method", "headers"),
+    }
+    assert schemas["Upload"]["properties"]["object"] == {"const": "upload"}
+
+
 #: Answered with a 404 whoever asks.
 NOWHERE = {"responses/{response_id}", "responses/{response_id}/{rest}", "{path}"}
 

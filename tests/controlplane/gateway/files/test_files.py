@@ -82,6 +82,21 @@ def test_a_file_comes_and_goes(site: Site) -> None:
     assert not [key for key in objects(site, "acme") if file.id.removeprefix("file-") in key]
 
 
+def test_rows_are_json_whatever_the_client_accepts(site: Site) -> None:
+    path = f"/v1/files/{upload(site).id}"
+    plain = site.send("GET", path)
+    for query, accept in (
+        ("", "text/plain"),
+        ("", "application/json; indent=4"),
+        ("?format=x", ""),
+    ):
+        answer = site.send("GET", path + query, headers={"Accept": accept})
+        assert (answer.status_code, answer.content) == (200, plain.content)
+        assert answer.headers["Content-Type"] == "application/json"
+        assert "Allow" not in answer.headers
+        assert answer.headers["Vary"] == plain.headers["Vary"]
+
+
 def test_a_large_file_is_streamed_in_bounded_memory(site: Site) -> None:
     """Forty MiB in a form whose purpose comes last; the server grows by a few parts at most."""
     block = bytes(range(256)) * 4096
