@@ -14,13 +14,11 @@ from django.db import Error as DatabaseError
 from django.db import close_old_connections
 from django.http import HttpRequest
 
-from controlplane.adapters.resolution import ResolvedModel, models_list
 from controlplane.errors import ApiError
 from controlplane.gateway.cross_origin import check_origin
-from controlplane.inference.access import Caller, may_name, resolve, resolve_now
+from controlplane.inference.access import Caller, resolve, resolve_now
 from controlplane.inference.model_selector import ModelSelector
 from controlplane.infra.threads import query_in_thread
-from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants import auth
 from controlplane.tenants.auth import Permission, Principal, authorize
 
@@ -72,23 +70,6 @@ async def caller_of(request: HttpRequest, selector: ModelSelector) -> Caller:
             _touch_beside(getattr(request, "principal", None))
     _let_in(request, principal)
     return await resolve(principal, selector)
-
-
-async def model(request: HttpRequest, name: str) -> ResolvedModel:
-    """Return the model of this name. Raises ApiError as `caller_of` does."""
-    caller = await caller_of(request, ModelSelector.model(name))
-    return caller.model.models[0]
-
-
-async def models(request: HttpRequest) -> list[ResolvedModel]:
-    """Return the models that the caller can name."""
-    principal = await authenticate(request)
-
-    def query() -> list[ResolvedModel]:
-        with tenant_scope(principal.tenant.id):
-            return [model for model in models_list() if may_name(principal, model.name)]
-
-    return await query_in_thread(query)
 
 
 def _credentials(request: HttpRequest) -> tuple[str | None, str]:
