@@ -1,4 +1,4 @@
-"""Whether a request is of somebody known, before its body is there and a view looks."""
+"""Tell whether a request comes from a known caller, before its body has arrived."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from controlplane.tenants import auth
 
 
 async def is_known(scope: dict[str, Any]) -> bool:
-    """Whether the request has a key or a session that opens something, from where it comes."""
-    request = ASGIRequest(scope, None)  # type: ignore[arg-type]  # nobody reads its body
+    """Return whether the request has a valid key, or the session of a signed-in person.
+
+    A key has to be allowed from the address that the request comes from.
+    """
+    request = ASGIRequest(scope, None)  # type: ignore[arg-type]  # its body is not read
     header = request.headers.get("Authorization")
     address = request.META.get("REMOTE_ADDR") or ""
 

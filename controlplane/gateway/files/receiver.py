@@ -1,8 +1,7 @@
-"""Takes in files while they arrive: from the client's socket to the object store, in the memory of
-one part, with no copy on a disk in between.
+"""Stream uploaded files from the client's socket to the object store.
 
-These two addresses have an ASGI application of their own, because Django's handler would write the
-whole body to disk before its first view runs:
+One part is in memory at a time, and nothing is written to disk. These two addresses have an ASGI
+application of their own, because Django's handler writes the whole body to disk before a view runs:
 
     POST /v1/files                 multipart: file, purpose, expires_after[anchor|seconds]
     POST /v1/uploads/{id}/parts    multipart: data
@@ -28,19 +27,19 @@ from controlplane.gateway.body_limit import Receive, Send
 from controlplane.gateway.files import views
 from controlplane.gateway.files.receiving import FORM_BYTES, MAX_BODIES, Body, Disconnected
 
-#: Of these, one tenant's: clients that are slow, or make themselves so, hold up nobody else.
+#: Of `MAX_BODIES`, one tenant's: its slow clients do not block other tenants.
 MAX_TENANT_BODIES = 8
 
 _PATH = re.compile(r"/v1/(?:files|uploads/(?P<upload_id>[^/]+)/parts)")
 
 
 def is_ours(scope: dict[str, Any]) -> bool:
-    """Whether a request brings a file."""
+    """Return whether a request uploads a file or a part."""
     return scope["method"] == "POST" and _PATH.fullmatch(scope["path"]) is not None
 
 
 class FileReceiver:
-    """The ASGI application of the addresses above."""
+    """The ASGI application of the two addresses above."""
 
     def __init__(self) -> None:
         self._bodies: Counter[uuid.UUID] = Counter()  # by tenant
@@ -64,7 +63,7 @@ class FileReceiver:
 
     @contextlib.asynccontextmanager
     async def _place(self, tenant_id: uuid.UUID) -> AsyncIterator[None]:
-        """One of the bodies that are taken in at a time. Raises RateLimited, Unavailable."""
+        """Hold one of the places for bodies. Raises RateLimited, Unavailable."""
         if self._bodies[tenant_id] >= MAX_TENANT_BODIES:
             raise RateLimited(
                 f"{MAX_TENANT_BODIES} files of your organization arrive at this moment.",

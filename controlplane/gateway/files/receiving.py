@@ -1,6 +1,6 @@
-"""What takes a file in: a request's body as a file, and the form that it is.
+"""Read a file from a multipart form while the request's body arrives.
 
-The form is read by Django's parser, in a thread that waits for the socket.
+Django's parser reads the form, in a thread that waits for the socket.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from controlplane.files.contents import MAX_FILE_BYTES, FileWriter
 from controlplane.gateway.body_limit import Receive
 from controlplane.infra.threads import query_in_thread
 
-#: Bodies that one process takes in at a time; each has a thread and one part in memory.
+#: Bodies that one process receives at a time; each has a thread and one part in memory.
 MAX_BODIES = 16
-#: Threads for what waits for the store alone: reads, and uploads that are put together.
+#: Threads that wait for the object store only: reads, and uploads that are completed.
 _MAX_READS = 16
-#: A client that sends nothing for so long is given up.
+#: A client that sends nothing for this long is disconnected.
 SILENCE_S = 60.0
-#: The form around a file.
+#: Allowed for the form around the file.
 FORM_BYTES = 1024**2
-#: A refused body is read so far: most clients read no answer before they have sent all.
+#: This much of a refused body is read: most clients read the answer only after they sent all.
 _DRAIN_BYTES = 1024**2
 _DRAIN_S = 2.0
 
@@ -40,23 +40,23 @@ _read_threads = ThreadPoolExecutor(_MAX_READS, thread_name_prefix="files")
 
 
 async def in_file_thread(work: Callable[[], _T], *, reads_body: bool = False) -> _T:
-    """Run what waits for the store, where it keeps nobody else from the threads.
+    """Run work that waits for the object store, in threads of its own.
 
-    reads_body  it waits for a client too, and has a place for that
+    reads_body  whether it waits for a client too; it then has a place for that
     """
     threads = _body_threads if reads_body else _read_threads
     return await query_in_thread(work, executor=threads)
 
 
 class Disconnected(Exception):
-    """The client went away before its body was complete."""
+    """The client disconnected before its body was complete."""
 
 
 class Body:
     """A request's body as a file, for a thread that reads it while it arrives.
 
     Raises PayloadTooLarge beyond `max_bytes`, Disconnected, and InvalidRequest for a client that
-    falls silent.
+    sends nothing for `SILENCE_S`.
     """
 
     def __init__(self, receive: Receive, *, max_bytes: int) -> None:
@@ -67,14 +67,14 @@ class Body:
         self._is_over = False
 
     def read(self, size: int) -> bytes:
-        """At most `size` bytes; none at the end. Not to be called on the event loop."""
+        """Return at most `size` bytes; none at the end. Do not call it on the event loop."""
         while not self._unread and not self._is_over:
             self._unread = asyncio.run_coroutine_threadsafe(self._next(), self._loop).result()
         data, self._unread = self._unread[:size], self._unread[size:]
         return data
 
     async def drain(self) -> None:
-        """Read on, within reason, for a client that listens only when it has sent everything."""
+        """Read on, up to a limit, for a client that reads the answer only after it sent all."""
         self._left = _DRAIN_BYTES
         with contextlib.suppress(ApiError, Disconnected, TimeoutError):
             async with asyncio.timeout(_DRAIN_S):
@@ -99,13 +99,13 @@ class Body:
 
 
 class _ToWriter(FileUploadHandler):
-    """Django's upload handler that hands the one file of a form to a writer."""
+    """Pass the one file of a form to a writer (Django's upload handler)."""
 
     def __init__(self, field: str, writer: FileWriter) -> None:
         super().__init__()
         self._field = field
         self._writer = writer
-        #: The name that the client gave to its file; None until the file has begun.
+        #: The client's name of the file; None until the file has begun.
         self.filename: str | None = None
 
     def new_file(self, *args: Any, **kwargs: Any) -> None:
@@ -120,15 +120,15 @@ class _ToWriter(FileUploadHandler):
         self._writer.write(raw_data)
 
     def file_complete(self, file_size: int) -> None:
-        """The writer has it."""
+        """Do nothing: the writer has the bytes."""
 
 
 def read_form(
     request: HttpRequest, body: Body, writer: FileWriter, field: str
 ) -> tuple[QueryDict, str]:
-    """Write the form's file; -> its other fields, and the file's name. Raises ApiError.
+    """Write the form's file; return the other fields, and the file's name. Raises ApiError.
 
-    A client without a Content-Length is taken in too: the body has its own bound.
+    A request without a Content-Length is accepted too: the body has its own bound.
     """
     length = request.META.get("CONTENT_LENGTH") or str(MAX_FILE_BYTES)
     meta = {"CONTENT_TYPE": request.META.get("CONTENT_TYPE", ""), "CONTENT_LENGTH": length}
