@@ -26,8 +26,10 @@ class ServedModelSerializer(serializers.Serializer[ResolvedModel]):
     object = Constant("model")
     created = serializers.IntegerField(help_text="Seconds since 1970.")
     owned_by = serializers.SerializerMethodField()
-    parent = serializers.SerializerMethodField(help_text="An adapter's base model.")
-    root = serializers.CharField(
+    parent = serializers.SerializerMethodField(  # type: ignore[assignment]
+        help_text="An adapter's base model."
+    )
+    root = serializers.CharField(  # type: ignore[assignment]
         source="base_model.name", help_text="The base model, whose tokenizer it is."
     )
     max_model_len = serializers.IntegerField(

@@ -132,7 +132,8 @@ class GatewayAPIView(RowAPIView):
 
     @property
     def principal(self) -> Principal:
-        principal: Principal = self.request.auth
+        principal = self.request.auth
+        assert isinstance(principal, Principal)
         return principal
 
     @functools.cached_property

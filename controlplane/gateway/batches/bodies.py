@@ -69,7 +69,7 @@ class BatchUsageSerializer(serializers.Serializer[Batch]):
 
 
 class _FileId(serializers.CharField):
-    def to_representation(self, value: uuid.UUID) -> str:
+    def to_representation(self, value: uuid.UUID) -> str:  # type: ignore[override]
         return str(file_id(value))
 
 
