@@ -68,7 +68,7 @@ class ModelsView(GatewayAPIView):
 
     @extend_schema("gateway_models", responses=ModelListSerializer)
     def get(self, request: Request) -> Response:
-        """What the key may name as a model."""
+        """List the models that the key may use."""
         models = [model for model in models_list() if access.may_name(self.principal, model.name)]
         return Response(ModelListSerializer({"data": models}).data)
 
@@ -78,13 +78,13 @@ class ModelView(GatewayAPIView):
 
     @extend_schema("gateway_model", responses=ServedModelSerializer)
     def get(self, request: Request, name: str) -> Response:
-        """One model."""
-        target = access.target_now(self.principal, ModelSelector.model(name))
-        return Response(ServedModelSerializer(target.models[0]).data)
+        """Return one model."""
+        caller = access.resolve_now(self.principal, ModelSelector.model(name))
+        return Response(ServedModelSerializer(caller.model.models[0]).data)
 
     @extend_schema("gateway_model_delete", responses={200: ModelDeletedSerializer})
     def delete(self, request: Request, name: str) -> Response:
-        """Take an adapter, or one version, out of service."""
+        """Retire an adapter, or one version of it."""
         access.check_named(self.principal, name)
         model_delete(name)
         return Response(ModelDeletedSerializer({"id": name}).data)
