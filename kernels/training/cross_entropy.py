@@ -1,0 +1,87 @@
+"""The loss of answer tokens, from the last layer's output; logits exist for a chunk at a time.
+
+The gradient is computed beside the loss, so that logits are never computed twice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kernels.training.norms import Norm, widen
+
+#: Answer tokens whose logits exist at a time: 1 GB in bf16 at 128 k words.
+CHUNK = 4096
+
+
+def loss_and_gradient(
+    logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """logits [N, V] -> the loss of each [N]; logits become weights * their gradient, in place."""
+    wide = widen(logits)
+    log_sum = torch.logsumexp(wide, dim=-1)
+    losses = log_sum - wide.gather(1, targets[:, None])[:, 0]
+    gradient = torch.exp(wide - log_sum[:, None])
+    gradient.scatter_add_(1, targets[:, None], -torch.ones_like(targets, dtype=wide.dtype)[:, None])
+    logits.copy_(gradient * weights.to(wide.dtype)[:, None])
+    return losses
+
+
+class _AnswerLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        head: torch.Tensor,
+        tokens: torch.Tensor,
+        targets: torch.Tensor,
+        weights: torch.Tensor,
+        norm: Norm | None,
+        chunk: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        losses = torch.empty(len(tokens), dtype=wide, device=hidden.device)
+        keeps = ctx.needs_input_grad[0]
+        gradient = hidden.new_empty(len(tokens) if keeps else 0, hidden.shape[1])
+        for start in range(0, len(tokens), chunk):
+            part = slice(start, start + chunk)
+            picked = hidden[tokens[part]]
+            logits = (picked if norm is None else norm.forward(picked)) @ head.T
+            losses[part] = loss_and_gradient(logits, targets[part], weights[part])
+            if keeps:
+                d_picked = logits @ head
+                gradient[part] = d_picked if norm is None else norm.backward(picked, d_picked)
+        ctx.save_for_backward(gradient, tokens)
+        ctx.shape = hidden.shape
+        ctx.mark_non_differentiable(losses)
+        return (losses * weights.to(wide)).sum(), losses
+
+    @staticmethod
+    def backward(ctx: Any, d_total: torch.Tensor, _: torch.Tensor) -> Any:
+        gradient, tokens = ctx.saved_tensors
+        d_hidden = gradient.new_zeros(ctx.shape)
+        d_hidden[tokens] = gradient * d_total.to(gradient.dtype)
+        return d_hidden, None, None, None, None, None, None
+
+
+def answer_loss(
+    hidden: torch.Tensor,
+    head: torch.Tensor,
+    tokens: torch.Tensor,
+    targets: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    norm: Norm | None = None,
+    chunk: int = CHUNK,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The cross-entropy of the tokens that follow `tokens`, and its weighted sum.
+
+    hidden   [T, E], before the model's last norm where `norm` is given
+    head     [V, E]
+    tokens   [N] int64, rows of hidden, each once; none: the loss is zero
+    targets  [N] int64, the token that follows each
+    weights  [N] float32; 1 / (a run's answer tokens in the step) makes its loss their mean
+    -> the sum of weight * loss, differentiable in hidden; the losses [N] float32, not weighted
+    """
+    return _AnswerLoss.apply(hidden, head, tokens, targets, weights, norm, chunk)
