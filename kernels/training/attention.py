@@ -121,5 +121,8 @@ def attention(
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if takes_flash(q):
-        return _FlashAttention.apply(q, k, v, rows, scale, window)
+        out: torch.Tensor = _FlashAttention.apply(  # type: ignore[no-untyped-call]
+            q, k, v, rows, scale, window
+        )
+        return out
     return attention_by_row(q, k, v, rows, scale, window)

@@ -9,13 +9,18 @@ from typing import Any
 
 import torch
 
+from kernels.backend import jit, next_power_of_2, tl, use_triton
 from kernels.training.norms import Norm, widen
 
 #: Answer tokens whose logits exist at a time: 1 GB in bf16 at 128 k words.
 CHUNK = 4096
 
 
-def loss_and_gradient(
+#: Stands for the logit of a word that there is not.
+_LOW = -1e30
+
+
+def loss_and_gradient_torch(
     logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
     """logits [N, V] -> the loss of each [N]; logits become weights * their gradient, in place."""
@@ -26,6 +31,58 @@ def loss_and_gradient(
     gradient.scatter_add_(1, targets[:, None], -torch.ones_like(targets, dtype=wide.dtype)[:, None])
     logits.copy_(gradient * weights.to(wide.dtype)[:, None])
     return losses
+
+
+@jit("vocabulary")
+def _loss_kernel(
+    logits_ptr, targets_ptr, weights_ptr, losses_ptr, vocabulary, LOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    logits = logits_ptr + row * vocabulary
+    lane = tl.arange(0, BLOCK)
+    # Each lane has a maximum and a sum of its own; they meet once, at the end.
+    most = tl.full((BLOCK,), LOW, dtype=tl.float32)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, vocabulary, BLOCK):
+        x = tl.load(logits + start + lane, mask=start + lane < vocabulary, other=LOW)
+        x = x.to(tl.float32)
+        higher = tl.maximum(most, x)
+        total = total * tl.exp(most - higher) + tl.exp(x - higher)
+        most = higher
+    top = tl.max(most, axis=0)
+    log_sum = top + tl.log(tl.sum(total * tl.exp(most - top), axis=0))
+    target = tl.load(targets_ptr + row)
+    tl.store(losses_ptr + row, log_sum - tl.load(logits + target).to(tl.float32))
+    weight = tl.load(weights_ptr + row)
+    tl.debug_barrier()  # the target's logit is read before it is written over
+    for start in range(0, vocabulary, BLOCK):
+        word = start + lane
+        x = tl.load(logits + word, mask=word < vocabulary, other=LOW).to(tl.float32)
+        gradient = tl.exp(x - log_sum) - tl.where(word == target, 1.0, 0.0)
+        gradient = (gradient * weight).to(logits_ptr.dtype.element_ty)
+        tl.store(logits + word, gradient, mask=word < vocabulary)
+
+
+def loss_and_gradient_triton(
+    logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, *, block: int = 4096
+) -> torch.Tensor:
+    """As `loss_and_gradient_torch`; one program a row, logits contiguous."""
+    losses = torch.empty(len(targets), dtype=torch.float32, device=logits.device)
+    _loss_kernel[(len(targets),)](
+        logits_ptr=logits, targets_ptr=targets, weights_ptr=weights, losses_ptr=losses,
+        vocabulary=logits.shape[1], LOW=_LOW, BLOCK=min(block, next_power_of_2(logits.shape[1])),
+        num_warps=8,
+    )  # fmt: skip
+    return losses
+
+
+def loss_and_gradient(
+    logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """logits [N, V] -> the loss of each [N]; logits become weights * their gradient, in place."""
+    which = loss_and_gradient_triton if use_triton(logits) else loss_and_gradient_torch
+    return which(logits, targets, weights)
 
 
 class _AnswerLoss(torch.autograd.Function):
@@ -84,4 +141,7 @@ def answer_loss(
     weights  [N] float32; 1 / (a run's answer tokens in the step) makes its loss their mean
     -> the sum of weight * loss, differentiable in hidden; the losses [N] float32, not weighted
     """
-    return _AnswerLoss.apply(hidden, head, tokens, targets, weights, norm, chunk)
+    out: tuple[torch.Tensor, torch.Tensor] = _AnswerLoss.apply(  # type: ignore[no-untyped-call]
+        hidden, head, tokens, targets, weights, norm, chunk
+    )
+    return out

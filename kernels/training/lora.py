@@ -17,6 +17,14 @@ from typing import Any, Protocol
 import torch
 from torch.nn import functional
 
+from kernels.backend import use_triton
+from kernels.training.lora_gradient import add_a_gradient, add_b_gradient
+from kernels.training.lora_triton import (
+    lora_back_triton,
+    lora_down_triton,
+    lora_in_triton,
+    lora_out_triton,
+)
 from kernels.training.pools import LoraSite, Pools
 from kernels.training.segments import Segments
 
@@ -102,6 +110,32 @@ def lora_backward_torch(
             dx[cell.tokens].addmm_(du, a.to(dy.dtype))
 
 
+def lora_forward_triton(
+    x: torch.Tensor, y: torch.Tensor, values: torch.Tensor, site: LoraSite, segments: Segments
+) -> torch.Tensor:
+    """As `lora_forward_torch`; x contiguous."""
+    u = lora_in_triton(x, values, site, segments)
+    lora_out_triton(u, values, y, site, segments)
+    return u
+
+
+def lora_backward_triton(
+    x: torch.Tensor,
+    u: torch.Tensor,
+    dy: torch.Tensor,
+    dx: torch.Tensor | None,
+    pools: Pools,
+    site: LoraSite,
+    segments: Segments,
+) -> None:
+    """As `lora_backward_torch`; all contiguous."""
+    du = lora_down_triton(dy, pools.values, site, segments)
+    add_b_gradient(u, dy, pools.gradient, site, segments)
+    add_a_gradient(du, x, pools.gradient, site, segments)
+    if dx is not None:
+        lora_back_triton(du, pools.values, dx, site, segments)
+
+
 class _LoraLinear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -123,7 +157,8 @@ class _LoraLinear(torch.autograd.Function):
             y = y if bias is None else y.add_(bias)
         u = None
         if site.max_rank:
-            u = lora_forward_torch(inner, y, pools.values, site, segments)
+            forward = lora_forward_triton if use_triton(x) else lora_forward_torch
+            u = forward(inner.contiguous(), y, pools.values, site, segments)
         ctx.save_for_backward(x, u)
         ctx.weight, ctx.site, ctx.pools = weight, site, pools
         ctx.segments, ctx.before = segments, before
@@ -137,7 +172,8 @@ class _LoraLinear(torch.autograd.Function):
         dx = dy @ ctx.weight if wants_dx else None
         if u is not None:
             inner = x if ctx.before is None else ctx.before.forward(x)
-            lora_backward_torch(inner, u, dy, dx, ctx.pools, ctx.site, ctx.segments)
+            backward = lora_backward_triton if use_triton(x) else lora_backward_torch
+            backward(inner.contiguous(), u, dy, dx, ctx.pools, ctx.site, ctx.segments)
         if dx is not None and ctx.before is not None:
             dx = ctx.before.backward(x, dx)
         d_residual = dy if ctx.needs_input_grad[1] else None
@@ -163,4 +199,7 @@ def lora_linear(
     before    computed of x first (Norm, SiluMul), and again in the backward pass; x is its input
     residual  [T, out]
     """
-    return _LoraLinear.apply(x, residual, weight, bias, site, pools, segments, before)
+    out: torch.Tensor = _LoraLinear.apply(  # type: ignore[no-untyped-call]
+        x, residual, weight, bias, site, pools, segments, before
+    )
+    return out

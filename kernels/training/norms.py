@@ -11,28 +11,105 @@ from typing import Any
 
 import torch
 
+from kernels.backend import jit, next_power_of_2, tl, use_triton
+from kernels.rms_norm import rms_norm_triton
 
-def rms_norm_forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+
+def rms_norm_forward_torch(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x [..., D], weight [D] -> like x: rows of unit mean square, times `weight`."""
     wide = widen(x)
     inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * inverse).to(x.dtype) * weight
 
 
-def rms_norm_backward(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, dy: torch.Tensor
+def rms_norm_backward_torch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    dy: torch.Tensor,
+    added: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The gradient of x, from x and the gradient of the norm's output, both [..., D]."""
+    """The gradient of x, from x and the gradient of the norm's output, both [..., D].
+
+    added  like x: added to it
+    """
     wide = widen(x)
     inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     scaled, normed = widen(dy) * widen(weight), wide * inverse
     mean = (scaled * normed).mean(-1, keepdim=True)
-    return ((scaled - normed * mean) * inverse).to(x.dtype)
+    gradient = (scaled - normed * mean) * inverse
+    return (gradient if added is None else gradient + widen(added)).to(x.dtype)
 
 
 def widen(x: torch.Tensor) -> torch.Tensor:
     """x in float32, or as it is where it is wider."""
     return x if x.dtype == torch.float64 else x.float()
+
+
+@jit()
+def _backward_kernel(
+    x_ptr,
+    weight_ptr,
+    dy_ptr,
+    added_ptr,
+    dx_ptr,
+    width,
+    eps,
+    HAS_ADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * width
+    columns = tl.arange(0, BLOCK)
+    mask = columns < width
+    x = tl.load(x_ptr + row + columns, mask=mask, other=0.0).to(tl.float32)
+    dy = tl.load(dy_ptr + row + columns, mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(x * x, axis=0) / width + eps)
+    scaled, normed = dy * weight, x * inverse
+    dx = (scaled - normed * (tl.sum(scaled * normed, axis=0) / width)) * inverse
+    if HAS_ADDED:
+        dx += tl.load(added_ptr + row + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(dx_ptr + row + columns, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+def rms_norm_backward_triton(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    dy: torch.Tensor,
+    added: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As `rms_norm_backward_torch`; one program a row, all contiguous."""
+    dx, width = torch.empty_like(x), x.shape[-1]
+    block = next_power_of_2(width)
+    if x.numel():
+        _backward_kernel[(x.numel() // width,)](
+            x_ptr=x, weight_ptr=weight, dy_ptr=dy, added_ptr=x if added is None else added,
+            dx_ptr=dx, width=width, eps=eps, HAS_ADDED=added is not None, BLOCK=block,
+            num_warps=min(max(block // 512, 1), 16),
+        )  # fmt: skip
+    return dx
+
+
+def rms_norm_forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [..., D], weight [D] -> like x: rows of unit mean square, times `weight`."""
+    if use_triton(x) and x.numel():
+        rows = x.contiguous().view(-1, x.shape[-1])
+        return rms_norm_triton(rows, weight, eps).view(x.shape)
+    return rms_norm_forward_torch(x, weight, eps)
+
+
+def rms_norm_backward(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    dy: torch.Tensor,
+    added: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The gradient of x, plus `added`; see `rms_norm_backward_torch`."""
+    if use_triton(x):
+        return rms_norm_backward_triton(x.contiguous(), weight, eps, dy.contiguous(), added)
+    return rms_norm_backward_torch(x, weight, eps, dy, added)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +136,7 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         (x,) = ctx.saved_tensors
-        return ctx.norm.backward(x, dy.contiguous()), None
+        return ctx.norm.backward(x, dy), None
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -67,4 +144,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
     Differentiable in x.
     """
-    return _RmsNorm.apply(x, Norm(weight, eps))
+    out: torch.Tensor = _RmsNorm.apply(  # type: ignore[no-untyped-call]
+        x, Norm(weight, eps)
+    )
+    return out

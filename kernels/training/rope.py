@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
+from kernels.backend import ceil_div, jit, next_power_of_2, tl, use_triton
 
-def rotate(
+
+def rotate_torch(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, back: bool
 ) -> torch.Tensor:
     """x [T, heads, D] -> the same shape, rotated by the angles of its positions, or back."""
@@ -16,6 +18,83 @@ def rotate(
     half = x.shape[-1] // 2
     turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
     return x * token_cos - turned * token_sin if back else x * token_cos + turned * token_sin
+
+
+@jit("num_tokens")
+def _rotate_kernel(
+    x_ptr,
+    out_ptr,
+    cos_ptr,
+    sin_ptr,
+    positions_ptr,
+    num_tokens,
+    x_stride,
+    out_stride,
+    D: tl.constexpr,
+    BACK: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):
+    HALF: tl.constexpr = D // 2
+    head = tl.program_id(0)
+    t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    d = tl.arange(0, BLOCK_HALF)
+    live = t < num_tokens
+    mask = live[:, None] & (d < HALF)[None, :]
+    rows = t.to(tl.int64)[:, None]
+    position = tl.load(positions_ptr + t, mask=live, other=0).to(tl.int64)
+    angle = position[:, None] * D + d[None, :]
+    x = x_ptr + rows * x_stride + head * D + d[None, :]
+    low = tl.load(x, mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(x + HALF, mask=mask, other=0.0).to(tl.float32)
+    cos_low = tl.load(cos_ptr + angle, mask=mask, other=0.0)
+    cos_high = tl.load(cos_ptr + angle + HALF, mask=mask, other=0.0)
+    sin_low = tl.load(sin_ptr + angle, mask=mask, other=0.0)
+    sin_high = tl.load(sin_ptr + angle + HALF, mask=mask, other=0.0)
+    if BACK:  # the transpose: the halves' sines change places with their sign
+        new_low = low * cos_low + high * sin_high
+        new_high = high * cos_high - low * sin_low
+    else:
+        new_low = low * cos_low - high * sin_low
+        new_high = high * cos_high + low * sin_high
+    out = out_ptr + rows * out_stride + head * D + d[None, :]
+    tl.store(out, new_low.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out + HALF, new_high.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def rotate_triton(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    back: bool,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As `rotate_torch`; heads lie side by side, in rows that may be longer.
+
+    out  written instead of a new tensor; may be x itself
+    """
+    num_tokens, heads, dim = x.shape
+    out = x.new_empty(x.shape) if out is None else out
+    assert x.stride()[1:] == out.stride()[1:] == (dim, 1)
+    block_t = min(32, next_power_of_2(num_tokens))
+    if num_tokens:
+        _rotate_kernel[(heads, ceil_div(num_tokens, block_t))](
+            x_ptr=x, out_ptr=out, cos_ptr=cos, sin_ptr=sin, positions_ptr=positions,
+            num_tokens=num_tokens, x_stride=x.stride(0), out_stride=out.stride(0), D=dim,
+            BACK=back, BLOCK_T=block_t, BLOCK_HALF=next_power_of_2(dim // 2), num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def rotate(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, back: bool
+) -> torch.Tensor:
+    """x [T, heads, D] -> a new tensor, rotated by the angles of its positions, or back."""
+    if not use_triton(x):
+        return rotate_torch(x, cos, sin, positions, back)
+    x = x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
+    return rotate_triton(x, cos, sin, positions, back)
 
 
 class _Rope(torch.autograd.Function):
@@ -28,7 +107,8 @@ class _Rope(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
-        return rotate(dy, *ctx.angles, back=True), None, None, None
+        cos, sin, positions = ctx.angles
+        return rotate(dy, cos, sin, positions, back=True), None, None, None
 
 
 def rope(
@@ -39,4 +119,7 @@ def rope(
     cos, sin   [M, D] tables by position, the first half repeated (Hugging Face's form)
     positions  [T] int64, in the token's row
     """
-    return _Rope.apply(x, cos, sin, positions)
+    out: torch.Tensor = _Rope.apply(  # type: ignore[no-untyped-call]
+        x, cos, sin, positions
+    )
+    return out

@@ -8,21 +8,82 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from kernels.backend import ceil_div, jit, next_power_of_2, tl, use_triton
+from kernels.silu_mul import silu_mul_triton
 from kernels.training.norms import widen
 
 
-def silu_mul_forward(gate_up: torch.Tensor) -> torch.Tensor:
+def silu_mul_forward_torch(gate_up: torch.Tensor) -> torch.Tensor:
     """gate_up [T, 2I], gate first -> silu(gate) * up [T, I]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate) * up
 
 
-def silu_mul_backward(gate_up: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+def silu_mul_backward_torch(gate_up: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
     """The gradient of gate_up [T, 2I], from it and the gradient of the product [T, I]."""
     gate, up = widen(gate_up).chunk(2, dim=-1)
     wide, sigmoid = widen(dy), torch.sigmoid(gate)
     d_gate = wide * up * sigmoid * (1 + gate * (1 - sigmoid))
     return torch.cat((d_gate, wide * gate * sigmoid), dim=-1).to(gate_up.dtype)
+
+
+@jit()
+def _backward_kernel(
+    gate_up_ptr, dy_ptr, out_ptr, product_ptr, width, PRODUCT: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < width
+    place = row * 2 * width + columns
+    gate = tl.load(gate_up_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + place + width, mask=mask, other=0.0).to(tl.float32)
+    dy = tl.load(dy_ptr + row * width + columns, mask=mask, other=0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    d_gate = dy * up * sigmoid * (1 + gate * (1 - sigmoid))
+    dtype = out_ptr.dtype.element_ty
+    tl.store(out_ptr + place, d_gate.to(dtype), mask=mask)
+    tl.store(out_ptr + place + width, (dy * gate * sigmoid).to(dtype), mask=mask)
+    if PRODUCT:
+        silu = (gate * sigmoid).to(dtype)  # rounded before the product, as in the forward pass
+        tl.store(product_ptr + row * width + columns, silu * up.to(dtype), mask=mask)
+
+
+def silu_mul_backward_triton(
+    gate_up: torch.Tensor,
+    dy: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    product: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As `silu_mul_backward_torch`; all contiguous.
+
+    out      written instead of a new tensor; may be gate_up itself
+    product  [T, I], written as well: silu(gate) * up; may be dy itself
+    """
+    width = gate_up.shape[1] // 2
+    out = torch.empty_like(gate_up) if out is None else out
+    block = min(1024, next_power_of_2(width))
+    if gate_up.numel():
+        _backward_kernel[(gate_up.shape[0], ceil_div(width, block))](
+            gate_up_ptr=gate_up, dy_ptr=dy, out_ptr=out,
+            product_ptr=dy if product is None else product, width=width,
+            PRODUCT=product is not None, BLOCK=block, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def silu_mul_forward(gate_up: torch.Tensor) -> torch.Tensor:
+    """gate_up [T, 2I], gate first -> silu(gate) * up [T, I]."""
+    if use_triton(gate_up) and gate_up.numel():
+        return silu_mul_triton(gate_up.contiguous())
+    return silu_mul_forward_torch(gate_up)
+
+
+def silu_mul_backward(gate_up: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+    """The gradient of gate_up; see `silu_mul_backward_torch`."""
+    if use_triton(gate_up):
+        return silu_mul_backward_triton(gate_up.contiguous(), dy.contiguous())
+    return silu_mul_backward_torch(gate_up, dy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +106,12 @@ class _SiluMul(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         (gate_up,) = ctx.saved_tensors
-        return silu_mul_backward(gate_up, dy.contiguous())
+        return silu_mul_backward(gate_up, dy)
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """gate_up [T, 2I], gate first -> silu(gate) * up [T, I]; keeps gate_up alone."""
-    return _SiluMul.apply(gate_up)
+    out: torch.Tensor = _SiluMul.apply(  # type: ignore[no-untyped-call]
+        gate_up
+    )
+    return out

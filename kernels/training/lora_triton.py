@@ -1,0 +1,383 @@
+"""A segmented adapter on a GPU: into the rank space, out of it, with either factor.
+
+A program has a block of tokens of one segment. Of the factors it reads the run's own rank rows, in
+blocks of 16; modules that the run does not train have rank 0 and cost nothing.
+
+    lora_in    out[t, m R + r] = sum_k x[t, k] A_m[r, k]                 u = x A^T
+    lora_down  out[t, m R + r] = scale sum_n dy[t, n] B_m[n, r]          du = scale * dy B
+    lora_out   y[t, n] += scale sum_r u[t, m R + r] B_m[n, r]            y += scale * u B^T
+    lora_back  dx[t, k] += sum_m,r du[t, m R + r] A_m[r, k]              dx += du A
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from kernels.backend import ceil_div, jit, next_power_of_2, tl
+from kernels.training.pools import LoraSite
+from kernels.training.segments import Segments
+
+
+@jit()
+def load_block(blocks_ptr, index):
+    """Segment, first token, number of tokens."""
+    record = blocks_ptr + index * 4
+    first = tl.load(record + 1).to(tl.int64)
+    return tl.load(record), first, tl.load(record + 2), tl.load(record + 3)
+
+
+@jit()
+def find_columns(block, bound0, bound1, bound2, bound3, NUM_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The module that a block of output columns belongs to: its index, bounds, first own column."""
+    blocks0 = tl.cdiv(bound1 - bound0, BLOCK_N)
+    blocks1 = tl.cdiv(bound2 - bound1, BLOCK_N) if NUM_M > 1 else 0
+    module = (block >= blocks0).to(tl.int32) if NUM_M > 1 else 0
+    if NUM_M > 2:
+        module += (block >= blocks0 + blocks1).to(tl.int32)
+    low = tl.where(module == 0, bound0, tl.where(module == 1, bound1, bound2))
+    high = tl.where(module == 0, bound1, tl.where(module == 1, bound2, bound3))
+    before = tl.where(module == 0, 0, tl.where(module == 1, blocks0, blocks0 + blocks1))
+    return module, low, high, (block - before) * BLOCK_N
+
+
+@jit()
+def load_factor(offset_ptr, rank_ptr, cell, ALIGNED: tl.constexpr, RANK_STEP: tl.constexpr):
+    """Where a factor begins in the pools, and its rank."""
+    offset, rank = tl.load(offset_ptr + cell), tl.load(rank_ptr + cell)
+    if ALIGNED:
+        offset = tl.multiple_of(offset, 8)
+    return offset, tl.multiple_of(rank, RANK_STEP)
+
+
+@jit("num_runs")
+def _in_kernel(
+    x_ptr,
+    values_ptr,
+    a_ptr,
+    rank_ptr,
+    blocks_ptr,
+    out_ptr,
+    num_runs,
+    width,
+    NUM_M: tl.constexpr,
+    R: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    segment, first, count, _ = load_block(blocks_ptr, tl.program_id(0))
+    n = tl.arange(0, BLOCK_R)  # 16 rank rows of each module, one under the other
+    module, r = n // 16, tl.program_id(1) * 16 + n % 16
+    t = tl.arange(0, BLOCK_T)
+    cell = module * num_runs + segment
+    rank = tl.load(rank_ptr + cell, mask=module < NUM_M, other=0)
+    if tl.max(rank, axis=0) > tl.program_id(1) * 16:
+        has = r < rank
+        offset = tl.load(a_ptr + cell, mask=has, other=0)
+        if ALIGNED:
+            offset = tl.multiple_of(offset, 8)
+        a_rows = values_ptr + offset + r * width
+        x_rows = x_ptr + (first + t) * width
+        product = tl.zeros((BLOCK_T, BLOCK_R), dtype=tl.float32)
+        for k in range(0, width, BLOCK_K):
+            columns = k + tl.arange(0, BLOCK_K)
+            inside = (columns < width)[None, :]
+            x = tl.load(
+                x_rows[:, None] + columns[None, :], mask=(t < count)[:, None] & inside, other=0.0
+            )
+            a = tl.load(a_rows[:, None] + columns[None, :], mask=has[:, None] & inside, other=0.0)
+            product = tl.dot(x, tl.trans(a), product, input_precision="ieee")
+        place = (first + t)[:, None] * (NUM_M * R) + (module * R + r)[None, :]
+        mask = (t < count)[:, None] & has[None, :]
+        tl.store(out_ptr + place, product.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@jit("num_runs")
+def _down_kernel(
+    dy_ptr,
+    values_ptr,
+    b_ptr,
+    rank_ptr,
+    scale_ptr,
+    blocks_ptr,
+    out_ptr,
+    num_runs,
+    dy_stride,
+    bound0,
+    bound1,
+    bound2,
+    bound3,
+    NUM_M: tl.constexpr,
+    R: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    RANK_STEP: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    segment, first, count, _ = load_block(blocks_ptr, tl.program_id(0))
+    module = tl.program_id(1)
+    low = tl.where(module == 0, bound0, tl.where(module == 1, bound1, bound2))
+    high = tl.where(module == 0, bound1, tl.where(module == 1, bound2, bound3))
+    r, t = tl.program_id(2) * 16 + tl.arange(0, 16), tl.arange(0, BLOCK_T)
+    cell = module * num_runs + segment
+    offset, rank = load_factor(b_ptr, rank_ptr, cell, ALIGNED, RANK_STEP)
+    if rank > tl.program_id(2) * 16:
+        dy_rows = dy_ptr + (first + t) * dy_stride + low
+        product = tl.zeros((BLOCK_T, 16), dtype=tl.float32)
+        for k in range(0, high - low, BLOCK_N):
+            n = k + tl.arange(0, BLOCK_N)
+            inside = n < high - low
+            dy = tl.load(
+                dy_rows[:, None] + n[None, :],
+                mask=(t < count)[:, None] & inside[None, :],
+                other=0.0,
+            )
+            b = tl.load(
+                values_ptr + offset + n[:, None] * rank + r[None, :],
+                mask=inside[:, None] & (r < rank)[None, :],
+                other=0.0,
+            )
+            product = tl.dot(dy, b, product, input_precision="ieee")
+        product *= tl.load(scale_ptr + cell)
+        place = (first + t)[:, None] * (NUM_M * R) + (module * R + r)[None, :]
+        mask = (t < count)[:, None] & (r < rank)[None, :]
+        tl.store(out_ptr + place, product.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@jit("num_runs")
+def _out_kernel(
+    u_ptr,
+    values_ptr,
+    b_ptr,
+    rank_ptr,
+    scale_ptr,
+    blocks_ptr,
+    y_ptr,
+    num_runs,
+    y_stride,
+    bound0,
+    bound1,
+    bound2,
+    bound3,
+    NUM_M: tl.constexpr,
+    R: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    RANK_STEP: tl.constexpr,
+    ADD: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    segment, first, count, _ = load_block(blocks_ptr, tl.program_id(1))
+    module, low, high, column = find_columns(
+        tl.program_id(0), bound0, bound1, bound2, bound3, NUM_M, BLOCK_N
+    )
+    n, t, r = column + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_T), tl.arange(0, 16)
+    live, inside = (t < count)[:, None], n < high - low
+    y_ptrs = y_ptr + (first + t)[:, None] * y_stride + (low + n)[None, :]
+    mask = live & inside[None, :]
+    cell = module * num_runs + segment
+    offset, rank = load_factor(b_ptr, rank_ptr, cell, ALIGNED, RANK_STEP)
+    if rank > 0 or not ADD:
+        if ADD:
+            y = tl.load(y_ptrs, mask=mask, other=0.0)
+        product = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
+        for start in range(0, rank, 16):
+            has = (start + r) < rank
+            u = tl.load(
+                u_ptr + (first + t)[:, None] * (NUM_M * R) + (module * R + start + r)[None, :],
+                mask=live & has[None, :],
+                other=0.0,
+            )
+            b = tl.load(
+                values_ptr + offset + n[:, None] * rank + (start + r)[None, :],
+                mask=inside[:, None] & has[None, :],
+                other=0.0,
+            )
+            product = tl.dot(u, tl.trans(b), product, input_precision="ieee")
+        product *= tl.load(scale_ptr + cell)
+        if ADD:
+            product += y.to(tl.float32)
+        tl.store(y_ptrs, product.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@jit("num_runs")
+def _back_kernel(
+    du_ptr,
+    values_ptr,
+    a_ptr,
+    rank_ptr,
+    blocks_ptr,
+    dx_ptr,
+    num_runs,
+    width,
+    NUM_M: tl.constexpr,
+    R: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ADD: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    segment, first, count, _ = load_block(blocks_ptr, tl.program_id(1))
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    t, n = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_R)
+    module = n // 16
+    cell = module * num_runs + segment
+    rank = tl.load(rank_ptr + cell, mask=module < NUM_M, other=0)
+    most = tl.max(rank, axis=0)
+    live, inside = (t < count)[:, None], (column < width)[None, :]
+    dx_ptrs = dx_ptr + (first + t)[:, None] * width + column[None, :]
+    if most > 0 or not ADD:
+        if ADD:
+            dx = tl.load(dx_ptrs, mask=live & inside, other=0.0)
+        offset = tl.load(a_ptr + cell, mask=rank > 0, other=0)
+        if ALIGNED:
+            offset = tl.multiple_of(offset, 8)
+        product = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
+        for start in range(0, most, 16):
+            r = start + n % 16
+            has = r < rank
+            du = tl.load(
+                du_ptr + (first + t)[:, None] * (NUM_M * R) + (module * R + r)[None, :],
+                mask=live & has[None, :],
+                other=0.0,
+            )
+            a = tl.load(
+                (values_ptr + offset + r * width)[:, None] + column[None, :],
+                mask=has[:, None] & inside,
+                other=0.0,
+            )
+            product = tl.dot(du, a, product, input_precision="ieee")
+        if ADD:
+            product += dx.to(tl.float32)
+        tl.store(dx_ptrs, product.to(dx_ptr.dtype.element_ty), mask=live & inside)
+
+
+def padded_bounds(site: LoraSite) -> tuple[int, int, int, int]:
+    """The bounds of a site's columns, zeros behind them."""
+    assert site.num_modules <= 3
+    bounds = (*site.bounds, 0, 0, 0)
+    return bounds[0], bounds[1], bounds[2], bounds[3]
+
+
+def column_blocks(site: LoraSite, block: int) -> int:
+    """Blocks of output columns, none across two modules."""
+    return sum(ceil_div(high - low, block) for low, high in itertools.pairwise(site.bounds))
+
+
+def fit(block: int, width: int) -> int:
+    """A block no wider than it need be."""
+    return min(block, max(16, next_power_of_2(width)))
+
+
+def rank_rows(site: LoraSite) -> int:
+    """16 rank rows of each module, as a power of two."""
+    return next_power_of_2(site.num_modules * 16)
+
+
+def lora_in_triton(
+    x: torch.Tensor,
+    values: torch.Tensor,
+    site: LoraSite,
+    segments: Segments,
+    *,
+    block_t: int = 64,
+    block_k: int = 128,
+    num_warps: int = 4,
+    num_stages: int = 3,
+) -> torch.Tensor:
+    """x [T, in] contiguous -> u [T, modules * padded rank]."""
+    u = x.new_empty(x.shape[0], site.num_modules * site.padded_rank)
+    blocks = segments.blocks(block_t)
+    if len(blocks):
+        _in_kernel[(len(blocks), site.padded_rank // 16)](
+            x_ptr=x, values_ptr=values, a_ptr=site.a, rank_ptr=site.rank, blocks_ptr=blocks,
+            out_ptr=u, num_runs=site.rank.shape[1], width=x.shape[1], NUM_M=site.num_modules,
+            R=site.padded_rank, ALIGNED=site.aligned and x.shape[1] % 8 == 0,
+            BLOCK_R=rank_rows(site), BLOCK_T=block_t, BLOCK_K=fit(block_k, x.shape[1]),
+            num_warps=num_warps, num_stages=num_stages,
+        )  # fmt: skip
+    return u
+
+
+def lora_down_triton(
+    dy: torch.Tensor,
+    values: torch.Tensor,
+    site: LoraSite,
+    segments: Segments,
+    *,
+    block_t: int = 64,
+    block_n: int = 128,
+    num_warps: int = 4,
+    num_stages: int = 3,
+) -> torch.Tensor:
+    """dy [T, out] -> du [T, modules * padded rank], scaled."""
+    du = dy.new_empty(dy.shape[0], site.num_modules * site.padded_rank)
+    blocks = segments.blocks(block_t)
+    bounds = padded_bounds(site)
+    if len(blocks):
+        _down_kernel[(len(blocks), site.num_modules, site.padded_rank // 16)](
+            dy_ptr=dy, values_ptr=values, b_ptr=site.b, rank_ptr=site.rank, scale_ptr=site.scale,
+            blocks_ptr=blocks, out_ptr=du, num_runs=site.rank.shape[1], dy_stride=dy.stride(0),
+            bound0=bounds[0], bound1=bounds[1], bound2=bounds[2], bound3=bounds[3],
+            NUM_M=site.num_modules, R=site.padded_rank, ALIGNED=site.aligned,
+            RANK_STEP=site.rank_step, BLOCK_T=block_t, BLOCK_N=fit(block_n, site.bounds[-1]),
+            num_warps=num_warps, num_stages=num_stages,
+        )  # fmt: skip
+    return du
+
+
+def lora_out_triton(
+    u: torch.Tensor,
+    values: torch.Tensor,
+    y: torch.Tensor,
+    site: LoraSite,
+    segments: Segments,
+    *,
+    add: bool = True,
+    block_t: int = 64,
+    block_n: int = 128,
+    num_warps: int = 4,
+    num_stages: int = 1,
+) -> None:
+    """Add the adapters' output to y [T, out], or with add=False write it there, zeros included."""
+    blocks = segments.blocks(block_t)
+    bounds, block_n = padded_bounds(site), fit(block_n, site.bounds[-1])
+    if len(blocks):
+        _out_kernel[(column_blocks(site, block_n), len(blocks))](
+            u_ptr=u, values_ptr=values, b_ptr=site.b, rank_ptr=site.rank, scale_ptr=site.scale,
+            blocks_ptr=blocks, y_ptr=y, num_runs=site.rank.shape[1], y_stride=y.stride(0),
+            bound0=bounds[0], bound1=bounds[1], bound2=bounds[2], bound3=bounds[3],
+            NUM_M=site.num_modules, R=site.padded_rank, ALIGNED=site.aligned,
+            RANK_STEP=site.rank_step, ADD=add, BLOCK_T=block_t, BLOCK_N=block_n,
+            num_warps=num_warps, num_stages=num_stages,
+        )  # fmt: skip
+
+
+def lora_back_triton(
+    du: torch.Tensor,
+    values: torch.Tensor,
+    dx: torch.Tensor,
+    site: LoraSite,
+    segments: Segments,
+    *,
+    add: bool = True,
+    block_t: int = 64,
+    block_n: int = 128,
+    num_warps: int = 4,
+    num_stages: int = 1,
+) -> None:
+    """Add du A to dx [T, in] contiguous, or with add=False write it there, zeros included."""
+    blocks, width = segments.blocks(block_t), dx.shape[1]
+    block_n = fit(block_n, width)
+    if len(blocks):
+        _back_kernel[(ceil_div(width, block_n), len(blocks))](
+            du_ptr=du, values_ptr=values, a_ptr=site.a, rank_ptr=site.rank, blocks_ptr=blocks,
+            dx_ptr=dx, num_runs=site.rank.shape[1], width=width, NUM_M=site.num_modules,
+            R=site.padded_rank, ALIGNED=site.aligned and width % 8 == 0, ADD=add,
+            BLOCK_R=rank_rows(site), BLOCK_T=block_t, BLOCK_N=block_n,
+            num_warps=num_warps, num_stages=num_stages,
+        )  # fmt: skip

@@ -1,0 +1,253 @@
+"""Every Triton kernel of the training step against its torch form, on a card or interpreted.
+
+New tensors hold NaN until they are written, and so does what lies between the runs' factors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kernels.training import Pools, RunStep, SiluMul, lora, lora_linear, make_rows, segments
+from kernels.training.adamw import adamw_torch, adamw_triton
+from kernels.training.attention import attention, takes_flash
+from kernels.training.cross_entropy import loss_and_gradient_torch, loss_and_gradient_triton
+from kernels.training.lora import (
+    lora_backward_torch,
+    lora_backward_triton,
+    lora_forward_torch,
+    lora_forward_triton,
+)
+from kernels.training.lora_triton import lora_back_triton, lora_out_triton
+from kernels.training.norms import rms_norm_backward_torch, rms_norm_backward_triton
+from kernels.training.reference import attention_ref, lora_linear_ref, silu_mul_ref
+from kernels.training.rope import rotate_torch, rotate_triton
+from kernels.training.silu import (
+    silu_mul_backward_torch,
+    silu_mul_backward_triton,
+    silu_mul_forward_torch,
+)
+from tests.kernels.training.cases import MIXES, Batch, make_batch
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+
+
+@pytest.fixture(autouse=True)
+def poisoned() -> Iterator[None]:
+    """Fill what torch.empty returns with NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def assert_near(out: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    """Relative error of the whole; NaN never passes."""
+    assert out.shape == expected.shape
+    error = (out.double() - expected.double()).norm() / (expected.double().norm() + 1e-9)
+    assert error.item() <= TOLERANCE[dtype]
+
+
+def wide(batch: Batch) -> Batch:
+    """The same values in float32."""
+    fields = {name: getattr(batch.pools, name).clone() for name in Pools.__dataclass_fields__}
+    fields["values"] = batch.pools.values.float()
+    return dataclasses.replace(batch, weight=batch.weight.float(), pools=Pools(**fields))
+
+
+@pytest.mark.parametrize("widths", [(24, 40, 8), (17, 3, 130)])
+@pytest.mark.parametrize("mix", MIXES)
+def test_lora(
+    mix: str,
+    widths: tuple[int, ...],
+    dtype: torch.dtype,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(segments, "CHUNK", 16)  # that some runs' gradients have several parts
+    width = 40 if widths[0] == 24 else 35
+    batch = make_batch(MIXES[mix], width, widths, dtype, device)
+    theirs = wide(batch)
+    site, parts, own = batch.site, batch.segments, batch.owned
+    if site.max_rank == 0:
+        return
+    x = torch.randn(parts.num_tokens, width, device=device).to(dtype)
+    y, dy = torch.randn(2, parts.num_tokens, sum(widths), device=device).to(dtype)
+    dx = torch.randn_like(x)
+    expected_y, expected_dx = y.float().clone(), dx.float().clone()
+    u = lora_forward_triton(x, y, batch.pools.values, site, parts)
+    expected_u = lora_forward_torch(x.float(), expected_y, theirs.pools.values, site, parts)
+    used = ~expected_u.isnan()
+    assert_near(u[used], expected_u[used], dtype)
+    assert_near(y, expected_y, dtype)
+
+    lora_backward_triton(x, u, dy, dx, batch.pools, site, parts)
+    lora_backward_torch(x.float(), expected_u, dy.float(), expected_dx, theirs.pools, site, parts)
+    assert_near(dx, expected_dx, dtype)
+    assert_near(batch.pools.gradient[own], theirs.pools.gradient[own], dtype)
+    assert bool((batch.pools.gradient[~own] == 1).all())
+
+
+def test_lora_written_and_not_added(dtype: torch.dtype, device: str) -> None:
+    batch = make_batch(MIXES["one trains nothing"], 40, (24, 40, 8), dtype, device)
+    site, parts, values = batch.site, batch.segments, batch.pools.values
+    u = torch.randn(parts.num_tokens, 3 * site.padded_rank, device=device).to(dtype)
+    for width, put in ((72, lora_out_triton), (40, lora_back_triton)):
+        added = torch.zeros(parts.num_tokens, width, dtype=dtype, device=device)
+        written = torch.empty_like(added)
+        put(u, values, added, site, parts)
+        put(u, values, written, site, parts, add=False)
+        assert torch.equal(added, written)
+
+
+def test_lora_linear_whole(
+    dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = make_batch(MIXES["mixed"], 40, (24, 40, 8), dtype, device)
+    theirs = wide(batch)
+    site, parts, own = batch.site, batch.segments, batch.owned
+    x = torch.randn(parts.num_tokens, 80, device=device).to(dtype).requires_grad_()
+    residual = torch.randn(parts.num_tokens, 72, device=device).to(dtype)
+    dy = torch.randn_like(residual)
+    x_wide = x.detach().float().requires_grad_()
+    expected = residual.float() + lora_linear_ref(
+        silu_mul_ref(x_wide), theirs.weight, None, site, theirs.pools.values, parts
+    )
+    monkeypatch.setattr(lora, "use_triton", lambda _: True)
+    y = lora_linear(
+        x, batch.weight, None, site, batch.pools, parts, before=SiluMul(), residual=residual
+    )
+    assert_near(y, expected, dtype)
+    y.backward(dy)
+    expected.backward(dy.float())
+    assert x.grad is not None and x_wide.grad is not None
+    assert_near(x.grad, x_wide.grad, dtype)
+    assert bool(batch.pools.gradient[own].isfinite().all())
+
+
+def test_gradients_alone_and_in_company_are_equal_to_the_bit(
+    dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segments, "CHUNK", 16)
+    runs = MIXES["mixed"]
+    together = make_batch(runs, 40, (24, 40, 8), dtype, device)
+    x = torch.randn(together.segments.num_tokens, 40, device=device).to(dtype)
+    y, dy = torch.randn(2, len(x), 72, device=device).to(dtype)
+    u = lora_forward_triton(x, y.clone(), together.pools.values, together.site, together.segments)
+    lora_backward_triton(x, u, dy, None, together.pools, together.site, together.segments)
+    for number in range(len(runs)):
+        only = [r if i == number else dataclasses.replace(r, tokens=0) for i, r in enumerate(runs)]
+        alone = make_batch(only, 40, (24, 40, 8), dtype, device)
+        start, end = together.segments.bounds[number : number + 2]
+        parts, pools = alone.segments, alone.pools
+        u = lora_forward_triton(x[start:end], y[start:end].clone(), pools.values, alone.site, parts)
+        lora_backward_triton(x[start:end], u, dy[start:end], None, pools, alone.site, parts)
+        changed = pools.gradient != 1
+        assert torch.equal(pools.gradient[changed], together.pools.gradient[changed])
+
+
+@pytest.mark.parametrize("width", [16, 100])
+def test_rms_norm_backward(width: int, dtype: torch.dtype, device: str) -> None:
+    x, dy, added = torch.randn(3, 5, width, device=device).to(dtype)
+    weight = torch.randn(width, device=device).to(dtype)
+    for extra in (None, added):
+        out = rms_norm_backward_triton(x, weight, 1e-5, dy, extra)
+        parts = [t.float() for t in (x, weight, dy)]
+        expected = rms_norm_backward_torch(
+            parts[0], parts[1], 1e-5, parts[2], None if extra is None else extra.float()
+        )
+        assert_near(out, expected, dtype)
+
+
+def test_silu_mul_backward(dtype: torch.dtype, device: str) -> None:
+    gate_up = torch.randn(3, 74, device=device).to(dtype)
+    dy = torch.randn(3, 37, device=device).to(dtype)
+    expected = silu_mul_backward_torch(gate_up.float(), dy.float())
+    product = silu_mul_forward_torch(gate_up.float())
+    assert_near(silu_mul_backward_triton(gate_up, dy), expected, dtype)
+    # In place of what it reads.
+    assert silu_mul_backward_triton(gate_up, dy, out=gate_up, product=dy) is gate_up
+    assert_near(gate_up, expected, dtype)
+    assert_near(dy, product, dtype)
+
+
+@pytest.mark.parametrize("dim", [8, 12])
+def test_rotate(dim: int, dtype: torch.dtype, device: str) -> None:
+    rows = make_rows([5, 1, 37], device)
+    angles = torch.randn(37, dim // 2, device=device).repeat(1, 2)
+    cos, sin = angles.cos(), angles.sin()
+    packed = torch.randn(43, 5, dim, device=device).to(dtype)
+    x = packed[:, 1:4]
+    for back in (False, True):
+        expected = rotate_torch(x.float(), cos, sin, rows.positions, back)
+        assert_near(rotate_triton(x, cos, sin, rows.positions, back), expected, dtype)
+    others = packed[:, [0, 4]].clone()
+    assert rotate_triton(x, cos, sin, rows.positions, True, out=x) is x
+    assert_near(x, expected, dtype)
+    assert torch.equal(packed[:, [0, 4]], others)
+
+
+@pytest.mark.parametrize("vocabulary", [7, 64, 300])
+def test_loss_and_gradient(vocabulary: int, dtype: torch.dtype, device: str) -> None:
+    logits = (torch.randn(5, vocabulary, device=device) * 4).to(dtype)
+    logits[1] -= 100
+    expected = logits.float().clone()
+    targets = torch.randint(vocabulary, (5,), device=device)
+    weights = torch.rand(5, device=device)
+    expected_losses = loss_and_gradient_torch(expected, targets, weights)
+    losses = loss_and_gradient_triton(logits, targets, weights, block=64)
+    assert_near(losses, expected_losses, torch.float32)
+    assert_near(logits, expected, dtype)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_adamw(shared: bool, device: str) -> None:
+    sizes = [1024, 6144, 2048, 1024]
+    bounds = [0, 2048, 9216, 11264]  # the second run's neighbour is nobody's
+    total = 13312
+    torch.manual_seed(0)
+    master, mean, gradient = torch.randn(3, total, device=device)
+    square = torch.rand(total, device=device)
+    gradient[9300] = math.inf
+    gradient[bounds[3] + 5] = math.nan
+    values = master if shared else master.bfloat16()
+    ours = Pools(values, master, mean, square, gradient)
+    cloned = [t.cpu().clone() for t in (master, mean, square, gradient)]
+    theirs = Pools(cloned[0] if shared else values.cpu().clone(), *cloned)
+    runs = [
+        RunStep(first=first, size=size, step=1 + i, lr=10.0**-i, weight_decay=0.1 * i,
+                max_norm=(math.inf, 0.5, 1.0, 1.0)[i], eps=1e-8 if i else 1e-3)
+        for i, (first, size) in enumerate(zip(bounds, sizes, strict=True))
+    ]  # fmt: skip
+    norms = adamw_triton(ours, runs)
+    expected = adamw_torch(theirs, runs)
+    assert norms.isfinite().tolist() == [True, True, False, False]
+    assert_near(norms[:2].cpu(), expected[:2], torch.float32)
+    for name in ("values", "master", "first_moment", "second_moment", "gradient"):
+        out = getattr(ours, name)
+        assert_near(out.cpu(), getattr(theirs, name), out.dtype)
+    left = slice(9216, 12288)
+    assert torch.equal(master[left].cpu(), theirs.master[left])
+
+
+@pytest.mark.parametrize("dim", [64, 128, 20])
+@pytest.mark.parametrize("window", [None, 7])
+def test_attention(dim: int, window: int | None, dtype: torch.dtype, device: str) -> None:
+    """FlashAttention on a card where it takes the heads, gradients and other rows included."""
+    rows = make_rows([33, 1, 0, 190, 5], device)
+    packed = torch.randn(229, 12, dim, device=device).to(dtype).requires_grad_()
+    wide_packed = packed.detach().float().requires_grad_()
+    assert takes_flash(packed) == (device == "cuda" and dtype != torch.float32 and dim != 20)
+    out = attention(packed[:, :8], packed[:, 8:10], packed[:, 10:], rows, window=window)
+    expected = attention_ref(
+        wide_packed[:, :8], wide_packed[:, 8:10], wide_packed[:, 10:], rows, dim**-0.5, window
+    )
+    assert_near(out, expected, dtype)
+    dy = torch.randn_like(out)
+    out.backward(dy)
+    expected.backward(dy.float())
+    assert packed.grad is not None and wide_packed.grad is not None
+    assert_near(packed.grad, wide_packed.grad, dtype)
