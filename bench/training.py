@@ -1,0 +1,129 @@
+"""Training many runs in one batch at Llama-3.1-8B's shape, random weights made on the card.
+
+    python -m bench.training [--case NAME] [--quick] [--profile] [--out FILE]
+    python -m bench.training --micro [--share I/N] [--compile]     each operation, see training_ops
+
+Tokens a second are of whole steps: forward, backward and the update of every run. TFLOP/s count the
+base's products once, recomputed ones not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.device import provenance, write_whole
+from bench.machine import commit
+from bench.training_ops import bench_operations
+from bench.training_stack import TINY, Shape, Stack, Work
+
+RESULTS = Path(__file__).parent / "results" / "training-h200.json"
+#: Name -> the work of a step and the share of layers that are recomputed.
+CASES: dict[str, tuple[Work, float]] = {
+    "64x256": (Work(64, 1, 256), 0.0),
+    "64x256 recompute": (Work(64, 1, 256), 1.0),
+    "1x16384": (Work(1, 64, 256), 0.0),
+    "1x16384 recompute": (Work(1, 64, 256), 1.0),
+    "PEFT 16x1024 recompute": (Work(1, 16, 1024), 1.0),
+    "PEFT 16x512": (Work(1, 16, 512), 0.0),
+    "PEFT 8x256 recompute": (Work(1, 8, 256), 1.0),
+    "PEFT 8x256": (Work(1, 8, 256), 0.0),
+}
+
+
+def time_steps(stack: Stack, steps: int) -> list[float]:
+    """Seconds of each step after two that warm up."""
+    for _ in range(2):
+        stack.step()
+    times = []
+    for _ in range(steps):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        loss = stack.step()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    assert torch.isfinite(loss), loss
+    return times
+
+
+def run_case(name: str, steps: int, shape: Shape, profile: bool) -> dict[str, Any]:
+    """Measure one case; with `profile` also what the time of a step goes to."""
+    work, share = CASES[name]
+    torch.cuda.reset_peak_memory_stats()
+    stack = Stack(shape, work, recomputed=round(share * shape.layers))
+    seconds = statistics.median(time_steps(stack, steps))
+    case: dict[str, Any] = {
+        "case": name,
+        "runs": work.runs,
+        "tokens": work.tokens,
+        "tok_s": round(work.tokens / seconds),
+        "tflop_s": round(stack.step_tflop() / seconds, 1),
+        "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 1),
+        "step_ms": round(seconds * 1e3, 1),
+    }
+    if profile:
+        case["kernels_ms"] = profile_step(stack)
+    return case
+
+
+def profile_step(stack: Stack, most: int = 40) -> dict[str, list[float]]:
+    """Milliseconds and launches of a step's longest kernels, and of all together."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        stack.step()
+        torch.cuda.synchronize()
+    found: dict[str, list[float]] = {}
+    for event in profiler.key_averages():
+        name = event.key[:90]
+        milliseconds, count = found.get(name, [0.0, 0])
+        found[name] = [milliseconds + event.self_device_time_total / 1e3, count + event.count]
+    longest = dict(sorted(found.items(), key=lambda item: -item[1][0])[:most])
+    longest["all"] = [sum(value[0] for value in found.values()), 0]
+    return {name: [round(ms, 2), count] for name, (ms, count) in longest.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--case", action="append", choices=list(CASES))
+    parser.add_argument("--quick", action="store_true", help="three steps, nothing measured before")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--layers", type=int, default=0)
+    parser.add_argument("--micro", action="store_true")
+    parser.add_argument("--only", default="")
+    parser.add_argument("--share", default="0/1")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--tiny", action="store_true", help="a decoder for trying this file")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    if options.micro:
+        share = [int(each) for each in options.share.split("/")]
+        for line in bench_operations(options.only, (share[0], share[1]), options.compile):
+            print(json.dumps(line), flush=True)
+        return
+    shape = TINY if options.tiny else Shape(layers=options.layers or Shape.layers)
+    report: dict[str, Any] = {"commit": commit()} if options.quick else provenance()
+    report["card"] = torch.cuda.get_device_name()
+    report["cases"] = []
+    for name in options.case or CASES:
+        try:
+            case = run_case(name, 3 if options.quick else 8, shape, options.profile)
+        except torch.OutOfMemoryError as error:
+            case = {"case": name, "failed": str(error)[:200]}
+        report["cases"].append(case)
+        print(json.dumps(case), flush=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+        write_whole(options.out, report)
+    if any("failed" in case for case in report["cases"]):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
