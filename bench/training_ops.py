@@ -17,9 +17,9 @@ from kernels.rms_norm import rms_norm_triton
 from kernels.silu_mul import silu_mul_triton
 from kernels.training import RunStep, make_rows, make_segments
 from kernels.training.adamw import adamw_triton
-from kernels.training.attention import flash_backward, flash_forward
+from kernels.training.attention import Options, flash_backward, flash_forward
 from kernels.training.cross_entropy import loss_and_gradient_triton
-from kernels.training.lora_gradient import add_a_gradient, add_b_gradient
+from kernels.training.lora_gradient import add_a_gradient_triton, add_b_gradient_triton
 from kernels.training.lora_triton import (
     lora_back_triton,
     lora_down_triton,
@@ -56,17 +56,13 @@ TRIES: dict[str, list[dict[str, int]]] = {
         {}, {"block_t": 128, "num_warps": 8}, {"block_k": 64, "num_stages": 4}, {"block_t": 32},
         {"block_k": 256, "num_stages": 2},
     ],
-    "out": [
-        {}, {"block_n": 256}, {"block_t": 128}, {"block_t": 128, "num_warps": 8},
-        {"block_t": 32, "block_n": 256}, {"block_t": 128, "block_n": 256, "num_warps": 8},
-    ],
+    "out": [{}, {"num_warps": 8}, {"num_warps": 2}, {"block_t": 32}],
     "down": [
         {}, {"block_t": 128}, {"block_n": 64, "num_stages": 4}, {"block_t": 32},
         {"block_n": 256, "num_stages": 2},
     ],
     "back": [
-        {}, {"block_n": 256}, {"block_t": 128, "num_warps": 8}, {"block_t": 32, "block_n": 256},
-        {"block_n": 64},
+        {}, {"num_warps": 8}, {"num_warps": 2}, {"block_t": 32}, {"block_t": 128, "block_n": 64},
     ],
     "da": [
         {}, {"block_n": 64}, {"block_t": 128}, {"block_t": 32}, {"block_n": 256, "num_warps": 8},
@@ -108,11 +104,11 @@ def adapters(shape: Shape, work: Work) -> Iterator[Timed]:
                 4 * x.numel(),
             ),
             "da": (
-                lambda **o: add_a_gradient(u, x, pools.gradient, site, segments, **o),
+                lambda **o: add_a_gradient_triton(u, x, pools.gradient, site, segments, **o),
                 2 * x.numel() + gradient_bytes * width * site.num_modules,
             ),
             "db": (
-                lambda **o: add_b_gradient(u, y, pools.gradient, site, segments, **o),
+                lambda **o: add_b_gradient_triton(u, y, pools.gradient, site, segments, **o),
                 2 * y.numel() + gradient_bytes * out,
             ),
         }
@@ -173,22 +169,22 @@ def attentions(shape: Shape, work: Work) -> Iterator[Timed]:
         heads = [shape.heads, shape.kv_heads, shape.kv_heads]
         q, k, v = packed.split(heads, dim=1)
         dy = randn(work.tokens, shape.heads, shape.dim, like=like)
-        scale = shape.dim**-0.5
+        options = Options(rows, shape.dim**-0.5, None)
         flops = 2.0 * work.tokens * length * shape.heads * shape.dim
         size = 2.0 * packed.numel()
         yield (
             f"attention rows of {length}",
-            lambda q=q, k=k, v=v, rows=rows: flash_forward(q, k, v, rows, scale, None),
+            lambda q=q, k=k, v=v, options=options: flash_forward(q, k, v, options),
             size + 2 * dy.numel(), flops,
         )  # fmt: skip
-        kept = (q, k, v, *flash_forward(q, k, v, rows, scale, None))
+        kept = (q, k, v, flash_forward(q, k, v, options), options)
 
-        def back(dy: torch.Tensor = dy, kept: Any = kept, rows: Any = rows) -> object:
-            return flash_backward(dy, kept, rows, scale, None)
+        def back(dy: torch.Tensor = dy, kept: Any = kept) -> object:
+            return flash_backward(dy, *kept)
 
         def exact(back: Callable[[], object] = back) -> object:
             torch.utils.deterministic.fill_uninitialized_memory = False
-            torch._C._set_deterministic_algorithms(True, warn_only=True)
+            torch._C._set_deterministic_algorithms(True, warn_only=False)
             try:
                 return back()
             finally:

@@ -9,24 +9,23 @@ import itertools
 from dataclasses import dataclass
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from kernels.training import (
     SPAN,
+    Heads,
     LoraSite,
+    LoraWeight,
     Norm,
     Placement,
     Pools,
     RunStep,
-    SiluMul,
     adamw,
     answer_loss,
-    attention,
-    lora_linear,
+    attention_sublayer,
     make_rows,
     make_segments,
     make_sites,
-    rope,
+    mlp_sublayer,
 )
 
 EPS = 1e-5
@@ -145,7 +144,10 @@ class Stack:
         angles = torch.outer(
             torch.arange(work.length), 1e4 ** -(torch.arange(0, shape.dim, 2) / shape.dim)
         ).repeat(1, 2)
-        self.cos, self.sin = angles.cos().to(device), angles.sin().to(device)
+        self.heads = Heads(
+            num_heads=shape.heads, num_kv_heads=shape.kv_heads, dim=shape.dim,
+            cos=angles.cos().to(device), sin=angles.sin().to(device),
+        )  # fmt: skip
         self.ids = torch.randint(shape.vocabulary, (work.tokens,), device=device)
         per_row = max(1, int(work.length * work.answers))
         last = torch.arange(work.length - per_row, work.length)
@@ -158,30 +160,21 @@ class Stack:
         self.steps = 0
 
     def layer(self, hidden: torch.Tensor, index: int) -> torch.Tensor:
-        shape, pools, segments = self.shape, self.pools, self.segments
-        weights, sites = self.weights[index], self.sites[index]
-        norm = Norm(self.norm, EPS)
-        qkv = lora_linear(hidden, weights[0], None, sites[0], pools, segments, before=norm)
-        heads = qkv.view(len(qkv), -1, shape.dim)
-        q, k, v = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
-        q = rope(q, self.cos, self.sin, self.rows.positions)
-        k = rope(k, self.cos, self.sin, self.rows.positions)
-        attended = attention(q, k, v, self.rows).flatten(1)
-        hidden = lora_linear(attended, weights[1], None, sites[1], pools, segments, residual=hidden)
-        gate_up = lora_linear(hidden, weights[2], None, sites[2], pools, segments, before=norm)
-        return lora_linear(
-            gate_up, weights[3], None, sites[3], pools, segments,
-            before=SiluMul(), residual=hidden,
-        )  # fmt: skip
+        pools, segments = self.pools, self.segments
+        parts = [
+            LoraWeight(weight, None, site)
+            for weight, site in zip(self.weights[index], self.sites[index], strict=True)
+        ]
+        norm, keep = Norm(self.norm, EPS), index >= self.recomputed
+        hidden = attention_sublayer(
+            hidden, norm, parts[0], parts[1], self.heads, pools, segments, self.rows, keep=keep
+        )
+        return mlp_sublayer(hidden, norm, parts[2], parts[3], pools, segments, keep=keep)
 
     def loss(self) -> torch.Tensor:
         hidden = self.embedding[self.ids].requires_grad_()
         for index in range(self.shape.layers):
-            if index < self.recomputed:
-                hidden = checkpoint(self.layer, hidden, index, use_reentrant=False,
-                                    preserve_rng_state=False)  # fmt: skip
-            else:
-                hidden = self.layer(hidden, index)
+            hidden = self.layer(hidden, index)
         norm = Norm(self.norm, EPS)
         return answer_loss(
             hidden, self.head, self.answers, self.targets, self.loss_weights, norm=norm

@@ -16,10 +16,13 @@ from kernels.training.pools import SPAN, LoraSite, Placement, Pools, make_sites
 from kernels.training.rope import rope
 from kernels.training.segments import Rows, Segments, make_rows, make_segments
 from kernels.training.silu import SiluMul, silu_mul
+from kernels.training.sublayers import Heads, LoraWeight, attention_sublayer, mlp_sublayer
 
 __all__ = [
     "SPAN",
+    "Heads",
     "LoraSite",
+    "LoraWeight",
     "Norm",
     "Placement",
     "Pools",
@@ -30,10 +33,12 @@ __all__ = [
     "adamw",
     "answer_loss",
     "attention",
+    "attention_sublayer",
     "lora_linear",
     "make_rows",
     "make_segments",
     "make_sites",
+    "mlp_sublayer",
     "rms_norm",
     "rope",
     "silu_mul",

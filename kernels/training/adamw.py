@@ -15,14 +15,14 @@ from kernels.backend import ceil_div, jit, next_power_of_2, tl, use_triton
 from kernels.training.pools import Pools
 
 #: Elements that one program squares or updates.
-_BLOCK = 4096
+_BLOCK = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStep:
     """One run's update: where it lies in the pools and how it is made.
 
-    first, size  its span, in elements
+    first, size  its span, in elements: multiples of SPAN
     step         this update's number, from 1
     max_norm     the gradient's norm is scaled down to it; infinity: it is not
     """
@@ -61,6 +61,7 @@ def _update_torch(pools: Pools, run: RunStep) -> torch.Tensor:
 def _square_kernel(gradient_ptr, spans_ptr, partials_ptr, num_blocks, BLOCK: tl.constexpr):
     block, run = tl.program_id(0), tl.program_id(1)
     first, size = tl.load(spans_ptr + run * 2), tl.load(spans_ptr + run * 2 + 1)
+    first, size = tl.multiple_of(first, 1024), tl.multiple_of(size, 1024)
     place = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     gradient = tl.load(gradient_ptr + first + place, mask=place < size, other=0.0)
     tl.store(partials_ptr + run * num_blocks + block, tl.sum(gradient * gradient, axis=0))
@@ -91,7 +92,7 @@ def _update_kernel(
 ):
     run = tl.program_id(1)
     first, size = tl.load(spans_ptr + run * 2), tl.load(spans_ptr + run * 2 + 1)
-    first = tl.multiple_of(first, 1024)
+    first, size = tl.multiple_of(first, 1024), tl.multiple_of(size, 1024)
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = place < size
     place += first
@@ -135,7 +136,7 @@ def adamw_triton(pools: Pools, runs: Sequence[RunStep]) -> torch.Tensor:
     grid = (num_blocks, len(runs))
     _square_kernel[grid](
         gradient_ptr=pools.gradient, spans_ptr=spans, partials_ptr=partials,
-        num_blocks=num_blocks, BLOCK=_BLOCK, num_warps=8,
+        num_blocks=num_blocks, BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip
     _norm_kernel[(len(runs),)](
         partials_ptr=partials, norms_ptr=norms, num_blocks=num_blocks,
@@ -145,7 +146,7 @@ def adamw_triton(pools: Pools, runs: Sequence[RunStep]) -> torch.Tensor:
         values_ptr=pools.values, master_ptr=pools.master, mean_ptr=pools.first_moment,
         square_ptr=pools.second_moment, gradient_ptr=pools.gradient, spans_ptr=spans,
         numbers_ptr=numbers, norms_ptr=norms,
-        HAS_VALUES=pools.values.data_ptr() != pools.master.data_ptr(), BLOCK=_BLOCK, num_warps=8,
+        HAS_VALUES=pools.values.data_ptr() != pools.master.data_ptr(), BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip
     return norms
 

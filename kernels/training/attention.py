@@ -7,6 +7,7 @@ on its own.
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,72 +25,61 @@ def takes_flash(q: torch.Tensor) -> bool:
     return q.is_cuda and half and q.shape[-1] % 8 == 0 and q.shape[-1] <= MAX_HEAD_DIM
 
 
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What attention is over: the packed rows, the scores' scale, the window (None: the row)."""
+
+    rows: Rows
+    scale: float
+    window: int | None
+
+    @property
+    def flash_window(self) -> dict[str, int | None]:
+        """As FlashAttention counts it: tokens before the own one."""
+        if self.window is None:
+            return {"window_size_left": None, "window_size_right": None}
+        return {"window_size_left": self.window - 1, "window_size_right": 0}
+
+
 def flash_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    rows: Rows,
-    scale: float,
-    window: int | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The output [T, H, D], the log-sum-exp and the state that the backward pass wants."""
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
+) -> tuple[torch.Tensor, ...]:
+    """The output [T, H, D], then what the backward pass wants besides."""
+    starts, longest = options.rows.starts, options.rows.longest
     out, log_sum, state, unused, _ = torch.ops.aten._flash_attention_forward(
-        q, k, v, rows.starts, rows.starts, rows.longest, rows.longest, 0.0, True, False,
-        scale=scale, window_size_left=None if window is None else window - 1,
-        window_size_right=None if window is None else 0,
+        q, k, v, starts, starts, longest, longest, 0.0, True, False,
+        scale=options.scale, **options.flash_window,
     )  # fmt: skip
     return out, log_sum, state, unused
 
 
 def flash_backward(
     dy: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
     kept: tuple[torch.Tensor, ...],
-    rows: Rows,
-    scale: float,
-    window: int | None,
+    options: Options,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of q, k, v; `kept`: q, k, v and what `flash_forward` returned."""
-    q, k, v, out, log_sum, state, unused = kept
+    """The gradients of q, k, v; `kept` is what `flash_forward` returned."""
+    out, log_sum, state, unused = kept
+    starts, longest = options.rows.starts, options.rows.longest
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
-        dy, q, k, v, out, log_sum, rows.starts, rows.starts, rows.longest, rows.longest, 0.0,
-        True, state, unused, scale=scale, window_size_left=None if window is None else window - 1,
-        window_size_right=None if window is None else 0,
+        dy, q, k, v, out, log_sum, starts, starts, longest, longest, 0.0, True, state, unused,
+        scale=options.scale, **options.flash_window,
     )  # fmt: skip
     return dq, dk, dv
-
-
-class _FlashAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        rows: Rows,
-        scale: float,
-        window: int | None,
-    ) -> torch.Tensor:
-        out, *rest = flash_forward(q, k, v, rows, scale, window)
-        ctx.save_for_backward(q, k, v, out, *rest)
-        ctx.options = (rows, scale, window)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> Any:
-        return (*flash_backward(dy, ctx.saved_tensors, *ctx.options), None, None, None)
 
 
 def attention_by_row(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    rows: Rows,
-    scale: float,
-    window: int | None,
+    options: Options,
 ) -> torch.Tensor:
     """Each row by torch's scaled_dot_product_attention, differentiable by autograd."""
-    parts = []
-    for start, end in itertools.pairwise(rows.bounds):
+    parts, window = [], options.window
+    for start, end in itertools.pairwise(options.rows.bounds):
         if start == end:
             continue
         own = [x[start:end].transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
@@ -99,10 +89,52 @@ def attention_by_row(
             mask = ones.tril().triu(1 - window)
         out = functional.scaled_dot_product_attention(
             own[0], own[1], own[2],
-            attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True,
+            attn_mask=mask, is_causal=mask is None, scale=options.scale, enable_gqa=True,
         )  # fmt: skip
         parts.append(out[0].transpose(0, 1))
     return torch.cat(parts) if parts else torch.empty_like(q)
+
+
+class Attended:
+    """An attention's output [T, H, D], and what is kept for its backward pass."""
+
+    def __init__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> None:
+        self._options = options
+        self._inputs: tuple[torch.Tensor, ...] = (q, k, v)
+        if takes_flash(q):
+            self._kept = flash_forward(q, k, v, options)
+            self.out = self._kept[0]
+            return
+        self._inputs = tuple(x.detach().requires_grad_() for x in self._inputs)
+        with torch.enable_grad():
+            self._kept = (attention_by_row(*self._inputs, options),)
+        self.out = self._kept[0].detach()
+
+    def backward(self, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The gradients of q, k, v."""
+        if takes_flash(self.out):
+            return flash_backward(dy, *self._inputs, self._kept, self._options)
+        return torch.autograd.grad(self._kept, self._inputs, dy)
+
+
+class _FlashAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        options: Options,
+    ) -> torch.Tensor:
+        out, *rest = flash_forward(q, k, v, options)
+        ctx.save_for_backward(q, k, v, out, *rest)
+        ctx.options = options
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        q, k, v, *kept = ctx.saved_tensors
+        return (*flash_backward(dy, q, k, v, tuple(kept), ctx.options), None)
 
 
 def attention(
@@ -120,9 +152,10 @@ def attention(
     window  tokens that a token sees, itself included; None: all before it in its row
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    options = Options(rows, scale, window)
     if takes_flash(q):
         out: torch.Tensor = _FlashAttention.apply(  # type: ignore[no-untyped-call]
-            q, k, v, rows, scale, window
+            q, k, v, options
         )
         return out
-    return attention_by_row(q, k, v, rows, scale, window)
+    return attention_by_row(q, k, v, options)

@@ -65,7 +65,7 @@ def _loss_kernel(
 
 
 def loss_and_gradient_triton(
-    logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, *, block: int = 4096
+    logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, *, block: int = 2048
 ) -> torch.Tensor:
     """As `loss_and_gradient_torch`; one program a row, logits contiguous."""
     losses = torch.empty(len(targets), dtype=torch.float32, device=logits.device)

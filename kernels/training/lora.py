@@ -3,22 +3,26 @@
 Forward   u = x A^T by segment;  y = x W^T + bias + scale * u B^T
 Backward  du = scale * dy B;  dx = dy W + du A;  dA += du^T x;  dB += scale * dy^T u
 
-Of a module that a run does not train nothing is read and nothing written. What lies between A and
-B is `[T, modules * padded rank]` in x's type; columns from a run's own rank on are undefined.
+Of a module that a run does not train nothing is read and nothing written.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch.nn import functional
 
 from kernels.backend import use_triton
-from kernels.training.lora_gradient import add_a_gradient, add_b_gradient
+from kernels.training.lora_gradient import add_a_gradient_triton, add_b_gradient_triton
+from kernels.training.lora_torch import (
+    add_a_gradient_torch,
+    add_b_gradient_torch,
+    lora_back_torch,
+    lora_down_torch,
+    lora_in_torch,
+    lora_out_torch,
+)
 from kernels.training.lora_triton import (
     lora_back_triton,
     lora_down_triton,
@@ -37,103 +41,78 @@ class Before(Protocol):
     def backward(self, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One module of one run: its tokens, its columns of y and of u, its factors."""
-
-    tokens: slice
-    columns: slice
-    inner: slice
-    a: slice
-    b: slice
-    rank: int
-    scale: float
-
-
-def cells(site: LoraSite, segments: Segments) -> Iterator[Cell]:
-    """Every module that a run with tokens trains."""
-    a, b, rank, scale = (t.tolist() for t in (site.a, site.b, site.rank, site.scale))
-    for m, (low, high) in enumerate(itertools.pairwise(site.bounds)):
-        for run, (start, end) in enumerate(itertools.pairwise(segments.bounds)):
-            own, inner = rank[m][run], m * site.padded_rank
-            if own == 0 or start == end:
-                continue
-            yield Cell(
-                tokens=slice(start, end),
-                columns=slice(low, high),
-                inner=slice(inner, inner + own),
-                a=slice(a[m][run], None),
-                b=slice(b[m][run], b[m][run] + own * (high - low)),
-                rank=own,
-                scale=scale[m][run],
-            )
-
-
-def _factors(pool: torch.Tensor, cell: Cell, in_width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A [rank, in] and B [columns, rank], views of a pool."""
-    start = cell.a.start
-    a = pool[start : start + cell.rank * in_width].view(cell.rank, in_width)
-    return a, pool[cell.b].view(-1, cell.rank)
-
-
-def lora_forward_torch(
+def lora_forward(
     x: torch.Tensor, y: torch.Tensor, values: torch.Tensor, site: LoraSite, segments: Segments
-) -> torch.Tensor:
-    """Add the adapters' output to y [T, out] in place; x [T, in] -> u."""
-    u = x.new_empty(x.shape[0], site.num_modules * site.padded_rank)
-    for cell in cells(site, segments):
-        a, b = _factors(values, cell, x.shape[1])
-        own = x[cell.tokens] @ a.to(x.dtype).T
-        u[cell.tokens, cell.inner] = own
-        y[cell.tokens, cell.columns].addmm_(own, b.to(x.dtype).T, alpha=cell.scale)
+) -> torch.Tensor | None:
+    """Add the adapters' output to y [T, out] in place; x [T, in] -> u; None: there are none."""
+    if not site.max_rank:
+        return None
+    if use_triton(x):
+        u = lora_in_triton(x, values, site, segments)
+        lora_out_triton(u, values, y, site, segments)
+        return u
+    u = lora_in_torch(x, values, site, segments)
+    lora_out_torch(u, values, y, site, segments)
     return u
 
 
-def lora_backward_torch(
-    x: torch.Tensor,
-    u: torch.Tensor,
+def lora_shrink(
+    x: torch.Tensor, values: torch.Tensor, site: LoraSite, segments: Segments
+) -> torch.Tensor | None:
+    """x [T, in] -> u = x A^T; None: there are no adapters."""
+    which = lora_in_triton if use_triton(x) else lora_in_torch
+    return which(x, values, site, segments) if site.max_rank else None
+
+
+def lora_backward_b(
+    u: torch.Tensor | None,
     dy: torch.Tensor,
+    pools: Pools,
+    site: LoraSite,
+    segments: Segments,
+) -> torch.Tensor | None:
+    """Add to the gradients of B; dy [T, out] -> du."""
+    if u is None:
+        return None
+    if use_triton(dy):
+        add_b_gradient_triton(u, dy, pools.gradient, site, segments)
+        return lora_down_triton(dy, pools.values, site, segments)
+    add_b_gradient_torch(u, dy, pools.gradient, site, segments)
+    return lora_down_torch(dy, pools.values, site, segments)
+
+
+def lora_backward_a(
+    du: torch.Tensor | None,
+    x: torch.Tensor,
     dx: torch.Tensor | None,
     pools: Pools,
     site: LoraSite,
     segments: Segments,
 ) -> None:
-    """Add to dx [T, in] in place, unless it is None, and to the gradients of A and B."""
-    for cell in cells(site, segments):
-        a, b = _factors(pools.values, cell, x.shape[1])
-        da, db = _factors(pools.gradient, cell, x.shape[1])
-        own_dy, own_u = dy[cell.tokens, cell.columns], u[cell.tokens, cell.inner]
-        du = (own_dy @ b.to(dy.dtype)) * cell.scale
-        db += (own_dy.T @ own_u) * cell.scale
-        da += du.T @ x[cell.tokens]
+    """Add to the gradients of A, and du A to dx [T, in] in place, unless that is None."""
+    if du is None:
+        return
+    if use_triton(x):
+        add_a_gradient_triton(du, x, pools.gradient, site, segments)
         if dx is not None:
-            dx[cell.tokens].addmm_(du, a.to(dy.dtype))
-
-
-def lora_forward_triton(
-    x: torch.Tensor, y: torch.Tensor, values: torch.Tensor, site: LoraSite, segments: Segments
-) -> torch.Tensor:
-    """As `lora_forward_torch`; x contiguous."""
-    u = lora_in_triton(x, values, site, segments)
-    lora_out_triton(u, values, y, site, segments)
-    return u
-
-
-def lora_backward_triton(
-    x: torch.Tensor,
-    u: torch.Tensor,
-    dy: torch.Tensor,
-    dx: torch.Tensor | None,
-    pools: Pools,
-    site: LoraSite,
-    segments: Segments,
-) -> None:
-    """As `lora_backward_torch`; all contiguous."""
-    du = lora_down_triton(dy, pools.values, site, segments)
-    add_b_gradient(u, dy, pools.gradient, site, segments)
-    add_a_gradient(du, x, pools.gradient, site, segments)
+            lora_back_triton(du, pools.values, dx, site, segments)
+        return
+    add_a_gradient_torch(du, x, pools.gradient, site, segments)
     if dx is not None:
-        lora_back_triton(du, pools.values, dx, site, segments)
+        lora_back_torch(du, pools.values, dx, site, segments)
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x W^T + bias + residual."""
+    if residual is None:
+        return functional.linear(x, weight, bias)
+    y = torch.addmm(residual, x, weight.T)
+    return y if bias is None else y.add_(bias)
 
 
 class _LoraLinear(torch.autograd.Function):
@@ -149,16 +128,9 @@ class _LoraLinear(torch.autograd.Function):
         segments: Segments,
         before: Before | None,
     ) -> torch.Tensor:
-        inner = x if before is None else before.forward(x)
-        if residual is None:
-            y = functional.linear(inner, weight, bias)
-        else:
-            y = torch.addmm(residual, inner, weight.T)
-            y = y if bias is None else y.add_(bias)
-        u = None
-        if site.max_rank:
-            forward = lora_forward_triton if use_triton(x) else lora_forward_torch
-            u = forward(inner.contiguous(), y, pools.values, site, segments)
+        inner = (x if before is None else before.forward(x)).contiguous()
+        y = linear(inner, weight, bias, residual)
+        u = lora_forward(inner, y, pools.values, site, segments)
         ctx.save_for_backward(x, u)
         ctx.weight, ctx.site, ctx.pools = weight, site, pools
         ctx.segments, ctx.before = segments, before
@@ -168,12 +140,11 @@ class _LoraLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         x, u = ctx.saved_tensors
         dy = dy.contiguous()
-        wants_dx = ctx.needs_input_grad[0]
-        dx = dy @ ctx.weight if wants_dx else None
+        dx = dy @ ctx.weight if ctx.needs_input_grad[0] else None
         if u is not None:
-            inner = x if ctx.before is None else ctx.before.forward(x)
-            backward = lora_backward_triton if use_triton(x) else lora_backward_torch
-            backward(inner.contiguous(), u, dy, dx, ctx.pools, ctx.site, ctx.segments)
+            inner = (x if ctx.before is None else ctx.before.forward(x)).contiguous()
+            du = lora_backward_b(u, dy, ctx.pools, ctx.site, ctx.segments)
+            lora_backward_a(du, inner, dx, ctx.pools, ctx.site, ctx.segments)
         if dx is not None and ctx.before is not None:
             dx = ctx.before.backward(x, dx)
         d_residual = dy if ctx.needs_input_grad[1] else None

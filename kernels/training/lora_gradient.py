@@ -193,7 +193,7 @@ def _merge_b_kernel(
     tl.store(places, total, mask=mask)
 
 
-def add_a_gradient(
+def add_a_gradient_triton(
     du: torch.Tensor,
     x: torch.Tensor,
     gradient: torch.Tensor,
@@ -227,7 +227,7 @@ def add_a_gradient(
         )
 
 
-def add_b_gradient(
+def add_b_gradient_triton(
     u: torch.Tensor,
     dy: torch.Tensor,
     gradient: torch.Tensor,

@@ -88,13 +88,22 @@ def rotate_triton(
 
 
 def rotate(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, back: bool
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    back: bool,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [T, heads, D] -> a new tensor, rotated by the angles of its positions, or back."""
-    if not use_triton(x):
-        return rotate_torch(x, cos, sin, positions, back)
-    x = x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
-    return rotate_triton(x, cos, sin, positions, back)
+    """x [T, heads, D] -> rotated by the angles of its positions, or back.
+
+    out  written instead of a new tensor; may be x itself
+    """
+    if use_triton(x):
+        x = x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
+        return rotate_triton(x, cos, sin, positions, back, out)
+    rotated = rotate_torch(x, cos, sin, positions, back)
+    return rotated if out is None else out.copy_(rotated)
 
 
 class _Rope(torch.autograd.Function):

@@ -20,14 +20,29 @@ from kernels.training import (
 
 @dataclass(frozen=True)
 class Batch:
-    """One base weight, its runs' adapters and the tokens of each."""
+    """Base weights, the runs' adapters of them and the tokens of each run.
 
-    weight: torch.Tensor
-    bias: torch.Tensor
-    site: LoraSite
+    owned  which elements of the pools belong to a factor
+    """
+
+    weights: list[torch.Tensor]
+    biases: list[torch.Tensor]
+    sites: list[LoraSite]
     pools: Pools
     segments: Segments
-    owned: torch.Tensor  # which elements of the pools belong to a factor
+    owned: torch.Tensor
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.weights[0]
+
+    @property
+    def bias(self) -> torch.Tensor:
+        return self.biases[0]
+
+    @property
+    def site(self) -> LoraSite:
+        return self.sites[0]
 
 
 @dataclass(frozen=True)
@@ -61,43 +76,50 @@ def make_batch(
     widths: tuple[int, ...],
     dtype: torch.dtype,
     device: str = "cpu",
-    seed: int = 0,
+    others: tuple[tuple[int, tuple[int, ...]], ...] = (),
 ) -> Batch:
-    """Random factors; what lies between them in the pools is NaN, and in `gradient` ones."""
-    torch.manual_seed(seed)
-    bounds = tuple(itertools.accumulate(widths, initial=0))
+    """Random factors; what lies between them in the pools is NaN, and in `gradient` ones.
+
+    width, widths  of the first weight, the columns of its modules; `others` of further ones
+    """
+    torch.manual_seed(0)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    end, placements = 0, [[] for _ in widths]
-    spans = []
+    shapes = [(width, widths), *others]
+    placements: list[list[list[Placement | None]]] = [[[] for _ in outs] for _, outs in shapes]
+    end, spans = 0, []
     for number, run in enumerate(runs):
         end = -(-end // SPAN) * SPAN
-        for m, out in enumerate(widths):
-            if not run.trains[m]:
-                placements[m].append(None)
-                continue
-            a, b = end, end + run.rank * width
-            end = b + run.rank * out
-            spans.append((a, end))
-            placements[m].append(Placement(a, b, run.rank, 0.5 + number))
+        for (own_width, outs), modules in zip(shapes, placements, strict=True):
+            for m, out in enumerate(outs):
+                if not run.trains[m]:
+                    modules[m].append(None)
+                    continue
+                a, b = end, end + run.rank * own_width
+                end = b + run.rank * out
+                spans.append((a, end))
+                scale = (1 + number) / (2 * run.rank**0.5)
+                modules[m].append(Placement(a, b, run.rank, scale))
     master = torch.full((end + SPAN,), float("nan"), dtype=wide)
     owned = torch.zeros(end + SPAN, dtype=torch.bool)
     for low, high in spans:
         master[low:high] = torch.randn(high - low, dtype=wide) * 0.3
         owned[low:high] = True
-    [site] = make_sites([bounds], [placements], device)
+    bounds = [tuple(itertools.accumulate(outs, initial=0)) for _, outs in shapes]
     master = master.to(device)
-    pools = Pools(
-        values=master.to(dtype),
-        master=master.clone(),
-        first_moment=torch.zeros_like(master),
-        second_moment=torch.zeros_like(master),
-        gradient=torch.ones_like(master),
-    )
     return Batch(
-        weight=torch.randn(bounds[-1], width, dtype=wide).to(device, dtype) / width**0.5,
-        bias=torch.randn(bounds[-1], dtype=wide).to(device, dtype),
-        site=site,
-        pools=pools,
+        weights=[
+            (torch.randn(sum(outs), own, dtype=wide) / own**0.5).to(device, dtype)
+            for own, outs in shapes
+        ],
+        biases=[torch.randn(sum(outs), dtype=wide).to(device, dtype) for _, outs in shapes],
+        sites=make_sites(bounds, placements, device),
+        pools=Pools(
+            values=master.to(dtype),
+            master=master.clone(),
+            first_moment=torch.zeros_like(master),
+            second_moment=torch.zeros_like(master),
+            gradient=torch.ones_like(master),
+        ),
         segments=make_segments([run.tokens for run in runs], device),
         owned=owned.to(device),
     )

@@ -16,12 +16,8 @@ from kernels.training import Pools, RunStep, SiluMul, lora, lora_linear, make_ro
 from kernels.training.adamw import adamw_torch, adamw_triton
 from kernels.training.attention import attention, takes_flash
 from kernels.training.cross_entropy import loss_and_gradient_torch, loss_and_gradient_triton
-from kernels.training.lora import (
-    lora_backward_torch,
-    lora_backward_triton,
-    lora_forward_torch,
-    lora_forward_triton,
-)
+from kernels.training.lora import lora_backward_a, lora_backward_b, lora_forward
+from kernels.training.lora_torch import lora_in_torch
 from kernels.training.lora_triton import lora_back_triton, lora_out_triton
 from kernels.training.norms import rms_norm_backward_torch, rms_norm_backward_triton
 from kernels.training.reference import attention_ref, lora_linear_ref, silu_mul_ref
@@ -55,7 +51,27 @@ def wide(batch: Batch) -> Batch:
     """The same values in float32."""
     fields = {name: getattr(batch.pools, name).clone() for name in Pools.__dataclass_fields__}
     fields["values"] = batch.pools.values.float()
-    return dataclasses.replace(batch, weight=batch.weight.float(), pools=Pools(**fields))
+    weights = [weight.float() for weight in batch.weights]
+    return dataclasses.replace(batch, weights=weights, pools=Pools(**fields))
+
+
+def both_passes(
+    batch: Batch,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    dy: torch.Tensor,
+    dx: torch.Tensor | None,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    triton: bool,
+) -> torch.Tensor:
+    """The adapters' forward pass into y, then their backward pass into dx; u."""
+    monkeypatch.setattr(lora, "use_triton", lambda _: triton)
+    site, parts, pools = batch.site, batch.segments, batch.pools
+    u = lora_forward(x, y, pools.values, site, parts)
+    lora_backward_a(lora_backward_b(u, dy, pools, site, parts), x, dx, pools, site, parts)
+    assert u is not None
+    return u
 
 
 @pytest.mark.parametrize("widths", [(24, 40, 8), (17, 3, 130)])
@@ -78,14 +94,12 @@ def test_lora(
     y, dy = torch.randn(2, parts.num_tokens, sum(widths), device=device).to(dtype)
     dx = torch.randn_like(x)
     expected_y, expected_dx = y.float().clone(), dx.float().clone()
-    u = lora_forward_triton(x, y, batch.pools.values, site, parts)
-    expected_u = lora_forward_torch(x.float(), expected_y, theirs.pools.values, site, parts)
+    expected_u = lora_in_torch(x.float(), theirs.pools.values, site, parts)
+    u = both_passes(batch, x, y, dy, dx, monkeypatch, triton=True)
+    both_passes(theirs, x.float(), expected_y, dy.float(), expected_dx, monkeypatch, triton=False)
     used = ~expected_u.isnan()
     assert_near(u[used], expected_u[used], dtype)
     assert_near(y, expected_y, dtype)
-
-    lora_backward_triton(x, u, dy, dx, batch.pools, site, parts)
-    lora_backward_torch(x.float(), expected_u, dy.float(), expected_dx, theirs.pools, site, parts)
     assert_near(dx, expected_dx, dtype)
     assert_near(batch.pools.gradient[own], theirs.pools.gradient[own], dtype)
     assert bool((batch.pools.gradient[~own] == 1).all())
@@ -136,15 +150,13 @@ def test_gradients_alone_and_in_company_are_equal_to_the_bit(
     together = make_batch(runs, 40, (24, 40, 8), dtype, device)
     x = torch.randn(together.segments.num_tokens, 40, device=device).to(dtype)
     y, dy = torch.randn(2, len(x), 72, device=device).to(dtype)
-    u = lora_forward_triton(x, y.clone(), together.pools.values, together.site, together.segments)
-    lora_backward_triton(x, u, dy, None, together.pools, together.site, together.segments)
+    both_passes(together, x, y.clone(), dy, None, monkeypatch, triton=True)
     for number in range(len(runs)):
         only = [r if i == number else dataclasses.replace(r, tokens=0) for i, r in enumerate(runs)]
         alone = make_batch(only, 40, (24, 40, 8), dtype, device)
-        start, end = together.segments.bounds[number : number + 2]
-        parts, pools = alone.segments, alone.pools
-        u = lora_forward_triton(x[start:end], y[start:end].clone(), pools.values, alone.site, parts)
-        lora_backward_triton(x[start:end], u, dy[start:end], None, pools, alone.site, parts)
+        own = slice(*together.segments.bounds[number : number + 2])
+        both_passes(alone, x[own], y[own].clone(), dy[own], None, monkeypatch, triton=True)
+        pools = alone.pools
         changed = pools.gradient != 1
         assert torch.equal(pools.gradient[changed], together.pools.gradient[changed])
 

@@ -1,0 +1,226 @@
+"""A decoder layer's two halves, each with one backward pass written by hand.
+
+They compute what the single operations do, with less memory traffic: residuals are added where
+another sum is stored anyway, gradients are written over what they were computed from, and what
+gate_up's adapters add is never stored. With `keep=False` a half keeps its input and the vectors
+between A and B alone, and computes the rest again in the backward pass, but for its last product.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kernels.training.attention import Attended, Options
+from kernels.training.lora import (
+    linear,
+    lora_backward_a,
+    lora_backward_b,
+    lora_forward,
+    lora_shrink,
+)
+from kernels.training.lora_silu import lora_silu, lora_silu_backward
+from kernels.training.norms import Norm, rms_norm_backward, rms_norm_forward
+from kernels.training.pools import LoraSite, Pools
+from kernels.training.rope import rotate
+from kernels.training.segments import Rows, Segments
+
+
+@dataclass(frozen=True, slots=True)
+class LoraWeight:
+    """A frozen weight [out, in], its bias [out], and the runs' adapters of it."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    site: LoraSite
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heads:
+    """How qkv [T, (H + 2 K) D] is attended.
+
+    cos, sin    [M, D] float32 by position, the first half repeated
+    qk_norm     [2, D]: the RMSNorm's weights of every head's q and of its k
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    dim: int
+    cos: torch.Tensor
+    sin: torch.Tensor
+    window: int | None = None
+    scale: float | None = None
+    qk_norm: torch.Tensor | None = None
+    eps: float = 0.0
+
+    def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Views of q [T, H, D], k and v [T, K, D]."""
+        heads = qkv.view(len(qkv), -1, self.dim)
+        return heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+
+    def attend(self, qkv: torch.Tensor, rows: Rows) -> Attended:
+        """Rotate q and k, in place unless they are normed first, and attend."""
+        q, k, v = self.split(qkv)
+        if self.qk_norm is not None:
+            q = rms_norm_forward(q, self.qk_norm[0], self.eps)
+            k = rms_norm_forward(k, self.qk_norm[1], self.eps)
+        for x in (q, k):
+            rotate(x, self.cos, self.sin, rows.positions, back=False, out=x)
+        scale = self.dim**-0.5 if self.scale is None else self.scale
+        return Attended(q, k, v, Options(rows, scale, self.window))
+
+    def backward(
+        self, qkv: torch.Tensor, attended: Attended, dy: torch.Tensor, rows: Rows
+    ) -> torch.Tensor:
+        """The gradient of qkv, from that of the output [T, H D]."""
+        gradients = attended.backward(dy.view(attended.out.shape))
+        d_qkv = torch.empty_like(qkv)
+        parts, inputs = self.split(d_qkv), self.split(qkv)
+        for i in range(2):
+            rotate(gradients[i], self.cos, self.sin, rows.positions, back=True, out=parts[i])
+            if self.qk_norm is not None:
+                parts[i].copy_(rms_norm_backward(inputs[i], self.qk_norm[i], self.eps, parts[i]))
+        parts[2].copy_(gradients[2])
+        return d_qkv
+
+
+class _AttentionSublayer(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        norm: Norm,
+        qkv: LoraWeight,
+        out: LoraWeight,
+        heads: Heads,
+        pools: Pools,
+        segments: Segments,
+        rows: Rows,
+        keep: bool,
+    ) -> torch.Tensor:
+        normed = norm.forward(hidden)
+        packed = linear(normed, qkv.weight, qkv.bias)
+        u = lora_forward(normed, packed, pools.values, qkv.site, segments)
+        attended = heads.attend(packed, rows)
+        inner = attended.out.flatten(1)
+        y = linear(inner, out.weight, out.bias, hidden)
+        out_u = lora_forward(inner, y, pools.values, out.site, segments)
+        ctx.save_for_backward(hidden, u, out_u)
+        ctx.kept = (packed, attended) if keep else None
+        ctx.parts = (norm, qkv, out, heads, pools, segments, rows)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        hidden, u, out_u = ctx.saved_tensors
+        norm, qkv, out, heads, pools, segments, rows = ctx.parts
+        kept, ctx.kept = ctx.kept, None
+        dy, normed = dy.contiguous(), norm.forward(hidden)
+        if kept is None:
+            packed = linear(normed, qkv.weight, qkv.bias)
+            lora_forward(normed, packed, pools.values, qkv.site, segments)
+            kept = packed, heads.attend(packed, rows)
+        packed, attended = kept
+        inner = attended.out.flatten(1)
+        d_inner = dy @ out.weight
+        du = lora_backward_b(out_u, dy, pools, out.site, segments)
+        lora_backward_a(du, inner, d_inner, pools, out.site, segments)
+        d_packed = heads.backward(packed, attended, d_inner, rows)
+        del kept, packed, attended, inner, d_inner
+        d_normed = d_packed @ qkv.weight
+        du = lora_backward_b(u, d_packed, pools, qkv.site, segments)
+        lora_backward_a(du, normed, d_normed, pools, qkv.site, segments)
+        dx = rms_norm_backward(hidden, norm.weight, norm.eps, d_normed, dy)
+        return dx, None, None, None, None, None, None, None, None
+
+
+def attention_sublayer(
+    hidden: torch.Tensor,
+    norm: Norm,
+    qkv: LoraWeight,
+    out: LoraWeight,
+    heads: Heads,
+    pools: Pools,
+    segments: Segments,
+    rows: Rows,
+    *,
+    keep: bool = True,
+) -> torch.Tensor:
+    """hidden [T, E] -> hidden + attention of its norm [T, E].
+
+    Differentiable in hidden, which must ask for its gradient; see `lora_linear` for the runs'.
+
+    keep  qkv, the attention's output and its log-sum-exp are kept; else computed again
+    """
+    y: torch.Tensor = _AttentionSublayer.apply(  # type: ignore[no-untyped-call]
+        hidden, norm, qkv, out, heads, pools, segments, rows, keep
+    )
+    return y
+
+
+class _MlpSublayer(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        norm: Norm,
+        gate_up: LoraWeight,
+        down: LoraWeight,
+        pools: Pools,
+        segments: Segments,
+        keep: bool,
+    ) -> torch.Tensor:
+        normed = norm.forward(hidden)
+        both = linear(normed, gate_up.weight, gate_up.bias)
+        u = lora_shrink(normed, pools.values, gate_up.site, segments)
+        inner = lora_silu(both, u, pools.values, gate_up.site, segments)
+        y = linear(inner, down.weight, down.bias, hidden)
+        down_u = lora_forward(inner, y, pools.values, down.site, segments)
+        ctx.save_for_backward(hidden, u, down_u)
+        ctx.kept = both if keep else None
+        ctx.parts = (norm, gate_up, down, pools, segments)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        hidden, u, down_u = ctx.saved_tensors
+        norm, gate_up, down, pools, segments = ctx.parts
+        both, ctx.kept = ctx.kept, None
+        dy, normed = dy.contiguous(), norm.forward(hidden)
+        if both is None:
+            both = linear(normed, gate_up.weight, gate_up.bias)
+        inner = dy @ down.weight
+        du = lora_backward_b(down_u, dy, pools, down.site, segments)
+        # `both` becomes its own gradient, and `inner`, which is its gradient, itself.
+        lora_silu_backward(both, inner, u, du, pools.values, gate_up.site, down.site, segments)
+        lora_backward_a(du, inner, None, pools, down.site, segments)
+        del inner
+        d_normed = both @ gate_up.weight
+        du = lora_backward_b(u, both, pools, gate_up.site, segments)
+        lora_backward_a(du, normed, d_normed, pools, gate_up.site, segments)
+        dx = rms_norm_backward(hidden, norm.weight, norm.eps, d_normed, dy)
+        return dx, None, None, None, None, None, None
+
+
+def mlp_sublayer(
+    hidden: torch.Tensor,
+    norm: Norm,
+    gate_up: LoraWeight,
+    down: LoraWeight,
+    pools: Pools,
+    segments: Segments,
+    *,
+    keep: bool = True,
+) -> torch.Tensor:
+    """hidden [T, E] -> hidden + the gated MLP of its norm [T, E].
+
+    Differentiable in hidden, which must ask for its gradient, once; see `lora_linear`.
+
+    keep  the base's gate and up are kept; else computed again
+    """
+    y: torch.Tensor = _MlpSublayer.apply(  # type: ignore[no-untyped-call]
+        hidden, norm, gate_up, down, pools, segments, keep
+    )
+    return y
