@@ -18,6 +18,7 @@ from kernels.silu_mul import silu_mul_triton
 from kernels.training import RunStep, make_rows, make_segments
 from kernels.training.adamw import adamw_triton
 from kernels.training.attention import Options, flash_backward, flash_forward
+from kernels.training.attention_triton import attention_backward_triton, attention_forward_triton
 from kernels.training.cross_entropy import loss_and_gradient_triton
 from kernels.training.lora_gradient import add_a_gradient_triton, add_b_gradient_triton
 from kernels.training.lora_triton import (
@@ -116,9 +117,8 @@ def adapters(shape: Shape, work: Work) -> Iterator[Timed]:
             # Each way is compiled; two sites show what the others want.
             ways = TRIES.get(step, [{}]) if site_name in ("qkv", "gate_up") else [{}]
             for way in ways if work.runs > 1 else [{}]:
-                label = " ".join(f"{key}={value}" for key, value in way.items())
                 yield (
-                    f"lora {step} {site_name} {name} {label}",
+                    f"lora {step} {site_name} {name} {label(way)}",
                     lambda run=run, way=way: run(**way),
                     moved,
                     0.0,
@@ -161,6 +161,22 @@ def elementwise(shape: Shape, work: Work) -> Iterator[Timed]:
     yield "mm back head", lambda: torch.mm(logits, head), 0.0, flops
 
 
+FORWARD_TRIES: list[dict[str, int]] = [
+    {}, {"num_warps": 4}, {"block_n": 128}, {"block_m": 64, "num_warps": 4},
+    {"block_m": 64, "num_warps": 4, "num_stages": 3}, {"num_stages": 3},
+    {"block_n": 32, "num_stages": 3},
+]  # fmt: skip
+BACKWARD_TRIES: list[dict[str, int]] = [
+    {}, {"num_warps": 4}, {"key_m": 32}, {"key_n": 128}, {"key_n": 128, "key_m": 32},
+    {"block_m": 64, "num_warps": 4}, {"block_m": 64, "key_m": 32, "num_warps": 4},
+    {"num_stages": 3, "key_m": 32}, {"block_n": 32, "num_stages": 3}, {"key_m": 128},
+]  # fmt: skip
+
+
+def label(way: dict[str, int]) -> str:
+    return " ".join(f"{key}={value}" for key, value in way.items())
+
+
 def attentions(shape: Shape, work: Work) -> Iterator[Timed]:
     like = torch.empty(0, dtype=torch.bfloat16, device="cuda")
     for length in (256, 1024):
@@ -178,6 +194,22 @@ def attentions(shape: Shape, work: Work) -> Iterator[Timed]:
             size + 2 * dy.numel(), flops,
         )  # fmt: skip
         kept = (q, k, v, flash_forward(q, k, v, options), options)
+
+        out, lse = attention_forward_triton(q, k, v, rows, options.scale, None)
+        gradients = torch.empty_like(packed).split(heads, dim=1)
+        ours = (dy, q, k, v, out, lse, gradients, rows, options.scale, None)
+        for way in FORWARD_TRIES:
+            yield (
+                f"our attention rows of {length} {label(way)}",
+                lambda a=ours, way=way: attention_forward_triton(*a[1:4], *a[7:], **way),
+                size + 2 * dy.numel(), flops,
+            )  # fmt: skip
+        for way in BACKWARD_TRIES:
+            yield (
+                f"our attention back rows of {length} {label(way)}",
+                lambda a=ours, way=way: attention_backward_triton(*a, **way),
+                2 * size + 4 * dy.numel(), 2.5 * flops,
+            )  # fmt: skip
 
         def back(dy: torch.Tensor = dy, kept: Any = kept) -> object:
             return flash_backward(dy, *kept)

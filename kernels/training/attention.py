@@ -1,7 +1,7 @@
 """Causal attention over packed rows: no token sees another row's.
 
-On a GPU FlashAttention as torch has it; where that does not take the shape, and on a CPU, each row
-on its own.
+On a GPU our own kernels, or FlashAttention as torch has it; where neither takes the shape, and on a
+CPU, each row on its own.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from kernels.training.attention_triton import (
+    attention_backward_triton,
+    attention_forward_triton,
+    takes_triton,
+)
 from kernels.training.segments import Rows
-
-#: FlashAttention's largest head.
-MAX_HEAD_DIM = 256
 
 
 def takes_flash(q: torch.Tensor) -> bool:
     """Whether FlashAttention takes these heads: half precision, multiples of 8 up to 256."""
     half = q.dtype in (torch.bfloat16, torch.float16)
-    return q.is_cuda and half and q.shape[-1] % 8 == 0 and q.shape[-1] <= MAX_HEAD_DIM
+    return q.is_cuda and half and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,40 +103,52 @@ class Attended:
     def __init__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> None:
         self._options = options
         self._inputs: tuple[torch.Tensor, ...] = (q, k, v)
-        if takes_flash(q):
+        self._kept: tuple[torch.Tensor, ...]
+        if takes_triton(q):
+            self._kept = attention_forward_triton(
+                q, k, v, options.rows, options.scale, options.window
+            )
+        elif takes_flash(q):
             self._kept = flash_forward(q, k, v, options)
-            self.out = self._kept[0]
-            return
-        self._inputs = tuple(x.detach().requires_grad_() for x in self._inputs)
-        with torch.enable_grad():
-            self._kept = (attention_by_row(*self._inputs, options),)
+        else:
+            self._inputs = tuple(x.detach().requires_grad_() for x in self._inputs)
+            with torch.enable_grad():
+                self._kept = (attention_by_row(*self._inputs, options),)
         self.out = self._kept[0].detach()
 
-    def backward(self, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The gradients of q, k, v."""
+    def backward(self, dy: torch.Tensor, gradients: tuple[torch.Tensor, ...]) -> None:
+        """Write the gradients of q, k, v; dy [T, H, D] contiguous."""
+        options = self._options
+        if takes_triton(self.out):
+            attention_backward_triton(
+                dy, *self._inputs, *self._kept, gradients, options.rows, options.scale,
+                options.window,
+            )  # fmt: skip
+            return
         if takes_flash(self.out):
-            return flash_backward(dy, *self._inputs, self._kept, self._options)
-        return torch.autograd.grad(self._kept, self._inputs, dy)
+            found = flash_backward(dy, *self._inputs, self._kept, options)
+        else:
+            found = torch.autograd.grad(self._kept, self._inputs, dy)
+        for gradient, own in zip(gradients, found, strict=True):
+            gradient.copy_(own)
 
 
-class _FlashAttention(torch.autograd.Function):
+class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        options: Options,
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
     ) -> torch.Tensor:
-        out, *rest = flash_forward(q, k, v, options)
-        ctx.save_for_backward(q, k, v, out, *rest)
-        ctx.options = options
-        return out
+        q, k, v = (x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in (q, k, v))
+        ctx.attended = Attended(q, k, v, options)
+        ctx.shapes = [x.shape for x in (q, k, v)]
+        return ctx.attended.out.detach()  # not the object that ctx holds
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
-        q, k, v, *kept = ctx.saved_tensors
-        return (*flash_backward(dy, q, k, v, tuple(kept), ctx.options), None)
+        gradients = tuple(dy.new_empty(shape) for shape in ctx.shapes)
+        ctx.attended.backward(dy.contiguous(), gradients)
+        ctx.attended = None
+        return (*gradients, None)
 
 
 def attention(
@@ -153,9 +167,7 @@ def attention(
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     options = Options(rows, scale, window)
-    if takes_flash(q):
-        out: torch.Tensor = _FlashAttention.apply(  # type: ignore[no-untyped-call]
-            q, k, v, options
-        )
+    if q.is_cuda:
+        out: torch.Tensor = _Attention.apply(q, k, v, options)  # type: ignore[no-untyped-call]
         return out
     return attention_by_row(q, k, v, options)

@@ -30,6 +30,18 @@ class Rows:
     positions: torch.Tensor
     bounds: tuple[int, ...]
     longest: int
+    _blocks: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def blocks(self, size: int) -> torch.Tensor:
+        """Return [blocks, 4] int32: first token (`size` at most), its row's start and end, 0."""
+        if size not in self._blocks:
+            parts = [
+                (first, start, end, 0)
+                for start, end in itertools.pairwise(self.bounds)
+                for first in range(start, end, size)
+            ]
+            self._blocks[size] = _table(parts, self.starts.device)
+        return self._blocks[size]
 
 
 @dataclass(frozen=True, slots=True)

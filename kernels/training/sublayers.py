@@ -75,14 +75,13 @@ class Heads:
         self, qkv: torch.Tensor, attended: Attended, dy: torch.Tensor, rows: Rows
     ) -> torch.Tensor:
         """The gradient of qkv, from that of the output [T, H D]."""
-        gradients = attended.backward(dy.view(attended.out.shape))
         d_qkv = torch.empty_like(qkv)
         parts, inputs = self.split(d_qkv), self.split(qkv)
+        attended.backward(dy.view(attended.out.shape), parts)
         for i in range(2):
-            rotate(gradients[i], self.cos, self.sin, rows.positions, back=True, out=parts[i])
+            rotate(parts[i], self.cos, self.sin, rows.positions, back=True, out=parts[i])
             if self.qk_norm is not None:
                 parts[i].copy_(rms_norm_backward(inputs[i], self.qk_norm[i], self.eps, parts[i]))
-        parts[2].copy_(gradients[2])
         return d_qkv
 
 

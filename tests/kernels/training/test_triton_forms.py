@@ -14,7 +14,8 @@ import torch
 
 from kernels.training import Pools, RunStep, SiluMul, lora, lora_linear, make_rows, segments
 from kernels.training.adamw import adamw_torch, adamw_triton
-from kernels.training.attention import attention, takes_flash
+from kernels.training.attention import attention
+from kernels.training.attention_triton import attention_backward_triton, attention_forward_triton
 from kernels.training.cross_entropy import loss_and_gradient_torch, loss_and_gradient_triton
 from kernels.training.lora import lora_backward_a, lora_backward_b, lora_forward
 from kernels.training.lora_torch import lora_in_torch
@@ -245,14 +246,13 @@ def test_adamw(shared: bool, device: str) -> None:
     assert torch.equal(master[left].cpu(), theirs.master[left])
 
 
-@pytest.mark.parametrize("dim", [64, 128, 20])
+@pytest.mark.parametrize("dim", [64, 128, 256, 20])
 @pytest.mark.parametrize("window", [None, 7])
 def test_attention(dim: int, window: int | None, dtype: torch.dtype, device: str) -> None:
-    """FlashAttention on a card where it takes the heads, gradients and other rows included."""
+    """Ours or FlashAttention on a card, each row on its own on a CPU."""
     rows = make_rows([33, 1, 0, 190, 5], device)
     packed = torch.randn(229, 12, dim, device=device).to(dtype).requires_grad_()
     wide_packed = packed.detach().float().requires_grad_()
-    assert takes_flash(packed) == (device == "cuda" and dtype != torch.float32 and dim != 20)
     out = attention(packed[:, :8], packed[:, 8:10], packed[:, 10:], rows, window=window)
     expected = attention_ref(
         wide_packed[:, :8], wide_packed[:, 8:10], wide_packed[:, 10:], rows, dim**-0.5, window
@@ -263,3 +263,33 @@ def test_attention(dim: int, window: int | None, dtype: torch.dtype, device: str
     expected.backward(dy.float())
     assert packed.grad is not None and wide_packed.grad is not None
     assert_near(packed.grad, wide_packed.grad, dtype)
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim", "window"),
+    [((4, 1), 32, None), ((2, 2), 20, 7), ((3, 1), 32, 7), ((8, 1), 128, None)],
+)
+def test_attention_triton(
+    heads: tuple[int, int], dim: int, window: int | None, dtype: torch.dtype, device: str
+) -> None:
+    rows = make_rows([33, 1, 0, 50, 5], device)
+    num_heads, num_kv = heads
+    packed = torch.randn(89, num_heads + 2 * num_kv, dim, device=device).to(dtype)
+    wide_packed = packed.double().requires_grad_()
+    split = [num_heads, num_kv, num_kv]
+    options = {"block_m": 32, "block_n": 16} if device == "cpu" else {}
+    out, lse = attention_forward_triton(
+        *packed.split(split, dim=1), rows, dim**-0.5, window, **options
+    )
+    expected = attention_ref(*wide_packed.split(split, dim=1), rows, dim**-0.5, window)
+    assert_near(out, expected, dtype)
+    dy = torch.randn_like(out)
+    expected.backward(dy.double())
+    gradient = torch.empty_like(packed)
+    options = {**options, "key_m": 32, "key_n": 16} if device == "cpu" else {}
+    attention_backward_triton(
+        dy, *packed.split(split, dim=1), out, lse, gradient.split(split, dim=1), rows,
+        dim**-0.5, window, **options,
+    )  # fmt: skip
+    assert wide_packed.grad is not None
+    assert_near(gradient, wide_packed.grad, dtype)
