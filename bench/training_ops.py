@@ -21,6 +21,7 @@ from kernels.training.attention import Options, flash_backward, flash_forward
 from kernels.training.attention_triton import attention_backward_triton, attention_forward_triton
 from kernels.training.cross_entropy import loss_and_gradient_triton
 from kernels.training.lora_gradient import add_a_gradient_triton, add_b_gradient_triton
+from kernels.training.lora_silu import lora_silu_backward_triton, lora_silu_triton
 from kernels.training.lora_triton import (
     lora_back_triton,
     lora_down_triton,
@@ -140,6 +141,7 @@ def elementwise(shape: Shape, work: Work) -> Iterator[Timed]:
     yield "silu", lambda: silu_mul_triton(gate_up), 3 * size, 0.0
     yield "silu back", lambda: silu_mul_backward_triton(gate_up, dh), 5 * size, 0.0
     both = torch.empty_like(gate_up)
+    yield from fused_silus(shape, work, gate_up, dh)
     yield (
         "silu back and again",
         lambda: silu_mul_backward_triton(gate_up, dh, out=both, product=dh),
@@ -159,6 +161,40 @@ def elementwise(shape: Shape, work: Work) -> Iterator[Timed]:
     flops = 2.0 * picked.numel() * shape.vocabulary
     yield "mm head", lambda: torch.mm(picked, head.T, out=logits), 0.0, flops
     yield "mm back head", lambda: torch.mm(logits, head), 0.0, flops
+
+
+SILU_TRIES: list[dict[str, int]] = [
+    {}, {"block_n": 128, "num_warps": 4}, {"block_n": 64, "num_warps": 4},
+    {"block_n": 64, "num_warps": 4, "block_t": 32}, {"block_n": 128, "num_warps": 4, "block_t": 32},
+    {"block_n": 128, "block_t": 32}, {"block_n": 256, "block_t": 32},
+    {"block_n": 64, "num_warps": 2, "block_t": 32}, {"block_n": 128, "num_warps": 4, "block_t": 16},
+    {"block_n": 256, "num_warps": 4, "block_t": 16}, {"block_n": 128, "block_t": 128},
+]  # fmt: skip
+
+
+def fused_silus(
+    shape: Shape, work: Work, gate_up: torch.Tensor, dh: torch.Tensor
+) -> Iterator[Timed]:
+    """The activation beside its adapters, forward and backward."""
+    site, pools = site_of(shape, work, 2, "cuda")
+    down, _ = site_of(shape, work, 3, "cuda")
+    segments = make_segments([work.rows * work.length] * work.runs, "cuda")
+    u = randn(work.tokens, 2 * site.padded_rank, like=dh)
+    du = randn(work.tokens, site.padded_rank, like=dh)
+    values, size = pools.values, 2.0 * dh.numel()
+    for way in SILU_TRIES:
+        yield (
+            f"lora silu {label(way)}",
+            lambda way=way: lora_silu_triton(gate_up, u, values, site, segments, **way),
+            3 * size, 0.0,
+        )  # fmt: skip
+        yield (
+            f"lora silu back {label(way)}",
+            lambda way=way: lora_silu_backward_triton(
+                gate_up, dh, u, du, values, site, down, segments, **way
+            ),
+            6 * size, 0.0,
+        )  # fmt: skip
 
 
 FORWARD_TRIES: list[dict[str, int]] = [
@@ -257,7 +293,7 @@ def time_adamw(shape: Shape) -> Line:
 
 
 def bench_operations(only: str, share: tuple[int, int], compile_only: bool) -> Iterator[Line]:
-    """Time every operation whose name has `only` in it; of `share` (i, n) each n-th from i."""
+    """Time operations whose name has one of `only` in it; of `share` (i, n) each n-th from i."""
     shape, many, one = Shape(), Work(64, 1, 256), Work(1, 64, 256)
     groups = {
         "mm": lambda: products(shape, many),
@@ -270,7 +306,8 @@ def bench_operations(only: str, share: tuple[int, int], compile_only: bool) -> I
     for group in groups.values():
         for name, run, moved, flops in group():
             number += 1
-            if only not in name or number % share[1] != share[0]:
+            wanted = any(each in name for each in only.split(","))
+            if not wanted or number % share[1] != share[0]:
                 continue
             try:
                 if compile_only:
@@ -287,5 +324,5 @@ def bench_operations(only: str, share: tuple[int, int], compile_only: bool) -> I
                 line["tflop_s"] = round(flops / ms / 1e9)
             yield line
         torch.cuda.empty_cache()
-    if not compile_only and only in "adamw":
+    if not compile_only and any(each in "adamw" for each in only.split(",")):
         yield time_adamw(shape)

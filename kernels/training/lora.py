@@ -42,17 +42,22 @@ class Before(Protocol):
 
 
 def lora_forward(
-    x: torch.Tensor, y: torch.Tensor, values: torch.Tensor, site: LoraSite, segments: Segments
+    x: torch.Tensor,
+    y: torch.Tensor,
+    values: torch.Tensor,
+    site: LoraSite,
+    segments: Segments,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """Add the adapters' output to y [T, out] in place; x [T, in] -> u; None: there are none."""
-    if not site.max_rank:
-        return None
-    if use_triton(x):
-        u = lora_in_triton(x, values, site, segments)
-        lora_out_triton(u, values, y, site, segments)
+    """Add the adapters' output, and residual, to y [T, out] in place; x [T, in] -> u, if any."""
+    u = lora_shrink(x, values, site, segments)
+    if u is not None and use_triton(x):
+        lora_out_triton(u, values, y, site, segments, residual=residual)
         return u
-    u = lora_in_torch(x, values, site, segments)
-    lora_out_torch(u, values, y, site, segments)
+    if u is not None:
+        lora_out_torch(u, values, y, site, segments)
+    if residual is not None:
+        y.add_(residual)
     return u
 
 
@@ -102,19 +107,6 @@ def lora_backward_a(
         lora_back_torch(du, pools.values, dx, site, segments)
 
 
-def linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """x W^T + bias + residual."""
-    if residual is None:
-        return functional.linear(x, weight, bias)
-    y = torch.addmm(residual, x, weight.T)
-    return y if bias is None else y.add_(bias)
-
-
 class _LoraLinear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -129,8 +121,8 @@ class _LoraLinear(torch.autograd.Function):
         before: Before | None,
     ) -> torch.Tensor:
         inner = (x if before is None else before.forward(x)).contiguous()
-        y = linear(inner, weight, bias, residual)
-        u = lora_forward(inner, y, pools.values, site, segments)
+        y = functional.linear(inner, weight, bias)
+        u = lora_forward(inner, y, pools.values, site, segments, residual)
         ctx.save_for_backward(x, u)
         ctx.weight, ctx.site, ctx.pools = weight, site, pools
         ctx.segments, ctx.before = segments, before

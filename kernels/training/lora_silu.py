@@ -11,7 +11,7 @@ import torch
 
 from kernels.backend import ceil_div, jit, tl, use_triton
 from kernels.training.lora_torch import lora_back_torch, lora_out_torch
-from kernels.training.lora_triton import fit, load_block, load_factor
+from kernels.training.lora_triton import fit, load_block, load_factor, out_tile
 from kernels.training.pools import LoraSite
 from kernels.training.segments import Segments
 from kernels.training.silu import (
@@ -19,31 +19,6 @@ from kernels.training.silu import (
     silu_mul_forward,
     silu_mul_forward_torch,
 )
-
-
-@jit()
-def _out_tile(
-    u_ptr, values_ptr, b_ptr, rank_ptr, scale_ptr, cell, rows, live, n, inside, u_stride,
-    ALIGNED: tl.constexpr, RANK_STEP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """scale u B^T of one module, [BLOCK_T, BLOCK_N] float32."""
-    r = tl.arange(0, 16)
-    offset, rank = load_factor(b_ptr, rank_ptr, cell, ALIGNED, RANK_STEP)
-    product = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
-    for start in range(0, rank, 16):
-        has = ((start + r) < rank)[None, :]
-        u = tl.load(
-            u_ptr + rows[:, None] * u_stride + (start + r)[None, :],
-            mask=live[:, None] & has,
-            other=0.0,
-        )
-        b = tl.load(
-            values_ptr + offset + n[:, None] * rank + (start + r)[None, :],
-            mask=inside[:, None] & has,
-            other=0.0,
-        )
-        product = tl.dot(u, tl.trans(b), product, input_precision="ieee")
-    return product * tl.load(scale_ptr + cell)
 
 
 @jit("num_runs")
@@ -71,16 +46,18 @@ def _forward_kernel(
     places = gate_up_ptr + rows[:, None] * 2 * width + n[None, :]
     gate = tl.load(places, mask=mask, other=0.0)
     up = tl.load(places + width, mask=mask, other=0.0)
-    wide = gate.to(tl.float32) + _out_tile(
-        u_ptr, values_ptr, b_ptr, rank_ptr, scale_ptr, segment, rows, live, n, inside, 2 * R,
-        ALIGNED, RANK_STEP, BLOCK_T, BLOCK_N,
+    added = out_tile(
+        u_ptr, 2 * R, values_ptr, b_ptr, rank_ptr, scale_ptr, segment, rows, live, n, inside,
+        R, ALIGNED, RANK_STEP, BLOCK_T, BLOCK_N,
     )  # fmt: skip
-    wide_up = up.to(tl.float32) + _out_tile(
-        u_ptr + R, values_ptr, b_ptr, rank_ptr, scale_ptr, num_runs + segment, rows, live, n,
-        inside, 2 * R, ALIGNED, RANK_STEP, BLOCK_T, BLOCK_N,
+    wide = gate.to(tl.float32) + added.to(tl.float32)
+    added = out_tile(
+        u_ptr + R, 2 * R, values_ptr, b_ptr, rank_ptr, scale_ptr, num_runs + segment, rows, live,
+        n, inside, R, ALIGNED, RANK_STEP, BLOCK_T, BLOCK_N,
     )  # fmt: skip
+    up = (up.to(tl.float32) + added.to(tl.float32)).to(gate.dtype)
     silu = (wide * tl.sigmoid(wide)).to(gate.dtype)
-    tl.store(h_ptr + rows[:, None] * width + n[None, :], silu * wide_up.to(gate.dtype), mask=mask)
+    tl.store(h_ptr + rows[:, None] * width + n[None, :], silu * up, mask=mask)
 
 
 @jit("num_runs")
@@ -116,30 +93,32 @@ def _backward_kernel(
     up = tl.load(places + width, mask=mask, other=0.0).to(tl.float32)
     dh = tl.load(dh_places, mask=mask, other=0.0).to(tl.float32)
     if R > 0:
-        gate += _out_tile(
-            u_ptr, values_ptr, b_ptr, rank_ptr, scale_ptr, segment, rows, live, n, inside, 2 * R,
-            ALIGNED, RANK_STEP, BLOCK_T, BLOCK_N,
+        added = out_tile(
+            u_ptr, 2 * R, values_ptr, b_ptr, rank_ptr, scale_ptr, segment, rows, live, n, inside,
+            R, ALIGNED, RANK_STEP, BLOCK_T, BLOCK_N,
         )  # fmt: skip
-        up += _out_tile(
-            u_ptr + R, values_ptr, b_ptr, rank_ptr, scale_ptr, num_runs + segment, rows, live, n,
-            inside, 2 * R, ALIGNED, RANK_STEP, BLOCK_T, BLOCK_N,
+        gate += added.to(tl.float32)
+        added = out_tile(
+            u_ptr + R, 2 * R, values_ptr, b_ptr, rank_ptr, scale_ptr, num_runs + segment, rows,
+            live, n, inside, R, ALIGNED, RANK_STEP, BLOCK_T, BLOCK_N,
         )  # fmt: skip
+        up += added.to(tl.float32)
     if DOWN_R > 0:
         r = tl.arange(0, 16)
         offset, rank = load_factor(a_ptr, down_rank_ptr, segment, ALIGNED, 1)
-        for start in range(0, rank, 16):
-            has = (start + r) < rank
-            du = tl.load(
-                du_ptr + rows[:, None] * DOWN_R + (start + r)[None, :],
-                mask=live[:, None] & has[None, :],
-                other=0.0,
-            )
-            a = tl.load(
-                values_ptr + offset + (start + r)[:, None] * width + n[None, :],
-                mask=has[:, None] & inside[None, :],
-                other=0.0,
-            )
-            dh = tl.dot(du, a, dh, input_precision="ieee")
+        du_ptrs = du_ptr + rows[:, None] * DOWN_R + r[None, :]
+        a_ptrs = values_ptr + offset + r[:, None] * width + n[None, :]
+        has = r < rank
+        du = tl.load(du_ptrs, mask=live[:, None] & has[None, :], other=0.0)
+        a = tl.load(a_ptrs, mask=has[:, None] & inside[None, :], other=0.0)
+        product = tl.dot(du, a, input_precision="ieee")
+        if DOWN_R > 16:
+            for start in range(16, rank, 16):
+                has = start + r < rank
+                du = tl.load(du_ptrs + start, mask=live[:, None] & has[None, :], other=0.0)
+                a = tl.load(a_ptrs + start * width, mask=has[:, None] & inside[None, :], other=0.0)
+                product = tl.dot(du, a, product, input_precision="ieee")
+        dh += product.to(dtype).to(tl.float32)
     sigmoid = tl.sigmoid(gate)
     silu = gate * sigmoid
     tl.store(places, (dh * up * sigmoid * (1 + gate * (1 - sigmoid))).to(dtype), mask=mask)

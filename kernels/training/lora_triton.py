@@ -147,6 +147,46 @@ def _down_kernel(
         tl.store(out_ptr + place, product.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@jit()
+def out_tile(
+    u_ptr,
+    u_stride,
+    values_ptr,
+    b_ptr,
+    rank_ptr,
+    scale_ptr,
+    cell,
+    rows,
+    live,
+    n,
+    inside,
+    R: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    RANK_STEP: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """scale u B^T of one module, [BLOCK_T, BLOCK_N] in u's type.
+
+    Rounded to it, as PEFT rounds it: that halves what threads exchange to add it to something.
+    """
+    r = tl.arange(0, 16)
+    offset, rank = load_factor(b_ptr, rank_ptr, cell, ALIGNED, RANK_STEP)
+    u_ptrs = u_ptr + rows[:, None] * u_stride + r[None, :]
+    b_ptrs = values_ptr + offset + n[:, None] * rank + r[None, :]
+    has = (r < rank)[None, :]
+    u = tl.load(u_ptrs, mask=live[:, None] & has, other=0.0)
+    b = tl.load(b_ptrs, mask=inside[:, None] & has, other=0.0)
+    product = tl.dot(u, tl.trans(b), input_precision="ieee")
+    if R > 16:
+        for start in range(16, rank, 16):
+            has = ((start + r) < rank)[None, :]
+            u = tl.load(u_ptrs + start, mask=live[:, None] & has, other=0.0)
+            b = tl.load(b_ptrs + start, mask=inside[:, None] & has, other=0.0)
+            product = tl.dot(u, tl.trans(b), product, input_precision="ieee")
+    return (product * tl.load(scale_ptr + cell)).to(u.dtype)
+
+
 @jit("num_runs")
 def _out_kernel(
     u_ptr,
@@ -156,6 +196,7 @@ def _out_kernel(
     scale_ptr,
     blocks_ptr,
     y_ptr,
+    residual_ptr,
     num_runs,
     y_stride,
     bound0,
@@ -167,6 +208,7 @@ def _out_kernel(
     ALIGNED: tl.constexpr,
     RANK_STEP: tl.constexpr,
     ADD: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -174,33 +216,27 @@ def _out_kernel(
     module, low, high, column = find_columns(
         tl.program_id(0), bound0, bound1, bound2, bound3, NUM_M, BLOCK_N
     )
-    n, t, r = column + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_T), tl.arange(0, 16)
+    n, t = column + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_T)
     live, inside = (t < count)[:, None], n < high - low
-    y_ptrs = y_ptr + (first + t)[:, None] * y_stride + (low + n)[None, :]
+    place = (first + t)[:, None] * y_stride + (low + n)[None, :]
     mask = live & inside[None, :]
     cell = module * num_runs + segment
-    offset, rank = load_factor(b_ptr, rank_ptr, cell, ALIGNED, RANK_STEP)
-    if rank > 0 or not ADD:
+    if tl.load(rank_ptr + cell) > 0 or HAS_RESIDUAL or not ADD:
         if ADD:
-            y = tl.load(y_ptrs, mask=mask, other=0.0)
-        product = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
-        for start in range(0, rank, 16):
-            has = (start + r) < rank
-            u = tl.load(
-                u_ptr + (first + t)[:, None] * (NUM_M * R) + (module * R + start + r)[None, :],
-                mask=live & has[None, :],
-                other=0.0,
-            )
-            b = tl.load(
-                values_ptr + offset + n[:, None] * rank + (start + r)[None, :],
-                mask=inside[:, None] & has[None, :],
-                other=0.0,
-            )
-            product = tl.dot(u, tl.trans(b), product, input_precision="ieee")
-        product *= tl.load(scale_ptr + cell)
+            y = tl.load(y_ptr + place, mask=mask, other=0.0)
+        if HAS_RESIDUAL:
+            residual = tl.load(residual_ptr + place, mask=mask, other=0.0)
+        product = out_tile(
+            u_ptr + module * R, NUM_M * R, values_ptr, b_ptr, rank_ptr, scale_ptr, cell,
+            first + t, t < count, n, inside, R, ALIGNED, RANK_STEP, BLOCK_T, BLOCK_N,
+        )  # fmt: skip
+        if ADD or HAS_RESIDUAL:
+            product = product.to(tl.float32)
         if ADD:
             product += y.to(tl.float32)
-        tl.store(y_ptrs, product.to(y_ptr.dtype.element_ty), mask=mask)
+        if HAS_RESIDUAL:
+            product += residual.to(tl.float32)
+        tl.store(y_ptr + place, product.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @jit("num_runs")
@@ -236,24 +272,23 @@ def _back_kernel(
         offset = tl.load(a_ptr + cell, mask=rank > 0, other=0)
         if ALIGNED:
             offset = tl.multiple_of(offset, 8)
-        product = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
-        for start in range(0, most, 16):
-            r = start + n % 16
-            has = r < rank
-            du = tl.load(
-                du_ptr + (first + t)[:, None] * (NUM_M * R) + (module * R + r)[None, :],
-                mask=live & has[None, :],
-                other=0.0,
-            )
-            a = tl.load(
-                (values_ptr + offset + r * width)[:, None] + column[None, :],
-                mask=has[:, None] & inside,
-                other=0.0,
-            )
-            product = tl.dot(du, a, product, input_precision="ieee")
+        r = n % 16
+        du_ptrs = du_ptr + (first + t)[:, None] * (NUM_M * R) + (module * R + r)[None, :]
+        a_ptrs = (values_ptr + offset + r * width)[:, None] + column[None, :]
+        has = r < rank
+        du = tl.load(du_ptrs, mask=live & has[None, :], other=0.0)
+        a = tl.load(a_ptrs, mask=has[:, None] & inside, other=0.0)
+        product = tl.dot(du, a, input_precision="ieee")
+        if R > 16:
+            for start in range(16, most, 16):
+                has = start + r < rank
+                du = tl.load(du_ptrs + start, mask=live & has[None, :], other=0.0)
+                a = tl.load(a_ptrs + start * width, mask=has[:, None] & inside, other=0.0)
+                product = tl.dot(du, a, product, input_precision="ieee")
+        total = product.to(du.dtype)
         if ADD:
-            product += dx.to(tl.float32)
-        tl.store(dx_ptrs, product.to(dx_ptr.dtype.element_ty), mask=live & inside)
+            total = total.to(tl.float32) + dx.to(tl.float32)
+        tl.store(dx_ptrs, total.to(dx_ptr.dtype.element_ty), mask=live & inside)
 
 
 def padded_bounds(site: LoraSite) -> tuple[int, int, int, int]:
@@ -338,18 +373,24 @@ def lora_out_triton(
     segments: Segments,
     *,
     add: bool = True,
+    residual: torch.Tensor | None = None,
     block_t: int = 64,
     block_n: int = 128,
     num_warps: int = 4,
     num_stages: int = 1,
 ) -> None:
-    """Add the adapters' output to y [T, out], or with add=False write it there, zeros included."""
+    """Add the adapters' output to y [T, out], or with add=False write it there, zeros included.
+
+    residual  like y, added as well
+    """
+    assert residual is None or residual.stride() == y.stride()
     blocks = segments.blocks(block_t)
     bounds, block_n = padded_bounds(site), fit(block_n, site.bounds[-1])
     if len(blocks):
         _out_kernel[(column_blocks(site, block_n), len(blocks))](
             u_ptr=u, values_ptr=values, b_ptr=site.b, rank_ptr=site.rank, scale_ptr=site.scale,
-            blocks_ptr=blocks, y_ptr=y, num_runs=site.rank.shape[1], y_stride=y.stride(0),
+            blocks_ptr=blocks, y_ptr=y, residual_ptr=y if residual is None else residual,
+            num_runs=site.rank.shape[1], y_stride=y.stride(0), HAS_RESIDUAL=residual is not None,
             bound0=bounds[0], bound1=bounds[1], bound2=bounds[2], bound3=bounds[3],
             NUM_M=site.num_modules, R=site.padded_rank, ALIGNED=site.aligned,
             RANK_STEP=site.rank_step, ADD=add, BLOCK_T=block_t, BLOCK_N=block_n,

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.functional import linear
 
 from kernels.training.attention import Attended, Options
 from kernels.training.lora import (
-    linear,
     lora_backward_a,
     lora_backward_b,
     lora_forward,
@@ -104,8 +104,8 @@ class _AttentionSublayer(torch.autograd.Function):
         u = lora_forward(normed, packed, pools.values, qkv.site, segments)
         attended = heads.attend(packed, rows)
         inner = attended.out.flatten(1)
-        y = linear(inner, out.weight, out.bias, hidden)
-        out_u = lora_forward(inner, y, pools.values, out.site, segments)
+        y = linear(inner, out.weight, out.bias)
+        out_u = lora_forward(inner, y, pools.values, out.site, segments, hidden)
         ctx.save_for_backward(hidden, u, out_u)
         ctx.kept = (packed, attended) if keep else None
         ctx.parts = (norm, qkv, out, heads, pools, segments, rows)
@@ -175,8 +175,8 @@ class _MlpSublayer(torch.autograd.Function):
         both = linear(normed, gate_up.weight, gate_up.bias)
         u = lora_shrink(normed, pools.values, gate_up.site, segments)
         inner = lora_silu(both, u, pools.values, gate_up.site, segments)
-        y = linear(inner, down.weight, down.bias, hidden)
-        down_u = lora_forward(inner, y, pools.values, down.site, segments)
+        y = linear(inner, down.weight, down.bias)
+        down_u = lora_forward(inner, y, pools.values, down.site, segments, hidden)
         ctx.save_for_backward(hidden, u, down_u)
         ctx.kept = both if keep else None
         ctx.parts = (norm, gate_up, down, pools, segments)
