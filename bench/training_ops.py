@@ -20,6 +20,7 @@ from kernels.training.adamw import adamw_triton
 from kernels.training.attention import Options, flash_backward, flash_forward
 from kernels.training.attention_triton import attention_backward_triton, attention_forward_triton
 from kernels.training.cross_entropy import loss_and_gradient_triton
+from kernels.training.lora_both import lora_backward_b_triton
 from kernels.training.lora_gradient import add_a_gradient_triton, add_b_gradient_triton
 from kernels.training.lora_silu import lora_silu_backward_triton, lora_silu_triton
 from kernels.training.lora_triton import (
@@ -66,6 +67,11 @@ TRIES: dict[str, list[dict[str, int]]] = {
     "back": [
         {}, {"num_warps": 8}, {"num_warps": 2}, {"block_t": 32}, {"block_t": 128, "block_n": 64},
     ],
+    "both": [
+        {}, {"num_warps": 4}, {"num_stages": 3}, {"block_n": 128}, {"block_n": 128, "num_warps": 4},
+        {"block_n": 512}, {"block_t": 32, "block_n": 512}, {"block_t": 32, "num_stages": 3},
+        {"block_t": 128, "block_n": 128}, {"block_t": 128},
+    ],
     "da": [
         {}, {"block_n": 64}, {"block_t": 128}, {"block_t": 32}, {"block_n": 256, "num_warps": 8},
     ],
@@ -108,6 +114,12 @@ def adapters(shape: Shape, work: Work) -> Iterator[Timed]:
             "da": (
                 lambda **o: add_a_gradient_triton(u, x, pools.gradient, site, segments, **o),
                 2 * x.numel() + gradient_bytes * width * site.num_modules,
+            ),
+            "both": (
+                lambda **o: lora_backward_b_triton(
+                    u, y, pools.values, pools.gradient, site, segments, **o
+                ),
+                2 * y.numel() + gradient_bytes * out,
             ),
             "db": (
                 lambda **o: add_b_gradient_triton(u, y, pools.gradient, site, segments, **o),

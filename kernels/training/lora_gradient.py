@@ -23,7 +23,7 @@ from kernels.training.lora_triton import (
     rank_rows,
 )
 from kernels.training.pools import LoraSite
-from kernels.training.segments import Segments
+from kernels.training.segments import Chunks, Segments
 
 
 @jit("num_runs")
@@ -245,19 +245,27 @@ def add_b_gradient_triton(
         return
     block_n, bounds = fit(block_n, out_width), padded_bounds(site)
     slots = gradient.new_empty(chunks.slots, out_width, site.padded_rank)
-    common = {
-        "gradient_ptr": gradient, "slots_ptr": slots, "b_ptr": site.b, "rank_ptr": site.rank,
-        "num_runs": site.rank.shape[1], "out_width": out_width, "bound0": bounds[0],
-        "bound1": bounds[1], "bound2": bounds[2], "bound3": bounds[3],
-        "NUM_M": site.num_modules, "R": site.padded_rank, "BLOCK_N": block_n,
-    }  # fmt: skip
-    rank_blocks = site.padded_rank // 16
-    _b_kernel[(column_blocks(site, block_n), len(chunks.table), rank_blocks)](
-        u_ptr=u, dy_ptr=dy, scale_ptr=site.scale, chunks_ptr=chunks.table, dy_stride=dy.stride(0),
-        RANK_STEP=site.rank_step, BLOCK_T=block_t, num_warps=num_warps, num_stages=num_stages,
-        **common,
+    _b_kernel[(column_blocks(site, block_n), len(chunks.table), site.padded_rank // 16)](
+        u_ptr=u, dy_ptr=dy, gradient_ptr=gradient, slots_ptr=slots, b_ptr=site.b,
+        rank_ptr=site.rank, scale_ptr=site.scale, chunks_ptr=chunks.table,
+        num_runs=site.rank.shape[1], dy_stride=dy.stride(0), out_width=out_width,
+        bound0=bounds[0], bound1=bounds[1], bound2=bounds[2], bound3=bounds[3],
+        NUM_M=site.num_modules, R=site.padded_rank, RANK_STEP=site.rank_step, BLOCK_T=block_t,
+        BLOCK_N=block_n, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
-    if len(chunks.merges):
-        _merge_b_kernel[(column_blocks(site, block_n), len(chunks.merges), rank_blocks)](
-            merges_ptr=chunks.merges, num_warps=4, **common
-        )
+    merge_b(gradient, slots, site, chunks)
+
+
+def merge_b(gradient: torch.Tensor, slots: torch.Tensor, site: LoraSite, chunks: Chunks) -> None:
+    """Add the slots [slots, out, padded rank] of runs with several chunks to the gradients of B."""
+    if not len(chunks.merges):
+        return
+    block_n, bounds = fit(128, site.bounds[-1]), padded_bounds(site)
+    _merge_b_kernel[
+        (column_blocks(site, block_n), len(chunks.merges), site.padded_rank // 16)
+    ](
+        gradient_ptr=gradient, slots_ptr=slots, b_ptr=site.b, rank_ptr=site.rank,
+        merges_ptr=chunks.merges, num_runs=site.rank.shape[1], out_width=site.bounds[-1],
+        bound0=bounds[0], bound1=bounds[1], bound2=bounds[2], bound3=bounds[3],
+        NUM_M=site.num_modules, R=site.padded_rank, BLOCK_N=block_n, num_warps=4,
+    )  # fmt: skip

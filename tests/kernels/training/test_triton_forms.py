@@ -18,7 +18,8 @@ from kernels.training.attention import attention
 from kernels.training.attention_triton import attention_backward_triton, attention_forward_triton
 from kernels.training.cross_entropy import loss_and_gradient_torch, loss_and_gradient_triton
 from kernels.training.lora import lora_backward_a, lora_backward_b, lora_forward
-from kernels.training.lora_torch import lora_in_torch
+from kernels.training.lora_both import lora_backward_b_triton
+from kernels.training.lora_torch import add_b_gradient_torch, lora_down_torch, lora_in_torch
 from kernels.training.lora_triton import lora_back_triton, lora_out_triton
 from kernels.training.norms import rms_norm_backward_torch, rms_norm_backward_triton
 from kernels.training.reference import attention_ref, lora_linear_ref, silu_mul_ref
@@ -102,6 +103,27 @@ def test_lora(
     assert_near(u[used], expected_u[used], dtype)
     assert_near(y, expected_y, dtype)
     assert_near(dx, expected_dx, dtype)
+    assert_near(batch.pools.gradient[own], theirs.pools.gradient[own], dtype)
+    assert bool((batch.pools.gradient[~own] == 1).all())
+
+
+@pytest.mark.parametrize("mix", ["mixed", "one token", "without rows", "eights"])
+def test_both_from_one_pass(
+    mix: str, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segments, "CHUNK", 16)
+    batch = make_batch(MIXES[mix], 40, (24, 40, 8), dtype, device)
+    theirs = wide(batch)
+    site, parts, own = batch.site, batch.segments, batch.owned
+    u = torch.randn(parts.num_tokens, 3 * site.padded_rank, device=device).to(dtype)
+    dy = torch.randn(parts.num_tokens, 72, device=device).to(dtype)
+    du = lora_backward_b_triton(
+        u, dy, batch.pools.values, batch.pools.gradient, site, parts, block_t=16, block_n=16
+    )
+    expected = lora_down_torch(dy.float(), theirs.pools.values, site, parts)
+    add_b_gradient_torch(u.float(), dy.float(), theirs.pools.gradient, site, parts)
+    used = ~expected.isnan()
+    assert_near(du[used], expected[used], dtype)
     assert_near(batch.pools.gradient[own], theirs.pools.gradient[own], dtype)
     assert bool((batch.pools.gradient[~own] == 1).all())
 
