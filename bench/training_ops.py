@@ -209,15 +209,12 @@ def fused_silus(
         )  # fmt: skip
 
 
-FORWARD_TRIES: list[dict[str, int]] = [
-    {}, {"num_warps": 4}, {"block_n": 128}, {"block_m": 64, "num_warps": 4},
-    {"block_m": 64, "num_warps": 4, "num_stages": 3}, {"num_stages": 3},
-    {"block_n": 32, "num_stages": 3},
-]  # fmt: skip
+FORWARD_TRIES: list[dict[str, int]] = [{}, {"block_n": 32}, {"num_stages": 4}, {"block_n": 128}]
 BACKWARD_TRIES: list[dict[str, int]] = [
-    {}, {"num_warps": 4}, {"key_m": 32}, {"key_n": 128}, {"key_n": 128, "key_m": 32},
-    {"block_m": 64, "num_warps": 4}, {"block_m": 64, "key_m": 32, "num_warps": 4},
-    {"num_stages": 3, "key_m": 32}, {"block_n": 32, "num_stages": 3}, {"key_m": 128},
+    {}, {"key_stages": 3}, {"key_stages": 1}, {"num_stages": 3}, {"num_stages": 1},
+    {"block_n": 32, "num_stages": 3}, {"block_n": 128}, {"key_n": 128, "key_warps": 8},
+    {"key_n": 128, "key_warps": 8, "key_stages": 3}, {"key_m": 128, "key_warps": 8},
+    {"key_n": 128, "key_m": 128, "key_warps": 8}, {"key_n": 32, "key_stages": 3},
 ]  # fmt: skip
 
 

@@ -33,8 +33,16 @@ def _load_rows(ptr, tokens, heads, stride, d, mask, D: tl.constexpr):
     return tl.load(ptr + place[:, None] + d[None, :], mask=mask, other=0.0)
 
 
+@jit()
+def _hide(scores, distance, window, HAS_WINDOW: tl.constexpr):
+    """The scores, of keys that a token does not see -1e30."""
+    if HAS_WINDOW:
+        return tl.where((distance >= 0) & (distance < window), scores, -1e30)
+    return tl.where(distance >= 0, scores, -1e30)
+
+
 @jit("num_heads", "window")
-def _forward_kernel(
+def _attention_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
@@ -47,6 +55,7 @@ def _forward_kernel(
     num_heads,
     window,
     scale,
+    HAS_WINDOW: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -72,13 +81,11 @@ def _forward_kernel(
         key_mask = (key < high)[:, None] & (d < D)[None, :]
         k = _load_rows(k_ptr, key, kv_head, k_stride, d, key_mask, D)
         v = _load_rows(v_ptr, key, kv_head, v_stride, d, key_mask, D)
-        distance = token[:, None] - key[None, :]
-        seen = (distance >= 0) & (distance < window)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        scores = tl.where(seen, scores, -1e30)
+        scores = _hide(scores, token[:, None] - key[None, :], window, HAS_WINDOW)
         higher = tl.maximum(most, tl.max(scores, axis=1))
         # Where a token has seen nothing yet, what this gives is multiplied by zero later.
-        weights = tl.where(seen, tl.exp2(scores - higher[:, None]), 0.0)
+        weights = tl.exp2(scores - higher[:, None])
         decay = tl.exp2(most - higher)
         total = total * decay + tl.sum(weights, axis=1)
         out = out * decay[:, None]
@@ -93,7 +100,7 @@ def _forward_kernel(
 
 
 @jit("num_heads", "window")
-def _query_kernel(
+def _attention_query_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
@@ -110,6 +117,7 @@ def _query_kernel(
     num_heads,
     window,
     scale,
+    HAS_WINDOW: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -140,10 +148,9 @@ def _query_kernel(
         key_mask = (key < high)[:, None] & (d < D)[None, :]
         k = _load_rows(k_ptr, key, kv_head, k_stride, d, key_mask, D)
         v = _load_rows(v_ptr, key, kv_head, v_stride, d, key_mask, D)
-        distance = token[:, None] - key[None, :]
-        seen = (distance >= 0) & (distance < window) & live[:, None]
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        weights = tl.exp2(tl.where(seen, scores - lse[:, None], -1e30))
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale - lse[:, None]
+        scores = _hide(scores, token[:, None] - key[None, :], window, HAS_WINDOW)
+        weights = tl.exp2(scores)
         d_weights = tl.dot(dy, tl.trans(v), input_precision="ieee")
         d_scores = weights * (d_weights - delta[:, None])
         dq = tl.dot(d_scores.to(k.dtype), k, dq, input_precision="ieee")
@@ -153,7 +160,7 @@ def _query_kernel(
 
 
 @jit("num_heads", "window")
-def _key_kernel(
+def _attention_key_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
@@ -171,6 +178,7 @@ def _key_kernel(
     num_heads,
     window,
     scale,
+    HAS_WINDOW: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -199,10 +207,9 @@ def _key_kernel(
         place = token.to(tl.int64) * num_heads + head
         lse = tl.load(lse_ptr + place, mask=live, other=0.0)
         delta = tl.load(delta_ptr + place, mask=live, other=0.0)
-        distance = token[None, :] - key[:, None]
-        seen = (distance >= 0) & (distance < window) & live[None, :]
-        scores = tl.dot(k, tl.trans(q), input_precision="ieee") * scale
-        weights = tl.exp2(tl.where(seen, scores - lse[None, :], -1e30))
+        scores = tl.dot(k, tl.trans(q), input_precision="ieee") * scale - lse[None, :]
+        scores = _hide(scores, token[None, :] - key[:, None], window, HAS_WINDOW)
+        weights = tl.exp2(scores)  # of tokens past the row's end one, beside a dy of zero
         dv = tl.dot(weights.to(dy.dtype), dy, dv, input_precision="ieee")
         d_weights = tl.dot(v, tl.trans(dy), input_precision="ieee")
         d_scores = weights * (d_weights - delta[None, :])
@@ -254,10 +261,10 @@ def attention_forward_triton(
     scale: float,
     window: int | None,
     *,
-    block_m: int = 128,
+    block_m: int = 64,
     block_n: int = 64,
-    num_warps: int = 8,
-    num_stages: int = 2,
+    num_warps: int = 4,
+    num_stages: int = 3,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q [T, H, D], k and v [T, K, D], any rows -> [T, H, D], base-2 lse [T, H]."""
     sizes = _sizes(q, k, v, scale)
@@ -266,9 +273,10 @@ def attention_forward_triton(
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     blocks = rows.blocks(block_t)
     if len(blocks):
-        _forward_kernel[(len(blocks), k.shape[1])](
+        _attention_kernel[(len(blocks), k.shape[1])](
             out_ptr=out, lse_ptr=lse, blocks_ptr=blocks,
-            window=window or _NO_WINDOW, BLOCK_T=block_t, BLOCK_N=block_n,
+            window=window or _NO_WINDOW, HAS_WINDOW=window is not None, BLOCK_T=block_t,
+            BLOCK_N=block_n,
             num_warps=num_warps, num_stages=num_stages, **sizes,
         )  # fmt: skip
     return out, lse
@@ -286,12 +294,14 @@ def attention_backward_triton(
     scale: float,
     window: int | None,
     *,
-    block_m: int = 128,
+    block_m: int = 64,
     block_n: int = 64,
+    num_warps: int = 4,
+    num_stages: int = 2,
     key_m: int = 64,
     key_n: int = 64,
-    num_warps: int = 8,
-    num_stages: int = 2,
+    key_warps: int = 4,
+    key_stages: int = 2,
 ) -> None:
     """Write the gradients of q, k and v to tensors of their shapes; dy [T, H, D] contiguous."""
     sizes = _sizes(q, k, v, scale)
@@ -299,23 +309,25 @@ def attention_backward_triton(
     delta = torch.empty_like(lse)
     common = {
         "dy_ptr": dy, "lse_ptr": lse, "delta_ptr": delta,
-        "window": window or _NO_WINDOW, "LOG2_E": _LOG2_E, "num_warps": num_warps,
-        "num_stages": num_stages, **sizes,
+        "window": window or _NO_WINDOW,
+        "HAS_WINDOW": window is not None, "LOG2_E": _LOG2_E, **sizes,
     }  # fmt: skip
     block_t = _tokens(sizes, block_m)
     blocks, key_blocks = rows.blocks(block_t), rows.blocks(key_n)
     if len(blocks):
-        _query_kernel[(len(blocks), k.shape[1])](
+        _attention_query_kernel[(len(blocks), k.shape[1])](
             out_ptr=out,
             dq_ptr=dq,
             dq_stride=_stride(dq),
             blocks_ptr=blocks,
             BLOCK_T=block_t,
             BLOCK_N=block_n,
+            num_warps=num_warps,
+            num_stages=num_stages,
             **common,
         )
-        _key_kernel[(len(key_blocks), k.shape[1])](
+        _attention_key_kernel[(len(key_blocks), k.shape[1])](
             dk_ptr=dk, dv_ptr=dv, dk_stride=_stride(dk), dv_stride=_stride(dv),
             blocks_ptr=key_blocks, BLOCK_T=_tokens(sizes, key_m),
-            BLOCK_N=key_n, **common,
+            BLOCK_N=key_n, num_warps=key_warps, num_stages=key_stages, **common,
         )  # fmt: skip

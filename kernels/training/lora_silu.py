@@ -22,7 +22,7 @@ from kernels.training.silu import (
 
 
 @jit("num_runs")
-def _forward_kernel(
+def _lora_silu_kernel(
     gate_up_ptr,
     h_ptr,
     u_ptr,
@@ -61,7 +61,7 @@ def _forward_kernel(
 
 
 @jit("num_runs")
-def _backward_kernel(
+def _lora_silu_back_kernel(
     gate_up_ptr,
     dh_ptr,
     u_ptr,
@@ -142,7 +142,7 @@ def lora_silu_triton(
     h = gate_up.new_empty(gate_up.shape[0], width)
     blocks, block_n = segments.blocks(block_t), fit(block_n, width)
     if len(blocks):
-        _forward_kernel[(ceil_div(width, block_n), len(blocks))](
+        _lora_silu_kernel[(ceil_div(width, block_n), len(blocks))](
             gate_up_ptr=gate_up, h_ptr=h, u_ptr=u, values_ptr=values, b_ptr=site.b,
             rank_ptr=site.rank, scale_ptr=site.scale, blocks_ptr=blocks,
             num_runs=site.rank.shape[1], width=width, R=site.padded_rank, ALIGNED=site.aligned,
@@ -170,7 +170,7 @@ def lora_silu_backward_triton(
     width = dh.shape[1]
     blocks, block_n = segments.blocks(block_t), fit(block_n, width)
     if len(blocks):
-        _backward_kernel[(ceil_div(width, block_n), len(blocks))](
+        _lora_silu_back_kernel[(ceil_div(width, block_n), len(blocks))](
             gate_up_ptr=gate_up, dh_ptr=dh, u_ptr=gate_up if u is None else u,
             du_ptr=gate_up if du is None else du, values_ptr=values, b_ptr=site.b,
             rank_ptr=site.rank, scale_ptr=site.scale, a_ptr=down.a, down_rank_ptr=down.rank,

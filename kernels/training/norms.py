@@ -47,7 +47,7 @@ def widen(x: torch.Tensor) -> torch.Tensor:
 
 
 @jit()
-def _backward_kernel(
+def _norm_back_kernel(
     x_ptr,
     weight_ptr,
     dy_ptr,
@@ -83,7 +83,7 @@ def rms_norm_backward_triton(
     dx, width = torch.empty_like(x), x.shape[-1]
     block = next_power_of_2(width)
     if x.numel():
-        _backward_kernel[(x.numel() // width,)](
+        _norm_back_kernel[(x.numel() // width,)](
             x_ptr=x, weight_ptr=weight, dy_ptr=dy, added_ptr=x if added is None else added,
             dx_ptr=dx, width=width, eps=eps, HAS_ADDED=added is not None, BLOCK=block,
             num_warps=min(max(block // 512, 1), 16),

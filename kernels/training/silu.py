@@ -28,7 +28,7 @@ def silu_mul_backward_torch(gate_up: torch.Tensor, dy: torch.Tensor) -> torch.Te
 
 
 @jit()
-def _backward_kernel(
+def _silu_back_kernel(
     gate_up_ptr, dy_ptr, out_ptr, product_ptr, width, PRODUCT: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -64,7 +64,7 @@ def silu_mul_backward_triton(
     out = torch.empty_like(gate_up) if out is None else out
     block = min(1024, next_power_of_2(width))
     if gate_up.numel():
-        _backward_kernel[(gate_up.shape[0], ceil_div(width, block))](
+        _silu_back_kernel[(gate_up.shape[0], ceil_div(width, block))](
             gate_up_ptr=gate_up, dy_ptr=dy, out_ptr=out,
             product_ptr=dy if product is None else product, width=width,
             PRODUCT=product is not None, BLOCK=block, num_warps=4,
