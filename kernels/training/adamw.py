@@ -13,6 +13,7 @@ import torch
 
 from kernels.backend import ceil_div, jit, next_power_of_2, tl, use_triton
 from kernels.training.pools import Pools
+from kernels.training.uploads import upload
 
 #: Elements that one program squares or updates.
 _BLOCK = 2048
@@ -126,18 +127,11 @@ def _numbers(run: RunStep) -> tuple[float, ...]:
     )  # fmt: skip
 
 
-def _upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy to the device without waiting for what it still has to do."""
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
-
-
 def adamw_triton(pools: Pools, runs: Sequence[RunStep]) -> torch.Tensor:
     """Three launches: squares of blocks, norms of runs, updates. The masters are float32."""
     device, num_blocks = pools.master.device, max(ceil_div(run.size, _BLOCK) for run in runs)
-    spans = _upload(torch.tensor([(run.first, run.size) for run in runs]), device)
-    numbers = _upload(torch.tensor([_numbers(run) for run in runs], dtype=torch.float32), device)
+    spans = upload(torch.tensor([(run.first, run.size) for run in runs]), device)
+    numbers = upload(torch.tensor([_numbers(run) for run in runs], dtype=torch.float32), device)
     partials = torch.empty(len(runs), num_blocks, dtype=torch.float32, device=device)
     norms = torch.empty(len(runs), dtype=torch.float32, device=device)
     grid = (num_blocks, len(runs))

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from kernels.training.uploads import upload
+
 #: A run's span begins at a multiple of this many elements and is a multiple of it long.
 SPAN = 1024
 #: Ranks are computed in multiples of this, the least that tensor cores take.
@@ -94,9 +96,9 @@ def make_sites(
         offsets += [cell.b for module in cells for cell in module]
         ranks += [cell.rank for module in cells for cell in module]
         scales += [cell.scale for module in cells for cell in module]
-    all_offsets = torch.tensor(offsets, dtype=torch.int64, device=device)
-    all_ranks = torch.tensor(ranks, dtype=torch.int32, device=device)
-    all_scales = torch.tensor(scales, dtype=torch.float32, device=device)
+    all_offsets = upload(torch.tensor(offsets, dtype=torch.int64), device)
+    all_ranks = upload(torch.tensor(ranks, dtype=torch.int32), device)
+    all_scales = upload(torch.tensor(scales, dtype=torch.float32), device)
     sites, start = [], 0
     for own_bounds, modules in zip(bounds, placements, strict=True):
         size = sum(map(len, modules))

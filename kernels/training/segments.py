@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from kernels.training.uploads import upload
+
 #: Tokens whose part of a gradient is one sum; a longer segment has several parts.
 CHUNK = 1024
 
@@ -114,8 +116,8 @@ def make_rows(lengths: Sequence[int], device: torch.device | str) -> Rows:
     bounds = tuple(itertools.accumulate(lengths, initial=0))
     positions = [torch.arange(length) for length in lengths] or [torch.arange(0)]
     return Rows(
-        starts=torch.tensor(bounds, dtype=torch.int32, device=device),
-        positions=torch.cat(positions).to(device),
+        starts=upload(torch.tensor(bounds, dtype=torch.int32), device),
+        positions=upload(torch.cat(positions), device),
         bounds=bounds,
         longest=max(lengths, default=0),
     )
@@ -124,8 +126,8 @@ def make_rows(lengths: Sequence[int], device: torch.device | str) -> Rows:
 def make_segments(lengths: Sequence[int], device: torch.device | str) -> Segments:
     """Segments of these numbers of tokens, one a run; 0: the run has no rows here."""
     bounds = tuple(itertools.accumulate(lengths, initial=0))
-    return Segments(torch.tensor(bounds, dtype=torch.int32, device=device), bounds)
+    return Segments(upload(torch.tensor(bounds, dtype=torch.int32), device), bounds)
 
 
 def _table(parts: Sequence[tuple[int, int, int, int]], device: torch.device) -> torch.Tensor:
-    return torch.tensor(parts, dtype=torch.int32, device=device).view(-1, 4)
+    return upload(torch.tensor(parts, dtype=torch.int32).view(-1, 4), device)

@@ -60,14 +60,22 @@ class Heads:
         heads = qkv.view(len(qkv), -1, self.dim)
         return heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
 
+    def _both(self, qkv: torch.Tensor) -> torch.Tensor:
+        """A view of q and k [T, H + K, D]."""
+        return qkv.view(len(qkv), -1, self.dim)[:, : self.num_heads + self.num_kv_heads]
+
     def attend(self, qkv: torch.Tensor, rows: Rows) -> Attended:
         """Rotate q and k, in place unless they are normed first, and attend."""
         q, k, v = self.split(qkv)
-        if self.qk_norm is not None:
+        angles = (self.cos, self.sin, rows.positions)
+        if self.qk_norm is None:
+            both = self._both(qkv)
+            rotate(both, *angles, back=False, out=both)
+        else:
             q = rms_norm_forward(q, self.qk_norm[0], self.eps)
             k = rms_norm_forward(k, self.qk_norm[1], self.eps)
-        for x in (q, k):
-            rotate(x, self.cos, self.sin, rows.positions, back=False, out=x)
+            for x in (q, k):
+                rotate(x, *angles, back=False, out=x)
         scale = self.dim**-0.5 if self.scale is None else self.scale
         return Attended(q, k, v, Options(rows, scale, self.window))
 
@@ -78,10 +86,11 @@ class Heads:
         d_qkv = torch.empty_like(qkv)
         parts, inputs = self.split(d_qkv), self.split(qkv)
         attended.backward(dy.view(attended.out.shape), parts)
-        for i in range(2):
-            rotate(parts[i], self.cos, self.sin, rows.positions, back=True, out=parts[i])
-            if self.qk_norm is not None:
-                parts[i].copy_(rms_norm_backward(inputs[i], self.qk_norm[i], self.eps, parts[i]))
+        both = self._both(d_qkv)
+        rotate(both, self.cos, self.sin, rows.positions, back=True, out=both)
+        if self.qk_norm is not None:
+            for weight, x, part in zip(self.qk_norm, inputs, parts, strict=False):
+                part.copy_(rms_norm_backward(x, weight, self.eps, part))
         return d_qkv
 
 
