@@ -97,38 +97,42 @@ def attention_by_row(
     return torch.cat(parts) if parts else torch.empty_like(q)
 
 
+#: Of q, k and v.
+Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
 class Attended:
     """An attention's output [T, H, D], and what is kept for its backward pass."""
 
     def __init__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> None:
         self._options = options
-        self._inputs: tuple[torch.Tensor, ...] = (q, k, v)
+        self._inputs: Three = (q, k, v)
         self._kept: tuple[torch.Tensor, ...]
         if takes_triton(q):
-            self._kept = attention_forward_triton(
-                q, k, v, options.rows, options.scale, options.window
-            )
+            rows, scale, window = options.rows, options.scale, options.window
+            self._kept = attention_forward_triton(q, k, v, rows, scale, window)
         elif takes_flash(q):
             self._kept = flash_forward(q, k, v, options)
         else:
-            self._inputs = tuple(x.detach().requires_grad_() for x in self._inputs)
+            q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+            self._inputs = (q, k, v)
             with torch.enable_grad():
-                self._kept = (attention_by_row(*self._inputs, options),)
-        self.out = self._kept[0].detach()
+                self._kept = (attention_by_row(q, k, v, options),)
+        self.out: torch.Tensor = self._kept[0].detach()
 
-    def backward(self, dy: torch.Tensor, gradients: tuple[torch.Tensor, ...]) -> None:
+    def backward(self, dy: torch.Tensor, gradients: Three) -> None:
         """Write the gradients of q, k, v; dy [T, H, D] contiguous."""
-        options = self._options
+        options, (q, k, v), found = self._options, self._inputs, gradients
         if takes_triton(self.out):
-            attention_backward_triton(
-                dy, *self._inputs, *self._kept, gradients, options.rows, options.scale,
-                options.window,
-            )  # fmt: skip
+            out, lse = self._kept
+            rows, scale, window = options.rows, options.scale, options.window
+            attention_backward_triton(dy, q, k, v, out, lse, gradients, rows, scale, window)
             return
         if takes_flash(self.out):
-            found = flash_backward(dy, *self._inputs, self._kept, options)
+            found = flash_backward(dy, q, k, v, self._kept, options)
         else:
-            found = torch.autograd.grad(self._kept, self._inputs, dy)
+            dq, dk, dv = torch.autograd.grad(self._kept, self._inputs, dy)
+            found = dq, dk, dv
         for gradient, own in zip(gradients, found, strict=True):
             gradient.copy_(own)
 
@@ -141,14 +145,15 @@ class _Attention(torch.autograd.Function):
         q, k, v = (x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in (q, k, v))
         ctx.attended = Attended(q, k, v, options)
         ctx.shapes = [x.shape for x in (q, k, v)]
-        return ctx.attended.out.detach()  # not the object that ctx holds
+        out: torch.Tensor = ctx.attended.out.detach()  # not the object that ctx holds
+        return out
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
-        gradients = tuple(dy.new_empty(shape) for shape in ctx.shapes)
-        ctx.attended.backward(dy.contiguous(), gradients)
+        dq, dk, dv = (dy.new_empty(shape) for shape in ctx.shapes)
+        ctx.attended.backward(dy.contiguous(), (dq, dk, dv))
         ctx.attended = None
-        return (*gradients, None)
+        return dq, dk, dv, None
 
 
 def attention(

@@ -249,7 +249,7 @@ def _stride(x: torch.Tensor) -> int:
 
 def _tokens(sizes: dict[str, Any], rows: int) -> int:
     """Tokens of a tile of so many rows, at least the 16 that a product takes."""
-    group = sizes["BLOCK_G"]
+    group: int = sizes["BLOCK_G"]
     return max(1, rows // group, -(-16 // group))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from kernels.training.attention import Attended, Options
+from kernels.training.attention import Attended, Options, Three
 from kernels.training.lora import (
     lora_backward_a,
     lora_backward_b,
@@ -55,10 +55,11 @@ class Heads:
     qk_norm: torch.Tensor | None = None
     eps: float = 0.0
 
-    def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def split(self, qkv: torch.Tensor) -> Three:
         """Views of q [T, H, D], k and v [T, K, D]."""
         heads = qkv.view(len(qkv), -1, self.dim)
-        return heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        first, end = self.num_heads, self.num_heads + self.num_kv_heads
+        return heads[:, :first], heads[:, first:end], heads[:, end:]
 
     def _both(self, qkv: torch.Tensor) -> torch.Tensor:
         """A view of q and k [T, H + K, D]."""

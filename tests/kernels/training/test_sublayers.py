@@ -178,3 +178,34 @@ def test_triton_halves(
     monkeypatch.setattr(lora_silu, "use_triton", lambda _: True)
     check_mlp(mix, keep, dtype, device)
     check_attention(mix, None, False, keep, dtype, device)
+
+
+def test_what_is_not_a_number_stays_in_its_run(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lora, "use_triton", lambda _: True)
+    monkeypatch.setattr(lora_silu, "use_triton", lambda _: True)
+    for shapes in (ATTENTION, MLP):
+        batch = make(MIXES["eights"], shapes, torch.float32, device)
+        start, end = batch.segments.bounds[1:3]
+        hidden = torch.randn(batch.segments.num_tokens, HIDDEN, device=device)
+        hidden[start:end] = float("nan")
+        hidden.requires_grad_()
+        norm = Norm(torch.ones(HIDDEN, device=device), 1e-5)
+        if shapes is MLP:
+            y = mlp_sublayer(hidden, norm, *parts(batch), batch.pools, batch.segments)
+        else:
+            heads, rows = make_heads(torch.float32, device, None, False), rows_of(batch, device)
+            y = attention_sublayer(
+                hidden, norm, *parts(batch), heads, batch.pools, batch.segments, rows
+            )
+        y.backward(torch.randn_like(y))
+        assert hidden.grad is not None
+        for rows_out in (y.detach(), hidden.grad):
+            is_bad = rows_out.isnan().any(dim=1)
+            assert is_bad.nonzero()[:, 0].tolist() == list(range(start, end))
+        bad = batch.pools.gradient.isnan()
+        first = int(bad.nonzero().min())
+        last = int(bad.nonzero().max())
+        [site, *_] = batch.sites
+        assert first >= int(site.a[0, 1]) and last < int(site.a[0, 2])
