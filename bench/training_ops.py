@@ -21,11 +21,10 @@ from kernels.training.attention import Options, flash_backward, flash_forward
 from kernels.training.attention_triton import attention_backward_triton, attention_forward_triton
 from kernels.training.cross_entropy import loss_and_gradient_triton
 from kernels.training.lora_both import lora_backward_b_triton
-from kernels.training.lora_gradient import add_a_gradient_triton, add_b_gradient_triton
+from kernels.training.lora_gradient import add_a_gradient_triton
 from kernels.training.lora_silu import lora_silu_backward_triton, lora_silu_triton
 from kernels.training.lora_triton import (
     lora_back_triton,
-    lora_down_triton,
     lora_in_triton,
     lora_out_triton,
 )
@@ -59,25 +58,11 @@ TRIES: dict[str, list[dict[str, int]]] = {
         {}, {"block_t": 128, "num_warps": 8}, {"block_k": 64, "num_stages": 4}, {"block_t": 32},
         {"block_k": 256, "num_stages": 2},
     ],
-    "out": [{}, {"num_warps": 8}, {"num_warps": 2}, {"block_t": 32}],
-    "down": [
-        {}, {"block_t": 128}, {"block_n": 64, "num_stages": 4}, {"block_t": 32},
-        {"block_n": 256, "num_stages": 2},
-    ],
-    "back": [
-        {}, {"num_warps": 8}, {"num_warps": 2}, {"block_t": 32}, {"block_t": 128, "block_n": 64},
-    ],
-    "both": [
-        {}, {"num_warps": 4}, {"num_stages": 3}, {"block_n": 128}, {"block_n": 128, "num_warps": 4},
-        {"block_n": 512}, {"block_t": 32, "block_n": 512}, {"block_t": 32, "num_stages": 3},
-        {"block_t": 128, "block_n": 128}, {"block_t": 128},
-    ],
+    "out": [{}, {"num_warps": 2}, {"block_t": 64}, {"block_n": 256}],
+    "back": [{}, {"block_t": 32}, {"num_warps": 8}],
+    "both": [{}, {"block_n": 128}],
     "da": [
         {}, {"block_n": 64}, {"block_t": 128}, {"block_t": 32}, {"block_n": 256, "num_warps": 8},
-    ],
-    "db": [
-        {}, {"block_n": 64}, {"block_t": 128}, {"block_t": 32}, {"block_n": 256, "num_warps": 8},
-        {"block_n": 128, "block_t": 64, "num_stages": 2},
     ],
 }  # fmt: skip
 
@@ -103,10 +88,6 @@ def adapters(shape: Shape, work: Work) -> Iterator[Timed]:
                 lambda **o: lora_out_triton(u, pools.values, y, site, segments, add=False, **o),
                 2 * y.numel(),
             ),
-            "down": (
-                lambda **o: lora_down_triton(y, pools.values, site, segments, **o),
-                2 * y.numel(),
-            ),
             "back": (
                 lambda **o: lora_back_triton(u, pools.values, x, site, segments, **o),
                 4 * x.numel(),
@@ -119,10 +100,6 @@ def adapters(shape: Shape, work: Work) -> Iterator[Timed]:
                 lambda **o: lora_backward_b_triton(
                     u, y, pools.values, pools.gradient, site, segments, **o
                 ),
-                2 * y.numel() + gradient_bytes * out,
-            ),
-            "db": (
-                lambda **o: add_b_gradient_triton(u, y, pools.gradient, site, segments, **o),
                 2 * y.numel() + gradient_bytes * out,
             ),
         }
@@ -176,11 +153,9 @@ def elementwise(shape: Shape, work: Work) -> Iterator[Timed]:
 
 
 SILU_TRIES: list[dict[str, int]] = [
-    {}, {"block_n": 128, "num_warps": 4}, {"block_n": 64, "num_warps": 4},
-    {"block_n": 64, "num_warps": 4, "block_t": 32}, {"block_n": 128, "num_warps": 4, "block_t": 32},
-    {"block_n": 128, "block_t": 32}, {"block_n": 256, "block_t": 32},
-    {"block_n": 64, "num_warps": 2, "block_t": 32}, {"block_n": 128, "num_warps": 4, "block_t": 16},
-    {"block_n": 256, "num_warps": 4, "block_t": 16}, {"block_n": 128, "block_t": 128},
+    {}, {"block_n": 64}, {"block_n": 128}, {"block_t": 64, "block_n": 64},
+    {"block_t": 64, "block_n": 64, "num_warps": 8}, {"block_t": 16, "block_n": 128},
+    {"block_t": 32, "block_n": 64, "num_warps": 2}, {"block_t": 64, "block_n": 32},
 ]  # fmt: skip
 
 
@@ -209,12 +184,9 @@ def fused_silus(
         )  # fmt: skip
 
 
-FORWARD_TRIES: list[dict[str, int]] = [{}, {"block_n": 32}, {"num_stages": 4}, {"block_n": 128}]
+FORWARD_TRIES: list[dict[str, int]] = [{}, {"num_stages": 4}, {"block_n": 16, "num_stages": 4}]
 BACKWARD_TRIES: list[dict[str, int]] = [
-    {}, {"key_stages": 3}, {"key_stages": 1}, {"num_stages": 3}, {"num_stages": 1},
-    {"block_n": 32, "num_stages": 3}, {"block_n": 128}, {"key_n": 128, "key_warps": 8},
-    {"key_n": 128, "key_warps": 8, "key_stages": 3}, {"key_m": 128, "key_warps": 8},
-    {"key_n": 128, "key_m": 128, "key_warps": 8}, {"key_n": 32, "key_stages": 3},
+    {}, {"num_stages": 2}, {"block_m": 128, "num_warps": 8}, {"key_m": 32, "key_stages": 3},
 ]  # fmt: skip
 
 

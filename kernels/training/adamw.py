@@ -69,7 +69,7 @@ def _square_kernel(gradient_ptr, spans_ptr, partials_ptr, num_blocks, BLOCK: tl.
 
 
 @jit("num_blocks")
-def _norm_kernel(partials_ptr, norms_ptr, num_blocks, BLOCK: tl.constexpr):
+def _update_norms_kernel(partials_ptr, norms_ptr, num_blocks, BLOCK: tl.constexpr):
     run = tl.program_id(0)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, num_blocks, BLOCK):
@@ -139,7 +139,7 @@ def adamw_triton(pools: Pools, runs: Sequence[RunStep]) -> torch.Tensor:
         gradient_ptr=pools.gradient, spans_ptr=spans, partials_ptr=partials,
         num_blocks=num_blocks, BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip
-    _norm_kernel[(len(runs),)](
+    _update_norms_kernel[(len(runs),)](
         partials_ptr=partials, norms_ptr=norms, num_blocks=num_blocks,
         BLOCK=min(1024, next_power_of_2(num_blocks)), num_warps=4,
     )  # fmt: skip

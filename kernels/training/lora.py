@@ -14,7 +14,8 @@ import torch
 from torch.nn import functional
 
 from kernels.backend import use_triton
-from kernels.training.lora_gradient import add_a_gradient_triton, add_b_gradient_triton
+from kernels.training.lora_both import lora_backward_b_triton
+from kernels.training.lora_gradient import add_a_gradient_triton
 from kernels.training.lora_torch import (
     add_a_gradient_torch,
     add_b_gradient_torch,
@@ -25,7 +26,6 @@ from kernels.training.lora_torch import (
 )
 from kernels.training.lora_triton import (
     lora_back_triton,
-    lora_down_triton,
     lora_in_triton,
     lora_out_triton,
 )
@@ -80,8 +80,7 @@ def lora_backward_b(
     if u is None:
         return None
     if use_triton(dy):
-        add_b_gradient_triton(u, dy, pools.gradient, site, segments)
-        return lora_down_triton(dy, pools.values, site, segments)
+        return lora_backward_b_triton(u, dy, pools.values, pools.gradient, site, segments)
     add_b_gradient_torch(u, dy, pools.gradient, site, segments)
     return lora_down_torch(dy, pools.values, site, segments)
 

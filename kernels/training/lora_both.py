@@ -137,7 +137,7 @@ def lora_backward_b_triton(
     *,
     block_t: int = 64,
     block_n: int = 256,
-    num_warps: int = 8,
+    num_warps: int = 4,
     num_stages: int = 2,
 ) -> torch.Tensor:
     """Add scale * dy^T u to the gradients of B; -> du [T, modules * padded rank], scaled.

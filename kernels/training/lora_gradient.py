@@ -18,7 +18,6 @@ from kernels.training.lora_triton import (
     find_columns,
     fit,
     load_block,
-    load_factor,
     padded_bounds,
     rank_rows,
 )
@@ -104,63 +103,6 @@ def _merge_a_kernel(
 
 
 @jit("num_runs")
-def _b_kernel(
-    u_ptr,
-    dy_ptr,
-    gradient_ptr,
-    slots_ptr,
-    b_ptr,
-    rank_ptr,
-    scale_ptr,
-    chunks_ptr,
-    num_runs,
-    dy_stride,
-    out_width,
-    bound0,
-    bound1,
-    bound2,
-    bound3,
-    NUM_M: tl.constexpr,
-    R: tl.constexpr,
-    RANK_STEP: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    segment, first, count, slot = load_block(chunks_ptr, tl.program_id(1))
-    module, low, high, column = find_columns(
-        tl.program_id(0), bound0, bound1, bound2, bound3, NUM_M, BLOCK_N
-    )
-    n, r = column + tl.arange(0, BLOCK_N), tl.program_id(2) * 16 + tl.arange(0, 16)
-    cell = module * num_runs + segment
-    offset, rank = load_factor(b_ptr, rank_ptr, cell, False, RANK_STEP)
-    if rank > tl.program_id(2) * 16:
-        inside, has = n < high - low, (r < rank)[None, :]
-        product = tl.zeros((BLOCK_N, 16), dtype=tl.float32)
-        for start in range(0, count, BLOCK_T):
-            t = start + tl.arange(0, BLOCK_T)
-            live = (t < count)[:, None]
-            u = tl.load(
-                u_ptr + (first + t)[:, None] * (NUM_M * R) + (module * R + r)[None, :],
-                mask=live & has,
-                other=0.0,
-            )
-            dy = tl.load(
-                dy_ptr + (first + t)[:, None] * dy_stride + (low + n)[None, :],
-                mask=live & inside[None, :],
-                other=0.0,
-            )
-            product = tl.dot(tl.trans(dy), u, product, input_precision="ieee")
-        product *= tl.load(scale_ptr + cell)
-        mask = inside[:, None] & has
-        if slot < 0:
-            places = gradient_ptr + offset + n[:, None] * rank + r[None, :]
-            tl.store(places, tl.load(places, mask=mask, other=0.0) + product, mask=mask)
-        else:
-            row = slot.to(tl.int64) * out_width + low + n
-            tl.store(slots_ptr + row[:, None] * R + r[None, :], product, mask=mask)
-
-
-@jit("num_runs")
 def _merge_b_kernel(
     gradient_ptr,
     slots_ptr,
@@ -225,35 +167,6 @@ def add_a_gradient_triton(
         _merge_a_kernel[(ceil_div(width, wide), len(chunks.merges), inner)](
             merges_ptr=chunks.merges, BLOCK_N=wide, num_warps=4, **common
         )
-
-
-def add_b_gradient_triton(
-    u: torch.Tensor,
-    dy: torch.Tensor,
-    gradient: torch.Tensor,
-    site: LoraSite,
-    segments: Segments,
-    *,
-    block_t: int = 64,
-    block_n: int = 128,
-    num_warps: int = 4,
-    num_stages: int = 3,
-) -> None:
-    """Add scale * dy^T u to the gradients of B; u [T, modules * padded rank], dy [T, out]."""
-    chunks, out_width = segments.chunks(), site.bounds[-1]
-    if not len(chunks.table):
-        return
-    block_n, bounds = fit(block_n, out_width), padded_bounds(site)
-    slots = gradient.new_empty(chunks.slots, out_width, site.padded_rank)
-    _b_kernel[(column_blocks(site, block_n), len(chunks.table), site.padded_rank // 16)](
-        u_ptr=u, dy_ptr=dy, gradient_ptr=gradient, slots_ptr=slots, b_ptr=site.b,
-        rank_ptr=site.rank, scale_ptr=site.scale, chunks_ptr=chunks.table,
-        num_runs=site.rank.shape[1], dy_stride=dy.stride(0), out_width=out_width,
-        bound0=bounds[0], bound1=bounds[1], bound2=bounds[2], bound3=bounds[3],
-        NUM_M=site.num_modules, R=site.padded_rank, RANK_STEP=site.rank_step, BLOCK_T=block_t,
-        BLOCK_N=block_n, num_warps=num_warps, num_stages=num_stages,
-    )  # fmt: skip
-    merge_b(gradient, slots, site, chunks)
 
 
 def merge_b(gradient: torch.Tensor, slots: torch.Tensor, site: LoraSite, chunks: Chunks) -> None:

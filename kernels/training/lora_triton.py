@@ -4,7 +4,6 @@ A program has a block of tokens of one segment. Of the factors it reads the run'
 blocks of 16; modules that the run does not train have rank 0 and cost nothing.
 
     lora_in    out[t, m R + r] = sum_k x[t, k] A_m[r, k]                 u = x A^T
-    lora_down  out[t, m R + r] = scale sum_n dy[t, n] B_m[n, r]          du = scale * dy B
     lora_out   y[t, n] += scale sum_r u[t, m R + r] B_m[n, r]            y += scale * u B^T
     lora_back  dx[t, k] += sum_m,r du[t, m R + r] A_m[r, k]              dx += du A
 """
@@ -95,60 +94,8 @@ def _in_kernel(
         tl.store(out_ptr + place, product.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@jit("num_runs")
-def _down_kernel(
-    dy_ptr,
-    values_ptr,
-    b_ptr,
-    rank_ptr,
-    scale_ptr,
-    blocks_ptr,
-    out_ptr,
-    num_runs,
-    dy_stride,
-    bound0,
-    bound1,
-    bound2,
-    bound3,
-    NUM_M: tl.constexpr,
-    R: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    RANK_STEP: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    segment, first, count, _ = load_block(blocks_ptr, tl.program_id(0))
-    module = tl.program_id(1)
-    low = tl.where(module == 0, bound0, tl.where(module == 1, bound1, bound2))
-    high = tl.where(module == 0, bound1, tl.where(module == 1, bound2, bound3))
-    r, t = tl.program_id(2) * 16 + tl.arange(0, 16), tl.arange(0, BLOCK_T)
-    cell = module * num_runs + segment
-    offset, rank = load_factor(b_ptr, rank_ptr, cell, ALIGNED, RANK_STEP)
-    if rank > tl.program_id(2) * 16:
-        dy_rows = dy_ptr + (first + t) * dy_stride + low
-        product = tl.zeros((BLOCK_T, 16), dtype=tl.float32)
-        for k in range(0, high - low, BLOCK_N):
-            n = k + tl.arange(0, BLOCK_N)
-            inside = n < high - low
-            dy = tl.load(
-                dy_rows[:, None] + n[None, :],
-                mask=(t < count)[:, None] & inside[None, :],
-                other=0.0,
-            )
-            b = tl.load(
-                values_ptr + offset + n[:, None] * rank + r[None, :],
-                mask=inside[:, None] & (r < rank)[None, :],
-                other=0.0,
-            )
-            product = tl.dot(dy, b, product, input_precision="ieee")
-        product *= tl.load(scale_ptr + cell)
-        place = (first + t)[:, None] * (NUM_M * R) + (module * R + r)[None, :]
-        mask = (t < count)[:, None] & (r < rank)[None, :]
-        tl.store(out_ptr + place, product.to(out_ptr.dtype.element_ty), mask=mask)
-
-
 @jit()
-def out_tile(
+def load_out(
     u_ptr,
     u_stride,
     values_ptr,
@@ -160,31 +107,36 @@ def out_tile(
     live,
     n,
     inside,
-    R: tl.constexpr,
     ALIGNED: tl.constexpr,
     RANK_STEP: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
 ):
-    """scale u B^T of one module, [BLOCK_T, BLOCK_N] in u's type.
-
-    Rounded to it, as PEFT rounds it: that halves what threads exchange to add it to something.
-    """
+    """What `out_tile` multiplies: u and B of 16 ranks, the scale; the rank and the places."""
     r = tl.arange(0, 16)
     offset, rank = load_factor(b_ptr, rank_ptr, cell, ALIGNED, RANK_STEP)
+    scale = tl.load(scale_ptr + cell)
     u_ptrs = u_ptr + rows[:, None] * u_stride + r[None, :]
     b_ptrs = values_ptr + offset + n[:, None] * rank + r[None, :]
     has = (r < rank)[None, :]
     u = tl.load(u_ptrs, mask=live[:, None] & has, other=0.0)
     b = tl.load(b_ptrs, mask=inside[:, None] & has, other=0.0)
+    return u, b, scale, rank, u_ptrs, b_ptrs
+
+
+@jit()
+def out_tile(u, b, scale, rank, u_ptrs, b_ptrs, live, inside, R: tl.constexpr):
+    """scale u B^T of one module, [tokens, columns] in u's type.
+
+    Rounded to it, as PEFT rounds it: that halves what threads exchange to add it to something.
+    """
     product = tl.dot(u, tl.trans(b), input_precision="ieee")
     if R > 16:
+        r = tl.arange(0, 16)
         for start in range(16, rank, 16):
             has = ((start + r) < rank)[None, :]
             u = tl.load(u_ptrs + start, mask=live[:, None] & has, other=0.0)
             b = tl.load(b_ptrs + start, mask=inside[:, None] & has, other=0.0)
             product = tl.dot(u, tl.trans(b), product, input_precision="ieee")
-    return (product * tl.load(scale_ptr + cell)).to(u.dtype)
+    return (product * scale).to(u.dtype)
 
 
 @jit("num_runs")
@@ -221,15 +173,17 @@ def _out_kernel(
     place = (first + t)[:, None] * y_stride + (low + n)[None, :]
     mask = live & inside[None, :]
     cell = module * num_runs + segment
+    # Asked for first, needed last: before it is known whether there is anything to add.
+    if ADD:
+        y = tl.load(y_ptr + place, mask=mask, other=0.0)
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + place, mask=mask, other=0.0)
     if tl.load(rank_ptr + cell) > 0 or HAS_RESIDUAL or not ADD:
-        if ADD:
-            y = tl.load(y_ptr + place, mask=mask, other=0.0)
-        if HAS_RESIDUAL:
-            residual = tl.load(residual_ptr + place, mask=mask, other=0.0)
-        product = out_tile(
+        u, b, scale, rank, u_ptrs, b_ptrs = load_out(
             u_ptr + module * R, NUM_M * R, values_ptr, b_ptr, rank_ptr, scale_ptr, cell,
-            first + t, t < count, n, inside, R, ALIGNED, RANK_STEP, BLOCK_T, BLOCK_N,
+            first + t, t < count, n, inside, ALIGNED, RANK_STEP,
         )  # fmt: skip
+        product = out_tile(u, b, scale, rank, u_ptrs, b_ptrs, t < count, inside, R)
         if ADD or HAS_RESIDUAL:
             product = product.to(tl.float32)
         if ADD:
@@ -262,33 +216,31 @@ def _back_kernel(
     t, n = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_R)
     module = n // 16
     cell = module * num_runs + segment
-    rank = tl.load(rank_ptr + cell, mask=module < NUM_M, other=0)
-    most = tl.max(rank, axis=0)
     live, inside = (t < count)[:, None], (column < width)[None, :]
     dx_ptrs = dx_ptr + (first + t)[:, None] * width + column[None, :]
-    if most > 0 or not ADD:
-        if ADD:
-            dx = tl.load(dx_ptrs, mask=live & inside, other=0.0)
-        offset = tl.load(a_ptr + cell, mask=rank > 0, other=0)
-        if ALIGNED:
-            offset = tl.multiple_of(offset, 8)
-        r = n % 16
-        du_ptrs = du_ptr + (first + t)[:, None] * (NUM_M * R) + (module * R + r)[None, :]
-        a_ptrs = (values_ptr + offset + r * width)[:, None] + column[None, :]
-        has = r < rank
-        du = tl.load(du_ptrs, mask=live & has[None, :], other=0.0)
-        a = tl.load(a_ptrs, mask=has[:, None] & inside, other=0.0)
-        product = tl.dot(du, a, input_precision="ieee")
-        if R > 16:
-            for start in range(16, most, 16):
-                has = start + r < rank
-                du = tl.load(du_ptrs + start, mask=live & has[None, :], other=0.0)
-                a = tl.load(a_ptrs + start * width, mask=has[:, None] & inside, other=0.0)
-                product = tl.dot(du, a, product, input_precision="ieee")
-        total = product.to(du.dtype)
-        if ADD:
-            total = total.to(tl.float32) + dx.to(tl.float32)
-        tl.store(dx_ptrs, total.to(dx_ptr.dtype.element_ty), mask=live & inside)
+    if ADD:
+        dx = tl.load(dx_ptrs, mask=live & inside, other=0.0)
+    rank = tl.load(rank_ptr + cell, mask=module < NUM_M, other=0)
+    offset = tl.load(a_ptr + cell, mask=module < NUM_M, other=0)
+    if ALIGNED:
+        offset = tl.multiple_of(offset, 8)
+    r = n % 16
+    du_ptrs = du_ptr + (first + t)[:, None] * (NUM_M * R) + (module * R + r)[None, :]
+    a_ptrs = (values_ptr + offset + r * width)[:, None] + column[None, :]
+    has = r < rank
+    du = tl.load(du_ptrs, mask=live & has[None, :], other=0.0)
+    a = tl.load(a_ptrs, mask=has[:, None] & inside, other=0.0)
+    product = tl.dot(du, a, input_precision="ieee")
+    if R > 16:
+        for start in range(16, tl.max(rank, axis=0), 16):
+            has = start + r < rank
+            du = tl.load(du_ptrs + start, mask=live & has[None, :], other=0.0)
+            a = tl.load(a_ptrs + start * width, mask=has[:, None] & inside, other=0.0)
+            product = tl.dot(du, a, product, input_precision="ieee")
+    total = product.to(du.dtype)
+    if ADD:
+        total = total.to(tl.float32) + dx.to(tl.float32)
+    tl.store(dx_ptrs, total.to(dx_ptr.dtype.element_ty), mask=live & inside)
 
 
 def padded_bounds(site: LoraSite) -> tuple[int, int, int, int]:
@@ -338,33 +290,6 @@ def lora_in_triton(
     return u
 
 
-def lora_down_triton(
-    dy: torch.Tensor,
-    values: torch.Tensor,
-    site: LoraSite,
-    segments: Segments,
-    *,
-    block_t: int = 64,
-    block_n: int = 128,
-    num_warps: int = 4,
-    num_stages: int = 3,
-) -> torch.Tensor:
-    """dy [T, out] -> du [T, modules * padded rank], scaled."""
-    du = dy.new_empty(dy.shape[0], site.num_modules * site.padded_rank)
-    blocks = segments.blocks(block_t)
-    bounds = padded_bounds(site)
-    if len(blocks):
-        _down_kernel[(len(blocks), site.num_modules, site.padded_rank // 16)](
-            dy_ptr=dy, values_ptr=values, b_ptr=site.b, rank_ptr=site.rank, scale_ptr=site.scale,
-            blocks_ptr=blocks, out_ptr=du, num_runs=site.rank.shape[1], dy_stride=dy.stride(0),
-            bound0=bounds[0], bound1=bounds[1], bound2=bounds[2], bound3=bounds[3],
-            NUM_M=site.num_modules, R=site.padded_rank, ALIGNED=site.aligned,
-            RANK_STEP=site.rank_step, BLOCK_T=block_t, BLOCK_N=fit(block_n, site.bounds[-1]),
-            num_warps=num_warps, num_stages=num_stages,
-        )  # fmt: skip
-    return du
-
-
 def lora_out_triton(
     u: torch.Tensor,
     values: torch.Tensor,
@@ -374,7 +299,7 @@ def lora_out_triton(
     *,
     add: bool = True,
     residual: torch.Tensor | None = None,
-    block_t: int = 64,
+    block_t: int = 32,
     block_n: int = 128,
     num_warps: int = 4,
     num_stages: int = 1,
