@@ -1,0 +1,97 @@
+"""A run that takes part: its place in the pools, and how far it has come."""
+
+from __future__ import annotations
+
+import itertools
+
+from engine.training.packer import Piece, cut_step
+from engine.training.parameters import AdapterLayout, Span
+from engine.training.run import RunRequest
+from engine.training.schedule import RowOrder, learning_rate
+from kernels.training import RunStep
+
+
+class ActiveRun:
+    """One run's state between micro-batches.
+
+    step      optimiser steps made
+    tokens    that were trained on in these steps
+    loss      of the step that is under way: of its rows that went through a micro-batch
+    """
+
+    def __init__(
+        self,
+        request: RunRequest,
+        layout: AdapterLayout,
+        span: Span,
+        *,
+        budget: int,
+        step: int = 0,
+        tokens: int = 0,
+    ) -> None:
+        self.request, self.layout, self.span = request, layout, span
+        self.step, self.tokens = step, tokens
+        self._budget = budget
+        self._order = RowOrder(request.settings, request.rows.lengths)
+        self._plan_step()
+
+    @property
+    def is_finished(self) -> bool:
+        return self.step >= self.request.settings.steps
+
+    @property
+    def piece(self) -> Piece:
+        """What the run's next micro-batch takes of it."""
+        return self._pieces[self._next]
+
+    @property
+    def is_step_whole(self) -> bool:
+        """Whether every row of the step has gone through a micro-batch: the update is due."""
+        return self._next == len(self._pieces)
+
+    def pass_piece(self, loss: float) -> None:
+        """Note that `piece` went through a micro-batch, and its part of the step's loss."""
+        self.loss += loss
+        self._step_tokens += self.piece.num_tokens
+        self._next += 1
+
+    def update(self) -> RunStep:
+        """What the optimiser does when the step is whole."""
+        settings = self.request.settings
+        return RunStep(
+            first=self.span.first,
+            size=self.span.size,
+            step=self.step + 1,
+            lr=learning_rate(settings, self.step),
+            beta1=settings.beta1,
+            beta2=settings.beta2,
+            eps=settings.epsilon,
+            weight_decay=settings.weight_decay,
+            max_norm=settings.max_grad_norm or float("inf"),
+        )
+
+    def end_step(self) -> None:
+        """Go on to the next step."""
+        self.step += 1
+        self.tokens += self._step_tokens
+        self._plan_step()
+
+    def _plan_step(self) -> None:
+        self.loss, self._step_tokens, self._next, self._pieces = 0.0, 0, 0, []
+        if self.is_finished:
+            return
+        rows, settings = self.request.rows, self.request.settings
+        steps = steps_per_epoch(len(rows), settings.batch_size, settings.gradient_accumulation)
+        epoch, number = divmod(self.step, steps)
+        first = number * settings.rows_per_step
+        indices = self._order.epoch(epoch)[first : first + settings.rows_per_step]
+        counts = cut_step([rows.lengths[index] for index in indices], self._budget)
+        weight = 1 / sum(rows.num_answers[index] for index in indices)
+        left = iter(indices)
+        self._pieces = [Piece(rows, list(itertools.islice(left, n)), weight) for n in counts]
+
+
+def steps_per_epoch(num_rows: int, batch_size: int, gradient_accumulation: int = 1) -> int:
+    """Optimiser steps that take each row once; the last may have fewer rows."""
+    batches = -(-num_rows // batch_size)
+    return -(-batches // gradient_accumulation)

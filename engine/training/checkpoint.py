@@ -1,0 +1,100 @@
+"""A run's state between two of its optimiser steps: enough to go on as if nothing had happened.
+
+Between its updates a run's parameters rest, so a checkpoint is taken whenever the trainer is
+between micro-batches. What the run has gone through of its next step is done again: the order of
+its rows, its dropout and the sums of its gradient are functions of its settings and its step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.model.config import ModelConfig
+from engine.training.active import ActiveRun
+from engine.training.errors import RunRefused
+from engine.training.parameters import AdapterLayout, Span
+from engine.training.run import RunRequest, RunRows
+from kernels.training import Pools
+
+VERSION = 1
+#: The tensors of a checkpoint: flat, as they lie in the run's span of the pool of that name.
+TENSORS = ("master", "first_moment", "second_moment")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """tensors  on the host, by the names of TENSORS
+    state    what JSON can carry: settings, step, tokens, and what the run belongs to
+    """
+
+    tensors: dict[str, torch.Tensor]
+    state: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        return int(self.state["step"])
+
+    @property
+    def tokens(self) -> int:
+        return int(self.state["tokens"])
+
+
+def rows_digest(rows: RunRows) -> str:
+    """Names the rows: their tokens, their answers and where they begin."""
+    digest = hashlib.sha256()
+    for values in (rows.token_ids, rows.is_answer, torch.tensor(rows.lengths)):
+        digest.update(values.contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def take(run: ActiveRun, pools: Pools) -> Checkpoint:
+    """The run's state after its last optimiser step."""
+    own = run.span.elements
+    return Checkpoint(
+        tensors={name: getattr(pools, name)[own].to("cpu", copy=True) for name in TENSORS},
+        state={
+            "version": VERSION,
+            "run_id": run.request.run_id,
+            "settings": dataclasses.asdict(run.request.settings),
+            "rows": rows_digest(run.request.rows),
+            "step": run.step,
+            "tokens": run.tokens,
+        },
+    )
+
+
+def check(saved: Checkpoint, request: RunRequest, config: ModelConfig) -> None:
+    """Raise RunRefused unless the checkpoint is one of this run on this base."""
+    state = saved.state
+    if state.get("version") != VERSION:
+        raise RunRefused(f"it is of version {state.get('version')!r}", param="checkpoint")
+    wanted = {
+        "run_id": request.run_id,
+        "settings": _plain(dataclasses.asdict(request.settings)),
+        "rows": rows_digest(request.rows),
+    }
+    for name, value in wanted.items():
+        if _plain(state.get(name)) != value:
+            raise RunRefused(f"its {name} are not this run's", param="checkpoint")
+    size = AdapterLayout(config, request.settings).size
+    for name in TENSORS:
+        if name not in saved.tensors or saved.tensors[name].shape != (size,):
+            raise RunRefused(f"its {name} is not that of this base", param="checkpoint")
+
+
+def restore(saved: Checkpoint, pools: Pools, span: Span) -> None:
+    """Write a checkpoint into a span."""
+    for name in TENSORS:
+        getattr(pools, name)[span.elements].copy_(saved.tensors[name])
+
+
+def _plain(value: Any) -> Any:
+    """As JSON gives it back: lists for tuples."""
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value

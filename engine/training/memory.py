@@ -1,0 +1,81 @@
+"""How free memory is divided between the runs' parameters and a micro-batch's activations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.errors import OutOfMemory
+from engine.model.config import ModelConfig
+from engine.training.parameters import AdapterLayout
+from engine.training.run import RunSettings
+from kernels.training import SPAN
+from kernels.training.cross_entropy import CHUNK
+
+# A chunk's logits: in the model's type, and twice in float32 while the loss is computed.
+_LOGIT_COPIES_FP32 = 2
+# Of the memory, what is left for what nobody counts: the allocator's gaps, short-lived products.
+_RESERVE = 0.1
+# Of what activations leave at least, were each layer computed again.
+_LEAST_POOL_SHARE = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """pool_elements   for `TrainerConfig`
+    num_recomputed  for `TrainingModel`
+    """
+
+    pool_elements: int
+    num_recomputed: int
+
+
+def bytes_per_element(dtype: torch.dtype) -> int:
+    """Of the pools: masters, two moments and gradients, and the values unless masters are those."""
+    return 16 if dtype == torch.float32 else 16 + dtype.itemsize
+
+
+def kept_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """What a layer that is not computed again keeps of a token."""
+    hidden, heads = config.hidden_size, config.q_size
+    qkv = heads + 2 * config.kv_size
+    # The two linears' inputs at the layer's ends, q, k and v rotated and v as projected, the
+    # attention's output, gate and up, and between A and B of seven linears some rank rows.
+    return dtype.itemsize * (2 * hidden + qkv + heads + 2 * config.intermediate_size + 7 * 16)
+
+
+def plan_memory(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    *,
+    free_bytes: int,
+    token_budget: int,
+    wanted_elements: int,
+    least_elements: int,
+) -> MemoryPlan:
+    """Divide `free_bytes`: room for the wanted runs, then as little recomputed as fits.
+
+    wanted_elements  parameters of all runs that are to take part together
+    least_elements   of the largest; raises OutOfMemory when there is no room for it
+    """
+    element = bytes_per_element(dtype)
+    layer = kept_bytes(config, dtype) * token_budget
+    boundaries = config.num_layers * config.hidden_size * dtype.itemsize * token_budget
+    logits = min(CHUNK, token_budget) * config.vocab_size
+    logits *= dtype.itemsize + 4 * _LOGIT_COPIES_FP32
+    usable = int(free_bytes * (1 - _RESERVE)) - boundaries - logits - 2 * layer
+    if usable < least_elements * element:
+        raise OutOfMemory(
+            f"{free_bytes >> 20} MiB are free; a run of {least_elements} parameters and "
+            f"{token_budget} tokens need {(least_elements * element - usable) >> 20} MiB more"
+        )
+    share = max(int(usable * _LEAST_POOL_SHARE), least_elements * element)
+    pool = min(wanted_elements, share // element) // SPAN * SPAN
+    kept_layers = (usable - pool * element) // layer
+    return MemoryPlan(pool, max(config.num_layers - kept_layers, 0))
+
+
+def elements_of(config: ModelConfig, settings: RunSettings) -> int:
+    """Elements of each pool that a run takes."""
+    return AdapterLayout(config, settings).size

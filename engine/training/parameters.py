@@ -1,0 +1,241 @@
+"""Where each run's parameters lie in the pools.
+
+All runs share five flat tensors of the same layout (`kernels.training.Pools`). A run owns one span
+of each: its adapter's A and B, module after module, in the order in which PEFT makes them.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from engine.model.config import ModelConfig
+from engine.training.errors import RunRefused
+from engine.training.run import LINEARS, RunSettings
+from kernels.lora_table import Projection
+from kernels.training import SPAN, LoraSite, Placement, Pools, make_sites
+
+# Elements that every A and every B begins at a multiple of, for the kernels' wide loads.
+_ALIGNMENT = 8
+#: The base's matrices of a layer, and the linears that lie in each side by side.
+FUSED = (
+    (Projection.Q, Projection.K, Projection.V),
+    (Projection.O,),
+    (Projection.GATE, Projection.UP),
+    (Projection.DOWN,),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Elements first to first + size of every pool."""
+
+    first: int
+    size: int
+
+    @property
+    def elements(self) -> slice:
+        return slice(self.first, self.first + self.size)
+
+
+class SpanAllocator:
+    """Gives and takes back spans of the pools; first fit, neighbours are joined."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity // SPAN * SPAN
+        self._starts = [0] if self.capacity else []
+        self._sizes = {0: self.capacity} if self.capacity else {}
+        self._given: dict[int, int] = {}
+
+    @property
+    def used(self) -> int:
+        """Elements that are given away."""
+        return sum(self._given.values())
+
+    def take(self, size: int) -> Span | None:
+        """A span of `size` elements, a multiple of SPAN; None: there is no room for it now."""
+        for start in self._starts:
+            left = self._sizes[start] - size
+            if left < 0:
+                continue
+            self._starts.remove(start)
+            del self._sizes[start]
+            if left:
+                bisect.insort(self._starts, start + size)
+                self._sizes[start + size] = left
+            self._given[start] = size
+            return Span(start, size)
+        return None
+
+    def give(self, span: Span) -> None:
+        """Take back a span that `take` returned."""
+        first, size = span.first, self._given.pop(span.first)
+        assert size == span.size
+        place = bisect.bisect(self._starts, first)
+        if place < len(self._starts) and self._starts[place] == first + size:
+            following = self._starts.pop(place)
+            size += self._sizes.pop(following)
+        if place and self._starts[place - 1] + self._sizes[self._starts[place - 1]] == first:
+            first = self._starts.pop(place - 1)
+            size += self._sizes.pop(first)
+        bisect.insort(self._starts, first)
+        self._sizes[first] = size
+
+    def check_integrity(self) -> None:
+        """Assert that every element is free or given, once, and that free neighbours are joined."""
+        spans = sorted([*self._sizes.items(), *self._given.items()])
+        end = 0
+        for start, size in spans:
+            assert start == end and size > 0 and size % SPAN == 0, spans
+            end += size
+        assert end == self.capacity, spans
+        assert sorted(self._sizes) == self._starts
+        for start, size in self._sizes.items():
+            assert start + size not in self._sizes, "free neighbours"
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """An A or a B within its run's span."""
+
+    offset: int
+    rows: int
+    columns: int
+
+    @property
+    def size(self) -> int:
+        return self.rows * self.columns
+
+
+class AdapterLayout:
+    """Where in its span a run's A [rank, in] and B [out, rank] of every module lie.
+
+    size        elements of the span
+    num_values  of them the adapter's own
+    factors     (layer, projection) -> (A, B), in PEFT's order; only those that the run trains
+    """
+
+    def __init__(self, config: ModelConfig, settings: RunSettings) -> None:
+        self._settings = settings
+        self.factors: dict[tuple[int, Projection], tuple[Factor, Factor]] = {}
+        trained = [p for p in Projection if LINEARS[p] in settings.target_modules]
+        end = self.num_values = 0
+        for layer in range(config.num_layers):
+            for projection in trained:
+                in_width, out_width = config.projection_widths[projection]
+                a = Factor(end, settings.rank, in_width)
+                b = Factor(_aligned(a.offset + a.size), out_width, settings.rank)
+                end = _aligned(b.offset + b.size)
+                self.factors[layer, projection] = (a, b)
+                self.num_values += a.size + b.size
+        self.size = -(-end // SPAN) * SPAN
+
+    def tensors(self, pool: torch.Tensor, first: int = 0) -> dict[str, torch.Tensor]:
+        """A and B of every module by PEFT's names: views of the span at `first` of a pool."""
+        found = {}
+        for (layer, projection), factors in self.factors.items():
+            path = module_path(layer, projection)
+            for name, factor in zip("AB", factors, strict=True):
+                start = first + factor.offset
+                view = pool[start : start + factor.size].view(factor.rows, factor.columns)
+                found[f"base_model.model.{path}.lora_{name}.weight"] = view
+        return found
+
+    def check(self, given: Mapping[str, torch.Tensor]) -> None:
+        """Raise RunRefused for a tensor that is missing, unknown, misshapen or not finite."""
+        wanted = self.tensors(torch.empty(self.size, device="meta"))
+        for name in (*wanted, *given):
+            if name not in given or name not in wanted:
+                kind = "missing from" if name in wanted else "not trained by the run, but in"
+                raise RunRefused(f"tensor {name} is {kind} the adapter", param="adapter")
+            if given[name].shape != wanted[name].shape:
+                shapes = f"{list(given[name].shape)}, not {list(wanted[name].shape)}"
+                raise RunRefused(f"tensor {name} has shape {shapes}", param="adapter")
+            if not bool(torch.isfinite(given[name]).all()):
+                raise RunRefused(f"tensor {name} is not finite", param="adapter")
+
+    def fill(self, pool: torch.Tensor, first: int, given: Mapping[str, torch.Tensor]) -> None:
+        """Write an adapter's tensors, which were checked, into its span."""
+        for name, view in self.tensors(pool, first).items():
+            view.copy_(given[name])
+
+    def placement(self, first: int, layer: int, projection: Projection) -> Placement | None:
+        """Where the kernels find a module of the run whose span begins at `first`."""
+        factors = self.factors.get((layer, projection))
+        if factors is None:
+            return None
+        a, b = factors
+        return Placement(first + a.offset, first + b.offset, a.rows, self._settings.scale)
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT
+
+
+def module_path(layer: int, projection: Projection) -> str:
+    """The dotted path of a linear in Hugging Face's model."""
+    block = "self_attn" if projection < Projection.GATE else "mlp"
+    return f"model.layers.{layer}.{block}.{LINEARS[projection]}"
+
+
+def make_pools(capacity: int, device: torch.device, dtype: torch.dtype) -> Pools:
+    """Pools of `capacity` elements, zero; `dtype` is that of the products.
+
+    The optimiser's are in float32 at least; where that is what is computed in, there is no copy.
+    """
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    master, first, second, gradient = (
+        torch.zeros(capacity, dtype=wide, device=device) for _ in range(4)
+    )
+    values = master if dtype == wide else torch.zeros(capacity, dtype=dtype, device=device)
+    return Pools(values, master, first, second, gradient)
+
+
+def clear(pools: Pools, span: Span) -> None:
+    """Set a span to zero in every pool."""
+    for pool in (pools.values, pools.master, pools.first_moment, pools.second_moment):
+        pool[span.elements].zero_()
+    pools.gradient[span.elements].zero_()
+
+
+class SiteTables:
+    """The kernels' tables of a micro-batch's runs; kept for the next micro-batch of the same."""
+
+    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+        self._config, self._device = config, device
+        widths = [out for _, out in config.projection_widths]
+        self._bounds = []
+        for projections in FUSED:
+            bounds = [0]
+            for projection in projections:
+                bounds.append(bounds[-1] + widths[projection])
+            self._bounds.append(tuple(bounds))
+        # The layouts themselves, so that no later one takes the place of one that is gone.
+        self._known: list[tuple[AdapterLayout, Span]] = []
+        self._sites: list[list[LoraSite]] = []
+
+    def of(self, runs: list[tuple[AdapterLayout, Span]]) -> list[list[LoraSite]]:
+        """[layer][base matrix] of these runs, one a segment."""
+        known = self._known
+        if len(known) != len(runs) or any(
+            layout is not own or span != at
+            for (layout, span), (own, at) in zip(runs, known, strict=True)
+        ):
+            self._known, self._sites = list(runs), self._make(runs)
+        return self._sites
+
+    def _make(self, runs: list[tuple[AdapterLayout, Span]]) -> list[list[LoraSite]]:
+        layers = range(self._config.num_layers)
+        placements = [
+            [
+                [layout.placement(span.first, layer, projection) for layout, span in runs]
+                for projection in projections
+            ]
+            for layer in layers
+            for projections in FUSED
+        ]
+        sites = make_sites(self._bounds * len(layers), placements, self._device)
+        return [sites[i : i + len(FUSED)] for i in range(0, len(sites), len(FUSED))]

@@ -1,0 +1,215 @@
+"""A training run as it is asked for: its settings and its rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from engine.model.config import ModelConfig
+from engine.training.errors import RunRefused
+
+#: The linears that an adapter may change, in the order of `kernels.Projection` and of PEFT.
+LINEARS = (
+    *("q_proj", "k_proj", "v_proj", "o_proj"),
+    *("gate_proj", "up_proj", "down_proj"),
+)
+MAX_RANK = 256
+
+Schedule = Literal["cosine", "linear", "constant"]
+Order = Literal["group_by_length", "shuffled", "given"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSettings:
+    """How one adapter is trained. Names and meanings are those of PEFT and of its Trainer.
+
+    steps                  optimiser steps in all
+    batch_size             rows of a batch; `gradient_accumulation` batches make one step, whose
+                           loss is the mean over the answer tokens of all its rows
+    schedule               of the learning rate: up to `learning_rate` in `warmup_steps`, then down
+                           to 0 at `steps` (constant: not down)
+    max_grad_norm          0: gradients are not clipped
+    order                  of the rows in an epoch; the first two are the Trainer's own, by `seed`
+    seed                   of the initial adapter, the order and the dropout
+    use_dora … layers      known by name, so that `unsupported` can refuse them
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    use_rslora: bool = False
+    target_modules: tuple[str, ...] = LINEARS
+    steps: int = 1
+    batch_size: int = 8
+    gradient_accumulation: int = 1
+    learning_rate: float = 1e-3
+    schedule: Schedule = "cosine"
+    warmup_steps: int = 0
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+    max_grad_norm: float = 1.0
+    dropout: float = 0.0
+    order: Order = "group_by_length"
+    seed: int = 0
+    use_dora: bool = False
+    lora_bias: bool = False
+    bias: str = "none"
+    modules_to_save: tuple[str, ...] = ()
+    trainable_token_ids: tuple[int, ...] = ()
+    init_lora_weights: bool | str = True
+    layers: tuple[int, ...] | None = None
+
+    @property
+    def rows_per_step(self) -> int:
+        return self.batch_size * self.gradient_accumulation
+
+    @property
+    def scale(self) -> float:
+        """What B A x is multiplied by."""
+        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+
+    def check(self) -> None:
+        """Raise RunRefused naming the first value that is out of its range."""
+        for name, (least, most) in _BOUNDS.items():
+            value = getattr(self, name)
+            # Written so that NaN, which compares with nothing, is refused.
+            if not least <= value <= most:
+                problem = f"{name} is {value!r}, not a number from {least:g} to {most:g}"
+                raise RunRefused(problem, param=name)
+        for name, known in (("schedule", _SCHEDULES), ("order", _ORDERS)):
+            if getattr(self, name) not in known:
+                raise RunRefused(f"{name} is not one of {', '.join(known)}", param=name)
+        if not self.target_modules:
+            raise RunRefused("target_modules is empty", param="target_modules")
+
+
+_SCHEDULES, _ORDERS = ("cosine", "linear", "constant"), ("group_by_length", "shuffled", "given")
+_BELOW_ONE = math.nextafter(1.0, 0.0)
+_BOUNDS: dict[str, tuple[float, float]] = {
+    "rank": (1, MAX_RANK),
+    "alpha": (1e-6, 1e6),
+    "steps": (1, 10_000_000),
+    "batch_size": (1, 65_536),
+    "gradient_accumulation": (1, 65_536),
+    "learning_rate": (0, 1e6),
+    "warmup_steps": (0, 10_000_000),
+    "weight_decay": (0, 1e6),
+    "beta1": (0, _BELOW_ONE),
+    "beta2": (0, _BELOW_ONE),
+    "epsilon": (0, 1),
+    "max_grad_norm": (0, 1e30),
+    "dropout": (0, _BELOW_ONE),
+    "seed": (0, 2**63 - 1),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Unsupported:
+    """A field of a run's settings that the batch does not do, and why."""
+
+    field: str
+    reason: str
+
+
+def unsupported(settings: RunSettings) -> Unsupported | None:
+    """What of the settings the batch does not do; None: it does all. Another trainer may."""
+    unknown = [name for name in settings.target_modules if name not in LINEARS]
+    checks = {
+        "use_dora": (settings.use_dora, "DoRA needs the norm of the merged weight at each step"),
+        "lora_bias": (settings.lora_bias, "the batch trains A and B alone"),
+        "bias": (settings.bias != "none", "the batch trains no biases of the base"),
+        "modules_to_save": (bool(settings.modules_to_save), "the batch copies no base modules"),
+        "trainable_token_ids": (bool(settings.trainable_token_ids), "the batch trains no rows"),
+        "init_lora_weights": (settings.init_lora_weights is not True, "the batch has PEFT's own"),
+        "dropout": (settings.dropout > 0, "the batch drops nothing yet"),
+        "layers": (settings.layers is not None, "the batch adapts every layer"),
+        "target_modules": (bool(unknown), f"the batch adapts no {', '.join(unknown)}"),
+    }
+    for name, (is_asked, reason) in checks.items():
+        if is_asked:
+            return Unsupported(name, reason)
+    return None
+
+
+class RunRows:
+    """The rows of one run, one behind the other.
+
+    token_ids  [N] int32
+    is_answer  [N] bool: the token carries a loss; a row's first never does
+    """
+
+    def __init__(
+        self, token_ids: torch.Tensor, is_answer: torch.Tensor, lengths: Sequence[int]
+    ) -> None:
+        self.token_ids, self.is_answer = token_ids, is_answer
+        self.lengths = list(lengths)
+        self.starts = [0]
+        for length in self.lengths:
+            self.starts.append(self.starts[-1] + length)
+        counts = torch.cat((torch.zeros(1, dtype=torch.int64), is_answer.cumsum(0)))
+        marks = counts[torch.tensor(self.starts)]
+        self.num_answers: list[int] = (marks[1:] - marks[:-1]).tolist()
+
+    @classmethod
+    def of(cls, rows: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> RunRows:
+        """The rows of (token ids, which of them are the answer's)."""
+        tokens: list[torch.Tensor] = []
+        answers: list[torch.Tensor] = []
+        for token_ids, is_answer in rows:
+            if len(token_ids) != len(is_answer):
+                raise RunRefused(f"row {len(tokens)} has not one mark a token", param="rows")
+            tokens.append(torch.tensor(token_ids, dtype=torch.int32))
+            marks = torch.tensor(is_answer, dtype=torch.bool)
+            marks[:1] = False  # nothing predicts it
+            answers.append(marks)
+        if not tokens:
+            raise RunRefused("there are no rows", param="rows")
+        return cls(torch.cat(tokens), torch.cat(answers), [len(row) for row in tokens])
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def check(self, config: ModelConfig) -> None:
+        """Raise RunRefused naming a row that cannot be trained on."""
+        if not self.lengths:
+            raise RunRefused("there are no rows", param="rows")
+        for index, (length, answers) in enumerate(zip(self.lengths, self.num_answers, strict=True)):
+            if length > config.max_positions:
+                problem = f"row {index} has {length} tokens; the model has {config.max_positions}"
+                raise RunRefused(f"{problem} positions", param="rows")
+            if not answers:
+                raise RunRefused(f"row {index} has no answer to learn", param="rows")
+        if not 0 <= int(self.token_ids.min()) <= int(self.token_ids.max()) < config.vocab_size:
+            raise RunRefused("a token id is outside the vocabulary", param="rows")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRequest:
+    """A run to be trained.
+
+    tenant   takes turns with the others; nothing else is made of it
+    adapter  tensors to start from, by PEFT's names; None: PEFT's initial ones
+    """
+
+    run_id: str
+    rows: RunRows
+    settings: RunSettings
+    tenant: str = ""
+    adapter: Mapping[str, torch.Tensor] | None = field(default=None, repr=False)
+
+
+def settings_from(fields: Mapping[str, object]) -> RunSettings:
+    """The settings that `dataclasses.asdict` made a dict of, also when it went through JSON."""
+    known = {item.name for item in dataclasses.fields(RunSettings)}
+    values = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in fields.items()
+        if name in known
+    }
+    return RunSettings(**values)  # type: ignore[arg-type]

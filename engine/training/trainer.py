@@ -1,0 +1,257 @@
+"""BatchTrainer: many runs' adapters over one base, trained in shared micro-batches.
+
+Start reading at `step`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from engine.training import checkpoint
+from engine.training.active import ActiveRun
+from engine.training.checkpoint import Checkpoint
+from engine.training.errors import RunDiverged, RunRefused, RunUnsupported, TrainingError
+from engine.training.events import Event, Outcome, RunEnded, RunProgress, RunStarted
+from engine.training.initial import fill_initial
+from engine.training.model import TrainingModel
+from engine.training.packer import pack
+from engine.training.parameters import (
+    AdapterLayout,
+    SiteTables,
+    Span,
+    SpanAllocator,
+    clear,
+    make_pools,
+)
+from engine.training.run import RunRequest, unsupported
+from engine.training.scheduler import Scheduler
+from kernels.training import RunStep, adamw
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerConfig:
+    """The settings of one trainer.
+
+    token_budget   tokens of a micro-batch; a longer row is one of its own
+    max_runs       that take part at a time
+    runs_a_pass    that share a micro-batch at most; None: as many as fit. With 1 a run's results
+                   are the same to the bit whoever else takes part
+    pool_elements  parameters of all runs that take part, in elements (`AdapterLayout.size` each);
+                   on a GPU in bfloat16 an element takes 18 bytes, on a CPU 16
+    """
+
+    token_budget: int = 16_384
+    max_runs: int = 64
+    runs_a_pass: int | None = None
+    pool_elements: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    request: RunRequest
+    layout: AdapterLayout
+    saved: Checkpoint | None
+
+
+class BatchTrainer:
+    """Trains runs over one base: token ids in, adapters and metrics out.
+
+    A run's adapter is what it would be had the run been alone, but for rounding. One thread uses
+    it; nothing here waits, reads or writes.
+    """
+
+    def __init__(self, model: TrainingModel, config: TrainerConfig) -> None:
+        self._model, self._config = model, config
+        self._spans = SpanAllocator(config.pool_elements)
+        self._pools = make_pools(self._spans.capacity, model.device, model.dtype)
+        self._tables = SiteTables(model.config, model.device)
+        self._scheduler = Scheduler()
+        self._waiting: dict[str, _Waiting] = {}
+        self._active: dict[str, ActiveRun] = {}
+        self._events: list[Event] = []
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do or say something."""
+        return bool(self._waiting or self._active or self._events)
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether a run waits for room."""
+        return bool(self._waiting)
+
+    @property
+    def used_elements(self) -> int:
+        """Elements of each pool that runs own now."""
+        return self._spans.used
+
+    def add(self, request: RunRequest, saved: Checkpoint | None = None) -> None:
+        """Take a run in, from its beginning or from where a checkpoint of it was taken.
+
+        Raises RunUnsupported for what the batch does not do, and RunRefused for what is wrong.
+        """
+        if request.run_id in self._waiting or request.run_id in self._active:
+            raise RunRefused(f"there is a run {request.run_id} already", param="run_id")
+        lack = unsupported(request.settings)
+        if lack is not None:
+            raise RunUnsupported(f"{lack.field}: {lack.reason}", param=lack.field)
+        request.settings.check()
+        request.rows.check(self._model.config)
+        layout = AdapterLayout(self._model.config, request.settings)
+        if layout.size > self._spans.capacity:
+            problem = f"it has {layout.size} parameters; there is room for {self._spans.capacity}"
+            raise RunRefused(problem, param="rank")
+        if saved is not None:
+            checkpoint.check(saved, request, self._model.config)
+        if request.adapter is not None:
+            layout.check(request.adapter)
+        self._waiting[request.run_id] = _Waiting(request, layout, saved)
+        self._scheduler.add(request.run_id, request.tenant)
+
+    def cancel(self, run_id: str) -> None:
+        """End a run before the next micro-batch; one that has ended already stays so."""
+        if run_id in self._waiting:
+            saved = self._waiting.pop(run_id).saved
+            step, tokens = (saved.step, saved.tokens) if saved else (0, 0)
+            self._scheduler.remove(run_id)
+            self._events.append(
+                RunEnded(run_id=run_id, outcome="cancelled", step=step, tokens=tokens)
+            )
+        elif run_id in self._active:
+            self._end(self._active[run_id], "cancelled")
+
+    def checkpoint(self, run_id: str) -> Checkpoint | None:
+        """The state of a run that takes part, after its last optimiser step; None: it does not."""
+        run = self._active.get(run_id)
+        return None if run is None else checkpoint.take(run, self._pools)
+
+    def step(self) -> list[Event]:
+        """Train one micro-batch: begin runs, pack, forward and backward, update, report."""
+        self._begin_runs()
+        sizes = {run_id: run.piece.num_tokens for run_id, run in self._active.items()}
+        config = self._config
+        chosen = self._scheduler.select(sizes, config.token_budget, config.runs_a_pass)
+        if chosen:
+            runs = [self._active[run_id] for run_id in chosen]
+            self._pass_pieces(runs)
+            self._update([run for run in runs if run.is_step_whole])
+        events, self._events = self._events, []
+        return events
+
+    def close(self) -> None:
+        """End every run that is left; the last step reports them."""
+        for run_id in [*self._waiting, *self._active]:
+            self.cancel(run_id)
+
+    def check_integrity(self) -> None:
+        """Assert that what is kept agrees."""
+        self._spans.check_integrity()
+        assert self._spans.used == sum(run.span.size for run in self._active.values())
+        for run in self._active.values():
+            assert not run.is_finished and not run.is_step_whole
+        if not self._active:
+            assert not self._pools.master.any() and not self._pools.gradient.any()
+
+    def _begin_runs(self) -> None:
+        """Let runs take part for as long as the next one finds room: none goes before it."""
+        while len(self._active) < self._config.max_runs:
+            run_id = self._scheduler.next_waiting()
+            if run_id is None:
+                return
+            span = self._spans.take(self._waiting[run_id].layout.size)
+            if span is None:
+                return
+            self._begin(self._waiting.pop(run_id), span)
+
+    def _begin(self, waiting: _Waiting, span: Span) -> None:
+        request, layout, saved = waiting.request, waiting.layout, waiting.saved
+        master = self._pools.master
+        if saved is not None:
+            checkpoint.restore(saved, self._pools, span)
+        elif request.adapter is not None:
+            layout.fill(master, span.first, request.adapter)
+        else:
+            fill_initial(layout, self._model.config, request.settings.seed, master, span.first)
+        self._pools.values[span.elements].copy_(master[span.elements])
+        run = ActiveRun(
+            request,
+            layout,
+            span,
+            budget=self._config.token_budget,
+            step=saved.step if saved else 0,
+            tokens=saved.tokens if saved else 0,
+        )
+        self._active[request.run_id] = run
+        self._scheduler.begin(request.run_id)
+        self._events.append(
+            RunStarted(
+                run_id=request.run_id,
+                step=run.step,
+                tokens=run.tokens,
+                num_parameters=layout.num_values,
+            )
+        )
+        if run.is_finished:
+            self._end(run, "finished")
+
+    def _pass_pieces(self, runs: list[ActiveRun]) -> None:
+        """Add the gradients of these runs' next rows."""
+        batch = pack([run.piece for run in runs], self._model.device)
+        sites = self._tables.of([(run.layout, run.span) for run in runs])
+        losses = self._model.backward(batch, sites, self._pools).tolist()
+        for run, loss in zip(runs, losses, strict=True):
+            run.pass_piece(loss)
+
+    def _update(self, runs: Iterable[ActiveRun]) -> None:
+        """Make the optimiser step of runs whose rows have all gone through; end who is done."""
+        due = list(runs)
+        steps = [run.update() for run in due]
+        norms = adamw(self._pools, steps).tolist() if due else []
+        for run, made, norm in zip(due, steps, norms, strict=True):
+            for what, value in (("loss", run.loss), ("gradient's norm", norm)):
+                if not math.isfinite(value):
+                    self._end(run, "failed", RunDiverged(made.step, what))
+                    break
+            else:
+                self._go_on(run, made, norm)
+
+    def _go_on(self, run: ActiveRun, made: RunStep, norm: float) -> None:
+        """Report an optimiser step and plan the next, or end the run."""
+        loss = run.loss
+        run.end_step()
+        self._events.append(
+            RunProgress(
+                run_id=run.request.run_id,
+                step=run.step,
+                loss=loss,
+                learning_rate=made.lr,
+                grad_norm=norm,
+                tokens=run.tokens,
+            )
+        )
+        if run.is_finished:
+            self._end(run, "finished")
+
+    def _end(self, run: ActiveRun, outcome: Outcome, error: TrainingError | None = None) -> None:
+        """Report a run's end and take its place back."""
+        adapter = None
+        if outcome == "finished":
+            flat = self._pools.master[run.span.elements].cpu()
+            adapter = {name: view.clone() for name, view in run.layout.tensors(flat).items()}
+        run_id = run.request.run_id
+        del self._active[run_id]
+        self._scheduler.remove(run_id)
+        clear(self._pools, run.span)
+        self._spans.give(run.span)
+        self._events.append(
+            RunEnded(
+                run_id=run_id,
+                outcome=outcome,
+                step=run.step,
+                tokens=run.tokens,
+                adapter=adapter,
+                error=error,
+            )
+        )
