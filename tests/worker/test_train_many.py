@@ -1,0 +1,273 @@
+"""`worker.train_many` as its callers see it: job files in, events and folders out.
+
+What needs no process of its own runs in this one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from contract.training import TrainJob
+from tests.tiny_base import TINY_NAME, write_tiny_base
+from tests.worker.test_train import ROOT, write_job, write_rows
+from worker.batch_training.disk import CheckpointFolder
+from worker.train import EventLog, train
+from worker.train_many import TrainMany
+
+Events = dict[str, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_base(tmp_path_factory.mktemp("base") / TINY_NAME)
+
+
+def write_chats(path: Path, word: str, count: int = 12) -> Path:
+    chats = [
+        {
+            "messages": [
+                {"role": "user", "content": f"hello {i}" * (i % 5 + 1)},
+                {"role": "assistant", "content": word},
+            ]
+        }
+        for i in range(count)
+    ]
+    return write_rows(path, chats)
+
+
+def write_jobs(folder: Path, base: Path, **hyperparameters: Any) -> dict[str, Path]:
+    """Three jobs with little in common."""
+    jobs = {}
+    for name, changes in {
+        "one": {"max_steps": 30, "rank": 4},
+        "two": {"max_steps": 12, "rank": 1, "target_modules": ["q_proj", "down_proj"], "seed": 5},
+        "three": {"epochs": 2.0, "batch_size": 5, "alpha": 3.5, "warmup_steps": 2},
+    }.items():
+        own = folder / name
+        own.mkdir()
+        rows = write_chats(own / "data.jsonl", f"world {name}")
+        jobs[name] = write_job(own, base, rows, **(changes | hyperparameters))
+    return jobs
+
+
+class Heard:
+    """An event log that keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+
+    def emit(self, event: str, **fields: Any) -> None:
+        self.events.append(json.loads(json.dumps({"event": event, **fields})))
+
+
+def start(checkpoints: Path, jobs: list[Path], *options: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "worker.train_many", *options, str(checkpoints), *map(str, jobs)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+def by_run(events: list[dict[str, Any]]) -> Events:
+    found: Events = defaultdict(list)
+    for event in events:
+        found[Path(event.pop("run")).parent.name].append(event)
+    return found
+
+
+def train_here(
+    checkpoints: Path, jobs: list[Path], budget: int | None = None, runs: int | None = None
+) -> tuple[int, Events]:
+    """Exit code, events by run."""
+    heard = Heard()
+    options = argparse.Namespace(
+        checkpoints=checkpoints,
+        jobs=[str(job) for job in jobs],
+        token_budget=budget,
+        max_runs=runs,
+        checkpoint_s=60.0,
+    )
+    code = TrainMany(options, cast(EventLog, heard)).run()
+    return code, by_run(heard.events)
+
+
+def adapter_of(job: Path) -> dict[str, torch.Tensor]:
+    return load_file(job.parent / "adapter" / "adapter_model.safetensors")
+
+
+def two_folders(tmp_path: Path) -> tuple[Path, Path]:
+    folders = tmp_path / "first", tmp_path / "second"
+    for folder in folders:
+        folder.mkdir()
+    return folders
+
+
+def test_it_says_and_makes_what_the_present_trainer_does(
+    tmp_path: Path, tiny_base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("worker.batch_training.base", "worker.training.loop"):
+        monkeypatch.setattr(f"{module}.training_dtype", lambda: torch.float32)
+    together, alone = (write_jobs(folder, tiny_base) for folder in two_folders(tmp_path))
+    code, events = train_here(tmp_path / "state", list(together.values()), budget=64)
+    assert code == 0
+    assert list((tmp_path / "state").iterdir()) == []
+    for name, job in together.items():
+        present = Heard()
+        train(TrainJob.read(alone[name]), cast(EventLog, present))
+        assert [list(event) for event in events[name]] == [list(each) for each in present.events]
+        for ours, theirs in zip(events[name], present.events, strict=True):
+            for field in ("rows", "tokens", "truncated_rows", "steps", "step", "event"):
+                assert ours.get(field) == theirs.get(field)
+            for field in ("learning_rate", "loss", "final_loss"):
+                assert ours.get(field) == pytest.approx(theirs.get(field), rel=1e-3, abs=1e-3)
+        folder, own = alone[name].parent / "adapter", job.parent / "adapter"
+        assert {file.name for file in folder.iterdir()} == {file.name for file in own.iterdir()}
+        config = "adapter_config.json"
+        assert (own / config).read_text() == (folder / config).read_text()
+        for tensor, wanted in adapter_of(alone[name]).items():
+            made = adapter_of(job)[tensor]
+            assert (made.shape, made.dtype) == (wanted.shape, wanted.dtype)
+            assert float((made - wanted).abs().mean()) < 1e-4
+
+
+def test_killed_at_any_moment_it_goes_on_as_if_nothing_had_happened(
+    tmp_path: Path, tiny_base: Path
+) -> None:
+    killed, undisturbed = (
+        write_jobs(folder, tiny_base, max_steps=40) for folder in two_folders(tmp_path)
+    )
+    code, wanted = train_here(tmp_path / "other", list(undisturbed.values()))
+    assert code == 0
+
+    state = tmp_path / "state"
+    seen: Events = defaultdict(list)
+    for kill_at in (30, None):
+        with start(state, list(killed.values()), "--checkpoint-s=0") as process:
+            assert process.stdout is not None
+            lines = []
+            for line in process.stdout:
+                lines.append(line)
+                if len(lines) == kill_at:
+                    process.kill()
+        whole = [json.loads(line) for line in lines if line.endswith("}\n")]
+        for name, events in by_run(whole).items():
+            assert events[0]["event"] in ("started", "done")
+            seen[name] += events
+    assert process.returncode == 0
+    resumed = [e["resumed_step"] for events in seen.values() for e in events if "resumed_step" in e]
+    assert resumed and max(resumed) > 1
+    for name, job in killed.items():
+        assert seen[name][-1]["event"] == "done"
+        for field in ("final_loss", "trained_tokens"):
+            assert seen[name][-1][field] == wanted[name][-1][field]
+        expected = {e["step"]: e["loss"] for e in wanted[name] if e["event"] == "progress"}
+        steps = [event for event in seen[name] if event["event"] == "progress"]
+        assert {event["step"] for event in steps} == set(range(1, 41))
+        assert all(event["loss"] == expected[event["step"]] for event in steps)
+        made = adapter_of(job)
+        for tensor, value in adapter_of(undisturbed[name]).items():
+            assert torch.equal(made[tensor], value)
+    assert list(state.iterdir()) == []
+
+
+def test_sigterm_saves_every_run(tmp_path: Path, tiny_base: Path) -> None:
+    jobs = write_jobs(tmp_path, tiny_base, max_steps=100_000)
+    last: dict[str, int] = {}
+    with start(tmp_path / "state", list(jobs.values())) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            event = json.loads(line)
+            last[event["run"]] = event.get("step", 0)
+            if len(last) == 3 and min(last.values()) == 3:
+                process.send_signal(signal.SIGTERM)
+    assert process.returncode == 143
+    folder = CheckpointFolder(tmp_path / "state")
+    for name in map(str, jobs.values()):
+        saved = folder.load(name)
+        assert saved is not None and saved.checkpoint.step == last[name] == len(saved.losses)
+
+
+def test_what_was_done_before_the_process_ended_is_said_again(
+    tmp_path: Path, tiny_base: Path
+) -> None:
+    jobs = write_jobs(tmp_path, tiny_base, max_steps=2)
+    first = list(jobs.values())[:1]
+    _, events = train_here(tmp_path / "state", first)
+    done = {name: value for name, value in events["one"][-1].items() if name != "event"}
+    CheckpointFolder(tmp_path / "state").save_result(str(first[0]), done)  # it never got away
+    code, again = train_here(tmp_path / "state", first)
+    assert (code, again["one"]) == (0, events["one"][-1:])
+    code, again = train_here(tmp_path / "state", first)
+    assert (code, again["one"][0]["event"]) == (2, "error")
+    assert "it exists already" in again["one"][0]["message"]
+
+
+def test_a_wrong_job_ends_alone(tmp_path: Path, tiny_base: Path) -> None:
+    jobs = write_jobs(tmp_path, tiny_base, max_steps=2)
+    write_rows(jobs["two"].parent / "data.jsonl", [{"prompt": "a"}])
+    fields = json.loads(jobs["three"].read_text())
+    fields["hyperparameters"]["learning_rate"] = -1
+    jobs["three"].write_text(json.dumps(fields))
+    code, events = train_here(tmp_path / "state", list(jobs.values()))
+    assert code == 2
+    assert events["one"][-1]["event"] == "done"
+    [two], [three] = events["two"], events["three"]
+    assert two["event"] == three["event"] == "error"
+    assert "line 1: messages" in two["message"]
+    assert "learning_rate" in three["message"]
+
+
+def test_a_run_that_diverges_says_so_as_the_present_trainer_does(
+    tmp_path: Path, tiny_base: Path
+) -> None:
+    broken = tmp_path / "base"
+    shutil.copytree(tiny_base, broken)
+    tensors = load_file(tiny_base / "model.safetensors")
+    tensors["model.norm.weight"].fill_(float("nan"))
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    job = write_jobs(tmp_path, broken, max_steps=2)["one"]
+    code, events = train_here(tmp_path / "state", [job])
+    assert code == 2
+    assert [event["event"] for event in events["one"]] == ["started", "error"]
+    message = "hyperparameters.learning_rate: the loss is not a number any more at step 1: lower it"
+    assert events["one"][-1]["message"] == message
+    assert not (job.parent / "adapter").exists() and list((tmp_path / "state").iterdir()) == []
+
+
+def test_what_the_batch_does_not_do_goes_to_the_present_trainer(
+    tmp_path: Path, tiny_base: Path
+) -> None:
+    other = tmp_path / "base"
+    shutil.copytree(tiny_base, other)
+    config = json.loads((other / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    (other / "config.json").write_text(json.dumps(config))
+    jobs = write_jobs(tmp_path, tiny_base, max_steps=2)
+    fields = json.loads(jobs["two"].read_text())
+    jobs["two"].write_text(json.dumps(fields | {"base_model_dir": str(other)}))
+    code, events = train_here(tmp_path / "state", [jobs["one"], jobs["two"]])
+    assert code == 0
+    alone, *rest = events["two"]
+    assert alone["event"] == "alone" and "dynamic" in alone["reason"]
+    assert [event["event"] for event in rest] == ["started", "progress", "progress", "done"]
+    assert [event["event"] for event in events["one"]] == [
+        "started",
+        "progress",
+        "progress",
+        "done",
+    ]

@@ -1,0 +1,72 @@
+"""A base that jobs are trained over: its weights, its tokenizer, a trainer with room for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.model.config import ModelConfig
+from engine.model.weights import load_weights
+from engine.training.memory import MemoryPlan, elements_of, plan_memory
+from engine.training.model import TrainingModel
+from engine.training.trainer import BatchTrainer, TrainerConfig
+from worker.batch_training.jobs import NamedJob, load_tokenizer, settings_of
+from worker.training.loop import training_dtype
+
+# On a GPU a micro-batch fills the card. On a CPU it gains nothing from more tokens, so that runs
+# take turns, and each gives the same bytes whoever else takes part.
+_TOKENS = {"cpu": 1024, "cuda": 16_384}
+_RUNS = {"cpu": 8, "cuda": 64}
+
+
+@dataclass(frozen=True, slots=True)
+class OpenBase:
+    trainer: BatchTrainer
+    tokenizer: Any
+
+
+def open_base(
+    folder: Path,
+    jobs: Sequence[NamedJob],
+    *,
+    token_budget: int | None = None,
+    max_runs: int | None = None,
+) -> OpenBase:
+    """Load the base on this machine's device, for these jobs.
+
+    Raises UnsupportedModel for a base that the engine does not know, JobError for a tokenizer that
+    cannot be trained with.
+    """
+    threads = [named.job.num_threads for named in jobs if named.job.num_threads is not None]
+    if threads:
+        torch.set_num_threads(max(threads))
+    tokenizer = load_tokenizer(folder)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    config, dtype = ModelConfig.from_folder(folder), training_dtype()
+    weights = load_weights(folder, config, device, dtype)
+    budget = token_budget or _TOKENS[device]
+    runs = min(max_runs or _RUNS[device], len(jobs))
+    sizes = [elements_of(config, settings_of(named.job.hyperparameters)) for named in jobs]
+    sizes.sort(reverse=True)
+    plan = MemoryPlan(sum(sizes[:runs]), 0)
+    if device == "cuda":
+        plan = plan_memory(
+            config,
+            dtype,
+            free_bytes=torch.cuda.mem_get_info()[0],
+            token_budget=budget,
+            wanted_elements=sum(sizes[:runs]),
+            least_elements=sizes[0],
+        )
+    model = TrainingModel(config, weights, plan.num_recomputed)
+    settings = TrainerConfig(
+        token_budget=budget,
+        max_runs=runs,
+        runs_a_pass=1 if device == "cpu" else None,
+        pool_elements=plan.pool_elements,
+    )
+    return OpenBase(BatchTrainer(model, settings), tokenizer)

@@ -1,0 +1,127 @@
+"""What of the batch outlives its process: runs' checkpoints, and the adapters they end as.
+
+Every file appears whole or not at all, whenever the process is killed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftType, TaskType
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from contract.training import Hyperparameters
+from engine.training.checkpoint import Checkpoint
+
+_CHECKPOINT, _RESULT = "checkpoint.safetensors", "result.json"
+
+
+@dataclass(frozen=True, slots=True)
+class SavedRun:
+    """A run's last checkpoint, and the losses of the steps before it."""
+
+    checkpoint: Checkpoint
+    losses: list[float]
+
+
+class CheckpointFolder:
+    """A folder for the checkpoints of many runs; each run has one of its own in it.
+
+    One process uses it at a time.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        root.mkdir(parents=True, exist_ok=True)
+
+    def save(self, name: str, saved: SavedRun) -> None:
+        """Replace the run's checkpoint."""
+        folder = self._folder(name)
+        folder.mkdir(exist_ok=True)
+        metadata = {
+            "state": json.dumps(saved.checkpoint.state),
+            "losses": json.dumps(saved.losses),
+        }
+        staged = folder / f"{_CHECKPOINT}.part"
+        save_file(saved.checkpoint.tensors, staged, metadata=metadata)
+        _replace(staged, folder / _CHECKPOINT)
+
+    def load(self, name: str) -> SavedRun | None:
+        """The run's last checkpoint; None: there is none that can be read."""
+        try:
+            with safe_open(self._folder(name) / _CHECKPOINT, framework="pt") as file:
+                metadata = file.metadata()
+                tensors = {key: file.get_tensor(key) for key in file.keys()}
+            state, losses = json.loads(metadata["state"]), json.loads(metadata["losses"])
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError):
+            return None
+        return SavedRun(Checkpoint(tensors, state), losses)
+
+    def save_result(self, name: str, event: Mapping[str, Any]) -> None:
+        """Keep what is to be said once the adapter's folder is there."""
+        folder = self._folder(name)
+        folder.mkdir(exist_ok=True)
+        staged = folder / f"{_RESULT}.part"
+        staged.write_text(json.dumps(event))
+        _replace(staged, folder / _RESULT)
+
+    def load_result(self, name: str) -> dict[str, Any] | None:
+        """What `save_result` kept."""
+        try:
+            event = json.loads((self._folder(name) / _RESULT).read_text())
+        except (OSError, ValueError):
+            return None
+        return event if isinstance(event, dict) else None
+
+    def drop(self, name: str) -> None:
+        """Forget a run that has ended."""
+        shutil.rmtree(self._folder(name), ignore_errors=True)
+
+    def _folder(self, name: str) -> Path:
+        return self._root / hashlib.sha256(name.encode()).hexdigest()[:32]
+
+
+def _replace(staged: Path, path: Path) -> None:
+    """Put a file in its place, on the disk before it has the name."""
+    with staged.open("rb") as file:
+        os.fsync(file.fileno())
+    staged.replace(path)
+
+
+def write_adapter(
+    tensors: Mapping[str, torch.Tensor], hyper: Hyperparameters, base_name: str, output_dir: Path
+) -> None:
+    """Write adapter_config.json and adapter_model.safetensors as the present trainer does."""
+    config = LoraConfig(
+        task_type=TaskType.CAUSAL_LM,
+        r=hyper.rank,
+        lora_alpha=int(hyper.alpha) if hyper.alpha == int(hyper.alpha) else hyper.alpha,
+        target_modules=list(hyper.target_modules),
+        inference_mode=True,
+        base_model_name_or_path=base_name,
+    )
+    assert config.peft_type == PeftType.LORA
+    output_dir.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f"{output_dir.name}.", dir=output_dir.parent))
+    try:
+        config.save_pretrained(staging)
+        fields = json.loads((staging / "adapter_config.json").read_text())
+        fields["target_modules"] = sorted(fields["target_modules"])
+        text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
+        (staging / "adapter_config.json").write_text(text)
+        weights = staging / "adapter_model.safetensors"
+        save_file(dict(tensors), weights, metadata={"format": "pt"})
+        staging.chmod(0o755)
+        staging.rename(output_dir)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)

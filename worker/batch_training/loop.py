@@ -1,0 +1,215 @@
+"""The loop behind `worker.train_many`: jobs into the batch, its events and adapters out.
+
+Start reading at `BatchTraining.run`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from contract.training import JobError
+from engine.training.errors import TrainingError
+from engine.training.events import Event, RunEnded, RunProgress, RunStarted
+from engine.training.trainer import BatchTrainer
+from worker.batch_training.disk import CheckpointFolder, SavedRun, write_adapter
+from worker.batch_training.jobs import NamedJob, PreparedJob, prepare
+from worker.train import Stopped
+from worker.training.chat_data import DatasetError
+
+#: emit(run, event, **fields)
+Emit = Callable[..., None]
+#: Jobs whose rows are read before there is room for them.
+_READ_AHEAD = 4
+
+
+@dataclass(slots=True)
+class _Run:
+    """A job in the batch.
+
+    began       when it took part, by the monotonic clock
+    first_step  the steps that it had made then, first_tokens the tokens
+    saved_at    when its last checkpoint was taken
+    """
+
+    prepared: PreparedJob
+    losses: list[float] = field(default_factory=list)
+    first_step: int = 0
+    first_tokens: int = 0
+    began: float = 0.0
+    saved_at: float = 0.0
+
+
+class BatchTraining:
+    """Trains jobs of one base in one batch.
+
+    checkpoint_s  a run's checkpoint is older than this only while another's is being written
+    failures      jobs that ended with an error of their own
+    """
+
+    def __init__(
+        self,
+        trainer: BatchTrainer,
+        tokenizer: Any,
+        base_name: str,
+        folder: CheckpointFolder,
+        emit: Emit,
+        checkpoint_s: float,
+    ) -> None:
+        self._trainer, self._tokenizer, self._base_name = trainer, tokenizer, base_name
+        self._folder, self._emit, self._checkpoint_s = folder, emit, checkpoint_s
+        self._runs: dict[str, _Run] = {}
+        self._writer = ThreadPoolExecutor(1, "checkpoints")
+        self._writing: Future[None] | None = None
+        self._is_stopped = False
+        self._step_began = 0.0
+        self.failures = 0
+
+    def run(self, jobs: Iterable[NamedJob]) -> None:
+        """Train all jobs to their ends; what each says goes to `emit`.
+
+        Raises Stopped after `stop`, and BrokenPipeError when nobody reads the events any more: then
+        every run's state is on the disk.
+        """
+        reader = ThreadPoolExecutor(1, "rows")
+        try:
+            self._train(deque(jobs), reader)
+        except (Stopped, BrokenPipeError):
+            self._save_all()
+            raise
+        finally:
+            reader.shutdown(cancel_futures=True)
+        self._finish_writing()
+
+    def stop(self) -> None:
+        """Let `run` end after the micro-batch that is under way."""
+        self._is_stopped = True
+
+    def _train(self, left: deque[NamedJob], reader: ThreadPoolExecutor) -> None:
+        ahead: deque[tuple[NamedJob, Future[PreparedJob]]] = deque()
+        while left or ahead or self._trainer.has_work:
+            if self._is_stopped:
+                raise Stopped
+            while left and len(ahead) < _READ_AHEAD:
+                job = left.popleft()
+                ahead.append((job, reader.submit(prepare, job, self._tokenizer)))
+            # Rows are waited for only when there is nothing else to do.
+            while ahead and not self._trainer.has_waiting:
+                if self._trainer.has_work and not ahead[0][1].done():
+                    break
+                self._add(*ahead.popleft())
+            self._step_began = time.monotonic()
+            for event in self._trainer.step():
+                self._report(event)
+            self._save_the_oldest()
+
+    def _save_all(self) -> None:
+        """Write every run's state, so that the next process goes on from here."""
+        self._finish_writing()
+        for name, run in self._runs.items():
+            if (saved := self._taken(name, run)) is not None:
+                self._folder.save(name, saved)
+
+    def _add(self, named: NamedJob, rows: Future[PreparedJob]) -> None:
+        """Put a job into the batch: from its checkpoint, if it has one of this very job."""
+        try:
+            prepared = rows.result()
+            saved = self._folder.load(named.name)
+            try:
+                self._trainer.add(prepared.request, saved.checkpoint if saved else None)
+            except TrainingError as error:
+                if saved is None or error.param != "checkpoint":
+                    raise
+                saved = None
+                self._trainer.add(prepared.request)
+        except (DatasetError, JobError, TrainingError) as error:
+            self._fail(named.name, str(error))
+            return
+        self._runs[named.name] = _Run(prepared, saved.losses if saved else [])
+
+    def _report(self, event: Event) -> None:
+        run = self._runs[event.run_id]
+        if isinstance(event, RunStarted):
+            run.began = run.saved_at = self._step_began
+            run.first_step, run.first_tokens = event.step, event.tokens
+            fields = {**run.prepared.started, "trainable_parameters": event.num_parameters}
+            if event.step:
+                fields["resumed_step"] = event.step
+            self._emit(event.run_id, "started", **fields)
+        elif isinstance(event, RunProgress):
+            run.losses.append(event.loss)
+            self._report_progress(run, event)
+        else:
+            self._report_end(run, event)
+
+    def _report_progress(self, run: _Run, event: RunProgress) -> None:
+        elapsed = time.monotonic() - run.began
+        steps = run.prepared.request.settings.steps
+        per_step = elapsed / (event.step - run.first_step)
+        self._emit(
+            event.run_id,
+            "progress",
+            step=event.step,
+            steps=steps,
+            loss=round(event.loss, 4),
+            learning_rate=event.learning_rate,
+            tokens_per_s=round((event.tokens - run.first_tokens) / elapsed, 1),
+            eta_s=round(per_step * (steps - event.step), 1),
+        )
+
+    def _report_end(self, run: _Run, event: RunEnded) -> None:
+        name, job = event.run_id, run.prepared.named.job
+        del self._runs[name]
+        if event.adapter is None:
+            problem = event.error.message if event.error else "it was cancelled"
+            field_of = event.error.param if event.error else None
+            self._fail(name, f"hyperparameters.{field_of}: {problem}" if field_of else problem)
+            return
+        last = run.losses[-max(1, len(run.losses) // 10) :]
+        done = {
+            "output": str(job.output_dir),
+            "final_loss": round(sum(last) / len(last), 4),
+            "trained_tokens": event.tokens,
+            "seconds": round(time.monotonic() - run.began, 1),
+        }
+        self._finish_writing()  # of this run, perhaps
+        self._folder.save_result(name, done)
+        write_adapter(event.adapter, job.hyperparameters, self._base_name, job.output_dir)
+        self._emit(name, "done", **done)
+        self._folder.drop(name)
+
+    def _fail(self, name: str, message: str) -> None:
+        self.failures += 1
+        self._emit(name, "error", message=message)
+        self._finish_writing()
+        self._folder.drop(name)
+
+    def _save_the_oldest(self) -> None:
+        """Begin to write the checkpoint that is due the longest, unless one is being written."""
+        if self._writing is not None:
+            if not self._writing.done():
+                return
+            self._finish_writing()
+        began = {name: run for name, run in self._runs.items() if run.began}
+        name = min(began, key=lambda name: began[name].saved_at, default=None)
+        now = time.monotonic()
+        if name is None or now - began[name].saved_at < self._checkpoint_s:
+            return
+        saved = self._taken(name, began[name])
+        if saved is not None:
+            began[name].saved_at = now
+            self._writing = self._writer.submit(self._folder.save, name, saved)
+
+    def _taken(self, name: str, run: _Run) -> SavedRun | None:
+        taken = self._trainer.checkpoint(name)
+        return None if taken is None else SavedRun(taken, list(run.losses))
+
+    def _finish_writing(self) -> None:
+        """Wait for the checkpoint that is being written; raise what it raised."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            writing.result()

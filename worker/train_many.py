@@ -1,0 +1,193 @@
+"""Fine-tune many LoRA adapters over one base in one batch.
+
+    python -m worker.train_many CHECKPOINTS JOB.json [JOB.json …]
+
+Each JOB.json is a job of `worker.train`. Standard output carries one JSON object per line: the
+events of `worker.train`, each with `run`, the path of the job as it was given, before the others.
+Every run has `started`, `progress` … and one `done` or `error`. Besides:
+
+    {"run", "event": "alone", "reason"}     the batch does not do this job; `worker.train` does it,
+                                            after the batch
+    started has "resumed_step"              where the run goes on from its checkpoint
+
+CHECKPOINTS is a folder for what a later process needs to go on: started again with the same
+arguments after whatever ended it, each run goes on from its last checkpoint, at most a minute old,
+and a run whose adapter is there says `done` again, if its event may have been lost.
+
+Exit codes: 0 every run is done · 1 a defect · 2 a job or its data are wrong · 143 stopped by
+SIGTERM or SIGINT, after every run was saved. docs/training.md explains the batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from contract.training import JobError, TrainJob
+from worker.train import EventLog, Stopped, base_name, take_stdout
+
+_CHECKPOINT_S = 60.0
+
+
+def _arguments(given: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m worker.train_many")
+    parser.add_argument("checkpoints", type=Path, help="a folder that a later process goes on from")
+    parser.add_argument("jobs", nargs="+", help="files as `python -m worker.train` takes them")
+    parser.add_argument("--token-budget", type=int, help="tokens of a micro-batch")
+    parser.add_argument("--max-runs", type=int, help="runs that take part at a time")
+    parser.add_argument("--checkpoint-s", type=float, default=_CHECKPOINT_S)
+    return parser.parse_args(given)
+
+
+class TrainMany:
+    """One process's work: the jobs base by base, first in the batch, then those it does not do."""
+
+    def __init__(self, options: argparse.Namespace, log: EventLog) -> None:
+        self._options, self._log = options, log
+        self._is_wrong = False
+        self._batch: Any = None
+
+    def run(self) -> int:
+        """Train everything; return the exit code."""
+        # Imported here: wrong arguments are refused before the seconds that torch takes to start.
+        from worker.batch_training.disk import CheckpointFolder
+
+        folder = CheckpointFolder(self._options.checkpoints)
+        jobs = self._read(folder)
+        alone: list[Any] = []
+        for base, group in itertools.groupby(
+            sorted(jobs, key=lambda job: str(job.job.base_model_dir)),
+            key=lambda job: job.job.base_model_dir,
+        ):
+            alone += self._train_together(base, list(group), folder)
+        for named in alone:
+            self._train_alone(named.name)
+        return 2 if self._is_wrong else 0
+
+    def stop(self, signum: int, frame: FrameType | None) -> None:
+        """Handle a signal: the batch ends between two micro-batches, all else at once."""
+        if self._batch is None:
+            raise Stopped
+        self._batch.stop()
+
+    def _emit(self, run: str, event: str, **fields: Any) -> None:
+        self._log.emit(event, run=run, **fields)
+
+    def _fail(self, run: str, message: str) -> None:
+        self._is_wrong = True
+        self._emit(run, "error", message=message)
+
+    def _read(self, folder: Any) -> list[Any]:
+        """The jobs that are still to be done; says what becomes of the others."""
+        from worker.batch_training.jobs import NamedJob
+
+        jobs: list[NamedJob] = []
+        outputs: set[Path] = set()
+        for name in dict.fromkeys(self._options.jobs):
+            result = folder.load_result(name)
+            try:
+                if result is not None and Path(result["output"]).exists():
+                    self._emit(name, "done", **result)
+                    folder.drop(name)
+                    continue
+                job = TrainJob.read(Path(name))
+                if job.output_dir.resolve() in outputs:
+                    raise JobError("output_dir", "another job has the same")
+            except JobError as error:
+                self._fail(name, str(error))
+                continue
+            outputs.add(job.output_dir.resolve())
+            jobs.append(NamedJob(name, job))
+        return jobs
+
+    def _train_together(self, base: Path, jobs: list[Any], folder: Any) -> list[Any]:
+        """Train the jobs of one base; return those that the batch does not do."""
+        from engine.errors import UnsupportedModel
+        from engine.training.run import unsupported
+        from worker.batch_training.base import open_base
+        from worker.batch_training.jobs import settings_of
+        from worker.batch_training.loop import BatchTraining
+
+        reasons: dict[str, str] = {}
+        for named in jobs:
+            lack = unsupported(settings_of(named.job.hyperparameters))
+            if lack is not None:
+                reasons[named.name] = f"{lack.field}: {lack.reason}"
+        together = [named for named in jobs if named.name not in reasons]
+        try:
+            if together:
+                opened = open_base(
+                    base,
+                    together,
+                    token_budget=self._options.token_budget,
+                    max_runs=self._options.max_runs,
+                )
+                self._batch = BatchTraining(
+                    opened.trainer,
+                    opened.tokenizer,
+                    base_name(base),
+                    folder,
+                    self._emit,
+                    self._options.checkpoint_s,
+                )
+                self._batch.run(together)
+                self._is_wrong |= self._batch.failures > 0
+                self._batch = None
+        except JobError as error:
+            for named in together:
+                self._fail(named.name, str(error))
+        except UnsupportedModel as error:
+            reasons |= {named.name: error.message for named in together}
+        for name, reason in reasons.items():
+            self._emit(name, "alone", reason=reason)
+        return [named for named in jobs if named.name in reasons]
+
+    def _train_alone(self, name: str) -> None:
+        """Have the present trainer do a job; its events go out as they come."""
+        with subprocess.Popen(
+            [sys.executable, "-m", "worker.train", name], stdout=subprocess.PIPE, text=True
+        ) as child:
+            assert child.stdout is not None
+            try:
+                last = ""
+                for line in child.stdout:
+                    event = json.loads(line)
+                    last = event.pop("event")
+                    self._emit(name, last, **event)
+            except BaseException:
+                child.terminate()
+                raise
+        if child.returncode != 0:
+            self._is_wrong = True
+            if last != "error":
+                self._emit(name, "error", message=f"its process ended with {child.returncode}")
+
+
+def main(given: Iterable[str] = sys.argv[1:]) -> int:
+    options = _arguments(list(given))
+    log = EventLog(take_stdout())
+    work = TrainMany(options, log)
+    signal.signal(signal.SIGTERM, work.stop)
+    signal.signal(signal.SIGINT, work.stop)
+    try:
+        return work.run()
+    except Stopped:
+        return 143
+    except BrokenPipeError:
+        return 1  # whoever wanted the adapters is gone
+    except Exception:
+        traceback.print_exc()
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
