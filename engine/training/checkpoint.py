@@ -17,7 +17,7 @@ import torch
 from engine.model.config import ModelConfig
 from engine.training.active import ActiveRun
 from engine.training.errors import RunRefused
-from engine.training.parameters import AdapterLayout, Span
+from engine.training.parameters import AdapterLayout, Span, to_host
 from engine.training.run import RunRequest, RunRows
 from kernels.training import Pools
 
@@ -56,7 +56,7 @@ def take(run: ActiveRun, pools: Pools) -> Checkpoint:
     """The run's state after its last optimiser step."""
     own = run.span.elements
     return Checkpoint(
-        tensors={name: getattr(pools, name)[own].to("cpu", copy=True) for name in TENSORS},
+        tensors={name: to_host(getattr(pools, name)[own]) for name in TENSORS},
         state={
             "version": VERSION,
             "run_id": run.request.run_id,

@@ -46,7 +46,7 @@ class RunProgress:
 class RunEnded:
     """The last of a run.
 
-    adapter  of a finished run: its tensors by PEFT's names, on the host
+    adapter  of a finished run: its tensors by PEFT's names, on the host, views of one
     error    of a failed one
     """
 

@@ -12,6 +12,7 @@ from engine.training.parameters import AdapterLayout
 from engine.training.run import RunSettings
 from kernels.training import SPAN
 from kernels.training.cross_entropy import CHUNK
+from kernels.training.pools import RANK_BLOCK
 
 # A chunk's logits: in the model's type, and twice in float32 while the loss is computed.
 _LOGIT_COPIES_FP32 = 2
@@ -36,13 +37,16 @@ def bytes_per_element(dtype: torch.dtype) -> int:
     return 16 if dtype == torch.float32 else 16 + dtype.itemsize
 
 
+def input_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """What a layer keeps of a token in any case: its halves' inputs, and rank rows of 7 linears."""
+    return dtype.itemsize * (2 * config.hidden_size + 7 * RANK_BLOCK)
+
+
 def kept_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """What a layer that is not computed again keeps of a token."""
-    hidden, heads = config.hidden_size, config.q_size
-    qkv = heads + 2 * config.kv_size
-    # The two linears' inputs at the layer's ends, q, k and v rotated and v as projected, the
-    # attention's output, gate and up, and between A and B of seven linears some rank rows.
-    return dtype.itemsize * (2 * hidden + qkv + heads + 2 * config.intermediate_size + 7 * 16)
+    """What a layer that is not computed again keeps of a token besides."""
+    heads, rotated = config.q_size, config.q_size + config.kv_size
+    kept = rotated + config.kv_size + heads + 2 * config.intermediate_size
+    return dtype.itemsize * (kept + config.qk_norm * rotated) + 4 * config.num_heads
 
 
 def plan_memory(
@@ -61,10 +65,10 @@ def plan_memory(
     """
     element = bytes_per_element(dtype)
     layer = kept_bytes(config, dtype) * token_budget
-    boundaries = config.num_layers * config.hidden_size * dtype.itemsize * token_budget
+    inputs = config.num_layers * input_bytes(config, dtype) * token_budget
     logits = min(CHUNK, token_budget) * config.vocab_size
     logits *= dtype.itemsize + 4 * _LOGIT_COPIES_FP32
-    usable = int(free_bytes * (1 - _RESERVE)) - boundaries - logits - 2 * layer
+    usable = int(free_bytes * (1 - _RESERVE)) - inputs - logits - 2 * layer
     if usable < least_elements * element:
         raise OutOfMemory(
             f"{free_bytes >> 20} MiB are free; a run of {least_elements} parameters and "

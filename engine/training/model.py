@@ -2,7 +2,7 @@
 
 The base's weights are those that serving holds (`engine.model.weights`), never copied and never
 changed. A layer keeps what its linears need again in the backward pass, or, where memory is short,
-its input alone, from which it is computed again.
+its halves' inputs alone, from which most is computed again.
 """
 
 from __future__ import annotations
@@ -11,22 +11,20 @@ from collections.abc import Sequence
 
 import torch
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from engine.model.config import ModelConfig
 from engine.model.rope import RopeTables
 from engine.model.weights import LayerWeights, Weights
 from engine.training.packer import MicroBatch
 from kernels.training import (
+    Heads,
     LoraSite,
+    LoraWeight,
     Norm,
     Pools,
-    SiluMul,
     answer_loss,
-    attention,
-    lora_linear,
-    rms_norm,
-    rope,
+    attention_sublayer,
+    mlp_sublayer,
 )
 
 
@@ -90,13 +88,7 @@ class TrainingModel:
         pools: Pools,
     ) -> torch.Tensor:
         for index in range(self.config.num_layers):
-            inputs = hidden, index, batch, sites[index], pools
-            if index < self.num_recomputed and hidden.requires_grad:
-                hidden = checkpoint(
-                    self._layer, *inputs, use_reentrant=False, preserve_rng_state=False
-                )
-            else:
-                hidden = self._layer(*inputs)
+            hidden = self._layer(hidden, index, batch, sites[index], pools)
         return hidden
 
     def _layer(
@@ -108,39 +100,42 @@ class TrainingModel:
         pools: Pools,
     ) -> torch.Tensor:
         """hidden [T, E] -> [T, E]"""
-        layer, eps, segments = self._weights.layers[index], self.config.rms_norm_eps, batch.segments
-        qkv_site, o_site, gate_up_site, down_site = sites
-        qkv = lora_linear(
-            hidden, layer.qkv, layer.qkv_bias, qkv_site, pools, segments,
-            before=Norm(layer.input_norm, eps),
-        )  # fmt: skip
-        attended = self._attend(qkv, layer, index, batch)
-        hidden = lora_linear(
-            attended, layer.o, layer.o_bias, o_site, pools, segments, residual=hidden
+        layer, eps = self._weights.layers[index], self.config.rms_norm_eps
+        keep, segments = index >= self.num_recomputed, batch.segments
+        qkv, o, gate_up, down = sites
+        hidden = attention_sublayer(
+            hidden,
+            Norm(layer.input_norm, eps),
+            LoraWeight(layer.qkv, layer.qkv_bias, qkv),
+            LoraWeight(layer.o, layer.o_bias, o),
+            self._heads(index, layer),
+            pools,
+            segments,
+            batch.rows,
+            keep=keep,
         )
-        gate_up = lora_linear(
-            hidden, layer.gate_up, layer.gate_up_bias, gate_up_site, pools, segments,
-            before=Norm(layer.post_norm, eps),
-        )  # fmt: skip
-        return lora_linear(
-            gate_up, layer.down, layer.down_bias, down_site, pools, segments,
-            before=SiluMul(), residual=hidden,
-        )  # fmt: skip
+        return mlp_sublayer(
+            hidden,
+            Norm(layer.post_norm, eps),
+            LoraWeight(layer.gate_up, layer.gate_up_bias, gate_up),
+            LoraWeight(layer.down, layer.down_bias, down),
+            pools,
+            segments,
+            keep=keep,
+        )
 
-    def _attend(
-        self, qkv: torch.Tensor, layer: LayerWeights, index: int, batch: MicroBatch
-    ) -> torch.Tensor:
-        """qkv [T, (H + 2 K) D] -> [T, H D]"""
+    def _heads(self, index: int, layer: LayerWeights) -> Heads:
         config = self.config
-        heads = qkv.view(len(qkv), -1, config.head_dim)
-        groups = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
-        q, k, v = torch.split(heads, groups, dim=1)
-        if layer.qk_norm is not None:
-            q = rms_norm(q, layer.qk_norm[0], config.rms_norm_eps)
-            k = rms_norm(k, layer.qk_norm[1], config.rms_norm_eps)
-        cos, sin, positions = self._rope.cos, self._rope.sin, batch.rows.positions
-        q, k = rope(q, cos, sin, positions), rope(k, cos, sin, positions)
-        return attention(q, k, v, batch.rows, window=config.window(index)).flatten(1)
+        return Heads(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            dim=config.head_dim,
+            cos=self._rope.cos,
+            sin=self._rope.sin,
+            window=config.window(index),
+            qk_norm=layer.qk_norm,
+            eps=config.rms_norm_eps,
+        )
 
     def _loss(self, hidden: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         weights = self._weights

@@ -201,6 +201,12 @@ def clear(pools: Pools, span: Span) -> None:
     pools.gradient[span.elements].zero_()
 
 
+def to_host(span: torch.Tensor) -> torch.Tensor:
+    """A copy on the host; of a GPU's in memory that it writes to directly, which is reused."""
+    host = torch.empty(span.shape, dtype=span.dtype, pin_memory=span.is_cuda)
+    return host.copy_(span)
+
+
 class SiteTables:
     """The kernels' tables of a micro-batch's runs; kept for the next micro-batch of the same."""
 

@@ -14,7 +14,7 @@ from engine.training.active import ActiveRun
 from engine.training.checkpoint import Checkpoint
 from engine.training.errors import RunDiverged, RunRefused, RunUnsupported, TrainingError
 from engine.training.events import Event, Outcome, RunEnded, RunProgress, RunStarted
-from engine.training.initial import fill_initial
+from engine.training.initial import InitialAdapters
 from engine.training.model import TrainingModel
 from engine.training.packer import pack
 from engine.training.parameters import (
@@ -24,6 +24,7 @@ from engine.training.parameters import (
     SpanAllocator,
     clear,
     make_pools,
+    to_host,
 )
 from engine.training.run import RunRequest, unsupported
 from engine.training.scheduler import Scheduler
@@ -67,6 +68,7 @@ class BatchTrainer:
         self._spans = SpanAllocator(config.pool_elements)
         self._pools = make_pools(self._spans.capacity, model.device, model.dtype)
         self._tables = SiteTables(model.config, model.device)
+        self._initial = InitialAdapters(model.config, model.device)
         self._scheduler = Scheduler()
         self._waiting: dict[str, _Waiting] = {}
         self._active: dict[str, ActiveRun] = {}
@@ -76,11 +78,6 @@ class BatchTrainer:
     def has_work(self) -> bool:
         """Whether a step would do or say something."""
         return bool(self._waiting or self._active or self._events)
-
-    @property
-    def has_waiting(self) -> bool:
-        """Whether a run waits for room."""
-        return bool(self._waiting)
 
     @property
     def used_elements(self) -> int:
@@ -114,6 +111,7 @@ class BatchTrainer:
         """End a run before the next micro-batch; one that has ended already stays so."""
         if run_id in self._waiting:
             saved = self._waiting.pop(run_id).saved
+            self._initial.drop(run_id)
             step, tokens = (saved.step, saved.tokens) if saved else (0, 0)
             self._scheduler.remove(run_id)
             self._events.append(
@@ -157,6 +155,7 @@ class BatchTrainer:
     def _begin_runs(self) -> None:
         """Let runs take part for as long as the next one finds room: none goes before it."""
         while len(self._active) < self._config.max_runs:
+            self._draw_ahead()
             run_id = self._scheduler.next_waiting()
             if run_id is None:
                 return
@@ -164,6 +163,14 @@ class BatchTrainer:
             if span is None:
                 return
             self._begin(self._waiting.pop(run_id), span)
+
+    def _draw_ahead(self) -> None:
+        """Begin to draw the adapters of those that wait the longest."""
+        for run_id, waiting in self._waiting.items():
+            if not self._initial.has_room:
+                return
+            if waiting.saved is None and waiting.request.adapter is None:
+                self._initial.expect(run_id, waiting.layout, waiting.request.settings.seed)
 
     def _begin(self, waiting: _Waiting, span: Span) -> None:
         request, layout, saved = waiting.request, waiting.layout, waiting.saved
@@ -173,7 +180,8 @@ class BatchTrainer:
         elif request.adapter is not None:
             layout.fill(master, span.first, request.adapter)
         else:
-            fill_initial(layout, self._model.config, request.settings.seed, master, span.first)
+            seed = request.settings.seed
+            master[span.elements].copy_(self._initial.take(request.run_id, layout, seed))
         self._pools.values[span.elements].copy_(master[span.elements])
         run = ActiveRun(
             request,
@@ -238,8 +246,7 @@ class BatchTrainer:
         """Report a run's end and take its place back."""
         adapter = None
         if outcome == "finished":
-            flat = self._pools.master[run.span.elements].cpu()
-            adapter = {name: view.clone() for name, view in run.layout.tensors(flat).items()}
+            adapter = run.layout.tensors(to_host(self._pools.master[run.span.elements]))
         run_id = run.request.run_id
         del self._active[run_id]
         self._scheduler.remove(run_id)

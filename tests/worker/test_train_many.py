@@ -134,7 +134,8 @@ def test_it_says_and_makes_what_the_present_trainer_does(
             for field in ("rows", "tokens", "truncated_rows", "steps", "step", "event"):
                 assert ours.get(field) == theirs.get(field)
             for field in ("learning_rate", "loss", "final_loss"):
-                assert ours.get(field) == pytest.approx(theirs.get(field), rel=1e-3, abs=1e-3)
+                if field in theirs:
+                    assert ours[field] == pytest.approx(theirs[field], rel=1e-3, abs=1e-3)
         folder, own = alone[name].parent / "adapter", job.parent / "adapter"
         assert {file.name for file in folder.iterdir()} == {file.name for file in own.iterdir()}
         config = "adapter_config.json"
@@ -149,14 +150,14 @@ def test_killed_at_any_moment_it_goes_on_as_if_nothing_had_happened(
     tmp_path: Path, tiny_base: Path
 ) -> None:
     killed, undisturbed = (
-        write_jobs(folder, tiny_base, max_steps=40) for folder in two_folders(tmp_path)
+        write_jobs(folder, tiny_base, max_steps=16) for folder in two_folders(tmp_path)
     )
     code, wanted = train_here(tmp_path / "other", list(undisturbed.values()))
     assert code == 0
 
     state = tmp_path / "state"
     seen: Events = defaultdict(list)
-    for kill_at in (30, None):
+    for kill_at in (22, None):
         with start(state, list(killed.values()), "--checkpoint-s=0") as process:
             assert process.stdout is not None
             lines = []
@@ -177,7 +178,7 @@ def test_killed_at_any_moment_it_goes_on_as_if_nothing_had_happened(
             assert seen[name][-1][field] == wanted[name][-1][field]
         expected = {e["step"]: e["loss"] for e in wanted[name] if e["event"] == "progress"}
         steps = [event for event in seen[name] if event["event"] == "progress"]
-        assert {event["step"] for event in steps} == set(range(1, 41))
+        assert {event["step"] for event in steps} == set(range(1, 17))
         assert all(event["loss"] == expected[event["step"]] for event in steps)
         made = adapter_of(job)
         for tensor, value in adapter_of(undisturbed[name]).items():

@@ -120,7 +120,9 @@ def write_adapter(
         text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
         (staging / "adapter_config.json").write_text(text)
         weights = staging / "adapter_model.safetensors"
-        save_file(dict(tensors), weights, metadata={"format": "pt"})
+        # Each in memory of its own, as the library demands.
+        own = {name: tensor.clone() for name, tensor in tensors.items()}
+        save_file(own, weights, metadata={"format": "pt"})
         staging.chmod(0o755)
         staging.rename(output_dir)
     finally:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from contract.training import JobError
 from engine.training.errors import TrainingError
@@ -23,7 +25,7 @@ from worker.training.chat_data import DatasetError
 
 #: emit(run, event, **fields)
 Emit = Callable[..., None]
-#: Jobs whose rows are read before there is room for them.
+#: Jobs whose rows are being read, or were and are not in the batch yet.
 _READ_AHEAD = 4
 
 
@@ -65,6 +67,7 @@ class BatchTraining:
         self._runs: dict[str, _Run] = {}
         self._writer = ThreadPoolExecutor(1, "checkpoints")
         self._writing: Future[None] | None = None
+        self._finishing: deque[tuple[str, dict[str, Any], Future[None]]] = deque()
         self._is_stopped = False
         self._step_began = 0.0
         self.failures = 0
@@ -78,12 +81,16 @@ class BatchTraining:
         reader = ThreadPoolExecutor(1, "rows")
         try:
             self._train(deque(jobs), reader)
-        except (Stopped, BrokenPipeError):
+        except Stopped:
+            self._say_done(wait=True)
+            self._save_all()
+            raise
+        except BrokenPipeError:
             self._save_all()
             raise
         finally:
             reader.shutdown(cancel_futures=True)
-        self._finish_writing()
+            self._writer.shutdown()
 
     def stop(self) -> None:
         """Let `run` end after the micro-batch that is under way."""
@@ -98,14 +105,15 @@ class BatchTraining:
                 job = left.popleft()
                 ahead.append((job, reader.submit(prepare, job, self._tokenizer)))
             # Rows are waited for only when there is nothing else to do.
-            while ahead and not self._trainer.has_waiting:
-                if self._trainer.has_work and not ahead[0][1].done():
-                    break
+            while ahead and (ahead[0][1].done() or not self._trainer.has_work):
                 self._add(*ahead.popleft())
             self._step_began = time.monotonic()
             for event in self._trainer.step():
                 self._report(event)
+            self._say_done()
             self._save_the_oldest()
+        self._say_done(wait=True)
+        self._finish_writing()
 
     def _save_all(self) -> None:
         """Write every run's state, so that the next process goes on from here."""
@@ -176,11 +184,24 @@ class BatchTraining:
             "trained_tokens": event.tokens,
             "seconds": round(time.monotonic() - run.began, 1),
         }
-        self._finish_writing()  # of this run, perhaps
-        self._folder.save_result(name, done)
-        write_adapter(event.adapter, job.hyperparameters, self._base_name, job.output_dir)
-        self._emit(name, "done", **done)
-        self._folder.drop(name)
+        written = self._writer.submit(self._write, run.prepared.named, event.adapter, done)
+        self._finishing.append((name, done, written))
+
+    def _write(
+        self, named: NamedJob, adapter: Mapping[str, torch.Tensor], done: dict[str, Any]
+    ) -> None:
+        """Write a finished run's adapter, in the writer's thread."""
+        self._folder.save_result(named.name, done)
+        hyper, output = named.job.hyperparameters, named.job.output_dir
+        write_adapter(adapter, hyper, self._base_name, output)
+
+    def _say_done(self, wait: bool = False) -> None:
+        """Report the runs whose adapters are written; with `wait`, all that have finished."""
+        while self._finishing and (wait or self._finishing[0][2].done()):
+            name, done, written = self._finishing.popleft()
+            written.result()
+            self._emit(name, "done", **done)
+            self._folder.drop(name)
 
     def _fail(self, name: str, message: str) -> None:
         self.failures += 1

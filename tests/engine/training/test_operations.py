@@ -16,6 +16,7 @@ import torch
 
 from engine.training.checkpoint import Checkpoint
 from engine.training.errors import RunDiverged, RunRefused, RunUnsupported
+from engine.training.events import RunEnded, RunStarted
 from engine.training.model import TrainingModel
 from engine.training.packer import MicroBatch
 from engine.training.run import LINEARS, RunRequest, RunRows, RunSettings
@@ -314,3 +315,20 @@ def test_closing_ends_every_run(tiny: Path) -> None:
     note(results, trainer.step())
     assert [result.end.outcome for result in results.values() if result.end] == ["cancelled"] * 4
     assert not trainer.has_work and trainer.used_elements == 0
+
+
+def test_another_tenants_run_begins_when_the_next_run_ends(tiny: Path) -> None:
+    trainer = make_trainer(load(tiny), max_runs=2)
+    settings = RunSettings(rank=1, steps=2, batch_size=4, target_modules=("v_proj",))
+    for number in range(20):
+        trainer.add(dataclasses.replace(request(f"many-{number}", settings), tenant="many"))
+    trainer.step()
+    trainer.add(dataclasses.replace(request("one", settings), tenant="other"))
+    order = []
+    while trainer.has_work:
+        for event in trainer.step():
+            if isinstance(event, RunStarted | RunEnded):
+                order.append((type(event), event.run_id))
+    assert order[0] == (RunEnded, "many-0")
+    assert (RunStarted, "one") in order[1:3]
+    assert len([what for what, _ in order if what is RunEnded]) == 21

@@ -11,7 +11,7 @@ from peft import get_peft_model_state_dict
 
 from engine.model.config import ModelConfig
 from engine.training.errors import RunRefused
-from engine.training.initial import fill_initial
+from engine.training.initial import draw_initial
 from engine.training.parameters import AdapterLayout, Span, SpanAllocator
 from engine.training.run import LINEARS, RunSettings
 from kernels.training import SPAN
@@ -52,14 +52,12 @@ def test_a_run_begins_as_peft_makes_it_to_the_bit(
     folder = save_family(tmp_path / family, family)
     config = ModelConfig.from_folder(folder)
     layout = AdapterLayout(config, settings)
-    pool = torch.full((layout.size + SPAN,), 7.0)
-    fill_initial(layout, config, settings.seed, pool, SPAN)
+    span = draw_initial(layout, config, settings.seed)
     wanted = get_peft_model_state_dict(peft_model(folder, settings))
-    ours = layout.tensors(pool, SPAN)
+    ours = layout.tensors(span)
     assert ours.keys() == wanted.keys()
     assert all(torch.equal(ours[name], wanted[name]) for name in wanted)
     assert layout.num_values == sum(tensor.numel() for tensor in wanted.values())
-    assert pool[:SPAN].eq(7).all()
 
 
 def test_factors_lie_apart_and_aligned(tiny: Path) -> None:
