@@ -21,9 +21,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from contract.training import TrainJob
+from engine.training.checkpoint import Checkpoint
 from tests.tiny_base import TINY_NAME, write_tiny_base
 from tests.worker.test_train import ROOT, write_job, write_rows
-from worker.batch_training.disk import CheckpointFolder
+from worker.batch_training.disk import CheckpointFolder, SavedRun
 from worker.train import EventLog, train
 from worker.train_many import TrainMany
 
@@ -201,6 +202,23 @@ def test_sigterm_saves_every_run(tmp_path: Path, tiny_base: Path) -> None:
     for name in map(str, jobs.values()):
         saved = folder.load(name)
         assert saved is not None and saved.checkpoint.step == last[name] == len(saved.losses)
+
+
+@pytest.mark.parametrize("damage", ["another job's", "half a file"])
+def test_a_checkpoint_that_is_not_the_jobs_is_left_alone(
+    tmp_path: Path, tiny_base: Path, damage: str
+) -> None:
+    job = write_jobs(tmp_path, tiny_base, max_steps=2)["one"]
+    folder = CheckpointFolder(tmp_path / "state")
+    tensors = {name: torch.zeros(1024) for name in ("master", "first_moment", "second_moment")}
+    folder.save(str(job), SavedRun(Checkpoint(tensors, {"version": 1, "run_id": "other"}), [0.0]))
+    [file] = (tmp_path / "state").glob("*/*")
+    if damage == "half a file":
+        file.write_bytes(file.read_bytes()[:100])
+    code, events = train_here(tmp_path / "state", [job])
+    assert code == 0
+    assert [event["event"] for event in events["one"]] == ["started", *["progress"] * 2, "done"]
+    assert "resumed_step" not in events["one"][0]
 
 
 def test_what_was_done_before_the_process_ended_is_said_again(

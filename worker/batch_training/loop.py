@@ -134,7 +134,7 @@ class BatchTraining:
                     raise
                 saved = None
                 self._trainer.add(prepared.request)
-        except (DatasetError, JobError, TrainingError) as error:
+        except (DatasetError, JobError, TrainingError, OSError) as error:
             self._fail(named.name, str(error))
             return
         self._runs[named.name] = _Run(prepared, saved.losses if saved else [])
