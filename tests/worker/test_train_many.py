@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from contract.training import TrainJob
 from engine.training.checkpoint import Checkpoint
 from tests.tiny_base import TINY_NAME, write_tiny_base
-from tests.worker.test_train import ROOT, write_job, write_rows
+from tests.worker.training.test_train import ROOT, write_job, write_rows
 from worker.batch_training.disk import CheckpointFolder, SavedRun
 from worker.train import EventLog, train
 from worker.train_many import TrainMany

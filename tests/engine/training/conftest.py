@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.families import save_family
+from tests.engine.model.families import save_family
 
 
 @pytest.fixture(scope="session")

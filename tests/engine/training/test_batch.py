@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine.families import save_family
+from tests.engine.model.families import save_family
 from tests.engine.training.scenes import (
     difference,
     eight_runs,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.training.run import RunSettings
-from tests.engine.families import save_family
+from tests.engine.model.families import save_family
 from tests.engine.training.scenes import (
     Result,
     eight_runs,

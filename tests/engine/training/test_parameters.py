@@ -15,7 +15,7 @@ from engine.training.initial import draw_initial
 from engine.training.parameters import AdapterLayout, Span, SpanAllocator
 from engine.training.run import LINEARS, RunSettings
 from kernels.training import SPAN
-from tests.engine.families import save_family
+from tests.engine.model.families import save_family
 from tests.engine.training.scenes import peft_model
 
 
