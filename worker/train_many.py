@@ -30,10 +30,15 @@ import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from contract.training import JobError, TrainJob
 from worker.train import EventLog, Stopped, base_name, take_stdout
+
+if TYPE_CHECKING:
+    from worker.batch_training.disk import CheckpointFolder
+    from worker.batch_training.jobs import NamedJob
+    from worker.batch_training.loop import BatchTraining
 
 _CHECKPOINT_S = 60.0
 
@@ -54,7 +59,7 @@ class TrainMany:
     def __init__(self, options: argparse.Namespace, log: EventLog) -> None:
         self._options, self._log = options, log
         self._is_wrong = False
-        self._batch: Any = None
+        self._batch: BatchTraining | None = None
 
     def run(self) -> int:
         """Train everything; return the exit code."""
@@ -63,7 +68,7 @@ class TrainMany:
 
         folder = CheckpointFolder(self._options.checkpoints)
         jobs = self._read(folder)
-        alone: list[Any] = []
+        alone: list[NamedJob] = []
         for base, group in itertools.groupby(
             sorted(jobs, key=lambda job: str(job.job.base_model_dir)),
             key=lambda job: job.job.base_model_dir,
@@ -86,7 +91,7 @@ class TrainMany:
         self._is_wrong = True
         self._emit(run, "error", message=message)
 
-    def _read(self, folder: Any) -> list[Any]:
+    def _read(self, folder: CheckpointFolder) -> list[NamedJob]:
         """The jobs that are still to be done; says what becomes of the others."""
         from worker.batch_training.jobs import NamedJob
 
@@ -109,9 +114,11 @@ class TrainMany:
             jobs.append(NamedJob(name, job))
         return jobs
 
-    def _train_together(self, base: Path, jobs: list[Any], folder: Any) -> list[Any]:
+    def _train_together(
+        self, base: Path, jobs: list[NamedJob], folder: CheckpointFolder
+    ) -> list[NamedJob]:
         """Train the jobs of one base; return those that the batch does not do."""
-        from engine.errors import UnsupportedModel
+        from engine.errors import OutOfMemory, UnsupportedModel
         from engine.training.run import unsupported
         from worker.batch_training.base import open_base
         from worker.batch_training.jobs import settings_of
@@ -145,7 +152,7 @@ class TrainMany:
         except JobError as error:
             for named in together:
                 self._fail(named.name, str(error))
-        except UnsupportedModel as error:
+        except (UnsupportedModel, OutOfMemory) as error:
             reasons |= {named.name: error.message for named in together}
         for name, reason in reasons.items():
             self._emit(name, "alone", reason=reason)

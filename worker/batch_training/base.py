@@ -54,6 +54,7 @@ def open_base(
     sizes.sort(reverse=True)
     plan = MemoryPlan(sum(sizes[:runs]), 0)
     if device == "cuda":
+        torch.cuda.empty_cache()  # of the base before
         plan = plan_memory(
             config,
             dtype,
