@@ -147,6 +147,18 @@ def test_it_says_and_makes_what_the_present_trainer_does(
             assert float((made - wanted).abs().mean()) < 1e-4
 
 
+def until(state: Path, jobs: list[Path], number: int, sent: signal.Signals) -> tuple[int, Events]:
+    """Exit code, and the events of a process that gets a signal after a number of them."""
+    with start(state, jobs, "--checkpoint-s=0") as process:
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if len(lines) == number:
+                process.send_signal(sent)
+    return process.returncode, by_run([json.loads(line) for line in lines if line.endswith("}\n")])
+
+
 def test_killed_at_any_moment_it_goes_on_as_if_nothing_had_happened(
     tmp_path: Path, tiny_base: Path
 ) -> None:
@@ -156,52 +168,35 @@ def test_killed_at_any_moment_it_goes_on_as_if_nothing_had_happened(
     code, wanted = train_here(tmp_path / "other", list(undisturbed.values()))
     assert code == 0
 
-    state = tmp_path / "state"
-    seen: Events = defaultdict(list)
-    for kill_at in (22, None):
-        with start(state, list(killed.values()), "--checkpoint-s=0") as process:
-            assert process.stdout is not None
-            lines = []
-            for line in process.stdout:
-                lines.append(line)
-                if len(lines) == kill_at:
-                    process.kill()
-        whole = [json.loads(line) for line in lines if line.endswith("}\n")]
-        for name, events in by_run(whole).items():
-            assert events[0]["event"] in ("started", "done")
-            seen[name] += events
-    assert process.returncode == 0
-    resumed = [e["resumed_step"] for events in seen.values() for e in events if "resumed_step" in e]
-    assert resumed and max(resumed) > 1
+    state, jobs = tmp_path / "state", list(killed.values())
+    code, first = until(state, jobs, 15, signal.SIGKILL)
+    assert code == -signal.SIGKILL
+    code, second = until(state, jobs, 12, signal.SIGTERM)
+    assert code == 143
+    folder = CheckpointFolder(state)
+    for name, job in killed.items():  # it stopped after everything was saved
+        saved = folder.load(str(job))
+        if second[name] and second[name][-1]["event"] == "progress":
+            assert saved is not None
+            assert saved.checkpoint.step == len(saved.losses) == second[name][-1]["step"]
+    code, third = train_here(state, jobs)
+    assert code == 0 and list(state.iterdir()) == []
+
+    assert any(event.get("resumed_step", 0) > 1 for event in second["one"])
+    assert any(event.get("resumed_step", 0) > 1 for event in third["one"])
     for name, job in killed.items():
-        assert seen[name][-1]["event"] == "done"
+        seen = [*first[name], *second[name], *third[name]]
+        assert [event["event"] for event in seen].count("done") == 1
+        assert seen[-1]["event"] == "done"
         for field in ("final_loss", "trained_tokens"):
-            assert seen[name][-1][field] == wanted[name][-1][field]
+            assert seen[-1][field] == wanted[name][-1][field]
         expected = {e["step"]: e["loss"] for e in wanted[name] if e["event"] == "progress"}
-        steps = [event for event in seen[name] if event["event"] == "progress"]
+        steps = [event for event in seen if event["event"] == "progress"]
         assert {event["step"] for event in steps} == set(range(1, 17))
         assert all(event["loss"] == expected[event["step"]] for event in steps)
         made = adapter_of(job)
         for tensor, value in adapter_of(undisturbed[name]).items():
             assert torch.equal(made[tensor], value)
-    assert list(state.iterdir()) == []
-
-
-def test_sigterm_saves_every_run(tmp_path: Path, tiny_base: Path) -> None:
-    jobs = write_jobs(tmp_path, tiny_base, max_steps=100_000)
-    last: dict[str, int] = {}
-    with start(tmp_path / "state", list(jobs.values())) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            event = json.loads(line)
-            last[event["run"]] = event.get("step", 0)
-            if len(last) == 3 and min(last.values()) == 3:
-                process.send_signal(signal.SIGTERM)
-    assert process.returncode == 143
-    folder = CheckpointFolder(tmp_path / "state")
-    for name in map(str, jobs.values()):
-        saved = folder.load(name)
-        assert saved is not None and saved.checkpoint.step == last[name] == len(saved.losses)
 
 
 @pytest.mark.parametrize("damage", ["another job's", "half a file"])
