@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -145,7 +146,7 @@ class Progress(TrainerCallback):
 
 def _arguments(hyper: Hyperparameters, steps: int) -> TrainingArguments:
     return TrainingArguments(
-        output_dir="unused",  # nothing is saved by the Trainer
+        output_dir=tempfile.gettempdir(),  # the Trainer makes this folder and saves nothing
         per_device_train_batch_size=hyper.batch_size,
         max_steps=steps,
         learning_rate=hyper.learning_rate,
