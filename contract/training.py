@@ -105,6 +105,8 @@ class TrainJob:
     output_dir: Path
     hyperparameters: Hyperparameters
     num_threads: int | None = None
+    #: What the adapter says it is for; empty: what the folder says.
+    base_model: str = ""
 
     def write(self, path: Path) -> None:
         """Write the job where `read` finds it."""
@@ -132,6 +134,7 @@ class TrainJob:
             output_dir=Path(fields["output_dir"]),
             hyperparameters=Hyperparameters.from_dict(fields.get("hyperparameters", {})),
             num_threads=num_threads,
+            base_model=str(fields.get("base_model") or ""),
         )
         if not (job.base_model_dir / "config.json").is_file():
             raise JobError("base_model_dir", "there is no model there")

@@ -20,8 +20,11 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from contract.base_model import MANIFEST
+
+__all__ = ["MANIFEST", "PACKAGED_MODEL", "convert", "packaged_gguf", "packaged_model"]
+
 PACKAGED_MODEL = "smollm2-135m-instruct"
-MANIFEST = "lorikeet.json"
 
 
 def packaged_gguf() -> Path:
@@ -45,7 +48,7 @@ def convert(gguf: Path, name: str, out: Path) -> Path:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     out.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f"{name}.", dir=out))
+    staging = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=out))
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent,
         gguf_file=gguf.name,

@@ -8,7 +8,8 @@ JOB.json:
      "dataset": "chats.jsonl",
      "output_dir": "…",              made when training succeeds; must not exist
      "hyperparameters": {…},         `Hyperparameters`; what is left out takes its default
-     "num_threads": 2}               optional; default: PyTorch's choice
+     "num_threads": 2,               optional; default: PyTorch's choice
+     "base_model": "…"}              optional: its name; default: what the folder says
 
 Standard output carries one JSON object per line and nothing else:
 
@@ -104,7 +105,8 @@ def train(job: TrainJob, log: EventLog) -> None:
     model, tokenizer = load_base(job)
     examples = load_examples(tokenizer, job.dataset, job.hyperparameters.max_length)
     outcome = run_trainer(model, tokenizer, examples, job.hyperparameters, log.emit)
-    write_adapter(outcome.model, base_name(job.base_model_dir), job.output_dir)
+    base = job.base_model or base_name(job.base_model_dir)
+    write_adapter(outcome.model, base, job.output_dir)
     log.emit(
         "done",
         output=str(job.output_dir),

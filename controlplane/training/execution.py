@@ -8,7 +8,7 @@ considered lost changes nothing when it comes back. The transaction that moves t
 
 from __future__ import annotations
 
-import json
+import contextlib
 import logging
 import uuid
 from pathlib import Path
@@ -18,8 +18,10 @@ from django.conf import settings
 from django.db import connection, transaction
 from django.utils import timezone
 
+from contract.base_model import BaseModelFolder, NotABaseModel, find_base_model
 from contract.training import Hyperparameters, TrainJob
 from controlplane.adapters import services as adapter_services
+from controlplane.adapters.base_model_folder import configured_base_model
 from controlplane.adapters.ingest import version_drop
 from controlplane.adapters.models import AdapterVersion, BaseModel
 from controlplane.audit.services import record
@@ -143,6 +145,7 @@ def _train(run: TrainingRun, folder: Path) -> Path:
     size.check(run.hyperparameters, run.dataset)  # a schedule's dataset may have grown since
     job = TrainJob(
         base_model_dir=_base_model_dir(run.adapter.base_model),
+        base_model=run.adapter.base_model.name,
         dataset=folder / "dataset.jsonl",
         output_dir=folder / "adapter",
         hyperparameters=Hyperparameters.from_dict(run.hyperparameters),
@@ -185,14 +188,22 @@ def _base_model_dir(base_model: BaseModel) -> Path:
     """
     if base_model.is_shut_down:
         raise TrainingFailed(f"{base_model.name} was shut down on {base_model.shutdown_date}.")
-    folder = settings.BASE_MODEL_DIR / base_model.name
-    try:
-        revision = json.loads((folder / "lorikeet.json").read_text())["revision"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise TrainingFailed(f"The trainer does not have the model {base_model.name}.") from error
-    if revision != base_model.revision:
+    if (found := _find_base_model(base_model)) is None:
+        raise TrainingFailed(f"The trainer does not have the model {base_model.name}.")
+    if found.revision != base_model.revision:
         raise TrainingFailed(f"The trainer has another revision of {base_model.name}.")
-    return Path(folder)
+    return found.path
+
+
+def _find_base_model(base_model: BaseModel) -> BaseModelFolder | None:
+    """What this machine has under the model's name."""
+    with contextlib.suppress(NotABaseModel):
+        found = configured_base_model()
+        if found is not None and found.name == base_model.name:
+            return found
+    with contextlib.suppress(NotABaseModel):
+        return find_base_model(settings.BASE_MODEL_DIR / base_model.name, name=base_model.name)
+    return None
 
 
 def _publish(run: TrainingRun, folder: Path) -> None:

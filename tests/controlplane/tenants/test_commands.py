@@ -153,5 +153,5 @@ def test_base_model_add_is_idempotent(tmp_path: Path) -> None:
 
 
 def test_base_model_add_names_what_is_wrong(tmp_path: Path) -> None:
-    with pytest.raises(CommandError, match="not a base model's folder"):
+    with pytest.raises(CommandError, match="no base model's folder"):
         run("base_model_add", str(tmp_path))

@@ -1,6 +1,7 @@
 """Add or update the base model of a folder: prints {"id", "name", "revision"}.
 
-The folder is a Hugging Face model with config.json and lorikeet.json ({"name", "revision"}).
+The folder is a Hugging Face model; lorikeet.json ({"name", "revision"}) is optional. Without an
+argument, the folder is LORIKEET_BASE_MODEL.
 """
 
 import json
@@ -9,7 +10,9 @@ from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 
+from contract.base_model import NotABaseModel, find_base_model
 from controlplane.adapters import services
+from controlplane.adapters.base_model_folder import configured_base_model
 from controlplane.errors import ApiError
 
 
@@ -17,17 +20,18 @@ class Command(BaseCommand):
     help = __doc__
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument("folder", type=Path)
+        parser.add_argument("folder", type=Path, nargs="?")
 
-    def handle(self, *, folder: Path, **options: Any) -> None:
+    def handle(self, *, folder: Path | None, **options: Any) -> None:
         try:
-            config = json.loads((folder / "config.json").read_text())
-            manifest = json.loads((folder / "lorikeet.json").read_text())
+            found = find_base_model(folder) if folder else configured_base_model()
+            if found is None:
+                raise CommandError("name a folder, or set LORIKEET_BASE_MODEL")
             base_model = services.base_model_add(
-                name=manifest["name"], revision=manifest["revision"], config=config
+                name=found.name, revision=found.revision, config=found.config()
             )
-        except (OSError, ValueError, KeyError) as error:
-            raise CommandError(f"{folder} is not a base model's folder: {error}") from error
+        except NotABaseModel as error:
+            raise CommandError(str(error)) from error
         except ApiError as error:
             raise CommandError(error.message) from error
         self.stdout.write(
