@@ -10,6 +10,7 @@ import gc
 import json
 import logging
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -52,10 +53,24 @@ class EngineLike(Protocol):
 EngineFactory = Callable[[WorkerConfig], EngineLike]
 
 
+class NoDevice(Exception):
+    """The device that the engine is to run on is not there; the message says what to do."""
+
+
 def create_engine(config: WorkerConfig) -> EngineLike:
-    """Make the real engine; imported here, so that tests with another engine need no torch."""
+    """Make the real engine; imported here, so that tests with another engine need no torch.
+
+    Raises NoDevice.
+    """
+    import torch
+
     from engine import Engine, EngineConfig  # type: ignore[attr-defined]
 
+    if config.device.startswith("cuda") and not torch.cuda.is_available():
+        raise NoDevice(
+            f"LORIKEET_DEVICE is {config.device}, and there is no GPU that this torch can use: see "
+            "that `nvidia-smi` works here, or set cpu (in Compose the profile `cpu`)"
+        )
     given: dict[str, Any] = {
         "arena_bytes": config.arena_bytes,
         "max_adapter_bytes": config.max_adapter_bytes,
@@ -83,7 +98,12 @@ def main(connection: Connection, config: WorkerConfig, engine_factory: EngineFac
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the IO process, which drains
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s", level="INFO")
-    loop = EngineProcess(engine_factory(config), connection)
+    try:
+        engine = engine_factory(config)
+    except NoDevice as error:
+        log.error("%s", error)
+        sys.exit(2)
+    loop = EngineProcess(engine, connection)
     # Keep the garbage collector from visiting objects that live as long as the process: with a
     # loaded engine, a full collection took 7 to 17 ms within a step (docs/performance.md).
     gc.collect()

@@ -13,14 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from contract.protocol import AdapterRef, Sampling
 from engine.errors import ContextTooLong
 from engine.request import AdapterPart, FinishReason, Request, SamplingParams
-from tests.fakes import FakeEngine
+from tests.fakes import FakeEngine, fake_config
 from tests.messages import make_job
 from worker.engine_process.channel import Cancel, Register, StepReport, Unregister
-from worker.engine_process.process import EngineProcess, to_engine_error
+from worker.engine_process.process import (
+    EngineProcess,
+    NoDevice,
+    create_engine,
+    to_engine_error,
+)
 from worker.serving.engine_commands import Prompt, to_requests
 
 
@@ -44,6 +50,14 @@ def rig() -> Iterator[Rig]:
     yield Rig(EngineProcess(FakeEngine(), theirs), ours)
     ours.close()
     theirs.close()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU is asked for one")
+def test_a_missing_gpu_is_named(tmp_path: Path) -> None:
+    config = fake_config(tmp_path, worker_id="w", pool="p", redis_url="redis://nowhere")
+    config = dataclasses.replace(config, device="cuda")
+    with pytest.raises(NoDevice, match="LORIKEET_DEVICE is cuda, and there is no GPU"):
+        create_engine(config)
 
 
 def add(request_id: str = "r1", *, adapters: tuple[str, ...] = (), **sampling: Any) -> Request:
