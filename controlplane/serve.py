@@ -33,6 +33,8 @@ def arguments(argv: Sequence[str]) -> list[str]:
 
 
 def main() -> None:
+    if not (settings.SECRET_KEY and hasattr(settings, "API_KEY_PEPPER")):
+        sys.exit("the web server needs LORIKEET_SECRET_KEY and LORIKEET_KEY_PEPPER")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

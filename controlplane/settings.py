@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import dj_database_url
 from django.core.exceptions import ImproperlyConfigured
@@ -13,12 +14,17 @@ BASE_DIR = Path(__file__).resolve().parent.parent
 
 
 def env(name: str, default: str | None = None) -> str:
-    """Return the variable `name`, or the content of the file that `name`_FILE points to."""
-    if file := os.environ.get(f"{name}_FILE"):
-        return Path(file).read_text().strip()
-    value = os.environ.get(name, default)
+    """Return the variable `name`, or the content of the file that `name`_FILE points to.
+
+    An empty value counts as not set.
+    """
+    file = os.environ.get(f"{name}_FILE")
+    value = Path(file).read_text().strip() if file else os.environ.get(name)
+    value = value or default
     if value is None:
         raise ImproperlyConfigured(f"the environment variable {name} is not set")
+    if "change-me" in value:
+        raise ImproperlyConfigured(f"{name} still says change-me: give it a value of your own")
     return value
 
 
@@ -27,11 +33,18 @@ def env_bool(name: str, default: bool) -> bool:
 
 
 DEBUG = env_bool("LORIKEET_DEBUG", False)
-SECRET_KEY = env("LORIKEET_SECRET_KEY")
-#: Key of the HMAC over API key secrets. Changing it invalidates every key.
-API_KEY_PEPPER = env("LORIKEET_KEY_PEPPER")
-BASE_URL = env("LORIKEET_BASE_URL", "http://127.0.0.1:8000")
-ALLOWED_HOSTS = env("LORIKEET_ALLOWED_HOSTS", "127.0.0.1,localhost").split(",")
+#: A trainer and beat need neither of these two; Compose does not give them. Django raises when an
+#: empty SECRET_KEY is used; without a pepper there is no such setting, and its use raises, too.
+SECRET_KEY = env("LORIKEET_SECRET_KEY", "")
+if _pepper := env("LORIKEET_KEY_PEPPER", ""):
+    #: Key of the HMAC over API key secrets. Changing it invalidates every key.
+    API_KEY_PEPPER = _pepper
+BASE_URL = env("LORIKEET_BASE_URL", "http://127.0.0.1:8000").rstrip("/")
+#: 127.0.0.1 is for the health check.
+ALLOWED_HOSTS = [
+    *env("LORIKEET_ALLOWED_HOSTS", f"{urlsplit(BASE_URL).hostname},localhost").split(","),
+    "127.0.0.1",
+]
 CSRF_TRUSTED_ORIGINS = [BASE_URL]
 #: Proxies whose X-Forwarded-For and X-Forwarded-Proto are trusted: addresses and networks.
 FORWARDED_ALLOW_IPS = env("FORWARDED_ALLOW_IPS", "")
@@ -177,6 +190,8 @@ MFA_SUPPORTED_TYPES = ["totp", "webauthn", "recovery_codes"]
 MFA_PASSKEY_LOGIN_ENABLED = True
 #: The sender of an invite has its token, too: a factor they set up would outlive a new password.
 MFA_ALLOW_UNVERIFIED_EMAIL = False
+#: The address of the first operator, whom the first start makes.
+OPERATOR_EMAIL = env("LORIKEET_OPERATOR_EMAIL", "operator@localhost")
 #: Operators need a second factor for /admin and /ops/v1. Switch it off only for a local demo.
 OPERATORS_NEED_SECOND_FACTOR = env_bool("LORIKEET_OPERATOR_SECOND_FACTOR", True)
 MFA_FORMS = {
@@ -217,6 +232,8 @@ USE_TZ = True
 STATIC_URL = "/static/"
 STATIC_ROOT = Path(env("LORIKEET_STATIC_ROOT", str(BASE_DIR / "staticfiles")))
 
+#: A file that is touched as long as this process's main loop runs; empty: none.
+ALIVE_FILE = env("LORIKEET_ALIVE_PATH", "")
 REDIS_URL = env("REDIS_URL")
 CACHES = {
     "default": {
@@ -320,7 +337,15 @@ S3_REGION = env("S3_REGION", "us-east-1")
 #: A training child's environment: it has none of the variables above.
 TRAINER_ENVIRONMENT = child_environment(os.environ)
 
-#: Parent of the base models' folders, and scratch space; only training tasks use them.
+#: The base model's folder, and the parent of further ones; only training tasks use them.
+BASE_MODEL = env("LORIKEET_BASE_MODEL", "")
+BASE_MODEL_NAME = env("LORIKEET_BASE_MODEL_NAME", "")
+# The download of a repository records its commit; the setting may be a branch.
+BASE_MODEL_REVISION = (
+    "" if env("LORIKEET_BASE_MODEL_REPOSITORY", "") else env("LORIKEET_BASE_MODEL_REVISION", "")
+)
+#: BASE_MODEL's path outside the container; its last part is the model's default name.
+BASE_MODEL_ORIGIN = env("LORIKEET_BASE_MODEL_FOLDER", "")
 BASE_MODEL_DIR = Path(env("LORIKEET_BASE_MODEL_DIR", str(BASE_DIR / ".cache" / "base")))
 WORK_DIR = Path(env("LORIKEET_WORK_DIR", str(BASE_DIR / ".cache" / "work")))
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from contract.base_model import BaseModelFolder, NotABaseModel, find_base_model
 from contract.child_environment import child_environment
-from worker.base_model import MANIFEST
 
 
 class ConfigError(Exception):
@@ -24,6 +23,45 @@ class S3Config:
     secret_access_key: str
     bucket: str
     region: str = "us-east-1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseModelConfig:
+    """Where the base model is, and where it may be had from.
+
+    origin      what `folder` is called outside the container; empty: it is Lorikeet's own volume
+    repository  on the Hugging Face Hub, `org/name`; with its token, if it asks for one
+    """
+
+    folder: Path
+    name: str = ""
+    revision: str = ""
+    origin: str = ""
+    repository: str = ""
+    token: str = field(default="", repr=False)
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> BaseModelConfig:
+        """Raises ConfigError."""
+        read = _Reader(environment)
+        return cls(
+            folder=Path(read.text("LORIKEET_BASE_MODEL")),
+            name=read.text("LORIKEET_BASE_MODEL_NAME", ""),
+            revision=read.text("LORIKEET_BASE_MODEL_REVISION", ""),
+            origin=read.text("LORIKEET_BASE_MODEL_FOLDER", ""),
+            repository=read.text("LORIKEET_BASE_MODEL_REPOSITORY", ""),
+            token=read.text("HF_TOKEN", ""),
+        )
+
+    def find(self) -> BaseModelFolder:
+        """Return the model in the folder. Raises NotABaseModel."""
+        return find_base_model(
+            self.folder,
+            name=self.name,
+            # A repository's may be a branch; what was downloaded notes its commit.
+            revision="" if self.repository else self.revision,
+            origin=self.origin,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +98,17 @@ class WorkerConfig:
     stuck_timeout_s: float = 60.0
     #: Pause between two flushes of tokens; a request's first token and its end do not wait.
     flush_interval_s: float = 0.025
+    #: Touched at each heartbeat once the model is loaded; None: nothing is.
+    alive_file: Path | None = None
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> WorkerConfig:
         """Read the settings; raise ConfigError naming the variable that is missing or wrong."""
         read = _Reader(environment)
-        model_dir = Path(read.text("LORIKEET_BASE_MODEL"))
-        base_model, base_revision = _manifest(model_dir)
+        try:
+            base = BaseModelConfig.from_environment(environment).find()
+        except NotABaseModel as error:
+            raise ConfigError(f"LORIKEET_BASE_MODEL: {error}") from error
         return cls(
             worker_id=read.text("LORIKEET_WORKER_ID", socket.gethostname()),
             pool=read.text("LORIKEET_POOL", "default"),
@@ -78,9 +120,9 @@ class WorkerConfig:
                 bucket=read.text("S3_BUCKET", "lorikeet"),
                 region=read.text("S3_REGION", "us-east-1"),
             ),
-            model_dir=model_dir,
-            base_model=base_model,
-            base_revision=base_revision,
+            model_dir=base.path,
+            base_model=base.name,
+            base_revision=base.revision,
             adapter_dir=Path(read.text("LORIKEET_ADAPTER_DIR", ".cache/adapters")),
             adapter_cache_bytes=read.number("LORIKEET_ADAPTER_CACHE_BYTES", 8 << 30) or 8 << 30,
             device=read.text("LORIKEET_DEVICE", "cpu"),
@@ -91,19 +133,8 @@ class WorkerConfig:
             threads=read.number("LORIKEET_THREADS", None),
             stuck_timeout_s=read.number("LORIKEET_STUCK_TIMEOUT_S", 60) or 60,
             drain_timeout_s=read.number("LORIKEET_DRAIN_TIMEOUT_S", 30) or 30,
+            alive_file=Path(alive) if (alive := read.text("LORIKEET_ALIVE_PATH", "")) else None,
         )
-
-
-def _manifest(model_dir: Path) -> tuple[str, str]:
-    """Return name and revision of the base model in the folder."""
-    try:
-        manifest = json.loads((model_dir / MANIFEST).read_text())
-        return manifest["name"], manifest["revision"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"LORIKEET_BASE_MODEL: {model_dir} is not a base model folder ({error!r}); "
-            "make one with `python -m worker.base_model`"
-        ) from error
 
 
 def let_threads_sleep() -> None:
@@ -128,12 +159,15 @@ class _Reader:
         """Return the variable, the content of the file that NAME_FILE names, or the default."""
         if file := self._environment.get(f"{name}_FILE"):
             try:
-                return Path(file).read_text().strip()
+                value = Path(file).read_text().strip() or default
             except OSError as error:
                 raise ConfigError(f"{name}_FILE: {error}") from error
-        value = self._environment.get(name) or default
+        else:
+            value = self._environment.get(name) or default
         if value is None:
             raise ConfigError(f"the environment variable {name} is not set: set it or {name}_FILE")
+        if "change-me" in value:
+            raise ConfigError(f"{name} still says change-me: give it a value of your own")
         return value
 
     def number(self, name: str, default: int | None) -> int | None:

@@ -18,6 +18,7 @@ from controlplane.batches.concurrency import Concurrency
 from controlplane.batches.execution import Execution, in_batch_thread
 from controlplane.batches.leases import Lease, claim
 from controlplane.errors import Unavailable
+from controlplane.infra.liveness import note_alive
 from controlplane.queue.dispatcher import Dispatcher, close_dispatcher, get_dispatcher
 from controlplane.tenancy.row_lease import LeaseLost
 
@@ -68,6 +69,7 @@ class Runner:
         return None
 
     async def _pause(self) -> None:
+        note_alive()
         try:
             await asyncio.wait_for(self.stop.wait(), LOOK_S)
         except TimeoutError:

@@ -106,6 +106,21 @@ def upload(path: Path, key: str) -> None:
     _internal().upload_file(str(path), settings.S3_BUCKET, key)
 
 
+def ensure_bucket() -> None:
+    """Make the bucket if the store says there is none; what else is wrong, writing will tell."""
+    try:
+        _internal().head_bucket(Bucket=settings.S3_BUCKET)
+    except ClientError as error:
+        if error.response["ResponseMetadata"]["HTTPStatusCode"] != 404:
+            return
+        where = (
+            {}
+            if settings.S3_REGION == "us-east-1"
+            else {"CreateBucketConfiguration": {"LocationConstraint": settings.S3_REGION}}
+        )
+        _internal().create_bucket(Bucket=settings.S3_BUCKET, **where)
+
+
 def put_bytes(key: str, data: bytes) -> None:
     _internal().put_object(Bucket=settings.S3_BUCKET, Key=key, Body=data)
 

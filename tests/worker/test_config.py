@@ -59,8 +59,9 @@ def test_sizes_are_read(environment: dict[str, str]) -> None:
 def test_a_folder_that_is_no_base_model_is_refused(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
-    environment["LORIKEET_BASE_MODEL"] = str(tmp_path)
-    with pytest.raises(ConfigError, match="LORIKEET_BASE_MODEL"):
+    (tmp_path / "empty").mkdir()
+    environment["LORIKEET_BASE_MODEL"] = str(tmp_path / "empty")
+    with pytest.raises(ConfigError, match=r"LORIKEET_BASE_MODEL.*no config\.json"):
         WorkerConfig.from_environment(environment)
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from redis.exceptions import RedisError
 
+from contract.alive_file import AliveFile
 from contract.contact import Contact
 from contract.protocol import HEARTBEAT_INTERVAL_S, Control, GenerateJob, Heartbeat
 from engine.stats import EngineStats
@@ -100,6 +101,7 @@ class Worker:
         self._prepares_helpers = engine_factory is None
         self._stats = EngineStats()
         self._contact = Contact()
+        self._alive = AliveFile(config.alive_file)
         self._heartbeat_lock = asyncio.Lock()  # held while a heartbeat or the departure is sent
         self._has_left = False
         self._tokens_per_s = 0.0
@@ -296,6 +298,8 @@ class Worker:
             self._stop(_Outcome.CUT)
             return
         self._contact.note()
+        if self._is_loaded.is_set():
+            self._alive.note()
         if self._contact.is_steady:
             self._requests.cancel_for_dead_gateways(silence_s)
         with contextlib.suppress(RedisError, OSError):  # the next beat looks again

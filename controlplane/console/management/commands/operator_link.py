@@ -1,0 +1,25 @@
+"""Print a link by which an operator chooses a new password, once: {"email", "link"}.
+
+For the first sign-in, or when nobody knows the password any more.
+"""
+
+import json
+from typing import Any
+
+from django.core.management.base import BaseCommand, CommandError, CommandParser
+
+from controlplane.console.signin.first_operator import password_link
+from controlplane.tenants.models import User
+
+
+class Command(BaseCommand):
+    help = __doc__
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        parser.add_argument("--email", required=True)
+
+    def handle(self, *, email: str, **options: Any) -> None:
+        user = User.objects.filter(email=email.strip().lower(), is_staff=True).first()
+        if user is None:
+            raise CommandError(f"there is no operator {email}: see operator_create")
+        self.stdout.write(json.dumps({"email": user.email, "link": password_link(user)}))

@@ -1,0 +1,103 @@
+"""Whether the servers behind the control plane can be used, said in words for who started it."""
+
+from __future__ import annotations
+
+import time
+import uuid
+
+import psycopg
+import redis
+from botocore.exceptions import BotoCoreError, ClientError
+from django.conf import settings
+
+from controlplane.infra import storage
+
+#: The longest that one of them may take to answer.
+ANSWER_S = 5
+
+
+class NotReady(Exception):
+    """A server cannot be used; the message names the setting and says what to do."""
+
+
+def check_database(role: str, address: dict[str, object]) -> None:
+    """Raises NotReady unless PostgreSQL lets this role in."""
+    place = f"{address['HOST']}:{address['PORT'] or 5432}"
+    try:
+        psycopg.connect(
+            host=str(address["HOST"]),
+            port=int(str(address["PORT"] or 5432)),
+            user=str(address["USER"]),
+            password=str(address["PASSWORD"]),
+            dbname=str(address["NAME"]),
+            connect_timeout=ANSWER_S,
+        ).close()
+    except psycopg.OperationalError as error:
+        said = str(error).strip().splitlines()[0].removeprefix("connection failed: ")
+        hint = (
+            "The database was made with another password: put that one into .env, or change the "
+            f"role's with `alter role {address['USER']} password '…'`."
+            if "password" in said
+            else "See that it runs and that the address is right."
+        )
+        raise NotReady(
+            f"{role} cannot use PostgreSQL at {place}: {said.rstrip('.')}. {hint}"
+        ) from error
+
+
+def check_redis(name: str, url: str) -> None:
+    """Raises NotReady unless Redis answers."""
+    try:
+        with redis.Redis.from_url(
+            url, socket_timeout=ANSWER_S, socket_connect_timeout=ANSWER_S
+        ) as client:
+            client.ping()
+    except redis.AuthenticationError as error:
+        raise NotReady(f"{name}: Redis refuses the password: {error}") from error
+    except (redis.RedisError, OSError) as error:
+        raise NotReady(f"{name}: Redis does not answer: {error}") from error
+
+
+def check_store() -> None:
+    """Make the bucket if there is none, and write into it. Raises NotReady."""
+    place = f"S3 at {settings.S3_ENDPOINT_URL}, bucket {settings.S3_BUCKET}"
+    try:
+        _write_into_store()
+    except ClientError as error:
+        raise NotReady(f"{place}: {_meaning(error)}") from error
+    except BotoCoreError as error:
+        raise NotReady(
+            f"{place} cannot be reached: {error}. See S3_ENDPOINT_URL, and that it runs."
+        ) from error
+
+
+def _write_into_store() -> None:
+    """A store that has just started answers before it takes anything: it is asked for a while."""
+    give_up_at = time.monotonic() + ANSWER_S
+    while True:
+        try:
+            storage.ensure_bucket()
+            key = f"preflight/{uuid.uuid4().hex}"
+            storage.put_bytes(key, b"lorikeet")
+            storage.delete([key])
+            return
+        except ClientError as error:
+            is_its_fault = error.response["ResponseMetadata"]["HTTPStatusCode"] >= 500
+            if not is_its_fault or time.monotonic() > give_up_at:
+                raise
+        time.sleep(0.5)
+
+
+_MEANINGS = {
+    "InvalidAccessKeyId": "it does not know S3_ACCESS_KEY_ID",
+    "SignatureDoesNotMatch": "S3_SECRET_ACCESS_KEY is not the one of S3_ACCESS_KEY_ID",
+    "AccessDenied": "the key may not write here",
+    "AuthorizationHeaderMalformed": "it is of another region than S3_REGION",
+    "PermanentRedirect": "it is of another region than S3_REGION",
+    "IllegalLocationConstraintException": "it is of another region than S3_REGION",
+}
+
+
+def _meaning(error: ClientError) -> str:
+    code = error.response.get("Error", {}).get("Code", "")
+    return f"{_MEANINGS.get(code, 'it refuses')} ({error})"
