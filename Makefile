@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: setup demo demo-stop test test-quick test-long test-gpu check fmt openapi bench lock
+.PHONY: setup demo demo-stop test test-quick test-long test-gpu test-compose check fmt openapi bench lock
 
 setup: $(STAMP)
 
@@ -38,10 +38,14 @@ test-long: setup
 test-gpu:
 	TRITON_INTERPRET=0 $(PYTHON) -m pytest -m gpu -p no:django tests/kernels tests/engine
 
+# Docker, for real: tests/compose says what it takes and what it starts.
+test-compose: setup
+	$(BIN)/python -m pytest -m compose -p no:django tests/compose
+
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	set -a; . ./.env.example; set +a; $(BIN)/mypy
+	$(BIN)/mypy
 	$(BIN)/lint-imports
 
 fmt: setup
@@ -49,7 +53,7 @@ fmt: setup
 	$(BIN)/ruff format .
 
 openapi: setup
-	set -a; . ./.env.example; set +a; \
+	DJANGO_SETTINGS_MODULE=tests.settings \
 		$(BIN)/python manage.py spectacular --format openapi-json --file docs/openapi.json
 
 bench: setup

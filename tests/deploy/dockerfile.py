@@ -37,6 +37,6 @@ def stages() -> dict[str, Stage]:
             stage = found[match[1]] = Stage(match[1])
         elif match := re.match(r"COPY (\S+) (\S+)$", line):
             stage.copies.append((match[1], match[2]))
-        elif match := re.match(r"RUN pip install -r (\S+)$", line):
+        elif match := re.match(r"RUN pip install (?:\$PIP_OPTIONS )?-r (\S+)$", line):
             stage.requirements = match[1]
     return found

@@ -1,4 +1,7 @@
-"""docker-compose.yml and .env.example fit the Dockerfile, the settings and each other."""
+"""docker-compose.yml and .env.example fit the Dockerfile, the settings and each other.
+
+tests/compose starts the file on a Docker engine; here is what can be seen by reading it.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,24 @@ from typing import Any
 import pytest
 import yaml
 
+from deploy import init
 from tests.deploy.dockerfile import ROOT, stages
 
-EXAMPLE = {
-    line.partition("=")[0]
-    for line in (ROOT / ".env.example").read_text().splitlines()
-    if "=" in line and not line.startswith("#")
-}
+#: A line of the example sets a variable, or shows it behind a comment sign.
+EXAMPLE_TEXT = (ROOT / ".env.example").read_text()
+EXAMPLE = set(re.findall(r"^(?:# )?([A-Z][A-Z0-9_]+)=", EXAMPLE_TEXT, re.MULTILINE))
 READERS = {
     "controlplane/settings.py": r'\benv(?:_bool|_int)?\(\s*"([A-Z0-9_]+)"',
     "worker/config.py": r'\bread\.\w+\(\s*"([A-Z0-9_]+)"',
 }
+ONCE = {"init", "migrate", "model", "model-cpu"}
+SECRETS = {*init.MADE, *init.ADDRESSES, *init.GIVEN}
+
+Services = dict[str, dict[str, Any]]
+
+
+def read_by(path: str) -> set[str]:
+    return set(re.findall(READERS[path], (ROOT / path).read_text()))
 
 
 @pytest.fixture(scope="module")
@@ -27,63 +37,113 @@ def compose() -> dict[str, Any]:
     return loaded
 
 
+@pytest.fixture(scope="module")
+def services(compose: dict[str, Any]) -> Services:
+    found: Services = compose["services"]
+    return found
+
+
 @pytest.mark.parametrize("path", READERS)
 def test_every_variable_that_is_read_is_in_the_example(path: str) -> None:
-    read = set(re.findall(READERS[path], (ROOT / path).read_text()))
+    read = read_by(path)
     assert len(read) > 5, "the pattern above no longer fits how variables are read"
     assert read <= EXAMPLE
 
 
 def test_example_has_nothing_that_is_not_read() -> None:
-    read = {
-        name
-        for path, pattern in READERS.items()
-        for name in re.findall(pattern, (ROOT / path).read_text())
-    }
+    read = {name for path in READERS for name in read_by(path)}
     in_compose = set(re.findall(r"\$\{(\w+)", (ROOT / "docker-compose.yml").read_text()))
-    assert EXAMPLE - read - in_compose == set()
+    assert EXAMPLE - read - in_compose - SECRETS == {"COMPOSE_PROFILES"}
 
 
-def test_every_process_of_the_platform_is_a_service(compose: dict[str, Any]) -> None:
-    assert set(compose["services"]) >= {
-        "postgres",
-        "redis",
-        "seaweedfs",
-        "migrate",
-        "web",
-        "accountant",
-        "batch-runner",
-        "celery",
-        "beat",
-        "trainer",
-        "worker",
+def test_example_asks_for_three_lines_and_has_no_secret() -> None:
+    lines = [line for line in EXAMPLE_TEXT.splitlines() if line and line[0] != "#"]
+    assert [line.partition("=")[0] for line in lines] == [
+        "LORIKEET_BASE_URL",
+        "S3_PUBLIC_ENDPOINT_URL",
+        "LORIKEET_BASE_MODEL_FOLDER",
+        "COMPOSE_PROFILES",
+    ]
+    assert "change-me" not in EXAMPLE_TEXT
+
+
+def test_every_process_of_the_platform_is_a_service(services: Services) -> None:
+    servers = {"postgres", "redis", "seaweedfs"}
+    processes = {"web", "accountant", "batch-runner", "celery", "beat"}
+    each = {"model", "trainer", "worker", "model-cpu", "trainer-cpu", "worker-cpu"}
+    assert set(services) == servers | processes | each | {"init", "migrate"}
+
+
+def test_a_profile_has_all_of_the_gpu_side(services: Services) -> None:
+    by_profile: dict[str, set[str]] = {}
+    for name, service in services.items():
+        for profile in service.get("profiles", []):
+            by_profile.setdefault(profile, set()).add(name)
+    assert by_profile == {
+        "gpu": {"model", "trainer", "worker"},
+        "cpu": {"model-cpu", "trainer-cpu", "worker-cpu"},
     }
 
 
-def test_services_build_stages_that_exist(compose: dict[str, Any]) -> None:
+def test_services_build_stages_that_exist(services: Services) -> None:
     targets = {
-        name: service["build"]["target"]
-        for name, service in compose["services"].items()
+        service["image"]: service["build"]["target"]
+        for service in services.values()
         if "build" in service
     }
-    assert set(targets.values()) == {"controlplane", "trainer", "worker"}
+    assert targets == {
+        "lorikeet/controlplane": "controlplane",
+        "lorikeet/trainer": "trainer",
+        "lorikeet/worker": "worker",
+        "lorikeet/trainer-cpu": "trainer-cpu",
+        "lorikeet/worker-cpu": "worker",
+    }
     assert set(targets.values()) <= set(stages())
-    assert targets["worker"] == "worker"
-    assert targets["trainer"] == "trainer"
 
 
-def test_dependencies_are_services(compose: dict[str, Any]) -> None:
-    services = compose["services"]
+def test_every_image_is_built_here_or_pinned(services: Services) -> None:
+    for service in services.values():
+        image = service["image"]
+        assert image.startswith("lorikeet/") or re.search(r":\d+\.\d+", image), image
+    [base] = re.findall(r"^FROM (\S+:\S+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert re.search(r":\d+\.\d+\.\d+-", base)
+
+
+def test_dependencies_are_services_of_the_same_profile(services: Services) -> None:
     for name, service in services.items():
         for other, wait in service.get("depends_on", {}).items():
-            assert other in services, name
+            assert set(services[other].get("profiles", [])) <= set(service.get("profiles", [])), (
+                name
+            )
             if wait["condition"] == "service_healthy":
                 assert "healthcheck" in services[other], other
+            else:
+                assert other in ONCE
+
+
+def test_every_service_is_confined(services: Services) -> None:
+    for name, service in services.items():
+        assert service["read_only"] is True, name
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert service["mem_limit"], name
+        assert service["pids_limit"], name
+        assert ("cap_add" in service) == (name == "init"), name
+        assert (service.get("user") == "root") == (name == "init"), name
+        assert service["restart"] == ("no" if name in ONCE else "unless-stopped"), name
+        assert ("healthcheck" in service) == (name not in ONCE), name
+
+
+def test_ports_are_open_to_this_machine_alone_unless_told_otherwise(services: Services) -> None:
+    ports = {port for service in services.values() for port in service.get("ports", [])}
+    assert len(ports) == 2
+    for port in ports:
+        assert port.startswith("${LORIKEET_BIND:-127.0.0.1}:")
 
 
 def test_named_volumes_are_declared(compose: dict[str, Any]) -> None:
     used = {
-        volume.partition(":")[0]
+        re.sub(r"^\$\{\w+:-(\w+)\}", r"\1", volume).partition(":")[0]
         for service in compose["services"].values()
         for volume in service.get("volumes", [])
         if not volume.startswith(".")
@@ -91,29 +151,77 @@ def test_named_volumes_are_declared(compose: dict[str, Any]) -> None:
     assert used == set(compose["volumes"])
 
 
-def test_worker_gets_a_gpu(compose: dict[str, Any]) -> None:
-    reservations = compose["services"]["worker"]["deploy"]["resources"]["reservations"]
-    assert reservations["devices"][0]["capabilities"] == ["gpu"]
+def test_worker_and_trainer_get_a_gpu(services: Services) -> None:
+    for name in ("worker", "trainer"):
+        reservations = services[name]["deploy"]["resources"]["reservations"]
+        assert reservations["devices"][0]["capabilities"] == ["gpu"]
 
 
-def test_interpolated_variables_are_in_the_example() -> None:
-    paths = ("docker-compose.yml", "deploy/seaweedfs.sh", "deploy/postgres.sh")
-    text = "".join((ROOT / path).read_text() for path in paths)
-    names = set(re.findall(r"\$\{?([A-Z][A-Z0-9_]+)", text))
-    assert names <= EXAMPLE
+def test_interpolated_and_passed_variables_are_in_the_example(services: Services) -> None:
+    names = set(re.findall(r"\$\{([A-Z][A-Z0-9_]+)", (ROOT / "docker-compose.yml").read_text()))
+    passed = {
+        name
+        for service in services.values()
+        for name, value in service.get("environment", {}).items()
+        if value is None
+    }
+    # The Hub's address is the client's own setting.
+    assert (names | passed) - EXAMPLE == {"HF_ENDPOINT"}
 
 
-def test_files_mounted_from_the_repository_exist(compose: dict[str, Any]) -> None:
-    for service in compose["services"].values():
+def test_every_setting_reaches_the_processes_that_read_it(services: Services) -> None:
+    def given(service: str) -> set[str]:
+        return {name.removesuffix("_FILE") for name in services[service]["environment"]}
+
+    inside = {"LORIKEET_STATIC_ROOT", "LORIKEET_BASE_MODEL_DIR", "DATABASE_POOL_SIZE"}
+    not_webs = {"LORIKEET_BASE_MODEL", "LORIKEET_BASE_MODEL_NAME", "LORIKEET_BASE_MODEL_FOLDER"}
+    not_webs |= {"LORIKEET_BASE_MODEL_REVISION", "LORIKEET_BASE_MODEL_REPOSITORY"}
+    wanted = read_by("controlplane/settings.py") - inside
+    assert wanted - given("web") - not_webs == {"DATABASE_OWNER_URL"}
+    assert wanted - given("migrate") - not_webs == set()
+    assert not_webs <= given("trainer")
+    assert read_by("worker/config.py") - given("worker") == {"HF_TOKEN"}
+
+
+def test_files_mounted_from_the_repository_exist(services: Services) -> None:
+    for service in services.values():
         for volume in service.get("volumes", []):
             if volume.startswith("./"):
                 assert (ROOT / volume.partition(":")[0]).is_file()
 
 
-def test_only_the_migrations_know_the_owner_of_the_tables(compose: dict[str, Any]) -> None:
-    knowing = {
-        name
-        for name, service in compose["services"].items()
-        if "DATABASE_OWNER_URL" in service.get("environment", {})
-    }
-    assert knowing == {"migrate"}
+def secret_volumes(service: dict[str, Any]) -> list[str]:
+    volumes = [volume.split(":") for volume in service.get("volumes", [])]
+    return [parts[0].removeprefix("secrets-") for parts in volumes if parts[1] == "/secrets"]
+
+
+def test_each_service_reads_the_secrets_that_init_gives_it_and_no_others(
+    services: Services,
+) -> None:
+    for name, service in services.items():
+        environment = service.get("environment", {})
+        if name == "init":
+            assert {name for name in environment if environment[name] is None} == SECRETS
+            continue
+        # A value would show in `docker inspect`, and in each process's environment.
+        assert not SECRETS & set(environment), name
+        [volume] = secret_volumes(service)
+        read = {
+            variable.removesuffix("_FILE"): path
+            for variable, path in environment.items()
+            if variable.endswith("_FILE")
+        }
+        given = set(init.READERS[volume][1])
+        assert all(path == f"/secrets/{variable}" for variable, path in read.items()), name
+        assert set(read) <= given, name
+        if name not in {"trainer", "trainer-cpu"}:  # the model's, which downloads it, has more
+            assert set(read) == given, name
+
+
+def test_who_computes_knows_little() -> None:
+    known = {service: set(names) for service, (_, names) in init.READERS.items()}
+    assert known["worker"] == {"REDIS_URL", "S3_ACCESS_KEY_ID", "S3_SECRET_ACCESS_KEY"}
+    keys = {"LORIKEET_KEY_PEPPER", "LORIKEET_SECRET_KEY"}
+    assert {name for name in known if known[name] & keys} == {"application", "migrate"}
+    assert {name for name in known if "DATABASE_OWNER_URL" in known[name]} == {"migrate"}
+    assert {name for name in known if "POSTGRES_PASSWORD" in known[name]} == {"postgres"}

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.deploy.dockerfile import ROOT, stages
+from tests.required_settings import REQUIRED
 
 CACHE = ROOT / ".cache" / "images"
 #: As in requirements/lock.py: the pins leave out what torch's own wheels bring along.
@@ -128,13 +129,7 @@ def test_image_installs_and_imports(image: str, pythons: dict[str, Path], tmp_pa
 
 def _run(argv: list[str], *, cwd: Path) -> str:
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    env |= _example_environment() | {"DJANGO_SETTINGS_MODULE": "controlplane.settings"}
+    env |= REQUIRED | {"DJANGO_SETTINGS_MODULE": "controlplane.settings"}
     result = subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, check=False)
     assert result.returncode == 0, f"{argv[:4]}…\n{result.stdout}\n{result.stderr}"
     return result.stdout
-
-
-def _example_environment() -> dict[str, str]:
-    lines = (ROOT / ".env.example").read_text().splitlines()
-    pairs = (line.partition("=") for line in lines if "=" in line and line[0] != "#")
-    return {name: value for name, _, value in pairs}
