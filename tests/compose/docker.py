@@ -1,0 +1,140 @@
+"""A Docker engine to test with: the one that is there, or one of our own in a scratch folder."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+#: Of this process's environment: the tests' own settings must not stand in for those of .env.
+PASSED = (
+    "PATH",
+    "HOME",
+    "USER",
+    "LANG",
+    "TMPDIR",
+    "DOCKER_HOST",
+    "DOCKER_CONFIG",
+    "DOCKER_CONTEXT",
+)
+START_TIMEOUT_S = 60
+
+
+class Missing(Exception):
+    """Something cannot be had on this machine; says what, and what to do."""
+
+
+def environment() -> dict[str, str]:
+    # One builder for all versions, as old engines have it.
+    return {name: os.environ[name] for name in PASSED if name in os.environ} | {
+        "DOCKER_BUILDKIT": os.environ.get("DOCKER_BUILDKIT", "0"),
+        "COMPOSE_DOCKER_CLI_BUILD": "0",
+    }
+
+
+def run(
+    argv: Sequence[str], *, timeout_s: float = 120, check: bool = True, stdin: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Run a program and return its output. Raises AssertionError with it when `check` fails."""
+    done = subprocess.run(
+        argv,
+        env=environment(),
+        input=stdin,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=timeout_s,
+        check=False,
+    )
+    assert not check or done.returncode == 0, (
+        f"{' '.join(argv)} ended with {done.returncode}\n"
+        f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    )
+    return done
+
+
+def docker(*argv: str, timeout_s: float = 120, check: bool = True) -> str:
+    return run(["docker", *argv], timeout_s=timeout_s, check=check).stdout
+
+
+def inspect(what: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(docker("inspect", what))[0]
+    return found
+
+
+@contextlib.contextmanager
+def engine(scratch: Path) -> Iterator[None]:
+    """An engine that answers `docker`. Raises Missing."""
+    if _answers():
+        yield
+        return
+    if os.environ.get("DOCKER_HOST"):
+        raise Missing(f"no Docker engine answers at DOCKER_HOST={os.environ['DOCKER_HOST']}")
+    need("dockerd", "docker.io", "iptables")
+    need("docker", "docker-cli")
+    scratch.mkdir(parents=True, exist_ok=True)
+    with (scratch / "dockerd.log").open("ab") as log:
+        daemon = subprocess.Popen(
+            [
+                *("dockerd", "--data-root", str(scratch / "data")),
+                *("--exec-root", str(scratch / "exec"), "--pidfile", str(scratch / "pid")),
+                *("--host", f"unix://{scratch}/docker.sock"),
+            ],
+            stdout=log,
+            stderr=log,
+        )
+    os.environ["DOCKER_HOST"] = f"unix://{scratch}/docker.sock"
+    try:
+        _wait(daemon, scratch / "dockerd.log")
+        yield
+    finally:
+        daemon.send_signal(signal.SIGTERM)
+        daemon.wait(60)
+        del os.environ["DOCKER_HOST"]
+
+
+def _answers() -> bool:
+    return bool(
+        shutil.which("docker")
+        and run(["docker", "info"], check=False, timeout_s=20).returncode == 0
+    )
+
+
+def _wait(daemon: subprocess.Popen[bytes], log: Path) -> None:
+    give_up_at = time.monotonic() + START_TIMEOUT_S
+    while not _answers():
+        if daemon.poll() is not None or time.monotonic() > give_up_at:
+            tail = "\n".join(log.read_text(errors="replace").splitlines()[-8:])
+            raise Missing(f"a Docker engine of our own does not start here; it says:\n{tail}")
+        time.sleep(0.5)
+
+
+def need(program: str, *packages: str) -> None:
+    """Install Debian packages unless the program is there. Raises Missing."""
+    if shutil.which(program):
+        return
+    names = " ".join(packages)
+    if os.geteuid() != 0 or not shutil.which("apt-get"):
+        raise Missing(f"{program} is missing, and only root on Debian can install it here: {names}")
+    env = environment() | {"DEBIAN_FRONTEND": "noninteractive"}
+    for argv in (["update"], ["install", "--yes", "--no-install-recommends", *packages]):
+        done = subprocess.run(
+            ["apt-get", "--quiet", *argv], env=env, capture_output=True, text=True, check=False
+        )
+    if not shutil.which(program):
+        raise Missing(f"{program} cannot be installed ({names}):\n{done.stderr[-2000:]}")
+
+
+def compose_command() -> list[str]:
+    """`docker compose`, or docker-compose. Raises Missing."""
+    if run(["docker", "compose", "version"], check=False).returncode == 0:
+        return ["docker", "compose"]
+    need("docker-compose", "docker-compose")
+    return ["docker-compose"]
