@@ -1,4 +1,4 @@
-"""A file whose time says when a process last went round: for a container's health check.
+"""A file whose modification time says when a process's main loop last ran, for health checks.
 
 test "$(($(date +%s) - $(stat -c %Y FILE)))" -lt 60
 """
@@ -13,7 +13,7 @@ _INTERVAL_S = 1.0
 
 
 class AliveFile:
-    """Touched by `note`, once a second at most.
+    """A file that `note` touches, at most once a second.
 
     path  None: nothing is written
     """
@@ -23,7 +23,7 @@ class AliveFile:
         self._next = 0.0
 
     def note(self) -> None:
-        """Say that this process lives. A full disk does not end it."""
+        """Touch the file. Errors are ignored: a full disk does not end the process."""
         if self._path is None or time.monotonic() < self._next:
             return
         self._next = time.monotonic() + _INTERVAL_S

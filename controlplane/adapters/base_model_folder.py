@@ -1,4 +1,4 @@
-"""The base model's folder on this machine, as the settings name it."""
+"""The base model's folder on this machine, according to the settings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contract.base_model import BaseModelFolder, find_base_model
 
 
 def configured_base_model() -> BaseModelFolder | None:
-    """Return what LORIKEET_BASE_MODEL leads to; None when it is not set. Raises NotABaseModel."""
+    """Return LORIKEET_BASE_MODEL's model; None if it is not set. Raises NotABaseModel."""
     if not settings.BASE_MODEL:
         return None
     return find_base_model(

@@ -1,4 +1,4 @@
-"""Says that this process lives, for who watches its container."""
+"""Record that this process lives, for its container's health check."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def _file() -> AliveFile:
 
 
 def note_alive(**_: Any) -> None:
-    """Called at each turn of a process's main loop."""
+    """Record it; a process calls this in each turn of its main loop."""
     _file().note()
 
 
 def watch_celery() -> None:
-    """A worker lives as long as it sends heartbeats, beat as long as it sends tasks."""
+    """Record it whenever a Celery worker sends a heartbeat or beat sends a task."""
     heartbeat_sent.connect(note_alive)
     after_task_publish.connect(note_alive)

@@ -1,4 +1,4 @@
-"""Whether the servers behind the control plane can be used, said in words for who started it."""
+"""Check at the start whether the servers behind the control plane can be used."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from django.conf import settings
 
 from controlplane.infra import storage
 
-#: The longest that one of them may take to answer.
+#: The time limit of a server's answer.
 ANSWER_S = 5
 
 
 class NotReady(Exception):
-    """A server cannot be used; the message names the setting and says what to do."""
+    """Raised when a server cannot be used; the message names the setting and says what to do."""
 
 
 def check_database(role: str, address: dict[str, object]) -> None:
@@ -72,7 +72,7 @@ def check_store() -> None:
 
 
 def _write_into_store() -> None:
-    """A store that has just started answers before it takes anything: it is asked for a while."""
+    """Retry for a while: a store that has just started answers before it accepts objects."""
     give_up_at = time.monotonic() + ANSWER_S
     while True:
         try:

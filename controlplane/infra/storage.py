@@ -107,7 +107,7 @@ def upload(path: Path, key: str) -> None:
 
 
 def ensure_bucket() -> None:
-    """Make the bucket if the store says there is none; what else is wrong, writing will tell."""
+    """Make the bucket if the store says there is none; ignore other errors, which a write names."""
     try:
         _internal().head_bucket(Bucket=settings.S3_BUCKET)
     except ClientError as error:

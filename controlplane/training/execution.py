@@ -196,7 +196,7 @@ def _base_model_dir(base_model: BaseModel) -> Path:
 
 
 def _find_base_model(base_model: BaseModel) -> BaseModelFolder | None:
-    """What this machine has under the model's name."""
+    """Return this machine's model of that name; None if it has none."""
     with contextlib.suppress(NotABaseModel):
         found = configured_base_model()
         if found is not None and found.name == base_model.name:

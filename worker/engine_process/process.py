@@ -54,7 +54,7 @@ EngineFactory = Callable[[WorkerConfig], EngineLike]
 
 
 class NoDevice(Exception):
-    """The device that the engine is to run on is not there; the message says what to do."""
+    """Raised if the engine's device does not exist; the message says what to do."""
 
 
 def create_engine(config: WorkerConfig) -> EngineLike:

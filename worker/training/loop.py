@@ -146,7 +146,7 @@ class Progress(TrainerCallback):
 
 def _arguments(hyper: Hyperparameters, steps: int) -> TrainingArguments:
     return TrainingArguments(
-        output_dir=tempfile.gettempdir(),  # the Trainer makes this folder and saves nothing
+        output_dir=tempfile.gettempdir(),  # the Trainer makes this folder, but saves nothing
         per_device_train_batch_size=hyper.batch_size,
         max_steps=steps,
         learning_rate=hyper.learning_rate,

@@ -1,4 +1,4 @@
-"""How the first operator of an installation gets in: by a link that lets them choose a password."""
+"""Give the first operator of an installation a link to choose a password."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from controlplane.tenants.models import User
 
 
 def first_operator(email: str) -> User | None:
-    """Return the operator who has to choose a password yet; None when somebody can sign in.
+    """Return an operator without a password; None if another operator has one.
 
-    Where there is no operator, one is made with this address. Raises Conflict when it is a
-    member's.
+    If there is no operator, make one with this address. Raises Conflict if it is a member's.
     """
     operators = list(User.objects.filter(is_staff=True, is_active=True).order_by("date_joined"))
     if not operators:
@@ -27,9 +26,9 @@ def first_operator(email: str) -> User | None:
 
 
 def password_link(user: User) -> str:
-    """Return the address of a page where its holder chooses the person's password, once.
+    """Return the URL of a page that sets the person's password; it works once.
 
-    It works for Django's PASSWORD_RESET_TIMEOUT, three days.
+    It expires after Django's PASSWORD_RESET_TIMEOUT, three days.
     """
     key = f"{user_pk_to_url_str(user)}-{default_token_generator.make_token(user)}"
     address: str = get_adapter().get_reset_password_from_key_url(key)

@@ -1,6 +1,6 @@
-"""Print a link by which an operator chooses a new password, once: {"email", "link"}.
+"""Print a link to choose an operator's password, which works once: {"email", "link"}.
 
-For the first sign-in, or when nobody knows the password any more.
+Use it for the first sign-in, or when the password is lost.
 """
 
 import json

@@ -1,8 +1,8 @@
-"""Get an installation ready to start: check its servers, migrate, say how to sign in.
+"""Prepare an installation's start: check its servers, migrate, print how to sign in.
 
-Run at every start, before everything else; again it changes nothing. What cannot be used is named
-with what to do, within seconds. Prints where to sign in and, as long as no operator has a password,
-a link to choose one.
+Compose runs it at every start, before the other processes; a second run changes nothing. If a
+server cannot be used, it ends within seconds and says what to do. Until an operator has a password,
+it prints a link to choose one.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from controlplane.infra import preflight
 
 class Command(BaseCommand):
     help = __doc__
-    # Before the database has answered.
+    # They would need the database.
     requires_system_checks = []
 
     def handle(self, **options: Any) -> None:
