@@ -38,9 +38,9 @@ test-long: setup
 test-gpu:
 	TRITON_INTERPRET=0 $(PYTHON) -m pytest -m gpu -p no:django tests/kernels tests/engine
 
-# Docker, for real: tests/compose says what it takes and what it starts.
+# Uses the Docker engine that runs, or starts its own as root on Debian.
 test-compose: setup
-	$(BIN)/python -m pytest -m compose -p no:django tests/compose
+	$(BIN)/python -m pytest -m compose -p no:django -v -s tests/compose
 
 check: setup
 	$(BIN)/ruff check .

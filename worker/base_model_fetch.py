@@ -122,9 +122,14 @@ def _fetch(config: BaseModelConfig, folder: Path) -> str:
 
 def main() -> int:
     try:
-        found = ensure_base_model(BaseModelConfig.from_environment())
-    except (ConfigError, NotABaseModel, OSError) as error:
-        sys.stderr.write(f"base model: {error}\n")
+        config = BaseModelConfig.from_environment()
+        found = ensure_base_model(config)
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    except (NotABaseModel, OSError) as error:
+        where = f" (LORIKEET_BASE_MODEL_FOLDER is {config.origin})" if config.origin else ""
+        sys.stderr.write(f"base model{where}: {error}\n")
         return 2
     answer = {"name": found.name, "revision": found.revision, "folder": str(found.path)}
     sys.stdout.write(json.dumps(answer) + "\n")

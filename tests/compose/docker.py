@@ -32,11 +32,9 @@ class Missing(Exception):
 
 
 def environment() -> dict[str, str]:
-    # One builder for all versions, as old engines have it.
-    return {name: os.environ[name] for name in PASSED if name in os.environ} | {
-        "DOCKER_BUILDKIT": os.environ.get("DOCKER_BUILDKIT", "0"),
-        "COMPOSE_DOCKER_CLI_BUILD": "0",
-    }
+    # Compose 1.29 would build with the docker program, which may lack BuildKit.
+    passed = {name: os.environ[name] for name in PASSED if name in os.environ}
+    return passed | {"COMPOSE_DOCKER_CLI_BUILD": "0"}
 
 
 def run(

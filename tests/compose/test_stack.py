@@ -279,7 +279,9 @@ def test_a_folder_that_is_no_model_is_named(stack: Stack, tmp_path: Path) -> Non
         LORIKEET_BASE_MODEL_FOLDER=str(tmp_path),
     )
     assert done.returncode != 0
-    assert "is no base model's folder: no config.json, but notes.txt" in done.stdout + done.stderr
+    said = done.stdout + done.stderr
+    assert "is no base model's folder: no config.json, but notes.txt" in said
+    assert f"LORIKEET_BASE_MODEL_FOLDER is {tmp_path}" in said
 
 
 def test_a_taken_port_is_named(stack: Stack, scratch: Path) -> None:
