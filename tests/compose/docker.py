@@ -13,22 +13,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-#: Of this process's environment: the tests' own settings must not stand in for those of .env.
+#: The variables that programs get: the tests' own settings must not replace those of .env.
 PASSED = (
-    "PATH",
-    "HOME",
-    "USER",
-    "LANG",
-    "TMPDIR",
-    "DOCKER_HOST",
-    "DOCKER_CONFIG",
-    "DOCKER_CONTEXT",
+    *("PATH", "HOME", "USER", "LANG", "TMPDIR"),
+    *("DOCKER_HOST", "DOCKER_CONFIG", "DOCKER_CONTEXT", "DOCKER_BUILDKIT"),
 )
 START_TIMEOUT_S = 60
 
 
 class Missing(Exception):
-    """Something cannot be had on this machine; says what, and what to do."""
+    """Raised if this machine lacks something; the message says what, and what to do."""
 
 
 def environment() -> dict[str, str]:

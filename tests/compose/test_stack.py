@@ -76,6 +76,13 @@ def test_secrets_are_in_files_of_those_who_need_them_alone(stack: Stack) -> None
     assert {*modes.splitlines(), *files.splitlines()} == {"500 10001", "400 10001"}
 
 
+def test_redis_limits_its_data_to_less_than_the_container_has(stack: Stack) -> None:
+    limit = inspect(stack.container("redis"))["HostConfig"]["Memory"]
+    ask = "REDISCLI_AUTH=$(cat /secrets/REDIS_PASSWORD) redis-cli config get maxmemory"
+    answer = docker("exec", stack.container("redis"), "sh", "-c", ask).split()
+    assert answer == ["maxmemory", str(limit * 2 // 3)]
+
+
 def test_the_first_operator_signs_in_by_the_link_that_the_start_prints(stack: Stack) -> None:
     printed = stack.logs("migrate")
     assert f"{stack.base_url}/admin/" in printed
