@@ -61,7 +61,8 @@ READERS: dict[str, tuple[int, tuple[str, ...]]] = {
     "application": (LORIKEET, _APPLICATION),
     "migrate": (LORIKEET, (*_APPLICATION, "DATABASE_OWNER_URL")),
     "tasks": (LORIKEET, _QUEUES),
-    "trainer": (LORIKEET, (*_QUEUES, "HF_TOKEN")),
+    "model": (LORIKEET, (*_QUEUES, "HF_TOKEN")),
+    "trainer": (LORIKEET, _QUEUES),
     "worker": (LORIKEET, ("REDIS_URL", *_S3)),
 }
 

@@ -213,9 +213,7 @@ def test_each_service_reads_the_secrets_that_init_gives_it_and_no_others(
         }
         given = set(init.READERS[volume][1])
         assert all(path == f"/secrets/{variable}" for variable, path in read.items()), name
-        assert set(read) <= given, name
-        if name not in {"trainer", "trainer-cpu"}:  # the model's, which downloads it, has more
-            assert set(read) == given, name
+        assert set(read) == given, name
 
 
 def test_who_computes_knows_little() -> None:
