@@ -11,7 +11,7 @@ import torch
 
 from kernels.backend import ceil_div, jit, tl, use_triton
 from kernels.training.lora_torch import lora_back_torch, lora_out_torch
-from kernels.training.lora_triton import fit, load_block, load_factor, load_out, out_tile
+from kernels.training.lora_triton import fit, load_block, load_factor, out_tile
 from kernels.training.pools import LoraSite
 from kernels.training.segments import Segments
 from kernels.training.silu import (
@@ -46,17 +46,15 @@ def _lora_silu_kernel(
     places = gate_up_ptr + rows[:, None] * 2 * width + n[None, :]
     gate = tl.load(places, mask=mask, other=0.0)
     up = tl.load(places + width, mask=mask, other=0.0)
-    gate_u, gate_b, gate_scale, rank, gate_us, gate_bs = load_out(
+    added = out_tile(
         u_ptr, 2 * R, values_ptr, b_ptr, rank_ptr, scale_ptr, segment, rows, live, n, inside,
-        ALIGNED, RANK_STEP,
+        R, ALIGNED, RANK_STEP, BLOCK_T, BLOCK_N,
     )  # fmt: skip
-    u, b, scale, up_rank, u_ptrs, b_ptrs = load_out(
-        u_ptr + R, 2 * R, values_ptr, b_ptr, rank_ptr, scale_ptr, num_runs + segment, rows, live,
-        n, inside, ALIGNED, RANK_STEP,
-    )  # fmt: skip
-    added = out_tile(gate_u, gate_b, gate_scale, rank, gate_us, gate_bs, live, inside, R)
     wide = gate.to(tl.float32) + added.to(tl.float32)
-    added = out_tile(u, b, scale, up_rank, u_ptrs, b_ptrs, live, inside, R)
+    added = out_tile(
+        u_ptr + R, 2 * R, values_ptr, b_ptr, rank_ptr, scale_ptr, num_runs + segment, rows, live,
+        n, inside, R, ALIGNED, RANK_STEP, BLOCK_T, BLOCK_N,
+    )  # fmt: skip
     up = (up.to(tl.float32) + added.to(tl.float32)).to(gate.dtype)
     silu = (wide * tl.sigmoid(wide)).to(gate.dtype)
     tl.store(h_ptr + rows[:, None] * width + n[None, :], silu * up, mask=mask)
@@ -94,16 +92,17 @@ def _lora_silu_back_kernel(
     gate = tl.load(places, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(places + width, mask=mask, other=0.0).to(tl.float32)
     dh = tl.load(dh_places, mask=mask, other=0.0).to(tl.float32)
-    # All loads before the first product, so that none waits for a product to end.
     if R > 0:
-        gate_u, gate_b, gate_scale, gate_rank, gate_us, gate_bs = load_out(
+        added = out_tile(
             u_ptr, 2 * R, values_ptr, b_ptr, rank_ptr, scale_ptr, segment, rows, live, n, inside,
-            ALIGNED, RANK_STEP,
+            R, ALIGNED, RANK_STEP, BLOCK_T, BLOCK_N,
         )  # fmt: skip
-        u, b, scale, up_rank, u_ptrs, b_ptrs = load_out(
+        gate += added.to(tl.float32)
+        added = out_tile(
             u_ptr + R, 2 * R, values_ptr, b_ptr, rank_ptr, scale_ptr, num_runs + segment, rows,
-            live, n, inside, ALIGNED, RANK_STEP,
+            live, n, inside, R, ALIGNED, RANK_STEP, BLOCK_T, BLOCK_N,
         )  # fmt: skip
+        up += added.to(tl.float32)
     if DOWN_R > 0:
         r = tl.arange(0, 16)
         offset, rank = load_factor(a_ptr, down_rank_ptr, segment, ALIGNED, 1)
@@ -112,11 +111,6 @@ def _lora_silu_back_kernel(
         has = r < rank
         du = tl.load(du_ptrs, mask=live[:, None] & has[None, :], other=0.0)
         a = tl.load(a_ptrs, mask=has[:, None] & inside[None, :], other=0.0)
-    if R > 0:
-        added = out_tile(gate_u, gate_b, gate_scale, gate_rank, gate_us, gate_bs, live, inside, R)
-        gate += added.to(tl.float32)
-        up += out_tile(u, b, scale, up_rank, u_ptrs, b_ptrs, live, inside, R).to(tl.float32)
-    if DOWN_R > 0:
         product = tl.dot(du, a, input_precision="ieee")
         if DOWN_R > 16:
             for start in range(16, rank, 16):

@@ -95,7 +95,7 @@ def _in_kernel(
 
 
 @jit()
-def load_out(
+def out_tile(
     u_ptr,
     u_stride,
     values_ptr,
@@ -107,36 +107,31 @@ def load_out(
     live,
     n,
     inside,
+    R: tl.constexpr,
     ALIGNED: tl.constexpr,
     RANK_STEP: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    """What `out_tile` multiplies: u and B of 16 ranks, the scale; the rank and the places."""
+    """scale u B^T of one module, [BLOCK_T, BLOCK_N] in u's type.
+
+    Rounded to it, as PEFT rounds it: that halves what threads exchange to add it to something.
+    """
     r = tl.arange(0, 16)
     offset, rank = load_factor(b_ptr, rank_ptr, cell, ALIGNED, RANK_STEP)
-    scale = tl.load(scale_ptr + cell)
     u_ptrs = u_ptr + rows[:, None] * u_stride + r[None, :]
     b_ptrs = values_ptr + offset + n[:, None] * rank + r[None, :]
     has = (r < rank)[None, :]
     u = tl.load(u_ptrs, mask=live[:, None] & has, other=0.0)
     b = tl.load(b_ptrs, mask=inside[:, None] & has, other=0.0)
-    return u, b, scale, rank, u_ptrs, b_ptrs
-
-
-@jit()
-def out_tile(u, b, scale, rank, u_ptrs, b_ptrs, live, inside, R: tl.constexpr):
-    """scale u B^T of one module, [tokens, columns] in u's type.
-
-    Rounded to it, as PEFT rounds it: that halves what threads exchange to add it to something.
-    """
     product = tl.dot(u, tl.trans(b), input_precision="ieee")
     if R > 16:
-        r = tl.arange(0, 16)
         for start in range(16, rank, 16):
             has = ((start + r) < rank)[None, :]
             u = tl.load(u_ptrs + start, mask=live[:, None] & has, other=0.0)
             b = tl.load(b_ptrs + start, mask=inside[:, None] & has, other=0.0)
             product = tl.dot(u, tl.trans(b), product, input_precision="ieee")
-    return (product * scale).to(u.dtype)
+    return (product * tl.load(scale_ptr + cell)).to(u.dtype)
 
 
 @jit("num_runs")
@@ -179,11 +174,10 @@ def _out_kernel(
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + place, mask=mask, other=0.0)
     if tl.load(rank_ptr + cell) > 0 or HAS_RESIDUAL or not ADD:
-        u, b, scale, rank, u_ptrs, b_ptrs = load_out(
+        product = out_tile(
             u_ptr + module * R, NUM_M * R, values_ptr, b_ptr, rank_ptr, scale_ptr, cell,
-            first + t, t < count, n, inside, ALIGNED, RANK_STEP,
+            first + t, t < count, n, inside, R, ALIGNED, RANK_STEP, BLOCK_T, BLOCK_N,
         )  # fmt: skip
-        product = out_tile(u, b, scale, rank, u_ptrs, b_ptrs, t < count, inside, R)
         if ADD or HAS_RESIDUAL:
             product = product.to(tl.float32)
         if ADD:
