@@ -33,6 +33,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
@@ -64,8 +65,8 @@ def take_stdout() -> TextIO:
     return stream
 
 
-def write_adapter(model: Any, base_name: str, output_dir: Path) -> None:
-    """Write a trained PEFT model as adapter_config.json and adapter_model.safetensors.
+def write_adapter(save: Callable[[Path], Any], base: str, output_dir: Path) -> None:
+    """Make the adapter's folder, whole or not at all: `save` writes PEFT's two files into it.
 
     Lists in the config are sorted: PEFT writes sets in an order that changes with every process,
     and the config is part of the adapter's digest.
@@ -73,9 +74,9 @@ def write_adapter(model: Any, base_name: str, output_dir: Path) -> None:
     output_dir.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f"{output_dir.name}.", dir=output_dir.parent))
     try:
-        model.save_pretrained(staging, safe_serialization=True)
+        save(staging)
         config = json.loads((staging / CONFIG_FILE).read_text())
-        config["base_model_name_or_path"] = base_name
+        config["base_model_name_or_path"] = base
         config["target_modules"] = sorted(config["target_modules"])
         text = json.dumps(config, indent=2, sort_keys=True) + "\n"
         (staging / CONFIG_FILE).write_text(text)
@@ -86,10 +87,12 @@ def write_adapter(model: Any, base_name: str, output_dir: Path) -> None:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def base_name(folder: Path) -> str:
-    """Return the base model's name from lorikeet.json, else the folder's name."""
-    manifest = folder / MANIFEST
-    return str(json.loads(manifest.read_text())["name"]) if manifest.is_file() else folder.name
+def base_name(job: TrainJob) -> str:
+    """Return the base model's name: the job's, else that in lorikeet.json, else the folder's."""
+    manifest = job.base_model_dir / MANIFEST
+    if job.base_model or not manifest.is_file():
+        return job.base_model or job.base_model_dir.name
+    return str(json.loads(manifest.read_text())["name"])
 
 
 def train(job: TrainJob, log: EventLog) -> None:
@@ -105,8 +108,7 @@ def train(job: TrainJob, log: EventLog) -> None:
     model, tokenizer = load_base(job)
     examples = load_examples(tokenizer, job.dataset, job.hyperparameters.max_length)
     outcome = run_trainer(model, tokenizer, examples, job.hyperparameters, log.emit)
-    base = job.base_model or base_name(job.base_model_dir)
-    write_adapter(outcome.model, base, job.output_dir)
+    write_adapter(outcome.model.save_pretrained, base_name(job), job.output_dir)
     log.emit(
         "done",
         output=str(job.output_dir),

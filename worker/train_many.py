@@ -33,7 +33,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from contract.training import JobError, TrainJob
-from worker.train import EventLog, Stopped, base_name, take_stdout
+from worker.train import EventLog, Stopped, take_stdout
 
 if TYPE_CHECKING:
     from worker.batch_training.disk import CheckpointFolder
@@ -141,7 +141,6 @@ class TrainMany:
                 self._batch = BatchTraining(
                     opened.trainer,
                     opened.tokenizer,
-                    base_name(base),
                     folder,
                     self._emit,
                     self._options.checkpoint_s,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -202,14 +201,3 @@ class RunRequest:
     settings: RunSettings
     tenant: str = ""
     adapter: Mapping[str, torch.Tensor] | None = field(default=None, repr=False)
-
-
-def settings_from(fields: Mapping[str, object]) -> RunSettings:
-    """The settings that `dataclasses.asdict` made a dict of, also when it went through JSON."""
-    known = {item.name for item in dataclasses.fields(RunSettings)}
-    values = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in fields.items()
-        if name in known
-    }
-    return RunSettings(**values)  # type: ignore[arg-type]

@@ -35,10 +35,6 @@ class Scheduler:
         self._tenant_of: dict[str, str] = {}
         self._skips: dict[str, int] = {}
 
-    @property
-    def has_waiting(self) -> bool:
-        return any(tenant.waiting for tenant in self._tenants.values())
-
     def add(self, run_id: str, tenant: str) -> None:
         """A run that waits to begin."""
         assert run_id not in self._tenant_of

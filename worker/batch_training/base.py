@@ -14,8 +14,8 @@ from engine.model.weights import load_weights
 from engine.training.memory import MemoryPlan, elements_of, plan_memory
 from engine.training.model import TrainingModel
 from engine.training.trainer import BatchTrainer, TrainerConfig
-from worker.batch_training.jobs import NamedJob, load_tokenizer, settings_of
-from worker.training.loop import training_dtype
+from worker.batch_training.jobs import NamedJob, settings_of
+from worker.training.loop import load_tokenizer, training_dtype
 
 # On a GPU a micro-batch fills the card. On a CPU it gains nothing from more tokens, so that runs
 # take turns, and each gives the same bytes whoever else takes part.

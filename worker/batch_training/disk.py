@@ -9,14 +9,13 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftType, TaskType
+from peft import LoraConfig, TaskType
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -98,32 +97,15 @@ def _replace(staged: Path, path: Path) -> None:
     staged.replace(path)
 
 
-def write_adapter(
-    tensors: Mapping[str, torch.Tensor], hyper: Hyperparameters, base_name: str, output_dir: Path
-) -> None:
-    """Write adapter_config.json and adapter_model.safetensors as the present trainer does."""
-    config = LoraConfig(
+def save_peft(tensors: Mapping[str, torch.Tensor], hyper: Hyperparameters, folder: Path) -> None:
+    """Write the adapter's config and tensors as PEFT does."""
+    LoraConfig(
         task_type=TaskType.CAUSAL_LM,
         r=hyper.rank,
         lora_alpha=int(hyper.alpha) if hyper.alpha == int(hyper.alpha) else hyper.alpha,
         target_modules=list(hyper.target_modules),
         inference_mode=True,
-        base_model_name_or_path=base_name,
-    )
-    assert config.peft_type == PeftType.LORA
-    output_dir.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f"{output_dir.name}.", dir=output_dir.parent))
-    try:
-        config.save_pretrained(staging)
-        fields = json.loads((staging / "adapter_config.json").read_text())
-        fields["target_modules"] = sorted(fields["target_modules"])
-        text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
-        (staging / "adapter_config.json").write_text(text)
-        weights = staging / "adapter_model.safetensors"
-        # Each in memory of its own, as the library demands.
-        own = {name: tensor.clone() for name, tensor in tensors.items()}
-        save_file(own, weights, metadata={"format": "pt"})
-        staging.chmod(0o755)
-        staging.rename(output_dir)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+    ).save_pretrained(folder)
+    # Each in memory of its own, as the library demands.
+    own = {name: tensor.clone() for name, tensor in tensors.items()}
+    save_file(own, folder / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from contract.training import Hyperparameters, JobError, TrainJob
-from engine.training.active import steps_per_epoch
+from contract.training import Hyperparameters, TrainJob
 from engine.training.run import RunRequest, RunRows, RunSettings
 from worker.training.chat_data import IGNORED, Example, load_examples
+from worker.training.loop import planned
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,23 +49,16 @@ def prepare(named: NamedJob, tokenizer: Any) -> PreparedJob:
     """Read a job's rows. Raises DatasetError."""
     hyper = named.job.hyperparameters
     examples = load_examples(tokenizer, named.job.dataset, hyper.max_length)
-    per_epoch = steps_per_epoch(len(examples), hyper.batch_size)
-    steps = hyper.max_steps or max(1, round(per_epoch * hyper.epochs))
-    tokens_per_epoch = sum(len(example.input_ids) for example in examples)
+    started = planned(examples, hyper)
     return PreparedJob(
         named=named,
         request=RunRequest(
             run_id=named.name,
             tenant=named.name,  # so that all jobs take turns
             rows=_rows(examples),
-            settings=settings_of(hyper, steps),
+            settings=settings_of(hyper, started["steps"]),
         ),
-        started={
-            "rows": len(examples),
-            "truncated_rows": sum(example.is_truncated for example in examples),
-            "tokens": round(tokens_per_epoch * steps / per_epoch),
-            "steps": steps,
-        },
+        started=started,
     )
 
 
@@ -74,13 +66,3 @@ def _rows(examples: list[Example]) -> RunRows:
     return RunRows.of(
         (example.input_ids, [label != IGNORED for label in example.labels]) for example in examples
     )
-
-
-def load_tokenizer(folder: Path) -> Any:
-    """The base's tokenizer. Raises JobError unless it can be trained with."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    if not tokenizer.chat_template or not tokenizer.is_fast:
-        raise JobError("base_model_dir", "the tokenizer needs a chat template and a fast tokenizer")
-    return tokenizer

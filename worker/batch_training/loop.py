@@ -5,6 +5,7 @@ Start reading at `BatchTraining.run`.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -18,10 +19,11 @@ from contract.training import JobError
 from engine.training.errors import TrainingError
 from engine.training.events import Event, RunEnded, RunProgress, RunStarted
 from engine.training.trainer import BatchTrainer
-from worker.batch_training.disk import CheckpointFolder, SavedRun, write_adapter
+from worker.batch_training.disk import CheckpointFolder, SavedRun, save_peft
 from worker.batch_training.jobs import NamedJob, PreparedJob, prepare
-from worker.train import Stopped
+from worker.train import Stopped, base_name, write_adapter
 from worker.training.chat_data import DatasetError
+from worker.training.loop import final_loss
 
 #: emit(run, event, **fields)
 Emit = Callable[..., None]
@@ -57,12 +59,11 @@ class BatchTraining:
         self,
         trainer: BatchTrainer,
         tokenizer: Any,
-        base_name: str,
         folder: CheckpointFolder,
         emit: Emit,
         checkpoint_s: float,
     ) -> None:
-        self._trainer, self._tokenizer, self._base_name = trainer, tokenizer, base_name
+        self._trainer, self._tokenizer = trainer, tokenizer
         self._folder, self._emit, self._checkpoint_s = folder, emit, checkpoint_s
         self._runs: dict[str, _Run] = {}
         self._writer = ThreadPoolExecutor(1, "checkpoints")
@@ -177,10 +178,9 @@ class BatchTraining:
             field_of = event.error.param if event.error else None
             self._fail(name, f"hyperparameters.{field_of}: {problem}" if field_of else problem)
             return
-        last = run.losses[-max(1, len(run.losses) // 10) :]
         done = {
             "output": str(job.output_dir),
-            "final_loss": round(sum(last) / len(last), 4),
+            "final_loss": round(final_loss(run.losses), 4),
             "trained_tokens": event.tokens,
             "seconds": round(time.monotonic() - run.began, 1),
         }
@@ -192,8 +192,9 @@ class BatchTraining:
     ) -> None:
         """Write a finished run's adapter, in the writer's thread."""
         self._folder.save_result(named.name, done)
-        hyper, output = named.job.hyperparameters, named.job.output_dir
-        write_adapter(adapter, hyper, self._base_name, output)
+        job = named.job
+        save = functools.partial(save_peft, adapter, job.hyperparameters)
+        write_adapter(save, base_name(job), job.output_dir)
 
     def _say_done(self, wait: bool = False) -> None:
         """Report the runs whose adapters are written; with `wait`, all that have finished."""

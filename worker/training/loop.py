@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,6 +49,33 @@ def training_dtype() -> torch.dtype:
     return torch.bfloat16 if native else torch.float32
 
 
+def load_tokenizer(folder: Path) -> Any:
+    """Return the base's tokenizer. Raises JobError unless it can be trained with."""
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    if not tokenizer.chat_template or not tokenizer.is_fast:
+        raise JobError("base_model_dir", "the tokenizer needs a chat template and a fast tokenizer")
+    return tokenizer
+
+
+def planned(examples: list[Example], hyper: Hyperparameters) -> dict[str, int]:
+    """Return the length of the training, as its event `started` has it."""
+    tokens_per_epoch = sum(len(example.input_ids) for example in examples)
+    steps_per_epoch = -(-len(examples) // hyper.batch_size)
+    steps = hyper.max_steps or max(1, round(steps_per_epoch * hyper.epochs))
+    return {
+        "rows": len(examples),
+        "truncated_rows": sum(example.is_truncated for example in examples),
+        "tokens": round(tokens_per_epoch * steps / steps_per_epoch),
+        "steps": steps,
+    }
+
+
+def final_loss(losses: list[float]) -> float:
+    """Return the mean loss of the last tenth of the steps."""
+    last = losses[-max(1, len(losses) // 10) :]
+    return sum(last) / len(last)
+
+
 def load_base(job: TrainJob) -> tuple[Any, Any]:
     """Load the job's base model and its tokenizer.
 
@@ -56,9 +84,7 @@ def load_base(job: TrainJob) -> tuple[Any, Any]:
     """
     if job.num_threads is not None:
         torch.set_num_threads(job.num_threads)
-    tokenizer = AutoTokenizer.from_pretrained(job.base_model_dir, local_files_only=True)
-    if not tokenizer.chat_template or not tokenizer.is_fast:
-        raise JobError("base_model_dir", "the tokenizer needs a chat template and a fast tokenizer")
+    tokenizer = load_tokenizer(job.base_model_dir)
     model = AutoModelForCausalLM.from_pretrained(
         job.base_model_dir, dtype=training_dtype(), local_files_only=True
     )
@@ -183,20 +209,12 @@ def run_trainer(
         ),
     )
     tokens_per_epoch = sum(len(example.input_ids) for example in examples)
-    steps_per_epoch = -(-len(examples) // hyper.batch_size)
-    steps = hyper.max_steps or max(1, round(steps_per_epoch * hyper.epochs))
-    emit(
-        "started",
-        rows=len(examples),
-        truncated_rows=sum(example.is_truncated for example in examples),
-        tokens=round(tokens_per_epoch * steps / steps_per_epoch),
-        steps=steps,
-        trainable_parameters=model.get_nb_trainable_parameters()[0],
-    )
+    plan = planned(examples, hyper)
+    emit("started", **plan, trainable_parameters=model.get_nb_trainable_parameters()[0])
     progress = Progress(emit, tokens_per_epoch)
     trainer = AnswerTrainer(
         model=model,
-        args=_arguments(hyper, steps),
+        args=_arguments(hyper, plan["steps"]),
         train_dataset=[
             {
                 "input_ids": example.input_ids,
@@ -209,9 +227,8 @@ def run_trainer(
         callbacks=[progress],
     )
     trainer.train()
-    last = progress.losses[-max(1, len(progress.losses) // 10) :]
     return Outcome(
         model=model,
-        final_loss=sum(last) / len(last),
+        final_loss=final_loss(progress.losses),
         trained_tokens=progress.trained_tokens(trainer.state.epoch),
     )
