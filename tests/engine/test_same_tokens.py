@@ -53,6 +53,7 @@ def test_after_preemption(make_engine: MakeEngine, adapter: Any, wanted: list[in
     engine = make_engine(max_running=1)
     # Read first: a request whose adapter is still being read takes nobody's place.
     run(engine, request("first", prompt(9, 3), adapter="ko-1", max_tokens=1))
+    run(engine, request("second", prompt(8, 3), adapter=adapter, max_tokens=1))
     made = request(
         "r", prompt(1, LENGTH), adapter=adapter, max_tokens=COUNT, priority=Priority.BATCH
     )

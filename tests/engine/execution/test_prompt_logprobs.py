@@ -161,6 +161,7 @@ def test_the_token_that_ends_an_answer_has_one(make_engine: MakeEngine, oracle: 
 def test_steps_launched_ahead(make_engine: MakeEngine, oracle: Oracle) -> None:
     """On a GPU tokens of one step are read after the next is launched; these are not."""
     engine = make_engine(max_step_tokens=24)
+    run(engine, request("warm", prompt(5, 3), adapter="all-4", max_tokens=1))
     ahead = AheadRunner(engine)
     engine.add(request("plain", prompt(6, 10), adapter="all-4", max_tokens=30))
     plain, others = Result(), {}
