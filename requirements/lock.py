@@ -25,7 +25,7 @@ IMAGES = {
     "controlplane": ("controlplane",),
     "worker": ("worker",),
     "trainer": ("controlplane", "trainer"),
-    "dev": ("controlplane", "worker", "trainer", "demo", "dev"),
+    "dev": ("controlplane", "worker", "trainer", "demo", "cli", "dev"),
 }
 # What torch's own wheels bring along, by the machine they are for: torch's metadata says which,
 # and a file that listed them would force one kind of machine on everybody.
