@@ -107,6 +107,8 @@ class TrainJob:
     num_threads: int | None = None
     #: What the adapter says it is for; empty: what the folder says.
     base_model: str = ""
+    #: The most of the GPU's memory that it may take, from 0 to 1; None: all there is.
+    gpu_share: float | None = None
 
     def write(self, path: Path) -> None:
         """Write the job where `read` finds it."""
@@ -128,6 +130,9 @@ class TrainJob:
         num_threads = fields.get("num_threads")
         if num_threads is not None and (type(num_threads) is not int or num_threads < 1):
             raise JobError("num_threads", "must be a positive number")
+        gpu_share = fields.get("gpu_share")
+        if gpu_share is not None and not (type(gpu_share) is float and 0.0 < gpu_share <= 1.0):
+            raise JobError("gpu_share", "must be a number above 0, at most 1")
         job = cls(
             base_model_dir=Path(fields["base_model_dir"]),
             dataset=Path(fields["dataset"]),
@@ -135,6 +140,7 @@ class TrainJob:
             hyperparameters=Hyperparameters.from_dict(fields.get("hyperparameters", {})),
             num_threads=num_threads,
             base_model=str(fields.get("base_model") or ""),
+            gpu_share=gpu_share,
         )
         if not (job.base_model_dir / "config.json").is_file():
             raise JobError("base_model_dir", "there is no model there")

@@ -8,6 +8,8 @@ import dj_database_url
 from django.core.exceptions import ImproperlyConfigured
 
 from contract.child_environment import child_environment
+from contract.gpu_share import trainer_gpu_share
+from controlplane.infra.daily_window import DailyWindow
 from controlplane.infra.mail import email_settings
 
 BASE_DIR = Path(__file__).resolve().parent.parent
@@ -269,6 +271,17 @@ TENANT_QUOTAS = {
 TRAINING_MAX_RUN_S = float(env("LORIKEET_TRAINING_MAX_RUN_S", str(4 * 3600)))
 if TRAINING_MAX_RUN_S > 11 * 3600:
     raise ImproperlyConfigured("LORIKEET_TRAINING_MAX_RUN_S is above 39600")
+try:
+    #: When training runs may begin; None: at any time.
+    TRAINING_WINDOW = DailyWindow.parse(env("LORIKEET_TRAINING_WINDOW", ""))
+    #: What a training run may take of its GPU's memory, if a worker has the same GPU.
+    TRAINER_GPU_SHARE = trainer_gpu_share(
+        env("LORIKEET_TRAINER_GPU_SHARE", ""),
+        env("LORIKEET_GPU", ""),
+        env("LORIKEET_TRAINER_GPU", ""),
+    )
+except ValueError as error:
+    raise ImproperlyConfigured(str(error)) from error
 
 CELERY_BROKER_URL = env("CELERY_BROKER_URL", REDIS_URL)
 # Celery's log lines have the same format as all others, with the tenant.

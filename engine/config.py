@@ -24,6 +24,8 @@ class EngineConfig:
     arena_bytes           memory of the page arena (docs/memory.md), KV and adapters together;
                           None: on a CPU 1 GiB, on a GPU what weights, graphs and the widest step
                           leave free, measured when the engine starts
+    reserved_share        of the GPU's memory, what the arena leaves to other processes, a trainer
+                          for instance; what they have when the engine starts counts
     max_adapter_bytes     the most of the arena that adapters may hold; None: all
     min_kv_bytes          what adapters always leave to KV
     min_adapter_bytes     what KV always leaves to adapters
@@ -54,6 +56,7 @@ class EngineConfig:
     device: str = "cpu"
     dtype: str | None = None
     arena_bytes: int | None = None
+    reserved_share: float = 0.0
     max_adapter_bytes: int | None = None
     min_kv_bytes: int = 0
     min_adapter_bytes: int = 0
@@ -78,6 +81,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not 0.0 <= self.pin_share <= 1.0:
             raise ValueError(f"pin_share is {self.pin_share}, not from 0 to 1")
+        if not 0.0 <= self.reserved_share < 1.0:
+            raise ValueError(f"reserved_share is {self.reserved_share}, not from 0 to below 1")
         if self.dtype not in (None, "float32", "bfloat16"):
             raise ValueError(f"dtype is {self.dtype!r}, not float32 or bfloat16")
         for name in (

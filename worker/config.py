@@ -10,6 +10,7 @@ from pathlib import Path
 
 from contract.base_model import BaseModelFolder, NotABaseModel, find_base_model
 from contract.child_environment import child_environment
+from contract.gpu_share import trainer_gpu_share
 
 
 class ConfigError(Exception):
@@ -71,7 +72,8 @@ class WorkerConfig:
     worker_id            stays the same after a restart, so that the worker finds its inbox again
     model_dir            the base model's folder; see `worker.base_model`
     adapter_cache_bytes  disk space for adapters
-    arena_bytes          the engine's page arena; None: see EngineConfig.arena_bytes
+    arena_bytes, max_running, max_step_tokens, max_context
+                         the engine's; None: see EngineConfig
     max_adapter_bytes    the most of the arena that adapters may take
     min_kv_bytes         what adapters must leave to KV
     host_cache_bytes     the engine's host memory for adapters, pinned on a GPU
@@ -88,6 +90,11 @@ class WorkerConfig:
     adapter_cache_bytes: int = 8 << 30
     device: str = "cpu"
     arena_bytes: int | None = None
+    #: Of the GPU's memory, what the engine leaves to a trainer on the same GPU.
+    reserved_share: float = 0.0
+    max_running: int | None = None
+    max_step_tokens: int | None = None
+    max_context: int | None = None
     max_adapter_bytes: int | None = None
     min_kv_bytes: int | None = None
     host_cache_bytes: int | None = None
@@ -127,6 +134,10 @@ class WorkerConfig:
             adapter_cache_bytes=read.number("LORIKEET_ADAPTER_CACHE_BYTES", 8 << 30) or 8 << 30,
             device=read.text("LORIKEET_DEVICE", "cpu"),
             arena_bytes=read.number("LORIKEET_ARENA_BYTES", None),
+            reserved_share=_reserved_share(read),
+            max_running=read.number("LORIKEET_MAX_RUNNING", None),
+            max_step_tokens=read.number("LORIKEET_MAX_STEP_TOKENS", None),
+            max_context=read.number("LORIKEET_MAX_CONTEXT", None),
             max_adapter_bytes=read.number("LORIKEET_MAX_ADAPTER_BYTES", None),
             min_kv_bytes=read.number("LORIKEET_MIN_KV_BYTES", None),
             host_cache_bytes=read.number("LORIKEET_HOST_CACHE_BYTES", None),
@@ -149,6 +160,18 @@ def drop_environment() -> None:
     """Remove the variables that children must not inherit; call it after reading the settings."""
     for name in os.environ.keys() - child_environment(os.environ):
         del os.environ[name]
+
+
+def _reserved_share(read: _Reader) -> float:
+    try:
+        share = trainer_gpu_share(
+            read.text("LORIKEET_TRAINER_GPU_SHARE", ""),
+            read.text("LORIKEET_GPU", ""),
+            read.text("LORIKEET_TRAINER_GPU", ""),
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return share or 0.0
 
 
 class _Reader:

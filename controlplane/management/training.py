@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import uuid
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -18,7 +19,7 @@ from controlplane.errors import InvalidRequest, NotFound, PayloadTooLarge
 from controlplane.management.base import StrictSerializer, TenantAPIView
 from controlplane.rest.paging import PAGE_PARAMETERS, page, page_of
 from controlplane.tenants.auth import Permission
-from controlplane.training import services
+from controlplane.training import picking, services
 from controlplane.training.models import Dataset, Schedule, TrainingRun
 
 _NAME = OpenApiParameter("name", str, required=True, description="The dataset's name.")
@@ -68,12 +69,18 @@ class TrainingRunSerializer(serializers.ModelSerializer[TrainingRun]):
         help_text="The adapter version that it made.",
     )
     error = serializers.CharField(help_text="Why it failed; empty if it did not fail.")
+    waits_until = serializers.SerializerMethodField(
+        help_text="Of a queued run: when the platform's training window opens; null if it is open."
+    )
+
+    def get_waits_until(self, run: TrainingRun) -> dt.datetime | None:
+        return picking.window_opens_at() if run.status == TrainingRun.Status.QUEUED else None
 
     class Meta:
         model = TrainingRun
         fields = (
             *("id", "object", "adapter", "dataset", "dataset_sha256", "status", "progress"),
-            *("error", "cancel_requested", "attempts", "version", "hyperparameters"),
+            *("error", "waits_until", "cancel_requested", "attempts", "version", "hyperparameters"),
             *("created_at", "started_at", "finished_at"),
         )
 

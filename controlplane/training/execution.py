@@ -149,6 +149,7 @@ def _train(run: TrainingRun, folder: Path) -> Path:
         dataset=folder / "dataset.jsonl",
         output_dir=folder / "adapter",
         hyperparameters=Hyperparameters.from_dict(run.hyperparameters),
+        gpu_share=settings.TRAINER_GPU_SHARE,
     )
     rows = with_retry(
         run,
@@ -292,10 +293,10 @@ def _reconcile(run: TrainingRun) -> None:
     services.training_run_drop(run=run)
     # Also a run that was queued again just now. Of two concurrent ticks one sends it.
     queued = TrainingRun.objects.filter(pk=run.pk, status=Status.QUEUED)
-    now = timezone.now()
     may_begin = picking.runs_that_may_begin().filter(pk=run.pk).exists()
-    if queued.filter(lease_until__lte=now).update(lease_until=now + services.QUEUE_LEASE):
-        if may_begin:  # else it is sent when a running one ends
+    until = services.queue_lease_until()
+    if queued.filter(lease_until__lte=timezone.now()).update(lease_until=until):
+        if may_begin:  # else it is sent when a running one ends, or the window opens
             services.training_run_send(run)
 
 

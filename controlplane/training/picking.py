@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import datetime as dt
+
+from django.conf import settings
 from django.db.models import Count, F, OuterRef, QuerySet, Subquery, Value
 from django.db.models.functions import Coalesce
+from django.utils import timezone
 
 from controlplane.limits import quotas, turns
 from controlplane.limits.models import Turn
@@ -20,12 +24,22 @@ def next_run() -> TrainingRun | None:
 
 
 def runs_that_may_begin() -> QuerySet[TrainingRun]:
-    """Return queued runs, in the current scope, of tenants that may start another run."""
+    """Return queued runs, in the current scope, of tenants that may start another run.
+
+    Outside the training window there are none.
+    """
     queued = TrainingRun.objects.filter(status=Status.QUEUED, cancel_requested=False)
-    return queued.annotate(
+    runs = queued.annotate(
         tenants_running=num_of_tenant(Status.RUNNING),
         tenants_most=quotas.allowed_to_each("training_at_once"),
     ).filter(tenants_running__lt=F("tenants_most"))
+    return runs if window_opens_at() is None else runs.none()
+
+
+def window_opens_at() -> dt.datetime | None:
+    """Return when runs may begin again; None if they may now."""
+    now, window = timezone.now(), settings.TRAINING_WINDOW
+    return None if window is None or window.is_open(now) else window.opens_at(now)
 
 
 def num_of_tenant(*statuses: str) -> Coalesce:

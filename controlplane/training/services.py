@@ -32,7 +32,7 @@ from controlplane.infra import storage
 from controlplane.limits import quotas
 from controlplane.tenancy.scoping import current_tenant_id
 from controlplane.tenants.models import User, is_slug, slug_validator
-from controlplane.training import contents, cron, dataset_checks, size
+from controlplane.training import contents, cron, dataset_checks, picking, size
 from controlplane.training.hyperparameters import checked_hyperparameters
 from controlplane.training.models import Dataset, Schedule, TrainingRun, dataset_key
 
@@ -147,7 +147,7 @@ def training_run_enqueue(
         dataset_sha256=dataset.sha256,
         hyperparameters=hyperparameters,
         created_by=created_by,
-        lease_until=timezone.now() + QUEUE_LEASE,
+        lease_until=queue_lease_until(),
     )
     after = {
         "adapter": adapter.name,
@@ -158,6 +158,12 @@ def training_run_enqueue(
     record("created", run, after=after)
     transaction.on_commit(lambda: training_run_send(run))
     return run
+
+
+def queue_lease_until() -> dt.datetime:
+    """Return when a run that is queued now is sent again: in minutes, or as the window opens."""
+    later, opens_at = timezone.now() + QUEUE_LEASE, picking.window_opens_at()
+    return later if opens_at is None else min(later, opens_at)
 
 
 def runs_active() -> int:

@@ -18,6 +18,9 @@ _SAMPLING_BYTES = 40
 # Of the card, for what a profile run does not show: blocks of the caching allocator that fit no
 # later request, libraries that load late.
 _MARGIN_SHARE = 0.02
+#: What this process has outside torch's allocator: CUDA's context, kernels, graphs. Counted high,
+#: so that it is not mistaken for memory of others.
+_CONTEXT_BYTES = 2 << 30
 
 
 def arena_pages(
@@ -63,9 +66,13 @@ def _left_after(
     torch.cuda.synchronize(page.device)
     # What the allocator holds is the most that was ever in use, not what is in use now.
     free, total = torch.cuda.mem_get_info(page.device)
+    held = torch.cuda.memory_reserved(page.device)
     gc.collect()
     torch.cuda.empty_cache()
-    return int(free - other_graphs - _MARGIN_SHARE * total)
+    # Other processes may have some of what is reserved for them: a trainer that runs already.
+    others = max(0, total - free - held - _CONTEXT_BYTES)
+    reserved = max(0.0, config.reserved_share * total - others)
+    return int(free - other_graphs - _MARGIN_SHARE * total - reserved)
 
 
 def _gb(num_bytes: int) -> str:

@@ -53,6 +53,7 @@ def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:
         output_dir=tmp_path / "out",
         hyperparameters=Hyperparameters(rank=3, target_modules=("a", "b"), max_steps=None),
         num_threads=2,
+        gpu_share=0.25,
     )
     job.write(tmp_path / "job.json")
     assert TrainJob.read(tmp_path / "job.json") == job

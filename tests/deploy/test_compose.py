@@ -155,6 +155,11 @@ def test_worker_and_trainer_get_a_gpu(services: Services) -> None:
     for name in ("worker", "trainer"):
         reservations = services[name]["deploy"]["resources"]["reservations"]
         assert reservations["devices"][0]["capabilities"] == ["gpu"]
+        # Both know of both, so that they divide the memory of one that they share.
+        given = services[name]["environment"]
+        assert given["LORIKEET_GPU"] == "${LORIKEET_GPU:-0}"
+        assert given["LORIKEET_TRAINER_GPU"] == "${LORIKEET_TRAINER_GPU:-0}"
+        assert given["LORIKEET_TRAINER_GPU_SHARE"] == "${LORIKEET_TRAINER_GPU_SHARE:-0.3}"
 
 
 def test_interpolated_and_passed_variables_are_in_the_example(services: Services) -> None:
@@ -176,6 +181,7 @@ def test_every_setting_reaches_the_processes_that_read_it(services: Services) ->
     inside = {"LORIKEET_STATIC_ROOT", "LORIKEET_BASE_MODEL_DIR", "DATABASE_POOL_SIZE"}
     not_webs = {"LORIKEET_BASE_MODEL", "LORIKEET_BASE_MODEL_NAME", "LORIKEET_BASE_MODEL_FOLDER"}
     not_webs |= {"LORIKEET_BASE_MODEL_REVISION", "LORIKEET_BASE_MODEL_REPOSITORY"}
+    not_webs |= {"LORIKEET_GPU", "LORIKEET_TRAINER_GPU", "LORIKEET_TRAINER_GPU_SHARE"}
     wanted = read_by("controlplane/settings.py") - inside
     assert wanted - given("web") - not_webs == {"DATABASE_OWNER_URL"}
     assert wanted - given("migrate") - not_webs == set()

@@ -15,12 +15,18 @@ from engine.training.memory import MemoryPlan, elements_of, plan_memory
 from engine.training.model import TrainingModel
 from engine.training.trainer import BatchTrainer, TrainerConfig
 from worker.batch_training.jobs import NamedJob, settings_of
-from worker.training.loop import load_tokenizer, training_dtype
+from worker.training.loop import limit_gpu_memory, load_tokenizer, training_dtype
 
 # On a GPU a micro-batch fills the card. On a CPU it gains nothing from more tokens, so that runs
 # take turns, and each gives the same bytes whoever else takes part.
 _TOKENS = {"cpu": 1024, "cuda": 16_384}
 _RUNS = {"cpu": 8, "cuda": 64}
+
+
+def _free_bytes(share: float) -> int:
+    """Return what this process can still allocate on the GPU, of its share of the memory."""
+    free, total = torch.cuda.mem_get_info()
+    return min(free, int(share * total) - torch.cuda.memory_reserved())
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +50,8 @@ def open_base(
     threads = [named.job.num_threads for named in jobs if named.job.num_threads is not None]
     if threads:
         torch.set_num_threads(max(threads))
+    share = min((named.job.gpu_share or 1.0 for named in jobs), default=1.0)
+    limit_gpu_memory(share)
     tokenizer = load_tokenizer(folder)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     config, dtype = ModelConfig.from_folder(folder), training_dtype()
@@ -58,7 +66,7 @@ def open_base(
         plan = plan_memory(
             config,
             dtype,
-            free_bytes=torch.cuda.mem_get_info()[0],
+            free_bytes=_free_bytes(share),
             token_budget=budget,
             wanted_elements=sum(sizes[:runs]),
             least_elements=sizes[0],

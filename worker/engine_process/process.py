@@ -73,6 +73,10 @@ def create_engine(config: WorkerConfig) -> EngineLike:
         )
     given: dict[str, Any] = {
         "arena_bytes": config.arena_bytes,
+        "reserved_share": config.reserved_share,
+        "max_running": config.max_running,
+        "max_step_tokens": config.max_step_tokens,
+        "max_context": config.max_context,
         "max_adapter_bytes": config.max_adapter_bytes,
         "min_kv_bytes": config.min_kv_bytes,
         "host_cache_bytes": config.host_cache_bytes,

@@ -49,6 +49,12 @@ def training_dtype() -> torch.dtype:
     return torch.bfloat16 if native else torch.float32
 
 
+def limit_gpu_memory(share: float | None) -> None:
+    """Let this process allocate at most a share of the GPU's memory; a worker has the rest."""
+    if share is not None and torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(share)
+
+
 def load_tokenizer(folder: Path) -> Any:
     """Return the base's tokenizer. Raises JobError unless it can be trained with."""
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -84,6 +90,7 @@ def load_base(job: TrainJob) -> tuple[Any, Any]:
     """
     if job.num_threads is not None:
         torch.set_num_threads(job.num_threads)
+    limit_gpu_memory(job.gpu_share)
     tokenizer = load_tokenizer(job.base_model_dir)
     model = AutoModelForCausalLM.from_pretrained(
         job.base_model_dir, dtype=training_dtype(), local_files_only=True

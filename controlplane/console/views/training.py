@@ -17,7 +17,7 @@ from controlplane.console.forms import DatasetForm, ScheduleForm, TrainForm, add
 from controlplane.console.views.adapters import get_adapter
 from controlplane.errors import ApiError, Conflict
 from controlplane.tenants.auth import Permission
-from controlplane.training import services
+from controlplane.training import picking, services
 from controlplane.training.models import Dataset, Schedule, TrainingRun
 
 Status = TrainingRun.Status
@@ -190,6 +190,7 @@ def _run_context(run_id: uuid.UUID) -> dict[str, Any]:
     return {
         "run": found,
         "busy_states": BUSY_STATES,
+        "opens_at": picking.window_opens_at(),
         "eta_ms": 1000 * (found.progress.get("eta_s") or 0),
         "chart": line_chart([(float(step), float(loss)) for step, loss in _losses(found)]),
     }

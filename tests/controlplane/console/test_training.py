@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 from typing import Any
 
 import pytest
 from django.core.files.uploadedfile import SimpleUploadedFile
+from django.utils import timezone
 
 from controlplane.adapters.models import BaseModel
+from controlplane.infra.daily_window import DailyWindow
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.training.models import Dataset, Schedule, TrainingRun
 from tests.controlplane.conftest import Party
@@ -39,7 +42,7 @@ def test_bad_dataset_says_why_beside_the_field(content: bytes, acme: Party) -> N
     assert b'id="id_file_error"' in answer.content
 
 
-def test_run_starts_and_can_be_cancelled(acme: Party, base_model: BaseModel) -> None:
+def test_run_starts_and_can_be_cancelled(acme: Party, base_model: BaseModel, settings: Any) -> None:
     upload(acme, ROWS)
     browser = browser_of(acme.owner)
     form = {"adapter": "voice", "dataset": "voice", "rank": "4"}
@@ -48,6 +51,11 @@ def test_run_starts_and_can_be_cancelled(acme: Party, base_model: BaseModel) -> 
     page = browser.get(answer.url).content.decode()
     assert "Waiting for a trainer" in page
     assert f'hx-get="{answer.url}/status"' in page
+    opens_at = timezone.now() + dt.timedelta(hours=2)
+    end = opens_at + dt.timedelta(hours=1)
+    settings.TRAINING_WINDOW = DailyWindow.parse(f"{opens_at:%H:%M}-{end:%H:%M}")
+    page = browser.get(answer.url).content.decode()
+    assert f"which opens on {opens_at:%-d %B, %H:%M} UTC" in page
     browser.post(f"{answer.url}/cancel")
     with tenant_scope(acme.tenant.id):
         run = TrainingRun.objects.get()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import io
 import json
 import uuid
@@ -12,8 +13,10 @@ from typing import Any
 import pytest
 from django.core.management import CommandError, call_command
 from django.test import Client
+from django.utils import timezone
 
 from controlplane.adapters.models import Adapter, BaseModel
+from controlplane.infra.daily_window import DailyWindow
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.training import services
 from controlplane.training.models import Dataset, Schedule, TrainingRun
@@ -72,7 +75,7 @@ def test_a_bad_dataset_is_refused(acme: Party, monkeypatch: pytest.MonkeyPatch) 
         assert not Dataset.objects.exists()
 
 
-def test_a_run_is_made_read_and_cancelled(ready: Party) -> None:
+def test_a_run_is_made_read_and_cancelled(ready: Party, settings: Any) -> None:
     client = as_key(ready)
     body = {"adapter": "greeter", "dataset": "chats", "hyperparameters": {"rank": 4}}
     made = client.post(RUNS, body, format="json")
@@ -84,6 +87,11 @@ def test_a_run_is_made_read_and_cancelled(ready: Party) -> None:
     assert client.get(url).json() == run
     assert client.get(f"{RUNS}?adapter=greeter").json()["data"] == [run]
     error_of(client.get(f"{RUNS}?adapter=nope"), 404)
+    assert run["waits_until"] is None
+    opens_at = (timezone.now() + dt.timedelta(hours=2)).replace(second=0, microsecond=0)
+    window = f"{opens_at:%H:%M}-{opens_at + dt.timedelta(hours=1):%H:%M}"
+    settings.TRAINING_WINDOW = DailyWindow.parse(window)
+    assert client.get(url).json()["waits_until"] == f"{opens_at:%Y-%m-%dT%H:%M:%SZ}"
     assert client.post(f"{url}/cancel").json()["status"] == "cancelled"
     with tenant_scope(ready.tenant.id):
         TrainingRun.objects.update(status="succeeded", cancel_requested=False)

@@ -25,6 +25,7 @@ from controlplane.adapters import services as adapter_services
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
 from controlplane.adapters.resolution import model_resolve
 from controlplane.infra import storage
+from controlplane.infra.daily_window import DailyWindow
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.training import execution, lease, services, tasks
 from controlplane.training.models import Dataset, Schedule, TrainingRun
@@ -85,6 +86,33 @@ def test_a_due_schedule_trains_once_and_its_version_goes_live(
     assert run.version.number == 2
     adapter.refresh_from_db()
     assert adapter.live_version == run.version
+
+
+def test_outside_the_window_a_run_waits_and_it_begins_when_the_window_opens(
+    adapter: Adapter, dataset: Dataset, settings: Any
+) -> None:
+    now = timezone.now()
+    begin, end = now + dt.timedelta(hours=1), now + dt.timedelta(hours=2)
+    settings.TRAINING_WINDOW = DailyWindow.parse(f"{begin:%H:%M}-{end:%H:%M}")
+    run = make_run()
+    assert execution.training_run_execute(run.pk) is False
+    execution.training_run_next()
+    expire_lease(run)
+    execution.training_runs_reconcile()
+    run.refresh_from_db()
+    assert (run.status, run.attempts) == ("queued", 0)
+    assert run.lease_until is not None and run.lease_until > now
+
+    # Shortly before the window opens, the run is to be sent as it opens.
+    soon = now + dt.timedelta(minutes=1)
+    settings.TRAINING_WINDOW = DailyWindow.parse(f"{soon:%H:%M}-{end:%H:%M}")
+    expire_lease(run)
+    execution.training_runs_reconcile()
+    run.refresh_from_db()
+    assert run.lease_until == soon.replace(second=0, microsecond=0)
+
+    settings.TRAINING_WINDOW = DailyWindow.parse(f"{now:%H:%M}-{end:%H:%M}")
+    assert execute(run).status == "succeeded"
 
 
 def started_before_finished(run: TrainingRun) -> bool:

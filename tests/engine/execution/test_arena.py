@@ -41,6 +41,7 @@ def half_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * GIB, 4 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * GIB)
     monkeypatch.setattr(EngineConfig, "is_cpu", False)
 
 
@@ -64,6 +65,28 @@ def test_too_little_is_said(tiny_model: Path) -> None:
     model = ModelConfig.from_folder(tiny_model)
     with pytest.raises(OutOfMemory, match="max_context"):
         arena_pages(EngineConfig(model_dir=tiny_model), model, lambda _: 2 * GIB)
+
+
+@pytest.mark.usefixtures("half_a_card")
+@pytest.mark.parametrize(("reserved_share", "less"), [(0.25, GIB), (0.0, 0)])
+def test_what_is_reserved_stays_free(tiny_model: Path, reserved_share: float, less: int) -> None:
+    model = ModelConfig.from_folder(tiny_model)
+    config = EngineConfig(model_dir=tiny_model, max_running=4, reserved_share=reserved_share)
+    all_left = EngineConfig(model_dir=tiny_model, max_running=4)
+    pages = arena_pages(all_left, model, lambda _: 0) - arena_pages(config, model, lambda _: 0)
+    assert abs(pages * config.page_bytes(model) - less) <= config.page_bytes(model)
+
+
+@pytest.mark.usefixtures("half_a_card")
+def test_what_others_have_already_counts(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer that runs already has 20 of its 30 GiB when a worker starts."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (62 * GIB, 100 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 16 * GIB)
+    model = ModelConfig.from_folder(tiny_model)
+    config = EngineConfig(model_dir=tiny_model, max_running=4, reserved_share=0.3)
+    got = arena_pages(config, model, lambda _: 0) * config.page_bytes(model)
+    expected = (62 - 0.02 * 100 - 10) * GIB - 4 * 40 * model.vocab_size
+    assert 0 <= expected - got <= config.page_bytes(model)
 
 
 def test_the_offline_engine_asks_for_both_pools_or_for_neither(tiny_model: Path) -> None:

@@ -247,6 +247,7 @@ def test_bytes_that_are_no_row_are_named_by_their_line(tmp_path: Path, line: byt
         ({"dataset": "/nowhere"}, "dataset"),
         ({"base_model_dir": "/nowhere"}, "base_model_dir"),
         ({"num_threads": 0}, "num_threads"),
+        ({"gpu_share": 1.5}, "gpu_share"),
         ({"output_dir": "/"}, "output_dir"),
     ],
 )
