@@ -23,8 +23,8 @@ from contract.adapter_problems import shown
 from contract.base_shape import BaseShape
 from contract.protocol import adapter_digest
 from contract.safetensors_header import LENGTH_BYTES
-from controlplane.adapters import orphaned_objects, tensor_file
-from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
+from controlplane.adapters import orphaned_objects, promotion, tensor_file
+from controlplane.adapters.models import AdapterVersion, BaseModel
 from controlplane.adapters.rejection import Reason, Rejected
 from controlplane.adapters.validation import CheckedAdapter, check_adapter
 from controlplane.audit.services import record
@@ -222,9 +222,9 @@ def _reject(
 
 @transaction.atomic
 def _accept(version: AdapterVersion, checked: CheckedAdapter) -> bool:
-    """Make the version ready, and live unless a newer one is. -> False when it was decided."""
+    """Make the version ready, and live if nobody has to decide. -> False when it was decided."""
     # The lock orders two versions that become ready at the same time.
-    adapter = Adapter.objects.select_for_update().get(pk=version.adapter_id)
+    adapter = promotion.lock(version)
     moved = orphaned_objects.is_kept(version) and version.move(
         Status.VALIDATING,
         Status.READY,
@@ -236,12 +236,7 @@ def _accept(version: AdapterVersion, checked: CheckedAdapter) -> bool:
     if not moved:
         return False
     record("accepted", version, after={"digest": version.digest})
-    live = adapter.live_version
-    if live is None or live.number < version.number:
-        adapter.live_version = version
-        adapter.save(update_fields=["live_version"])
-        before = {"live_version": live.number if live else None}
-        record("live_version_set", adapter, before=before, after={"live_version": version.number})
+    promotion.ready_apply(adapter, version)
     log.info(
         "adapter version ready", extra={"version_id": str(version.pk), "digest": version.digest}
     )

@@ -60,9 +60,21 @@ class BaseModel(models.Model):
 class Adapter(TenantModel):
     """A named LoRA adapter; its name is what requests put in `model`."""
 
+    class PromotionPolicy(models.TextChoices):
+        """What happens to a version that becomes ready while another one is live."""
+
+        HOLD = "hold", "wait until somebody makes it live"
+        IMMEDIATE = "immediate", "make it live at once"
+
     name = models.CharField(max_length=63, validators=[slug_validator])
     base_model = models.ForeignKey(BaseModel, on_delete=models.PROTECT, related_name="+")
     description = models.CharField(max_length=500, blank=True)
+    promotion_policy = models.CharField(
+        max_length=16,
+        choices=PromotionPolicy,
+        default=PromotionPolicy.HOLD,
+        db_default=PromotionPolicy.HOLD,  # for processes that do not know the column yet
+    )
     #: The version that the name without a number means; None until one is ready.
     live_version = models.ForeignKey(
         "AdapterVersion", null=True, blank=True, on_delete=models.SET_NULL, related_name="+"
@@ -75,6 +87,37 @@ class Adapter(TenantModel):
 
     def __str__(self) -> str:
         return self.name
+
+
+class Promotion(TenantModel):
+    """One change of an adapter's live version: what, who, when and why. Never changed."""
+
+    class Cause(models.TextChoices):
+        FIRST = "first", "nothing was live when it became ready"
+        POLICY = "policy", "the adapter's policy is immediate"
+        PROMOTED = "promoted", "somebody made it live"
+        ROLLED_BACK = "rolled_back", "somebody went back to it"
+        RETIRED = "retired", "the live version was retired"
+
+    adapter = models.ForeignKey(Adapter, on_delete=models.CASCADE, related_name="promotions")
+    #: The version that is live from then on; None: none is.
+    version = models.ForeignKey(
+        "AdapterVersion", null=True, on_delete=models.SET_NULL, related_name="+"
+    )
+    #: Its number, which stays when the version is deleted.
+    number = models.PositiveIntegerField(null=True)
+    #: The number of the version that was live before; None: none was.
+    previous_number = models.PositiveIntegerField(null=True)
+    cause = models.CharField(max_length=16, choices=Cause)
+    reason = models.CharField(max_length=500, blank=True)
+    #: As the audit trail has them.
+    actor_type = models.CharField(max_length=16)
+    actor_name = models.CharField(max_length=320, blank=True)
+
+    class Meta:
+        indexes = [
+            models.Index(fields=["tenant", "adapter", "-created_at"], name="promotions_of_adapter")
+        ]
 
 
 class AdapterVersion(TenantModel):

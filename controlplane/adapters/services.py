@@ -20,8 +20,14 @@ from contract import peft_config, safetensors_header
 from contract.base_shape import BaseShape
 from contract.peft_config import UPLOAD_LIMITS
 from contract.protocol import context_length
-from controlplane.adapters import ingest, orphaned_objects, tasks
-from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel, is_serving
+from controlplane.adapters import ingest, orphaned_objects, promotion, tasks
+from controlplane.adapters.models import (
+    Adapter,
+    AdapterVersion,
+    BaseModel,
+    Promotion,
+    is_serving,
+)
 from controlplane.adapters.resolution import model_resolve
 from controlplane.audit.services import record
 from controlplane.errors import (
@@ -120,13 +126,20 @@ def adapter_version_get(*, name: str, number: int) -> AdapterVersion:
 
 @transaction.atomic
 def adapter_create(
-    *, name: str, base_model_name: str | None = None, description: str = ""
+    *,
+    name: str,
+    base_model_name: str | None = None,
+    description: str = "",
+    promotion_policy: str = Adapter.PromotionPolicy.HOLD,
 ) -> Adapter:
     """Make an adapter without versions. Raises InvalidRequest, or Conflict for a taken name."""
     adapter = _adapter(name, base_model_name, description)
-    adapter, is_new = Adapter.objects.get_or_create(
-        name=name, defaults={"base_model": adapter.base_model, "description": description}
-    )
+    defaults = {
+        "base_model": adapter.base_model,
+        "description": description,
+        "promotion_policy": promotion_policy,
+    }
+    adapter, is_new = Adapter.objects.get_or_create(name=name, defaults=defaults)
     if not is_new:
         raise Conflict(f"The adapter {name} already exists.", param="name")
     _record_created(adapter)
@@ -138,6 +151,7 @@ def _record_created(adapter: Adapter) -> None:
         "name": adapter.name,
         "base_model": adapter.base_model.name,
         "description": adapter.description,
+        "promotion_policy": adapter.promotion_policy,
     }
     record("created", adapter, after=after)
 
@@ -254,16 +268,16 @@ def _set_uploaded(version: AdapterVersion, *, is_bounded: bool = True) -> None:
 def model_delete(name: str) -> None:
     """Retire an adapter, or one version of it; running requests continue.
 
-    Versions keep their numbers. If its live version is retired, an adapter uses the newest of the
-    others; a new upload becomes live. Raises NotFound like `model_resolve`, PermissionDenied for a
-    base model.
+    Versions keep their numbers. If its live version is retired, the one that was live before it is
+    live again; without one the next version that becomes ready is. Raises NotFound like
+    `model_resolve`, PermissionDenied for a base model.
     """
     model = model_resolve(name)
     if model.version is None:
         raise PermissionDenied(
             f"`{name[:200]}` is a base model: only the operator can remove it.", param="model"
         )
-    adapter = Adapter.objects.select_for_update().get(pk=model.version.adapter_id)
+    adapter = promotion.lock(model.version)
     live = adapter.live_version
     ready = AdapterVersion.objects.filter(adapter=adapter, status=Status.READY)
     if name == adapter.name:
@@ -273,12 +287,9 @@ def model_delete(name: str) -> None:
     for version in retired:
         if version.move(Status.READY, Status.RETIRED):
             record("retired", version, after={"adapter": adapter.name, "number": version.number})
-    adapter.live_version = live if live not in retired else ready.order_by("-number").first()
-    if adapter.live_version != live:
-        adapter.save(update_fields=["live_version"])
-        after = {"live_version": adapter.live_version.number if adapter.live_version else None}
-        before = {"live_version": live.number if live else None}
-        record("live_version_set", adapter, before=before, after=after)
+    if live in retired:
+        earlier = promotion.version_before(adapter)
+        promotion.live_version_set(adapter, earlier, Promotion.Cause.RETIRED)
 
 
 def storage_used() -> int:

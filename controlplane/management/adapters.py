@@ -9,9 +9,16 @@ from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from controlplane.adapters import services
-from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel, is_serving
+from controlplane.adapters import promotion, services
+from controlplane.adapters.models import (
+    Adapter,
+    AdapterVersion,
+    BaseModel,
+    Promotion,
+    is_serving,
+)
 from controlplane.management.base import StrictSerializer, TenantAPIView
+from controlplane.management.fields import ChoiceField
 from controlplane.rest.paging import PAGE_PARAMETERS, page, page_of
 from controlplane.tenants.auth import Permission
 
@@ -25,6 +32,16 @@ class BaseModelSerializer(serializers.ModelSerializer[BaseModel]):
             *("id", "object", "name", "revision", "context_length", "max_rank"),
             *("shutdown_date", "created_at"),
         )
+
+
+def _policy_field(**options: Any) -> ChoiceField:
+    return ChoiceField(
+        Adapter.PromotionPolicy.choices,
+        required=False,
+        help_text="What happens to a version that becomes ready while another one is live: with "
+        "`hold` it waits until somebody makes it live.",
+        **options,
+    )
 
 
 class AdapterSerializer(serializers.ModelSerializer[Adapter]):
@@ -47,7 +64,7 @@ class AdapterSerializer(serializers.ModelSerializer[Adapter]):
         model = Adapter
         fields = (
             *("id", "object", "name", "base_model", "description", "live_version"),
-            *("shutdown_date", "created_at"),
+            *("promotion_policy", "shutdown_date", "created_at"),
         )
 
 
@@ -57,6 +74,39 @@ class AdapterCreateSerializer(StrictSerializer):
         required=False, help_text="Optional when there is only one base model."
     )
     description = serializers.CharField(required=False, default="", max_length=500)
+    promotion_policy = _policy_field(default=Adapter.PromotionPolicy.HOLD.value)
+
+
+class AdapterChangeSerializer(StrictSerializer):
+    promotion_policy = _policy_field()
+
+
+class PromoteSerializer(StrictSerializer):
+    reason = serializers.CharField(
+        required=False,
+        default="",
+        allow_blank=True,
+        max_length=promotion.MAX_REASON_CHARS,
+        help_text="Why; the history shows it.",
+    )
+
+
+class PromotionSerializer(serializers.ModelSerializer[Promotion]):
+    object = serializers.CharField(default="promotion", read_only=True)
+    adapter = serializers.CharField(source="adapter.name")
+    version = serializers.IntegerField(
+        source="number", allow_null=True, help_text="The version that was live from then on."
+    )
+    previous_version = serializers.IntegerField(
+        source="previous_number", allow_null=True, help_text="The version that was live before."
+    )
+
+    class Meta:
+        model = Promotion
+        fields = (
+            *("id", "object", "adapter", "version", "previous_version", "cause", "reason"),
+            *("actor_type", "actor_name", "created_at"),
+        )
 
 
 class ReasonSerializer(serializers.Serializer[dict[str, str]]):
@@ -129,14 +179,50 @@ class AdaptersView(TenantAPIView):
             name=body["name"],
             base_model_name=body.get("base_model"),
             description=body["description"],
+            promotion_policy=body["promotion_policy"],
         )
         return Response(AdapterSerializer(adapter).data, status=201)
 
 
 class AdapterView(TenantAPIView):
+    permissions: ClassVar = {"PATCH": Permission.ADAPTERS_WRITE}
+
     @extend_schema(responses=AdapterSerializer)
     def get(self, request: Request, name: str) -> Response:
         return Response(AdapterSerializer(services.adapter_get(name=name)).data)
+
+    @extend_schema(request=AdapterChangeSerializer, responses=AdapterSerializer)
+    def patch(self, request: Request, name: str) -> Response:
+        """Change what happens to versions that become ready from now on."""
+        body = AdapterChangeSerializer.parsed(request)
+        adapter = services.adapter_get(name=name)
+        if "promotion_policy" in body:
+            promotion.promotion_policy_set(adapter=adapter, policy=body["promotion_policy"])
+        return Response(AdapterSerializer(adapter).data)
+
+
+class AdapterRollbackView(TenantAPIView):
+    permissions: ClassVar = {"POST": Permission.ADAPTERS_WRITE}
+
+    @extend_schema(request=PromoteSerializer, responses=AdapterSerializer)
+    def post(self, request: Request, name: str) -> Response:
+        """Make the version live that was so before the live one; again: the one before that.
+
+        Every gateway uses it within a second; running requests finish on their version.
+        """
+        body = PromoteSerializer.parsed(request)
+        adapter = services.adapter_get(name=name)
+        adapter = promotion.adapter_roll_back(adapter=adapter, reason=body["reason"])
+        return Response(AdapterSerializer(adapter).data)
+
+
+class AdapterHistoryView(TenantAPIView):
+    @extend_schema("adapter_history", PAGE_PARAMETERS, responses=page_of(PromotionSerializer))
+    def get(self, request: Request, name: str) -> Response:
+        """List the changes of the adapter's live version: who, when, why; newest first."""
+        adapter = services.adapter_get(name=name)
+        rows = Promotion.objects.filter(adapter=adapter).select_related("adapter")
+        return page(request, rows, PromotionSerializer)
 
 
 class VersionsView(TenantAPIView):
@@ -179,6 +265,22 @@ class VersionView(TenantAPIView):
     def get(self, request: Request, name: str, number: int) -> Response:
         version = services.adapter_version_get(name=name, number=number)
         return Response(VersionSerializer(version).data)
+
+
+class VersionPromoteView(TenantAPIView):
+    permissions: ClassVar = {"POST": Permission.ADAPTERS_WRITE}
+
+    @extend_schema(request=PromoteSerializer, responses=AdapterSerializer)
+    def post(self, request: Request, name: str, number: int) -> Response:
+        """Make a ready version live: from then on the adapter's name means it.
+
+        Every gateway uses it within a second; running requests finish on their version. If it is
+        live already, nothing changes.
+        """
+        body = PromoteSerializer.parsed(request)
+        version = services.adapter_version_get(name=name, number=number)
+        adapter = promotion.adapter_version_promote(version=version, reason=body["reason"])
+        return Response(AdapterSerializer(adapter).data)
 
 
 class VersionCompleteView(TenantAPIView):

@@ -31,11 +31,16 @@ urlpatterns = [
     path("base-models", adapters.BaseModelsView.as_view()),
     path("adapters", adapters.AdaptersView.as_view()),
     path("adapters/<str:name>", adapters.AdapterView.as_view()),
+    path("adapters/<str:name>/rollback", adapters.AdapterRollbackView.as_view()),
+    path("adapters/<str:name>/history", adapters.AdapterHistoryView.as_view()),
     path("adapters/<str:name>/versions", adapters.VersionsView.as_view()),
     path("adapters/<str:name>/versions/<int:number>", adapters.VersionView.as_view()),
     path(
         "adapters/<str:name>/versions/<int:number>/complete",
         adapters.VersionCompleteView.as_view(),
+    ),
+    path(
+        "adapters/<str:name>/versions/<int:number>/promote", adapters.VersionPromoteView.as_view()
     ),
     path("usage", usage.UsageView.as_view()),
     path("requests/<str:request_id>/usage", request_usage.RequestUsageView.as_view()),

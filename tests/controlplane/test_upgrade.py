@@ -47,12 +47,46 @@ with as_owner(connection):
 """
 
 
+#: An adapter whose three ready versions went live one after the other. Its owner is held by the
+#: tables' policies while they are forced.
+_ADAPTER = """
+alter table adapters_adapter no force row level security;
+alter table adapters_adapterversion no force row level security;
+alter table tenants_tenant no force row level security;
+insert into tenants_tenant (id, created_at, name, slug, status, requires_second_factor,
+    allowed_origins) values (gen_random_uuid(), now(), 'Old', 'old', 'active', false, '[]');
+insert into adapters_basemodel (id, created_at, name, revision, config, context_length, max_rank,
+    is_active) values (gen_random_uuid(), now(), 'tiny', '0', '{}', 128, 64, true);
+insert into adapters_adapter (id, created_at, name, description, base_model_id, tenant_id)
+    select gen_random_uuid(), now(), 'invoices', '', b.id, t.id
+    from adapters_basemodel b, tenants_tenant t where t.slug = 'old';
+insert into adapters_adapterversion (id, created_at, number, status, source, digest, num_bytes,
+    config_num_bytes, max_rank, reasons, report, ready_at, status_changed_at, adapter_id, tenant_id)
+    select gen_random_uuid(), now(), n, case n when 2 then 'rejected' else 'ready' end, 'upload',
+        '', 1, 1, 1, '[]', '{}', now() + n * interval '1 s', now(), a.id, a.tenant_id
+    from adapters_adapter a, generate_series(1, 4) n;
+update adapters_adapter set live_version_id =
+    (select id from adapters_adapterversion where number = 4);
+set constraints all immediate;
+alter table adapters_adapter force row level security;
+alter table adapters_adapterversion force row level security;
+alter table tenants_tenant force row level security;
+"""
+_PROMOTIONS = """
+    select p.previous_number, p.number, v.number, p.cause
+    from adapters_promotion p join adapters_adapterversion v on v.id = p.version_id
+    order by p.created_at
+"""
+
+
 @pytest.fixture(scope="module")
 def upgraded(stack: EmbeddedStack) -> dict[str, str]:
     """The environment of such a database, after today's `migrate`."""
     env = {**os.environ, **own_database(stack.env, "upgrade")}
     _manage(env, "shell", "--no-imports", "-c", _AS_BEFORE)
     assert _columns(env).items() >= _columns_before().items()
+    with psycopg.connect(env["DATABASE_OWNER_URL"]) as connection:
+        connection.execute(_ADAPTER.encode())
     _manage(env, "migrate", "--no-input")
     return env
 
@@ -75,6 +109,19 @@ def test_tables_columns_and_policies_stay(upgraded: dict[str, str]) -> None:
     assert {column: after.get(column) for column in before} == before
     policies = dict(_rows(upgraded, _POLICIES))
     assert {table: policies.get(table) for table in BEFORE["policies"]} == BEFORE["policies"]
+
+
+def test_adapters_go_on_as_before_with_the_history_that_they_had(upgraded: dict[str, str]) -> None:
+    unforced = "alter table {} no force row level security"
+    tables = ("adapters_adapter", "adapters_adapterversion", "adapters_promotion")
+    with psycopg.connect(upgraded["DATABASE_OWNER_URL"]) as connection:
+        for table in tables:
+            connection.execute(unforced.format(table).encode())
+        policies = connection.execute("select promotion_policy from adapters_adapter").fetchall()
+        rows = connection.execute(_PROMOTIONS.encode()).fetchall()
+        connection.rollback()
+    assert policies == [("immediate",)]
+    assert rows == [(None, 1, 1, "first"), (1, 3, 3, "policy"), (3, 4, 4, "policy")]
 
 
 def test_models_keep_their_apps(upgraded: dict[str, str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -80,7 +81,11 @@ def test_a_due_schedule_trains_and_its_new_version_answers(nightly: System) -> N
     assert (run["status"], run["error"]) == ("succeeded", "")
     assert run["progress"]["step"] == HYPERPARAMETERS["max_steps"]
     assert run["version"] == before + 1
-    assert call(system, "GET", f"adapters/{adapter}")["live_version"] == run["version"]
+    # It waits until somebody makes it live; then every gateway has it within a second.
+    assert call(system, "GET", f"adapters/{adapter}")["live_version"] == before
+    promoted = call(system, "POST", f"adapters/{adapter}/versions/{run['version']}/promote")
+    assert promoted["live_version"] == run["version"]
+    time.sleep(1)
     # The slot is used up: the next one is tonight's.
     assert call(system, "GET", f"adapters/{adapter}/schedule")["next_run_at"] > run["created_at"]
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from django.conf import settings
+from django.contrib import messages
 from django.http import Http404, HttpResponse
-from django.shortcuts import render
-from django.views.decorators.http import require_safe
+from django.shortcuts import get_object_or_404, redirect, render
+from django.views.decorators.http import require_POST, require_safe
 
-from controlplane.adapters.models import Adapter, AdapterVersion
+from controlplane.adapters import promotion
+from controlplane.adapters.models import Adapter, AdapterVersion, Promotion
 from controlplane.console import overview as reads
 from controlplane.console.access import ConsoleRequest, member_page
+from controlplane.errors import ApiError
+from controlplane.tenants.auth import Permission
 from controlplane.training.models import Schedule, TrainingRun
 
 Status = AdapterVersion.Status
@@ -25,6 +29,7 @@ _STEPS = (
     (Status.READY, "Ready"),
 )
 NUM_RUNS = 10
+NUM_HISTORY = 10
 
 
 @require_safe
@@ -46,6 +51,9 @@ def adapter(request: ConsoleRequest, name: str) -> HttpResponse:
     )
     context = {
         "adapter": found,
+        "earlier": promotion.version_before(found),
+        "history": Promotion.objects.filter(adapter=found).order_by("-created_at")[:NUM_HISTORY],
+        "policies": Adapter.PromotionPolicy.choices,
         "versions": found.versions.select_related("created_by").order_by("-number"),
         "schedule": Schedule.objects.filter(adapter=found).select_related("dataset").first(),
         "runs": runs,
@@ -66,6 +74,51 @@ def version(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
 def version_status(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
     """Render the part of a version's page that changes during the check."""
     return render(request, "console/_version.html", _version_context(name, number))
+
+
+@require_POST
+@member_page(permission=Permission.ADAPTERS_WRITE)
+def promote(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
+    """Make a version live."""
+    found = get_adapter(name)
+    version = get_object_or_404(AdapterVersion, adapter=found, number=number)
+    try:
+        promotion.adapter_version_promote(version=version, reason=_reason(request))
+    except ApiError as error:
+        messages.error(request, error.message)
+        return redirect("console:version", name, number)
+    messages.success(request, f"Version {number} is live.")
+    return redirect("console:adapter", name)
+
+
+@require_POST
+@member_page(permission=Permission.ADAPTERS_WRITE)
+def roll_back(request: ConsoleRequest, name: str) -> HttpResponse:
+    """Make the version live that was so before."""
+    try:
+        found = promotion.adapter_roll_back(adapter=get_adapter(name), reason=_reason(request))
+    except ApiError as error:
+        messages.error(request, error.message)
+    else:
+        assert found.live_version is not None
+        messages.success(request, f"Version {found.live_version.number} is live again.")
+    return redirect("console:adapter", name)
+
+
+@require_POST
+@member_page(permission=Permission.ADAPTERS_WRITE)
+def set_policy(request: ConsoleRequest, name: str) -> HttpResponse:
+    """Set what happens to versions that become ready."""
+    policy = request.POST.get("promotion_policy", "")
+    if policy not in Adapter.PromotionPolicy.values:
+        raise Http404
+    promotion.promotion_policy_set(adapter=get_adapter(name), policy=policy)
+    messages.success(request, "The policy for new versions is set.")
+    return redirect("console:adapter", name)
+
+
+def _reason(request: ConsoleRequest) -> str:
+    return request.POST.get("reason", "").strip()
 
 
 def get_adapter(name: str) -> Adapter:

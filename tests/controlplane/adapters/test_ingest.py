@@ -117,9 +117,15 @@ class TestDecision:
     def test_same_files_twice_have_one_digest(self) -> None:
         first, second = validate(upload()), validate(upload())
         assert first.digest == second.digest
-        assert Adapter.objects.get().live_version == second
 
-    def test_newest_ready_version_stays_live(self) -> None:
+    def test_a_second_version_is_ready_and_waits(self) -> None:
+        first, second = validate(upload()), validate(upload())
+        assert second.status == Status.READY
+        assert Adapter.objects.get().live_version == first
+
+    @pytest.mark.parametrize("policy", Adapter.PromotionPolicy.values)
+    def test_newest_ready_version_stays_live(self, policy: str) -> None:
+        services.adapter_create(name="invoices", promotion_policy=policy)
         first, second = upload(), upload()
         for version in (second, first):
             ingest.version_ingest(version.pk)

@@ -23,6 +23,7 @@ from django.utils import timezone
 from contract import child_environment
 from controlplane.adapters import services as adapter_services
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
+from controlplane.adapters.promotion import promotion_policy_set
 from controlplane.adapters.resolution import model_resolve
 from controlplane.infra import storage
 from controlplane.infra.daily_window import DailyWindow
@@ -81,9 +82,13 @@ def test_a_due_schedule_trains_once_and_its_version_goes_live(
     adapter.refresh_from_db()
     assert adapter.live_version == version
 
-    run = execute(make_run(seed=2))  # the next run makes the next version, and it goes live
+    run = execute(make_run(seed=2))  # the next run makes the next version, which waits
     assert run.version is not None
     assert run.version.number == 2
+    adapter.refresh_from_db()
+    assert adapter.live_version == version
+    promotion_policy_set(adapter=adapter, policy="immediate")
+    run = execute(make_run(seed=3))
     adapter.refresh_from_db()
     assert adapter.live_version == run.version
 
