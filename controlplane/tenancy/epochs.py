@@ -91,8 +91,8 @@ class _Watched(NamedTuple):
 
 _watched: dict[str, _Watched] = {}
 _WRITE = re.compile(r'\s*(update|delete\s+from|insert\s+into|merge\s+into)\s+"?(\w+)', re.I)
-#: An UPDATE that assigns parameters, up to its WHERE.
-_ASSIGNED = re.compile(r'UPDATE "\w+" SET ((?:"\w+" = %s(?:, )?)+) WHERE ')
+#: An UPDATE that assigns values, up to its WHERE.
+_ASSIGNED = re.compile(r'UPDATE "\w+" SET ((?:"\w+" = (?:%s|NULL)(?:, )?)+) WHERE ')
 
 
 def watch(
