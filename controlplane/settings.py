@@ -11,6 +11,7 @@ from contract.child_environment import child_environment
 from contract.gpu_share import trainer_gpu_share
 from controlplane.infra.daily_window import DailyWindow
 from controlplane.infra.mail import email_settings
+from controlplane.tenancy.database.patient import PatientConnection
 
 BASE_DIR = Path(__file__).resolve().parent.parent
 
@@ -91,6 +92,7 @@ INSTALLED_APPS = [
 
 MIDDLEWARE = [
     "django.middleware.security.SecurityMiddleware",
+    "controlplane.tenancy.away.DatabaseAwayMiddleware",
     "controlplane.audit.origin.AuditOriginMiddleware",
     "django.contrib.sessions.middleware.SessionMiddleware",
     "django.middleware.common.CommonMiddleware",
@@ -122,6 +124,11 @@ TEMPLATES = [
 
 # A pool and persistent connections exclude each other; under ASGI only the pool is bounded.
 DATABASE_POOL_SIZE = int(env("DATABASE_POOL_SIZE", "0"))
+#: How long gateways go on with keys, models and limits that they have seen when it is away.
+DATABASE_AWAY_S = float(env("LORIKEET_DATABASE_AWAY_S", "30"))
+MAX_DATABASE_AWAY_S = 600
+if DATABASE_AWAY_S > MAX_DATABASE_AWAY_S:
+    raise ImproperlyConfigured(f"LORIKEET_DATABASE_AWAY_S is above {MAX_DATABASE_AWAY_S}")
 DATABASES = {
     "default": dj_database_url.parse(
         env("DATABASE_URL"),
@@ -155,6 +162,10 @@ if DATABASE_POOL_SIZE:
         "min_size": 1,
         "max_size": DATABASE_POOL_SIZE,
         "timeout": 10,
+        # A failed attempt is repeated for so long; then the next request makes a new one. The
+        # default, five minutes, has pauses in which the pool does not see that the server is back.
+        "reconnect_timeout": 1,
+        "connection_class": PatientConnection,
     }
 
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"

@@ -48,6 +48,7 @@ SLOW = (
     "controlplane/test_asgi.py",
     "worker/test_schema_proof.py",
     "worker/training/test_train_families.py",
+    "controlplane/gateway/test_postgres_away.py",
     "worker/test_away.py",
     "worker/test_endings.py",
     "worker/test_lost_replies.py",

@@ -6,7 +6,12 @@ class AdaptersConfig(AppConfig):
 
     def ready(self) -> None:
         from controlplane.adapters import services
+        from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
         from controlplane.limits import quotas
+        from controlplane.tenancy import epochs
 
         quotas.USES["storage_bytes"].append(services.storage_used)
         quotas.USES["adapter_checks"].append(services.checks_waiting)
+        epochs.watch(Adapter)
+        epochs.watch(AdapterVersion)
+        epochs.watch(BaseModel, is_shared=True)

@@ -8,11 +8,10 @@ from typing import Any
 from django.conf import settings
 from django.contrib.auth import get_user
 from django.core.handlers.asgi import ASGIRequest
-from django.db import DatabaseError
 
 from controlplane.errors import ApiError
+from controlplane.gateway import callers
 from controlplane.infra.threads import query_in_thread
-from controlplane.tenants import auth
 
 
 async def is_known(scope: dict[str, Any]) -> bool:
@@ -24,10 +23,6 @@ async def is_known(scope: dict[str, Any]) -> bool:
     header = request.headers.get("Authorization")
     address = request.META.get("REMOTE_ADDR") or ""
 
-    def has_key() -> bool:
-        auth.authenticate(header, address, touches=False)
-        return True
-
     def has_session() -> bool:
         engine = import_module(settings.SESSION_ENGINE)
         cookie = request.COOKIES.get(settings.SESSION_COOKIE_NAME)
@@ -35,6 +30,9 @@ async def is_known(scope: dict[str, Any]) -> bool:
         return bool(get_user(request).is_authenticated)
 
     try:
-        return await query_in_thread(has_session if header is None else has_key)
-    except (ApiError, DatabaseError):
+        if header is None:
+            return await query_in_thread(has_session)
+        await callers.principal_of((header, address))
+    except ApiError:
         return False
+    return True

@@ -1,9 +1,16 @@
-"""/v1/models: what the caller may put in `model`."""
+"""/v1/models: what the caller may put in `model`.
+
+Answers are kept by key and address, for while the database is away.
+"""
 
 from __future__ import annotations
 
+import collections
+import uuid
+from collections.abc import Callable
 from typing import Any, ClassVar
 
+from django.http import HttpRequest, HttpResponse, HttpResponseBase
 from drf_spectacular.utils import extend_schema, extend_schema_serializer
 from rest_framework import serializers
 from rest_framework.request import Request
@@ -14,8 +21,13 @@ from controlplane.adapters.services import model_delete
 from controlplane.gateway.row_views import GatewayAPIView
 from controlplane.inference import access
 from controlplane.inference.model_selector import ModelSelector
+from controlplane.inference.while_away import Kept, ask
 from controlplane.rest.fields import Constant
-from controlplane.tenants.auth import Permission
+from controlplane.tenancy import epochs
+from controlplane.tenants.auth import Permission, Principal
+
+#: Of all kept answers together.
+MAX_KEPT_BYTES = 16 * 1024**2
 
 
 @extend_schema_serializer(component_name="Model")
@@ -63,7 +75,52 @@ class ModelDeletedSerializer(serializers.Serializer[Any]):
     deleted = Constant(True)
 
 
-class ModelsView(GatewayAPIView):
+class _KeptAnswers:
+    """The last answers, by key and address; the oldest make room."""
+
+    def __init__(self) -> None:
+        self._kept: collections.OrderedDict[tuple[uuid.UUID, str], Kept[bytes]]
+        self._kept = collections.OrderedDict()
+        self._num_bytes = 0
+
+    def get(self, key: tuple[uuid.UUID, str]) -> Kept[bytes] | None:
+        return self._kept.get(key)
+
+    def put(self, key: tuple[uuid.UUID, str], kept: Kept[bytes]) -> None:
+        replaced = self._kept.pop(key, None)
+        self._num_bytes += len(kept.answer) - (len(replaced.answer) if replaced else 0)
+        self._kept[key] = kept
+        while self._num_bytes > MAX_KEPT_BYTES:
+            _, oldest = self._kept.popitem(last=False)
+            self._num_bytes -= len(oldest.answer)
+
+
+_kept = _KeptAnswers()
+
+
+class _ReadAwayView(GatewayAPIView):
+    """Answers GET with what it answered before, while the database is away."""
+
+    @classmethod
+    async def answered(
+        cls, request: HttpRequest, principal: Principal, work: Callable[[], HttpResponseBase]
+    ) -> HttpResponseBase:
+        if request.method != "GET" or principal.api_key is None:
+            return await super().answered(request, principal, work)
+        key, asked = (principal.api_key.id, request.path), epochs.stamp()
+        kept = _kept.get(key)
+        before: Kept[HttpResponseBase] | None = None
+        if kept is not None:
+            answer = HttpResponse(kept.answer, content_type="application/json")
+            before = Kept(answer, kept.tenant_id, kept.stamps)
+        response = await ask(work, before)
+        is_new = before is None or response is not before.answer
+        if is_new and isinstance(response, HttpResponse) and response.status_code == 200:
+            _kept.put(key, Kept(response.content, principal.tenant.id, (asked,)))
+        return response
+
+
+class ModelsView(_ReadAwayView):
     permissions: ClassVar = {"GET": Permission.INFER}
 
     @extend_schema("gateway_models", responses=ModelListSerializer)
@@ -73,7 +130,7 @@ class ModelsView(GatewayAPIView):
         return Response(ModelListSerializer({"data": models}).data)
 
 
-class ModelView(GatewayAPIView):
+class ModelView(_ReadAwayView):
     permissions: ClassVar = {"GET": Permission.INFER, "DELETE": Permission.ADAPTERS_WRITE}
 
     @extend_schema("gateway_model", responses=ServedModelSerializer)

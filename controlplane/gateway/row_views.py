@@ -110,10 +110,17 @@ class GatewayAPIView(RowAPIView):
             permission = cls.permissions[request.method or ""]
             principal = await callers.authenticate(request, permission)
             work = as_caller(request, principal, lambda: view(request, **kwargs))
-            response: HttpResponseBase = await cls.run_in_thread(work)
-            return response
+            return await cls.answered(request, principal, work)
 
         return gateway_view(*cls.permissions)(served)
+
+    @classmethod
+    async def answered(
+        cls, request: HttpRequest, principal: Principal, work: Callable[[], HttpResponseBase]
+    ) -> HttpResponseBase:
+        """Run the view."""
+        response: HttpResponseBase = await cls.run_in_thread(work)
+        return response
 
     def dispatch(self, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
         response = super().dispatch(request, *args, **kwargs)

@@ -1,11 +1,12 @@
 """Resolve what a caller's `model` means, whether they may use it, and which limits apply.
 
 Answers are kept for `CACHE_S`, as `controlplane.tenants.auth` keeps keys: under load most requests
-need no query and no thread.
+need no query and no thread. They are kept longer for `kept`, while the database is away.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import difflib
 import time
@@ -22,11 +23,12 @@ from controlplane.adapters.resolution import (
     model_resolve,
     names_like,
 )
-from controlplane.errors import InvalidRequest, NotFound, PermissionDenied
+from controlplane.errors import ApiError, InvalidRequest, NotFound, PermissionDenied
 from controlplane.inference.model_selector import ModelSelector
 from controlplane.infra.threads import query_in_thread
 from controlplane.limits.admit import Limits
 from controlplane.limits.services import limits_for
+from controlplane.tenancy import epochs
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.auth import CACHE_S, Permission, Principal, authorize
 from controlplane.tenants.key_rules import allows_model
@@ -59,14 +61,19 @@ class Caller:
 
 
 class _Known(NamedTuple):
-    """What a name means to a key, and the limits of that; valid until a monotonic time."""
+    """What a name means to a key, and the limits of that, as the database said when asked."""
 
     model: ResolvedModel
     limits: Limits
-    until: float
+    asked: epochs.Stamp
+
+    @property
+    def is_fresh(self) -> bool:
+        return time.monotonic() < self.asked.at + CACHE_S
 
 
-_known: dict[tuple[uuid.UUID, str], _Known] = {}  # by key and name
+#: By key and name; those that were not asked for longest come first.
+_known: collections.OrderedDict[tuple[uuid.UUID, str], _Known] = collections.OrderedDict()
 
 
 async def resolve(principal: Principal, selector: ModelSelector) -> Caller:
@@ -75,20 +82,49 @@ async def resolve(principal: Principal, selector: ModelSelector) -> Caller:
     principal  with an API key
     Raises PermissionDenied, NotFound, or InvalidRequest for adapters that do not go together.
     """
+    caller = known(principal, selector)
+    if caller is None:
+        caller = await query_in_thread(lambda: resolve_now(principal, selector))
+    return caller
+
+
+def known(principal: Principal, selector: ModelSelector) -> Caller | None:
+    """Do as `resolve`, from memory; None if a name is not fresh there."""
     _check(principal, selector)
-    now = time.monotonic()
-    known = [_known.get((_key_id(principal), name)) for name in selector.names]
-    fresh = [entry for entry in known if entry is not None and entry.until > now]
-    if len(fresh) < len(selector.names):
-        return await query_in_thread(lambda: resolve_now(principal, selector))
-    return _caller(principal, selector, fresh)
+    fresh = [entry for entry in _entries(principal, selector) if entry and entry.is_fresh]
+    return _caller(principal, selector, fresh) if len(fresh) == len(selector.names) else None
+
+
+def kept(
+    principal: Principal, selector: ModelSelector
+) -> tuple[Caller, tuple[epochs.Stamp, ...]] | None:
+    """Return what the database last said, and when, for while it is away.
+
+    None if it was not asked lately, did not agree, or a budget's period has ended since: of the
+    next one only the database knows what is spent.
+    """
+    found = [entry for entry in _entries(principal, selector) if entry and entry.asked.is_recent]
+    if len(found) < len(selector.names):
+        return None
+    budgets = [budget for entry in found for budget in entry.limits.budgets]
+    if any(budget.ends_at <= time.time() for budget in budgets):
+        return None
+    try:
+        _check(principal, selector)
+        return _caller(principal, selector, found), tuple(entry.asked for entry in found)
+    except ApiError:
+        return None
+
+
+def _entries(principal: Principal, selector: ModelSelector) -> list[_Known | None]:
+    return [_known.get((_key_id(principal), name)) for name in selector.names]
 
 
 def resolve_now(principal: Principal, selector: ModelSelector) -> Caller:
     """Do as `resolve`, from the database, for code that is in a thread already."""
     _check(principal, selector)
     found = []
-    until = time.monotonic() + CACHE_S  # from before the query, which may take long
+    asked = epochs.stamp()  # from before the query, which may take long
     with tenant_scope(principal.tenant.id):
         for name, param in zip(selector.names, selector.params, strict=True):
             try:
@@ -97,11 +133,12 @@ def resolve_now(principal: Principal, selector: ModelSelector) -> Caller:
                 error.param = param
                 error.message += _way_out(principal, name)
                 raise
-            found.append(_Known(model, _limits(principal, name), until))
-    if len(_known) >= _CACHE_MAX_MODELS:
-        _known.clear()
+            found.append(_Known(model, _limits(principal, name), asked))
     for name, entry in zip(selector.names, found, strict=True):
+        _known.pop((_key_id(principal), name), None)  # so that it comes last
         _known[_key_id(principal), name] = entry
+        if len(_known) > _CACHE_MAX_MODELS:
+            _known.popitem(last=False)
     return _caller(principal, selector, found)
 
 

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 
 from controlplane.adapters.models import BaseModel, is_serving
 from controlplane.errors import ApiError, InvalidRequest, NotFound, Unavailable
+from controlplane.inference.while_away import Kept, ask
 from controlplane.infra.threads import query_in_thread
 from controlplane.queue.dispatcher import get_dispatcher
+from controlplane.tenancy import epochs
 
 CACHE_S = 5.0
 
-_known: tuple[float, Sequence[BaseModel]] = (0.0, ())
+_known: Kept[Sequence[BaseModel]] | None = None
 
 
 async def default_base(field: str = "adapter_id") -> BaseModel:
@@ -49,11 +51,14 @@ def _why_none() -> ApiError:
 
 async def _active() -> Sequence[BaseModel]:
     global _known
-    until, found = _known
-    if until <= time.monotonic():
-        found = await query_in_thread(lambda: list(BaseModel.objects.filter(is_serving())[:100]))
-        _known = (time.monotonic() + CACHE_S, found)
-    return found
+    if _known is None or _known.stamps[0].at + CACHE_S <= time.monotonic():
+        _known = await ask(_active_now, _known and Kept(_known, None, _known.stamps))
+    return [base for base in _known.answer if not base.is_shut_down]
+
+
+def _active_now() -> Kept[Sequence[BaseModel]]:
+    asked = epochs.stamp()
+    return Kept(list(BaseModel.objects.filter(is_serving())[:100]), None, (asked,))
 
 
 def eos_token_id(base: BaseModel) -> int:

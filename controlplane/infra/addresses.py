@@ -1,8 +1,12 @@
-"""Answer requests for unknown addresses, and name the address that the client probably meant."""
+"""Answer requests for unknown addresses, and name the address that the client probably meant.
+
+And those that fail for a reason of ours.
+"""
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 
 from django.http import HttpRequest, HttpResponse
@@ -10,6 +14,8 @@ from django.urls import Resolver404, resolve
 from django.views import defaults
 
 from controlplane.errors import NOTHING_HERE, InternalError, NotFound
+from controlplane.infra.circuit import is_away
+from controlplane.infra.outages import DatabaseAway
 
 #: Longer addresses are not looked at.
 _MAX_CHARS = 300
@@ -29,6 +35,14 @@ _HINTS["health_generate"] = _HINTS["healthcheck"] = _HINTS["ready"] = _HINTS["pi
 _HINTS["get_model_info"] = _HINTS["get_server_info"] = _HINTS["server_info"] = _HINTS["version"]
 _API_V1 = "/api/v1/"
 _JSON_PATHS = ("/api/", "/ops/", "/v1/")
+_AWAY_PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>Not available now</title>
+<h1>Not available now</h1>
+<p>The database does not answer. Nothing was lost that had been saved. Try again in a moment.</p>
+</html>
+"""
 
 
 def page_not_found(request: HttpRequest, exception: Exception) -> HttpResponse:
@@ -42,9 +56,19 @@ def page_not_found(request: HttpRequest, exception: Exception) -> HttpResponse:
 
 def server_error(request: HttpRequest) -> HttpResponse:
     """Answer after an unexpected exception, which is already logged; Django's handler500."""
+    if is_away(sys.exc_info()[1]):
+        return database_away(request)
     if request.path.startswith(_JSON_PATHS):
         return InternalError("The server failed to answer this request.").response()
     return defaults.server_error(request)
+
+
+def database_away(request: HttpRequest) -> HttpResponse:
+    """Answer without PostgreSQL a request that needs it."""
+    error = DatabaseAway()
+    if not is_page(request) or request.path.startswith(_JSON_PATHS):
+        return error.response()
+    return HttpResponse(_AWAY_PAGE, status=error.status, headers=error.headers())
 
 
 def is_page(request: HttpRequest) -> bool:

@@ -3,6 +3,7 @@
 from django.db import InterfaceError, OperationalError
 from redis.exceptions import RedisError
 
+from controlplane.errors import Unavailable
 from controlplane.infra.storage import STORAGE_ERRORS
 
 DATABASE_OUTAGE = (OperationalError, InterfaceError)
@@ -10,3 +11,10 @@ DATABASE_OUTAGE = (OperationalError, InterfaceError)
 REDIS_OUTAGE = (RedisError, OSError, RuntimeError)
 #: Of the database and the object store together.
 STORE_OUTAGE = (*DATABASE_OUTAGE, *STORAGE_ERRORS)
+
+
+class DatabaseAway(Unavailable):
+    """PostgreSQL cannot be reached; `controlplane.infra.circuit` finds out when it can."""
+
+    def __init__(self) -> None:
+        super().__init__("The database does not answer.", retry_after_s=2)

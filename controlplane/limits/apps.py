@@ -6,6 +6,10 @@ class LimitsConfig(AppConfig):
 
     def ready(self) -> None:
         from controlplane.limits import services
+        from controlplane.limits.models import Budget, RateLimit
+        from controlplane.tenancy import epochs
         from controlplane.tenants import key_grants
 
         key_grants.LIMITED.append(services.limited_keys)
+        epochs.watch(RateLimit, has_inserts=True)
+        epochs.watch(Budget, has_inserts=True)

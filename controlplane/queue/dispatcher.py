@@ -16,7 +16,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 import redis.asyncio
-from asgiref.sync import sync_to_async
 from django.conf import settings
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
@@ -27,6 +26,7 @@ from contract.protocol import Control, ControlMessage, ErrorCode, GenerateJob, T
 from contract.queue import fair_queue
 from controlplane.errors import ApiError, Unavailable
 from controlplane.infra.outages import REDIS_OUTAGE
+from controlplane.infra.threads import query_in_thread
 from controlplane.limits.admit import (
     ADMIT,
     CANCEL,
@@ -59,6 +59,7 @@ from controlplane.queue.workers import (
     served_models,
 )
 from controlplane.requestlog.recorder import Recorder
+from controlplane.tenancy.epochs import EpochReader
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -101,13 +102,15 @@ class Dispatcher:
         self._reply_reader = ReplyReader(self._redis, self.gateway_id, self._deliver)
         self._tasks: set[asyncio.Task[Any]] = set()
         self.recorder = Recorder()
+        self.epochs = EpochReader(self._redis)
 
     async def start(self) -> None:
         """Announce this gateway; workers cancel the jobs of one that they do not know."""
         await self._reply_reader.say_alive()
         await self._refresh_workers()
+        await self.epochs.read()
         loops = (self._reply_reader.read_loop, self._beat_loop, self._refresh_loop, self._reap_loop)
-        for loop in (*loops, self.recorder.run):
+        for loop in (*loops, self.recorder.run, self.epochs.run):
             self._spawn(_keep_up(loop))
 
     async def close(self) -> None:
@@ -221,8 +224,11 @@ class Dispatcher:
             await self._seed_budget(job.tenant_id, limits.budgets[verdict.index - 1])
 
     async def _seed_budget(self, tenant_id: str, budget: BudgetPeriod) -> None:
-        """Tell Redis what the database knows of a budget that it does not know."""
-        spent = await sync_to_async(tokens_spent)(tenant_id, budget)
+        """Tell Redis what the database knows of a budget that it does not know.
+
+        Raises Unavailable.
+        """
+        spent = await query_in_thread(lambda: tokens_spent(tenant_id, budget))
         await self._seed(
             keys=[budget_state_key(self._pool, tenant_id, budget)],
             args=[spent, int(budget.ends_at) + BUDGET_TTL_S],

@@ -8,6 +8,7 @@ request's session; `authorize` is the only place that compares permissions.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import datetime as dt
 import hmac
@@ -22,7 +23,8 @@ from django.utils import timezone
 from rest_framework.authentication import BaseAuthentication, SessionAuthentication
 from rest_framework.request import Request
 
-from controlplane.errors import AuthenticationFailed, PermissionDenied
+from controlplane.errors import ApiError, AuthenticationFailed, PermissionDenied
+from controlplane.tenancy import epochs
 from controlplane.tenancy.scoping import all_tenants
 from controlplane.tenants import keys
 from controlplane.tenants.key_rules import allows_address
@@ -99,7 +101,7 @@ def authenticate(header: str | None, address: str = "", *, touches: bool = True)
     """
     parts = _parse_header(header)
     secret_hmac = parts.secret_hmac(settings.API_KEY_PEPPER)
-    asked_at = time.monotonic()
+    asked = epochs.stamp()
     with all_tenants(reason="a key says which tenant it is of"):
         api_key = next(iter(_key_rows(parts)), None)
         if api_key is None or not _matches(api_key, secret_hmac):
@@ -107,7 +109,7 @@ def authenticate(header: str | None, address: str = "", *, touches: bool = True)
         principal = _check_key(api_key, address)
     if touches and touch_is_due(principal):
         touch([principal])
-    _remember(principal, asked_at)
+    _remember(principal, asked)
     return principal
 
 
@@ -137,12 +139,26 @@ def cached_principal(header: str | None, address: str = "") -> Principal | None:
     parts = _parse_header(header)
     secret_hmac = parts.secret_hmac(settings.API_KEY_PEPPER)
     cached = _cache.get(parts.public_id)
-    if cached is None or cached.until <= time.monotonic():
+    if cached is None or cached.asked.at + CACHE_S <= time.monotonic():
         return None
-    is_same = cached.api_key.environment == parts.environment
-    if not (is_same and _matches(cached.api_key, secret_hmac)):
+    return _check_key(cached.api_key, address) if _is_of(cached, parts, secret_hmac) else None
+
+
+def kept_principal(header: str | None, address: str = "") -> tuple[Principal, epochs.Stamp] | None:
+    """Return the caller as the database last knew it, and when, for while it is away.
+
+    None if this key, with this secret and from this address, was not let in lately.
+    """
+    try:
+        parts = _parse_header(header)
+        cached = _cache.get(parts.public_id)
+        if cached is None or not cached.asked.is_recent:
+            return None
+        if not _is_of(cached, parts, parts.secret_hmac(settings.API_KEY_PEPPER)):
+            return None
+        return _check_key(cached.api_key, address), cached.asked
+    except ApiError:
         return None
-    return _check_key(cached.api_key, address)
 
 
 def session_principal(request: HttpRequest) -> Principal | None:
@@ -202,19 +218,25 @@ def forget_key(public_id: str) -> None:
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Cached:
     api_key: ApiKey
-    until: float  # time.monotonic()
+    asked: epochs.Stamp  # of the start of the query: the answer may be late
 
 
-_cache: dict[str, _Cached] = {}
+_cache: collections.OrderedDict[str, _Cached] = collections.OrderedDict()
 
 
-def _remember(principal: Principal, asked_at: float) -> None:
-    """Cache it for `CACHE_S`, counted from the start of the query: the answer may be late."""
+def _remember(principal: Principal, asked: epochs.Stamp) -> None:
+    """Cache it; the keys that were not asked for longest make room."""
     assert principal.api_key is not None
-    if len(_cache) >= _CACHE_MAX_KEYS:
-        _cache.clear()
-    entry = _Cached(principal.api_key, asked_at + CACHE_S)
-    _cache[principal.api_key.public_id] = entry
+    public_id = principal.api_key.public_id
+    _cache.pop(public_id, None)  # so that it comes last
+    _cache[public_id] = _Cached(principal.api_key, asked)
+    if len(_cache) > _CACHE_MAX_KEYS:
+        _cache.popitem(last=False)
+
+
+def _is_of(cached: _Cached, parts: keys.KeyParts, secret_hmac: bytes) -> bool:
+    is_same = cached.api_key.environment == parts.environment
+    return is_same and _matches(cached.api_key, secret_hmac)
 
 
 def _parse_header(header: str | None) -> keys.KeyParts:

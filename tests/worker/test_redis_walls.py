@@ -39,6 +39,7 @@ OF_A_TENANT = [
     rf"q:{P}:[^:]+:[ib]:(?P<tenant>{UUID})",
     rf"lim:{P}:(?P<tenant>{UUID}):[0-9a-f]{{32}}(?::run|:wait)?",
     rf"bud:{P}:(?P<tenant>{UUID}):[0-9a-f]{{32}}:\d+",
+    rf"epochs:(?P<tenant>{UUID})",
 ]
 #: Keys whose every record says, or leads to, its tenant.
 OF_RECORDS = [rf"job:{P}:.+", rf"in:{P}:.+", rf"done:{P}", rf"dlq:{P}", r"out:.+"]
@@ -50,6 +51,7 @@ OF_NOBODY = [
         rf"quar:{P}",
         rf"reap:{P}",
         "aof:rewritten",
+        r"epochs(?::\*)?",
         rf"q:{P}:[^:]+:(?:sums|idle|[ib](?::(?:skip|vt))?)",
         r"cache:1:.+",
         "gw",

@@ -5,17 +5,28 @@ PostgreSQL runs such a message as one transaction. Outside `atomic()` the settin
 statement, inside with the transaction, so a connection never returns to its pool with a tenant's
 scope. The backend stores no state about it: nothing can be stale after a rollback to a savepoint,
 and it costs no round trip.
+
+It also tells `controlplane.tenancy.epochs` of each write that may take rights away, after its
+commit, and bounds what patient code waits (`controlplane.infra.circuit`).
 """
 
 from __future__ import annotations
 
+import functools
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
+import psycopg
+import psycopg_pool
 from django.db.backends.postgresql import base
+from django.utils.asyncio import async_unsafe
 from psycopg.sql import Composable
 
+from controlplane.infra.circuit import circuit, patience_left
+from controlplane.tenancy import epochs
+from controlplane.tenancy.database.patient import AWAY, PatientConnection
 from controlplane.tenancy.scope import database_scope
 
 #: Other statements (DDL, SAVEPOINT, ROLLBACK, …) touch no rows and are sent alone; some must be.
@@ -24,12 +35,49 @@ _TOUCHES_ROWS = re.compile(
 )
 
 
+#: A connection of the pool is seldom waited for so long.
+_LONG_S = 0.5
+
+
 class DatabaseWrapper(base.DatabaseWrapper):
     """Django's PostgreSQL backend, which sends the current scope with every statement."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.execute_wrappers.append(_with_scope)
+        self.execute_wrappers += [_tell_of_writes, _with_scope]
+
+    @async_unsafe
+    def get_new_connection(self, conn_params: dict[str, Any]) -> Any:
+        left = patience_left()
+        if left is not None and circuit.is_open:
+            raise psycopg.OperationalError(AWAY)
+        self.isolation_level = psycopg.IsolationLevel.READ_COMMITTED  # PostgreSQL's default
+        if self.pool is None:
+            return PatientConnection.connect(**conn_params)
+        self.pool.open()
+        return self.pool.getconn() if left is None else self._patient_getconn(left)
+
+    def _patient_getconn(self, seconds: float) -> Any:
+        """Wait for a connection of the pool, but not for a server that is known to be away."""
+        until = time.monotonic() + seconds
+        while True:
+            left = until - time.monotonic()
+            try:
+                return self.pool.getconn(min(left, _LONG_S))
+            except psycopg_pool.PoolTimeout:
+                circuit.doubt()  # all connections may be in use, or cannot be made
+                if circuit.is_open or left <= _LONG_S:
+                    raise
+
+
+def _tell_of_writes(
+    execute: Callable[..., Any], sql: Any, params: Any, many: bool, context: dict[str, Any]
+) -> Any:
+    result = execute(sql, params, many, context)
+    if isinstance(sql, str) and (moved := epochs.moved_by(sql)) is not None:
+        # Without a transaction that is now; a rollback forgets it.
+        context["connection"].on_commit(functools.partial(epochs.move, moved), robust=True)
+    return result
 
 
 def _with_scope(

@@ -1,0 +1,237 @@
+"""Epochs: they tell a gateway that cannot ask PostgreSQL whether what it knows still holds.
+
+Redis has one counter, the clock, for the platform. Each committed write to a watched table (keys,
+roles, models, limits) advances it and notes the new time as the one at which its tenant moved, or
+all tenants. A gateway reads the clock twice a second, and stamps what it reads from PostgreSQL
+with the time that it knew before. What has a stamp holds if neither its tenant nor all have moved
+since. So reading and stamping cost a request nothing; only while PostgreSQL is away Redis is asked.
+
+The database backend finds the writes, so that no code can forget to tell of them. The epoch moves
+after the commit: a reader that saw the rows before has an older stamp. If Redis does not take it, a
+thread tries again for as long as anything older may be used. If it cannot be told at all (its
+process died just then), what is known ends `settings.DATABASE_AWAY_S` after it was read, at the
+latest. After Redis has restarted, or lost its data, no older stamp holds: a move may be lost, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import functools
+import logging
+import re
+import secrets
+import threading
+import time
+import uuid
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import redis
+from django.conf import settings
+from django.db.models import Model
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+from redis.retry import Retry
+
+from controlplane.infra.outages import REDIS_OUTAGE
+from controlplane.tenancy.scope import current
+
+log = logging.getLogger(__name__)
+
+CLOCK_KEY = "epochs"
+#: In place of a tenant's id.
+ALL = "*"
+READ_INTERVAL_S = 0.5
+#: Of the time of a move: longer than anything may be used without PostgreSQL.
+_TTL_S = 2 * settings.MAX_DATABASE_AWAY_S
+_RETRY_S = 0.5
+#: Of one call of Redis: a write waits for it, and so does a request.
+_TIMEOUT_S = 1.0
+
+_MOVE = """
+redis.call('HSETNX', KEYS[1], 'of', ARGV[1])
+local now = redis.call('HINCRBY', KEYS[1], 'now', 1)
+redis.call('SET', KEYS[2], now, 'EX', ARGV[2])
+"""
+
+
+class Time(NamedTuple):
+    """A time of the clock; `clock` differs when Redis has restarted or lost its data."""
+
+    clock: str
+    now: int
+
+
+class Stamp(NamedTuple):
+    """When something was read from PostgreSQL."""
+
+    at: float  # time.monotonic()
+    time: Time | None  # None: nothing was known of the clock
+
+    @property
+    def is_recent(self) -> bool:
+        """Whether it may be used without PostgreSQL, as far as its age goes."""
+        return time.monotonic() < self.at + settings.DATABASE_AWAY_S
+
+
+_known: Time | None = None
+
+
+def stamp() -> Stamp:
+    """Return the stamp for what is read from now on."""
+    return Stamp(time.monotonic(), _known)
+
+
+class _Watched(NamedTuple):
+    ignored: frozenset[str]
+    is_shared: bool
+    has_inserts: bool
+
+
+_watched: dict[str, _Watched] = {}
+_WRITE = re.compile(r'\s*(update|delete\s+from|insert\s+into|merge\s+into)\s+"?(\w+)', re.I)
+#: An UPDATE that assigns values, up to its WHERE.
+_ASSIGNED = re.compile(r'UPDATE "\w+" SET ((?:"\w+" = (?:%s|NULL)(?:, )?)+) WHERE ')
+
+
+def watch(
+    model: type[Model],
+    *,
+    ignored: Iterable[str] = (),
+    is_shared: bool = False,
+    has_inserts: bool = False,
+) -> None:
+    """Let writes to the model's table move epochs.
+
+    ignored      columns that say nothing about what anybody may do
+    is_shared    its rows belong to no tenant: each write moves all
+    has_inserts  new rows, too, take something away
+    """
+    _watched[model._meta.db_table] = _Watched(frozenset(ignored), is_shared, has_inserts)
+
+
+def moved_by(sql: str) -> str | None:
+    """Return whose epoch a statement moves: the id of the tenant in scope, `ALL`, or None."""
+    write = _WRITE.match(sql)
+    watched = _watched.get(write[2]) if write else None
+    if write is None or watched is None:
+        return None
+    if write[1].lower().startswith("insert") and not watched.has_inserts:
+        return None
+    if watched.ignored and (assigned := _ASSIGNED.match(sql)):
+        if watched.ignored.issuperset(re.findall(r'"(\w+)"', assigned[1])):
+            return None
+    scope = current.get()
+    return str(scope) if isinstance(scope, uuid.UUID) and not watched.is_shared else ALL
+
+
+def moved_key(whose: str) -> str:
+    """Return the key of the time at which a tenant, or `ALL`, last moved."""
+    return f"{CLOCK_KEY}:{whose}"
+
+
+_late: collections.deque[tuple[str, float]] = collections.deque()
+_late_lock = threading.Lock()
+
+
+def move(whose: str) -> None:
+    """Move the epoch of a tenant, or of `ALL`. Does not raise: it may happen later."""
+    with _late_lock:
+        if not _late:
+            try:
+                _move_now(whose)
+                return
+            except RedisError as error:
+                log.warning("the epoch of %s moves later: %r", whose, error)
+            threading.Thread(target=_move_late, name="late-epochs", daemon=True).start()
+        _late.append((whose, time.monotonic()))
+
+
+def _move_now(whose: str) -> None:
+    _client()[1](keys=[CLOCK_KEY, moved_key(whose)], args=[secrets.token_hex(8), _TTL_S])
+
+
+def _move_late() -> None:
+    """Move what could not be moved in time, while it matters."""
+    while True:
+        time.sleep(_RETRY_S)
+        with _late_lock:
+            whose, since = _late[0]
+        try:
+            if time.monotonic() < since + settings.DATABASE_AWAY_S:
+                _move_now(whose)
+        except RedisError:
+            continue
+        with _late_lock:
+            _late.popleft()
+            if not _late:
+                return
+
+
+@functools.cache
+def _client() -> tuple[Any, Any]:
+    """Return this process's client and its script."""
+    client = redis.Redis.from_url(
+        settings.REDIS_URL,
+        protocol=2,
+        socket_connect_timeout=_TIMEOUT_S,
+        socket_timeout=_TIMEOUT_S,
+        retry=Retry(NoBackoff(), 1),  # a connection that Redis has closed meanwhile
+    )
+    return client, client.register_script(_MOVE)
+
+
+class EpochReader:
+    """Reads the epochs for a gateway.
+
+    client  of redis.asyncio
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._redis = client
+
+    async def run(self) -> None:
+        """Keep the clock's time known, until cancelled."""
+        while True:
+            try:
+                await self.read()
+            except REDIS_OUTAGE as error:
+                log.debug("the clock of epochs was not read: %r", error)
+            await asyncio.sleep(READ_INTERVAL_S)
+
+    async def read(self) -> None:
+        global _known
+        _known, _ = await self._ask()
+
+    async def _ask(self, *whose: str) -> tuple[Time, list[int]]:
+        """Return the clock's time, and when these last moved (0: not lately)."""
+        pipe = self._redis.pipeline(transaction=True)
+        pipe.hsetnx(CLOCK_KEY, "of", secrets.token_hex(8))
+        pipe.hmget(CLOCK_KEY, "of", "now")
+        pipe.info("server")
+        for each in whose:
+            pipe.get(moved_key(each))
+        _, (of, now), server, *moved = await pipe.execute()
+        clock = Time(f"{of.decode()} {server['run_id']}", int(now or 0))
+        return clock, [int(value or 0) for value in moved]
+
+    async def hold(self, tenant_id: uuid.UUID | None, stamps: Iterable[Stamp]) -> bool:
+        """Return whether what was read at these times may be used without PostgreSQL.
+
+        tenant_id  whose it is; None: the platform's
+        False in any doubt, also when Redis does not answer.
+        """
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                time, moved = await self._ask(ALL, *([] if tenant_id is None else [str(tenant_id)]))
+        except (*REDIS_OUTAGE, TimeoutError) as error:
+            log.warning("Redis does not answer while PostgreSQL is away: %r", error)
+            return False
+        return all(
+            each.is_recent
+            and each.time is not None
+            and each.time.clock == time.clock
+            and max(moved) <= each.time.now <= time.now
+            for each in stamps
+        )
