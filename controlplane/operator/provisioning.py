@@ -174,7 +174,7 @@ def _field_of(path: str) -> Iterator[None]:
 
 
 def _tenant(slug: str, document: _Document, outcome: Provisioned) -> Tenant:
-    tenant = Tenant.objects.select_for_update().filter(slug=slug).first()
+    tenant = Tenant.objects.select_for_update(no_key=True).filter(slug=slug).first()
     result = Result.UNCHANGED
     status = document.get("status")
     if tenant is None:
