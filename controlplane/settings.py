@@ -381,6 +381,8 @@ SPECTACULAR_SETTINGS = {
         "TenantStatus": "controlplane.tenants.models.Tenant.Status",
         "InviteStatus": "controlplane.tenants.models.Invite.Status",
         "RoleEnum": "controlplane.tenants.models.Role",
+        "ScopesEnum": "controlplane.tenants.permissions.SCOPES",
+        "ServiceKeyScope": "controlplane.service_keys.scopes.SCOPES",
         "KeyRole": "controlplane.operator.tenant_document.KEY_ROLE_CHOICES",
         "KeyEnvironment": "controlplane.tenants.models.ApiKey.Environment",
         "BatchStatus": "controlplane.batches.models.Batch.Status",

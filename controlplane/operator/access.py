@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from django.db import transaction
 from drf_spectacular.extensions import OpenApiAuthenticationExtension
 from rest_framework.authentication import BaseAuthentication, SessionAuthentication
+from rest_framework.exceptions import NotAuthenticated
 from rest_framework.request import Request
 from rest_framework.response import Response
 
@@ -93,8 +94,10 @@ class OperatorAccess(RowAPIView):
 
     @property
     def operator(self) -> Operator:
+        """Who asks. Raises NotAuthenticated."""
         operator = self.request.auth
-        assert isinstance(operator, Operator)
+        if not isinstance(operator, Operator):
+            raise NotAuthenticated
         return operator
 
     def check_scope(self, request: Request) -> None:

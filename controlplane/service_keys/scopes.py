@@ -22,6 +22,7 @@ class Scope(enum.StrEnum):
     POOL_WRITE = "pool:write"
 
 
+SCOPES = tuple(scope.value for scope in Scope)
 #: What a scope allows besides itself.
 _IMPLIED = {
     Scope.TENANTS_WRITE: Scope.TENANTS_READ,
