@@ -126,7 +126,7 @@ class TenantsView(OperatorAPIView):
         "ops_tenants_create", request=TenantCreateSerializer, responses={201: TenantSerializer}
     )
     def post(self, request: Request) -> Response:
-        """Make a tenant. Add its first owner with `manage.py member_add`."""
+        """Make a tenant. `PUT tenants/{slug}` also invites its owner."""
         body = TenantCreateSerializer.parsed(request)
         tenant = services.tenant_create(slug=body["slug"], name=body["name"])
         self.acted_for = tenant.slug

@@ -31,7 +31,15 @@ from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants import key_grants, key_services, people, services
 from controlplane.tenants.invite_mail import invite_send, invite_url
 from controlplane.tenants.key_rules import KeyRules
-from controlplane.tenants.models import ApiKey, Invite, Membership, Role, Tenant
+from controlplane.tenants.models import (
+    SLUG_RULE,
+    ApiKey,
+    Invite,
+    Membership,
+    Role,
+    Tenant,
+    is_slug,
+)
 from controlplane.tenants.permissions import DEFAULT_SCOPES, DEVELOPER, Permission
 from controlplane.tenants.roles import PERMISSIONS
 from controlplane.training.hyperparameters import checked_hyperparameters
@@ -98,6 +106,8 @@ def tenant_provision(
     for part, scope in PART_SCOPES.items():
         if part in document:
             by.check(scope, param=part)
+    if not is_slug(slug):
+        raise InvalidRequest(SLUG_RULE, param="slug")
     outcome = Provisioned(is_dry_run)
     lock_until_commit(f"tenant document {slug}")
     # Rolled back by itself: the caller's transaction may keep more.
