@@ -22,6 +22,7 @@ The body is always OpenAI's: {"error": {"message", "type", "param", "code"}}.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -224,6 +225,13 @@ def _sendable(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
+def from_fields(error: drf.ValidationError) -> InvalidRequest:
+    """Return the error of a body with lists in it: its `param` is as `adapters[3].base_model`."""
+    param, message = _first_detail(error.detail)
+    return InvalidRequest(message, param=param and _INDEX.sub(r"[\1]", param))
+
+
+_INDEX = re.compile(r"\.([0-9]+)(?=\.|\Z)")
 NOTHING_HERE = "There is no such resource."
 
 

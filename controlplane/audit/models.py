@@ -20,6 +20,7 @@ class AuditEvent(TenantModel):
 
     class ActorType(models.TextChoices):
         API_KEY = "api_key"
+        SERVICE_KEY = "service_key"
         USER = "user"
         ANONYMOUS = "anonymous"
         SYSTEM = "system"

@@ -79,6 +79,9 @@ def request_origin(request: HttpRequest, request_id: str) -> Iterator[None]:
 
 def _caller(user: Any) -> tuple[ActorType, str, str]:
     """Return type, id and name of a person, or of a principal: DRF makes it the request's user."""
+    service_key = getattr(user, "service_key", None)
+    if service_key is not None:
+        return ActorType.SERVICE_KEY, service_key.public_id, service_key.name
     api_key = getattr(user, "api_key", None)
     if api_key is not None:
         return ActorType.API_KEY, api_key.public_id, api_key.name

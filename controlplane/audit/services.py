@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import uuid
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 from django.db import connection, models, transaction
@@ -61,6 +63,29 @@ def record_named(
     return _add(action, _Resource(tenant_id, kind, name[:64]), before, after)
 
 
+@contextlib.contextmanager
+def recorded_at_end() -> Iterator[list[AuditEvent]]:
+    """Add the events of the block when it ends; after an exception, none.
+
+    The block may make many changes, one after another: else it would hold a trail's lock while it
+    waits for the rows of the next change, and others wait in the opposite order. Yields the
+    events so far; the caller may remove some.
+    """
+    events: list[AuditEvent] = []
+    token = _waiting.set(events)
+    try:
+        yield events
+    finally:
+        _waiting.reset(token)
+    # The platform's trail is everybody's, so its lock is the last.
+    for event in sorted(events, key=lambda event: event.tenant_id is None):
+        _append(event)
+
+
+#: The events of the innermost `recorded_at_end`; None outside one.
+_waiting: ContextVar[list[AuditEvent] | None] = ContextVar("audit_waiting", default=None)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Resource:
     """What was changed."""
@@ -92,6 +117,16 @@ def _add(
         before=_as_json(before),
         after=_as_json(after),
     )
+    waiting = _waiting.get()
+    if waiting is None:
+        _append(event)
+    else:
+        waiting.append(event)
+    return event
+
+
+def _append(event: AuditEvent) -> None:
+    """Make the event its chain's last, and save it."""
     with _chain_scope(event.tenant_id):
         lock_until_commit(f"audit {event.tenant_id}")  # the end of the chain
         last = _chain(event.tenant_id).order_by("-seq").first()
@@ -99,7 +134,6 @@ def _add(
         event.prev_hash = last.hash if last else ""
         event.hash = event.digest()
         event.save(force_insert=True)
-    return event
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ _PARAMETER = re.compile(
     re.IGNORECASE,
 )
 #: An API key itself; its underscores may be URL-encoded.
-_API_KEY = re.compile(r"\b(lk(?:_|%5F)(?:live|test)(?:_|%5F))[A-Za-z0-9_%]+", re.IGNORECASE)
+_API_KEY = re.compile(r"\b(lk(?:_|%5F)(?:live|test|ops)(?:_|%5F))[A-Za-z0-9_%]+", re.IGNORECASE)
 
 
 class SecretFilter(logging.Filter):

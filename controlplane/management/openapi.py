@@ -31,6 +31,8 @@ from controlplane.tenants import idempotency
 _MANAGEMENT = ("/api/v1/", "/ops/v1/")
 #: Writes of /v1 that accept an Idempotency-Key.
 _KEPT = ("/v1/batches", "/v1/uploads")
+#: Other writes that accept one.
+_KEPT_TOO = {("put", "/ops/v1/tenants/{slug}")}
 _METHODS = ("get", "put", "post", "patch", "delete")
 
 _ERROR: Json = {
@@ -175,7 +177,8 @@ def complete_operations(result: Json, generator: Any, request: Any, public: bool
             call = item[method]
             call["responses"].setdefault("4XX", error)
             call["responses"].setdefault("503", error)
-            if method == "post" and (path.startswith(_MANAGEMENT) or path in _KEPT):
+            is_kept = path.startswith(_MANAGEMENT) or path in _KEPT
+            if (method == "post" and is_kept) or (method, path) in _KEPT_TOO:
                 call.setdefault("parameters", []).append(_IDEMPOTENCY_KEY)
     result["paths"] = dict(sorted(result["paths"].items()))
     schemas = result["components"]["schemas"]

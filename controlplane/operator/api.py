@@ -1,4 +1,4 @@
-"""/ops/v1: the operators' API. It needs an operator's console session; API keys are refused."""
+"""/ops/v1: the operators' API, by session or service key. Tenants' keys are refused."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ import uuid
 from typing import Any
 
 from django.db import transaction
-from drf_spectacular.extensions import OpenApiAuthenticationExtension
-from drf_spectacular.utils import extend_schema
+from drf_spectacular.utils import OpenApiParameter, extend_schema
 from rest_framework import serializers
-from rest_framework.authentication import SessionAuthentication
 from rest_framework.request import Request
 from rest_framework.response import Response
 
 from controlplane.adapters.models import BaseModel
 from controlplane.adapters.services import base_model_activate, base_model_shutdown_set
-from controlplane.errors import NotFound, PermissionDenied
+from controlplane.errors import InvalidRequest, NotFound, from_fields
 from controlplane.limits import quotas
 from controlplane.limits.models import RateLimit, TenantQuota
 from controlplane.limits.services import rate_limit_set
 from controlplane.management.adapters import BaseModelSerializer
-from controlplane.management.base import ManagementAPIView, StrictSerializer
+from controlplane.management.base import StrictSerializer
 from controlplane.management.fields import ChoiceField
 from controlplane.management.limits import (
     LimitSerializer,
@@ -29,56 +27,17 @@ from controlplane.management.limits import (
     RatesSerializer,
 )
 from controlplane.management.people import TenantSerializer
-from controlplane.operator import pool
+from controlplane.operator import pool, provisioning
+from controlplane.operator.access import OperatorAPIView as OperatorAPIView
+from controlplane.operator.tenant_document import ProvisionedSerializer, TenantDocumentSerializer
 from controlplane.queue import dead_letters
 from controlplane.queue.models import DeadLetter
 from controlplane.queue.workers import workers
 from controlplane.rest.paging import PAGE_PARAMETERS, page, page_of, page_of_items
-from controlplane.tenancy.scoping import all_tenants, tenant_scope
+from controlplane.service_keys.scopes import Scope
+from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants import services
-from controlplane.tenants.models import OperatorIdempotencyRecord, Tenant, User, is_slug
-from controlplane.tenants.second_factor import is_kept_out
-
-
-class OperatorSessionAuthentication(SessionAuthentication):
-    """Authenticates by an operator's session; writes need the CSRF token."""
-
-    def authenticate(self, request: Request) -> tuple[User, None] | None:  # type: ignore[override]
-        user = request._request.user
-        if not isinstance(user, User) or not user.is_active:
-            return None
-        if not (user.is_staff and user.is_superuser):
-            raise PermissionDenied("Only operators can do this.")
-        if is_kept_out(user):
-            raise PermissionDenied(
-                "Operators need a second factor. Set one up in the console, under Security.",
-                code="second_factor_required",
-            )
-        self.enforce_csrf(request)
-        return user, None
-
-    def authenticate_header(self, request: Request) -> str:
-        return "Session"
-
-
-class _OperatorScheme(OpenApiAuthenticationExtension):  # type: ignore[no-untyped-call]
-    target_class = "controlplane.operator.api.OperatorSessionAuthentication"
-    name = "operatorSession"
-
-    def get_security_definition(self, auto_schema: Any) -> dict[str, str]:
-        return {"type": "apiKey", "in": "cookie", "name": "sessionid", "description": "Staff's."}
-
-
-class OperatorAPIView(ManagementAPIView):
-    """A view across tenants, only for operators."""
-
-    authentication_classes = (OperatorSessionAuthentication,)
-
-    def check_permissions(self, request: Request) -> None:
-        super().check_permissions(request)
-        assert isinstance(request.user, User)
-        self._scope.enter_context(all_tenants(reason="the operator's API"))
-        self.begin_attempt(request, f"user:{request.user.pk}", OperatorIdempotencyRecord)
+from controlplane.tenants.models import Tenant, is_slug
 
 
 class TenantCreateSerializer(StrictSerializer):
@@ -149,7 +108,15 @@ class QuarantineSerializer(serializers.Serializer[Any]):
     since = serializers.DateTimeField()
 
 
+_DRY_RUN = OpenApiParameter(
+    "dry_run", bool, description="Tell what would happen, and change nothing."
+)
+
+
 class TenantsView(OperatorAPIView):
+    readers = (Scope.TENANTS_READ,)
+    writers = (Scope.TENANTS_WRITE,)
+
     @extend_schema("ops_tenants_list", PAGE_PARAMETERS, responses=page_of(TenantSerializer))
     def get(self, request: Request) -> Response:
         """List all tenants, newest first."""
@@ -159,21 +126,27 @@ class TenantsView(OperatorAPIView):
         "ops_tenants_create", request=TenantCreateSerializer, responses={201: TenantSerializer}
     )
     def post(self, request: Request) -> Response:
-        """Make a tenant. Add its first owner with `manage.py member_add`."""
+        """Make a tenant. `PUT tenants/{slug}` also invites its owner."""
         body = TenantCreateSerializer.parsed(request)
         tenant = services.tenant_create(slug=body["slug"], name=body["name"])
+        self.acted_for = tenant.slug
         return Response(TenantSerializer(tenant).data, status=201)
 
 
 class TenantView(OperatorAPIView):
+    readers = (Scope.TENANTS_READ,)
+    writers = (Scope.TENANTS_WRITE,)
+    # Of a PUT, since its answer has secrets that are shown once.
+    kept_methods = ("POST", "PUT")
+
     @extend_schema("ops_tenants_retrieve", responses=TenantSerializer)
     def get(self, request: Request, slug: str) -> Response:
-        return Response(TenantSerializer(_tenant(slug)).data)
+        return Response(TenantSerializer(tenant_get(slug)).data)
 
     @extend_schema("ops_tenants_update", request=TenantChangeSerializer, responses=TenantSerializer)
     def patch(self, request: Request, slug: str) -> Response:
         """Rename a tenant, suspend it (its keys and people are refused) or reactivate it."""
-        tenant = _tenant(slug)
+        tenant = tenant_get(slug)
         body = TenantChangeSerializer.parsed(request)
         if "name" in body:
             tenant = services.tenant_update(tenant=tenant, name=body["name"])
@@ -181,12 +154,39 @@ class TenantView(OperatorAPIView):
             tenant = services.tenant_status_set(tenant=tenant, status=body["status"])
         return Response(TenantSerializer(tenant).data)
 
+    @extend_schema(
+        "ops_tenants_provision",
+        parameters=[_DRY_RUN],
+        request=TenantDocumentSerializer,
+        responses={200: ProvisionedSerializer, 201: ProvisionedSerializer},
+    )
+    def put(self, request: Request, slug: str) -> Response:
+        """Bring a tenant to the state that the document describes: all of it, or nothing.
+
+        What the document leaves out stays as it is; nothing is removed. The same document again
+        changes nothing. `keys` also need the scope keys:write, `adapters` adapters:write,
+        `schedules` training:write. 201: the tenant is new.
+        """
+        self.acted_for = None  # the provisioning records what it changed
+        try:
+            document = TenantDocumentSerializer.parsed(request)
+        except serializers.ValidationError as error:
+            raise from_fields(error) from error
+        outcome = provisioning.tenant_provision(
+            slug=slug, document=document, by=self.operator, is_dry_run=_is_dry_run(request)
+        )
+        is_new = not outcome.is_dry_run and outcome.parts[0].result == provisioning.Result.CREATED
+        return Response(ProvisionedSerializer(outcome).data, status=201 if is_new else 200)
+
 
 class TenantLimitsView(OperatorAPIView):
+    readers = (Scope.TENANTS_READ,)
+    writers = (Scope.TENANTS_WRITE,)
+
     @extend_schema("ops_tenants_limits_set", request=RatesSerializer, responses=LimitSerializer)
     def put(self, request: Request, slug: str) -> Response:
         """Set the limits of a whole tenant. The tenant cannot change them."""
-        tenant = _tenant(slug)
+        tenant = tenant_get(slug)
         body = RatesSerializer.parsed(request)
         with tenant_scope(tenant.id):
             row = rate_limit_set(**{name: body[name] for name in RateLimit.RATES})
@@ -194,16 +194,19 @@ class TenantLimitsView(OperatorAPIView):
 
 
 class TenantQuotaView(OperatorAPIView):
+    readers = (Scope.TENANTS_READ,)
+    writers = (Scope.TENANTS_WRITE,)
+
     @extend_schema("ops_tenants_quota", responses=QuotaSerializer)
     def get(self, request: Request, slug: str) -> Response:
         """Return a tenant's quotas and their use."""
-        with tenant_scope(_tenant(slug).id):
+        with tenant_scope(tenant_get(slug).id):
             return Response(QuotaSerializer(quotas.quota_state()).data)
 
     @extend_schema("ops_tenants_quota_set", request=QuotaSetSerializer, responses=QuotaSerializer)
     def put(self, request: Request, slug: str) -> Response:
         """Set a tenant's quotas. What it already has stays."""
-        tenant = _tenant(slug)
+        tenant = tenant_get(slug)
         body = QuotaSetSerializer.parsed(request)
         with tenant_scope(tenant.id):
             quotas.quota_set(**{name: body[name] for name in TenantQuota.NAMES})
@@ -211,6 +214,9 @@ class TenantQuotaView(OperatorAPIView):
 
 
 class BaseModelsView(OperatorAPIView):
+    readers = (Scope.POOL_READ, Scope.TENANTS_READ, Scope.ADAPTERS_WRITE)
+    writers = (Scope.POOL_WRITE,)
+
     @extend_schema(
         "ops_base_models_list", PAGE_PARAMETERS, responses=page_of(OperatorBaseModelSerializer)
     )
@@ -220,6 +226,9 @@ class BaseModelsView(OperatorAPIView):
 
 
 class BaseModelView(OperatorAPIView):
+    readers = (Scope.POOL_READ,)
+    writers = (Scope.POOL_WRITE,)
+
     @extend_schema(
         "ops_base_models_update",
         request=BaseModelChangeSerializer,
@@ -240,6 +249,9 @@ class BaseModelView(OperatorAPIView):
 
 
 class WorkersView(OperatorAPIView):
+    readers = (Scope.POOL_READ,)
+    writers = (Scope.POOL_WRITE,)
+
     @extend_schema("ops_workers_list", PAGE_PARAMETERS, responses=page_of(WorkerSerializer))
     def get(self, request: Request) -> Response:
         """List the pool's workers by name, with their last heartbeat."""
@@ -248,6 +260,9 @@ class WorkersView(OperatorAPIView):
 
 
 class WorkerDrainView(OperatorAPIView):
+    readers = (Scope.POOL_READ,)
+    writers = (Scope.POOL_WRITE,)
+
     @extend_schema("ops_workers_drain", request=None, responses={202: WorkerSerializer})
     def post(self, request: Request, worker_id: str) -> Response:
         """Let a worker finish its requests and take no more. A restart ends that."""
@@ -256,6 +271,9 @@ class WorkerDrainView(OperatorAPIView):
 
 
 class QueuesView(OperatorAPIView):
+    readers = (Scope.POOL_READ,)
+    writers = (Scope.POOL_WRITE,)
+
     @extend_schema("ops_queues_list", PAGE_PARAMETERS, responses=page_of(QueueSerializer))
     def get(self, request: Request) -> Response:
         """List what waits for a worker, per base model."""
@@ -263,6 +281,9 @@ class QueuesView(OperatorAPIView):
 
 
 class DeadLettersView(OperatorAPIView):
+    readers = (Scope.POOL_READ,)
+    writers = (Scope.POOL_WRITE,)
+
     @extend_schema(
         "ops_dead_letters_list", PAGE_PARAMETERS, responses=page_of(DeadLetterSerializer)
     )
@@ -272,6 +293,9 @@ class DeadLettersView(OperatorAPIView):
 
 
 class DeadLetterRequeueView(OperatorAPIView):
+    readers = (Scope.POOL_READ,)
+    writers = (Scope.POOL_WRITE,)
+
     @extend_schema("ops_dead_letters_requeue", request=None, responses=DeadLetterSerializer)
     def post(self, request: Request, letter_id: uuid.UUID) -> Response:
         """Run the request again, once, in the batch class and with a new id."""
@@ -284,6 +308,9 @@ class DeadLetterRequeueView(OperatorAPIView):
 
 
 class QuarantineView(OperatorAPIView):
+    readers = (Scope.POOL_READ,)
+    writers = (Scope.POOL_WRITE,)
+
     @extend_schema("ops_quarantine_list", PAGE_PARAMETERS, responses=page_of(QuarantineSerializer))
     def get(self, request: Request) -> Response:
         """List adapters that are not served because they crashed workers, newest first."""
@@ -295,6 +322,9 @@ class QuarantineView(OperatorAPIView):
 
 
 class QuarantinedAdapterView(OperatorAPIView):
+    readers = (Scope.POOL_READ,)
+    writers = (Scope.POOL_WRITE,)
+
     @extend_schema("ops_quarantine_release", responses={204: None})
     def delete(self, request: Request, digest: str) -> Response:
         """Release an adapter, so that it is served again."""
@@ -303,7 +333,15 @@ class QuarantinedAdapterView(OperatorAPIView):
         return Response(status=204)
 
 
-def _tenant(slug: str) -> Tenant:
+def _is_dry_run(request: Request) -> bool:
+    text = request.query_params.get("dry_run", "false")
+    if text not in ("true", "false"):
+        raise InvalidRequest("dry_run is true or false.", param="dry_run")
+    return text == "true"
+
+
+def tenant_get(slug: str) -> Tenant:
+    """Return the tenant. Raises NotFound."""
     tenant = Tenant.objects.filter(slug=slug).first() if is_slug(slug) else None
     if tenant is None:
         raise NotFound("There is no such tenant.")

@@ -2,13 +2,18 @@
 
 from django.urls import path
 
-from controlplane.operator import api
+from controlplane.operator import api, for_tenants, service_keys
 
 urlpatterns = [
+    path("service-keys", service_keys.ServiceKeysView.as_view()),
+    path("service-keys/<str:public_id>", service_keys.ServiceKeyView.as_view()),
+    path("service-keys/<str:public_id>/rotate", service_keys.ServiceKeyRotateView.as_view()),
+    path("service-keys/<str:public_id>/revoke", service_keys.ServiceKeyRevokeView.as_view()),
     path("tenants", api.TenantsView.as_view()),
     path("tenants/<str:slug>", api.TenantView.as_view()),
     path("tenants/<str:slug>/limits", api.TenantLimitsView.as_view()),
     path("tenants/<str:slug>/quota", api.TenantQuotaView.as_view()),
+    *for_tenants.urlpatterns,
     path("base-models", api.BaseModelsView.as_view()),
     path("base-models/<str:name>", api.BaseModelView.as_view()),
     path("workers", api.WorkersView.as_view()),

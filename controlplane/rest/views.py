@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 from django.core.exceptions import RequestDataTooBig
 from django.db import transaction
@@ -24,6 +24,8 @@ class RowAPIView(APIView):
     `_scope` holds the context managers around the answer; it is left once the answer is rendered.
     """
 
+    #: The methods for which an Idempotency-Key counts.
+    kept_methods: ClassVar[tuple[str, ...]] = ("POST",)
     _scope: contextlib.ExitStack
     _attempt: idempotency.Attempt | None = None
 
@@ -47,7 +49,7 @@ class RowAPIView(APIView):
         Raises Replay when the same caller sent the same write before.
         """
         key = request.headers.get(idempotency.HEADER)
-        if key is not None and request.method == "POST":
+        if key is not None and request.method in self.kept_methods:
             route = f"{request.method} {request.get_full_path()}"
             self._scope.enter_context(transaction.atomic())
             self._attempt = idempotency.begin(route, lambda: self.sent, caller, key, kept_in)

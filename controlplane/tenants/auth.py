@@ -11,7 +11,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import datetime as dt
-import hmac
 import time
 from collections.abc import Iterable
 from typing import ClassVar
@@ -40,8 +39,6 @@ CACHE_S = 0.5
 _CACHE_MAX_KEYS = 10_000
 #: `last_used_at` is written at most this often for each key.
 _TOUCH_INTERVAL = dt.timedelta(minutes=1)
-#: Takes the place of a key's missing second secret in the comparison.
-_NO_HMAC = bytes(32)
 
 _WRONG_KEY = "Incorrect API key provided."
 
@@ -252,6 +249,10 @@ def _parse_header(header: str | None) -> keys.KeyParts:
     parts = keys.parse(credentials.strip())
     if parts is None:
         raise AuthenticationFailed(_WRONG_KEY)
+    if parts.environment == keys.OPERATORS:
+        raise AuthenticationFailed(
+            "This is an operator's service key. Only /ops/v1 accepts it.", code="wrong_key_kind"
+        )
     return parts
 
 
@@ -263,10 +264,7 @@ def _key_rows(parts: keys.KeyParts) -> QuerySet[ApiKey]:
 
 def _matches(api_key: ApiKey, secret_hmac: bytes) -> bool:
     """Return whether this is the key's secret, or its previous one during the grace period."""
-    is_current = hmac.compare_digest(bytes(api_key.secret_hmac), secret_hmac)
-    is_old = hmac.compare_digest(bytes(api_key.old_secret_hmac or _NO_HMAC), secret_hmac)
-    until = api_key.old_secret_until
-    return is_current or (is_old and until is not None and timezone.now() < until)
+    return api_key.has_secret(secret_hmac)
 
 
 def _check_key(api_key: ApiKey, address: str) -> Principal:

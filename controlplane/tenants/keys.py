@@ -1,6 +1,8 @@
 """The format of an API key: scanners and this server recognize a key without a database.
 
-    lk_<live|test>_<22 base62: public id><43 base62: secret><6 base62: CRC32 of all before it>
+    lk_<live|test|ops>_<22 base62: public id><43 base62: secret><6 base62: CRC32 of all before it>
+
+An `ops` key is an operator's service key (`controlplane.service_keys`); the others are tenants'.
 
 The secret has 256 random bits from the operating system and cannot be guessed, so a plain HMAC is
 enough to store it. With the checksum the server refuses a typing error before any lookup, and a
@@ -19,11 +21,15 @@ import zlib
 
 #: Both can use the same models: the name tells people and scanners where a key belongs.
 ENVIRONMENTS = ("live", "test")
-KEY_REGEX = r"\blk_(?:live|test)_[0-9A-Za-z]{71}\b"
+#: What an operator's service key has in its place.
+OPERATORS = "ops"
+KEY_REGEX = r"\blk_(?:live|test|ops)_[0-9A-Za-z]{71}\b"
 
 _ALPHABET = string.digits + string.ascii_uppercase + string.ascii_lowercase
 _ID_LENGTH, _SECRET_LENGTH, _CHECKSUM_LENGTH = 22, 43, 6
-_FORM = re.compile(r"lk_(live|test)_([0-9A-Za-z]{22})([0-9A-Za-z]{43})([0-9A-Za-z]{6})", re.ASCII)
+_FORM = re.compile(
+    r"lk_(live|test|ops)_([0-9A-Za-z]{22})([0-9A-Za-z]{43})([0-9A-Za-z]{6})", re.ASCII
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import re
 import uuid
 from typing import Any, ClassVar
@@ -17,6 +18,8 @@ from controlplane.tenants.permissions import DEFAULT_SCOPES
 
 #: A slug may become part of a URL, a model name or a key: no slash, no colon, no at sign.
 _SLUG = re.compile(r"\A[a-z0-9](?:[a-z0-9._-]{0,61}[a-z0-9])?\Z")
+#: Takes the place of a key's missing second secret in the comparison.
+_NO_HMAC = bytes(32)
 SLUG_RULE = (
     "Use 1 to 63 lower-case letters, digits, dots, dashes or underscores; "
     "begin and end with a letter or digit."
@@ -159,8 +162,39 @@ class Invite(TenantModel):
         return self.Status.EXPIRED if is_late else self.Status.PENDING
 
 
-class ApiKey(TenantModel):
-    """A credential of the API. Only an HMAC of its secret is stored.
+class Credential(models.Model):
+    """A key's text as the database knows it: only an HMAC of its secret is stored."""
+
+    public_id = models.CharField(max_length=32, unique=True)
+    name = models.CharField(max_length=100)
+    secret_hmac = models.BinaryField(max_length=32)
+    last4 = models.CharField(max_length=4)
+    #: The secret before the last rotation, and the time until which it works.
+    old_secret_hmac = models.BinaryField(max_length=32, null=True)
+    old_secret_until = models.DateTimeField(null=True, blank=True)
+    #: Networks; an empty list allows all.
+    allowed_ips = models.JSONField(default=list, blank=True)
+    created_by = models.ForeignKey(User, null=True, on_delete=models.SET_NULL, related_name="+")
+    expires_at = models.DateTimeField(null=True, blank=True)
+    revoked_at = models.DateTimeField(null=True, blank=True)
+    last_used_at = models.DateTimeField(null=True, blank=True)
+
+    class Meta:
+        abstract = True
+
+    def __str__(self) -> str:
+        return f"{self.name} (…{self.last4})"
+
+    def has_secret(self, secret_hmac: bytes) -> bool:
+        """Return whether it is the secret, or the previous one in its grace period."""
+        is_current = hmac.compare_digest(bytes(self.secret_hmac), secret_hmac)
+        is_old = hmac.compare_digest(bytes(self.old_secret_hmac or _NO_HMAC), secret_hmac)
+        until = self.old_secret_until
+        return is_current or (is_old and until is not None and timezone.now() < until)
+
+
+class ApiKey(Credential, TenantModel):
+    """A credential of the API.
 
     It can do what both its scopes and its owner's role allow. Its owner is a member, a service
     account or, for keys that the operator made, the tenant itself.
@@ -170,34 +204,22 @@ class ApiKey(TenantModel):
         LIVE = "live"
         TEST = "test"
 
-    public_id = models.CharField(max_length=32, unique=True)
-    name = models.CharField(max_length=100)
     environment = models.CharField(max_length=8, choices=Environment, default=Environment.LIVE)
-    secret_hmac = models.BinaryField(max_length=32)
-    last4 = models.CharField(max_length=4)
-    #: The secret before the last rotation, and the time until which it works.
-    old_secret_hmac = models.BinaryField(max_length=32, null=True)
-    old_secret_until = models.DateTimeField(null=True, blank=True)
     #: Values of `controlplane.tenants.permissions.Permission`.
     scopes = models.JSONField(default=_default_scopes)
-    #: Names of models, and networks; an empty list allows all.
+    #: Names of models; an empty list allows all.
     allowed_models = models.JSONField(default=list, blank=True)
-    allowed_ips = models.JSONField(default=list, blank=True)
     owner = models.ForeignKey(
         Membership, null=True, blank=True, on_delete=models.CASCADE, related_name="keys"
     )
     service_account = models.ForeignKey(
         ServiceAccount, null=True, blank=True, on_delete=models.CASCADE, related_name="keys"
     )
-    created_by = models.ForeignKey(User, null=True, on_delete=models.SET_NULL, related_name="+")
     #: The key that made it, and the ids of all its ancestors, the oldest first.
     parent = models.ForeignKey(
         "self", null=True, blank=True, on_delete=models.SET_NULL, related_name="children"
     )
     ancestors = models.JSONField(default=list, blank=True)
-    expires_at = models.DateTimeField(null=True, blank=True)
-    revoked_at = models.DateTimeField(null=True, blank=True)
-    last_used_at = models.DateTimeField(null=True, blank=True)
 
     class Meta:
         indexes = [models.Index(fields=["tenant", "created_at"])]
@@ -207,9 +229,6 @@ class ApiKey(TenantModel):
                 name="api_key_has_one_owner",
             ),
         ]
-
-    def __str__(self) -> str:
-        return f"{self.name} (…{self.last4})"
 
     @property
     def line(self) -> list[uuid.UUID]:

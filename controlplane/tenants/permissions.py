@@ -24,6 +24,8 @@ class Permission(enum.StrEnum):
     TENANT_MANAGE = "tenant:manage"
 
 
+#: All that a key may have, in the order of the enumeration.
+SCOPES = tuple(permission.value for permission in Permission)
 VIEWER = frozenset({Permission.READ, Permission.USAGE_READ, Permission.REQUESTS_READ})
 DEVELOPER = VIEWER | {
     Permission.INFER,

@@ -52,7 +52,7 @@ def tenant_update(
         wanted["requires_second_factor"] = requires_second_factor
     if allowed_origins is not None:
         wanted["allowed_origins"] = checked_origins(allowed_origins)
-    tenant = Tenant.objects.select_for_update().get(pk=tenant.pk)
+    tenant = Tenant.objects.select_for_update(no_key=True).get(pk=tenant.pk)
     changed = {field: new for field, new in wanted.items() if getattr(tenant, field) != new}
     before = {field: getattr(tenant, field) for field in changed}
     for field, new in changed.items():
@@ -70,7 +70,7 @@ def tenant_update(
 @transaction.atomic
 def tenant_status_set(*, tenant: Tenant, status: str) -> Tenant:
     """Suspend or reactivate: a suspended tenant's keys and people are refused within a second."""
-    before = Tenant.objects.select_for_update().get(pk=tenant.pk).status
+    before = Tenant.objects.select_for_update(no_key=True).get(pk=tenant.pk).status
     tenant.status = Tenant.Status(status)
     if before != tenant.status:
         tenant.save(update_fields=["status"])

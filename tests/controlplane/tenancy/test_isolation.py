@@ -45,6 +45,7 @@ GLOBAL_TABLES = {
     "adapters_basemodel": "the operator's, for all",
     "delivery_quarantine": "the operator's: adapters' digests, by pool",
     "tenants_operatoridempotencyrecord": "operators' own writes",
+    "service_keys_servicekey": "operators' credentials: only the operator's role sees a row",
     "account_emailaddress": "a person's addresses",
     "account_emailconfirmation": "unused: allauth's links are signed instead",
     "mfa_authenticator": "a person's second factors, encrypted",

@@ -1,0 +1,107 @@
+"""/ops/v1/tenants/{slug}/…: a tenant's own calls of /api/v1, made by an operator for the tenant.
+
+The views are those of /api/v1. They run in the scope of the tenant in the address, and only there;
+the trails have the operator as the actor.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from django.http import HttpRequest, HttpResponseBase
+from django.urls import URLPattern, path
+from drf_spectacular.utils import extend_schema, extend_schema_view
+from rest_framework.request import Request
+
+from controlplane.management import adapters, tenants, training
+from controlplane.management.base import TenantAPIView
+from controlplane.operator.access import OperatorAccess
+from controlplane.operator.api import tenant_get
+from controlplane.operator.principal import OperatorPrincipal
+from controlplane.service_keys.scopes import Scope
+from controlplane.tenants.permissions import DEVELOPER, Permission
+
+#: What an operator may do in a tenant by the views of each scope. The keys that it makes can have
+#: what a developer has.
+_ALLOWED: dict[Scope, frozenset[Permission]] = {
+    Scope.ADAPTERS_WRITE: frozenset({Permission.READ, Permission.ADAPTERS_WRITE}),
+    Scope.DATASETS_WRITE: frozenset({Permission.READ, Permission.TRAINING_WRITE}),
+    Scope.TRAINING_WRITE: frozenset({Permission.READ, Permission.TRAINING_WRITE}),
+    Scope.KEYS_WRITE: DEVELOPER | {Permission.READ, Permission.KEYS_MANAGE},
+}
+
+
+class ForTenant(OperatorAccess, TenantAPIView):
+    """Runs a view of /api/v1 as the operator, in the scope of the tenant of the address."""
+
+    scope: ClassVar[Scope]
+
+    def dispatch(
+        self, request: HttpRequest, *args: Any, slug: str, **kwargs: Any
+    ) -> HttpResponseBase:
+        self._slug = slug
+        return super().dispatch(request, *args, **kwargs)
+
+    def check_permissions(self, request: Request) -> None:
+        self.check_scope(request)
+        tenant = tenant_get(self._slug)
+        principal = OperatorPrincipal.of(self.operator, tenant, _ALLOWED[self.scope])
+        request.auth = principal
+        request.user = principal  # type: ignore[assignment]  # the trail's actor
+        self.acted_for = tenant.slug
+        super().check_permissions(request)
+
+
+def _for_tenant(view: type[TenantAPIView], scope: Scope, name: str) -> Any:
+    """Return the view for operators.
+
+    name  of its operations in the OpenAPI document
+    """
+    made = type(
+        f"Ops{view.__name__}",
+        (ForTenant, view),
+        {
+            "__doc__": view.__doc__,
+            "scope": scope,
+            "readers": (Scope.TENANTS_READ, scope),
+            "writers": (scope,),
+        },
+    )
+    methods = [
+        method for method in ("get", "post", "put", "patch", "delete") if hasattr(view, method)
+    ]
+    named = {method: extend_schema(operation_id=f"ops_{name}_{method}") for method in methods}
+    return extend_schema_view(**named)(made).as_view()
+
+
+def _path(address: str, view: type[TenantAPIView], scope: Scope, name: str) -> URLPattern:
+    found: URLPattern = path(f"tenants/<str:slug>/{address}", _for_tenant(view, scope, name))
+    return found
+
+
+_ADAPTERS, _KEYS = Scope.ADAPTERS_WRITE, Scope.KEYS_WRITE
+_DATASETS, _TRAINING = Scope.DATASETS_WRITE, Scope.TRAINING_WRITE
+_VERSION = "adapters/<str:name>/versions/<int:number>"
+
+urlpatterns = [
+    _path("keys", tenants.ApiKeysView, _KEYS, "keys"),
+    _path("keys/<str:public_id>", tenants.ApiKeyView, _KEYS, "key"),
+    _path("keys/<str:public_id>/rotate", tenants.ApiKeyRotateView, _KEYS, "key_rotate"),
+    _path("keys/<str:public_id>/revoke", tenants.ApiKeyRevokeView, _KEYS, "key_revoke"),
+    _path("adapters", adapters.AdaptersView, _ADAPTERS, "adapters"),
+    _path("adapters/<str:name>", adapters.AdapterView, _ADAPTERS, "adapter"),
+    _path("adapters/<str:name>/versions", adapters.VersionsView, _ADAPTERS, "versions"),
+    _path(_VERSION, adapters.VersionView, _ADAPTERS, "version"),
+    _path(f"{_VERSION}/complete", adapters.VersionCompleteView, _ADAPTERS, "version_complete"),
+    _path("datasets", training.DatasetsView, _DATASETS, "datasets"),
+    _path("datasets/<str:name>", training.DatasetView, _DATASETS, "dataset"),
+    _path("training-runs", training.TrainingRunsView, _TRAINING, "training_runs"),
+    _path("training-runs/<uuid:run_id>", training.TrainingRunView, _TRAINING, "training_run"),
+    _path(
+        "training-runs/<uuid:run_id>/cancel",
+        training.TrainingRunCancelView,
+        _TRAINING,
+        "training_run_cancel",
+    ),
+    _path("adapters/<str:name>/schedule", training.ScheduleView, _TRAINING, "schedule"),
+]

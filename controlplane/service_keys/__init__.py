@@ -1,0 +1,1 @@
+"""Operators' service keys: the credentials of scripts that use /ops/v1."""

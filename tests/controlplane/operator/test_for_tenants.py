@@ -1,0 +1,196 @@
+"""/ops/v1/tenants/{slug}/…: the tenant's own calls, by an operator, in that tenant alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from django.db import models
+
+from controlplane.adapters.models import Adapter, BaseModel
+from controlplane.audit.models import AuditEvent
+from controlplane.infra import storage
+from controlplane.tenancy.scoping import TenantManager, all_tenants, tenant_scope
+from controlplane.tenants import auth, services
+from controlplane.tenants.key_rules import KeyRules
+from controlplane.tenants.models import ApiKey, Tenant
+from controlplane.training.models import Dataset, TrainingRun
+from tests.controlplane.conftest import Party, as_key, as_user, assert_error, make_operator
+from tests.controlplane.operator.service_keys import as_service_key, with_key
+
+ROWS = b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+ACME = "/ops/v1/tenants/acme"
+
+
+def upload(client: Any, slug: str = "acme", **more: Any) -> Any:
+    url = f"/ops/v1/tenants/{slug}/datasets?name=rows"
+    return client.post(url, ROWS, content_type="application/jsonl", **more)
+
+
+def events(tenant: Tenant | None) -> list[tuple[str, str, str]]:
+    with all_tenants(reason="test"):
+        rows = AuditEvent.objects.filter(tenant=tenant).order_by("seq")
+        return list(rows.values_list("action", "actor_type", "actor_name"))
+
+
+def test_everything_that_provisioning_needs(
+    acme: Party, base_model: BaseModel, django_capture_on_commit_callbacks: Any
+) -> None:
+    client = as_service_key()
+    assert client.post(f"{ACME}/adapters", {"name": "invoices"}, format="json").status_code == 201
+    files = {"adapter_config.json": 2, "adapter_model.safetensors": 3}
+    version = client.post(f"{ACME}/adapters/invoices/versions", {"files": files}, format="json")
+    assert set(version.json()["uploads"]) == set(files)
+    complete = client.post(f"{ACME}/adapters/invoices/versions/1/complete")
+    assert_error(complete, 409, "adapter_config.json")  # nothing is uploaded
+    assert upload(client).json()["num_rows"] == 1
+    body = {"dataset": "rows", "cron": "0 3 * * *"}
+    schedule = client.put(f"{ACME}/adapters/invoices/schedule", body, format="json")
+    assert schedule.status_code == 200
+    assert client.get(f"{ACME}/adapters/invoices/schedule").json()["cron"] == "0 3 * * *"
+    run = client.post(
+        f"{ACME}/training-runs", {"adapter": "invoices", "dataset": "rows"}, format="json"
+    ).json()
+    assert client.get(f"{ACME}/training-runs/{run['id']}").json()["status"] == "queued"
+    assert len(client.get(f"{ACME}/training-runs").json()["data"]) == 1
+    assert client.post(f"{ACME}/training-runs/{run['id']}/cancel").json()["status"] == "cancelled"
+    # The tenant sees it all.
+    theirs = as_key(acme)
+    assert theirs.get("/api/v1/adapters/invoices").status_code == 200
+    assert theirs.get("/api/v1/datasets/rows").status_code == 200
+
+
+def test_a_key_that_it_makes_opens_and_is_rotated_and_revoked(acme: Party) -> None:
+    client = as_service_key("keys:write")
+    made = client.post(f"{ACME}/keys", {"name": "app"}, format="json").json()
+    principal = auth.authenticate(f"Bearer {made['key']}")
+    assert (principal.tenant, principal.role) == (acme.tenant, auth.OWNERLESS_KEY_ROLE)
+    url = f"{ACME}/keys/{made['public_id']}"
+    again = client.post(f"{url}/rotate", {"grace_seconds": 0}, format="json").json()
+    assert auth.authenticate(f"Bearer {again['key']}").tenant == acme.tenant
+    assert client.post(f"{url}/revoke", {}, format="json").status_code == 200
+    assert_error(with_key(again["key"]).get("/api/v1/tenant"), 401)
+
+
+def test_no_key_gets_more_than_a_developers_scopes(acme: Party) -> None:
+    client = as_service_key("keys:write")
+    for scope in ("tenant:manage", "members:manage", "limits:manage", "requests:content"):
+        body = {"name": "app", "scopes": [scope]}
+        assert_error(client.post(f"{ACME}/keys", body, format="json"), 403, "scopes")
+    with tenant_scope(acme.tenant.id):
+        admins, _ = services.api_key_create(
+            name="theirs", rules=KeyRules(scopes=("limits:manage",))
+        )
+        assert ApiKey.objects.count() == 2
+    assert_error(client.post(f"{ACME}/keys/{admins.public_id}/rotate"), 403, "scopes")
+
+
+def test_both_trails_name_the_operator(acme: Party, base_model: BaseModel) -> None:
+    script, person = as_service_key("adapters:write"), make_operator("ops@lorikeet.example")
+    before = len(events(acme.tenant))
+    script.post(f"{ACME}/adapters", {"name": "one"}, format="json")
+    as_user(person).post(f"{ACME}/adapters", {"name": "two"}, format="json")
+    assert events(acme.tenant)[before:] == [
+        ("adapter.created", "service_key", "script"),
+        ("adapter.created", "user", person.email),
+    ]
+    assert events(None)[-2:] == [
+        ("tenant.acted_for", "service_key", "script"),
+        ("tenant.acted_for", "user", person.email),
+    ]
+    with all_tenants(reason="test"):
+        event = AuditEvent.objects.filter(action="tenant.acted_for").earliest("seq")
+    assert (event.resource_id, event.after) == ("acme", {"call": f"POST {ACME}/adapters"})
+    # The tenant reads its own: who of the platform did it.
+    shown = as_user(acme.owner).get("/api/v1/audit-events?action=adapter.created").json()["data"]
+    assert [row["actor_name"] for row in shown] == [person.email, "script"]
+
+
+def test_what_fails_or_only_reads_is_not_in_the_platforms_trail(acme: Party) -> None:
+    client = as_service_key()
+    before = events(None)
+    client.get(f"{ACME}/adapters")
+    assert_error(client.post(f"{ACME}/adapters", {"name": "/"}, format="json"), 400, "name")
+    assert events(None) == before
+
+
+class TestTheTenantOfTheAddressAlone:
+    def test_nothing_of_another_tenant_is_there(
+        self, acme: Party, globex: Party, base_model: BaseModel
+    ) -> None:
+        client = as_service_key()
+        client.post(f"{ACME}/adapters", {"name": "invoices"}, format="json")
+        upload(client)
+        body = {"adapter": "invoices", "dataset": "rows"}
+        run = client.post(f"{ACME}/training-runs", body, format="json").json()["id"]
+        theirs = "/ops/v1/tenants/globex"
+        for method, url in (
+            ("get", "adapters/invoices"),
+            ("get", "adapters/invoices/versions"),
+            ("get", "adapters/invoices/schedule"),
+            ("get", "datasets/rows"),
+            ("get", f"training-runs/{run}"),
+            ("post", f"training-runs/{run}/cancel"),
+            ("get", f"keys/{acme.api_key.public_id}"),
+            ("post", f"keys/{acme.api_key.public_id}/rotate"),
+            ("post", f"keys/{acme.api_key.public_id}/revoke"),
+        ):
+            assert_error(getattr(client, method)(f"{theirs}/{url}"), 404)
+        for url in ("adapters", "datasets", "training-runs"):
+            assert client.get(f"{theirs}/{url}").json()["data"] == []
+        keys = client.get(f"{theirs}/keys").json()["data"]
+        assert [key["public_id"] for key in keys] == [globex.api_key.public_id]
+        with all_tenants(reason="test"):
+            assert TrainingRun.objects.get().cancel_requested is False
+            assert ApiKey.objects.filter(revoked_at=None).count() == 2
+
+    def test_the_database_holds_it_there_though_the_code_forgets(
+        self, acme: Party, globex: Party, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(TenantManager, "get_queryset", models.Manager.get_queryset)
+        client = as_service_key("keys:write")
+        keys = client.get("/ops/v1/tenants/globex/keys").json()["data"]
+        assert [key["public_id"] for key in keys] == [globex.api_key.public_id]
+        url = f"/ops/v1/tenants/globex/keys/{acme.api_key.public_id}"
+        assert_error(client.get(url), 404)
+        assert_error(client.post(f"{url}/revoke"), 404)
+
+    @pytest.mark.parametrize("slug", ["nobody", "ACME", "acme%00", "..", "*", "%2e%2e"])
+    def test_there_is_no_such_tenant(self, acme: Party, slug: str) -> None:
+        client = as_service_key()
+        assert client.get(f"/ops/v1/tenants/{slug}/keys").status_code == 404
+        assert upload(client, slug).status_code == 404
+
+    def test_no_body_or_query_names_another_tenant(
+        self, acme: Party, globex: Party, base_model: BaseModel
+    ) -> None:
+        client = as_service_key()
+        body = {"name": "invoices", "tenant": str(globex.tenant.id), "slug": "globex"}
+        assert client.post(f"{ACME}/adapters", body, format="json").status_code == 400
+        url = f"{ACME}/adapters?tenant=globex&slug=globex"
+        assert client.post(url, {"name": "invoices"}, format="json").status_code == 201
+        with all_tenants(reason="test"):
+            assert Adapter.objects.get().tenant == acme.tenant
+
+    def test_an_idempotency_key_counts_in_its_tenant(
+        self, acme: Party, globex: Party, base_model: BaseModel
+    ) -> None:
+        client, other = as_service_key(), as_service_key()
+        body, key = {"name": "invoices"}, {"HTTP_IDEMPOTENCY_KEY": "one"}
+        made = client.post(f"{ACME}/adapters", body, format="json", **key)
+        again = client.post(f"{ACME}/adapters", body, format="json", **key)
+        assert again.content == made.content
+        assert again.headers["Idempotent-Replayed"] == "true"
+        theirs = client.post("/ops/v1/tenants/globex/adapters", body, format="json", **key)
+        assert theirs.json()["id"] != made.json()["id"]
+        assert_error(other.post(f"{ACME}/adapters", body, format="json", **key), 409, "name")
+        told = [action for action, *_ in events(None)]
+        assert told.count("tenant.acted_for") == 2
+
+
+def test_a_dataset_is_stored_under_its_tenant(acme: Party) -> None:
+    upload(as_service_key("datasets:write"), HTTP_IDEMPOTENCY_KEY="one")
+    with tenant_scope(acme.tenant.id):
+        dataset = Dataset.objects.get()
+    assert storage.object_size(dataset.key) == len(ROWS)
+    assert str(acme.tenant.id) in dataset.key
