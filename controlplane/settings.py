@@ -418,7 +418,7 @@ LOGGING = {
     },
     "filters": {
         "tenant": {"()": "controlplane.tenancy.scope.TenantFilter"},
-        "secrets": {"()": "controlplane.infra.log_filters.SecretFilter"},
+        "secrets": {"()": "contract.log_secrets.SecretFilter"},
     },
     "handlers": {
         "stderr": {
