@@ -8,7 +8,9 @@ import dj_database_url
 from django.core.exceptions import ImproperlyConfigured
 
 from contract.child_environment import child_environment
+from controlplane.infra.logs import WrongSetting, logging_config
 from controlplane.infra.mail import email_settings
+from controlplane.tenancy.scope import add_tenant
 
 BASE_DIR = Path(__file__).resolve().parent.parent
 
@@ -271,8 +273,6 @@ if TRAINING_MAX_RUN_S > 11 * 3600:
     raise ImproperlyConfigured("LORIKEET_TRAINING_MAX_RUN_S is above 39600")
 
 CELERY_BROKER_URL = env("CELERY_BROKER_URL", REDIS_URL)
-# Celery's log lines have the same format as all others, with the tenant.
-CELERY_WORKER_HIJACK_ROOT_LOGGER = False
 CELERY_TASK_IGNORE_RESULT = True
 CELERY_TASK_ACKS_LATE = True
 CELERY_TASK_REJECT_ON_WORKER_LOST = True
@@ -410,24 +410,9 @@ UNFOLD = {
     "SIDEBAR": {"navigation": "controlplane.operator.site.navigation"},
 }
 
-LOGGING = {
-    "version": 1,
-    "disable_existing_loggers": False,
-    "formatters": {
-        "line": {"format": "%(asctime)s %(levelname)s %(name)s tenant=%(tenant)s %(message)s"},
-    },
-    "filters": {
-        "tenant": {"()": "controlplane.tenancy.scope.TenantFilter"},
-        "secrets": {"()": "contract.log_secrets.SecretFilter"},
-    },
-    "handlers": {
-        "stderr": {
-            "class": "logging.StreamHandler",
-            "formatter": "line",
-            "filters": ["tenant", "secrets"],
-        }
-    },
-    # Instead of uvicorn's own handlers, which would log addresses with their secrets.
-    "loggers": {"uvicorn": {"propagate": True}, "uvicorn.access": {"propagate": True}},
-    "root": {"handlers": ["stderr"], "level": env("LORIKEET_LOG_LEVEL", "INFO")},
-}
+try:
+    LOGGING = logging_config(
+        env("LORIKEET_LOG_FORMAT", "console"), env("LORIKEET_LOG_LEVEL", "INFO"), add_tenant
+    )
+except WrongSetting as error:
+    raise ImproperlyConfigured(str(error)) from error

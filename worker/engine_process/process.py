@@ -25,6 +25,7 @@ from engine.stats import EngineStats
 from worker.config import WorkerConfig
 from worker.engine_process.channel import Cancel, Command, Register, StepReport, Unregister
 from worker.engine_process.parent_death import die_with_parent
+from worker.logs import adopt_libraries, configure_logs
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +67,7 @@ def create_engine(config: WorkerConfig) -> EngineLike:
 
     from engine import Engine, EngineConfig  # type: ignore[attr-defined]
 
+    adopt_libraries()
     if config.device.startswith("cuda") and not torch.cuda.is_available():
         raise NoDevice(
             f"LORIKEET_DEVICE is {config.device}, and there is no GPU that this torch can use: see "
@@ -97,7 +99,7 @@ def main(connection: Connection, config: WorkerConfig, engine_factory: EngineFac
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the IO process, which drains
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s", level="INFO")
+    configure_logs(config.log_format, config.log_level)
     try:
         engine = engine_factory(config)
     except NoDevice as error:
