@@ -26,7 +26,7 @@ NEVER_LOGGED = frozenset(
 
 #: Addresses that contain a secret token; Django and uvicorn write them to the log.
 _ADDRESS = re.compile(
-    r"(/console/(?:invites|account/password/reset/key|account/confirm-email)/)[^\s/?\\\"']+"
+    r"(/console/(?:invites|account/password/reset/key|account/confirm-email)/)[^\s/?\\\"'<]+"
 )
 #: A key in a query string. Nothing reads it there, but some clients send it: ?api_key=…, ?token=…
 #: Presigned addresses have X-Amz-Signature=… and X-Amz-Credential=…

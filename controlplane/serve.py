@@ -27,8 +27,6 @@ def arguments(argv: Sequence[str]) -> list[str]:
         application = options.pop(0)
     proxies = f"--forwarded-allow-ips={settings.FORWARDED_ALLOW_IPS}"
     bounded = ["--http=controlplane.gateway.bounded_http:BoundedHttp", "--ws=none"]
-    # We log requests ourselves, without their query strings.
-    bounded.append("--no-access-log")
     if settings.BASE_URL.startswith("https://"):
         bounded.append(f"--header=strict-transport-security:max-age={settings.HSTS_S}")
     return [application, proxies, *options, *bounded]

@@ -1,5 +1,6 @@
 """All settings of the control plane; no other file of it reads the environment."""
 
+import logging
 import os
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -416,3 +417,4 @@ try:
     )
 except WrongSetting as error:
     raise ImproperlyConfigured(str(error)) from error
+logging.captureWarnings(True)  # warnings are lines, too

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import uuid
 
+import structlog
 from django.db import Error as DatabaseError
 from django.db import close_old_connections
 from django.http import HttpRequest
@@ -18,6 +19,7 @@ from controlplane.errors import ApiError
 from controlplane.gateway.cross_origin import check_origin
 from controlplane.inference.access import Caller, resolve, resolve_now
 from controlplane.inference.model_selector import ModelSelector
+from controlplane.infra.request_lines import note
 from controlplane.infra.threads import query_in_thread
 from controlplane.tenants import auth
 from controlplane.tenants.auth import Permission, Principal, authorize
@@ -44,6 +46,7 @@ async def authenticate(
 def _let_in(request: HttpRequest, principal: Principal) -> None:
     """Note the caller on the request. Raises PermissionDenied for a page of another origin."""
     request.principal = principal  # type: ignore[attr-defined]
+    note(request, **principal.log_fields)
     check_origin(request, principal.tenant)
 
 
@@ -100,6 +103,7 @@ def _touch_beside(principal: Principal | None) -> None:
 
 
 async def _note_soon() -> None:
+    structlog.contextvars.clear_contextvars()  # it is for all requests
     await asyncio.sleep(_TOUCH_DELAY_S)  # the answers go first
     await note_used()
 

@@ -55,7 +55,9 @@ def logging_config(log_format: str, level: str, *context: Processor) -> dict[str
             **{name: {"level": own} for name in OWN_LOGGERS},
             # Without handlers of their own, which uvicorn and Django would add.
             **{name: {"handlers": [], "propagate": True} for name in ("uvicorn", "django")},
-            "uvicorn.access": {"handlers": [], "propagate": True},
+            # Its lines have query strings; `request_lines` writes ours. Without a handler uvicorn
+            # does not make them at all.
+            "uvicorn.access": {"handlers": [], "propagate": False},
             "django.server": {"handlers": [], "propagate": True},
         },
         "root": {"handlers": ["stderr"], "level": others},

@@ -178,6 +178,7 @@ class EngineProcess:
         return refused
 
     def _add(self, request: Request) -> RequestOutput | None:
+        log.debug("request begins", extra={"request_id": request.request_id})
         for part in request.adapters:
             if refusal := self._refusal_of(part.digest):
                 return _refusal(request, refusal)
@@ -192,7 +193,7 @@ class EngineProcess:
             self._engine.register_adapter(command.digest, Path(command.folder))
         except Exception as error:
             self._refused[command.digest] = command, error
-            log.warning("adapter %s refused: %r", command.digest, error)
+            log.warning("adapter refused: %r", error, extra={"adapters": [command.digest]})
         else:
             self._refused.pop(command.digest, None)
 
@@ -210,11 +211,11 @@ def _on_prepared(prepared: Future[None]) -> None:
     gc.freeze()
 
 
-def to_engine_error(error: Exception) -> EngineError:
+def to_engine_error(error: Exception, request_id: str = "") -> EngineError:
     """Return the error for the request's client; log one that the engine did not expect."""
     if isinstance(error, EngineError):
         return error
-    log.error("the engine refused a request with an unexpected error", exc_info=error)
+    log.error("a request failed", exc_info=error, extra={"request_id": request_id})
     return EngineError("The worker failed on this request.")
 
 
@@ -222,6 +223,6 @@ def _refusal(request: Request, error: Exception) -> RequestOutput:
     return RequestOutput(
         request_id=request.request_id,
         finish_reason=FinishReason.ERROR,
-        error=to_engine_error(error),
+        error=to_engine_error(error, request.request_id),
         num_prompt_tokens=len(request.token_ids),
     )

@@ -19,19 +19,20 @@ import logging, uuid, uvicorn
 uvicorn.Config("controlplane.asgi:application").load()
 for path in ("invites", "account/password/reset/key", "account/confirm-email"):
     args = ("127.0.0.1:9", "GET", f"/console/{{path}}/{TOKEN}?x=1", "1.1", 200)
-    logging.getLogger("uvicorn.access").info('%s - "%s %s HTTP/%s" %d', *args)
+    logging.getLogger("uvicorn.error").info('%s - "%s %s HTTP/%s" %d', *args)
 for query in (
     "api_key={KEY}", "a=b&API-Key={KEY}", "key={TOKEN}", "token={TOKEN}&x=1", "x={KEY}",
     "api%5Fkey={TOKEN}", "x={KEY.replace("_", "%5F")}", "x=%6c{KEY[1:]}", "x=l%256b{KEY[2:]}",
 ):
     args = ("127.0.0.1:9", "POST", f"/v1/models?{{query}}", "1.1", 401)
-    logging.getLogger("uvicorn.access").info('%s - "%s %s HTTP/%s" %d', *args)
+    logging.getLogger("uvicorn.error").info('%s - "%s %s HTTP/%s" %d', *args)
 logging.getLogger("django.request").warning("Not Found: %s", "/v1/{KEY}")
 try:
     raise ValueError("{KEY}")
 except ValueError:
     logger = logging.getLogger("django.security.DisallowedHost")
     logger.error("Invalid HTTP_HOST header: '{KEY}'.", exc_info=True)
+assert not logging.getLogger("uvicorn.access").hasHandlers()
 from controlplane.tenancy.scoping import tenant_scope
 with tenant_scope(uuid.UUID(int=7)):
     logging.getLogger("controlplane.test").info("as a tenant", extra={{"run_id": "run-7"}})
