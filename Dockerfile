@@ -3,6 +3,7 @@
 
 FROM python:3.11.14-slim-bookworm AS base
 ENV PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+ENV LORIKEET_LOG_FORMAT=json
 RUN useradd --uid 10001 --create-home lorikeet \
     && install -d -o lorikeet /var/lib/lorikeet
 WORKDIR /app
@@ -37,7 +38,7 @@ COPY controlplane controlplane
 COPY contract contract
 COPY worker worker
 USER lorikeet
-CMD ["celery", "-A", "controlplane", "worker", "-Q", "train", "-c", "1", "--loglevel", "INFO"]
+CMD ["celery", "-A", "controlplane", "--quiet", "worker", "-Q", "train", "-c", "1", "--loglevel", "INFO"]
 
 # --- one process per GPU; CUDA's libraries come with torch's wheels
 FROM base AS worker

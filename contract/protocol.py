@@ -263,6 +263,7 @@ class GenerateJob(Message):
     parallel_tool_calls: bool = True
     stream: bool = False
     endpoint: str = ""  # the address it was sent to, for the log: "/v1/chat/completions"
+    client_request_id: str | None = None  # what its client calls it, for the log
     token_details: bool = False  # with logprobs: TokenEvent.logprobs say more of each token
     with_counts: bool = False  # of a stream: each event has `TokenEvent.so_far`
     with_token_ids: bool = False  # events have the ids of the prompt and of their tokens

@@ -1,5 +1,6 @@
 """All settings of the control plane; no other file of it reads the environment."""
 
+import logging
 import os
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -10,8 +11,10 @@ from django.core.exceptions import ImproperlyConfigured
 from contract.child_environment import child_environment
 from contract.gpu_share import trainer_gpu_share
 from controlplane.infra.daily_window import DailyWindow
+from controlplane.infra.logs import WrongSetting, logging_config
 from controlplane.infra.mail import email_settings
 from controlplane.tenancy.database.patient import PatientConnection
+from controlplane.tenancy.scope import add_tenant
 
 BASE_DIR = Path(__file__).resolve().parent.parent
 
@@ -296,8 +299,6 @@ except ValueError as error:
     raise ImproperlyConfigured(str(error)) from error
 
 CELERY_BROKER_URL = env("CELERY_BROKER_URL", REDIS_URL)
-# Celery's log lines have the same format as all others, with the tenant.
-CELERY_WORKER_HIJACK_ROOT_LOGGER = False
 CELERY_TASK_IGNORE_RESULT = True
 CELERY_TASK_ACKS_LATE = True
 CELERY_TASK_REJECT_ON_WORKER_LOST = True
@@ -439,24 +440,10 @@ UNFOLD = {
     "SIDEBAR": {"navigation": "controlplane.operator.site.navigation"},
 }
 
-LOGGING = {
-    "version": 1,
-    "disable_existing_loggers": False,
-    "formatters": {
-        "line": {"format": "%(asctime)s %(levelname)s %(name)s tenant=%(tenant)s %(message)s"},
-    },
-    "filters": {
-        "tenant": {"()": "controlplane.tenancy.scope.TenantFilter"},
-        "secrets": {"()": "controlplane.infra.log_filters.SecretFilter"},
-    },
-    "handlers": {
-        "stderr": {
-            "class": "logging.StreamHandler",
-            "formatter": "line",
-            "filters": ["tenant", "secrets"],
-        }
-    },
-    # Instead of uvicorn's own handlers, which would log addresses with their secrets.
-    "loggers": {"uvicorn": {"propagate": True}, "uvicorn.access": {"propagate": True}},
-    "root": {"handlers": ["stderr"], "level": env("LORIKEET_LOG_LEVEL", "INFO")},
-}
+try:
+    LOGGING = logging_config(
+        env("LORIKEET_LOG_FORMAT", "console"), env("LORIKEET_LOG_LEVEL", "INFO"), add_tenant
+    )
+except WrongSetting as error:
+    raise ImproperlyConfigured(str(error)) from error
+logging.captureWarnings(True)  # warnings are lines, too

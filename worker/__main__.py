@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import os
 
-from worker.config import ConfigError, WorkerConfig, drop_environment
+from worker.config import ConfigError, WorkerConfig, drop_environment, log_settings
+from worker.logs import configure_logs
 from worker.serving.service import run
 
 
 def main() -> int:
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s", level="INFO")
+    configure_logs()
     try:
+        configure_logs(*log_settings())
         config = WorkerConfig.from_environment()
     except ConfigError as error:
         logging.getLogger(__name__).error("%s", error)

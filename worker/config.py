@@ -11,6 +11,7 @@ from pathlib import Path
 from contract.base_model import BaseModelFolder, NotABaseModel, find_base_model
 from contract.child_environment import child_environment
 from contract.gpu_share import trainer_gpu_share
+from contract.log_lines import FORMATS, LEVELS
 
 
 class ConfigError(Exception):
@@ -107,6 +108,8 @@ class WorkerConfig:
     flush_interval_s: float = 0.025
     #: Touched at each heartbeat once the model is loaded; None: nothing is.
     alive_file: Path | None = None
+    log_format: str = "console"
+    log_level: str = "INFO"
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> WorkerConfig:
@@ -116,6 +119,7 @@ class WorkerConfig:
             base = BaseModelConfig.from_environment(environment).find()
         except NotABaseModel as error:
             raise ConfigError(f"LORIKEET_BASE_MODEL: {error}") from error
+        log_format, log_level = log_settings(environment)
         return cls(
             worker_id=read.text("LORIKEET_WORKER_ID", socket.gethostname()),
             pool=read.text("LORIKEET_POOL", "default"),
@@ -145,7 +149,19 @@ class WorkerConfig:
             stuck_timeout_s=read.number("LORIKEET_STUCK_TIMEOUT_S", 60) or 60,
             drain_timeout_s=read.number("LORIKEET_DRAIN_TIMEOUT_S", 30) or 30,
             alive_file=Path(alive) if (alive := read.text("LORIKEET_ALIVE_PATH", "")) else None,
+            log_format=log_format,
+            log_level=log_level,
         )
+
+
+def log_settings(environment: Mapping[str, str] = os.environ) -> tuple[str, str]:
+    """Return the log's format and level, for what is said before there is a config.
+
+    Raises ConfigError.
+    """
+    read = _Reader(environment)
+    log_format = read.one_of("LORIKEET_LOG_FORMAT", FORMATS, "console")
+    return log_format, read.one_of("LORIKEET_LOG_LEVEL", LEVELS, "INFO")
 
 
 def let_threads_sleep() -> None:
@@ -204,3 +220,10 @@ class _Reader:
         if value <= 0:
             raise ConfigError(f"{name} must be positive: {text!r}")
         return value
+
+    def one_of(self, name: str, values: tuple[str, ...], default: str) -> str:
+        text = self.text(name, default)
+        for value in values:
+            if value.lower() == text.lower():
+                return value
+        raise ConfigError(f"{name} is {text!r}: set one of {', '.join(values)}")

@@ -13,7 +13,7 @@ import logging
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from django.db import transaction
 from django.utils import timezone
@@ -216,7 +216,10 @@ def _reject(
     if not version.move(expected, Status.REJECTED, reasons=reasons):
         return False
     record("rejected", version, after={"reasons": reasons})
-    log.info("adapter version rejected", extra={"version_id": str(version.pk)})
+    log.info(
+        "adapter version rejected",
+        extra=_log_fields(version) | {"reasons": len(reasons)},  # they quote the files
+    )
     return True
 
 
@@ -237,7 +240,10 @@ def _accept(version: AdapterVersion, checked: CheckedAdapter) -> bool:
         return False
     record("accepted", version, after={"digest": version.digest})
     promotion.ready_apply(adapter, version)
-    log.info(
-        "adapter version ready", extra={"version_id": str(version.pk), "digest": version.digest}
-    )
+    log.info("adapter version ready", extra=_log_fields(version) | {"digest": version.digest})
     return True
+
+
+def _log_fields(version: AdapterVersion) -> dict[str, Any]:
+    name = version.adapter.name
+    return {"version_id": str(version.pk), "adapter": name, "version": version.number}

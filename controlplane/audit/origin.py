@@ -15,9 +15,10 @@ from typing import Any
 
 from celery import current_task
 from django.contrib.auth import get_user_model
-from django.http import HttpRequest
+from django.http import HttpRequest, HttpResponseBase
 
 from controlplane.audit.models import AuditEvent
+from controlplane.infra.request_lines import RequestLine, line_of
 from controlplane.tenancy.middleware import Middleware
 
 ActorType = AuditEvent.ActorType
@@ -59,12 +60,23 @@ def current_origin() -> Origin:
 
 
 class AuditOriginMiddleware(Middleware):
-    """Sets the request for `current_origin`, with its `X-Request-Id` or a new id."""
+    """Sets the request for `current_origin`, with its client's id for it, or else ours.
 
-    def context(self, request: HttpRequest) -> contextlib.AbstractContextManager[None]:
-        sent = request.headers.get("X-Request-Id", "")
-        request_id = sent if _REQUEST_ID.fullmatch(sent) else f"req_{uuid.uuid4().hex}"
-        return request_origin(request, request_id)
+    Writes the request's log line, too.
+    """
+
+    @contextlib.contextmanager
+    def context(self, request: HttpRequest) -> Iterator[None]:
+        with RequestLine(request, f"req_{uuid.uuid4().hex}") as line:
+            sent = line.client_request_id or ""
+            request_id = sent if _REQUEST_ID.fullmatch(sent) else line.request_id
+            with request_origin(request, request_id):
+                yield
+
+    def finished(self, request: HttpRequest, response: HttpResponseBase) -> HttpResponseBase:
+        if (line := line_of(request)) is not None:
+            line.end_with(response)
+        return response
 
 
 @contextlib.contextmanager

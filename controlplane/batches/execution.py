@@ -273,6 +273,15 @@ class Execution:
                 log.warning("batch %s waits: %r", self._lease.row_id, error)
                 await asyncio.sleep(RETRY_S)
         await self._with_retry(lambda: output.write(self._lease, batch, self._left(batch)))
+        log.info(
+            "batch ended",
+            extra={
+                "batch_id": batch.public_id,
+                "tenant_id": str(self._lease.tenant_id),
+                "outcome": batch.ends_as,
+                "lines": batch.num_lines,
+            },
+        )
 
     async def _collect(self, batch: Batch) -> None:
         """Keep the answers that exist when the batch is stopped, and cancel the rest."""

@@ -20,6 +20,7 @@ from django.utils.http import urlencode
 from django_htmx.middleware import HtmxDetails
 
 from controlplane.errors import ApiError, NotFound, PermissionDenied
+from controlplane.infra.request_lines import note
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants.auth import (
     SESSION_TENANT_KEY,
@@ -135,6 +136,7 @@ def member_page(view: Page | None = None, *, permission: Permission = Permission
         if member is None:
             return _no_tenant(request, "")
         request.member = member
+        note(request, **member.principal.log_fields)
         with tenant_scope(member.tenant.id):
             return _run(view, request, args, kwargs, permission)
 

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import uuid
 
+import structlog
 from django.db import Error as DatabaseError
 from django.db import close_old_connections
 from django.http import HttpRequest
@@ -21,6 +22,7 @@ from controlplane.inference.access import Caller
 from controlplane.inference.model_selector import ModelSelector
 from controlplane.inference.while_away import Kept, ask
 from controlplane.infra.circuit import circuit, patience
+from controlplane.infra.request_lines import note
 from controlplane.tenants import auth
 from controlplane.tenants.auth import Permission, Principal, authorize
 
@@ -64,6 +66,7 @@ def _kept_principal(credentials: Credentials) -> Kept[Principal] | None:
 def _let_in(request: HttpRequest, principal: Principal) -> None:
     """Note the caller on the request. Raises PermissionDenied for a page of another origin."""
     request.principal = principal  # type: ignore[attr-defined]
+    note(request, **principal.log_fields)
     check_origin(request, principal.tenant)
 
 
@@ -135,6 +138,7 @@ def _touch_beside(principal: Principal | None) -> None:
 
 
 async def _note_soon() -> None:
+    structlog.contextvars.clear_contextvars()  # it is for all requests
     await asyncio.sleep(_TOUCH_DELAY_S)  # the answers go first
     await note_used()
 

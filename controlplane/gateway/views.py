@@ -7,6 +7,7 @@ No database connection is held while an answer is generated.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import logging
 import time
@@ -25,6 +26,7 @@ from controlplane.inference.parsing import parse_body
 from controlplane.inference.schemas import ChatBody, CompletionBody
 from controlplane.inference.service import Generation, new_request_id, submit
 from controlplane.infra.addresses import no_such_address
+from controlplane.infra.request_lines import RequestLine
 from controlplane.queue.dispatcher import running_dispatcher
 from controlplane.tenants.auth import Principal
 
@@ -54,19 +56,20 @@ def gateway_view(
         @functools.wraps(view)
         async def wrapper(request: HttpRequest, **kwargs: Any) -> HttpResponseBase:
             started = time.perf_counter()
-            request_id = request.request_id = new_request_id()  # type: ignore[attr-defined]
+            line = RequestLine(request, new_request_id())
             is_head = request.method == "HEAD" and "GET" in methods and "HEAD" not in methods
             if is_head:
                 request.method = "GET"
             try:
                 if request.method not in methods:
                     raise MethodNotAllowed(f"{request.method} is not allowed here.", methods)
-                response = await view(request, **kwargs)
+                with line:
+                    response = await view(request, **kwargs)
             except ApiError as error:
-                response = errors(error)
+                response, line.code = errors(error), error.code
                 _count_refusal(request, error)
             except Exception:
-                log.exception("request %s failed", request_id)
+                log.exception("a request failed")
                 response = errors(InternalError("The server failed on this request."))
             if is_head and isinstance(response, StreamingHttpResponse):
                 response.streaming_content = ()  # nobody fetches what nobody gets
@@ -76,8 +79,8 @@ def gateway_view(
             if principal is not None:
                 response["openai-organization"] = principal.tenant.slug
             response["openai-version"] = OPENAI_VERSION
-            response["x-request-id"] = request_id
             response["openai-processing-ms"] = str(round((time.perf_counter() - started) * 1000))
+            line.end_with(response)
             return response
 
         return wrapper
@@ -145,9 +148,20 @@ async def admit(
         await callers.authenticate(request)
         body.model = (await default_base("model")).name
     caller = await callers.caller_of(request, body.selector())
+    line: RequestLine = request.line  # type: ignore[attr-defined]
+
+    def named(job: GenerateJob) -> GenerateJob:
+        job = job if adjust is None else adjust(job)
+        return dataclasses.replace(job, client_request_id=line.client_request_id)
+
     generation = await submit(
-        caller, body, request_id=request_id_of(request), endpoint=endpoint, adjust=adjust
+        caller,
+        body,
+        request_id=line.request_id,
+        endpoint=endpoint,
+        adjust=adjust if line.client_request_id is None else named,
     )
+    line.add_later(generation.log_fields)
     request.rate_headers = generation.headers  # type: ignore[attr-defined]
     return generation
 
@@ -170,4 +184,4 @@ async def read_body(request: HttpRequest, parse: Callable[[bytes], _T]) -> _T:
 
 def request_id_of(request: HttpRequest) -> str:
     """Return the id that the answer has as x-request-id."""
-    return str(request.request_id)  # type: ignore[attr-defined]
+    return str(request.line.request_id)  # type: ignore[attr-defined]

@@ -28,6 +28,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 from contract.protocol import ErrorCode, FinishReason, GenerateJob, TokenEvent
 from controlplane.errors import ApiError, Unavailable
@@ -124,6 +125,13 @@ class Generation:
     def headers(self) -> dict[str, str]:
         """Return x-ratelimit-… and other headers for an answer over HTTP."""
         return rate_headers(self.admitted) | schema_headers(self.job)
+
+    def log_fields(self, began: float) -> dict[str, Any]:
+        """Return what the request's log line says of it; never its texts.
+
+        began  when it came, in seconds of time.monotonic
+        """
+        return {"model": self.job.model, "stream": self.job.stream} | self.reply.log_fields(began)
 
     @property
     def fingerprint(self) -> str:

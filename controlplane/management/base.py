@@ -15,6 +15,7 @@ from rest_framework.request import Request
 
 from controlplane.errors import PayloadTooLarge, PermissionDenied
 from controlplane.infra import finite_json
+from controlplane.infra.request_lines import note
 from controlplane.rest.views import RowAPIView
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.auth import Permission, Principal, authorize
@@ -78,6 +79,7 @@ class TenantAPIView(ManagementAPIView):
     def check_permissions(self, request: Request) -> None:
         super().check_permissions(request)
         self._scope.enter_context(tenant_scope(self.principal.tenant.id))
+        note(request._request, **self.principal.log_fields)
         method = (request.method or "").upper()
         if not hasattr(self, method.lower()):
             return  # answered with 405

@@ -190,6 +190,8 @@ def quarantine_sync(client: Any, pool: str) -> None:
             if digest not in said:
                 log.warning("Redis had lost the quarantine of %s", digest)
                 client.hset(key, digest, int(since.timestamp()))
+        for digest in said.keys() - rows.keys():
+            log.warning("an adapter was quarantined", extra={"digest": digest, "pool": pool})
         Quarantine.objects.bulk_create(
             Quarantine(pool=pool, digest=digest, since=dt.datetime.fromtimestamp(since, tz=dt.UTC))
             for digest, since in said.items()

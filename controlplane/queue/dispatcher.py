@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 import redis.asyncio
+import structlog
 from django.conf import settings
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
@@ -388,6 +389,7 @@ async def _keep_up(loop: Callable[[], Awaitable[None]]) -> None:
     """Run a loop for ever; log an unexpected error and begin again.
 
     Without the loop the gateway would go on and hear nothing."""
+    structlog.contextvars.clear_contextvars()  # a request may have started the dispatcher
     while True:
         try:
             await loop()

@@ -67,6 +67,7 @@ class Reaper:
         self._forget = self._redis.register_script(scripts.load("forget_worker"))
         self._look = self._redis.register_script(scripts.load("reaper_turn"))
         self._next_turn = 0.0
+        self._lost: set[bytes] = set()
 
     def close(self) -> None:
         self._redis.close()
@@ -89,9 +90,14 @@ class Reaper:
         time, since = (int(looked[0]), int(looked[1])), float(looked[2])
         now = time[0] + time[1] / 1e6
         scores = dict(self._redis.zrange(self._workers, 0, -1, withscores=True))
-        for name in self._redis.smembers(self._inboxes).union(scores):
-            if now - max(since, scores.get(name, 0.0)) >= protocol.HEARTBEAT_TIMEOUT_S:
-                self._reap(name.decode())
+        dead = [
+            name
+            for name in self._redis.smembers(self._inboxes).union(scores)
+            if now - max(since, scores.get(name, 0.0)) >= protocol.HEARTBEAT_TIMEOUT_S
+        ]
+        self._tell_lost(scores.keys() & dead)
+        for name in dead:
+            self._reap(name.decode())
         heartbeats = [
             self._redis.hget(protocol.worker_key(self._pool, name.decode()), protocol.PAYLOAD_FIELD)
             for name in scores
@@ -99,6 +105,12 @@ class Reaper:
         statuses = read_statuses(time, scores.items(), heartbeats)
         self._end_unserved(now, statuses, is_new=now - since < protocol.WORKER_GRACE_S)
         file_rewrite_if_due(self._redis)
+
+    def _tell_lost(self, lost: set[bytes]) -> None:
+        """Log the workers that were not lost at the last turn."""
+        for name in lost - self._lost:
+            log.warning("worker lost", extra={"worker_id": name.decode(), "pool": self._pool})
+        self._lost = lost
 
     def _reap(self, worker_id: str) -> None:
         inbox = protocol.inbox_key(self._pool, worker_id)
@@ -129,7 +141,16 @@ class Reaper:
         )
         if verdict == b"alive":
             return False
-        log.warning("%s of the dead %s: %s", job.request_id, worker_id, verdict.decode())
+        log.warning(
+            "a lost worker's request was taken over",
+            extra={
+                "request_id": job.request_id,
+                "client_request_id": job.client_request_id,
+                "tenant_id": job.tenant_id,
+                "worker_id": worker_id,
+                "verdict": verdict.decode(),
+            },
+        )
         if verdict == b"end":
             lease, attempt, emitted, prompt, cached, cancel = map(int, counts)
             seized = _Seized(lease, attempt, emitted, prompt, cached, bool(cancel))

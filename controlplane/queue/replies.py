@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from typing import Any
 
 from contract.protocol import ErrorCode, FinishReason, GenerateJob, TokenEvent
 from contract.queue.reply_streams import is_batch_stream
@@ -27,6 +28,8 @@ class Reply:
         self.request_id = job.request_id
         self.is_accepted = False  # the queue has it, so far as is known here
         self.is_ended = False
+        self.first_at: float | None = None  # seconds of the event loop's clock
+        self.last: TokenEvent | None = None
         self.is_forgotten = False  # Redis has lost it
         #: When its client leaves: somebody else will read the answer.
         self.goes_on = is_batch_stream(job.gateway_id)
@@ -67,10 +70,13 @@ class Reply:
         if event.seq > self._next_seq or len(self._unread) >= self._max_unread:
             raise Unavailable("Part of the answer was lost.", code=ErrorCode.WORKER_LOST)
         self._next_seq += 1
+        if self.first_at is None:
+            self.first_at = self.heard_at
         self._unread.append(event)
         if self._transcript is not None:
             self._transcript.add(event)
         if self._is_last(event):
+            self.last = event
             self._end(event.finish_reason or FinishReason.STOP)
         self._wake.set()
 
@@ -78,6 +84,25 @@ class Reply:
         if not self.is_ended and self._transcript is not None:
             self._transcript.end(finish_reason)
         self.is_ended = True
+
+    def log_fields(self, began: float) -> dict[str, Any]:
+        """Return how it ended, its tokens and its times, as a log line has them."""
+        fields: dict[str, Any] = {}
+        last, failure = self.last, self._failure
+        if failure is not None:
+            fields |= {"outcome": "failed", "code": failure.code}
+        elif last is None:
+            fields["outcome"] = "client_left"
+        elif last.error_code is not None:
+            fields["code"] = last.error_code
+            if from_worker(last.error_code, "", None).status >= 500:
+                fields["outcome"] = "failed"
+        if last is not None:
+            fields["queue_ms"] = last.queue_ms
+            fields |= dataclasses.asdict(last.usage) if last.usage is not None else {}
+        if self.first_at is not None:
+            fields["first_token_ms"] = round((self.first_at - began) * 1000, 1)
+        return fields
 
     def abandon(self) -> None:
         """End the reply because nobody waits for it."""

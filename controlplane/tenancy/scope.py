@@ -6,9 +6,10 @@ All other code enters and reads the scope through `controlplane.tenancy.scoping`
 from __future__ import annotations
 
 import dataclasses
-import logging
 import uuid
+from collections.abc import MutableMapping
 from contextvars import ContextVar
+from typing import Any
 
 #: A tenant's id, `ALL` inside `all_tenants`, or None outside any scope.
 current: ContextVar[uuid.UUID | str | None] = ContextVar("tenant_scope", default=None)
@@ -41,9 +42,9 @@ def database_scope() -> DatabaseScope:
     return _NO_SCOPE if scope is None else _OPERATOR_SCOPE
 
 
-class TenantFilter(logging.Filter):
-    """Adds `tenant` to log records: the tenant's id, `*` across tenants, `-` outside a scope."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        record.tenant = current.get() or "-"
-        return True
+def add_tenant(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Add the scope's `tenant_id` to a log line, "*" across tenants. A processor of structlog."""
+    scope = current.get()
+    if scope is not None:
+        event.setdefault("tenant_id", str(scope))
+    return event

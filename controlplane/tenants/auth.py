@@ -66,6 +66,15 @@ class Principal:
         return PERMISSIONS[self.role] if self.api_key is None else key_permissions(self.api_key)
 
     @property
+    def log_fields(self) -> dict[str, str]:
+        """What log lines say of the caller."""
+        return {
+            "tenant_id": str(self.tenant.id),
+            "tenant": self.tenant.slug,
+            "caller": self.label,
+        }
+
+    @property
     def label(self) -> str:
         """The caller's name in records: `key:<public id>` or `user:<id>`."""
         if self.api_key is not None:

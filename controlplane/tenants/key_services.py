@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,8 @@ from controlplane.tenants import auth, key_grants, keys
 from controlplane.tenants.auth import Principal
 from controlplane.tenants.key_rules import KeyRules
 from controlplane.tenants.models import ApiKey, Membership, ServiceAccount
+
+log = logging.getLogger(__name__)
 
 #: How long both secrets of a rotated key work.
 DEFAULT_GRACE_S, MAX_GRACE_S = 24 * 3600, 30 * 24 * 3600
@@ -185,6 +188,7 @@ def api_key_revoke(
             _save(one, revoked_at=now)
             because = {} if one is api_key else {"with": api_key.public_id}
             record("revoked", one, after={"revoked_at": now, **because})
+            log.info("key revoked", extra={"key": one.public_id, **because})
     return api_key
 
 

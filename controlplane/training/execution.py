@@ -17,6 +17,7 @@ from typing import Any
 from django.conf import settings
 from django.db import connection, transaction
 from django.utils import timezone
+from structlog.contextvars import bound_contextvars
 
 from contract.base_model import BaseModelFolder, NotABaseModel, find_base_model
 from contract.training import Hyperparameters, TrainJob
@@ -37,6 +38,7 @@ from controlplane.training.lease import PUBLISHING_LEASE, RUNNING_LEASE, RunLeas
 from controlplane.training.loss_curve import LossCurve
 from controlplane.training.models import TrainingRun
 from controlplane.training.trainer import (
+    MAX_ERROR_CHARS,
     TrainerStopped,
     TrainingAbandoned,
     TrainingFailed,
@@ -75,8 +77,9 @@ def training_run_execute(run_id: uuid.UUID) -> bool:
     run = _claim(run_id)
     if run is None:
         return False
-    log.info("training begins", extra={"run_id": str(run.pk), "attempt": run.attempts})
-    with scratch_folder("train-") as folder:
+    begun = {"attempt": run.attempts, "adapter": run.adapter.name}
+    with bound_contextvars(run_id=str(run.pk)), scratch_folder("train-") as folder:
+        log.info("training begins", extra=begun)
         try:
             _publish(run, _train(run, folder))
         except TrainingAbandoned:
@@ -91,7 +94,7 @@ def training_run_execute(run_id: uuid.UUID) -> bool:
         except storage.STORAGE_ERRORS:
             _finish(run, Status.RUNNING, Status.FAILED, "The object store does not answer.")
         except Exception:
-            log.exception("a training run failed", extra={"run_id": str(run.pk)})
+            log.exception("a training run failed")
             _give_back(run)
             # Its version may be complete; let the next tick check that at once.
             RunLease(run).rows(Status.PUBLISHING).update(lease_until=timezone.now())
@@ -118,11 +121,12 @@ def _claim(run_id: uuid.UUID) -> TrainingRun | None:
 def _finish(run: TrainingRun, expected: Status, status: Status, error: str = "") -> None:
     rows = RunLease(run).rows(expected)
     moved = rows.update(
-        status=status, error=error[:1000], finished_at=timezone.now(), lease_until=None
+        status=status, error=error[:MAX_ERROR_CHARS], finished_at=timezone.now(), lease_until=None
     )
     if moved:
         record("ended", run, after={"status": status, "error": error[:1000]})
-        extra = {"run_id": str(run.pk), "status": status.value, "error": error[:1000]}
+        # Not the error, which may quote a row.
+        extra = {"run_id": str(run.pk), "status": status.value, "adapter": run.adapter.name}
         log.info("training ended", extra=extra)
 
 

@@ -90,7 +90,7 @@ class TrainingRun(TenantModel):
     #: The last progress line of the trainer: step, steps, loss, learning_rate, tokens_per_s, eta_s;
     #: and losses, the `LossCurve` so far.
     progress = models.JSONField(default=dict)
-    error = models.CharField(max_length=1000, blank=True)
+    error = models.CharField(max_length=2000, blank=True)
     cancel_requested = models.BooleanField(default=False)
     #: How often it was started.
     attempts = models.PositiveSmallIntegerField(default=0)

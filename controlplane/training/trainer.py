@@ -17,13 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from contract.training import TrainJob
+from controlplane.training.last_lines import for_tenant, last_lines
 
 log = logging.getLogger(__name__)
 
 MAX_LINE_BYTES = 64 * 1024
 #: How long the child may take to end after SIGTERM before it is killed.
 STOP_TIMEOUT_S = 10.0
-_STDERR_TAIL_BYTES = 2000
+#: The child's exit code for a job or data that are wrong.
+_WRONG_JOB = 2
+#: Of the message of a failure, with the end of its trace.
+MAX_ERROR_CHARS = 2000
 
 
 class TrainingFailed(Exception):
@@ -137,13 +141,18 @@ def _check(returncode: int, last: dict[str, Any], stderr_path: Path) -> None:
     """Return if the training succeeded; else raise why it did not."""
     if returncode == 0 and last.get("event") == "done":
         return
+    # The message of a wrong job says it all, and may quote a row.
+    lines = [] if returncode == _WRONG_JOB else last_lines(stderr_path)
+    told = {"exit_code": returncode, "last_lines": lines}
     if returncode < 0 or returncode == 143:  # a signal, or a clean exit after SIGTERM
+        log.warning("the trainer was ended from outside", extra=told)
         raise TrainerStopped(f"the trainer was ended from outside ({returncode})")
-    tail = stderr_path.read_bytes()[-_STDERR_TAIL_BYTES:].decode(errors="replace")
-    log.error("training failed", extra={"returncode": returncode, "stderr": tail})
+    level = logging.INFO if returncode == _WRONG_JOB else logging.ERROR
+    log.log(level, "training failed", extra=told)
+    message = f"The trainer ended without a result (exit code {returncode})."
     if last.get("event") == "error":
-        raise TrainingFailed(str(last.get("message")))
-    raise TrainingFailed(f"The trainer ended without a result (exit code {returncode}).")
+        message = str(last.get("message"))
+    raise TrainingFailed(for_tenant(message, lines, max_chars=MAX_ERROR_CHARS))
 
 
 def _stop(child: subprocess.Popen[bytes]) -> None:

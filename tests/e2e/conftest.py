@@ -36,6 +36,7 @@ def system(stack: EmbeddedStack) -> Iterator[System]:
     )
     seed.migrate(env)
     seed.seed(env, state, base_model_dir)
+    env |= {"LORIKEET_LOG_FORMAT": "json", "LORIKEET_LOG_LEVEL": "DEBUG"}
     platform = Platform(env, folder=folder, port=state.web_port)
     processes = (platform.worker, platform.web, platform.accountant, platform.celery)
     try:

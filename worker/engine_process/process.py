@@ -25,6 +25,7 @@ from engine.stats import EngineStats
 from worker.config import WorkerConfig
 from worker.engine_process.channel import Cancel, Command, Register, StepReport, Unregister
 from worker.engine_process.parent_death import die_with_parent
+from worker.logs import adopt_libraries, configure_logs
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +67,7 @@ def create_engine(config: WorkerConfig) -> EngineLike:
 
     from engine import Engine, EngineConfig  # type: ignore[attr-defined]
 
+    adopt_libraries()
     if config.device.startswith("cuda") and not torch.cuda.is_available():
         raise NoDevice(
             f"LORIKEET_DEVICE is {config.device}, and there is no GPU that this torch can use: see "
@@ -101,7 +103,7 @@ def main(connection: Connection, config: WorkerConfig, engine_factory: EngineFac
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the IO process, which drains
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s", level="INFO")
+    configure_logs(config.log_format, config.log_level)
     try:
         engine = engine_factory(config)
     except NoDevice as error:
@@ -180,6 +182,7 @@ class EngineProcess:
         return refused
 
     def _add(self, request: Request) -> RequestOutput | None:
+        log.debug("request begins", extra={"request_id": request.request_id})
         for part in request.adapters:
             if refusal := self._refusal_of(part.digest):
                 return _refusal(request, refusal)
@@ -194,7 +197,7 @@ class EngineProcess:
             self._engine.register_adapter(command.digest, Path(command.folder))
         except Exception as error:
             self._refused[command.digest] = command, error
-            log.warning("adapter %s refused: %r", command.digest, error)
+            log.warning("adapter refused: %r", error, extra={"adapters": [command.digest]})
         else:
             self._refused.pop(command.digest, None)
 
@@ -212,11 +215,11 @@ def _on_prepared(prepared: Future[None]) -> None:
     gc.freeze()
 
 
-def to_engine_error(error: Exception) -> EngineError:
+def to_engine_error(error: Exception, request_id: str = "") -> EngineError:
     """Return the error for the request's client; log one that the engine did not expect."""
     if isinstance(error, EngineError):
         return error
-    log.error("the engine refused a request with an unexpected error", exc_info=error)
+    log.error("a request failed", exc_info=error, extra={"request_id": request_id})
     return EngineError("The worker failed on this request.")
 
 
@@ -224,6 +227,6 @@ def _refusal(request: Request, error: Exception) -> RequestOutput:
     return RequestOutput(
         request_id=request.request_id,
         finish_reason=FinishReason.ERROR,
-        error=to_engine_error(error),
+        error=to_engine_error(error, request.request_id),
         num_prompt_tokens=len(request.token_ids),
     )

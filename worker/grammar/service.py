@@ -21,6 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+import structlog
+
 from contract.protocol import ErrorCode
 from engine.grammar_text import Grammar
 from engine.request import Request
@@ -149,6 +151,7 @@ class GrammarService:
 
     async def _run(self) -> None:
         """Try the waiting grammars, one of each tenant in turn."""
+        structlog.contextvars.clear_contextvars()  # it is not only for the request that began it
         while self._waiting:
             tenant_id, grammars = self._waiting.popitem(last=False)
             grammar = grammars.popleft()

@@ -68,6 +68,37 @@ class ActiveRequest:
         self._told: dict[str, Any] = {}
 
     @property
+    def log_context(self) -> dict[str, Any]:
+        """Return what every log line about it has."""
+        context = {
+            "request_id": self.job.request_id,
+            "client_request_id": self.job.client_request_id,
+            "tenant_id": self.job.tenant_id,
+            "adapters": [ref.digest for ref in self.job.adapters],
+            "attempt": self.attempt,
+        }
+        return {name: value for name, value in context.items() if value}
+
+    @property
+    def log_fields(self) -> dict[str, Any]:
+        """Return what the log line at its end has."""
+        record = self._done_record()
+        fields = {
+            "outcome": record.finish_reason,
+            "code": record.error_code,
+            "model": record.model,
+            "prompt_tokens": record.prompt_tokens,
+            "cached_tokens": record.cached_tokens,
+            "completion_tokens": record.completion_tokens,
+            "queue_ms": round(record.queue_ms, 1),
+            "load_ms": round(record.load_ms, 1),
+            "total_ms": round(record.total_ms, 1),
+        }
+        if record.first_token_ms is not None:
+            fields["first_token_ms"] = round(record.first_token_ms, 1)
+        return self.log_context | {n: v for n, v in fields.items() if v is not None}
+
+    @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None
 

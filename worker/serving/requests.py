@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Set
 
+import structlog
 from redis.exceptions import RedisError
 
 from contract.protocol import (
@@ -173,6 +174,7 @@ class Requests:
     async def _prepare(self, request: ActiveRequest, attempt: int) -> None:
         """Send the request to the engine, or end it with the error."""
         job = request.job
+        structlog.contextvars.bind_contextvars(**request.log_context)  # of this task
         try:
             if job.base_model != self._config.base_model:
                 raise Refused(
@@ -270,6 +272,7 @@ class Requests:
 
     async def _check_answers(self, request: ActiveRequest) -> None:
         """Check the finished answers against their schema, and then end the request."""
+        structlog.contextvars.bind_contextvars(**request.log_context)  # of this task
         try:
             for choice in request.unchecked:
                 await self._check(choice, request.job)
@@ -311,6 +314,7 @@ class Requests:
         del self._active[request.job.request_id]
         self.flusher.add(request)
         self._release(request)
+        log.info("request ended", extra=request.log_fields)
 
     def _release(self, request: ActiveRequest) -> None:
         for digest in request.held_digests:

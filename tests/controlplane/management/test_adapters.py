@@ -228,6 +228,8 @@ class TestWhoMay:
         missing = stranger.get(url)
         assert theirs.status_code == missing.status_code == 404
         assert theirs.content == missing.content
+        ids = [answer.headers.pop("X-Request-Id") for answer in (theirs, missing)]
+        assert len(set(ids)) == 2
         assert theirs.headers == missing.headers
 
     def test_stranger_cannot_complete(self, globex: Party) -> None:

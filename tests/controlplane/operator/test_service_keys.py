@@ -11,13 +11,13 @@ import time
 from typing import Any
 
 import pytest
+from controlplane.infra.log_filters import SecretFilter
 from django.core.management import CommandError, call_command
 from django.db import connection, transaction
 from django.db.utils import ProgrammingError
 from django.utils import timezone
 
 from controlplane.audit.models import AuditEvent
-from controlplane.infra.log_filters import SecretFilter
 from controlplane.service_keys import auth
 from controlplane.service_keys.models import ServiceKey
 from controlplane.service_keys.scopes import Scope

@@ -101,6 +101,22 @@ def test_what_told_nothing_goes_back_to_the_front(ward: Ward) -> None:
     assert second.lease == 1
 
 
+def test_a_lost_worker_is_one_line_and_one_for_each_of_its_requests(
+    ward: Ward, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = ward.rig
+    request_id = rig.accept()
+    rig.pull("dead")
+    ward.die("dead")
+    for _ in range(3):
+        ward.reap()
+    lines = [record.__dict__ for record in caplog.records]
+    [lost] = [line for line in lines if line["message"] == "worker lost"]
+    [taken] = [line for line in lines if "was taken over" in line["message"]]
+    assert lost["worker_id"] == taken["worker_id"] == "dead"
+    assert (taken["request_id"], taken["levelname"]) == (request_id, "WARNING")
+
+
 @pytest.mark.parametrize("has_pulled", [True, False])
 def test_nothing_stays_of_a_worker_that_never_comes_back(ward: Ward, has_pulled: bool) -> None:
     rig = ward.rig
@@ -338,13 +354,18 @@ def test_a_dead_letters_prompt_is_dropped_in_time(acme: Party, settings: Any) ->
 
 
 @pytest.mark.django_db
-def test_quarantine_survives_a_redis_that_forgets(ward: Ward, settings: Any) -> None:
+def test_quarantine_survives_a_redis_that_forgets(
+    ward: Ward, settings: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     rig, settings.POOL = ward.rig, ward.rig.pool
     deadly = rig.accept(digest="bad")
     for alone in (None, deadly):
         crash(ward, alone=alone)
     since = quarantined()
-    quarantine_sync(rig.client, rig.pool)
+    for _ in range(2):
+        quarantine_sync(rig.client, rig.pool)
+    [line] = [r for r in caplog.records if r.getMessage() == "an adapter was quarantined"]
+    assert line.digest == "bad"  # type: ignore[attr-defined]
     rig.client.delete(fair_queue.quarantine_key(rig.pool))
     assert quarantined() == {}
     quarantine_sync(rig.client, rig.pool)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import os
+import shutil
 import signal
 import threading
 import time
@@ -262,6 +263,28 @@ def test_a_failed_training_says_why(
     assert run.status == "failed"
     assert message in run.error
     assert not AdapterVersion.objects.exists()
+
+
+def test_a_crashed_trainers_last_lines_are_in_the_log_and_the_run(
+    adapter: Adapter,
+    dataset: Dataset,
+    base_models_dir: Path,
+    tmp_path: Path,
+    settings: Any,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The log has them whole, under the run's id; the tenant sees no folder of the machine."""
+    shutil.copytree(base_models_dir, tmp_path / "bases")
+    [weights] = (tmp_path / "bases").rglob("model.safetensors")
+    weights.write_bytes(b"\xff" * 64)
+    settings.BASE_MODEL_DIR = tmp_path / "bases"
+    run = execute(make_run())
+    assert run.status == "failed"
+    assert "Error" in run.error.splitlines()[0] and 'File "loop.py", line' in run.error
+    assert len(run.error) <= 2000 and str(tmp_path) not in run.error and "/" not in run.error
+    [line] = [record for record in caplog.records if record.getMessage() == "training failed"]
+    assert line.exit_code == 1  # type: ignore[attr-defined]
+    assert "Traceback (most recent call last):" in line.last_lines  # type: ignore[attr-defined]
 
 
 def test_a_trainer_without_the_right_base_model_says_so(
