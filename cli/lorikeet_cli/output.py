@@ -22,6 +22,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 class Form(StrEnum):
     TABLE = "table"
     JSON = "json"
+    ID = "id"
 
 
 def print_json(document: Any) -> None:
@@ -41,6 +42,11 @@ def print_fields(row: Row, columns: Sequence[Column]) -> None:
     """Print one thing, a line for each of its fields."""
     titles = [title for title, _ in columns]
     print_lines([list(line) for line in zip(titles, cells(row, columns), strict=True)])
+
+
+def print_id(row: Row, columns: Sequence[Column]) -> None:
+    """Print what names the row: its first column."""
+    print(cells(row, columns[:1])[0])
 
 
 def print_lines(lines: Sequence[Sequence[str]]) -> None:

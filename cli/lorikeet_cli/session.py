@@ -29,7 +29,7 @@ ProfileOption = Annotated[
     typer.Option("--profile", envvar="LORIKEET_PROFILE", help="The profile to use."),
 ]
 OutputOption = Annotated[
-    Form, typer.Option("--output", "-o", help="table for people, json for scripts.")
+    Form, typer.Option("--output", "-o", help="table for people, json or id for scripts.")
 ]
 TenantOption = Annotated[
     str | None,
@@ -106,9 +106,15 @@ class Session:
         return self.client.pages(self.tenant_path(*parts), params=params, limit=limit)
 
     def print_list(self, found: Mapping[str, Any], columns: list[Column], empty: str) -> None:
-        """Print a list; `empty` says to a person what to do when nothing is in it."""
+        """Print a list, whose first column names each item.
+
+        empty  says to a person what to do when nothing is in it
+        """
         if self.is_json:
             output.print_json(found)
+        elif self.form is Form.ID:
+            for row in found["data"]:
+                output.print_id(row, columns)
         elif found["data"]:
             output.print_table(found["data"], columns)
             if found.get("has_more"):
@@ -119,6 +125,8 @@ class Session:
     def print_one(self, row: Mapping[str, Any], columns: list[Column]) -> None:
         if self.is_json:
             output.print_json(row)
+        elif self.form is Form.ID:
+            output.print_id(row, columns)
         else:
             output.print_fields(row, columns)
 

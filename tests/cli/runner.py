@@ -41,17 +41,25 @@ class Cli:
     home: Path
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    def run(self, *argv: str, stdin: str | bytes = "", cwd: Path | None = None, **env: str) -> Done:
+    def run(self, *argv: str, stdin: str = "", **env: str) -> Done:
+        return self._run([*COMMAND, *argv], stdin, env)
+
+    def run_python(self, code: str, **env: str) -> Done:
+        """A piece of code in place of the command."""
+        return self._run([sys.executable, "-c", code], "", env)
+
+    def _run(self, argv: list[str], stdin: str, env: Mapping[str, str]) -> Done:
         done = subprocess.run(
-            [*COMMAND, *argv],
+            argv,
             env=self.environment(**env),
-            input=stdin.encode() if isinstance(stdin, str) else stdin,
-            cwd=cwd or self.home,
+            input=stdin,
+            cwd=self.home,
             capture_output=True,
+            text=True,
             timeout=TIMEOUT_S,
             check=False,
         )
-        return Done(done.returncode, done.stdout.decode(), done.stderr.decode())
+        return Done(done.returncode, done.stdout, done.stderr)
 
     def json(self, *argv: str, **options: Any) -> Any:
         """The document that a command answers a script with. It has to succeed."""

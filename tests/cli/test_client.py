@@ -196,3 +196,44 @@ def test_a_large_dataset_is_never_whole_in_memory(cli: Cli, serve: Serve, tmp_pa
     assert_one_line(done, 1, "Not chats")
     assert received[10:] == str(300 << 20).encode()
     assert int(peak.read_text()) * 1024 < 200 << 20
+
+
+def adapter_folder(folder: Path) -> str:
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    (folder / "adapter_model.safetensors").write_bytes(b"tensors")
+    return str(folder)
+
+
+def with_store(serve: Serve, store: str) -> str:
+    """A server that lets clients upload to `store`."""
+    names = ("adapter_config.json", "adapter_model.safetensors")
+    uploads = {name: {"url": f"{store}/{name}", "method": "PUT", "headers": {}} for name in names}
+    return serve(lambda *_: ok({"number": 1, "uploads": uploads}))
+
+
+def test_an_object_store_that_is_away_is_named(cli: Cli, serve: Serve, tmp_path: Path) -> None:
+    (port,) = choose_ports(1)
+    url = with_store(serve, f"http://127.0.0.1:{port}")
+    done = run(cli, url, "adapters", "upload", adapter_folder(tmp_path / "a"))
+    assert_one_line(done, 4, f"object store: .*:{port} does not answer.*S3_PUBLIC_ENDPOINT_URL")
+
+
+def test_an_object_store_that_refuses_says_why(cli: Cli, serve: Serve, tmp_path: Path) -> None:
+    seen: list[dict[str, str]] = []
+
+    def refuse(method: str, path: str, headers: dict[str, str], body: bytes) -> Answer:
+        seen.append(headers)
+        return 403, {}, b"<Error><Message>Request has expired</Message></Error>"
+
+    url = with_store(serve, serve(refuse))
+    done = run(cli, url, "adapters", "upload", adapter_folder(tmp_path / "a"))
+    assert_one_line(done, 1, "refused adapter_config.json with status 403: Request has expired")
+    assert len(seen) == 1 and "authorization" not in seen[0], "the store gets no key"
+
+
+def test_what_the_store_got_is_compared(cli: Cli, serve: Serve, tmp_path: Path) -> None:
+    store = serve(lambda *_: (200, {"ETag": f'"{"0" * 32}"'}, b""))
+    url = with_store(serve, store)
+    done = run(cli, url, "adapters", "upload", adapter_folder(tmp_path / "a"))
+    assert_one_line(done, 1, "adapter_config.json was damaged on its way")

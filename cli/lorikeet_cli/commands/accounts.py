@@ -133,7 +133,7 @@ def whoami(session: Session) -> None:
 
 @command(profiles_app, "list", for_tenant=False)
 def list_(session: Session) -> None:
-    """List the profiles; the current one has a star."""
+    """List the profiles."""
     profiles = Profiles.load()
     rows = [
         {"name": name, "url": each.url, "key": each.key_hint, "current": name == profiles.current}
@@ -142,8 +142,8 @@ def list_(session: Session) -> None:
     session.print_list(
         {"object": "list", "data": rows, "has_more": False},
         [
-            (" ", lambda row: "*" if row["current"] else " "),
             ("NAME", "name"),
+            ("CURRENT", "current"),
             ("URL", "url"),
             ("KEY", "key"),
         ],

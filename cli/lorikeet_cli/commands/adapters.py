@@ -158,7 +158,7 @@ def read_folder(folder: Path) -> dict[str, Source]:
     missing = [name for name in (CONFIG, TENSORS) if not (folder / name).exists()]
     if missing:
         raise CliError(
-            f"{folder} is no adapter folder: {' and '.join(missing)} missing. {_hint(folder)}"
+            f"{folder} is no adapter folder: no {' and no '.join(missing)} in it. {_hint(folder)}"
         )
     sources = {name: Source.of(folder / name) for name in (CONFIG, TENSORS)}
     config = read_config(folder / CONFIG)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from lorikeet_cli.errors import UsageError
-from lorikeet_cli.output import Column, moment
+from lorikeet_cli.output import Column, Form, moment
 from lorikeet_cli.session import LimitOption, Session, command, completer
 
 app = typer.Typer(help="API keys.", no_args_is_help=True)
@@ -110,8 +110,8 @@ def revoke(
 
 
 def _print_secret(session: Session, key: dict[str, Any]) -> None:
-    session.print_one(key, [("KEY", "key"), *_COLUMNS, *_MORE])
-    if not session.is_json:
+    session.print_one(key, [*_COLUMNS, *_MORE, ("KEY", "key")])
+    if session.form is not Form.JSON:
         session.say("The key is shown only this time.")
 
 

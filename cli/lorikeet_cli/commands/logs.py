@@ -26,6 +26,7 @@ MAX_SHOWN = 5000
 MAX_AWAY_S = 300.0
 
 _COLUMNS: list[Column] = [
+    ("ID", "id"),
     ("TIME (UTC)", moment("accepted_at")),
     ("STATUS", "status"),
     ("MODEL", "model"),
@@ -35,10 +36,9 @@ _COLUMNS: list[Column] = [
     ("QUEUE MS", lambda row: round(row["queue_ms"])),
     ("TOTAL MS", lambda row: round(row["total_ms"])),
     ("END", lambda row: row["error_code"] or row["finish_reason"]),
-    ("ID", "id"),
 ]
 #: A line that is printed as it comes cannot be as wide as the next.
-_WIDTHS = (19, 6, 24, 22, 6, 6, 8, 8, 12, 0)
+_WIDTHS = (37, 19, 6, 24, 22, 6, 6, 8, 8, 0)
 
 
 def add_to(app: typer.Typer) -> None:
