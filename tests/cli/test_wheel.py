@@ -21,7 +21,6 @@ PACKAGE = ROOT / "cli"
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The command, installed into an environment of its own from a wheel that pip builds."""
-    pytest.importorskip("setuptools")
     folder = tmp_path_factory.mktemp("installed")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
     source = folder / "source"

@@ -13,7 +13,7 @@ import typer
 from lorikeet_cli import output
 from lorikeet_cli.commands.keys import seconds_of
 from lorikeet_cli.errors import Unreachable
-from lorikeet_cli.output import Column, moment
+from lorikeet_cli.output import Column, Form, moment
 from lorikeet_cli.session import LimitOption, Session, command
 
 #: Between two looks for new lines, and how many a look reads at most.
@@ -91,12 +91,14 @@ def _page(session: Session, filters: dict[str, Any], limit: int) -> dict[str, An
 
 
 def _follow(session: Session, filters: dict[str, Any], limit: int) -> None:
-    if not session.is_json:
+    if session.form is Form.TABLE:
         _print_line([title for title, _ in _COLUMNS])
     try:
         for row in _lines(session, filters, limit):
             if session.is_json:
                 output.print_json_line(row)
+            elif session.form is Form.ID:
+                _print_line([row["id"]])
             else:
                 _print_line(output.cells(row, _COLUMNS))
     except KeyboardInterrupt:
@@ -148,7 +150,7 @@ def _new(
 
 
 def _print_line(cells: list[str]) -> None:
-    padded = (cell.ljust(width) for cell, width in zip(cells, _WIDTHS, strict=True))
+    padded = (cell.ljust(width) for cell, width in zip(cells, _WIDTHS, strict=False))
     print(" ".join(padded).rstrip(), flush=True)
 
 
