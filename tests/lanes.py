@@ -109,6 +109,7 @@ SLOW = (
     "controlplane/console/test_members.py",
     "controlplane/requestlog/test_log.py",
     "controlplane/training/test_services.py",
+    "cli",
 )
 
 

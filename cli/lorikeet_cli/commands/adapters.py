@@ -1,0 +1,220 @@
+"""`lorikeet adapters`: adapters, their versions, and the upload of a PEFT folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lorikeet_cli import progress
+from lorikeet_cli.errors import CliError, Forbidden, Interrupted
+from lorikeet_cli.output import Column, Row, moment, num_bytes, shown
+from lorikeet_cli.session import LimitOption, Session, command, completer
+from lorikeet_cli.uploads import Source, put_presigned
+
+app = typer.Typer(help="Adapters and their versions.", no_args_is_help=True)
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+MAX_CONFIG_BYTES = 1 << 20
+MAX_REASONS = 20
+#: Between two looks at a version that is being checked.
+CHECK_INTERVAL_S = 0.5
+_ENDED = ("ready", "rejected", "retired")
+
+Name = Annotated[
+    str, typer.Argument(help="The adapter's name.", autocompletion=completer("adapters"))
+]
+_COLUMNS: list[Column] = [
+    ("NAME", "name"),
+    ("BASE MODEL", "base_model"),
+    ("LIVE VERSION", "live_version"),
+    ("DESCRIPTION", "description"),
+    ("SHUTDOWN", "shutdown_date"),
+    ("MADE", moment("created_at")),
+]
+_VERSION_COLUMNS: list[Column] = [
+    ("MODEL", "model"),
+    ("STATUS", "status"),
+    ("SOURCE", "source"),
+    ("SIZE", num_bytes("num_bytes")),
+    ("RANK", "max_rank"),
+    ("DIGEST", lambda row: (row["digest"] or "-")[:12]),
+    ("MADE", moment("created_at")),
+]
+
+
+@command(app, "list")
+def list_(session: Session, limit: LimitOption = 20) -> None:
+    """List the adapters, newest first."""
+    empty = "No adapters. `lorikeet adapters upload FOLDER` makes one."
+    session.print_list(session.items("adapters", limit=limit), _COLUMNS, empty)
+
+
+@command(app, "get")
+def get(
+    session: Session,
+    name: Name,
+    version: Annotated[
+        int | None, typer.Option("--version", min=1, help="This version of it.")
+    ] = None,
+) -> None:
+    """Show an adapter, or one version of it."""
+    if version is None:
+        session.print_one(session.get("adapters", name), _COLUMNS)
+        return
+    row = session.get("adapters", name, "versions", version)
+    session.print_one(row, [*_VERSION_COLUMNS, ("REASONS", lambda row: _reasons(row))])
+
+
+@command(app, "versions")
+def versions(session: Session, name: Name, limit: LimitOption = 20) -> None:
+    """List an adapter's versions, newest first."""
+    found = session.items("adapters", name, "versions", limit=limit)
+    session.print_list(found, _VERSION_COLUMNS, "No versions.")
+
+
+@command(app, "upload")
+def upload(
+    session: Session,
+    folder: Annotated[Path, typer.Argument(help="A PEFT folder.")],
+    name: Annotated[
+        str | None, typer.Option("--name", help="The adapter. Default: the folder's name.")
+    ] = None,
+    base_model: Annotated[
+        str | None,
+        typer.Option(
+            "--base-model",
+            help="For a new adapter, if there are several.",
+            autocompletion=completer("base-models"),
+        ),
+    ] = None,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Until the server has checked it; fails if it refuses.")
+    ] = False,
+    timeout: Annotated[
+        int, typer.Option("--timeout", min=1, help="The longest wait, in seconds.")
+    ] = 600,
+) -> None:
+    """Upload a LoRA adapter as the next version of its name.
+
+    Nothing is half uploaded: a version counts when both files have arrived whole. If anything goes
+    wrong on the way, run the command again.
+    """
+    sources = read_folder(folder)
+    adapter = name or folder.resolve().name
+    body: dict[str, Any] = {"files": {each: sources[each].num_bytes for each in sources}}
+    if base_model:
+        body["base_model"] = base_model
+    try:
+        version = session.send("POST", "adapters", adapter, "versions", body=body)
+        for file, source in sources.items():
+            put_presigned(source, version["uploads"][file])
+        place = ("adapters", adapter, "versions", version["number"])
+        version = session.send("POST", *place, "complete")
+    except KeyboardInterrupt:
+        raise Interrupted(
+            "Interrupted: the upload does not count, and the server removes it. Run it again."
+        ) from None
+    if wait:
+        version = _wait(session, place, timeout)
+    session.print_one(version, _VERSION_COLUMNS)
+    if version["status"] == "rejected":
+        raise CliError(f"{version['model']} was rejected: {_reasons(version)}")
+    if version["status"] == "ready":
+        _check_digest(session, version, sources)
+
+
+def _wait(session: Session, place: tuple[str | int, ...], timeout_s: int) -> dict[str, Any]:
+    give_up_at = time.monotonic() + timeout_s
+    with progress.bar("checking", total=None) as bar:
+        try:
+            while True:
+                version: dict[str, Any] = session.get(*place)
+                if version["status"] in _ENDED:
+                    return version
+                bar.show(0, note=shown(version["status"]))
+                if time.monotonic() > give_up_at:
+                    break
+                time.sleep(CHECK_INTERVAL_S)
+        except KeyboardInterrupt:
+            raise Interrupted(
+                f"Interrupted: the upload is complete, and the server goes on with its check. "
+                f"See `lorikeet adapters get {place[1]} --version {place[3]}`."
+            ) from None
+    raise CliError(
+        f"{version['model']} is still {version['status']} after {timeout_s} s. See `lorikeet "
+        f"adapters get {place[1]} --version {place[3]}`; the server's ingest worker may be away."
+    )
+
+
+def read_folder(folder: Path) -> dict[str, Source]:
+    """Return an adapter folder's two files by name. Raises CliError when it is none."""
+    if not folder.is_dir():
+        raise CliError(f"{folder} is no folder. Name the folder with {CONFIG} and {TENSORS}.")
+    missing = [name for name in (CONFIG, TENSORS) if not (folder / name).exists()]
+    if missing:
+        raise CliError(
+            f"{folder} is no adapter folder: no {' and no '.join(missing)} in it. {_hint(folder)}"
+        )
+    sources = {name: Source.of(folder / name) for name in (CONFIG, TENSORS)}
+    config = read_config(folder / CONFIG)
+    if not isinstance(config, dict) or "peft_type" not in config:
+        raise CliError(f"{folder / CONFIG} is no PEFT configuration: it has no peft_type.")
+    return sources
+
+
+def read_config(path: Path) -> Any:
+    """Return the configuration as parsed; None when it is no JSON. Raises CliError."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_CONFIG_BYTES + 1)
+    except OSError as error:
+        raise CliError(f"Cannot read {path}: {error.strerror}.") from error
+    try:
+        return json.loads(data) if len(data) <= MAX_CONFIG_BYTES else None
+    except (ValueError, RecursionError):
+        return None
+
+
+def _hint(folder: Path) -> str:
+    if (folder / "adapter_model.bin").exists():
+        return "Its weights are a pickle: save them with save_pretrained(safe_serialization=True)."
+    if (folder / "config.json").exists():
+        return "It looks like a whole model; the LoRA adapter alone is what you upload."
+    inside = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG}"))[:3]
+    if inside:
+        return f"Did you mean {', '.join(str(folder / each) for each in inside)}?"
+    return "PEFT's save_pretrained writes both."
+
+
+def _reasons(version: Row) -> str:
+    reasons = [f"{each['field']}: {each['message']}" for each in version["reasons"]]
+    more = f"; and {len(reasons) - MAX_REASONS} more" if len(reasons) > MAX_REASONS else ""
+    return ("; ".join(reasons[:MAX_REASONS]) + more) or "-"
+
+
+def _check_digest(session: Session, version: dict[str, Any], sources: dict[str, Source]) -> None:
+    """Compare the server's digest of the version with that of the files here. Raises CliError."""
+    base = session.get("adapters", version["adapter"])["base_model"]
+    try:
+        bases = session.client.pages(session.base_models_path(), limit=1000)["data"]
+    except Forbidden:
+        return  # an operator's key of narrow scopes
+    revisions = [each["revision"] for each in bases if each["name"] == base]
+    if not revisions or not version["digest"]:
+        return
+    identity = {
+        "base_revision": revisions[0],
+        "config": read_config(sources[CONFIG].path),
+        "tensors_sha256": sources[TENSORS].sha256,
+    }
+    text = json.dumps(identity, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    if hashlib.sha256(text.encode()).hexdigest() != version["digest"]:
+        raise CliError(
+            f"{version['model']} is ready, but is not what is in {sources[CONFIG].path.parent}: "
+            "the digests differ. Did the files change meanwhile? Upload it again."
+        )

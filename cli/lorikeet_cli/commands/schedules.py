@@ -1,0 +1,65 @@
+"""`lorikeet schedules`: when an adapter is trained again."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from lorikeet_cli import output
+from lorikeet_cli.commands.adapters import Name
+from lorikeet_cli.commands.runs import read_settings
+from lorikeet_cli.output import Column, moment
+from lorikeet_cli.session import Session, command, completer
+
+app = typer.Typer(help="When to train an adapter again.", no_args_is_help=True)
+
+_COLUMNS: list[Column] = [
+    ("ADAPTER", "adapter"),
+    ("DATASET", "dataset"),
+    ("CRON", "cron"),
+    ("TIME ZONE", "timezone"),
+    ("PAUSED", "is_paused"),
+    ("NEXT RUN (UTC)", moment("next_run_at")),
+    ("HYPERPARAMETERS", "hyperparameters"),
+]
+
+
+@command(app, "get")
+def get(session: Session, adapter: Name) -> None:
+    """Show an adapter's schedule."""
+    session.print_one(session.get("adapters", adapter, "schedule"), _COLUMNS)
+
+
+@command(app, "set")
+def set_(
+    session: Session,
+    adapter: Name,
+    dataset: Annotated[
+        str,
+        typer.Option("--dataset", help="To train on.", autocompletion=completer("datasets")),
+    ],
+    cron: Annotated[str, typer.Option("--cron", help="'30 2 * * *' is every night at 2:30.")],
+    timezone: Annotated[str, typer.Option("--timezone", help="As Europe/Berlin.")] = "UTC",
+    hyperparameter: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="As rank=8, max_steps=200; repeatable.", metavar="NAME=VALUE"),
+    ] = None,
+    paused: Annotated[bool, typer.Option("--paused", help="Keep it, but start nothing.")] = False,
+) -> None:
+    """Train an adapter again by a cron line; replaces its schedule."""
+    body: dict[str, Any] = {"dataset": dataset, "cron": cron, "timezone": timezone}
+    body["is_paused"] = paused
+    if hyperparameter:
+        body["hyperparameters"] = read_settings(hyperparameter)
+    session.print_one(session.send("PUT", "adapters", adapter, "schedule", body=body), _COLUMNS)
+
+
+@command(app, "delete")
+def delete(session: Session, adapter: Name) -> None:
+    """Delete an adapter's schedule. Runs that have started go on."""
+    session.send("DELETE", "adapters", adapter, "schedule")
+    if session.is_json:
+        output.print_json({"object": "schedule", "adapter": adapter, "deleted": True})
+    else:
+        session.say(f"{adapter} is no longer trained by a schedule.")
