@@ -23,7 +23,7 @@ from controlplane.operator.pages.rendering import ask, moment, page
 from controlplane.queue.dead_letters import dead_letter_discard, dead_letter_requeue
 from controlplane.queue.models import DeadLetter
 from controlplane.requestlog.inference_request import InferenceRequest
-from controlplane.tenants.models import Tenant
+from controlplane.tenants.models import Tenant, is_slug
 
 PAGE_SIZE = 25
 
@@ -47,9 +47,11 @@ class Row:
 @require_safe
 def dead_letters(request: HttpRequest) -> HttpResponse:
     """Show a page of letters, the newest first."""
-    slug, before = request.GET.get("tenant", "").strip()[:63], _uuid(request.GET.get("before", ""))
+    slug, before = request.GET.get("tenant", "").strip(), _uuid(request.GET.get("before", ""))
     letters = DeadLetter.objects.select_related("tenant").defer("job").order_by("-pk")
-    if slug:
+    if slug and not is_slug(slug):
+        letters = letters.none()
+    elif slug:
         owners = list(Tenant.objects.filter(slug=slug).values_list("pk", flat=True))
         letters = letters.filter(tenant_id__in=owners)
     if request.GET.get("state") == "open":
