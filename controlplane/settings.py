@@ -61,6 +61,7 @@ HSTS_S = 365 * 24 * 3600
 
 INSTALLED_APPS = [
     "unfold.apps.BasicAppConfig",
+    "unfold.contrib.filters",
     "controlplane.operator.apps.OperatorConfig",
     "django.contrib.auth",
     "django.contrib.contenttypes",
@@ -422,6 +423,9 @@ UNFOLD = {
     "SITE_HEADER": "Lorikeet operator",
     "SITE_URL": "/console/",
     "SITE_ICON": "controlplane.operator.site.logo",
+    "SITE_FAVICONS": [
+        {"rel": "icon", "type": "image/svg+xml", "href": "controlplane.operator.site.logo"}
+    ],
     "COLORS": {
         "primary": {
             "50": "oklch(97% .02 160)",
@@ -437,6 +441,7 @@ UNFOLD = {
             "950": "oklch(22% .04 160)",
         },
     },
+    "STYLES": ["controlplane.operator.site.style"],
     "SIDEBAR": {"navigation": "controlplane.operator.site.navigation"},
 }
 

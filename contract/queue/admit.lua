@@ -125,7 +125,7 @@ local item = id .. ' ' .. output .. ' ' .. ARGV[7]
 redis.call('HSET', job, 'state', 'queued', 'lease', 0, 'seq', 0, 'gateway', ARGV[10], 'm', ARGV[4],
   'q', q, 'class', class, 'tenant', tenant, 'item', item, 'tokens', output,
   'cost', prompt + {OUTPUT_WEIGHT} * output, 'deadline', deadline, 'hold', table.concat(hold),
-  'waits', table.concat(waits, ' '))
+  'waits', table.concat(waits, ' '), 'since', string.format('%.3f', now))
 redis.call('EXPIRE', job, ARGV[9])
 redis.call('SADD', 'qs:{' .. pool .. '}', q)
 enqueue(q, class, tenant, item, output, 'RPUSH')

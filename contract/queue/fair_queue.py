@@ -27,7 +27,7 @@ saves up service by being idle.
 Further fields of the job hash: `m` the job, `q`, `class`, `tenant`, `item` (as in the list),
 `tokens` (those it may generate), `cost` (charged at dispatch), `charged`, `deadline`, `hold` (what
 its end gives back: lines of "run|rate|budget key seconds-per-token reserved-tokens"), `waits`
-(zsets to leave at dispatch).
+(zsets to leave at dispatch), `since` (when it was admitted).
 """
 
 from __future__ import annotations

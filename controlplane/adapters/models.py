@@ -169,6 +169,10 @@ class AdapterVersion(TenantModel):
         ]
         indexes = [
             models.Index(fields=["tenant", "adapter", "number"]),
+            # For operators, who know a digest or how it begins, and no tenant.
+            models.Index(
+                fields=["digest"], opclasses=["varchar_pattern_ops"], name="versions_by_digest"
+            ),
             models.Index(
                 fields=["status_changed_at"],
                 condition=models.Q(is_cleared=False),

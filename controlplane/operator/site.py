@@ -1,28 +1,37 @@
-"""The operator's site: its menu, and the page of live workers."""
+"""The operator's site: its menu, who may enter, and how long a page may take."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from django.conf import settings
 from django.contrib.auth import REDIRECT_FIELD_NAME
+from django.db import OperationalError
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import redirect, render
-from django.template.response import TemplateResponse
+from django.template.response import SimpleTemplateResponse
 from django.templatetags.static import static
 from django.urls import URLPattern, path, reverse
 from django.utils.http import urlencode
+from psycopg.errors import QueryCanceled
 from unfold.sites import UnfoldAdminSite
 
-from controlplane.errors import Unavailable
-from controlplane.queue.workers import WorkerStatus, workers
+from controlplane.operator.pages import dead_letters, health, quarantine, queues, workers
+from controlplane.tenancy.scope import statement_timeout_ms
 from controlplane.tenants.second_factor import is_kept_out
+
+#: A page's statement that takes longer is cancelled, so that no list slows the platform down.
+STATEMENT_TIMEOUT_MS = 3000
 
 #: Groups of (title, icon of Material Symbols, view).
 _MENU = {
     "Platform": (
-        ("Workers", "memory", "workers"),
+        ("Live pool", "memory", "workers"),
+        ("Queues", "hourglass_top", "queues"),
+        ("Dead letters", "mail_off", "dead_letters"),
+        ("Quarantine", "gpp_bad", "quarantine"),
         ("Base models", "deployed_code", "adapters_basemodel_changelist"),
         ("Requests", "swap_vert", "inference_inferencerequest_changelist"),
         ("Usage", "bar_chart", "usage_usagerecord_changelist"),
@@ -47,6 +56,10 @@ def logo(request: HttpRequest) -> str:
     return static("console/logo.svg")
 
 
+def style(request: HttpRequest) -> str:
+    return static("operator/pages.css")
+
+
 def navigation(request: HttpRequest) -> list[dict[str, Any]]:
     """Return the menu in unfold's format."""
     return [
@@ -62,7 +75,10 @@ def navigation(request: HttpRequest) -> list[dict[str, Any]]:
 
 
 class OperatorSite(UnfoldAdminSite):  # type: ignore[misc]
-    """The admin site, with a page of workers."""
+    """The admin site, with the pages of `controlplane.operator.pages`."""
+
+    index_template = "operator/index.html"
+    index_title = "Health"
 
     def has_permission(self, request: HttpRequest) -> bool:
         """Return whether an operator asks. Called several times per page; queries only once."""
@@ -73,7 +89,51 @@ class OperatorSite(UnfoldAdminSite):  # type: ignore[misc]
         return not request.operator_is_kept_out  # type: ignore[attr-defined]
 
     def extra_urls(self) -> list[URLPattern]:
-        return [path("workers/", self.admin_view(self.workers), name="workers")]
+        pages: list[tuple[str, Callable[..., HttpResponse], str]] = [
+            ("workers/", workers.live_pool, "workers"),
+            ("workers/<path:worker_id>/drain/", workers.drain, "drain"),
+            ("queues/", queues.queues, "queues"),
+            ("dead-letters/", dead_letters.dead_letters, "dead_letters"),
+            ("dead-letters/requeue/", dead_letters.requeue, "requeue"),
+            ("dead-letters/discard/", dead_letters.discard, "discard"),
+            ("quarantine/", quarantine.quarantine, "quarantine"),
+            ("quarantine/<str:digest>/release/", quarantine.release, "release"),
+        ]
+        return [path(route, self.admin_view(view), name=name) for route, view, name in pages]
+
+    def admin_view(self, view: Any, cacheable: bool = False) -> Any:
+        """Return the view for operators alone, whose statements are cancelled when they are slow.
+
+        It renders its answer, because templates query, too.
+        """
+        inner = super().admin_view(view, cacheable)
+
+        @functools.wraps(inner)
+        def bounded(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
+            token = statement_timeout_ms.set(STATEMENT_TIMEOUT_MS)
+            try:
+                answer: HttpResponse = inner(request, *args, **kwargs)
+                return answer.render() if isinstance(answer, SimpleTemplateResponse) else answer
+            except OperationalError as error:
+                if not isinstance(error.__cause__, QueryCanceled):
+                    raise
+                return self._too_slow(request)
+            finally:
+                statement_timeout_ms.reset(token)
+
+        return bounded
+
+    def _too_slow(self, request: HttpRequest) -> HttpResponse:
+        context = {**self.each_context(request), "title": "This took too long"}
+        context["seconds"] = STATEMENT_TIMEOUT_MS // 1000
+        return render(request, "operator/too_slow.html", context, status=503)
+
+    def index(
+        self, request: HttpRequest, extra_context: dict[str, Any] | None = None
+    ) -> HttpResponse:
+        """Show the platform's health, and below it all lists."""
+        answer: HttpResponse = super().index(request, {"tiles": health.tiles()})
+        return answer
 
     def login(
         self, request: HttpRequest, extra_context: dict[str, Any] | None = None
@@ -88,72 +148,8 @@ class OperatorSite(UnfoldAdminSite):  # type: ignore[misc]
             return redirect("admin:index" if is_in else "console:security")
         if request.user.is_authenticated:
             return render(request, "operator/refused.html", status=403)
+        if request.headers.get("HX-Request"):
+            # A part of a page asks for itself after the session has ended: open the whole page.
+            return HttpResponse(headers={"HX-Refresh": "true"})
         target = request.GET.get(REDIRECT_FIELD_NAME) or reverse("admin:index")
         return redirect(f"{settings.LOGIN_URL}?{urlencode({REDIRECT_FIELD_NAME: target})}")
-
-    def workers(self, request: HttpRequest) -> TemplateResponse:
-        """Show the workers that send heartbeats, from Redis."""
-        problem, found = "", []
-        try:
-            found = sorted(workers(), key=lambda worker: worker.heartbeat.worker_id)
-        except Unavailable as error:
-            problem = error.message
-        context = {
-            **self.each_context(request),
-            "title": "Workers",
-            "pool": settings.POOL,
-            "problem": problem,
-            "table": {"headers": _HEADERS, "rows": [_row(worker) for worker in found]},
-        }
-        return TemplateResponse(request, "operator/workers.html", context)
-
-
-_HEADERS = [
-    "Worker",
-    "State",
-    "Base model",
-    "Device",
-    "Running",
-    "Waiting",
-    "Free pages",
-    "Adapters",
-    "Tokens/s",
-    "Step",
-    "Last heartbeat",
-]
-#: How many of a worker's resident adapters are named.
-_SHOWN_ADAPTERS = 3
-
-
-def _row(worker: WorkerStatus) -> list[str]:
-    beat = worker.heartbeat
-    return [
-        beat.worker_id,
-        _state(worker),
-        beat.base_model,
-        beat.device,
-        f"{beat.running} / {beat.max_running}",
-        str(beat.waiting),
-        f"{beat.free_pages} / {beat.num_pages}",
-        _adapters(beat.resident_digests),
-        f"{beat.tokens_per_s:.0f}",
-        str(beat.step),
-        f"{worker.silent_s:.0f} s ago",
-    ]
-
-
-def _state(worker: WorkerStatus) -> str:
-    if not worker.is_alive:
-        return "silent"
-    if worker.heartbeat.draining:
-        return "draining"
-    return "loading" if worker.heartbeat.loading else "alive"
-
-
-def _adapters(digests: Sequence[str]) -> str:
-    """Return how many there are, and the first digits of some."""
-    if not digests:
-        return "none"
-    shown = ", ".join(digest[:8] for digest in digests[:_SHOWN_ADAPTERS])
-    more = ", …" if len(digests) > _SHOWN_ADAPTERS else ""
-    return f"{len(digests)}: {shown}{more}"

@@ -166,6 +166,16 @@ def _unclaim(letter: DeadLetter) -> None:
     record("requeue_refused", letter)
 
 
+@transaction.atomic
+def dead_letter_discard(letter: DeadLetter) -> bool:
+    """Delete a letter and its prompt; the audit trail says that it was. -> whether it existed."""
+    number, _ = DeadLetter.objects.filter(pk=letter.pk).delete()
+    if number:
+        before = {"request_id": letter.request_id, "model": letter.model, "reason": letter.reason}
+        record("discarded", letter, before=before)
+    return bool(number)
+
+
 def quarantined() -> dict[str, dt.datetime]:
     """Return adapter digest -> since when it is not served. Raises Unavailable."""
     with redis_client() as client:

@@ -21,7 +21,11 @@ class DeadLetter(TenantModel):
     requeued_as = models.CharField(max_length=64, blank=True)
 
     class Meta:
-        indexes = [models.Index(fields=["tenant", "created_at"])]
+        indexes = [
+            models.Index(fields=["tenant", "created_at"]),
+            # For the page of quarantine: the newest letter of a version.
+            models.Index(fields=["adapter_version_id", "id"], name="dead_letters_by_version"),
+        ]
 
     def __str__(self) -> str:
         return self.request_id

@@ -14,6 +14,8 @@ from typing import Any
 #: A tenant's id, `ALL` inside `all_tenants`, or None outside any scope.
 current: ContextVar[uuid.UUID | str | None] = ContextVar("tenant_scope", default=None)
 ALL = "*"
+#: Milliseconds after which PostgreSQL cancels a statement; 0: its own setting applies.
+statement_timeout_ms: ContextVar[int] = ContextVar("statement_timeout_ms", default=0)
 #: The database role inside `all_tenants`; the application's role sees at most one tenant.
 OPERATOR_ROLE = "lorikeet_operator"
 

@@ -14,7 +14,7 @@ import shutil
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
@@ -50,6 +50,8 @@ class Site:
     commands: Commands
     #: Where its mails lie, one file each.
     mail: Path
+    #: Of its processes, for further ones.
+    env: Mapping[str, str]
 
     @property
     def named_url(self) -> str:
@@ -106,7 +108,7 @@ def site(
         "LORIKEET_OIDC_CLIENT_SECRET": CLIENT_SECRET,
         "OMP_NUM_THREADS": "1",
     }
-    running = Site(base_url, Commands(env), folder / "mail")
+    running = Site(base_url, Commands(env), folder / "mail", env)
     running.manage("collectstatic", "--noinput", "--verbosity=0")
     running.manage("base_model_add", str(base_model_dir))
     running.manage("tenant_create", "--slug=acme", "--name=Acme")

@@ -13,6 +13,7 @@ from django.utils.html import format_html, format_html_join
 from contract.base_shape import BaseShape
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
 from controlplane.operator.admin.base import AuditedAdmin, ReadOnlyAdmin
+from controlplane.operator.admin.lists import TENANT
 
 
 class BaseModelForm(forms.ModelForm):  # type: ignore[type-arg]
@@ -36,7 +37,8 @@ class BaseModelAdmin(AuditedAdmin):
         *("name", "is_active", "shutdown_date", "context_length", "max_rank", "short_revision"),
     )
     list_filter = ("is_active",)
-    search_fields = ("name", "revision")
+    search_prefixes = ("name", "revision")
+    search_tenants = False
 
     def get_readonly_fields(self, request: HttpRequest, obj: BaseModel | None = None) -> Any:
         # Adapters were checked against these fields; another revision is another base model.
@@ -50,8 +52,9 @@ class BaseModelAdmin(AuditedAdmin):
 @admin.register(Adapter)
 class AdapterAdmin(ReadOnlyAdmin):
     list_display = ("name", "tenant", "base_model", "live_number", "created_at")
-    list_filter = ("base_model", "tenant")
-    search_fields = ("name", "tenant__slug")
+    list_filter = ("base_model", TENANT)
+    search_name = "name"
+    search_help_text = "A tenant, or tenant/adapter"
     list_select_related = ("tenant", "base_model", "live_version")
 
     @admin.display(description="Live version")
@@ -62,8 +65,10 @@ class AdapterAdmin(ReadOnlyAdmin):
 @admin.register(AdapterVersion)
 class AdapterVersionAdmin(ReadOnlyAdmin):
     list_display = ("adapter", "number", "tenant", "status", "source", "max_rank", "created_at")
-    list_filter = ("status", "source", "tenant")
-    search_fields = ("adapter__name", "digest", "tenant__slug")
+    list_filter = ("status", "source", TENANT)
+    search_prefixes = ("digest",)
+    search_name = "adapter__name"
+    search_help_text = "A tenant, tenant/adapter, or a digest"
     list_select_related = ("adapter", "tenant")
     fields = (
         "tenant",

@@ -10,9 +10,10 @@ from django.http import HttpRequest
 from unfold.admin import ModelAdmin
 
 from controlplane.audit.services import record
+from controlplane.operator.admin.lists import BoundedList
 
 
-class AuditedAdmin(ModelAdmin):
+class AuditedAdmin(BoundedList, ModelAdmin):
     """Rows that operators change; the audit trail records each change with its fields' names."""
 
     def save_model(self, request: HttpRequest, obj: Any, form: Any, change: bool) -> None:
@@ -50,11 +51,8 @@ class AuditedAdmin(ModelAdmin):
             super().delete_queryset(request, queryset)
 
 
-class ReadOnlyAdmin(ModelAdmin):
+class ReadOnlyAdmin(BoundedList, ModelAdmin):
     """Rows that the platform writes: operators can read them and run actions on them."""
-
-    # Counting millions of rows without the filter takes longer than the page itself.
-    show_full_result_count = False
 
     def has_add_permission(self, request: HttpRequest) -> bool:
         return False

@@ -11,17 +11,21 @@ from allauth.usersessions.models import UserSession
 from django.contrib import admin, messages
 from django.contrib.auth.admin import UserAdmin
 from django.contrib.auth.models import Group
-from django.db.models import QuerySet
+from django.db.models import Q, QuerySet
 from django.http import HttpRequest
 from unfold.admin import TabularInline
 from unfold.forms import AdminPasswordChangeForm, UserChangeForm, UserCreationForm
 
 from controlplane.operator.admin.base import AuditedAdmin, ReadOnlyAdmin
+from controlplane.operator.admin.lists import TENANT
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.email_addresses import address_set
 from controlplane.tenants.models import ApiKey, Membership, Tenant, User
 from controlplane.tenants.services import api_key_revoke, tenant_status_set
 from controlplane.tenants.signin_audit import second_factors_remove
+
+#: People whose addresses begin with what is searched.
+_MAX_PEOPLE = 100
 
 # Memberships have roles; Django's groups are not used.
 admin.site.unregister(Group)
@@ -35,6 +39,8 @@ class MembershipInline(TabularInline):
     extra = 0
     autocomplete_fields = ("user",)
     fields = ("user", "role")
+    per_page = 20
+    ordering = ("pk",)
 
     def formfield_for_dbfield(self, db_field: Any, request: HttpRequest, **kwargs: Any) -> Any:
         """Name the field for screen readers: the label is only in the table's header."""
@@ -48,14 +54,19 @@ class MembershipInline(TabularInline):
 class TenantAdmin(AuditedAdmin):
     list_display = ("slug", "name", "status", "created_at")
     list_filter = ("status",)
-    search_fields = ("slug", "name")
-    ordering = ("slug",)
+    search_tenants = False
+    search_help_text = "The beginning of a slug, or a part of a name"
+    ordering = sortable_by = ("slug",)
     inlines = (MembershipInline,)
     actions = ("suspend", "reactivate")
 
     def get_readonly_fields(self, request: HttpRequest, obj: Tenant | None = None) -> Any:
         # A slug is in URLs and logs, so it never changes.
         return ("slug", "created_at") if obj else ("created_at",)
+
+    def search_q(self, term: str) -> Q:
+        # Tenants are thousands at most: a name is found without an index.
+        return Q(slug__startswith=term.lower()) | Q(name__icontains=term)
 
     def has_delete_permission(self, request: HttpRequest, obj: Tenant | None = None) -> bool:
         # An admin page cannot delete a tenant's objects and caches.
@@ -97,14 +108,14 @@ class PersonChangeForm(UserChangeForm):
 
 
 @admin.register(User)
-class PersonAdmin(UserAdmin, AuditedAdmin):  # type: ignore[type-arg]
+class PersonAdmin(UserAdmin, AuditedAdmin):  # type: ignore[type-arg, misc]
     form = PersonChangeForm
     add_form = PersonCreationForm
     change_password_form = AdminPasswordChangeForm
     list_display = ("email", "first_name", "last_name", "is_staff", "is_active", "last_login")
     list_filter = ("is_staff", "is_active")
-    search_fields = ("email", "first_name", "last_name")
-    ordering = ("email",)
+    search_help_text = "The beginning of an address"
+    ordering = sortable_by = ("email",)
     filter_horizontal = ()
     readonly_fields = ("last_login", "date_joined")
     fieldsets = (
@@ -114,6 +125,9 @@ class PersonAdmin(UserAdmin, AuditedAdmin):  # type: ignore[type-arg]
     )
     add_fieldsets = ((None, {"fields": ("email", "usable_password", "password1", "password2")}),)
     actions = ("remove_second_factors",)
+
+    def search_q(self, term: str) -> Q:
+        return Q(email__startswith=term.lower())
 
     def save_model(self, request: HttpRequest, obj: User, form: Any, change: bool) -> None:
         super().save_model(request, obj, form, change)
@@ -133,17 +147,25 @@ class PersonAdmin(UserAdmin, AuditedAdmin):  # type: ignore[type-arg]
 @admin.register(Membership)
 class MembershipAdmin(AuditedAdmin):
     list_display = ("user", "tenant", "role", "created_at")
-    list_filter = ("role", "tenant")
-    search_fields = ("user__email", "tenant__slug")
+    list_filter = ("role", TENANT)
+    search_help_text = "The beginning of an address, or of a tenant's slug"
     autocomplete_fields = ("user", "tenant")
     list_select_related = ("user", "tenant")
+
+    def search_q(self, term: str) -> Q:
+        people = User.objects.filter(email__startswith=term.lower()).order_by("email")
+        found = list(people.values_list("pk", flat=True)[:_MAX_PEOPLE])
+        return super().search_q(term) | Q(user_id__in=found)
 
 
 @admin.register(ApiKey)
 class ApiKeyAdmin(ReadOnlyAdmin):
     list_display = ("name", "ending", "tenant", "created_at", "last_used_at", "revoked_at")
-    list_filter = (("revoked_at", admin.EmptyFieldListFilter), "tenant")
-    search_fields = ("name", "public_id", "last4", "tenant__slug")
+    list_filter = (("revoked_at", admin.EmptyFieldListFilter), TENANT)
+    search_prefixes = ("public_id",)
+    search_name = "name"
+    search_help_text = "A key's id, a tenant, or tenant/name"
+    list_select_related = ("tenant",)
     fields: ClassVar[tuple[str, ...]] = (
         "tenant",
         "name",

@@ -8,22 +8,25 @@ from django.contrib import admin
 from django.utils.html import format_html
 
 from controlplane.operator.admin.base import ReadOnlyAdmin
+from controlplane.operator.admin.lists import TENANT
 from controlplane.training.models import Dataset, Schedule, TrainingRun
 
 
 @admin.register(Dataset)
 class DatasetAdmin(ReadOnlyAdmin):
     list_display = ("name", "tenant", "num_rows", "num_bytes", "updated_at")
-    list_filter = ("tenant",)
-    search_fields = ("name", "tenant__slug", "sha256")
+    list_filter = (TENANT,)
+    search_name = "name"
+    search_help_text = "A tenant, or tenant/dataset"
     list_select_related = ("tenant",)
 
 
 @admin.register(TrainingRun)
 class TrainingRunAdmin(ReadOnlyAdmin):
     list_display = ("id", "tenant", "adapter", "status", "created_at", "finished_at")
-    list_filter = ("status", "tenant")
-    search_fields = ("adapter__name", "tenant__slug", "error")
+    list_filter = ("status", TENANT)
+    search_name = "adapter__name"
+    search_help_text = "A tenant, or tenant/adapter"
     list_select_related = ("tenant", "adapter")
     fields = (
         "tenant",
@@ -49,6 +52,7 @@ class TrainingRunAdmin(ReadOnlyAdmin):
 @admin.register(Schedule)
 class ScheduleAdmin(ReadOnlyAdmin):
     list_display = ("adapter", "tenant", "cron", "timezone", "is_paused", "next_run_at")
-    list_filter = ("is_paused", "tenant")
-    search_fields = ("adapter__name", "tenant__slug")
+    list_filter = ("is_paused", TENANT)
+    search_name = "adapter__name"
+    search_help_text = "A tenant, or tenant/adapter"
     list_select_related = ("adapter", "tenant")

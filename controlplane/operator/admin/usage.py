@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from django.contrib import admin
 
-from controlplane.operator.admin.base import ReadOnlyAdmin
+from controlplane.operator.admin.inference import RequestRowsAdmin
 from controlplane.usage.models import UsageRecord
 
 
 @admin.register(UsageRecord)
-class UsageRecordAdmin(ReadOnlyAdmin):
+class UsageRecordAdmin(RequestRowsAdmin):
+    time_column = "occurred_at"
     list_display = (
         "occurred_at",
         "tenant",
@@ -19,8 +20,3 @@ class UsageRecordAdmin(ReadOnlyAdmin):
         "completion_tokens",
         "finish_reason",
     )
-    list_filter = ("finish_reason", "base_model", "tenant")
-    search_fields = ("request_id", "model", "tenant__slug")
-    list_select_related = ("tenant",)
-    date_hierarchy = "occurred_at"
-    ordering = ("-occurred_at",)

@@ -27,7 +27,7 @@ from psycopg.sql import Composable
 from controlplane.infra.circuit import circuit, patience_left
 from controlplane.tenancy import epochs
 from controlplane.tenancy.database.patient import AWAY, PatientConnection
-from controlplane.tenancy.scope import database_scope
+from controlplane.tenancy.scope import database_scope, statement_timeout_ms
 
 #: Other statements (DDL, SAVEPOINT, ROLLBACK, …) touch no rows and are sent alone; some must be.
 _TOUCHES_ROWS = re.compile(
@@ -94,6 +94,9 @@ def _with_scope(
         f"SELECT set_config('role', '{scope.role}', true), "
         f"set_config('lorikeet.tenant', '{scope.tenant}', true)"
     )
+    if limit_ms := statement_timeout_ms.get():
+        # PostgreSQL starts a new timeout for each statement of a message.
+        setting += f", set_config('statement_timeout', '{limit_ms}', true)"
     if many:  # one message per row; in autocommit they get no scope and match no rows
         if not connection.autocommit:
             execute(setting, None, False, context)
