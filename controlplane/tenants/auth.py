@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterable
 from typing import ClassVar
 
-from django.conf import settings
 from django.db.models import Q, QuerySet
 from django.http import HttpRequest
 from django.utils import timezone
@@ -23,10 +22,12 @@ from rest_framework.authentication import BaseAuthentication, SessionAuthenticat
 from rest_framework.request import Request
 
 from controlplane.errors import AuthenticationFailed, PermissionDenied
+from controlplane.infra.ciphers import peppers
 from controlplane.tenancy.scoping import all_tenants
-from controlplane.tenants import keys
+from controlplane.tenants import keys, pepper_change
 from controlplane.tenants.key_rules import allows_address
 from controlplane.tenants.models import ApiKey, Membership, Role, Tenant, User
+from controlplane.tenants.pepper_change import Secret
 from controlplane.tenants.permissions import Permission as Permission
 from controlplane.tenants.roles import PERMISSIONS as PERMISSIONS
 from controlplane.tenants.second_factor import check_second_factor
@@ -98,13 +99,14 @@ def authenticate(header: str | None, address: str = "", *, touches: bool = True)
     PermissionDenied for a suspended tenant's key, or an address that the key does not allow.
     """
     parts = _parse_header(header)
-    secret_hmac = parts.secret_hmac(settings.API_KEY_PEPPER)
     asked_at = time.monotonic()
     with all_tenants(reason="a key says which tenant it is of"):
         api_key = next(iter(_key_rows(parts)), None)
-        if api_key is None or not _matches(api_key, secret_hmac):
+        secret = None if api_key is None else _matching(api_key, parts)
+        if api_key is None or secret is None:
             raise AuthenticationFailed(_WRONG_KEY)
         principal = _check_key(api_key, address)
+        pepper_change.renew(api_key, parts, secret)
     if touches and touch_is_due(principal):
         touch([principal])
     _remember(principal, asked_at)
@@ -135,12 +137,11 @@ def cached_principal(header: str | None, address: str = "") -> Principal | None:
     another process may have rotated the key. Raises like `authenticate` where no query is needed.
     """
     parts = _parse_header(header)
-    secret_hmac = parts.secret_hmac(settings.API_KEY_PEPPER)
     cached = _cache.get(parts.public_id)
     if cached is None or cached.until <= time.monotonic():
         return None
     is_same = cached.api_key.environment == parts.environment
-    if not (is_same and _matches(cached.api_key, secret_hmac)):
+    if not is_same or _matching(cached.api_key, parts) is None:
         return None
     return _check_key(cached.api_key, address)
 
@@ -239,12 +240,24 @@ def _key_rows(parts: keys.KeyParts) -> QuerySet[ApiKey]:
     return rows.select_related("tenant", "owner__user", "service_account")
 
 
-def _matches(api_key: ApiKey, secret_hmac: bytes) -> bool:
-    """Return whether this is the key's secret, or its previous one during the grace period."""
-    is_current = hmac.compare_digest(bytes(api_key.secret_hmac), secret_hmac)
-    is_old = hmac.compare_digest(bytes(api_key.old_secret_hmac or _NO_HMAC), secret_hmac)
+def _matching(api_key: ApiKey, parts: keys.KeyParts) -> Secret | None:
+    """Return which of the key's secrets this is, and under which pepper it is stored.
+
+    The previous secret matches during its grace period. None: it is neither.
+    """
     until = api_key.old_secret_until
-    return is_current or (is_old and until is not None and timezone.now() < until)
+    is_grace = until is not None and timezone.now() < until
+    found = None
+    for number, pepper in enumerate(peppers()):
+        secret_hmac = parts.secret_hmac(pepper)
+        if (
+            hmac.compare_digest(bytes(api_key.old_secret_hmac or _NO_HMAC), secret_hmac)
+            and is_grace
+        ):
+            found = Secret(is_old=True, is_under_current_pepper=number == 0)
+        if hmac.compare_digest(bytes(api_key.secret_hmac), secret_hmac):
+            found = Secret(is_old=False, is_under_current_pepper=number == 0)
+    return found
 
 
 def _check_key(api_key: ApiKey, address: str) -> Principal:

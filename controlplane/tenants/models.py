@@ -178,6 +178,9 @@ class ApiKey(TenantModel):
     #: The secret before the last rotation, and the time until which it works.
     old_secret_hmac = models.BinaryField(max_length=32, null=True)
     old_secret_until = models.DateTimeField(null=True, blank=True)
+    #: `ciphers.pepper_id` of the pepper of each HMAC; empty: not used since this was recorded.
+    pepper_id = models.CharField(max_length=16, blank=True, default="", db_default="")
+    old_pepper_id = models.CharField(max_length=16, blank=True, default="", db_default="")
     #: Values of `controlplane.tenants.permissions.Permission`.
     scopes = models.JSONField(default=_default_scopes)
     #: Names of models, and networks; an empty list allows all.
