@@ -32,6 +32,7 @@ OWNERS = {
     "adapters": LORIKEET,
     "training": LORIKEET,
     "ingest": LORIKEET,
+    "backup": LORIKEET,
 }
 #: Secrets that are made if .env does not set them.
 MADE = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime as dt
 import functools
 from collections.abc import Iterator
@@ -94,12 +95,27 @@ def read_pieces(key: str, *, max_bytes: int, start: int = 0) -> Iterator[bytes]:
         yield from body.iter_chunks(_PIECE_BYTES)
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StoredObject:
+    """An object as the store lists it."""
+
+    key: str
+    num_bytes: int
+    etag: str
+
+
+def objects(prefix: str, *, most: int | None = None) -> Iterator[StoredObject]:
+    """Yield the objects whose keys begin with `prefix`; at most `most`."""
+    pages = _internal().get_paginator("list_objects_v2")
+    limit = {"PaginationConfig": {"MaxItems": most}} if most else {}
+    for page in pages.paginate(Bucket=settings.S3_BUCKET, Prefix=prefix, **limit):
+        for entry in page.get("Contents") or []:
+            yield StoredObject(key=entry["Key"], num_bytes=entry["Size"], etag=entry["ETag"])
+
+
 def keys(prefix: str) -> Iterator[str]:
     """Yield the keys that begin with `prefix`."""
-    pages = _internal().get_paginator("list_objects_v2")
-    for page in pages.paginate(Bucket=settings.S3_BUCKET, Prefix=prefix):
-        for entry in page.get("Contents") or []:
-            yield entry["Key"]
+    return (stored.key for stored in objects(prefix))
 
 
 def upload(path: Path, key: str) -> None:
