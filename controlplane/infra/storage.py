@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import datetime as dt
 import functools
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,11 @@ class ObjectMissing(Exception):
 
 
 @functools.cache
-def _client(endpoint_url: str) -> Any:
+def _client(endpoint_url: str, patience_s: float | None = None) -> Any:
+    """Return a client.
+
+    patience_s  limit of each answer, without a second try; None: as for work in the background
+    """
     return boto3.client(
         "s3",
         endpoint_url=endpoint_url,
@@ -37,10 +42,10 @@ def _client(endpoint_url: str) -> Any:
         config=Config(
             signature_version="s3v4",
             s3={"addressing_style": "path"},
-            connect_timeout=5,
-            read_timeout=60,
+            connect_timeout=patience_s or 5,
+            read_timeout=patience_s or 60,
             max_pool_connections=64,  # one for each thread that streams a file
-            retries={"max_attempts": 3, "mode": "standard"},
+            retries={"max_attempts": 0 if patience_s else 3, "mode": "standard"},
         ),
     )
 
@@ -122,10 +127,20 @@ def upload(path: Path, key: str) -> None:
     _internal().upload_file(str(path), settings.S3_BUCKET, key)
 
 
-def ensure_bucket() -> None:
+def probe(*, patience_s: float) -> None:
+    """Make the bucket if there is none, and write and delete an object, with little patience."""
+    client = _client(settings.S3_ENDPOINT_URL, patience_s)
+    ensure_bucket(client)
+    key = f"preflight/{uuid.uuid4().hex}"
+    client.put_object(Bucket=settings.S3_BUCKET, Key=key, Body=b"lorikeet")
+    client.delete_object(Bucket=settings.S3_BUCKET, Key=key)
+
+
+def ensure_bucket(client: Any = None) -> None:
     """Make the bucket if the store says there is none; ignore other errors, which a write names."""
+    client = client or _internal()
     try:
-        _internal().head_bucket(Bucket=settings.S3_BUCKET)
+        client.head_bucket(Bucket=settings.S3_BUCKET)
     except ClientError as error:
         if error.response["ResponseMetadata"]["HTTPStatusCode"] != 404:
             return
@@ -134,7 +149,7 @@ def ensure_bucket() -> None:
             if settings.S3_REGION == "us-east-1"
             else {"CreateBucketConfiguration": {"LocationConstraint": settings.S3_REGION}}
         )
-        _internal().create_bucket(Bucket=settings.S3_BUCKET, **where)
+        client.create_bucket(Bucket=settings.S3_BUCKET, **where)
 
 
 def put_bytes(key: str, data: bytes) -> None:
