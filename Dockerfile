@@ -27,6 +27,14 @@ EXPOSE 8000
 ENV FORWARDED_ALLOW_IPS=""
 CMD ["python", "-m", "controlplane.serve", "--host", "0.0.0.0", "--port", "8000"]
 
+# --- `manage.py backup` and `restore`, which need PostgreSQL's programs
+FROM controlplane AS backup
+USER root
+COPY requirements/backup.txt requirements/backup.txt
+RUN pip install -r requirements/backup.txt
+USER lorikeet
+CMD ["python", "manage.py", "backup", "/backup"]
+
 # --- Celery's `train` queue: supervises children that train
 FROM base AS trainer
 # Options for pip, for instance another index, with torch without CUDA.

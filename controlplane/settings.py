@@ -43,8 +43,12 @@ DEBUG = env_bool("LORIKEET_DEBUG", False)
 #: empty SECRET_KEY is used; without a pepper there is no such setting, and its use raises, too.
 SECRET_KEY = env("LORIKEET_SECRET_KEY", "")
 if _pepper := env("LORIKEET_KEY_PEPPER", ""):
-    #: Key of the HMAC over API key secrets. Changing it invalidates every key.
+    #: Key of the HMAC over API key secrets, and of stored encrypted values.
     API_KEY_PEPPER = _pepper
+#: Other peppers under which stored values are still read: docs/backup.md says how to change one.
+ACCEPTED_PEPPERS = [
+    pepper.strip() for pepper in env("LORIKEET_ACCEPTED_PEPPERS", "").split(",") if pepper.strip()
+]
 BASE_URL = env("LORIKEET_BASE_URL", "http://127.0.0.1:8000").rstrip("/")
 #: 127.0.0.1 is for the health check.
 ALLOWED_HOSTS = [
@@ -93,6 +97,7 @@ INSTALLED_APPS = [
     "controlplane.batches",
     "controlplane.usage",
     "controlplane.console",
+    "controlplane.maintenance",
 ]
 
 MIDDLEWARE = [

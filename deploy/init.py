@@ -32,6 +32,7 @@ OWNERS = {
     "adapters": LORIKEET,
     "training": LORIKEET,
     "ingest": LORIKEET,
+    "backup": LORIKEET,
 }
 #: Secrets that are made if .env does not set them.
 MADE = (
@@ -42,13 +43,16 @@ MADE = (
 #: Addresses that are composed of those, unless .env sets them.
 ADDRESSES = ("DATABASE_URL", "DATABASE_OWNER_URL", "REDIS_URL", "CELERY_BROKER_URL")
 #: Secrets that only .env can set; their files are empty otherwise.
-GIVEN = ("EMAIL_URL", "LORIKEET_OIDC_CLIENT_SECRET", "HF_TOKEN")
+GIVEN = (
+    *("LORIKEET_ACCEPTED_PEPPERS", "EMAIL_URL", "LORIKEET_OIDC_CLIENT_SECRET"),
+    "HF_TOKEN",
+)
 
 _S3 = ("S3_ACCESS_KEY_ID", "S3_SECRET_ACCESS_KEY")
 _QUEUES = ("DATABASE_URL", "REDIS_URL", "CELERY_BROKER_URL", *_S3)
 _APPLICATION = (
     *("LORIKEET_SECRET_KEY", "LORIKEET_KEY_PEPPER", *_QUEUES),
-    *("EMAIL_URL", "LORIKEET_OIDC_CLIENT_SECRET"),
+    *("LORIKEET_ACCEPTED_PEPPERS", "EMAIL_URL", "LORIKEET_OIDC_CLIENT_SECRET"),
 )
 #: Volume of secrets -> its owner and the secrets in it.
 READERS: dict[str, tuple[int, tuple[str, ...]]] = {

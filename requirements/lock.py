@@ -24,6 +24,7 @@ PYPROJECT = FOLDER.parent / "pyproject.toml"
 IMAGES = {
     "controlplane": ("controlplane",),
     "worker": ("worker",),
+    "backup": ("backup",),
     "trainer": ("controlplane", "trainer"),
     "dev": ("controlplane", "worker", "trainer", "demo", "cli", "dev"),
 }

@@ -18,7 +18,7 @@ from controlplane.batches.concurrency import Concurrency
 from controlplane.batches.execution import Execution, in_batch_thread
 from controlplane.batches.leases import Lease, claim
 from controlplane.errors import Unavailable
-from controlplane.infra.liveness import note_alive
+from controlplane.infra.liveness import note_alive, show_alive
 from controlplane.queue.dispatcher import Dispatcher, close_dispatcher, get_dispatcher
 from controlplane.tenancy.row_lease import LeaseLost
 
@@ -70,6 +70,7 @@ class Runner:
 
     async def _pause(self) -> None:
         note_alive()
+        await asyncio.to_thread(show_alive, "batch_runner")
         try:
             await asyncio.wait_for(self.stop.wait(), LOOK_S)
         except TimeoutError:

@@ -1,13 +1,17 @@
-"""Record that this process lives, for its container's health check."""
+"""Record that this process lives: for its container's health check, and for `manage.py doctor`."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import time
 from pathlib import Path
 from typing import Any
 
 from celery.signals import after_task_publish, heartbeat_sent
 from django.conf import settings
+from django.core.cache import cache
+from redis.exceptions import RedisError
 
 from contract.alive_file import AliveFile
 
@@ -20,6 +24,29 @@ def _file() -> AliveFile:
 def note_alive(**_: Any) -> None:
     """Record it; a process calls this in each turn of its main loop."""
     _file().note()
+
+
+def show_alive(name: str) -> None:
+    """Tell other machines that a process of this pool lives, at most every 10 s; errors do not."""
+    if time.monotonic() < _shown.get(name, 0.0):
+        return
+    _shown[name] = time.monotonic() + _SHOW_S
+    with contextlib.suppress(RedisError, OSError):
+        cache.set(_name(name), time.time(), timeout=24 * 3600)
+
+
+def silent_s(name: str) -> float | None:
+    """Return how long ago it last showed itself; None: not within a day."""
+    at = cache.get(_name(name))
+    return None if at is None else max(0.0, time.time() - at)
+
+
+def _name(name: str) -> str:
+    return f"alive:{settings.POOL}:{name}"
+
+
+_SHOW_S = 10.0
+_shown: dict[str, float] = {}
 
 
 def watch_celery() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 
 import psycopg
 import redis
@@ -58,11 +57,14 @@ def check_redis(name: str, url: str) -> None:
         raise NotReady(f"{name}: Redis does not answer: {error}") from error
 
 
-def check_store() -> None:
-    """Make the bucket if there is none, and write into it. Raises NotReady."""
+def check_store(*, patience_s: float = ANSWER_S) -> None:
+    """Make the bucket if there is none, and write into it. Raises NotReady.
+
+    patience_s  limit of each answer, and of the time in which a new store becomes ready
+    """
     place = f"S3 at {settings.S3_ENDPOINT_URL}, bucket {settings.S3_BUCKET}"
     try:
-        _write_into_store()
+        _write_into_store(patience_s)
     except ClientError as error:
         raise NotReady(f"{place}: {_meaning(error)}") from error
     except BotoCoreError as error:
@@ -71,15 +73,12 @@ def check_store() -> None:
         ) from error
 
 
-def _write_into_store() -> None:
+def _write_into_store(patience_s: float) -> None:
     """Retry for a while: a store that has just started answers before it accepts objects."""
-    give_up_at = time.monotonic() + ANSWER_S
+    give_up_at = time.monotonic() + patience_s
     while True:
         try:
-            storage.ensure_bucket()
-            key = f"preflight/{uuid.uuid4().hex}"
-            storage.put_bytes(key, b"lorikeet")
-            storage.delete([key])
+            storage.probe(patience_s=patience_s)
             return
         except ClientError as error:
             is_its_fault = error.response["ResponseMetadata"]["HTTPStatusCode"] >= 500

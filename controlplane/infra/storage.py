@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime as dt
 import functools
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,11 @@ class ObjectMissing(Exception):
 
 
 @functools.cache
-def _client(endpoint_url: str) -> Any:
+def _client(endpoint_url: str, patience_s: float | None = None) -> Any:
+    """Return a client.
+
+    patience_s  limit of each answer, without a second try; None: as for work in the background
+    """
     return boto3.client(
         "s3",
         endpoint_url=endpoint_url,
@@ -36,10 +42,10 @@ def _client(endpoint_url: str) -> Any:
         config=Config(
             signature_version="s3v4",
             s3={"addressing_style": "path"},
-            connect_timeout=5,
-            read_timeout=60,
+            connect_timeout=patience_s or 5,
+            read_timeout=patience_s or 60,
             max_pool_connections=64,  # one for each thread that streams a file
-            retries={"max_attempts": 3, "mode": "standard"},
+            retries={"max_attempts": 0 if patience_s else 3, "mode": "standard"},
         ),
     )
 
@@ -94,22 +100,47 @@ def read_pieces(key: str, *, max_bytes: int, start: int = 0) -> Iterator[bytes]:
         yield from body.iter_chunks(_PIECE_BYTES)
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StoredObject:
+    """An object as the store lists it."""
+
+    key: str
+    num_bytes: int
+    etag: str
+
+
+def objects(prefix: str, *, most: int | None = None) -> Iterator[StoredObject]:
+    """Yield the objects whose keys begin with `prefix`; at most `most`."""
+    pages = _internal().get_paginator("list_objects_v2")
+    limit = {"PaginationConfig": {"MaxItems": most}} if most else {}
+    for page in pages.paginate(Bucket=settings.S3_BUCKET, Prefix=prefix, **limit):
+        for entry in page.get("Contents") or []:
+            yield StoredObject(key=entry["Key"], num_bytes=entry["Size"], etag=entry["ETag"])
+
+
 def keys(prefix: str) -> Iterator[str]:
     """Yield the keys that begin with `prefix`."""
-    pages = _internal().get_paginator("list_objects_v2")
-    for page in pages.paginate(Bucket=settings.S3_BUCKET, Prefix=prefix):
-        for entry in page.get("Contents") or []:
-            yield entry["Key"]
+    return (stored.key for stored in objects(prefix))
 
 
 def upload(path: Path, key: str) -> None:
     _internal().upload_file(str(path), settings.S3_BUCKET, key)
 
 
-def ensure_bucket() -> None:
+def probe(*, patience_s: float) -> None:
+    """Make the bucket if there is none, and write and delete an object, with little patience."""
+    client = _client(settings.S3_ENDPOINT_URL, patience_s)
+    ensure_bucket(client)
+    key = f"preflight/{uuid.uuid4().hex}"
+    client.put_object(Bucket=settings.S3_BUCKET, Key=key, Body=b"lorikeet")
+    client.delete_object(Bucket=settings.S3_BUCKET, Key=key)
+
+
+def ensure_bucket(client: Any = None) -> None:
     """Make the bucket if the store says there is none; ignore other errors, which a write names."""
+    client = client or _internal()
     try:
-        _internal().head_bucket(Bucket=settings.S3_BUCKET)
+        client.head_bucket(Bucket=settings.S3_BUCKET)
     except ClientError as error:
         if error.response["ResponseMetadata"]["HTTPStatusCode"] != 404:
             return
@@ -118,7 +149,7 @@ def ensure_bucket() -> None:
             if settings.S3_REGION == "us-east-1"
             else {"CreateBucketConfiguration": {"LocationConstraint": settings.S3_REGION}}
         )
-        _internal().create_bucket(Bucket=settings.S3_BUCKET, **where)
+        client.create_bucket(Bucket=settings.S3_BUCKET, **where)
 
 
 def put_bytes(key: str, data: bytes) -> None:

@@ -22,7 +22,7 @@ from redis.retry import Retry
 
 from contract import protocol
 from contract.protocol import DoneRecord
-from controlplane.infra.liveness import note_alive
+from controlplane.infra.liveness import note_alive, show_alive
 from controlplane.infra.outages import DATABASE_OUTAGE
 from controlplane.queue.dead_letters import dead_letters_collect, quarantine_sync
 from controlplane.queue.reaper import Reaper
@@ -72,6 +72,7 @@ class Accountant:
         is_ready = False
         while not self.stop.is_set():
             note_alive()
+            show_alive("accountant")
             try:
                 if not is_ready:
                     self._prepare()

@@ -10,9 +10,11 @@ import json
 import zlib
 from typing import Any
 
-from cryptography.fernet import Fernet, InvalidToken
+from cryptography.fernet import Fernet, InvalidToken, MultiFernet
 
-from controlplane.infra.ciphers import peppered_cipher
+from controlplane.infra.ciphers import is_under_current_pepper, peppered_cipher
+
+_PURPOSE = b"request content"
 
 
 class Unreadable(Exception):
@@ -22,6 +24,19 @@ class Unreadable(Exception):
 def new_key() -> bytes:
     """Return a new key, encrypted."""
     return _master().encrypt(Fernet.generate_key())
+
+
+def renewed_key(wrapped_key: bytes) -> bytes:
+    """Return the same key, encrypted under the current pepper. Raises Unreadable."""
+    try:
+        return _master().rotate(wrapped_key)
+    except InvalidToken as error:
+        raise Unreadable from error
+
+
+def is_current(wrapped_key: bytes) -> bool:
+    """Whether the key is encrypted under the current pepper."""
+    return is_under_current_pepper(_PURPOSE, wrapped_key)
 
 
 def seal(words: dict[str, Any], wrapped_key: bytes) -> bytes:
@@ -45,5 +60,5 @@ def _tenants(wrapped_key: bytes) -> Fernet:
     return Fernet(_master().decrypt(wrapped_key))
 
 
-def _master() -> Fernet:
-    return peppered_cipher(b"request content")
+def _master() -> MultiFernet:
+    return peppered_cipher(_PURPOSE)

@@ -7,7 +7,6 @@ import datetime as dt
 import time
 from typing import ClassVar
 
-from django.conf import settings
 from django.core.cache import cache
 from django.db.models import Q
 from django.utils import timezone
@@ -22,7 +21,7 @@ from controlplane.errors import (
 from controlplane.service_keys.models import ServiceKey
 from controlplane.service_keys.scopes import Scope, allowed_by
 from controlplane.tenancy.scoping import all_tenants
-from controlplane.tenants import keys
+from controlplane.tenants import keys, pepper_change
 from controlplane.tenants.key_rules import allows_address
 from controlplane.tenants.models import User
 
@@ -95,11 +94,11 @@ def authenticate(header: str, address: str) -> Operator:
         )
     with all_tenants(reason="service keys belong to no tenant"):
         service_key = ServiceKey.objects.filter(public_id=parts.public_id).first()
-        if service_key is None or not service_key.has_secret(
-            parts.secret_hmac(settings.API_KEY_PEPPER)
-        ):
+        secret = None if service_key is None else pepper_change.matching(service_key, parts)
+        if service_key is None or secret is None:
             raise AuthenticationFailed(_WRONG_KEY)
         _check(service_key, address)
+        pepper_change.renew(service_key, parts, secret)
         _touch(service_key)
     return Operator(service_key=service_key)
 

@@ -13,6 +13,7 @@ from django.utils import timezone
 
 from controlplane.audit.services import record
 from controlplane.errors import Conflict, InvalidRequest, NotFound
+from controlplane.infra.ciphers import pepper_id
 from controlplane.infra.locks import lock_until_commit
 from controlplane.service_keys.models import ServiceKey
 from controlplane.service_keys.scopes import Scope
@@ -49,6 +50,7 @@ def service_key_create(
         public_id=parts.public_id,
         name=name,
         secret_hmac=parts.secret_hmac(settings.API_KEY_PEPPER),
+        pepper_id=pepper_id(settings.API_KEY_PEPPER),
         last4=parts.text()[-4:],
         scopes=_checked_scopes(scopes),
         allowed_ips=list(networks),
@@ -118,9 +120,16 @@ def service_key_rotate(*, public_id: str, grace_s: int = DEFAULT_GRACE_S) -> tup
     parts = keys.renewed(public_id, keys.OPERATORS)
     service_key.old_secret_hmac = bytes(service_key.secret_hmac) if grace_s else None
     service_key.old_secret_until = now + dt.timedelta(seconds=grace_s) if grace_s else None
+    service_key.old_pepper_id = service_key.pepper_id if grace_s else ""
     service_key.secret_hmac = parts.secret_hmac(settings.API_KEY_PEPPER)
+    service_key.pepper_id = pepper_id(settings.API_KEY_PEPPER)
     service_key.last4 = parts.text()[-4:]
-    service_key.save(update_fields=["old_secret_hmac", "old_secret_until", "secret_hmac", "last4"])
+    service_key.save(
+        update_fields=[
+            *("old_secret_hmac", "old_secret_until", "old_pepper_id"),
+            *("secret_hmac", "pepper_id", "last4"),
+        ]
+    )
     record("rotated", service_key, after={"grace_s": grace_s})
     return service_key, parts.text()
 

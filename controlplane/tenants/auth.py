@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterable
 from typing import ClassVar
 
-from django.conf import settings
 from django.db.models import Q, QuerySet
 from django.http import HttpRequest
 from django.utils import timezone
@@ -25,7 +24,7 @@ from rest_framework.request import Request
 from controlplane.errors import ApiError, AuthenticationFailed, PermissionDenied
 from controlplane.tenancy import epochs
 from controlplane.tenancy.scoping import all_tenants
-from controlplane.tenants import keys
+from controlplane.tenants import keys, pepper_change
 from controlplane.tenants.key_rules import allows_address
 from controlplane.tenants.models import ApiKey, Membership, Role, Tenant, User
 from controlplane.tenants.permissions import Permission as Permission
@@ -106,13 +105,14 @@ def authenticate(header: str | None, address: str = "", *, touches: bool = True)
     PermissionDenied for a suspended tenant's key, or an address that the key does not allow.
     """
     parts = _parse_header(header)
-    secret_hmac = parts.secret_hmac(settings.API_KEY_PEPPER)
     asked = epochs.stamp()
     with all_tenants(reason="a key says which tenant it is of"):
         api_key = next(iter(_key_rows(parts)), None)
-        if api_key is None or not _matches(api_key, secret_hmac):
+        secret = None if api_key is None else pepper_change.matching(api_key, parts)
+        if api_key is None or secret is None:
             raise AuthenticationFailed(_WRONG_KEY)
         principal = _check_key(api_key, address)
+        pepper_change.renew(api_key, parts, secret)
     if touches and touch_is_due(principal):
         touch([principal])
     _remember(principal, asked)
@@ -143,11 +143,10 @@ def cached_principal(header: str | None, address: str = "") -> Principal | None:
     another process may have rotated the key. Raises like `authenticate` where no query is needed.
     """
     parts = _parse_header(header)
-    secret_hmac = parts.secret_hmac(settings.API_KEY_PEPPER)
     cached = _cache.get(parts.public_id)
     if cached is None or cached.asked.at + CACHE_S <= time.monotonic():
         return None
-    return _check_key(cached.api_key, address) if _is_of(cached, parts, secret_hmac) else None
+    return _check_key(cached.api_key, address) if _is_of(cached, parts) else None
 
 
 def kept_principal(header: str | None, address: str = "") -> tuple[Principal, epochs.Stamp] | None:
@@ -160,7 +159,7 @@ def kept_principal(header: str | None, address: str = "") -> tuple[Principal, ep
         cached = _cache.get(parts.public_id)
         if cached is None or not cached.asked.is_recent:
             return None
-        if not _is_of(cached, parts, parts.secret_hmac(settings.API_KEY_PEPPER)):
+        if not _is_of(cached, parts):
             return None
         return _check_key(cached.api_key, address), cached.asked
     except ApiError:
@@ -240,9 +239,9 @@ def _remember(principal: Principal, asked: epochs.Stamp) -> None:
         _cache.popitem(last=False)
 
 
-def _is_of(cached: _Cached, parts: keys.KeyParts, secret_hmac: bytes) -> bool:
+def _is_of(cached: _Cached, parts: keys.KeyParts) -> bool:
     is_same = cached.api_key.environment == parts.environment
-    return is_same and _matches(cached.api_key, secret_hmac)
+    return is_same and pepper_change.matching(cached.api_key, parts) is not None
 
 
 def _parse_header(header: str | None) -> keys.KeyParts:
@@ -269,11 +268,6 @@ def _key_rows(parts: keys.KeyParts) -> QuerySet[ApiKey]:
     """Return the query of the key's row."""
     rows = ApiKey.objects.filter(public_id=parts.public_id, environment=parts.environment)
     return rows.select_related("tenant", "owner__user", "service_account")
-
-
-def _matches(api_key: ApiKey, secret_hmac: bytes) -> bool:
-    """Return whether this is the key's secret, or its previous one during the grace period."""
-    return api_key.has_secret(secret_hmac)
 
 
 def _check_key(api_key: ApiKey, address: str) -> Principal:

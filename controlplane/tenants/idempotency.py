@@ -12,14 +12,14 @@ import hashlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from cryptography.fernet import Fernet
+from cryptography.fernet import InvalidToken, MultiFernet
 from django.db import transaction
 from django.db.models import QuerySet
 from django.http import HttpResponse, HttpResponseBase
 from django.utils import timezone
 from rest_framework.response import Response
 
-from controlplane.errors import InvalidRequest
+from controlplane.errors import Conflict, InvalidRequest
 from controlplane.infra.ciphers import peppered_cipher
 from controlplane.tenancy.scoping import all_tenants, new_id
 from controlplane.tenants.models import (
@@ -53,7 +53,7 @@ class Replay(Exception):
 class Attempt:
     """The first request with its key; `end` decides whether its transaction is committed."""
 
-    def __init__(self, record: QuerySet[Any], cipher: Fernet) -> None:
+    def __init__(self, record: QuerySet[Any], cipher: MultiFernet) -> None:
         self._record = record
         self._cipher = cipher
 
@@ -77,7 +77,7 @@ def begin(
     kept_in  the table of such callers' records
 
     Raises Replay for a request that was answered before, InvalidRequest for an invalid key and for
-    one that was used with another body.
+    one that was used with another body, Conflict when the stored answer cannot be read.
     """
     if not (1 <= len(key) <= MAX_KEY_LENGTH and key.isascii() and key.isprintable()):
         raise InvalidRequest(
@@ -105,7 +105,13 @@ def begin(
             param=HEADER,
             code="idempotency_key_reused",
         )
-    raise Replay(kept.status, cipher.decrypt(bytes(kept.answer)))
+    try:
+        answer = cipher.decrypt(bytes(kept.answer))
+    except InvalidToken as error:  # under a pepper that is no longer accepted
+        raise Conflict(
+            f"The request with this {HEADER} was made, but its answer can no longer be read."
+        ) from error
+    raise Replay(kept.status, answer)
 
 
 def expire() -> None:
@@ -115,7 +121,7 @@ def expire() -> None:
         OperatorIdempotencyRecord.objects.filter(expires_at__lte=timezone.now()).delete()
 
 
-def _cipher(key: str) -> Fernet:
+def _cipher(key: str) -> MultiFernet:
     """Return a cipher that needs the pepper and the caller's key, which is not stored."""
     return peppered_cipher(b"idempotency " + key.encode())
 

@@ -15,6 +15,7 @@ from django.utils import timezone
 
 from controlplane.audit.services import record
 from controlplane.errors import Conflict, InvalidRequest, NotFound
+from controlplane.infra.ciphers import pepper_id
 from controlplane.infra.locks import lock_until_commit
 from controlplane.tenancy.scoping import current_tenant_id
 from controlplane.tenants import auth, key_grants, keys
@@ -58,6 +59,7 @@ def api_key_create(
         public_id=parts.public_id,
         environment=environment,
         secret_hmac=parts.secret_hmac(settings.API_KEY_PEPPER),
+        pepper_id=pepper_id(settings.API_KEY_PEPPER),
         last4=parts.text()[-4:],
         created_by=by.user if by else None,
         parent_id=by.api_key.pk if by and by.api_key else None,
@@ -157,7 +159,9 @@ def api_key_rotate(
         api_key,
         old_secret_hmac=bytes(api_key.secret_hmac) if grace_s else None,
         old_secret_until=now + dt.timedelta(seconds=grace_s) if grace_s else None,
+        old_pepper_id=api_key.pepper_id if grace_s else "",
         secret_hmac=parts.secret_hmac(settings.API_KEY_PEPPER),
+        pepper_id=pepper_id(settings.API_KEY_PEPPER),
         last4=parts.text()[-4:],
     )
     record("rotated", api_key, after={"grace_s": grace_s})

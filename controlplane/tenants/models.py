@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import re
 import uuid
 from typing import Any, ClassVar
@@ -172,6 +171,9 @@ class Credential(models.Model):
     #: The secret before the last rotation, and the time until which it works.
     old_secret_hmac = models.BinaryField(max_length=32, null=True)
     old_secret_until = models.DateTimeField(null=True, blank=True)
+    #: `ciphers.pepper_id` of the pepper of each HMAC; empty: not used since this was recorded.
+    pepper_id = models.CharField(max_length=16, blank=True, default="", db_default="")
+    old_pepper_id = models.CharField(max_length=16, blank=True, default="", db_default="")
     #: Networks; an empty list allows all.
     allowed_ips = models.JSONField(default=list, blank=True)
     created_by = models.ForeignKey(User, null=True, on_delete=models.SET_NULL, related_name="+")
@@ -184,13 +186,6 @@ class Credential(models.Model):
 
     def __str__(self) -> str:
         return f"{self.name} (…{self.last4})"
-
-    def has_secret(self, secret_hmac: bytes) -> bool:
-        """Return whether it is the secret, or the previous one in its grace period."""
-        is_current = hmac.compare_digest(bytes(self.secret_hmac), secret_hmac)
-        is_old = hmac.compare_digest(bytes(self.old_secret_hmac or _NO_HMAC), secret_hmac)
-        until = self.old_secret_until
-        return is_current or (is_old and until is not None and timezone.now() < until)
 
 
 class ApiKey(Credential, TenantModel):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from celery import shared_task
 
+from controlplane.infra.liveness import show_alive
 from controlplane.training import contents, execution, schedules
 from controlplane.training.services import EXECUTE_TASK
 
@@ -11,6 +12,7 @@ from controlplane.training.services import EXECUTE_TASK
 @shared_task(name="controlplane.training.tasks.schedules_fire")
 def schedules_fire() -> None:
     """Start the runs that are due, and handle lost ones."""
+    show_alive("beat")  # which sends this task
     schedules.schedules_fire()
     execution.training_runs_reconcile()
 

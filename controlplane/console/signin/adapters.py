@@ -11,7 +11,7 @@ from allauth.core.exceptions import ImmediateHttpResponse
 from allauth.mfa.adapter import DefaultMFAAdapter
 from allauth.socialaccount.adapter import DefaultSocialAccountAdapter
 from allauth.socialaccount.providers.base.constants import AuthProcess
-from cryptography.fernet import Fernet
+from cryptography.fernet import MultiFernet
 from django.conf import settings
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import render
@@ -22,6 +22,9 @@ from controlplane.infra.ciphers import peppered_cipher
 from controlplane.tenants.models import User
 
 logger = logging.getLogger(__name__)
+
+#: The purpose of the cipher of second factors' secrets.
+SECOND_FACTORS = b"second factors"
 
 
 class AccountAdapter(DefaultAccountAdapter):
@@ -129,5 +132,5 @@ class SocialAdapter(DefaultSocialAccountAdapter):
         return None
 
 
-def _cipher() -> Fernet:
-    return peppered_cipher(b"second factors")
+def _cipher() -> MultiFernet:
+    return peppered_cipher(SECOND_FACTORS)

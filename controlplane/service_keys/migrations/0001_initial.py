@@ -36,6 +36,14 @@ class Migration(migrations.Migration):
                 ("last4", models.CharField(max_length=4)),
                 ("old_secret_hmac", models.BinaryField(max_length=32, null=True)),
                 ("old_secret_until", models.DateTimeField(blank=True, null=True)),
+                (
+                    "pepper_id",
+                    models.CharField(blank=True, db_default="", default="", max_length=16),
+                ),
+                (
+                    "old_pepper_id",
+                    models.CharField(blank=True, db_default="", default="", max_length=16),
+                ),
                 ("allowed_ips", models.JSONField(blank=True, default=list)),
                 ("expires_at", models.DateTimeField(blank=True, null=True)),
                 ("revoked_at", models.DateTimeField(blank=True, null=True)),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import http.server
+import socket
+import threading
 import time
 from typing import Any
 from urllib.parse import urlsplit
@@ -69,3 +72,43 @@ def test_a_store_that_cannot_be_used(
         assert time.monotonic() - began < 10
     finally:
         storage._client.cache_clear()
+
+
+_WRONG_REGION = b"""<?xml version="1.0"?><Error><Code>AuthorizationHeaderMalformed</Code>
+<Message>the region 'us-east-1' is wrong; expecting 'eu-central-1'</Message></Error>"""
+
+
+class _OtherRegion(http.server.BaseHTTPRequestHandler):
+    """A store that answers as S3 does for a bucket of another region."""
+
+    def do_PUT(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.send_response(400)
+        self.send_header("Content-Length", str(len(_WRONG_REGION)))
+        self.end_headers()
+        self.wfile.write(_WRONG_REGION)
+
+    def do_HEAD(self) -> None:
+        self.send_response(400)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_store_of_another_region_is_named(settings: Any) -> None:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _OtherRegion) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        settings.S3_ENDPOINT_URL = f"http://127.0.0.1:{server.server_port}"
+        with pytest.raises(preflight.NotReady, match="it is of another region than S3_REGION"):
+            preflight.check_store()
+        server.shutdown()
+
+
+def test_a_store_that_does_not_answer_is_named_within_10_s(settings: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        settings.S3_ENDPOINT_URL = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        began = time.monotonic()
+        with pytest.raises(preflight.NotReady, match="cannot be reached"):
+            preflight.check_store(patience_s=2)
+        assert time.monotonic() - began < 10

@@ -1,0 +1,7 @@
+"""Checks of an installation, and what to do about what they find.
+
+examination  findings, and how checks run: at the same time, each for a limited time
+servers      PostgreSQL, Redis, the object store, clocks
+platform     base models, workers, processes, the pepper
+machine      mail, disks, settings
+"""
