@@ -232,6 +232,9 @@ USE_TZ = True
 STATIC_URL = "/static/"
 STATIC_ROOT = Path(env("LORIKEET_STATIC_ROOT", str(BASE_DIR / "staticfiles")))
 
+#: The port of this process's /metrics, /healthz and /readyz; 0: none. They ask for no key.
+METRICS_PORT = int(env("LORIKEET_METRICS_PORT", "0"))
+METRICS_ADDRESS = env("LORIKEET_METRICS_ADDRESS", "127.0.0.1")
 #: A file that is touched as long as this process's main loop runs; empty: none.
 ALIVE_FILE = env("LORIKEET_ALIVE_PATH", "")
 REDIS_URL = env("REDIS_URL")
@@ -269,6 +272,9 @@ TENANT_QUOTAS = {
 TRAINING_MAX_RUN_S = float(env("LORIKEET_TRAINING_MAX_RUN_S", str(4 * 3600)))
 if TRAINING_MAX_RUN_S > 11 * 3600:
     raise ImproperlyConfigured("LORIKEET_TRAINING_MAX_RUN_S is above 39600")
+
+#: Seconds in which new workers should have done what waits; lower: more are asked for.
+TARGET_WAIT_S = float(env("LORIKEET_TARGET_WAIT_S", "10"))
 
 CELERY_BROKER_URL = env("CELERY_BROKER_URL", REDIS_URL)
 # Celery's log lines have the same format as all others, with the tenant.

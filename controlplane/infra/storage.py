@@ -26,7 +26,8 @@ class ObjectMissing(Exception):
 
 
 @functools.cache
-def _client(endpoint_url: str) -> Any:
+def _client(endpoint_url: str, *, answer_s: float | None = None) -> Any:
+    """Return a client; with `answer_s` one that waits no longer and asks once."""
     return boto3.client(
         "s3",
         endpoint_url=endpoint_url,
@@ -36,16 +37,22 @@ def _client(endpoint_url: str) -> Any:
         config=Config(
             signature_version="s3v4",
             s3={"addressing_style": "path"},
-            connect_timeout=5,
-            read_timeout=60,
+            connect_timeout=answer_s or 5,
+            read_timeout=answer_s or 60,
             max_pool_connections=64,  # one for each thread that streams a file
-            retries={"max_attempts": 3, "mode": "standard"},
+            retries={"max_attempts": 3 if answer_s is None else 0, "mode": "standard"},
         ),
     )
 
 
 def _internal() -> Any:
     return _client(settings.S3_ENDPOINT_URL)
+
+
+def check_answers(timeout_s: float) -> None:
+    """Raise what boto3 raises unless the bucket answers within this time."""
+    client = _client(settings.S3_ENDPOINT_URL, answer_s=timeout_s)
+    client.head_bucket(Bucket=settings.S3_BUCKET)
 
 
 def presign_put(key: str, *, num_bytes: int, expires_s: int = 900) -> str:

@@ -13,9 +13,12 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from django.db import InterfaceError, OperationalError
 from django.db.backends.postgresql import base
+from psycopg import OperationalError as PsycopgOutage
 from psycopg.sql import Composable
 
+from controlplane.infra.metrics import DATABASE_ERRORS
 from controlplane.tenancy.scope import database_scope
 
 #: Other statements (DDL, SAVEPOINT, ROLLBACK, …) touch no rows and are sent alone; some must be.
@@ -29,7 +32,24 @@ class DatabaseWrapper(base.DatabaseWrapper):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.execute_wrappers.append(_with_scope)
+        self.execute_wrappers += [_counting_outages, _with_scope]
+
+    def get_new_connection(self, conn_params: dict[str, Any]) -> Any:
+        try:
+            return super().get_new_connection(conn_params)
+        except PsycopgOutage:
+            DATABASE_ERRORS.inc()
+            raise
+
+
+def _counting_outages(
+    execute: Callable[..., Any], sql: Any, params: Any, many: bool, context: dict[str, Any]
+) -> Any:
+    try:
+        return execute(sql, params, many, context)
+    except (OperationalError, InterfaceError):
+        DATABASE_ERRORS.inc()
+        raise
 
 
 def _with_scope(
