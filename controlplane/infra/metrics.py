@@ -76,6 +76,7 @@ TRAINING_STEPS = Counter("lorikeet_training_steps", "Steps of training runs.")
 # Else the first event of each kind would not show as an increase.
 for _counter, _values in (
     (USAGE_RECORDS, ("settled", "rejected")),
+    (REAPED, ("requeued", "end", "over", "unserved")),
     (BATCH_LINES, ("completed", "failed")),
     (TRAINING_ENDED, ("succeeded", "failed", "cancelled")),
 ):

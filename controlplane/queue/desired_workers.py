@@ -14,19 +14,23 @@ _SHARE = 0.3
 class FullSpeed:
     """The tokens a second of one full worker of each base model, as measured.
 
-    A worker that has room generates less than it could, so only full ones are counted.
+    A worker that has room generates less than it could, and one that has just become full shows
+    the time before: only those that were full the last time, too, are counted.
     """
 
     def __init__(self) -> None:
         self._tokens_per_s: dict[str, float] = {}
+        self._full_at: dict[str, int] = {}  # worker that was full -> its step then
 
     def observe(self, heartbeats: Iterable[Heartbeat]) -> None:
         """Take in the newest heartbeats of workers that live."""
-        for beat in heartbeats:
-            if 0 < beat.max_running <= beat.running and beat.tokens_per_s > 0:
+        full = [beat for beat in heartbeats if 0 < beat.max_running <= beat.running]
+        for beat in full:
+            if self._full_at.get(beat.worker_id, beat.step) != beat.step and beat.tokens_per_s > 0:
                 before = self._tokens_per_s.get(beat.base_model, beat.tokens_per_s)
                 now = before + _SHARE * (beat.tokens_per_s - before)
                 self._tokens_per_s[beat.base_model] = now
+        self._full_at = {beat.worker_id: beat.step for beat in full}
 
     def of(self, base_model: str) -> float:
         """Return a full worker's tokens a second; 0: no worker has been full yet."""

@@ -28,7 +28,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from contract.probe_server import ProbeServer
-from contract.protocol import HEARTBEAT_TIMEOUT_S, DoneRecord, FinishReason
+from contract.protocol import HEARTBEAT_TIMEOUT_S, DoneRecord, ErrorCode, FinishReason
 from engine.stats import Distribution, EngineStats, LoadCounts, PreemptionCause
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
@@ -85,6 +85,8 @@ class WorkerMetrics:
             for priority in ("interactive", "batch"):
                 self._requests.labels(outcome.value, priority)
         self._errors = self._counter("request_errors", "Requests that ended in an error.", "reason")
+        for code in ErrorCode:
+            self._errors.labels(code.value)
         self._prompt = self._counter("prompt_tokens", "Tokens of prompts.")
         self._cached = self._counter(
             "cached_prompt_tokens", "Of these, tokens whose KV was found in the prefix cache."

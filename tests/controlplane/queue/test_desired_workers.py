@@ -39,9 +39,10 @@ def test_workers_follow_the_load(load: dict[str, Any], wanted: int) -> None:
     assert desired_workers(**(BASE | load)) == wanted
 
 
-def beat(running: int, tokens_per_s: float) -> Heartbeat:
+def beat(worker_id: str, step: int, running: int, tokens_per_s: float) -> Heartbeat:
     return Heartbeat(
-        worker_id="w",
+        worker_id=worker_id,
+        step=step,
         boot_id="b",
         pool="p",
         base_model="m",
@@ -55,11 +56,13 @@ def beat(running: int, tokens_per_s: float) -> Heartbeat:
 
 def test_only_full_workers_show_what_one_can_do() -> None:
     speed = FullSpeed()
-    speed.observe([beat(7, 900.0), beat(0, 0.0)])
+    speed.observe([beat("a", 1, 7, 900.0), beat("b", 1, 0, 0.0)])
+    speed.observe([beat("a", 2, 8, 500.0)])  # it has only just become full
+    speed.observe([beat("a", 2, 8, 500.0)])  # the same heartbeat
     assert speed.of("m") == 0.0
-    speed.observe([beat(8, 100.0), beat(7, 900.0)])
+    speed.observe([beat("a", 3, 8, 100.0), beat("b", 2, 7, 900.0)])
     assert speed.of("m") == 100.0
-    for _ in range(30):
-        speed.observe([beat(8, 200.0)])
+    for step in range(4, 34):
+        speed.observe([beat("a", step, 8, 200.0)])
     assert speed.of("m") == pytest.approx(200.0, rel=0.01)
     assert speed.of("another") == 0.0
