@@ -31,6 +31,7 @@ from controlplane.gateway.files import receiver  # noqa: E402
 from controlplane.gateway.gzip_answers import Gzipping, takes_gzip  # noqa: E402
 from controlplane.gateway.known_callers import is_known  # noqa: E402
 from controlplane.gateway.lorax.urls import PATHS as LORAX_PATHS  # noqa: E402
+from controlplane.infra import metrics  # noqa: E402
 from controlplane.queue.dispatcher import close_dispatcher, get_dispatcher  # noqa: E402
 from controlplane.training.services import MAX_DATASET_BYTES  # noqa: E402
 
@@ -49,7 +50,7 @@ async def application(scope: dict[str, Any], receive: Receive, send: Send) -> No
     if scope["type"] == "lifespan":
         await _lifespan(receive, send)
     elif scope["type"] == "http":
-        await _answer(_readable(scope), receive, send)
+        await _answer(_readable(scope), receive, metrics.watched(scope, send))
 
 
 async def _answer(scope: dict[str, Any], receive: Receive, send: Send) -> None:
@@ -109,6 +110,7 @@ async def _lifespan(receive: Receive, send: Send) -> None:
                 await get_dispatcher()
             except ApiError:
                 pass  # without Redis the console still works, and the next request tries again
+            metrics.serve("database", "redis", "object store")
             await send({"type": "lifespan.startup.complete"})
         else:
             await close_dispatcher()

@@ -2,6 +2,8 @@
 
 import logging.config
 import os
+import sys
+import tempfile
 from typing import Any
 
 import structlog
@@ -9,6 +11,12 @@ from celery import Celery, Task, signals
 from django.conf import settings
 
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "controlplane.settings")
+#: Tasks run in children of a worker, which count in files of this folder; empty: not a worker.
+#: prometheus_client reads the variable when it is imported.
+METRICS_FOLDER = ""
+if os.environ.get("LORIKEET_METRICS_PORT") and "worker" in sys.argv:
+    METRICS_FOLDER = tempfile.mkdtemp(prefix="lorikeet-metrics-")
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = METRICS_FOLDER
 
 app = Celery("controlplane")
 app.config_from_object("django.conf:settings", namespace="CELERY")

@@ -255,6 +255,9 @@ USE_TZ = True
 STATIC_URL = "/static/"
 STATIC_ROOT = Path(env("LORIKEET_STATIC_ROOT", str(BASE_DIR / "staticfiles")))
 
+#: The port of this process's /metrics, /healthz and /readyz; 0: none. They ask for no key.
+METRICS_PORT = int(env("LORIKEET_METRICS_PORT", "0"))
+METRICS_ADDRESS = env("LORIKEET_METRICS_ADDRESS", "127.0.0.1")
 #: A file that is touched as long as this process's main loop runs; empty: none.
 ALIVE_FILE = env("LORIKEET_ALIVE_PATH", "")
 REDIS_URL = env("REDIS_URL")
@@ -303,6 +306,9 @@ try:
     )
 except ValueError as error:
     raise ImproperlyConfigured(str(error)) from error
+
+#: Seconds in which new workers should have done what waits; lower: more are asked for.
+TARGET_WAIT_S = float(env("LORIKEET_TARGET_WAIT_S", "10"))
 
 CELERY_BROKER_URL = env("CELERY_BROKER_URL", REDIS_URL)
 CELERY_TASK_IGNORE_RESULT = True

@@ -5,15 +5,26 @@ from django.http import HttpRequest, HttpResponse
 from django.urls import include, path
 from drf_spectacular.views import SpectacularJSONAPIView, SpectacularSwaggerView
 
+from contract.probe_server import ready_body
+from controlplane.infra import readiness
+
 
 def healthz(request: HttpRequest) -> HttpResponse:
     """Answer that this process runs; checks no other server."""
     return HttpResponse("ok", content_type="text/plain")
 
 
+def readyz(request: HttpRequest) -> HttpResponse:
+    """Answer whether this process can serve, and which server is missing; without a key."""
+    lacks = readiness.missing("database", "redis", "object store")
+    body = ready_body(lacks)
+    return HttpResponse(body, status=503 if lacks else 200, content_type="application/json")
+
+
 urlpatterns = [
     path("", include("controlplane.gateway.lorax.urls")),
     path("healthz", healthz),
+    path("readyz", readyz),
     path("v1/", include("controlplane.gateway.urls")),
     path("console/", include("controlplane.console.signin.urls")),
     path("console/", include("controlplane.console.urls")),

@@ -11,11 +11,12 @@ import httpx
 import redis
 
 from contract.protocol import PAYLOAD_FIELD, Heartbeat, worker_key
-from demo.ports import HOST
+from demo.ports import HOST, choose_ports
 from demo.processes import ChildProcess, Command
 from demo.seed import ROOT
 
 POOL = "default"
+NAMES = ("worker", "web", "accountant", "batch-runner", "celery", "trainer", "beat")
 #: The same after every restart, so that the worker keeps its inbox.
 WORKER_ID = "demo-1"
 #: A cold start reads the model and imports torch on a machine that may be busy.
@@ -57,6 +58,8 @@ class Platform:
     """Web, worker, accountant, batch runner and Celery as child processes of one folder."""
 
     def __init__(self, env: Mapping[str, str], *, folder: Path, port: int) -> None:
+        #: By process, in the order of `processes`.
+        self.metrics_ports = dict(zip(NAMES, choose_ports(len(NAMES)), strict=True))
         # Only `manage.py migrate` connects as the tables' owner.
         self._env = {name: value for name, value in env.items() if name != "DATABASE_OWNER_URL"}
         self._folder = folder
@@ -127,7 +130,11 @@ class Platform:
     def _process(self, name: str, *argv: str, **env: str) -> ChildProcess:
         return ChildProcess(
             name,
-            Command(argv=argv, env={**self._env, **env}, cwd=ROOT),
+            Command(
+                argv=argv,
+                env={**self._env, "LORIKEET_METRICS_PORT": str(self.metrics_ports[name]), **env},
+                cwd=ROOT,
+            ),
             log=self._folder / "logs" / f"{name}.log",
             pid_file=self._folder / "run" / f"{name}.json",
         )

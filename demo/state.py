@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -79,9 +80,13 @@ class DemoState:
     def save(self, path: Path) -> None:
         write_private(path, dataclasses.asdict(self))
 
-    def ready(self) -> dict[str, Any]:
+    def ready(self, metrics_ports: Mapping[str, int] | None = None) -> dict[str, Any]:
         """The content of `.demo/ready.json`."""
         return {
+            "metrics_urls": {
+                name: f"http://127.0.0.1:{port}/metrics"
+                for name, port in (metrics_ports or {}).items()
+            },
             "base_url": self.base_url,
             "console_url": f"{self.base_url}/console/",
             "operator": {"email": self.operator_email, "password": self.operator_password},

@@ -47,6 +47,7 @@ class Demo:
         self._pid_file = folder / "run" / "demo.json"
         self._supervisor = Supervisor(report=lambda line: screen.print(f"! {line}"))
         self._stopping = contextlib.ExitStack()
+        self._metrics_ports: dict[str, int] = {}
         self._is_ours = False  # whether this run owns the folder and stops what runs in it
 
     def __enter__(self) -> Demo:
@@ -83,7 +84,7 @@ class Demo:
         self._upload(state)
         self._measure(state)
         self._show(state)
-        write_private(self.ready_file, state.ready())
+        write_private(self.ready_file, state.ready(self._metrics_ports))
         self._greet(state, time.monotonic() - started)
 
     def watch(self) -> NoReturn:
@@ -155,6 +156,7 @@ class Demo:
 
     def _start_platform(self, env: dict[str, str], state: DemoState, stack: EmbeddedStack) -> None:
         platform = Platform(env, folder=self.folder, port=state.web_port)
+        self._metrics_ports = platform.metrics_ports
         self._stopping.callback(self._supervisor.stop)
         with self.screen.step("Web, worker, accountant, batch runner and Celery run"):
             for process in platform.processes:

@@ -23,6 +23,8 @@ VOLUMES = Path("/volumes")
 KEPT = SECRETS / "init"
 #: The accounts of the containers. 999 is the account of PostgreSQL and of Redis in their images.
 ROOT, LORIKEET, DATABASE, OBJECTS = 0, 10001, 999, 10002
+#: Those of Prometheus and of Grafana in their images.
+PROMETHEUS, GRAFANA = 65534, 472
 #: Volume of data -> its owner.
 OWNERS = {
     "postgres": DATABASE,
@@ -33,12 +35,15 @@ OWNERS = {
     "training": LORIKEET,
     "ingest": LORIKEET,
     "backup": LORIKEET,
+    "prometheus": PROMETHEUS,
+    "grafana": GRAFANA,
 }
 #: Secrets that are made if .env does not set them.
 MADE = (
     *("LORIKEET_SECRET_KEY", "LORIKEET_KEY_PEPPER"),
     *("POSTGRES_PASSWORD", "POSTGRES_OWNER_PASSWORD", "POSTGRES_APP_PASSWORD"),
     *("REDIS_PASSWORD", "S3_ACCESS_KEY_ID", "S3_SECRET_ACCESS_KEY"),
+    "GRAFANA_PASSWORD",
 )
 #: Addresses that are composed of those, unless .env sets them.
 ADDRESSES = ("DATABASE_URL", "DATABASE_OWNER_URL", "REDIS_URL", "CELERY_BROKER_URL")
@@ -68,6 +73,7 @@ READERS: dict[str, tuple[int, tuple[str, ...]]] = {
     "model": (LORIKEET, (*_QUEUES, "HF_TOKEN")),
     "trainer": (LORIKEET, _QUEUES),
     "worker": (LORIKEET, ("REDIS_URL", *_S3)),
+    "grafana": (GRAFANA, ("GRAFANA_PASSWORD",)),
 }
 
 

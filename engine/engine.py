@@ -35,7 +35,7 @@ from engine.sampling.stopping import check_stop, is_full
 from engine.scheduling.deadlines import Deadlines
 from engine.scheduling.scheduler import Scheduler
 from engine.sequence import Sequence, Step
-from engine.stats import AdapterStatus, EngineStats
+from engine.stats import AdapterStatus, EngineStats, StepCounts
 from engine.validation import RequestValidator
 
 log = logging.getLogger(__name__)
@@ -113,6 +113,7 @@ class Engine:
             clock=clock,
         )
         self._num_steps = self._num_generated = 0
+        self._step_counts = StepCounts()
 
     def _make_builder(self, config: EngineConfig) -> BatchBuilder:
         return BatchBuilder(
@@ -254,6 +255,7 @@ class Engine:
         first schedules and launches the step after it, with placeholders for the tokens, if the
         device can choose them from the logits alone.
         """
+        began_at = time.perf_counter()
         now = self._poll()
         outputs: list[RequestOutput] = []
         while True:
@@ -271,7 +273,9 @@ class Engine:
         if self._in_flight is not None and self._in_flight.is_done:  # on a CPU
             done, self._in_flight = self._in_flight, None
             outputs += self._commit(done, now)
-        if not (outputs or step.rows):
+        if step.rows:
+            self._step_counts.add(len(step.rows), time.perf_counter() - began_at)
+        elif not outputs:
             self._wait()
         return self._pins.without_own(outputs)
 
@@ -292,6 +296,9 @@ class Engine:
             num_adapters=self._store.num_registered,
             num_generated=self._num_generated,
             preemptions=dict(self._scheduler.preemptions),
+            step_rows=self._step_counts.rows.copy(),
+            step_seconds=self._step_counts.seconds.copy(),
+            adapter_loads=self._store.load_counts,
         )
 
     def check_integrity(self) -> None:

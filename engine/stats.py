@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -35,6 +36,57 @@ class AdapterStatus:
     failure: AdapterError | None = None
 
 
+@dataclass(slots=True)
+class Distribution:
+    """How often values were in which range, as Prometheus counts it.
+
+    bounds  upper bounds, ascending; each belongs to its range
+    counts  values in each range, and above the last bound
+    total   sum of all values
+    """
+
+    bounds: tuple[float, ...]
+    counts: list[int] = field(default_factory=list)
+    total: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = self.counts or [0] * (len(self.bounds) + 1)
+
+    def add(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def copy(self) -> Distribution:
+        return Distribution(self.bounds, list(self.counts), self.total)
+
+
+class StepCounts:
+    """What the engine notes of each step: its rows, and the time of the call that launched it."""
+
+    def __init__(self) -> None:
+        self.rows = Distribution((1, 2, 4, 8, 16, 32, 64, 128, 256, 512))
+        self.seconds = Distribution(
+            (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+        )
+
+    def add(self, rows: int, seconds: float) -> None:
+        self.rows.add(rows)
+        self.seconds.add(seconds)
+
+
+@dataclass(slots=True)
+class LoadCounts:
+    """Loads of adapters to one tier so far, the seconds they took, and those that failed."""
+
+    loads: int = 0
+    seconds: float = 0.0
+    failures: int = 0
+
+    def add(self, seconds: float) -> None:
+        self.loads += 1
+        self.seconds += max(0.0, seconds)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """The state of an engine between two steps.
@@ -49,6 +101,9 @@ class EngineStats:
     num_adapters        registered adapters
     num_generated       generated tokens so far
     preemptions         how many times running requests lost their pages so far, by cause
+    step_rows           rows of each step so far
+    step_seconds        time of each step so far
+    adapter_loads       loads so far by tier: "host" memory, from files, and "arena", from there
     """
 
     step: int = 0
@@ -65,6 +120,9 @@ class EngineStats:
     num_adapters: int = 0
     num_generated: int = 0
     preemptions: Mapping[PreemptionCause, int] = field(default_factory=dict)
+    step_rows: Distribution | None = None
+    step_seconds: Distribution | None = None
+    adapter_loads: Mapping[str, LoadCounts] = field(default_factory=dict)
 
     @property
     def num_preemptions(self) -> int:

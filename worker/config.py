@@ -110,6 +110,9 @@ class WorkerConfig:
     alive_file: Path | None = None
     log_format: str = "console"
     log_level: str = "INFO"
+    #: Of /metrics, /healthz and /readyz, which ask for no key; port 0: none.
+    metrics_port: int = 0
+    metrics_address: str = "127.0.0.1"
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> WorkerConfig:
@@ -148,6 +151,8 @@ class WorkerConfig:
             threads=read.number("LORIKEET_THREADS", None),
             stuck_timeout_s=read.number("LORIKEET_STUCK_TIMEOUT_S", 60) or 60,
             drain_timeout_s=read.number("LORIKEET_DRAIN_TIMEOUT_S", 30) or 30,
+            metrics_port=read.number("LORIKEET_METRICS_PORT", 0, least=0) or 0,
+            metrics_address=read.text("LORIKEET_METRICS_ADDRESS", "127.0.0.1"),
             alive_file=Path(alive) if (alive := read.text("LORIKEET_ALIVE_PATH", "")) else None,
             log_format=log_format,
             log_level=log_level,
@@ -209,7 +214,7 @@ class _Reader:
             raise ConfigError(f"{name} still says change-me: give it a value of your own")
         return value
 
-    def number(self, name: str, default: int | None) -> int | None:
+    def number(self, name: str, default: int | None, *, least: int = 1) -> int | None:
         text = self.text(name, "")
         if not text:
             return default
@@ -217,7 +222,7 @@ class _Reader:
             value = int(text)
         except ValueError as error:
             raise ConfigError(f"{name} is not a whole number: {text!r}") from error
-        if value <= 0:
+        if value < least:
             raise ConfigError(f"{name} must be positive: {text!r}")
         return value
 

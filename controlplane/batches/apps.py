@@ -8,8 +8,11 @@ class BatchesConfig(AppConfig):
     name = "controlplane.batches"
 
     def ready(self) -> None:
+        from controlplane.batches import readings
         from controlplane.files import services
+        from controlplane.infra import metrics
 
+        metrics.READINGS["batches"] = readings.batches
         services.READERS.append(_input_files)
 
 

@@ -15,6 +15,7 @@ from controlplane.batches.models import Batch, BatchResult, timestamp_field
 from controlplane.batches.validation import Found, RefusedLine
 from controlplane.files.models import File
 from controlplane.files.services import file_publish
+from controlplane.infra.metrics import BATCH_LINES, BATCHES_ENDED
 from controlplane.tenancy.scoping import tenant_scope
 
 Status = Batch.Status
@@ -72,6 +73,8 @@ def keep(lease: Lease, found: list[Result]) -> None:
                 for name in ("prompt_tokens", "cached_tokens", "completion_tokens")
             },
         )
+    BATCH_LINES.labels("failed").inc(num_failed)
+    BATCH_LINES.labels("completed").inc(len(found) - num_failed)
 
 
 def end_validation(lease: Lease, found: Found) -> None:
@@ -84,6 +87,7 @@ def end_validation(lease: Lease, found: Found) -> None:
             batch.status, batch.failed_at = Status.FAILED, timezone.now()
             batch.errors, batch.num_failed = found.faults, 0
             batch.save()
+            BATCHES_ENDED.labels(batch.status).inc()
             record("failed", batch, after={"status": batch.status, "num_lines": found.num_lines})
             return
         batch.status, batch.in_progress_at = Status.IN_PROGRESS, timezone.now()
@@ -132,3 +136,4 @@ def end(lease: Lease, files: dict[str, File]) -> None:
             for name in ("status", "num_lines", "num_completed", "num_failed")
         }
         record("ended", batch, after=told)
+    BATCHES_ENDED.labels(batch.status).inc()

@@ -26,6 +26,7 @@ from controlplane.inference.parsing import parse_body
 from controlplane.inference.schemas import ChatBody, CompletionBody
 from controlplane.inference.service import Generation, new_request_id, submit
 from controlplane.infra.addresses import no_such_address
+from controlplane.infra.metrics import count_refusal
 from controlplane.infra.request_lines import RequestLine
 from controlplane.queue.dispatcher import running_dispatcher
 from controlplane.tenants.auth import Principal
@@ -92,6 +93,7 @@ def _count_refusal(request: HttpRequest, error: ApiError) -> None:
     """Count a refusal in the log of the caller's tenant; accepted requests have records."""
     if hasattr(request, "rate_headers"):
         return
+    count_refusal(error.code)
     dispatcher, tenant_id = running_dispatcher(), callers.known_tenant(request)
     if dispatcher is not None and tenant_id is not None and request.resolver_match is not None:
         # The pattern, not the path: a client can make any number of paths.

@@ -23,11 +23,12 @@ _MAX_CHARS = 300
 _PAGES = ("/console", "/admin")
 #: By the last part of an address that other servers have: what to use here instead.
 _HINTS = {
-    "metrics": "There are no metrics for scraping; GET /v1/organization/usage/completions has "
-    "usage, and GET /health says whether requests are served.",
-    "version": "GET /info names the model that is served, GET /v1/models the names for `model`.",
-    "ping": "GET /healthz says whether this process answers, GET /health whether requests are "
+    "metrics": "Metrics have a port of their own, for operators; GET "
+    "/v1/organization/usage/completions has usage, and GET /health says whether requests are "
     "served.",
+    "version": "GET /info names the model that is served, GET /v1/models the names for `model`.",
+    "ping": "GET /healthz says whether this process answers, GET /readyz whether it can serve, "
+    "GET /health whether requests are served.",
     "openapi.json": "It is at /api/openapi.json.",
     "docs": "They are at /api/docs.",
 }

@@ -15,6 +15,10 @@ from redis.exceptions import RedisError
 
 from contract.alive_file import AliveFile
 
+#: A main loop that was silent for longer is stuck; the health checks of Compose say the same.
+SILENCE_S = 60.0
+_noted_at: float | None = None
+
 
 @functools.cache
 def _file() -> AliveFile:
@@ -23,6 +27,8 @@ def _file() -> AliveFile:
 
 def note_alive(**_: Any) -> None:
     """Record it; a process calls this in each turn of its main loop."""
+    global _noted_at
+    _noted_at = time.monotonic()
     _file().note()
 
 
@@ -47,6 +53,11 @@ def _name(name: str) -> str:
 
 _SHOW_S = 10.0
 _shown: dict[str, float] = {}
+
+
+def is_alive() -> bool:
+    """Return whether the main loop runs; a process that has not recorded anything counts as."""
+    return _noted_at is None or time.monotonic() - _noted_at < SILENCE_S
 
 
 def watch_celery() -> None:

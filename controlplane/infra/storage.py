@@ -54,6 +54,12 @@ def _internal() -> Any:
     return _client(settings.S3_ENDPOINT_URL)
 
 
+def check_answers(timeout_s: float) -> None:
+    """Raise what boto3 raises unless the bucket answers within this time."""
+    client = _client(settings.S3_ENDPOINT_URL, timeout_s)
+    client.head_bucket(Bucket=settings.S3_BUCKET)
+
+
 def presign_put(key: str, *, num_bytes: int, expires_s: int = 900) -> str:
     """Return a URL that lets its holder PUT exactly `num_bytes` bytes to `key`.
 

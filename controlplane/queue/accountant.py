@@ -18,12 +18,13 @@ import redis
 from django.db import DataError, IntegrityError, connection
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
-from redis.retry import Retry
 
 from contract import protocol
 from contract.protocol import DoneRecord
 from controlplane.infra.liveness import note_alive, show_alive
+from controlplane.infra.metrics import USAGE_RECORDS
 from controlplane.infra.outages import DATABASE_OUTAGE
+from controlplane.infra.redis_client import CountingRetry
 from controlplane.queue.dead_letters import dead_letters_collect, quarantine_sync
 from controlplane.queue.reaper import Reaper
 from controlplane.usage.services import usage_settle
@@ -57,7 +58,7 @@ class Accountant:
             socket_connect_timeout=5,
             socket_timeout=5 + BLOCK_MS / 1000,
             # Asked again by the client, Redis would skip what the lost reply had brought.
-            retry=Retry(NoBackoff(), 0),
+            retry=CountingRetry(NoBackoff(), 0),
         )
         self._pool = pool
         self._reaper = Reaper(redis_url, pool)
@@ -140,6 +141,7 @@ class Accountant:
         except POISON:
             self._settle_singly(records)
         self._forget(records)
+        USAGE_RECORDS.labels("settled").inc(len(records))
         log.debug("settled %d records", len(records))
 
     def _settle_singly(self, records: dict[bytes, DoneRecord]) -> None:
@@ -161,6 +163,7 @@ class Accountant:
 
     def _dead_letter(self, entry_id: bytes, payload: bytes, error: Exception) -> None:
         log.error("a terminal record cannot be settled: %r", error)
+        USAGE_RECORDS.labels("rejected").inc()
         self._redis.xadd(
             self._dead_letters,
             {protocol.PAYLOAD_FIELD: payload, b"source": self._key, b"reason": repr(error)[:500]},

@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 import redis.asyncio
 import structlog
 from django.conf import settings
-from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 
 from contract import protocol
@@ -27,6 +26,7 @@ from contract.protocol import Control, ControlMessage, ErrorCode, GenerateJob, T
 from contract.queue import fair_queue
 from controlplane.errors import ApiError, Unavailable
 from controlplane.infra.outages import REDIS_OUTAGE
+from controlplane.infra.redis_client import AsyncCountingRetry
 from controlplane.infra.threads import query_in_thread
 from controlplane.limits.admit import (
     ADMIT,
@@ -89,7 +89,7 @@ class Dispatcher:
                 protocol=2,  # XREAD answers with pairs; under RESP3 with a map
                 socket_connect_timeout=5,
                 socket_timeout=5 + BLOCK_MS / 1000,
-                retry=Retry(ExponentialBackoff(cap=0.5, base=0.05), 3),
+                retry=AsyncCountingRetry(ExponentialBackoff(cap=0.5, base=0.05), 3),
             )
         )
         self._admit_script = self._redis.register_script(ADMIT)

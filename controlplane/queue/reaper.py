@@ -17,6 +17,7 @@ import time
 from typing import Any
 
 import redis
+from redis.backoff import ExponentialBackoff
 from redis.exceptions import RedisError
 
 from contract import protocol
@@ -29,6 +30,8 @@ from contract.protocol import (
     Usage,
 )
 from contract.queue import fair_queue, reply_streams, scripts
+from controlplane.infra.metrics import REAPED
+from controlplane.infra.redis_client import CountingRetry
 from controlplane.queue.forgetting import file_rewrite_if_due
 from controlplane.queue.workers import WorkerStatus, read_statuses
 
@@ -55,7 +58,11 @@ class Reaper:
 
     def __init__(self, redis_url: str, pool: str) -> None:
         self._redis: Any = redis.Redis.from_url(
-            redis_url, protocol=2, socket_connect_timeout=5, socket_timeout=5
+            redis_url,
+            protocol=2,
+            socket_connect_timeout=5,
+            socket_timeout=5,
+            retry=CountingRetry(ExponentialBackoff(cap=0.5, base=0.05), 3),
         )
         self._pool = pool
         self._watch = f"reap:{{{pool}}}"
@@ -151,6 +158,7 @@ class Reaper:
                 "verdict": verdict.decode(),
             },
         )
+        REAPED.labels(verdict.decode()).inc()
         if verdict == b"end":
             lease, attempt, emitted, prompt, cached, cancel = map(int, counts)
             seized = _Seized(lease, attempt, emitted, prompt, cached, bool(cancel))
@@ -226,6 +234,7 @@ class Reaper:
                 if job := self._read(keys[1], entry_id, payload):
                     seized = _Seized(lease, attempt, 0, 0, 0, bool(cancel))
                     self._end(job, REAPER, entry_id, seized)
+                    REAPED.labels("unserved").inc()
         self._redis.zrem(f"{queue}:idle", REAPER)
 
 

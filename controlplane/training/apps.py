@@ -5,8 +5,10 @@ class TrainingConfig(AppConfig):
     name = "controlplane.training"
 
     def ready(self) -> None:
+        from controlplane.infra import metrics
         from controlplane.limits import quotas
-        from controlplane.training import contents, services
+        from controlplane.training import contents, readings, services
 
         quotas.USES["training_runs"].append(services.runs_active)
         quotas.USES["storage_bytes"].append(contents.num_bytes)
+        metrics.READINGS["training"] = readings.training

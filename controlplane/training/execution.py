@@ -28,6 +28,7 @@ from controlplane.adapters.models import AdapterVersion, BaseModel
 from controlplane.audit.services import record
 from controlplane.errors import ApiError
 from controlplane.infra import storage
+from controlplane.infra.metrics import TRAINING_ENDED, TRAINING_STEPS
 from controlplane.infra.outages import DATABASE_OUTAGE
 from controlplane.infra.temp_folders import scratch_folder
 from controlplane.limits import quotas, turns
@@ -128,6 +129,7 @@ def _finish(run: TrainingRun, expected: Status, status: Status, error: str = "")
         # Not the error, which may quote a row.
         extra = {"run_id": str(run.pk), "status": status.value, "adapter": run.adapter.name}
         log.info("training ended", extra=extra)
+        TRAINING_ENDED.labels(status.value).inc()
 
 
 def _give_back(run: TrainingRun, status: Status = Status.RUNNING) -> None:
@@ -161,9 +163,12 @@ def _train(run: TrainingRun, folder: Path) -> Path:
         lambda: storage.read_bytes(run.dataset_key, max_bytes=services.MAX_DATASET_BYTES),
     )
     job.dataset.write_bytes(rows)
-    curve, lease = LossCurve(), RunLease(run)
+    curve, lease, steps = LossCurve(), RunLease(run), 0
 
     def report(progress: dict[str, Any]) -> bool:
+        nonlocal steps
+        steps, before = progress.get("step", 0), steps
+        TRAINING_STEPS.inc(max(0, steps - before))
         if progress.get("loss") is not None:
             curve.add(progress["step"], progress["loss"])
             progress = {**progress, "losses": curve.points}

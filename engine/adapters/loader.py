@@ -21,6 +21,7 @@ from engine.errors import AdapterUnavailable
 from engine.memory.eviction import EvictionCandidate, ReloadCosts
 from engine.memory.eviction_index import EvictionIndex
 from engine.memory.page_pool import PagePool
+from engine.stats import LoadCounts
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +78,7 @@ class AdapterLoader:
         self._failed: dict[str, Adapter] = {}  # may not be tried again yet
         self._hung: list[_Hung] = []
         self._to_prefetch: dict[str, Adapter] = {}  # read in this order when nothing else is
+        self.counts = LoadCounts()
 
     # Reading
 
@@ -179,6 +181,7 @@ class AdapterLoader:
         if error is not None:
             self.note_failure(adapter, error)
         else:
+            self.counts.add(self._clock() - adapter.loading_since)
             adapter.num_failures, adapter.failure = 0, None
             adapter.state = AdapterState.HOST
             adapter.last_use = self._pool.time
@@ -209,6 +212,7 @@ class AdapterLoader:
 
     def note_failure(self, adapter: Adapter, error: BaseException) -> None:
         """Note that reading or copying an adapter has failed; it is tried again after a pause."""
+        self.counts.failures += 1
         self.drop(adapter)
         adapter.state = AdapterState.DISK
         adapter.note_failure(error, self._clock())

@@ -54,6 +54,7 @@ class Adapter:
     state: AdapterState = AdapterState.DISK
     loading: Future[None] | None = None
     loading_since: float = 0.0
+    copying_since: float = 0.0
     host: HostPages | None = None
     arrival: Arrival | None = None
     place: Place | None = None

@@ -15,6 +15,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -32,7 +33,7 @@ from engine.memory.eviction import ReloadCosts
 from engine.memory.idle_pages import IdlePages
 from engine.memory.page_pool import PagePool, PageUse
 from engine.memory.prefix_cache import PrefixCache
-from engine.stats import AdapterStatus
+from engine.stats import AdapterStatus, LoadCounts
 
 
 class AdapterStore:
@@ -65,6 +66,7 @@ class AdapterStore:
         self._resident: OrderedDict[str, Adapter] = OrderedDict()  # least recently used first
         self._arriving: dict[str, Adapter] = {}
         self._num_made = 0
+        self._copies = LoadCounts()
         self._loader = AdapterLoader(
             reader=reader, host=host, pool=pool, costs=costs, limits=limits, clock=clock
         )
@@ -322,7 +324,7 @@ class AdapterStore:
         assert adapter.host is not None and adapter.host.tiles is not None
         place = adapter.place = self._pages.take(adapter.num_pages, adapter.tail_sub_pages)
         adapter.tiles = adapter.host.tiles.at(place.pages, self._page_elems, place.tail)
-        adapter.state = AdapterState.COPYING
+        adapter.state, adapter.copying_since = AdapterState.COPYING, self._clock()
         self._loader.hold(adapter)
         adapter.arrival = self._copier.start(adapter.host, place)
         self._arriving[adapter.digest] = adapter
@@ -343,6 +345,7 @@ class AdapterStore:
             self._resident[adapter.digest] = adapter
         if is_done:
             self._end_arrival(adapter)
+            self._copies.add(self._clock() - adapter.copying_since)
             adapter.state = AdapterState.RESIDENT
             assert adapter.host is not None
             if adapter.host.is_own:
@@ -375,6 +378,12 @@ class AdapterStore:
     @property
     def num_registered(self) -> int:
         return sum(not adapter.is_unregistered for adapter in self._adapters.values())
+
+    @property
+    def load_counts(self) -> dict[str, LoadCounts]:
+        """Return the loads so far, by tier; failed copies count among the failures of "host"."""
+        tiers = {"host": self._loader.counts, "arena": self._copies}
+        return {tier: replace(counts) for tier, counts in tiers.items()}
 
     @property
     def resident_digests(self) -> tuple[str, ...]:

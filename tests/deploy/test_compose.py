@@ -22,6 +22,7 @@ READERS = {
     "worker/config.py": r'\bread\.\w+\(\s*"([A-Z0-9_]+)"',
 }
 ONCE = {"init", "migrate", "model", "model-cpu", "backup"}
+MONITORING = {"prometheus", "grafana"}
 SECRETS = {*init.MADE, *init.ADDRESSES, *init.GIVEN}
 
 Services = dict[str, dict[str, Any]]
@@ -68,7 +69,7 @@ def test_example_asks_for_three_lines_and_has_no_secret() -> None:
 
 
 def test_every_process_of_the_platform_is_a_service(services: Services) -> None:
-    servers = {"postgres", "redis", "seaweedfs"}
+    servers = {"postgres", "redis", "seaweedfs", "prometheus", "grafana"}
     processes = {"web", "accountant", "batch-runner", "celery", "beat"}
     each = {"model", "trainer", "worker", "model-cpu", "trainer-cpu", "worker-cpu"}
     assert set(services) == servers | processes | each | {"init", "migrate", "backup"}
@@ -83,6 +84,7 @@ def test_a_profile_has_all_of_the_gpu_side(services: Services) -> None:
         "gpu": {"model", "trainer", "worker"},
         "cpu": {"model-cpu", "trainer-cpu", "worker-cpu"},
         "backup": {"backup"},
+        "monitoring": {"prometheus", "grafana"},
     }
 
 
@@ -115,7 +117,7 @@ def test_the_image_of_backups_has_the_programs_that_the_tests_use() -> None:
 def test_every_image_is_built_here_or_pinned(services: Services) -> None:
     for service in services.values():
         image = service["image"]
-        assert image.startswith("lorikeet/") or re.search(r":\d+\.\d+", image), image
+        assert image.startswith("lorikeet/") or re.search(r":v?\d+\.\d+", image), image
     [base] = re.findall(r"^FROM (\S+:\S+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     assert re.search(r":\d+\.\d+\.\d+-", base)
 
@@ -147,9 +149,19 @@ def test_every_service_is_confined(services: Services) -> None:
 
 def test_ports_are_open_to_this_machine_alone_unless_told_otherwise(services: Services) -> None:
     ports = {port for service in services.values() for port in service.get("ports", [])}
-    assert len(ports) == 2
-    for port in ports:
+    monitoring = {port for name in MONITORING for port in services[name]["ports"]}
+    assert (len(ports), len(monitoring)) == (4, 2)
+    for port in ports - monitoring:
         assert port.startswith("${LORIKEET_BIND:-127.0.0.1}:")
+    for port in monitoring:  # whatever the rest listens on
+        assert port.startswith("127.0.0.1:")
+
+
+def test_the_port_of_metrics_is_open_to_nobody_outside(services: Services) -> None:
+    inside = {s["environment"].get("LORIKEET_METRICS_PORT") for s in services.values()
+              if "LORIKEET_METRICS_PORT" in s.get("environment", {})}  # fmt: skip
+    assert inside == {"9464"}
+    assert not any("9464" in port for s in services.values() for port in s.get("ports", []))
 
 
 def test_named_volumes_are_declared(compose: dict[str, Any]) -> None:
@@ -222,6 +234,9 @@ def test_each_service_reads_the_secrets_that_init_gives_it_and_no_others(
             continue
         # A value would show in `docker inspect`, and in each process's environment.
         assert not SECRETS & set(environment), name
+        if name == "prometheus":
+            assert secret_volumes(service) == []
+            continue
         [volume] = secret_volumes(service)
         read = {
             variable.removesuffix("_FILE"): path

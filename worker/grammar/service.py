@@ -26,6 +26,7 @@ import structlog
 from contract.protocol import ErrorCode
 from engine.grammar_text import Grammar
 from engine.request import Request
+from engine.stats import LoadCounts
 from worker.errors import Refused
 from worker.grammar import trial
 from worker.grammar.fair_lock import FairLock
@@ -76,6 +77,7 @@ class GrammarService:
         self._waiting: OrderedDict[str, deque[Grammar]] = OrderedDict()  # by tenant
         self._spent: dict[str, deque[tuple[float, float]]] = {}  # tenant -> when, CPU s
         self._runner: asyncio.Task[None] | None = None
+        self.trials = LoadCounts()
 
     async def admit(self, request: Request) -> None:
         """Wait until the request's grammar has been tried.
@@ -169,6 +171,8 @@ class GrammarService:
                 until = time.monotonic() + RETRY_S
                 log.exception("tenant %s: a grammar could not be tried", tenant_id)
                 problem = "it could not be tried"
+            self.trials.add(seconds)
+            self.trials.failures += problem is not None
             spent = self._spent.setdefault(tenant_id, deque())
             spent.append((time.monotonic(), seconds))
             _remember(

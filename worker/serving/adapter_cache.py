@@ -29,6 +29,7 @@ from contract.peft_config import ENGINE_LIMITS
 from contract.peft_config import FILE as CONFIG_FILE
 from contract.protocol import AdapterRef, adapter_digest
 from contract.safetensors_header import FILE as TENSORS_FILE
+from engine.stats import LoadCounts
 from worker.config import S3Config
 
 log = logging.getLogger(__name__)
@@ -111,6 +112,7 @@ class AdapterCache:
         self._verified: set[str] = set()  # those that this process has hashed
         self._users: dict[str, int] = {}
         self._arrivals: dict[str, asyncio.Task[int]] = {}
+        self.downloads = LoadCounts()
         self._threads = ThreadPoolExecutor(NUM_DOWNLOADS, thread_name_prefix="adapter")
         root.mkdir(parents=True, exist_ok=True)
         for leftover in root.glob("*.part"):
@@ -154,7 +156,13 @@ class AdapterCache:
 
     async def _bring(self, ref: AdapterRef) -> int:
         loop = asyncio.get_running_loop()
-        size = await loop.run_in_executor(self._threads, self._fetch_verified, ref)
+        began_at = loop.time()
+        try:
+            size = await loop.run_in_executor(self._threads, self._fetch_verified, ref)
+        except Exception:
+            self.downloads.failures += 1
+            raise
+        self.downloads.add(loop.time() - began_at)
         self._sizes[ref.digest] = size
         self._verified.add(ref.digest)
         self._evict()

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from redis.exceptions import RedisError
 
+from contract.protocol import DoneRecord
 from contract.queue.reply_streams import is_batch_stream
 from worker.serving.active_request import ActiveRequest
 from worker.serving.resend_buffer import ResendBuffer
@@ -32,6 +33,7 @@ class Flusher:
     is lost.
 
     on_refused  called with the inbox entries of attempts whose lease was taken over
+    on_end      called with the record of each request whose end Redis has taken
     """
 
     def __init__(
@@ -41,12 +43,13 @@ class Flusher:
         interval_s: float,
         on_refused: Callable[[list[bytes]], None],
         spool: Spool,
+        on_end: Callable[[DoneRecord], None] = lambda record: None,
     ) -> None:
         self._streams = streams
         self._spool = spool
         self.resend_buffer = ResendBuffer(streams)
         self._interval_s = interval_s
-        self._on_refused = on_refused
+        self._on_refused, self._on_end = on_refused, on_end
         # By inbox entry, since two attempts of one request may be here.
         self._waiting: dict[bytes, ActiveRequest] = {}
         self._sending: set[bytes] = set()
@@ -120,6 +123,9 @@ class Flusher:
                 await asyncio.sleep(RETRY_S)
                 continue
             self.resend_buffer.keep(gateway_id, news)
+            for item in news:
+                if item.done is not None and item not in refused:
+                    self._on_end(item.done)
             if refused:
                 ids = dict.fromkeys(item.event.request_id for item in refused)
                 log.warning("refused, for the lease was taken over: %s", ", ".join(ids))

@@ -18,6 +18,7 @@ from redis.exceptions import RedisError
 from contract.protocol import (
     HEARTBEAT_TIMEOUT_S,
     MAX_ATTEMPTS,
+    DoneRecord,
     ErrorCode,
     FinishReason,
     GenerateJob,
@@ -25,6 +26,7 @@ from contract.protocol import (
 )
 from contract.queue.reply_streams import is_batch_stream
 from engine.request import RequestOutput
+from engine.stats import LoadCounts
 from worker.config import WorkerConfig
 from worker.engine_process.channel import Cancel, Command, Register, Unregister
 from worker.errors import Refused
@@ -62,6 +64,7 @@ class Requests:
 
     send   sends a command to the engine
     tasks  the worker's tasks
+    on_end see Flusher
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class Requests:
         send: Callable[[Command], None],
         fetch: Fetch,
         tasks: Tasks,
+        on_end: Callable[[DoneRecord], None] = lambda record: None,
     ) -> None:
         self._config = config
         self._streams = streams
@@ -90,6 +94,7 @@ class Requests:
             interval_s=config.flush_interval_s,
             on_refused=self._on_refused,
             spool=Spool(config.adapter_dir.parent / f"spool-{config.worker_id}.jsonl"),
+            on_end=on_end,
         )
         self.grammars = GrammarService(config.model_dir)
         self._progress_at = time.monotonic()
@@ -109,6 +114,11 @@ class Requests:
         request = self._active.get(job.request_id)
         is_active = request is not None and request.entry_id == entry_id
         return is_active or entry_id in self.flusher.unsent
+
+    @property
+    def downloads(self) -> LoadCounts:
+        """Return how many adapters were brought to the disk so far."""
+        return self._cache.downloads
 
     @property
     def held(self) -> set[bytes]:

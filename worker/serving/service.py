@@ -22,12 +22,14 @@ from redis.exceptions import RedisError
 
 from contract.alive_file import AliveFile
 from contract.contact import Contact
+from contract.probe_server import PortTaken
 from contract.protocol import HEARTBEAT_INTERVAL_S, Control, GenerateJob, Heartbeat
 from engine.stats import EngineStats
 from worker.config import WorkerConfig
 from worker.engine_process.channel import StepReport
 from worker.engine_process.link import EngineLink
 from worker.serving.adapter_cache import Fetch, S3Fetch
+from worker.serving.metrics import WorkerMetrics, WorkerState
 from worker.serving.requests import LOST, Requests
 from worker.serving.streams import Replaced, Streams
 from worker.serving.tasks import Tasks
@@ -60,15 +62,23 @@ def run(
     engine_factory  a module-level function; None: the real engine
     fetch           where adapters come from; None: the object store
     """
+    try:
+        return asyncio.run(_serve(config, engine_factory, fetch))
+    except PortTaken as error:
+        log.error("%s", error)
+        return 2
 
-    async def serve() -> int:
-        worker = Worker(config, engine_factory, fetch or S3Fetch(config.s3))
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, worker.drain)
-        return await worker.run()
 
-    return asyncio.run(serve())
+async def _serve(
+    config: WorkerConfig, engine_factory: EngineFactory | None, fetch: Fetch | None
+) -> int:
+    worker = Worker(config, engine_factory, fetch or S3Fetch(config.s3))
+    if config.metrics_port:
+        worker.serve_metrics((config.metrics_address, config.metrics_port))
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, worker.drain)
+    return await worker.run()
 
 
 class _Outcome(enum.Enum):
@@ -94,13 +104,20 @@ class Worker:
             config.redis_url, pool=config.pool, worker_id=config.worker_id, boot_id=self._boot_id
         )
         self._tasks = Tasks(self._fail)
+        self._metrics = WorkerMetrics(self._state)
         self._requests = Requests(
-            config, self._streams, send=self._link.send, fetch=fetch, tasks=self._tasks
+            config,
+            self._streams,
+            send=self._link.send,
+            fetch=fetch,
+            tasks=self._tasks,
+            on_end=self._metrics.note_end,
         )
         # Tests with another engine seldom need grammars.
         self._prepares_helpers = engine_factory is None
         self._stats = EngineStats()
         self._contact = Contact()
+        self._turned_at = self._heard_at = time.monotonic()
         self._alive = AliveFile(config.alive_file)
         self._heartbeat_lock = asyncio.Lock()  # held while a heartbeat or the departure is sent
         self._has_left = False
@@ -111,6 +128,22 @@ class Worker:
         self._has_pulled = asyncio.Event()  # set after the last pull
         self._end = asyncio.Event()
         self._outcome: _Outcome | None = None
+
+    def serve_metrics(self, address: tuple[str, int]) -> None:
+        """Serve /metrics, /healthz and /readyz from a thread. Raises PortTaken."""
+        self._metrics.serve(address)
+
+    def _state(self) -> WorkerState:
+        return WorkerState(
+            stats=self._stats,
+            is_loaded=self._is_loaded.is_set(),
+            is_draining=self._draining.is_set(),
+            silent_s=time.monotonic() - self._turned_at,
+            heard_s=time.monotonic() - self._heard_at,
+            downloads=self._requests.downloads,
+            trials=self._requests.grammars.trials,
+            redis_errors=self._streams.num_errors,
+        )
 
     def drain(self) -> None:
         """Take no more work, finish what runs, then stop. A second call stops at once."""
@@ -277,6 +310,7 @@ class Worker:
         counted_at, counted = time.monotonic(), 0
         while True:
             now, num_tokens = time.monotonic(), self._requests.num_tokens
+            self._turned_at = now
             self._tokens_per_s = (num_tokens - counted) / max(now - counted_at, 1e-3)
             counted_at, counted = now, num_tokens
             await self._beat()
@@ -298,6 +332,7 @@ class Worker:
             self._stop(_Outcome.CUT)
             return
         self._contact.note()
+        self._heard_at = time.monotonic()
         if self._is_loaded.is_set():
             self._alive.note()
         if self._contact.is_steady:

@@ -32,6 +32,19 @@ BLOCK_MS = 2000
 MAX_ENTRY_BYTES = 2 * 1024**2
 
 
+class _CountingRetry(Retry):
+    """Counts each attempt of this process that Redis did not answer."""
+
+    num_errors = 0
+
+    async def call_with_retry(self, do: Any, fail: Any, *args: Any, **kwargs: Any) -> Any:
+        def counted(*failure: Any) -> Any:
+            _CountingRetry.num_errors += 1
+            return fail(*failure)
+
+        return await super().call_with_retry(do, counted, *args, **kwargs)
+
+
 class Replaced(Exception):
     """Another run has this worker's id now: this one was paused and thought dead."""
 
@@ -90,7 +103,7 @@ class Streams:
             protocol=2,  # XREAD answers with pairs; under RESP3 with a map
             socket_connect_timeout=5,
             socket_timeout=5 + BLOCK_MS / 1000,
-            retry=Retry(ExponentialBackoff(cap=0.5, base=0.05), 3),
+            retry=_CountingRetry(ExponentialBackoff(cap=0.5, base=0.05), 3),
             health_check_interval=30,
         )
         self._pool = pool
@@ -100,6 +113,11 @@ class Streams:
         self._control = protocol.control_key(pool, worker_id)
         self._has_come = False  # whether a heartbeat was sent
         self._scripts = {name: self._redis.register_script(scripts.load(name)) for name in SCRIPTS}
+
+    @property
+    def num_errors(self) -> int:
+        """Return how often Redis did not answer, of all clients of this process."""
+        return _CountingRetry.num_errors
 
     async def close(self) -> None:
         await self._redis.aclose()

@@ -20,11 +20,13 @@ from typing import Any
 
 import psycopg
 import psycopg_pool
+from django.db import InterfaceError, OperationalError
 from django.db.backends.postgresql import base
 from django.utils.asyncio import async_unsafe
 from psycopg.sql import Composable
 
 from controlplane.infra.circuit import circuit, patience_left
+from controlplane.infra.metrics import DATABASE_ERRORS
 from controlplane.tenancy import epochs
 from controlplane.tenancy.database.patient import AWAY, PatientConnection
 from controlplane.tenancy.scope import database_scope, statement_timeout_ms
@@ -44,10 +46,17 @@ class DatabaseWrapper(base.DatabaseWrapper):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.execute_wrappers += [_tell_of_writes, _with_scope]
+        self.execute_wrappers += [_counting_outages, _tell_of_writes, _with_scope]
 
     @async_unsafe
     def get_new_connection(self, conn_params: dict[str, Any]) -> Any:
+        try:
+            return self._new_connection(conn_params)
+        except psycopg.OperationalError:
+            DATABASE_ERRORS.inc()
+            raise
+
+    def _new_connection(self, conn_params: dict[str, Any]) -> Any:
         left = patience_left()
         if left is not None and circuit.is_open:
             raise psycopg.OperationalError(AWAY)
@@ -68,6 +77,16 @@ class DatabaseWrapper(base.DatabaseWrapper):
                 circuit.doubt()  # all connections may be in use, or cannot be made
                 if circuit.is_open or left <= _LONG_S:
                     raise
+
+
+def _counting_outages(
+    execute: Callable[..., Any], sql: Any, params: Any, many: bool, context: dict[str, Any]
+) -> Any:
+    try:
+        return execute(sql, params, many, context)
+    except (OperationalError, InterfaceError):
+        DATABASE_ERRORS.inc()
+        raise
 
 
 def _tell_of_writes(

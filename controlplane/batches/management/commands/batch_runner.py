@@ -11,6 +11,7 @@ from django.conf import settings
 from django.core.management.base import BaseCommand
 
 from controlplane.batches.runner import Runner
+from controlplane.infra import metrics
 
 log = logging.getLogger(__name__)
 
@@ -27,5 +28,6 @@ async def _run() -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, runner.stop.set)
+    metrics.serve("database", "redis", "object store")
     log.info("the batch runner is up")
     await runner.run()

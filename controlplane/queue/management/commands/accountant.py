@@ -9,6 +9,7 @@ from typing import Any
 from django.conf import settings
 from django.core.management.base import BaseCommand
 
+from controlplane.infra import metrics
 from controlplane.queue.accountant import Accountant
 
 log = logging.getLogger(__name__)
@@ -21,5 +22,6 @@ class Command(BaseCommand):
         accountant = Accountant(settings.REDIS_URL, settings.POOL)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: accountant.stop.set())
+        metrics.serve("database", "redis", reads_installation=True)
         log.info("the accountant is up")
         accountant.run()

@@ -1,0 +1,195 @@
+"""What the control plane's processes count, and the port where Prometheus reads it.
+
+docs/metrics.md has the list. Labels have few values: never a tenant, a key, an adapter or an id.
+
+A process that forks (Celery's worker) counts in files that its children share:
+`controlplane.celery` sets the variable that prometheus_client reads for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from django.conf import settings
+from django.db import connection
+from prometheus_client import (
+    REGISTRY,
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
+
+from contract.probe_server import PortTaken, ProbeServer
+from controlplane.infra import liveness, readiness
+
+log = logging.getLogger(__name__)
+
+Send = Callable[[Mapping[str, Any]], Awaitable[None]]
+
+disable_created_metrics()  # type: ignore[no-untyped-call]  # half of all series, and of no use here
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_MINUTES = (0.1, 1, 10, 60, 300, 900, 3600, 4 * 3600)
+
+HTTP_REQUESTS = Counter(
+    "lorikeet_http_requests", "Answers of the web process.", ("surface", "status")
+)
+HTTP_SECONDS = Histogram(
+    "lorikeet_http_response_start_seconds",
+    "From a request to the first byte of its answer; for a stream, its first token.",
+    ("surface",),
+    buckets=_SECONDS,
+)
+REFUSALS = Counter(
+    "lorikeet_refusals", "Requests to the gateway that were refused before the queue.", ("reason",)
+)
+DATABASE_ERRORS = Counter(
+    "lorikeet_database_errors", "Connections and statements that PostgreSQL did not answer."
+)
+REDIS_ERRORS = Counter(
+    "lorikeet_redis_errors", "Connections and commands that Redis did not answer."
+)
+REAPED = Counter("lorikeet_reaped_requests", "Requests taken over from dead workers.", ("verdict",))
+USAGE_RECORDS = Counter(
+    "lorikeet_usage_records", "Ended requests that the accountant took from Redis.", ("result",)
+)
+BATCH_LINES = Counter("lorikeet_batch_lines", "Lines of batches with a result.", ("outcome",))
+BATCHES_ENDED = Counter("lorikeet_batches_ended", "Batches that have ended.", ("status",))
+TASKS = Counter("lorikeet_tasks", "Celery tasks that have ended.", ("task", "state"))
+TASK_SECONDS = Histogram(
+    "lorikeet_task_seconds", "How long Celery tasks took.", ("task",), buckets=_MINUTES
+)
+TASKS_SENT = Counter("lorikeet_tasks_sent", "Tasks that beat has put into a queue.", ("task",))
+TRAINING_ENDED = Counter("lorikeet_training_runs_ended", "Training runs that ended.", ("status",))
+TRAINING_STEPS = Counter("lorikeet_training_steps", "Steps of training runs.")
+
+# Else the first event of each kind would not show as an increase.
+for _counter, _values in (
+    (USAGE_RECORDS, ("settled", "rejected")),
+    (REAPED, ("requeued", "end", "over", "unserved")),
+    (BATCH_LINES, ("completed", "failed")),
+    (TRAINING_ENDED, ("succeeded", "failed", "cancelled")),
+):
+    for _value in _values:
+        _counter.labels(_value)
+
+#: The first parts of addresses -> the surface that they are counted under.
+_SURFACES = {"v1": "gateway", "api": "management", "ops": "operators"}
+_SURFACES |= {name: name for name in ("console", "admin", "static")}
+#: More reasons than there are; a bound, in case one is ever made of what a client sent.
+_MAX_REASONS = 64
+_reasons: set[str] = set()
+
+#: What one process reads for the whole installation; apps add theirs when they are ready.
+READINGS: dict[str, Callable[[], Iterable[Metric]]] = {}
+#: Scrapes that come sooner after another get the same readings.
+_READINGS_KEPT_S = 2.0
+
+
+def count_refusal(code: str | None) -> None:
+    """Count a request that the gateway refused, by its error code."""
+    reason = code or "none"
+    if reason not in _reasons:
+        if len(_reasons) >= _MAX_REASONS:
+            reason = "other"
+        _reasons.add(reason)
+    REFUSALS.labels(reason).inc()
+
+
+def watched(scope: dict[str, Any], send: Send) -> Send:
+    """Return `send` that also counts the answer when it begins."""
+    surface = _SURFACES.get(scope["path"].lstrip("/").partition("/")[0], "other")
+    began_at = time.perf_counter()
+
+    async def counting(message: Mapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            HTTP_REQUESTS.labels(surface, str(message["status"])).inc()
+            HTTP_SECONDS.labels(surface).observe(time.perf_counter() - began_at)
+        await send(message)
+
+    return counting
+
+
+def serve(
+    *needs: str, reads_installation: bool = False, is_shared: bool = False
+) -> ProbeServer | None:
+    """Serve /metrics, /healthz and /readyz; None if LORIKEET_METRICS_PORT is not set.
+
+    needs               what the process cannot serve without: names of `readiness.CHECKS`
+    reads_installation  whether it tells what is true of all processes together, too
+    is_shared           whether this process and its children count in files
+
+    Ends the process when the port is taken.
+    """
+    if not settings.METRICS_PORT:
+        return None
+    registry: CollectorRegistry = REGISTRY
+    if is_shared:
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        ProcessCollector(registry=registry)
+    if reads_installation:
+        registry.register(_Installation())
+    address = settings.METRICS_ADDRESS, settings.METRICS_PORT
+    try:
+        return ProbeServer(
+            address,
+            metrics=lambda: generate_latest(registry),
+            is_alive=liveness.is_alive,
+            missing=lambda: readiness.missing(*needs),
+        )
+    except PortTaken as error:
+        raise SystemExit(str(error)) from error
+
+
+def gauge(
+    name: str, documentation: str, values: Iterable[tuple[tuple[str, ...], float]], *labels: str
+) -> Metric:
+    """Return a gauge with a value for each tuple of labels."""
+    family = GaugeMetricFamily(name, documentation, labels=labels)
+    for key, value in values:
+        family.add_metric(key, value)
+    return family
+
+
+class _Installation(Collector):
+    """Runs READINGS when Prometheus asks. One that fails does not hide the others."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: list[Metric] = []
+        self._kept_until = 0.0
+
+    def describe(self) -> Iterable[Metric]:
+        return ()  # else the registry would ask the servers now
+
+    def collect(self) -> Iterator[Metric]:
+        with self._lock:
+            if time.monotonic() >= self._kept_until:
+                self._kept = self._read()
+                self._kept_until = time.monotonic() + _READINGS_KEPT_S
+            yield from self._kept
+
+    def _read(self) -> list[Metric]:
+        found: list[Metric] = []
+        worked = []
+        for name, read in READINGS.items():
+            try:
+                found += read()
+                worked.append(((name,), 1.0))
+            except Exception as error:
+                log.warning("no metrics of %s: %r", name, error)
+                worked.append(((name,), 0.0))
+        connection.close()
+        about = "Whether the values of this kind could be read; if not, they are left out."
+        return [gauge("lorikeet_reading_up", about, worked, "reading"), *found]

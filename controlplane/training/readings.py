@@ -1,0 +1,54 @@
+"""Read how training stands, for the metrics of one process."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from django.utils import timezone
+from prometheus_client.core import Metric
+
+from controlplane.infra.metrics import gauge
+from controlplane.tenancy.scoping import all_tenants
+from controlplane.training.models import TrainingRun
+
+Status = TrainingRun.Status
+
+
+def training() -> Iterable[Metric]:
+    """Return the runs that have not ended, by status, and how far the running ones are."""
+    with all_tenants(reason="runs of all tenants are counted"):
+        runs = list(
+            TrainingRun.objects.filter(status__in=TrainingRun.ACTIVE).values_list(
+                "status",
+                "created_at",
+                "progress__step",
+                "progress__steps",
+                "progress__tokens_per_s",
+            )
+        )
+    now = timezone.now()
+    counts = Counter(status for status, *_ in runs)
+    queued = [(now - created_at).total_seconds() for s, created_at, *_ in runs if s == "queued"]
+    at_work = [numbers for status, _, *numbers in runs if status == Status.RUNNING]
+    done, planned, speed = (sum(values[i] or 0 for values in at_work) for i in range(3))
+
+    def one(name: str, about: str, value: float) -> Metric:
+        return gauge(name, about, [((), value)])
+
+    return [
+        gauge(
+            "lorikeet_training_runs",
+            "Training runs that have not ended.",
+            [((status.value,), float(counts[status])) for status in TrainingRun.ACTIVE],
+            "status",
+        ),
+        one(
+            "lorikeet_training_oldest_queued_seconds",
+            "How long the oldest queued run has waited.",
+            max(queued, default=0.0),
+        ),
+        one("lorikeet_training_steps_done", "Steps that the running runs have done.", done),
+        one("lorikeet_training_steps_planned", "Steps that the running runs have.", planned),
+        one("lorikeet_training_tokens_per_second", "Tokens that the running runs train on.", speed),
+    ]
