@@ -81,6 +81,7 @@ INSTALLED_APPS = [
     "controlplane.queue",
     "controlplane.limits",
     "controlplane.training",
+    "controlplane.deletion",
     "controlplane.files",
     "controlplane.batches",
     "controlplane.usage",

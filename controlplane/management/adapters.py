@@ -11,7 +11,8 @@ from rest_framework.response import Response
 
 from controlplane.adapters import services
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel, is_serving
-from controlplane.management.base import StrictSerializer, TenantAPIView
+from controlplane.deletion import services as deletion
+from controlplane.management.base import FORCE, StrictSerializer, TenantAPIView, is_forced
 from controlplane.rest.paging import PAGE_PARAMETERS, page, page_of
 from controlplane.tenants.auth import Permission
 
@@ -134,9 +135,22 @@ class AdaptersView(TenantAPIView):
 
 
 class AdapterView(TenantAPIView):
+    permissions: ClassVar = {"DELETE": Permission.ADAPTERS_WRITE}
+
     @extend_schema(responses=AdapterSerializer)
     def get(self, request: Request, name: str) -> Response:
         return Response(AdapterSerializer(services.adapter_get(name=name)).data)
+
+    @extend_schema(parameters=[FORCE], responses={204: None})
+    def delete(self, request: Request, name: str) -> Response:
+        """Delete the adapter for good, with its versions and the runs that trained it.
+
+        409 `in_use` names the schedule or active run that uses it. New requests get 404 within a
+        second; running ones finish.
+        """
+        adapter = services.adapter_get(name=name)
+        deletion.adapter_delete(adapter=adapter, is_forced=is_forced(request))
+        return Response(status=204)
 
 
 class VersionsView(TenantAPIView):
@@ -175,10 +189,22 @@ class VersionsView(TenantAPIView):
 
 
 class VersionView(TenantAPIView):
+    permissions: ClassVar = {"DELETE": Permission.ADAPTERS_WRITE}
+
     @extend_schema(responses=VersionSerializer)
     def get(self, request: Request, name: str, number: int) -> Response:
         version = services.adapter_version_get(name=name, number=number)
         return Response(VersionSerializer(version).data)
+
+    @extend_schema(responses={204: None})
+    def delete(self, request: Request, name: str, number: int) -> Response:
+        """Delete the version for good; if it was live, the newest of the others becomes live.
+
+        Its number is never used again. New requests for it get 404 within a second; running ones
+        finish. 409 while its files are being checked.
+        """
+        deletion.version_delete(version=services.adapter_version_get(name=name, number=number))
+        return Response(status=204)
 
 
 class VersionCompleteView(TenantAPIView):
