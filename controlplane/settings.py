@@ -254,6 +254,11 @@ DEAD_LETTER_DAYS = float(env("LORIKEET_DEAD_LETTER_DAYS", "7"))
 #: Most bytes of a tenant's stored prompts and answers; the oldest are deleted first.
 CONTENT_BYTES_PER_TENANT = int(env("LORIKEET_CONTENT_BYTES_PER_TENANT", str(1024**3)))
 
+#: How long usage records are kept, at least: a month is dropped when all of it is older.
+USAGE_DAYS = int(env("LORIKEET_USAGE_DAYS", "400"))
+if USAGE_DAYS < 31:
+    raise ImproperlyConfigured("LORIKEET_USAGE_DAYS is below 31")
+
 #: Requests that one batch runner has in flight at a time, however large the pool is.
 BATCH_MAX_IN_FLIGHT = int(env("LORIKEET_BATCH_MAX_IN_FLIGHT", "512"))
 #: Default quotas; an operator may set others for a tenant: see
@@ -313,6 +318,7 @@ CELERY_BEAT_SCHEDULE = {
         "task": "controlplane.requestlog.tasks.requests_forget",
         "schedule": 3600.0,
     },
+    "forget old usage": {"task": "controlplane.usage.tasks.usage_forget", "schedule": 3600.0},
     "remove old files and uploads": {
         "task": "controlplane.files.tasks.files_sweep",
         "schedule": float(env("LORIKEET_FILES_SWEEP_S", "300")),
