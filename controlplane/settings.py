@@ -258,6 +258,8 @@ CONTENT_BYTES_PER_TENANT = int(env("LORIKEET_CONTENT_BYTES_PER_TENANT", str(1024
 USAGE_DAYS = int(env("LORIKEET_USAGE_DAYS", "400"))
 if USAGE_DAYS < 31:
     raise ImproperlyConfigured("LORIKEET_USAGE_DAYS is below 31")
+#: How long a tenant that an operator deleted can be restored; then its data is deleted for good.
+TENANT_DELETION_GRACE_DAYS = int(env("LORIKEET_TENANT_DELETION_GRACE_DAYS", "7"))
 
 #: Requests that one batch runner has in flight at a time, however large the pool is.
 BATCH_MAX_IN_FLIGHT = int(env("LORIKEET_BATCH_MAX_IN_FLIGHT", "512"))
@@ -319,6 +321,10 @@ CELERY_BEAT_SCHEDULE = {
         "schedule": 3600.0,
     },
     "forget old usage": {"task": "controlplane.usage.tasks.usage_forget", "schedule": 3600.0},
+    "delete tenants": {
+        "task": "controlplane.deletion.tasks.tenants_delete",
+        "schedule": 60.0,
+    },
     "remove old files and uploads": {
         "task": "controlplane.files.tasks.files_sweep",
         "schedule": float(env("LORIKEET_FILES_SWEEP_S", "300")),
@@ -385,6 +391,8 @@ SPECTACULAR_SETTINGS = {
         "AdapterVersionStatus": "controlplane.adapters.models.AdapterVersion.Status",
         "TrainingRunStatus": "controlplane.training.models.TrainingRun.Status",
         "TenantStatus": "controlplane.tenants.models.Tenant.Status",
+        "TenantStatusSet": "controlplane.operator.api.SETTABLE",
+        "DeletionStatus": "controlplane.deletion.models.TenantDeletion.Status",
         "InviteStatus": "controlplane.tenants.models.Invite.Status",
         "KeyEnvironment": "controlplane.tenants.models.ApiKey.Environment",
         "BatchStatus": "controlplane.batches.models.Batch.Status",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime as dt
 import time
+import uuid
 
 from django.conf import settings
 from django.db import transaction
@@ -140,14 +141,18 @@ def _remove(row: DeletedVersion) -> None:
         DeletedVersion.objects.filter(pk=row.pk).update(removed_at=timezone.now())
 
 
-def workers_forget(digests: list[str]) -> None:
+def workers_forget(digests: list[str], *, except_of: uuid.UUID | None = None) -> None:
     """Tell the workers to drop adapters that nobody has any more: from disk, memory and pages.
+
+    except_of  a tenant whose versions do not count, because all are being deleted
 
     Those that another version of any tenant needs stay; they are the same bytes. Workers that are
     away now ask at their start. Raises Unavailable without Redis.
     """
     with all_tenants(reason="the same bytes may be several tenants'"):
         is_used = Q(digest__in=digests, removed_at=None)
+        if except_of is not None:
+            is_used &= ~Q(tenant_id=except_of)
         used = set(AdapterVersion.objects.filter(is_used).values_list("digest", flat=True))
     gone = [digest for digest in digests if digest not in used]
     if not gone:

@@ -96,10 +96,16 @@ def read_pieces(key: str, *, max_bytes: int, start: int = 0) -> Iterator[bytes]:
 
 def keys(prefix: str) -> Iterator[str]:
     """Yield the keys that begin with `prefix`."""
+    for key, _ in objects(prefix):
+        yield key
+
+
+def objects(prefix: str) -> Iterator[tuple[str, int]]:
+    """Yield key and length of the objects whose keys begin with `prefix`."""
     pages = _internal().get_paginator("list_objects_v2")
     for page in pages.paginate(Bucket=settings.S3_BUCKET, Prefix=prefix):
         for entry in page.get("Contents") or []:
-            yield entry["Key"]
+            yield entry["Key"], int(entry["Size"])
 
 
 def upload(path: Path, key: str) -> None:
@@ -176,13 +182,26 @@ class ObjectWriter:
         return {"Bucket": settings.S3_BUCKET, "Key": self._key, "UploadId": self._upload_id}
 
 
+def unfinished_writes(prefix: str) -> list[dict[str, Any]]:
+    """Return the multipart uploads under a prefix that are neither complete nor aborted."""
+    answer = _internal().list_multipart_uploads(Bucket=settings.S3_BUCKET, Prefix=prefix)
+    return [upload for upload in answer.get("Uploads") or [] if upload["Key"].startswith(prefix)]
+
+
+def abort_parts(prefix: str) -> int:
+    """Abort the unfinished writes under a prefix. -> how many."""
+    return _abort(unfinished_writes(prefix))
+
+
 def abort_old_parts(*, before: dt.datetime) -> int:
     """Abort the unfinished writes that began before this time. -> how many."""
-    answer = _internal().list_multipart_uploads(Bucket=settings.S3_BUCKET, Prefix="t/")
-    old = [upload for upload in answer.get("Uploads") or [] if upload["Initiated"] < before]
-    for upload in old:
+    return _abort([upload for upload in unfinished_writes("t/") if upload["Initiated"] < before])
+
+
+def _abort(uploads: list[dict[str, Any]]) -> int:
+    for upload in uploads:
         with contextlib.suppress(ClientError):  # another sweep was faster
             _internal().abort_multipart_upload(
                 Bucket=settings.S3_BUCKET, Key=upload["Key"], UploadId=upload["UploadId"]
             )
-    return len(old)
+    return len(uploads)
