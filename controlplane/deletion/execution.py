@@ -24,6 +24,8 @@ Status = TenantDeletion.Status
 LEASE = dt.timedelta(minutes=2)
 #: So long after its end a deletion looks for what came late.
 LATE = dt.timedelta(days=2)
+#: How often it looks: each time it reads the names of all keys in Redis.
+LATE_EVERY = dt.timedelta(hours=1)
 
 
 class _LeaseLost(Exception):
@@ -34,13 +36,21 @@ def tenants_delete(now: dt.datetime | None = None) -> int:
     """Work on the deletions that are due. -> how many were finished."""
     now = now or timezone.now()
     due = Q(status__in=TenantDeletion.OPEN, due_at__lte=now)
-    late = Q(status=Status.DONE, finished_at__gt=now - LATE)
     num_done = 0
     for deletion_id in TenantDeletion.objects.filter(due).values_list("pk", flat=True):
         num_done += _delete(deletion_id)
-    for deletion in TenantDeletion.objects.filter(late):
-        _try(deletion, steps.LATE_STEPS)
+    _look_for_what_came_late(now)
     return num_done
+
+
+def _look_for_what_came_late(now: dt.datetime) -> None:
+    ended = Q(status=Status.DONE, finished_at__gt=now - LATE, finished_at__lt=now)
+    is_due = Q(lease_until=None) | Q(lease_until__lte=now)
+    for deletion in TenantDeletion.objects.filter(ended, is_due):
+        rows = TenantDeletion.objects.filter(is_due, pk=deletion.pk)
+        if rows.update(lease_until=now + LATE_EVERY):  # else another task was faster
+            deletion.lease_until = None
+            _try(deletion, steps.LATE_STEPS)
 
 
 def _delete(deletion_id: uuid.UUID) -> bool:

@@ -47,7 +47,8 @@ class TenantDeletion(models.Model):
     num_bytes = models.BigIntegerField(default=0)
     #: What the last try failed with; empty: nothing.
     error = models.CharField(max_length=500, blank=True)
-    #: Until then the task that works on it is taken to live.
+    #: Until then the task that works on it is taken to live; when it is done, the time of the next
+    #: search for what came late.
     lease_until = models.DateTimeField(null=True)
 
     class Meta:
