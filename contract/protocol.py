@@ -2,8 +2,7 @@
 
 The control plane and the workers share this package and nothing else: `contract.queue` has the Lua
 that both run, and the streams of batches. Every message is a frozen dataclass; on the wire it is
-one JSON object, written by `encode` and read by `decode`. Unknown fields are ignored on reading, so
-both sides can be upgraded one after the other.
+one JSON object, written by `encode`, read by `decode`. Unknown fields are ignored, for upgrades.
 
 Redis keys, all of one worker pool `{p}` (the braces keep a pool on one cluster slot):
 
@@ -11,7 +10,7 @@ Redis keys, all of one worker pool `{p}` (the braces keep a pool on one cluster 
     job:{p}:<request id>    hash    gateway         where a request stands, see below; expires
     q:{p}:<base model>…     …       gateway         what waits: `contract.queue.fair_queue`
     in:{p}:<worker>         stream  worker          what it pulled and has not ended; group "w"
-    ctl:{p}:<worker>        stream  gateway, ops    ControlMessage: cancel, drain, "poke" (wake)
+    ctl:{p}:<worker>        stream  gateway, ops    ControlMessage: cancel, drain, forget, "poke"
     out:<gateway>           stream  worker          packed TokenEvents, one entry per flush
     done:{p}                stream  worker          DoneRecord; group "acct", drained to Postgres
     wk:{p}                  zset    worker          worker id -> time of its last heartbeat
@@ -145,6 +144,7 @@ class Control(enum.StrEnum):
     CANCEL = "cancel"
     DRAIN = "drain"
     WAKE = "poke"  # there is something to pull; the word of older versions
+    FORGET = "forget"  # an adapter was deleted: `digest`
 
 
 #: Message class -> field name -> default.
@@ -376,6 +376,7 @@ class DoneRecord(Message):
 class ControlMessage(Message):
     action: str  # Control
     request_id: str | None = None
+    digest: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -93,6 +93,7 @@ INSTALLED_APPS = [
     "controlplane.queue",
     "controlplane.limits",
     "controlplane.training",
+    "controlplane.deletion",
     "controlplane.files",
     "controlplane.batches",
     "controlplane.usage",
@@ -279,6 +280,13 @@ DEAD_LETTER_DAYS = float(env("LORIKEET_DEAD_LETTER_DAYS", "7"))
 #: Most bytes of a tenant's stored prompts and answers; the oldest are deleted first.
 CONTENT_BYTES_PER_TENANT = int(env("LORIKEET_CONTENT_BYTES_PER_TENANT", str(1024**3)))
 
+#: How long usage records are kept, at least: a month is dropped when all of it is older.
+USAGE_DAYS = int(env("LORIKEET_USAGE_DAYS", "400"))
+if USAGE_DAYS < 31:
+    raise ImproperlyConfigured("LORIKEET_USAGE_DAYS is below 31")
+#: How long a tenant that an operator deleted can be restored; then its data is deleted for good.
+TENANT_DELETION_GRACE_DAYS = int(env("LORIKEET_TENANT_DELETION_GRACE_DAYS", "7"))
+
 #: Requests that one batch runner has in flight at a time, however large the pool is.
 BATCH_MAX_IN_FLIGHT = int(env("LORIKEET_BATCH_MAX_IN_FLIGHT", "512"))
 #: Default quotas; an operator may set others for a tenant: see
@@ -350,6 +358,11 @@ CELERY_BEAT_SCHEDULE = {
         "task": "controlplane.requestlog.tasks.requests_forget",
         "schedule": 3600.0,
     },
+    "forget old usage": {"task": "controlplane.usage.tasks.usage_forget", "schedule": 3600.0},
+    "delete tenants": {
+        "task": "controlplane.deletion.tasks.tenants_delete",
+        "schedule": 60.0,
+    },
     "remove old files and uploads": {
         "task": "controlplane.files.tasks.files_sweep",
         "schedule": float(env("LORIKEET_FILES_SWEEP_S", "300")),
@@ -416,6 +429,8 @@ SPECTACULAR_SETTINGS = {
         "AdapterVersionStatus": "controlplane.adapters.models.AdapterVersion.Status",
         "TrainingRunStatus": "controlplane.training.models.TrainingRun.Status",
         "TenantStatus": "controlplane.tenants.models.Tenant.Status",
+        "TenantStatusSet": "controlplane.operator.api.SETTABLE",
+        "DeletionStatus": "controlplane.deletion.models.TenantDeletion.Status",
         "InviteStatus": "controlplane.tenants.models.Invite.Status",
         "RoleEnum": "controlplane.tenants.models.Role",
         "ScopesEnum": "controlplane.tenants.permissions.SCOPES",

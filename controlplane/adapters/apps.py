@@ -5,12 +5,13 @@ class AdaptersConfig(AppConfig):
     name = "controlplane.adapters"
 
     def ready(self) -> None:
-        from controlplane.adapters import services
+        from controlplane.adapters import deletion, services
         from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
         from controlplane.limits import quotas
         from controlplane.tenancy import epochs
 
         quotas.USES["storage_bytes"].append(services.storage_used)
+        quotas.USES["storage_bytes"].append(deletion.storage_used)
         quotas.USES["adapter_checks"].append(services.checks_waiting)
         epochs.watch(Adapter)
         epochs.watch(AdapterVersion)

@@ -79,6 +79,8 @@ class Adapter(TenantModel):
     live_version = models.ForeignKey(
         "AdapterVersion", null=True, blank=True, on_delete=models.SET_NULL, related_name="+"
     )
+    #: The highest number of a version that was deleted: no later version gets it.
+    last_deleted = models.PositiveIntegerField(default=0, db_default=0)
 
     class Meta:
         constraints = [
@@ -98,6 +100,7 @@ class Promotion(TenantModel):
         PROMOTED = "promoted", "somebody made it live"
         ROLLED_BACK = "rolled_back", "somebody went back to it"
         RETIRED = "retired", "the live version was retired"
+        DELETED = "deleted", "the live version was deleted"
 
     adapter = models.ForeignKey(Adapter, on_delete=models.CASCADE, related_name="promotions")
     #: The version that is live from then on; None: none is.
@@ -223,3 +226,24 @@ class AdapterVersion(TenantModel):
     def staged_tensors_key(self) -> str:
         """S3 key that the client's presigned URL writes adapter_model.safetensors to."""
         return f"t/{self.tenant_id}/u/{self.id}/adapter_model.safetensors"
+
+
+class DeletedVersion(TenantModel):
+    """What a deleted version left in the object store: made with the deletion, see `deletion`."""
+
+    #: The id of the version, whose row is gone; its staging area has this name.
+    version_id = models.UUIDField()
+    digest = models.CharField(max_length=64, blank=True)
+    #: They count in the tenant's storage until they are removed.
+    num_bytes = models.BigIntegerField(default=0)
+    #: When its bytes were removed. The row stays until no upload to its URLs can arrive.
+    removed_at = models.DateTimeField(null=True)
+
+    class Meta:
+        indexes = [
+            models.Index(fields=["tenant", "version_id"]),
+            models.Index(fields=["created_at"], name="deleted_versions"),
+        ]
+
+    def __str__(self) -> str:
+        return str(self.version_id)

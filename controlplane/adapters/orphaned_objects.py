@@ -17,7 +17,7 @@ from django.db import transaction
 from django.db.models import Q
 from django.utils import timezone
 
-from controlplane.adapters.models import AdapterVersion
+from controlplane.adapters.models import AdapterVersion, DeletedVersion
 from controlplane.infra import storage
 from controlplane.infra.locks import lock_until_commit
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
@@ -64,7 +64,8 @@ def staging_sweep() -> int:
     """
     with all_tenants(reason="find late uploads of all tenants"):
         rows = AdapterVersion.objects.filter(status_changed_at__gt=timezone.now() - _WATCHED)
-        tenants = list(rows.order_by("tenant_id").values_list("tenant_id", flat=True).distinct())
+        tenants = set(rows.values_list("tenant_id", flat=True).distinct())
+        tenants |= set(DeletedVersion.objects.values_list("tenant_id", flat=True).distinct())
     num_removed = 0
     for tenant_id in tenants:
         prefix = f"t/{tenant_id}/u/"
@@ -81,7 +82,9 @@ def _is_late(tenant_id: uuid.UUID, name: str) -> bool:
     except ValueError:
         return False
     with tenant_scope(tenant_id):
-        return AdapterVersion.objects.filter(pk=version_id, status__in=_ENDED).exists()
+        decided = AdapterVersion.objects.filter(pk=version_id, status__in=_ENDED)
+        deleted = DeletedVersion.objects.filter(version_id=version_id)
+        return decided.exists() or deleted.exists()
 
 
 def retired_remove() -> int:
@@ -98,9 +101,8 @@ def retired_remove() -> int:
         found = list(rows.order_by("status_changed_at")[:MAX_PER_TURN])
     for version in found:
         with tenant_scope(version.tenant_id), transaction.atomic():
-            _lock(version, version.digest)
             AdapterVersion.objects.filter(pk=version.pk).update(removed_at=timezone.now())
-            _remove_unless_used(version, version.digest)
+            remove_unless_used(version.tenant_id, version.digest)
     return len(found)
 
 
@@ -118,7 +120,7 @@ def kept_note(version: AdapterVersion) -> bool:
     if earlier != version.digest:  # the client has uploaded other files since
         kept_forget(version, earlier)
     with transaction.atomic():
-        _lock(version, version.digest)
+        _lock(version.tenant_id, version.digest)
         return row.update(kept_digest=version.digest) == 1
 
 
@@ -137,20 +139,28 @@ def kept_forget(version: AdapterVersion, digest: str) -> None:
     Such a version is ready, or is being checked.
     """
     with transaction.atomic():
-        # Nobody can store them between the query and the removal: `kept_note` takes the lock, too.
-        _lock(version, digest)
-        _remove_unless_used(version, digest)
+        remove_unless_used(version.tenant_id, digest, except_of=version)
         row = AdapterVersion.objects.filter(pk=version.pk, kept_digest=digest)
         row.update(kept_digest="")
 
 
-def _remove_unless_used(version: AdapterVersion, digest: str) -> None:
+def remove_unless_used(
+    tenant_id: uuid.UUID, digest: str, *, except_of: AdapterVersion | None = None
+) -> None:
+    """Remove the tenant's bytes at a digest, unless a version is ready or checked with them.
+
+    Call it in a transaction. Nobody can store the bytes between the query and the removal:
+    `kept_note` takes the lock, too.
+    """
+    _lock(tenant_id, digest)
     is_used = Q(digest=digest, removed_at=None)
-    may_be_used = Q(kept_digest=digest, status=Status.VALIDATING) & ~Q(pk=version.pk)
+    may_be_used = Q(kept_digest=digest, status=Status.VALIDATING)
+    if except_of is not None:
+        may_be_used &= ~Q(pk=except_of.pk)
     if not AdapterVersion.objects.filter(is_used | may_be_used).exists():
-        kept = AdapterVersion(tenant_id=version.tenant_id, digest=digest)
+        kept = AdapterVersion(tenant_id=tenant_id, digest=digest)
         storage.delete([kept.config_key, kept.tensors_key])
 
 
-def _lock(version: AdapterVersion, digest: str) -> None:
-    lock_until_commit(f"adapter {version.tenant_id} {digest}")
+def _lock(tenant_id: uuid.UUID, digest: str) -> None:
+    lock_until_commit(f"adapter {tenant_id} {digest}")

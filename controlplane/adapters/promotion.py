@@ -21,7 +21,7 @@ _MAX_STEPS_BACK = 1000
 
 Cause = Promotion.Cause
 #: These undo promotions until the version is on top again.
-GOES_BACK = (Cause.ROLLED_BACK, Cause.RETIRED)
+GOES_BACK = (Cause.ROLLED_BACK, Cause.RETIRED, Cause.DELETED)
 Status = AdapterVersion.Status
 
 

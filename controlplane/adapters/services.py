@@ -189,11 +189,11 @@ def adapter_version_create(
             param="base_model",
         )
     # The lock reserves the next number.
-    Adapter.objects.select_for_update().get(pk=adapter.pk)
+    adapter = Adapter.objects.select_for_update().get(pk=adapter.pk)
     last = AdapterVersion.objects.filter(adapter=adapter).aggregate(last=Max("number"))["last"]
     version = AdapterVersion.objects.create(
         adapter=adapter,
-        number=(last or 0) + 1,
+        number=max(last or 0, adapter.last_deleted) + 1,
         source=source,
         created_by=created_by,
         config_num_bytes=files[peft_config.FILE],

@@ -6,7 +6,7 @@ import uuid
 
 from celery import shared_task
 
-from controlplane.adapters import ingest, orphaned_objects
+from controlplane.adapters import deletion, ingest, orphaned_objects
 from controlplane.infra.outages import DATABASE_OUTAGE, STORE_OUTAGE
 from controlplane.tenancy.scoping import tenant_scope
 
@@ -54,3 +54,10 @@ def adapter_versions_sweep() -> None:
     orphaned_objects.versions_clear()
     orphaned_objects.staging_sweep()
     orphaned_objects.retired_remove()
+    deletion.versions_remove()
+
+
+@shared_task(name="controlplane.adapters.tasks.deleted_versions_remove", ignore_result=True)
+def deleted_versions_remove() -> None:
+    """Remove the bytes of deleted versions; what is still needed waits for the sweep."""
+    deletion.versions_remove()

@@ -213,13 +213,26 @@ class ObjectWriter:
         return {"Bucket": settings.S3_BUCKET, "Key": self._key, "UploadId": self._upload_id}
 
 
+def unfinished_writes(prefix: str) -> list[dict[str, Any]]:
+    """Return the multipart uploads under a prefix that are neither complete nor aborted."""
+    answer = _internal().list_multipart_uploads(Bucket=settings.S3_BUCKET, Prefix=prefix)
+    return [upload for upload in answer.get("Uploads") or [] if upload["Key"].startswith(prefix)]
+
+
+def abort_parts(prefix: str) -> int:
+    """Abort the unfinished writes under a prefix. -> how many."""
+    return _abort(unfinished_writes(prefix))
+
+
 def abort_old_parts(*, before: dt.datetime) -> int:
     """Abort the unfinished writes that began before this time. -> how many."""
-    answer = _internal().list_multipart_uploads(Bucket=settings.S3_BUCKET, Prefix="t/")
-    old = [upload for upload in answer.get("Uploads") or [] if upload["Initiated"] < before]
-    for upload in old:
+    return _abort([upload for upload in unfinished_writes("t/") if upload["Initiated"] < before])
+
+
+def _abort(uploads: list[dict[str, Any]]) -> int:
+    for upload in uploads:
         with contextlib.suppress(ClientError):  # another sweep was faster
             _internal().abort_multipart_upload(
                 Bucket=settings.S3_BUCKET, Key=upload["Key"], UploadId=upload["UploadId"]
             )
-    return len(old)
+    return len(uploads)

@@ -17,7 +17,8 @@ from controlplane.adapters.models import (
     Promotion,
     is_serving,
 )
-from controlplane.management.base import StrictSerializer, TenantAPIView
+from controlplane.deletion import services as deletion
+from controlplane.management.base import FORCE, StrictSerializer, TenantAPIView, is_forced
 from controlplane.management.fields import ChoiceField
 from controlplane.rest.paging import PAGE_PARAMETERS, page, page_of
 from controlplane.tenants.auth import Permission
@@ -185,7 +186,10 @@ class AdaptersView(TenantAPIView):
 
 
 class AdapterView(TenantAPIView):
-    permissions: ClassVar = {"PATCH": Permission.ADAPTERS_WRITE}
+    permissions: ClassVar = {
+        "PATCH": Permission.ADAPTERS_WRITE,
+        "DELETE": Permission.ADAPTERS_WRITE,
+    }
 
     @extend_schema(responses=AdapterSerializer)
     def get(self, request: Request, name: str) -> Response:
@@ -199,6 +203,17 @@ class AdapterView(TenantAPIView):
         if "promotion_policy" in body:
             promotion.promotion_policy_set(adapter=adapter, policy=body["promotion_policy"])
         return Response(AdapterSerializer(adapter).data)
+
+    @extend_schema(parameters=[FORCE], responses={204: None})
+    def delete(self, request: Request, name: str) -> Response:
+        """Delete the adapter for good, with its versions and the runs that trained it.
+
+        409 `in_use` names the schedule or active run that uses it. New requests get 404 within a
+        second; running ones finish.
+        """
+        adapter = services.adapter_get(name=name)
+        deletion.adapter_delete(adapter=adapter, is_forced=is_forced(request))
+        return Response(status=204)
 
 
 class AdapterRollbackView(TenantAPIView):
@@ -261,10 +276,22 @@ class VersionsView(TenantAPIView):
 
 
 class VersionView(TenantAPIView):
+    permissions: ClassVar = {"DELETE": Permission.ADAPTERS_WRITE}
+
     @extend_schema(responses=VersionSerializer)
     def get(self, request: Request, name: str, number: int) -> Response:
         version = services.adapter_version_get(name=name, number=number)
         return Response(VersionSerializer(version).data)
+
+    @extend_schema(responses={204: None})
+    def delete(self, request: Request, name: str, number: int) -> Response:
+        """Delete the version for good; if it was live, the one that was live before is so again.
+
+        Its number is never used again. New requests for it get 404 within a second; running ones
+        finish. 409 while its files are being checked.
+        """
+        deletion.version_delete(version=services.adapter_version_get(name=name, number=number))
+        return Response(status=204)
 
 
 class VersionPromoteView(TenantAPIView):

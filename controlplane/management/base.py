@@ -7,13 +7,14 @@ from typing import IO, Any, ClassVar, cast
 
 from django.conf import settings
 from drf_spectacular.extensions import OpenApiAuthenticationExtension
+from drf_spectacular.utils import OpenApiParameter
 from rest_framework import serializers
 from rest_framework.exceptions import ParseError
 from rest_framework.parsers import JSONParser
 from rest_framework.permissions import IsAuthenticated
 from rest_framework.request import Request
 
-from controlplane.errors import PayloadTooLarge, PermissionDenied
+from controlplane.errors import InvalidRequest, PayloadTooLarge, PermissionDenied
 from controlplane.infra import finite_json
 from controlplane.infra.request_lines import note
 from controlplane.rest.views import RowAPIView
@@ -96,6 +97,20 @@ class TenantAPIView(ManagementAPIView):
         principal = self.request.auth
         assert isinstance(principal, Principal)
         return principal
+
+
+#: For deletions of what something else may use.
+FORCE = OpenApiParameter(
+    "force", bool, description="End first what uses it: delete schedules, cancel training runs."
+)
+
+
+def is_forced(request: Request) -> bool:
+    """Return the value of `force`. Raises InvalidRequest for one that is neither true nor false."""
+    text = request.query_params.get("force", "false")
+    if text not in ("true", "false"):
+        raise InvalidRequest("force is true or false.", param="force")
+    return text == "true"
 
 
 class StrictSerializer(serializers.Serializer[Any]):

@@ -15,8 +15,9 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from controlplane.adapters.services import adapter_get
+from controlplane.deletion import services as deletion
 from controlplane.errors import InvalidRequest, NotFound, PayloadTooLarge
-from controlplane.management.base import StrictSerializer, TenantAPIView
+from controlplane.management.base import FORCE, StrictSerializer, TenantAPIView, is_forced
 from controlplane.rest.paging import PAGE_PARAMETERS, page, page_of
 from controlplane.tenants.auth import Permission
 from controlplane.training import picking, services
@@ -61,7 +62,12 @@ class DatasetSerializer(serializers.ModelSerializer[Dataset]):
 class TrainingRunSerializer(serializers.ModelSerializer[TrainingRun]):
     object = serializers.CharField(default="training_run", read_only=True)
     adapter = serializers.CharField(source="adapter.name")
-    dataset = serializers.CharField(source="dataset.name")
+    dataset = serializers.CharField(
+        source="dataset.name",
+        default=None,
+        allow_null=True,
+        help_text="null: the dataset was deleted.",
+    )
     version = serializers.IntegerField(
         source="version.number",
         default=None,
@@ -150,9 +156,21 @@ class DatasetsView(TenantAPIView):
 
 
 class DatasetView(TenantAPIView):
+    permissions: ClassVar = {"DELETE": Permission.TRAINING_WRITE}
+
     @extend_schema(responses=DatasetSerializer)
     def get(self, request: Request, name: str) -> Response:
         return Response(DatasetSerializer(services.dataset_get(name=name)).data)
+
+    @extend_schema(parameters=[FORCE], responses={204: None})
+    def delete(self, request: Request, name: str) -> Response:
+        """Delete the dataset for good; runs that have ended stay, without it.
+
+        409 `in_use` names the schedules and active runs that use it.
+        """
+        dataset = services.dataset_get(name=name)
+        deletion.dataset_delete(dataset=dataset, is_forced=is_forced(request))
+        return Response(status=204)
 
 
 class TrainingRunsView(TenantAPIView):

@@ -13,6 +13,8 @@ from rest_framework.response import Response
 
 from controlplane.adapters.models import BaseModel
 from controlplane.adapters.services import base_model_activate, base_model_shutdown_set
+from controlplane.deletion.models import TenantDeletion
+from controlplane.deletion.tenants import tenant_delete, tenant_restore
 from controlplane.errors import InvalidRequest, NotFound, from_fields
 from controlplane.limits import quotas
 from controlplane.limits.models import RateLimit, TenantQuota
@@ -45,9 +47,23 @@ class TenantCreateSerializer(StrictSerializer):
     name = serializers.CharField(max_length=200)
 
 
+#: The states that an operator sets; deletion sets the others.
+SETTABLE = [Tenant.Status.ACTIVE, Tenant.Status.SUSPENDED]
+
+
 class TenantChangeSerializer(StrictSerializer):
     name = serializers.CharField(max_length=200, required=False)
-    status = ChoiceField(Tenant.Status.choices, required=False)
+    status = ChoiceField([status.value for status in SETTABLE], required=False)
+
+
+class TenantDeleteSerializer(StrictSerializer):
+    confirm = serializers.CharField(max_length=63, help_text="The tenant's slug, again.")
+    grace_days = serializers.IntegerField(
+        required=False,
+        min_value=0,
+        max_value=90,
+        help_text="For how long it can be restored; 0: not at all. Default: the installation's.",
+    )
 
 
 class BaseModelChangeSerializer(StrictSerializer):
@@ -62,6 +78,28 @@ class BaseModelChangeSerializer(StrictSerializer):
 class OperatorBaseModelSerializer(BaseModelSerializer):
     class Meta(BaseModelSerializer.Meta):
         fields = (*BaseModelSerializer.Meta.fields, "is_active")  # type: ignore[assignment]
+
+
+class DeletionSerializer(serializers.ModelSerializer[TenantDeletion]):
+    object = serializers.CharField(default="tenant_deletion", read_only=True)
+    tenant = serializers.CharField(source="slug", help_text="The slug that it had.")
+    steps = serializers.ListField(
+        child=serializers.CharField(), help_text="The steps that are done, in their order."
+    )
+    counts = serializers.DictField(
+        child=serializers.IntegerField(),
+        help_text="What was deleted: rows by table, objects, people, Redis keys.",
+    )
+    num_bytes = serializers.IntegerField(help_text="Of the deleted objects.")
+    error = serializers.CharField(help_text="What the last try failed with; empty: nothing.")
+
+    class Meta:
+        model = TenantDeletion
+        fields = (
+            *("id", "object", "tenant", "tenant_id", "status", "requested_by", "requested_at"),
+            *("due_at", "started_at", "finished_at", "restored_at", "steps", "counts"),
+            *("num_bytes", "error"),
+        )
 
 
 class WorkerSerializer(serializers.Serializer[Any]):
@@ -120,7 +158,8 @@ class TenantsView(OperatorAPIView):
     @extend_schema("ops_tenants_list", PAGE_PARAMETERS, responses=page_of(TenantSerializer))
     def get(self, request: Request) -> Response:
         """List all tenants, newest first."""
-        return page(request, Tenant.objects.all(), TenantSerializer)
+        rows = Tenant.objects.exclude(status=Tenant.Status.DELETED)
+        return page(request, rows, TenantSerializer)
 
     @extend_schema(
         "ops_tenants_create", request=TenantCreateSerializer, responses={201: TenantSerializer}
@@ -177,6 +216,34 @@ class TenantView(OperatorAPIView):
         )
         is_new = not outcome.is_dry_run and outcome.parts[0].result == provisioning.Result.CREATED
         return Response(ProvisionedSerializer(outcome).data, status=201 if is_new else 200)
+
+    @extend_schema(
+        "ops_tenants_delete", request=TenantDeleteSerializer, responses={202: DeletionSerializer}
+    )
+    def delete(self, request: Request, slug: str) -> Response:
+        """Suspend a tenant now, and delete all its data when the grace period is over.
+
+        The body is {"confirm": the slug again, "grace_days": 0 to 90, or left out for the
+        installation's}. Until then `restore` undoes it.
+        """
+        tenant = tenant_get(slug)
+        body = TenantDeleteSerializer.parsed(request)
+        deletion = tenant_delete(tenant=tenant, **body)
+        return Response(DeletionSerializer(deletion).data, status=202)
+
+
+class TenantRestoreView(OperatorAPIView):
+    @extend_schema("ops_tenants_restore", request=None, responses=TenantSerializer)
+    def post(self, request: Request, slug: str) -> Response:
+        """Undo a tenant's deletion within its grace period. 409 when there is none or it began."""
+        return Response(TenantSerializer(tenant_restore(tenant=tenant_get(slug))).data)
+
+
+class DeletionsView(OperatorAPIView):
+    @extend_schema("ops_deletions_list", PAGE_PARAMETERS, responses=page_of(DeletionSerializer))
+    def get(self, request: Request) -> Response:
+        """List the deletions of tenants, newest first: scheduled, running, done and restored."""
+        return page(request, TenantDeletion.objects.all(), DeletionSerializer)
 
 
 class TenantLimitsView(OperatorAPIView):
@@ -342,7 +409,8 @@ def _is_dry_run(request: Request) -> bool:
 
 def tenant_get(slug: str) -> Tenant:
     """Return the tenant. Raises NotFound."""
-    tenant = Tenant.objects.filter(slug=slug).first() if is_slug(slug) else None
+    rows = Tenant.objects.exclude(status=Tenant.Status.DELETED)
+    tenant = rows.filter(slug=slug).first() if is_slug(slug) else None
     if tenant is None:
         raise NotFound("There is no such tenant.")
     return tenant

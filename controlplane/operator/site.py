@@ -41,6 +41,7 @@ _MENU = {
         ("Users", "person", "tenants_user_changelist"),
         ("Memberships", "group", "tenants_membership_changelist"),
         ("API keys", "key", "tenants_apikey_changelist"),
+        ("Deleted tenants", "delete_forever", "deletion_tenantdeletion_changelist"),
     ),
     "Models": (
         ("Adapters", "layers", "adapters_adapter_changelist"),

@@ -14,6 +14,8 @@ urlpatterns = [
     path("tenants/<str:slug>/limits", api.TenantLimitsView.as_view()),
     path("tenants/<str:slug>/quota", api.TenantQuotaView.as_view()),
     *for_tenants.urlpatterns,
+    path("tenants/<str:slug>/restore", api.TenantRestoreView.as_view()),
+    path("deletions", api.DeletionsView.as_view()),
     path("base-models", api.BaseModelsView.as_view()),
     path("base-models/<str:name>", api.BaseModelView.as_view()),
     path("workers", api.WorkersView.as_view()),

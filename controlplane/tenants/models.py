@@ -41,6 +41,8 @@ class Tenant(models.Model):
     class Status(models.TextChoices):
         ACTIVE = "active"
         SUSPENDED = "suspended"
+        DELETING = "deleting"  # it can still be restored, or its data is going
+        DELETED = "deleted"  # only this row is left, without its name
 
     id = models.UUIDField(primary_key=True, default=new_id, editable=False)
     slug = models.CharField(max_length=63, unique=True, validators=[slug_validator])

@@ -69,8 +69,13 @@ def tenant_update(
 
 @transaction.atomic
 def tenant_status_set(*, tenant: Tenant, status: str) -> Tenant:
-    """Suspend or reactivate: a suspended tenant's keys and people are refused within a second."""
+    """Suspend or reactivate: a suspended tenant's keys and people are refused within a second.
+
+    Raises Conflict for a tenant that is being deleted.
+    """
     before = Tenant.objects.select_for_update(no_key=True).get(pk=tenant.pk).status
+    if before in (Tenant.Status.DELETING, Tenant.Status.DELETED):
+        raise Conflict(f"{tenant.slug} is being deleted. Restore it first.")
     tenant.status = Tenant.Status(status)
     if before != tenant.status:
         tenant.save(update_fields=["status"])

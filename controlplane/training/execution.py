@@ -148,6 +148,8 @@ def _give_back(run: TrainingRun, status: Status = Status.RUNNING) -> None:
 
 def _train(run: TrainingRun, folder: Path) -> Path:
     """Train in `folder`. -> the folder of the trained adapter."""
+    if run.dataset is None:
+        raise TrainingAbandoned  # it was deleted, and the run cancelled with it
     size.check(run.hyperparameters, run.dataset)  # a schedule's dataset may have grown since
     job = TrainJob(
         base_model_dir=_base_model_dir(run.adapter.base_model),

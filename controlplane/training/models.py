@@ -81,8 +81,8 @@ class TrainingRun(TenantModel):
     ACTIVE = (Status.QUEUED, Status.RUNNING, Status.PUBLISHING)
 
     adapter = models.ForeignKey(Adapter, on_delete=models.CASCADE, related_name="training_runs")
-    # RESTRICT: a dataset cannot be deleted before its runs, but with them when its tenant is.
-    dataset = models.ForeignKey(Dataset, on_delete=models.RESTRICT, related_name="+")
+    #: None: it was deleted, after the run had ended.
+    dataset = models.ForeignKey(Dataset, null=True, on_delete=models.SET_NULL, related_name="+")
     #: The dataset's content when the run was made; a later upload does not change a run.
     dataset_sha256 = models.CharField(max_length=64)
     status = models.CharField(max_length=16, choices=Status, default=Status.QUEUED)

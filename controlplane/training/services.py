@@ -92,6 +92,14 @@ def dataset_get(*, name: str, param: str | None = None) -> Dataset:
     return dataset
 
 
+def _locked(dataset: Dataset) -> Dataset:
+    """Return the dataset as it is until the transaction ends. Raises NotFound."""
+    locked = Dataset.objects.select_for_update().filter(pk=dataset.pk).first()
+    if locked is None:
+        raise NotFound("There is no such dataset.", param="dataset")
+    return locked
+
+
 def training_run_create(
     *,
     adapter_name: str,
@@ -139,8 +147,10 @@ def training_run_enqueue(
     Raises RateLimited when the tenant has too many runs.
     """
     quotas.check("training_runs", retry_after_s=_room_in_s)
+    if not Adapter.objects.select_for_update(no_key=True).filter(pk=adapter.pk).exists():
+        raise NotFound("There is no such adapter.", param="adapter")
     # Locked, so that its rows are not replaced and removed before other processes see the run.
-    dataset = Dataset.objects.select_for_update().get(pk=dataset.pk)
+    dataset = _locked(dataset)
     run = TrainingRun.objects.create(
         adapter=adapter,
         dataset=dataset,
@@ -239,7 +249,7 @@ def schedule_set(
         "is_paused": is_paused,
     }
     with transaction.atomic():
-        dataset = dataset_get(name=dataset_name, param="dataset")
+        dataset = _locked(dataset_get(name=dataset_name, param="dataset"))
         size.check(checked, dataset)
         known = Schedule.objects.select_for_update().filter(adapter=adapter).first()
         before = _audit_fields(known) if known else None

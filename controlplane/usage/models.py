@@ -13,9 +13,13 @@ from controlplane.tenancy.scoping import TenantModel
 
 
 class UsageRecord(TenantModel):
-    """Tokens of one request, counted by the worker; unique per request, so never counted twice."""
+    """Tokens of one request, counted by the worker; unique per request, so never counted twice.
 
-    request_id = models.CharField(max_length=64, unique=True)
+    The table is partitioned by the month of `occurred_at`: see `usage.retention`. All records of a
+    request have the same `occurred_at`, so that its uniqueness needs no index over all months.
+    """
+
+    request_id = models.CharField(max_length=64)
     api_key_id = models.UUIDField(null=True)
     model = models.CharField(max_length=200)
     base_model = models.CharField(max_length=63)
@@ -28,6 +32,9 @@ class UsageRecord(TenantModel):
 
     class Meta:
         indexes = [models.Index(fields=["tenant", "occurred_at"])]
+        constraints = [
+            models.UniqueConstraint(fields=["request_id", "occurred_at"], name="usage_record_once"),
+        ]
 
     def __str__(self) -> str:
         return self.request_id

@@ -14,6 +14,9 @@ from controlplane.tenancy.scoping import all_tenants
 from controlplane.usage.models import UsageRecord
 from controlplane.usage.totals import usage_totals_add
 
+#: Records of one request, if there could be two, lie no further apart.
+_NEAR = dt.timedelta(days=1)
+
 
 def usage_settle(records: Sequence[DoneRecord]) -> None:
     """Write a usage record and a log line for each request; existing ones stay unchanged.
@@ -32,10 +35,20 @@ def usage_settle(records: Sequence[DoneRecord]) -> None:
 
 def usage_records_create(rows: Sequence[UsageRecord]) -> None:
     """Write the rows whose requests have none yet, and add them to the totals."""
+    if not rows:
+        return
+    moments = [row.occurred_at for row in rows]
     with transaction.atomic():
+        # Only in the months of these rows, so that older ones cost nothing.
+        near = UsageRecord.objects.filter(
+            occurred_at__gte=min(moments) - _NEAR, occurred_at__lte=max(moments) + _NEAR
+        )
+        ids = [row.request_id for row in rows]
+        known = set(near.filter(request_id__in=ids).values_list("request_id", flat=True))
+        rows = [row for row in rows if row.request_id not in known]
         UsageRecord.objects.bulk_create(rows, ignore_conflicts=True)
         # A row that was ignored, because one exists for its request, is not found by its own key.
-        written = UsageRecord.objects.filter(pk__in=[row.pk for row in rows])
+        written = near.filter(pk__in=[row.pk for row in rows])
         keys = set(written.values_list("pk", flat=True))
         usage_totals_add([row for row in rows if row.pk in keys])
 

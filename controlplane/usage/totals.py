@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from django.db import connection, transaction
 
-from controlplane.tenancy.scoping import all_tenants, new_id
+from controlplane.tenancy.scoping import all_tenants, current_tenant_id, new_id
 from controlplane.usage.models import UsageDay, UsageHour, UsageRecord, UsageTotal
 
 TOTALS: tuple[tuple[type[UsageTotal], str], ...] = ((UsageHour, "hour"), (UsageDay, "day"))
@@ -36,12 +36,18 @@ _FROM_RECORDS = """
 select tenant_id, date_trunc('{width}', occurred_at, 'UTC') as starts_at, model, api_key_id,
   count(*) as requests, sum(prompt_tokens)::bigint as prompt_tokens,
   sum(cached_tokens)::bigint as cached_tokens, sum(completion_tokens)::bigint as completion_tokens
-from usage_usagerecord group by 1, 2, 3, 4
+from usage_usagerecord where {checked} and occurred_at >= '{since}' group by 1, 2, 3, 4
 """
+#: Of a deleted tenant only totals are left.
+_CHECKED = (
+    "tenant_id not in (select id from tenants_tenant where status in ('deleting', 'deleted'))"
+)
 
 # Symmetric difference: a wrong total appears on both sides. One statement, so one snapshot.
 _DRIFT = """
-with total as (select {key}, {sums} from {table}), expected as ({from_records})
+with total as (
+  select {key}, {sums} from {table} where {checked} and starts_at >= '{since}'
+), expected as ({from_records})
 (select 'total', * from (select * from total except select * from expected) s)
 union all
 (select 'records', * from (select * from expected except select * from total) t)
@@ -96,10 +102,64 @@ def _floor(moment: dt.datetime, width: str) -> dt.datetime:
     return hour if width == "hour" else hour.replace(hour=0)
 
 
+_FORGET_NAMES = """
+with named as (
+  delete from usage_usageday where tenant_id = %(tenant)s
+    and (api_key_id is not null or model <> all(%(kept)s)) returning *
+), base as (select * from unnest(%(names)s::text[], %(bases)s::text[]) as b (name, base))
+insert into usage_usageday (id, created_at, {key}, {sums})
+select gen_random_uuid(), now(), tenant_id, starts_at, {model}, null,
+  sum(requests)::bigint, sum(prompt_tokens)::bigint, sum(cached_tokens)::bigint,
+  sum(completion_tokens)::bigint
+from named left join base on base.name = split_part(named.model, '@', 1)
+group by tenant_id, starts_at, {model}
+on conflict ({key}) do update set
+  requests = usage_usageday.requests + excluded.requests,
+  prompt_tokens = usage_usageday.prompt_tokens + excluded.prompt_tokens,
+  cached_tokens = usage_usageday.cached_tokens + excluded.cached_tokens,
+  completion_tokens = usage_usageday.completion_tokens + excluded.completion_tokens
+"""
+#: The model of usage whose adapter is not known any more.
+UNKNOWN_ADAPTER = "(adapter)"
+
+
+def usage_forget_names(bases: Mapping[str, str], base_models: Iterable[str]) -> None:
+    """Replace adapters by base models in the days of the tenant in scope, and remove its keys.
+
+    bases        adapter name -> name of its base model
+    base_models  the names of all base models, which stay
+    """
+    kept = [*base_models, UNKNOWN_ADAPTER]
+    names = {**{name: name for name in kept}, **bases}
+    values: dict[str, Any] = {
+        "tenant": current_tenant_id(),
+        "kept": kept,
+        "names": list(names),
+        "bases": list(names.values()),
+    }
+    model = f"coalesce(base.base, '{UNKNOWN_ADAPTER}')"
+    with connection.cursor() as cursor:
+        cursor.execute(_FORGET_NAMES.format(key=_KEY, sums=_SUMS, model=model), values)
+
+
+def _kept_since(cursor: Any) -> str:
+    """Return since when there are records; the totals of earlier times stay as they are."""
+    cursor.execute(
+        "select bool_or(start is null and stop is not null), min(start) from usage_partitions"
+    )
+    has_all, start = cursor.fetchone()
+    return "-infinity" if has_all or start is None else start.isoformat()
+
+
+def _from_records(width: str, since: str) -> str:
+    return _FROM_RECORDS.format(width=width, checked=_CHECKED, since=since)
+
+
 def usage_drift() -> list[Drift]:
     """Return totals of all tenants that differ from their records; at most 1,000 per width."""
     found = []
     with all_tenants(reason="check the totals of all tenants"), connection.cursor() as cursor:
+        since = _kept_since(cursor)
         for model, width in TOTALS:
             table = model._meta.db_table
             cursor.execute(
@@ -107,7 +167,9 @@ def usage_drift() -> list[Drift]:
                     table=table,
                     key=_KEY,
                     sums=_SUMS,
-                    from_records=_FROM_RECORDS.format(width=width),
+                    checked=_CHECKED,
+                    since=since,
+                    from_records=_from_records(width, since),
                 )
             )
             found += [
@@ -134,10 +196,11 @@ def usage_totals_rebuild() -> None:
     ):
         tables = ", ".join(model._meta.db_table for model, _ in TOTALS)
         cursor.execute(f"lock table {tables} in share row exclusive mode")
+        since = _kept_since(cursor)
         for model, width in TOTALS:
             table = model._meta.db_table
-            cursor.execute(f"delete from {table}")
+            cursor.execute(f"delete from {table} where {_CHECKED} and starts_at >= '{since}'")
             cursor.execute(
                 f"insert into {table} (id, created_at, {_KEY}, {_SUMS}) "
-                f"select gen_random_uuid(), now(), * from ({_FROM_RECORDS.format(width=width)}) r"
+                f"select gen_random_uuid(), now(), * from ({_from_records(width, since)}) r"
             )

@@ -15,6 +15,7 @@ import logging
 import re
 import shutil
 import tempfile
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ import boto3
 from botocore.client import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
+from contract.deleted_adapters import ADAPTER_AGE_S
 from contract.peft_config import ENGINE_LIMITS
 from contract.peft_config import FILE as CONFIG_FILE
 from contract.protocol import AdapterRef, adapter_digest
@@ -111,6 +113,7 @@ class AdapterCache:
         self._sizes: OrderedDict[str, int] = OrderedDict()  # bytes of each, oldest use first
         self._verified: set[str] = set()  # those that this process has hashed
         self._users: dict[str, int] = {}
+        self._doomed: set[str] = set()  # deleted adapters that requests still use
         self._arrivals: dict[str, asyncio.Task[int]] = {}
         self.downloads = LoadCounts()
         self._threads = ThreadPoolExecutor(NUM_DOWNLOADS, thread_name_prefix="adapter")
@@ -119,8 +122,12 @@ class AdapterCache:
             shutil.rmtree(leftover, ignore_errors=True)
         # Count only folders that this class can have made: it deletes what it counts.
         found = [path for path in root.iterdir() if path.is_dir() and DIGEST.fullmatch(path.name)]
+        oldest = time.time() - ADAPTER_AGE_S
         for folder in sorted(found, key=lambda path: path.stat().st_mtime):
-            self._sizes[folder.name] = _size_of(folder)
+            if folder.stat().st_mtime < oldest:  # it may have been deleted while this was away
+                shutil.rmtree(folder, ignore_errors=True)
+            else:
+                self._sizes[folder.name] = _size_of(folder)
 
     async def acquire(self, ref: AdapterRef) -> Path:
         """Return the adapter's folder, fetched if it is missing and kept until `release`.
@@ -143,7 +150,19 @@ class AdapterCache:
         self._users[digest] -= 1
         if not self._users[digest]:
             del self._users[digest]
+            if digest in self._doomed:
+                self.drop(digest)
             self._evict()
+
+    def drop(self, digest: str) -> None:
+        """Delete a folder as soon as no request uses it: the adapter was deleted."""
+        if digest in self._users:
+            self._doomed.add(digest)
+            return
+        self._doomed.discard(digest)
+        if digest in self._sizes:
+            self._remove(digest)
+            log.info("adapter %s was deleted", digest)
 
     async def _arrive(self, ref: AdapterRef) -> None:
         task = self._arrivals.get(ref.digest)
@@ -200,16 +219,22 @@ class AdapterCache:
                 return
             if digest in self._users:
                 continue
-            excess -= self._sizes.pop(digest)
-            self._verified.discard(digest)
-            self._on_evict(digest)
-            shutil.rmtree(self._root / digest, ignore_errors=True)
+            excess -= self._remove(digest)
             log.info("adapter %s evicted from the disk", digest)
+
+    def _remove(self, digest: str) -> int:
+        """Delete the folder. -> its bytes."""
+        size = self._sizes.pop(digest)
+        self._verified.discard(digest)
+        self._on_evict(digest)
+        shutil.rmtree(self._root / digest, ignore_errors=True)
+        return size
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless counts, sizes and the disk agree."""
         assert all(count > 0 for count in self._users.values())
         assert self._verified <= set(self._sizes)
+        assert self._doomed <= set(self._users)
         for digest, size in self._sizes.items():
             assert _size_of(self._root / digest) == size, digest
 

@@ -425,6 +425,10 @@ class Requests:
             self._cancel_in_engine(request, FinishReason.CANCELLED)
         self._release(request)
 
+    def forget_adapter(self, digest: str) -> None:
+        """Drop a deleted adapter from the disk and the engine once no request uses it."""
+        self._cache.drop(digest)
+
     def _on_evict(self, digest: str) -> None:
         if digest in self._registered:
             self._registered.discard(digest)

@@ -202,6 +202,8 @@ class Worker:
         """Start the loops, each at its time."""
         control_id = await _with_retry(self._streams.last_control_id)
         await _with_retry(self._streams.prepare)
+        for digest in await _with_retry(self._streams.deleted_adapters):
+            self._requests.forget_adapter(digest)
         # From the beginning: jobs wait for a worker that is loading, however long it takes.
         self._tasks.start(self._beat_loop())
         await self._is_loaded.wait()
@@ -305,6 +307,8 @@ class Worker:
                     self._stop_pulling()
                 elif message.action == Control.WAKE:
                     self._woken.set()
+                elif message.action == Control.FORGET and message.digest:
+                    self._requests.forget_adapter(message.digest)
 
     async def _beat_loop(self) -> None:
         counted_at, counted = time.monotonic(), 0

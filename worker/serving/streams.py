@@ -13,6 +13,7 @@ from redis.backoff import ExponentialBackoff
 from redis.exceptions import ResponseError
 
 from contract import protocol
+from contract.deleted_adapters import gone_key
 from contract.protocol import ControlMessage, DoneRecord, Heartbeat, TokenEvent, Usage
 from contract.queue import fair_queue, reply_streams, scripts
 
@@ -111,6 +112,7 @@ class Streams:
         self._boot_id = boot_id
         self._inbox = protocol.inbox_key(pool, worker_id)
         self._control = protocol.control_key(pool, worker_id)
+        self._gone = gone_key(pool)
         self._has_come = False  # whether a heartbeat was sent
         self._scripts = {name: self._redis.register_script(scripts.load(name)) for name in SCRIPTS}
 
@@ -136,6 +138,10 @@ class Streams:
         """Return the id of the newest control message; messages before the start are ignored."""
         newest = await self._redis.xrevrange(self._control, count=1)
         return newest[0][0] if newest else b"0-0"
+
+    async def deleted_adapters(self) -> list[str]:
+        """Return the digests of adapters that were deleted, also while this worker was away."""
+        return [digest.decode() for digest in await self._redis.zrange(self._gone, 0, -1)]
 
     async def read_control(self, after: bytes) -> list[tuple[bytes, ControlMessage | None]]:
         """Wait a while for control messages after an id; None stands for one that is not valid."""

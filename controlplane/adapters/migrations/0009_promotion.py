@@ -84,6 +84,7 @@ class Migration(migrations.Migration):
                             ("promoted", "somebody made it live"),
                             ("rolled_back", "somebody went back to it"),
                             ("retired", "the live version was retired"),
+                            ("deleted", "the live version was deleted"),
                         ],
                         max_length=16,
                     ),

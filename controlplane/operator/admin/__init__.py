@@ -2,6 +2,7 @@
 
 from controlplane.operator.admin import (  # noqa: F401
     adapters,
+    deletion,
     inference,
     tenants,
     training,

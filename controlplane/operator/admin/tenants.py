@@ -13,6 +13,8 @@ from django.contrib.auth.admin import UserAdmin
 from django.contrib.auth.models import Group
 from django.db.models import Q, QuerySet
 from django.http import HttpRequest
+from django.urls import reverse
+from django.utils.html import format_html
 from unfold.admin import TabularInline
 from unfold.forms import AdminPasswordChangeForm, UserChangeForm, UserCreationForm
 
@@ -62,14 +64,34 @@ class TenantAdmin(AuditedAdmin):
 
     def get_readonly_fields(self, request: HttpRequest, obj: Tenant | None = None) -> Any:
         # A slug is in URLs and logs, so it never changes.
-        return ("slug", "created_at") if obj else ("created_at",)
+        if obj is None:
+            return ("created_at",)
+        is_going = obj.status == Tenant.Status.DELETING
+        return ("slug", "created_at", "deletion", *(["status"] if is_going else []))
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Tenant]:
+        rows: QuerySet[Tenant] = super().get_queryset(request)
+        return rows.exclude(status=Tenant.Status.DELETED)
+
+    def formfield_for_choice_field(self, db_field: Any, request: HttpRequest, **kwargs: Any) -> Any:
+        if db_field.name == "status":  # deletion sets the others
+            settable = (Tenant.Status.ACTIVE, Tenant.Status.SUSPENDED)
+            kwargs["choices"] = [(status.value, status.label) for status in settable]
+        return super().formfield_for_choice_field(db_field, request, **kwargs)
+
+    @admin.display(description="Deletion")
+    def deletion(self, tenant: Tenant) -> str:
+        link = reverse("admin:deletion_tenantdeletion_ask", args=[tenant.pk])
+        is_going = tenant.status == Tenant.Status.DELETING
+        label = "Being deleted: restore it" if is_going else "Delete this tenant…"
+        return format_html('<a href="{}">{}</a>', link, label)
 
     def search_q(self, term: str) -> Q:
         # Tenants are thousands at most: a name is found without an index.
         return Q(slug__startswith=term.lower()) | Q(name__icontains=term)
 
     def has_delete_permission(self, request: HttpRequest, obj: Tenant | None = None) -> bool:
-        # An admin page cannot delete a tenant's objects and caches.
+        # Django would delete the rows alone; `deletion` deletes objects and caches, too.
         return False
 
     @admin.action(description="Suspend: refuse their keys and sign-ins")
@@ -83,7 +105,8 @@ class TenantAdmin(AuditedAdmin):
     def _move(
         self, request: HttpRequest, queryset: QuerySet[Tenant], status: Tenant.Status
     ) -> None:
-        others = list(queryset.exclude(status=status))
+        going = (Tenant.Status.DELETING, Tenant.Status.DELETED)
+        others = list(queryset.exclude(status__in=(status, *going)))
         for tenant in others:
             tenant_status_set(tenant=tenant, status=status)
         self.message_user(

@@ -169,9 +169,19 @@ def _key_name(model: _Model) -> str:
 def _make_key(schema_editor: BaseDatabaseSchemaEditor, model: Any) -> None:
     # Also made for a table that is referenced before it is protected itself.
     name, table = _key_name(model), model._meta.db_table
+    if _is_partitioned(schema_editor, table):
+        return  # nothing refers to it, and the key would need the partitions' column
     schema_editor.execute(
         f'create unique index if not exists "{name}" on "{table}" (tenant_id, id)'
     )
+
+
+def _is_partitioned(schema_editor: BaseDatabaseSchemaEditor, table: str) -> bool:
+    with schema_editor.connection.cursor() as cursor:
+        cursor.execute(
+            "select from pg_partitioned_table where partrelid = to_regclass(%s)", (table,)
+        )
+        return cursor.fetchone() is not None
 
 
 def _enable_row_security(schema_editor: BaseDatabaseSchemaEditor, model: _Model) -> None:

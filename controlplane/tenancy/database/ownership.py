@@ -52,6 +52,7 @@ def grant_rights(connection: BaseDatabaseWrapper) -> None:
             f"grant select, insert, update, delete on all tables in schema public to {roles}"
         )
         cursor.execute(f"grant usage, select on all sequences in schema public to {roles}")
+        cursor.execute(f"grant execute on all functions in schema public to {roles}")
         for model in apps.get_models():
             if getattr(model, "append_only", False):
                 table = model._meta.db_table

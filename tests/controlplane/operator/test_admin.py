@@ -45,6 +45,7 @@ LISTS = [
     "training_schedule",
     "inference_inferencerequest",
     "usage_usagerecord",
+    "deletion_tenantdeletion",
 ]
 
 
@@ -328,3 +329,22 @@ def test_workers_page_is_live(operator: Client, beating: Heartbeat) -> None:
 
 def test_workers_page_without_workers_says_how_to_start_one(operator: Client) -> None:
     assert b"python -m worker" in operator.get(reverse("admin:workers")).content
+
+
+def test_a_tenant_is_deleted_after_its_slug_was_typed_and_restored(
+    operator: Client, acme: Party
+) -> None:
+    page = reverse("admin:tenants_tenant_change", args=[acme.tenant.pk])
+    link = reverse("admin:deletion_tenantdeletion_ask", args=[acme.tenant.pk])
+    assert link in operator.get(page).content.decode()
+    assert "Type acme to confirm" in operator.get(link).content.decode()
+    assert operator.post(link, {"confirm": "acne"}).status_code == 409
+    answer = operator.post(link, {"confirm": "acme"}, follow=True)
+    assert "acme is suspended" in answer.content.decode()
+    assert Tenant.objects.get(pk=acme.tenant.pk).status == "deleting"
+    assert "Restore it" in operator.get(link).content.decode()
+    assert "restore it" in operator.get(page).content.decode()
+    operator.post(link, {"restore": "1"})
+    assert Tenant.objects.get(pk=acme.tenant.pk).status == "active"
+    assert Client().post(link, {"confirm": "acme"}).status_code == 302  # to sign in
+    assert Tenant.objects.get(pk=acme.tenant.pk).status == "active"

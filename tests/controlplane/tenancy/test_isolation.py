@@ -44,6 +44,7 @@ GLOBAL_TABLES = {
     "tenants_user_user_permissions": "unused; Django's",
     "adapters_basemodel": "the operator's, for all",
     "delivery_quarantine": "the operator's: adapters' digests, by pool",
+    "deletion_tenantdeletion": "the platform's record of deleted tenants",
     "tenants_operatoridempotencyrecord": "operators' own writes",
     "service_keys_servicekey": "operators' credentials: only the operator's role sees a row",
     "account_emailaddress": "a person's addresses",
@@ -70,6 +71,16 @@ def rows_of(text: str, *parameters: object) -> list[tuple[Any, ...]]:
         return cursor.fetchall()
 
 
+def partitions() -> list[str]:
+    """The tables that hold the rows of partitioned ones."""
+    found = rows_of(
+        "select inhrelid::regclass::text from pg_inherits "
+        "where inhparent in (select partrelid from pg_partitioned_table) "
+        "and inhrelid in (select oid from pg_class where relkind = 'r')"
+    )
+    return [name for (name,) in found]
+
+
 def unscope(monkeypatch: pytest.MonkeyPatch) -> None:
     """Switch the application's scoping off: every query asks for all tenants' rows."""
     monkeypatch.setattr(TenantManager, "get_queryset", models.Manager.get_queryset)
@@ -87,13 +98,22 @@ class TestCatalogue:
             name
             for (name,) in rows_of("select tablename from pg_tables where schemaname = 'public'")
         }
-        tenants = {model._meta.db_table for model in TENANT_MODELS}
+        tenants = {model._meta.db_table for model in TENANT_MODELS} | set(partitions())
         assert found == tenants | set(GLOBAL_TABLES) & found
         assert not tenants & set(GLOBAL_TABLES)
 
     @pytest.mark.parametrize("model", TENANT_MODELS, ids=lambda model: model.__name__)
     def test_every_tenant_table_has_its_policies(self, db: None, model: Any) -> None:
-        table = model._meta.db_table
+        self.check(model._meta.db_table)
+
+    def test_so_has_every_partition(self, db: None) -> None:
+        names = partitions()
+        assert len(names) >= 5
+        for name in names:
+            self.check(name)
+
+    @staticmethod
+    def check(table: str) -> None:
         (switches,) = rows_of(
             "select relrowsecurity, relforcerowsecurity from pg_class where oid = %s::regclass",
             table,

@@ -1,0 +1,98 @@
+"""Delete versions, adapters and datasets of the tenant in scope.
+
+What still uses one is named in the error, a 409; with `is_forced` it is ended first: schedules are
+deleted, and training runs cancelled. A run that publishes its result cannot be cancelled.
+"""
+
+from __future__ import annotations
+
+from celery import signature
+from django.db import transaction
+from django.db.models import QuerySet
+from kombu.exceptions import OperationalError
+
+from controlplane.adapters import deletion
+from controlplane.adapters.models import Adapter, AdapterVersion
+from controlplane.audit.services import record
+from controlplane.errors import Conflict
+from controlplane.training import services as training
+from controlplane.training.models import Dataset, Schedule, TrainingRun
+
+#: Its module imports the one that this imports.
+REMOVE_TASK = "controlplane.adapters.tasks.deleted_versions_remove"
+_SHOWN = 5
+
+
+def version_delete(*, version: AdapterVersion) -> None:
+    """Delete a version. Raises Conflict while it is being checked."""
+    with transaction.atomic():
+        deletion.version_delete(version=version)
+        transaction.on_commit(_remove_soon)
+
+
+def adapter_delete(*, adapter: Adapter, is_forced: bool = False) -> None:
+    """Delete an adapter with its versions, its schedule and the runs that trained it.
+
+    Raises Conflict, which names what uses it.
+    """
+    schedules = Schedule.objects.filter(adapter=adapter)
+    runs = TrainingRun.objects.filter(adapter=adapter)
+    with transaction.atomic():
+        # `training_run_enqueue` locks it too: no run begins between the check and the deletion.
+        Adapter.objects.select_for_update().get(pk=adapter.pk)
+        _end_users(f"The adapter {adapter.name}", schedules, runs, is_forced)
+        deletion.adapter_rows_delete(adapter=adapter)
+        transaction.on_commit(_remove_soon)
+
+
+def dataset_delete(*, dataset: Dataset, is_forced: bool = False) -> None:
+    """Delete a dataset; runs that have ended stay, without it.
+
+    `contents_sweep` removes the stored rows. Raises Conflict, which names what uses it.
+    """
+    schedules = Schedule.objects.filter(dataset=dataset)
+    runs = TrainingRun.objects.filter(dataset=dataset)
+    with transaction.atomic():
+        # `training_run_enqueue` locks it too: no run begins between the check and the deletion.
+        dataset = Dataset.objects.select_for_update().get(pk=dataset.pk)
+        _end_users(f"The dataset {dataset.name}", schedules, runs, is_forced)
+        before = {
+            "name": dataset.name,
+            "sha256": dataset.sha256,
+            "num_bytes": dataset.num_bytes,
+            "num_rows": dataset.num_rows,
+        }
+        record("deleted", dataset, before=before)
+        dataset.delete()
+
+
+def _end_users(
+    what: str, schedules: QuerySet[Schedule], runs: QuerySet[TrainingRun], is_forced: bool
+) -> None:
+    """End what uses it; raise Conflict if that is not wanted, or not possible."""
+    active = list(runs.filter(status__in=TrainingRun.ACTIVE).order_by("created_at"))
+    found = list(schedules.select_related("adapter"))
+    names = [f"the schedule of {schedule.adapter.name}" for schedule in found]
+    names += [f"the training run {run.pk} ({run.status})" for run in active]
+    if names and not is_forced:
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        raise Conflict(
+            f"{what} is used by {', '.join(names[:_SHOWN])}{more}. End that first, or repeat the "
+            "request with ?force=true.",
+            code="in_use",
+        )
+    for run in active:
+        if run.status == TrainingRun.Status.PUBLISHING:
+            raise Conflict(f"The training run {run.pk} is publishing its result.", code="in_use")
+        training.training_run_cancel(run=run)
+    for schedule in found:
+        training.schedule_delete(adapter=schedule.adapter)
+
+
+def _remove_soon() -> None:
+    """Have the bytes removed when the gateways have forgotten the version; else the sweep does."""
+    countdown = deletion.SETTLED.total_seconds() + 1
+    try:
+        signature(REMOVE_TASK).apply_async(countdown=countdown, queue="ingest")
+    except OperationalError:
+        pass
