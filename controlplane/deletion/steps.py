@@ -120,9 +120,9 @@ def objects_delete(deletion: TenantDeletion, beat: Beat) -> None:
     prefix = prefix_of(deletion)
     storage.abort_parts(prefix)
     while page := list(itertools.islice(storage.objects(prefix), _OBJECTS)):
-        storage.delete([key for key, _ in page])
+        storage.delete([stored.key for stored in page])
         deletion.count("objects", len(page))
-        deletion.num_bytes += sum(size for _, size in page)
+        deletion.num_bytes += sum(stored.num_bytes for stored in page)
         deletion.save(update_fields=["counts", "num_bytes"])
         beat()
 
