@@ -27,6 +27,7 @@ pytestmark = [pytest.mark.compose, pytest.mark.timeout(3600)]
 
 BASE = "smollm2-135m-instruct"
 ONCE = {"init", "migrate", "model-cpu"}
+PROCESSES = ("web", "accountant", "batch-runner", "celery", "beat", "trainer-cpu", "worker-cpu")
 #: In a request, and to be found nowhere else.
 MARKER = "marmalade-7391-unicorn"
 #: Beyond the base image; 199 when the limit was made.
@@ -229,6 +230,41 @@ def answers(client: Client, model: str) -> bool:
 
 def test_after_all_that_a_run_still_trains(acme: Client) -> None:
     assert train(acme, "trained-later")["status"] == "succeeded"
+
+
+@pytest.mark.parametrize("service", PROCESSES)
+def test_every_process_tells_what_it_measures_and_that_it_can_serve(
+    stack: Stack, service: str
+) -> None:
+    def answer(path: str) -> str:
+        script = f"import urllib.request as r; print(r.urlopen('http://127.0.0.1:9464/{path}').read().decode())"
+        return docker("exec", stack.container(service), "python", "-c", script)
+
+    assert "lorikeet_" in answer("metrics")
+    assert answer("healthz") and answer("readyz")
+
+
+def test_the_doctor_finds_nothing_that_is_wrong(stack: Stack) -> None:
+    said = docker("exec", stack.container("web"), "python", "manage.py", "doctor", check=False)
+    assert "0 failures" in said, said
+
+
+def test_all_is_backed_up_lost_and_restored(stack: Stack, acme: Client) -> None:
+    """As docs/backup.md says; Redis, which is not in a backup, stays as it is."""
+    before = acme.call("GET", "/api/v1/adapters/trained/versions")["data"]
+    stack.compose("build", "backup", timeout_s=1200)
+    backup = ("run", "--rm", "backup")
+    stack.compose(*backup)
+    stack.compose(*backup, "python", "manage.py", "restore", "/backup", "--check")
+    acme.call("POST", "/api/v1/adapters", json={"name": "after-the-backup"})
+    stack.compose("stop", *PROCESSES)
+    stack.compose(*backup, "python", "manage.py", "restore", "/backup", "--force")
+    stack.compose("up", "--detach")
+    stack.wait_until_well()
+    assert acme.call("GET", "/api/v1/adapters/trained/versions")["data"] == before
+    names = [adapter["name"] for adapter in acme.call("GET", "/api/v1/adapters")["data"]]
+    assert "trained" in names and "after-the-backup" not in names
+    assert acme.chat("trained", "Hello?")
 
 
 def test_what_was_made_is_there_after_down_and_up(stack: Stack, acme: Client) -> None:
