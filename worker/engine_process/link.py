@@ -39,6 +39,8 @@ def _child(
         from worker.engine_process.process import create_engine, main
 
         main(connection, config, engine_factory or create_engine)
+    except SystemExit as ended:  # it has said why
+        os._exit(ended.code if isinstance(ended.code, int) else 1)
     except BaseException:
         try:
             traceback.print_exc()
