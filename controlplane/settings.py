@@ -429,7 +429,7 @@ SPECTACULAR_SETTINGS = {
         "AdapterVersionStatus": "controlplane.adapters.models.AdapterVersion.Status",
         "TrainingRunStatus": "controlplane.training.models.TrainingRun.Status",
         "TenantStatus": "controlplane.tenants.models.Tenant.Status",
-        "TenantStatusSet": "controlplane.operator.api.SETTABLE",
+        "TenantStatusSet": "controlplane.tenants.services.SETTABLE",
         "DeletionStatus": "controlplane.deletion.models.TenantDeletion.Status",
         "InviteStatus": "controlplane.tenants.models.Invite.Status",
         "RoleEnum": "controlplane.tenants.models.Role",

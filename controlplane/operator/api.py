@@ -47,13 +47,9 @@ class TenantCreateSerializer(StrictSerializer):
     name = serializers.CharField(max_length=200)
 
 
-#: The states that an operator sets; deletion sets the others.
-SETTABLE = [Tenant.Status.ACTIVE, Tenant.Status.SUSPENDED]
-
-
 class TenantChangeSerializer(StrictSerializer):
     name = serializers.CharField(max_length=200, required=False)
-    status = ChoiceField([status.value for status in SETTABLE], required=False)
+    status = ChoiceField([status.value for status in services.SETTABLE], required=False)
 
 
 class TenantDeleteSerializer(StrictSerializer):

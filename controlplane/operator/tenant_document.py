@@ -13,8 +13,9 @@ from controlplane.management.fields import ChoiceField
 from controlplane.management.limits import QuotaSetSerializer, RatesSerializer
 from controlplane.management.people import TenantSerializer
 from controlplane.operator.provisioning import KEY_ROLES, Result
-from controlplane.tenants.models import ApiKey, Tenant
+from controlplane.tenants.models import ApiKey
 from controlplane.tenants.permissions import Permission
+from controlplane.tenants.services import SETTABLE
 
 #: The most entries of each list.
 MAX_KEYS, MAX_ADAPTERS, MAX_SCHEDULES = 100, 200, 200
@@ -94,7 +95,7 @@ DocumentQuotaSerializer = _optional(QuotaSetSerializer, TenantQuota.NAMES)
 
 class TenantDocumentSerializer(StrictSerializer):
     name = serializers.CharField(max_length=200)
-    status = ChoiceField(Tenant.Status.choices, required=False)
+    status = ChoiceField([status.value for status in SETTABLE], required=False)
     owner = OwnerSerializer(required=False)
     keys = _list_of(DocumentKeySerializer, MAX_KEYS)
     limits = DocumentRatesSerializer(required=False, help_text="Of the whole tenant.")

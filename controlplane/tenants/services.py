@@ -19,6 +19,9 @@ from controlplane.tenants.key_services import api_key_revoke as api_key_revoke
 from controlplane.tenants.models import Membership, Role, Tenant, User
 from controlplane.tenants.origins import checked_origins
 
+#: The states that an operator sets; deletion sets the others.
+SETTABLE = (Tenant.Status.ACTIVE, Tenant.Status.SUSPENDED)
+
 
 @transaction.atomic
 def tenant_create(*, slug: str, name: str) -> Tenant:
@@ -71,8 +74,11 @@ def tenant_update(
 def tenant_status_set(*, tenant: Tenant, status: str) -> Tenant:
     """Suspend or reactivate: a suspended tenant's keys and people are refused within a second.
 
-    Raises Conflict for a tenant that is being deleted.
+    Raises InvalidRequest for a state that only deletion sets, Conflict for a tenant that is being
+    deleted.
     """
+    if status not in SETTABLE:
+        raise InvalidRequest("A tenant is active or suspended.", param="status")
     before = Tenant.objects.select_for_update(no_key=True).get(pk=tenant.pk).status
     if before in (Tenant.Status.DELETING, Tenant.Status.DELETED):
         raise Conflict(f"{tenant.slug} is being deleted. Restore it first.")

@@ -23,7 +23,7 @@ from controlplane.operator.admin.lists import TENANT
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.email_addresses import address_set
 from controlplane.tenants.models import ApiKey, Membership, Tenant, User
-from controlplane.tenants.services import api_key_revoke, tenant_status_set
+from controlplane.tenants.services import SETTABLE, api_key_revoke, tenant_status_set
 from controlplane.tenants.signin_audit import second_factors_remove
 
 #: People whose addresses begin with what is searched.
@@ -75,8 +75,7 @@ class TenantAdmin(AuditedAdmin):
 
     def formfield_for_choice_field(self, db_field: Any, request: HttpRequest, **kwargs: Any) -> Any:
         if db_field.name == "status":  # deletion sets the others
-            settable = (Tenant.Status.ACTIVE, Tenant.Status.SUSPENDED)
-            kwargs["choices"] = [(status.value, status.label) for status in settable]
+            kwargs["choices"] = [(status.value, status.label) for status in SETTABLE]
         return super().formfield_for_choice_field(db_field, request, **kwargs)
 
     @admin.display(description="Deletion")

@@ -15,6 +15,7 @@ from rest_framework.test import APIClient
 from controlplane.adapters.models import Adapter, BaseModel
 from controlplane.audit.models import AuditEvent
 from controlplane.audit.services import verify
+from controlplane.errors import InvalidRequest
 from controlplane.limits.models import RateLimit, TenantQuota
 from controlplane.service_keys.scopes import Scope
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
@@ -420,3 +421,14 @@ def test_documents_and_the_tenants_own_changes_do_not_lock_each_other_out() -> N
         thread.join()
     assert failures == []
     assert verify(tenant.id)[1] == []
+
+
+@pytest.mark.parametrize("status", ["deleting", "deleted"])
+def test_a_document_deletes_no_tenant(acme: Party, status: str) -> None:
+    client = as_service_key()
+    for method in (client.put, client.patch):
+        answer = method("/ops/v1/tenants/acme", {"name": "A", "status": status}, format="json")
+        assert_error(answer, 400, "status")
+    with pytest.raises(InvalidRequest):
+        services.tenant_status_set(tenant=acme.tenant, status=status)
+    assert Tenant.objects.get().status == "active"
