@@ -174,6 +174,11 @@ class TenantView(OperatorAPIView):
     # Of a PUT, since its answer has secrets that are shown once.
     kept_methods = ("POST", "PUT")
 
+    def check_scope(self, request: Request) -> None:
+        if request.method == "DELETE":
+            self.operator.check()  # as for `restore`, which undoes it: people only
+        super().check_scope(request)
+
     @extend_schema("ops_tenants_retrieve", responses=TenantSerializer)
     def get(self, request: Request, slug: str) -> Response:
         return Response(TenantSerializer(tenant_get(slug)).data)

@@ -152,10 +152,24 @@ class TestPeopleOnly:
         assert assert_error(make(as_user(bare)), 403)["code"] == "second_factor_required"
 
 
+    def test_no_service_key_deletes_a_tenant_or_undoes_it(self, acme: Party) -> None:
+        client, url = as_service_key(), "/ops/v1/tenants/acme"
+        body = {"confirm": "acme", "grace_days": 0}
+        for answer in (
+            client.delete(url, body, format="json"),
+            client.post(f"{url}/restore"),
+            client.get("/ops/v1/deletions"),
+        ):
+            assert assert_error(answer, 403)["code"] == "operator_session_required"
+        assert Tenant.objects.get().status == "active"
+
+
 class TestScopes:
     #: By the start of the address: who may read there, and who may write.
     RULES = (
         ("/ops/v1/service-keys", set(), set()),
+        ("/ops/v1/deletions", set(), set()),
+        ("/ops/v1/tenants/{slug}/restore", set(), set()),
         ("/ops/v1/tenants/{slug}/keys", {"tenants:read", "keys:write"}, {"keys:write"}),
         (
             "/ops/v1/tenants/{slug}/adapters/{name}/schedule",
@@ -183,6 +197,8 @@ class TestScopes:
         for method, path in OPERATIONS:
             rule = next(rule for rule in self.RULES if path.startswith(rule[0]))
             wanted = rule[1] if method == "get" else rule[2]
+            if (method, path) == ("delete", "/ops/v1/tenants/{slug}"):
+                wanted = set()  # people only
             answer = getattr(client, method)(address(path, slug="acme"), format="json")
             is_in = bool(has & wanted)
             # A body is missing and nothing has the other names: whoever is let in gets another
