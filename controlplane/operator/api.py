@@ -254,7 +254,7 @@ class TenantLimitsView(OperatorAPIView):
     @extend_schema("ops_tenants_limits_set", request=RatesSerializer, responses=LimitSerializer)
     def put(self, request: Request, slug: str) -> Response:
         """Set the limits of a whole tenant. The tenant cannot change them."""
-        tenant = tenant_get(slug)
+        tenant = tenant_to_change(slug)
         body = RatesSerializer.parsed(request)
         with tenant_scope(tenant.id):
             row = rate_limit_set(**{name: body[name] for name in RateLimit.RATES})
@@ -274,7 +274,7 @@ class TenantQuotaView(OperatorAPIView):
     @extend_schema("ops_tenants_quota_set", request=QuotaSetSerializer, responses=QuotaSerializer)
     def put(self, request: Request, slug: str) -> Response:
         """Set a tenant's quotas. What it already has stays."""
-        tenant = tenant_get(slug)
+        tenant = tenant_to_change(slug)
         body = QuotaSetSerializer.parsed(request)
         with tenant_scope(tenant.id):
             quotas.quota_set(**{name: body[name] for name in TenantQuota.NAMES})
@@ -414,4 +414,11 @@ def tenant_get(slug: str) -> Tenant:
     tenant = rows.filter(slug=slug).first() if is_slug(slug) else None
     if tenant is None:
         raise NotFound("There is no such tenant.")
+    return tenant
+
+
+def tenant_to_change(slug: str) -> Tenant:
+    """Return the tenant. Raises NotFound, Conflict while it is being deleted."""
+    tenant = tenant_get(slug)
+    services.check_not_deleting(tenant)
     return tenant

@@ -11,12 +11,13 @@ from typing import Any, ClassVar
 from django.http import HttpRequest, HttpResponseBase
 from django.urls import URLPattern, path
 from drf_spectacular.utils import extend_schema, extend_schema_view
+from rest_framework.permissions import SAFE_METHODS
 from rest_framework.request import Request
 
 from controlplane.management import adapters, tenants, training
 from controlplane.management.base import TenantAPIView
 from controlplane.operator.access import OperatorAccess
-from controlplane.operator.api import tenant_get
+from controlplane.operator.api import tenant_get, tenant_to_change
 from controlplane.operator.principal import OperatorPrincipal
 from controlplane.service_keys.scopes import Scope
 from controlplane.tenants.permissions import DEVELOPER, Permission
@@ -44,7 +45,8 @@ class ForTenant(OperatorAccess, TenantAPIView):
 
     def check_permissions(self, request: Request) -> None:
         self.check_scope(request)
-        tenant = tenant_get(self._slug)
+        find = tenant_get if request.method in SAFE_METHODS else tenant_to_change
+        tenant = find(self._slug)
         principal = OperatorPrincipal.of(self.operator, tenant, _ALLOWED[self.scope])
         request.auth = principal
         request.user = principal  # type: ignore[assignment]  # the trail's actor

@@ -185,6 +185,8 @@ def _field_of(path: str) -> Iterator[None]:
 
 def _tenant(slug: str, document: _Document, outcome: Provisioned) -> Tenant:
     tenant = Tenant.objects.select_for_update(no_key=True).filter(slug=slug).first()
+    if tenant is not None:
+        services.check_not_deleting(tenant)
     result = Result.UNCHANGED
     status = document.get("status")
     if tenant is None:

@@ -47,7 +47,10 @@ def tenant_update(
     requires_second_factor: bool | None = None,
     allowed_origins: Sequence[str] | None = None,
 ) -> Tenant:
-    """Change the given fields. Raises InvalidRequest for an invalid name or origin."""
+    """Change the given fields.
+
+    Raises InvalidRequest for an invalid name or origin, Conflict while it is being deleted.
+    """
     wanted: dict[str, object] = {}
     if name is not None:
         wanted["name"] = name.strip()
@@ -56,6 +59,7 @@ def tenant_update(
     if allowed_origins is not None:
         wanted["allowed_origins"] = checked_origins(allowed_origins)
     tenant = Tenant.objects.select_for_update(no_key=True).get(pk=tenant.pk)
+    check_not_deleting(tenant)
     changed = {field: new for field, new in wanted.items() if getattr(tenant, field) != new}
     before = {field: getattr(tenant, field) for field in changed}
     for field, new in changed.items():
@@ -79,14 +83,22 @@ def tenant_status_set(*, tenant: Tenant, status: str) -> Tenant:
     """
     if status not in SETTABLE:
         raise InvalidRequest("A tenant is active or suspended.", param="status")
-    before = Tenant.objects.select_for_update(no_key=True).get(pk=tenant.pk).status
-    if before in (Tenant.Status.DELETING, Tenant.Status.DELETED):
-        raise Conflict(f"{tenant.slug} is being deleted. Restore it first.")
+    locked = Tenant.objects.select_for_update(no_key=True).get(pk=tenant.pk)
+    check_not_deleting(locked)
+    before = locked.status
     tenant.status = Tenant.Status(status)
     if before != tenant.status:
         tenant.save(update_fields=["status"])
         record("status_set", tenant, before={"status": before}, after={"status": tenant.status})
     return tenant
+
+
+def check_not_deleting(tenant: Tenant) -> None:
+    """Raise Conflict for a tenant that is being deleted: nobody changes or adds anything to it."""
+    if tenant.status in (Tenant.Status.DELETING, Tenant.Status.DELETED):
+        raise Conflict(
+            f"{tenant.slug} is being deleted. Restore it first.", code="tenant_being_deleted"
+        )
 
 
 @transaction.atomic

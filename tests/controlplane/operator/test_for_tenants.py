@@ -9,6 +9,7 @@ from django.db import models
 
 from controlplane.adapters.models import Adapter, BaseModel
 from controlplane.audit.models import AuditEvent
+from controlplane.deletion.tenants import tenant_delete
 from controlplane.infra import storage
 from controlplane.tenancy.scoping import TenantManager, all_tenants, tenant_scope
 from controlplane.tenants import auth, services
@@ -194,3 +195,30 @@ def test_a_dataset_is_stored_under_its_tenant(acme: Party) -> None:
         dataset = Dataset.objects.get()
     assert storage.object_size(dataset.key) == len(ROWS)
     assert str(acme.tenant.id) in dataset.key
+
+
+def test_nothing_is_added_to_a_tenant_that_is_being_deleted(
+    acme: Party, base_model: BaseModel
+) -> None:
+    tenant_delete(tenant=acme.tenant, confirm="acme")
+    client = as_service_key()
+    assert client.get(f"{ACME}/keys").status_code == 200
+    for answer in (
+        client.post(f"{ACME}/keys", {"name": "app"}, format="json"),
+        client.post(f"{ACME}/adapters", {"name": "invoices"}, format="json"),
+        client.put(f"{ACME}/limits", {"requests_per_minute": 1}, format="json"),
+        client.put(f"{ACME}/quota", {"training_runs": 1}, format="json"),
+        client.patch(ACME, {"name": "Acme"}, format="json"),
+        client.put(ACME, {"name": "acme", "keys": [{"name": "app"}]}, format="json"),
+        upload(client),
+    ):
+        assert assert_error(answer, 409)["code"] == "tenant_being_deleted"
+    with all_tenants(reason="test"):
+        assert not ApiKey.objects.filter(name="app").exists()
+
+
+def test_a_suspended_tenant_can_be_prepared(acme: Party, base_model: BaseModel) -> None:
+    client = as_service_key()
+    client.patch(ACME, {"status": "suspended"}, format="json")
+    made = client.post(f"{ACME}/adapters", {"name": "invoices"}, format="json")
+    assert made.status_code == 201

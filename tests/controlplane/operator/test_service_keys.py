@@ -151,7 +151,6 @@ class TestPeopleOnly:
         )
         assert assert_error(make(as_user(bare)), 403)["code"] == "second_factor_required"
 
-
     def test_no_service_key_deletes_a_tenant_or_undoes_it(self, acme: Party) -> None:
         client, url = as_service_key(), "/ops/v1/tenants/acme"
         body = {"confirm": "acme", "grace_days": 0}
