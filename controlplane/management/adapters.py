@@ -21,7 +21,7 @@ from controlplane.deletion import services as deletion
 from controlplane.management.base import FORCE, StrictSerializer, TenantAPIView, is_forced
 from controlplane.management.fields import ChoiceField
 from controlplane.rest.paging import PAGE_PARAMETERS, page, page_of
-from controlplane.tenants.auth import Permission
+from controlplane.tenants.auth import Permission, authorize
 
 
 class BaseModelSerializer(serializers.ModelSerializer[BaseModel]):
@@ -208,11 +208,14 @@ class AdapterView(TenantAPIView):
     def delete(self, request: Request, name: str) -> Response:
         """Delete the adapter for good, with its versions and the runs that trained it.
 
-        409 `in_use` names the schedule or active run that uses it. New requests get 404 within a
-        second; running ones finish.
+        409 `in_use` names the schedule or active run that uses it; `force`, which ends them, also
+        needs training:write. New requests get 404 within a second; running ones finish.
         """
         adapter = services.adapter_get(name=name)
-        deletion.adapter_delete(adapter=adapter, is_forced=is_forced(request))
+        with_users = is_forced(request)
+        if with_users:
+            authorize(self.principal, Permission.TRAINING_WRITE)
+        deletion.adapter_delete(adapter=adapter, is_forced=with_users)
         return Response(status=204)
 
 

@@ -15,7 +15,7 @@ from rest_framework.permissions import SAFE_METHODS
 from rest_framework.request import Request
 
 from controlplane.management import adapters, tenants, training
-from controlplane.management.base import TenantAPIView
+from controlplane.management.base import TenantAPIView, is_forced
 from controlplane.operator.access import OperatorAccess
 from controlplane.operator.api import tenant_get, tenant_to_change
 from controlplane.operator.principal import OperatorPrincipal
@@ -47,7 +47,11 @@ class ForTenant(OperatorAccess, TenantAPIView):
         self.check_scope(request)
         find = tenant_get if request.method in SAFE_METHODS else tenant_to_change
         tenant = find(self._slug)
-        principal = OperatorPrincipal.of(self.operator, tenant, _ALLOWED[self.scope])
+        allowed = _ALLOWED[self.scope]
+        if request.method == "DELETE" and is_forced(request):  # it also ends schedules and runs
+            self.operator.check(Scope.TRAINING_WRITE, param="force")
+            allowed |= _ALLOWED[Scope.TRAINING_WRITE]
+        principal = OperatorPrincipal.of(self.operator, tenant, allowed)
         request.auth = principal
         request.user = principal  # type: ignore[assignment]  # the trail's actor
         self.acted_for = tenant.slug

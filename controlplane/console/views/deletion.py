@@ -30,7 +30,7 @@ def delete_version(request: ConsoleRequest, name: str, number: int) -> HttpRespo
         what=f"version {number} of {name}",
         back=reverse("console:adapter", args=[name]),
         effect="Requests that name it fail from then on; running ones finish. Its number is never "
-        "used again. If it is live, the newest other version becomes live.",
+        "used again. If it is live, the version that was live before it is live again.",
         delete=lambda is_forced: services.version_delete(version=version),
     )
 

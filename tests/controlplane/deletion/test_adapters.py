@@ -22,6 +22,8 @@ from controlplane.errors import NotFound
 from controlplane.infra import storage
 from controlplane.limits import quotas
 from controlplane.tenancy.scoping import tenant_scope
+from controlplane.tenants import key_services
+from controlplane.tenants.key_rules import KeyRules
 from controlplane.training import contents
 from controlplane.training import services as training
 from controlplane.training.models import Dataset, Schedule, TrainingRun, dataset_key
@@ -108,10 +110,12 @@ class TestVersion:
         finally:
             orders.delete(job)
 
-    def test_its_number_is_never_used_again_and_the_newest_other_becomes_live(
+    def test_its_number_is_never_used_again_and_the_one_before_is_live_again(
         self, acme: Party
     ) -> None:
-        for _ in range(3):
+        validate(upload())
+        Adapter.objects.update(promotion_policy=Adapter.PromotionPolicy.IMMEDIATE)
+        for _ in range(2):
             validate(upload())
         client = as_key(acme)
         assert client.delete(f"{URL}/versions/3").status_code == 204
@@ -203,6 +207,12 @@ class TestAdapter:
         assert "the schedule of invoices" in error["message"]
         assert str(run.pk) in error["message"]
         assert_error(as_key(acme).delete(f"{URL}?force=1"), 400, "force")
+        rules = KeyRules(scopes=("read", "adapters:write"))
+        _, narrow = key_services.api_key_create(name="narrow", rules=rules)
+        client = as_key(acme)
+        client.credentials(HTTP_AUTHORIZATION=f"Bearer {narrow}")
+        assert_error(client.delete(f"{URL}?force=true"), 403)
+        assert Schedule.objects.exists()
         assert as_key(acme).delete(f"{URL}?force=true").status_code == 204
         assert not Schedule.objects.exists()
         assert not TrainingRun.objects.exists()

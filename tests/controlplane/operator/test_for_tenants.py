@@ -222,3 +222,22 @@ def test_a_suspended_tenant_can_be_prepared(acme: Party, base_model: BaseModel) 
     client.patch(ACME, {"status": "suspended"}, format="json")
     made = client.post(f"{ACME}/adapters", {"name": "invoices"}, format="json")
     assert made.status_code == 201
+
+
+def test_force_needs_the_scope_of_what_it_ends(acme: Party, base_model: BaseModel) -> None:
+    client = as_service_key()
+    client.post(f"{ACME}/adapters", {"name": "invoices"}, format="json")
+    upload(client)
+    body = {"dataset": "rows", "cron": "0 3 * * *"}
+    client.put(f"{ACME}/adapters/invoices/schedule", body, format="json")
+    for scope, url in (
+        ("adapters:write", "adapters/invoices"),
+        ("datasets:write", "datasets/rows"),
+    ):
+        refused = as_service_key(scope).delete(f"{ACME}/{url}?force=true")
+        assert_error(refused, 403, "force")
+        assert_error(as_service_key(scope).delete(f"{ACME}/{url}"), 409)
+    able = as_service_key("adapters:write", "training:write")
+    assert able.delete(f"{ACME}/adapters/invoices?force=true").status_code == 204
+    with tenant_scope(acme.tenant.id):
+        assert not Adapter.objects.exists()
