@@ -82,7 +82,7 @@ class KeyCounts:
     foreign: int
 
 
-def key_counts(*kinds_of_key: type[Credential]) -> KeyCounts:
+def key_counts(kind_of_key: type[Credential], *others: type[Credential]) -> KeyCounts:
     """Count the secrets of keys that are neither revoked nor expired, of all tenants."""
     now = timezone.now()
     current, *accepted = map(pepper_id, peppers())
@@ -91,7 +91,7 @@ def key_counts(*kinds_of_key: type[Credential]) -> KeyCounts:
     kinds = {"current": [current], "accepted": accepted, "unknown": [""]}
     secrets = (("pepper_id", Q()), ("old_pepper_id", Q(old_secret_until__gt=now)))
     with all_tenants(reason="keys of all tenants are counted by their pepper"):
-        for model, (field, also) in itertools.product(kinds_of_key, secrets):
+        for model, (field, also) in itertools.product((kind_of_key, *others), secrets):
             rows = model._default_manager.filter(usable, also)
             for found in rows.order_by().values(field).annotate(number=Count("pk")):
                 kind = next((kind for kind, ids in kinds.items() if found[field] in ids), "foreign")

@@ -32,8 +32,10 @@ from controlplane.maintenance.backups.folder import (
     digest_of,
     pieces_of,
 )
+from controlplane.service_keys.models import ServiceKey
 from controlplane.tenancy.database.ownership import as_owner
 from controlplane.tenancy.scope import OPERATOR_ROLE
+from controlplane.tenants.models import ApiKey
 from controlplane.tenants.pepper_change import key_counts
 
 Say = Callable[[str], None]
@@ -119,7 +121,7 @@ def restore(path: Path, *, name: str | None, force: bool, say: Say) -> Manifest:
 def notes() -> list[str]:
     """Return what is left to do after a restore."""
     found = []
-    foreign = key_counts().foreign
+    foreign = key_counts(ApiKey, ServiceKey).foreign
     if foreign:
         found.append(
             f"LORIKEET_KEY_PEPPER is not the pepper of {foreign} API keys: set the one that the "
