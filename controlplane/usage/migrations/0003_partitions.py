@@ -35,6 +35,7 @@ declare
   start timestamptz;
   num_made int := 0;
   name text;
+  held record;
 begin
   perform pg_advisory_xact_lock(hashtext('usage_partitions'));
   select max(stop) into start from usage_partitions where stop is not null;
@@ -48,6 +49,13 @@ begin
         'create table public.%I partition of public.usage_usagerecord for values from (%L) to (%L)',
         name, start, (start at time zone 'UTC' + interval '1 month') at time zone 'UTC');
       perform usage_partition_protect(name);
+      -- Who reads a partition by its name, as a backup does, needs rights of its own.
+      for held in select grantee, privilege_type from information_schema.role_table_grants
+        where table_schema = 'public' and table_name = 'usage_usagerecord'
+        and grantee not in (current_user, 'PUBLIC')
+      loop
+        execute format('grant %s on public.%I to %I', held.privilege_type, name, held.grantee);
+      end loop;
       num_made := num_made + 1;
     end if;
     start := (start at time zone 'UTC' + interval '1 month') at time zone 'UTC';

@@ -7,10 +7,12 @@ import importlib
 from typing import Any
 
 import pytest
+from django.conf import settings
 from django.db import ProgrammingError, connection, transaction
 from django.utils import timezone
 
 from controlplane.tenancy.database.ownership import as_owner, grant_rights
+from controlplane.tenancy.scope import OPERATOR_ROLE
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.usage import retention
 from controlplane.usage.models import UsageDay, UsageRecord
@@ -67,6 +69,26 @@ def test_a_month_is_dropped_when_all_of_it_is_too_old(settings: Any) -> None:
     with pytest.raises(ProgrammingError), transaction.atomic():
         retention.usage_forget(now=now + 2 * MONTH)  # its usage is not old: the clock is wrong
     assert requests_of(acme) == ["now", "later"]
+
+
+@pytest.mark.django_db
+def test_a_new_month_has_the_rights_of_the_others() -> None:
+    """Without them the backup, which reads each partition by its name, fails."""
+    with connection.cursor() as cursor:
+        cursor.execute("select partition from usage_partitions")
+        before = {name for (name,) in cursor.fetchall()}
+        retention.usage_forget(now=timezone.now() + MONTH)
+        cursor.execute("select partition from usage_partitions")
+        new = {name for (name,) in cursor.fetchall()} - before
+        assert new
+        for role in (OPERATOR_ROLE, settings.DATABASE_APPLICATION_ROLE):
+            for name in new:
+                cursor.execute(
+                    "select bool_and(has_table_privilege(%s, %s, privilege)) from "
+                    "unnest(array['select', 'insert', 'update', 'delete']) as privilege",
+                    (role, name),
+                )
+                assert cursor.fetchone() == (True,), (role, name)
 
 
 @pytest.mark.django_db(transaction=True)
