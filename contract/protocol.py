@@ -1,8 +1,7 @@
 """What crosses a process boundary: messages, stream names, error codes. Standard library only.
 
-The control plane and the workers share this package and nothing else: `contract.queue` has the Lua
-that both run, and the streams of batches. Every message is a frozen dataclass; on the wire it is
-one JSON object, written by `encode`, read by `decode`. Unknown fields are ignored, for upgrades.
+Control plane and workers share this package and nothing else. Every message is a frozen dataclass;
+on the wire one JSON object, written by `encode`, read by `decode`. Unknown fields are ignored.
 
 Redis keys, all of one worker pool `{p}` (the braces keep a pool on one cluster slot):
 

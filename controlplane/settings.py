@@ -13,6 +13,7 @@ from contract.gpu_share import trainer_gpu_share
 from controlplane.infra.daily_window import DailyWindow
 from controlplane.infra.logs import WrongSetting, logging_config
 from controlplane.infra.mail import email_settings
+from controlplane.rest.framework import REST_FRAMEWORK, SPECTACULAR_SETTINGS  # noqa: F401
 from controlplane.tenancy.database.patient import PatientConnection
 from controlplane.tenancy.scope import add_tenant
 
@@ -399,50 +400,6 @@ BASE_MODEL_REVISION = (
 BASE_MODEL_ORIGIN = env("LORIKEET_BASE_MODEL_FOLDER", "")
 BASE_MODEL_DIR = Path(env("LORIKEET_BASE_MODEL_DIR", str(BASE_DIR / ".cache" / "base")))
 WORK_DIR = Path(env("LORIKEET_WORK_DIR", str(BASE_DIR / ".cache" / "work")))
-
-REST_FRAMEWORK = {
-    "DEFAULT_AUTHENTICATION_CLASSES": [
-        "controlplane.tenants.auth.ApiKeyAuthentication",
-        "controlplane.tenants.auth.ConsoleSessionAuthentication",
-    ],
-    "DEFAULT_PERMISSION_CLASSES": ["rest_framework.permissions.IsAuthenticated"],
-    "DEFAULT_RENDERER_CLASSES": ["rest_framework.renderers.JSONRenderer"],
-    "DEFAULT_PARSER_CLASSES": ["rest_framework.parsers.JSONParser"],
-    "DEFAULT_SCHEMA_CLASS": "drf_spectacular.openapi.AutoSchema",
-    "EXCEPTION_HANDLER": "controlplane.errors.drf_exception_handler",
-    "UNAUTHENTICATED_USER": None,
-}
-SPECTACULAR_SETTINGS = {
-    "TITLE": "Lorikeet",
-    "VERSION": "1",
-    "OAS_VERSION": "3.1.0",
-    "SERVE_INCLUDE_SCHEMA": False,
-    "SWAGGER_UI_DIST": "SIDECAR",
-    "SWAGGER_UI_FAVICON_HREF": "SIDECAR",
-    "SCHEMA_PATH_PREFIX": "/(?:api|ops)/v1",
-    "POSTPROCESSING_HOOKS": [
-        "drf_spectacular.hooks.postprocess_schema_enums",
-        "controlplane.management.openapi.add_gateway",
-        "controlplane.management.openapi.complete_operations",
-    ],
-    "ENUM_NAME_OVERRIDES": {
-        "AdapterVersionStatus": "controlplane.adapters.models.AdapterVersion.Status",
-        "TrainingRunStatus": "controlplane.training.models.TrainingRun.Status",
-        "TenantStatus": "controlplane.tenants.models.Tenant.Status",
-        "TenantStatusSet": "controlplane.tenants.services.SETTABLE",
-        "DeletionStatus": "controlplane.deletion.models.TenantDeletion.Status",
-        "InviteStatus": "controlplane.tenants.models.Invite.Status",
-        "RoleEnum": "controlplane.tenants.models.Role",
-        "ScopesEnum": "controlplane.tenants.permissions.SCOPES",
-        "ServiceKeyScope": "controlplane.service_keys.scopes.SCOPES",
-        "KeyRole": "controlplane.operator.tenant_document.KEY_ROLE_CHOICES",
-        "KeyEnvironment": "controlplane.tenants.models.ApiKey.Environment",
-        "BatchStatus": "controlplane.batches.models.Batch.Status",
-        "FilePurpose": "controlplane.files.models.Purpose",
-        "UploadPurpose": "controlplane.gateway.files.bodies.PURPOSES",
-        "UploadStatus": "controlplane.gateway.files.bodies.UPLOAD_STATUSES",
-    },
-}
 
 UNFOLD = {
     "SITE_TITLE": "Lorikeet",

@@ -20,6 +20,7 @@ from controlplane.gateway.models import ServedModelSerializer
 from controlplane.inference import access
 from controlplane.inference.model_selector import ModelSelector
 from controlplane.limits.admit import NO_LIMITS
+from controlplane.tenancy import epochs
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants import auth
 from controlplane.tenants.models import User
@@ -168,7 +169,7 @@ class TestThen:
         found = resolution.ResolvedModel(
             name="tiny", base_model=base_model, version=None, created=0
         )
-        known = access._Known(found, NO_LIMITS, until=float("inf"))
+        known = access._Known(found, NO_LIMITS, epochs.stamp())
         monkeypatch.setitem(access._known, (acme.api_key.id, "tiny"), known)
         caller = await access.resolve(principal, ModelSelector.model("tiny"))
         assert caller.model.name == "tiny"

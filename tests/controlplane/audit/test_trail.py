@@ -263,4 +263,9 @@ def test_adapters_are_in_the_trail(acme: Party) -> None:
         adapter_create(name="invoices", description="reads them")
     event = trail(acme)[-1]
     assert event.action == "adapter.created"
-    assert event.after == {"name": "invoices", "base_model": "tiny", "description": "reads them"}
+    assert event.after == {
+        "name": "invoices",
+        "base_model": "tiny",
+        "description": "reads them",
+        "promotion_policy": "hold",
+    }

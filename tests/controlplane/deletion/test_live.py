@@ -25,9 +25,9 @@ from controlplane.tenants import services
 from controlplane.tenants.models import Role
 from tests.fakes import FAKE_NAME
 from tests.live_seed import add_adapter
-tenant = services.tenant_create(slug="initech", name="Initech")
+tenant = services.tenant_create(slug="hooli", name="Hooli")
 with tenant_scope(tenant.id):
-    services.member_add(email="owner@initech.example", role=Role.OWNER, password="correct horse 1")
+    services.member_add(email="owner@hooli.example", role=Role.OWNER, password="correct horse 1")
     _, key = services.api_key_create(name="live")
     for name in ("first", "second"):
         add_adapter(BaseModel.objects.get(name=FAKE_NAME), name, {"name": name})
@@ -39,7 +39,7 @@ import django
 django.setup()
 from controlplane.deletion.tenants import tenant_delete
 from controlplane.tenants.models import Tenant
-tenant_delete(tenant=Tenant.objects.get(slug="initech"), confirm="initech", grace_days=0)
+tenant_delete(tenant=Tenant.objects.get(slug="hooli"), confirm="hooli", grace_days=0)
 """
 _RUN_TASKS = """
 import django
@@ -115,7 +115,7 @@ def test_what_is_deleted_is_gone_everywhere(rig: Rig) -> None:
 
     wait_for(is_done, timeout_s=60, what="the tenant's end")
     wait_for(lambda: not rig.folders(), what="the worker's forgetting")
-    traces = json.loads(rig.live.run("manage.py", "tenant_traces", "initech"))
+    traces = json.loads(rig.live.run("manage.py", "tenant_traces", "hooli"))
     assert (traces["status"], traces["rows"], traces["objects"]) == ("deleted", {}, 0)
     assert traces["redis_keys"] == []
     headers = {"Authorization": f"Bearer {other.key}"}

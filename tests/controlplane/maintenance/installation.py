@@ -79,7 +79,7 @@ class Installation:
 
     def rows(self) -> dict[str, int]:
         tables = self.query(
-            "select relname from pg_class where relkind = 'r' "
+            "select relname from pg_class where relkind in ('r', 'p') and not relispartition "
             "and relnamespace = 'public'::regnamespace"
         )
         return {name: self.query(f'select count(*) from "{name}"')[0][0] for (name,) in tables}

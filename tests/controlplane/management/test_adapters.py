@@ -12,6 +12,7 @@ from rest_framework.test import APIClient
 
 from controlplane.adapters import services
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
+from controlplane.tenancy import epochs
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants.models import Tenant
 from tests.controlplane.adapters.files import GOOD_CONFIG, GOOD_TENSORS, put
@@ -43,7 +44,8 @@ def test_upload_through_the_api(acme: Party, django_capture_on_commit_callbacks:
         assert put(upload["url"], data) == 200
     with django_capture_on_commit_callbacks() as callbacks:
         done = client.post(f"{VERSIONS}/1/complete")
-    assert (done.status_code, done.json()["status"], len(callbacks)) == (202, "uploaded", 1)
+    queued = [call for call in callbacks if getattr(call, "func", None) is not epochs.move]
+    assert (done.status_code, done.json()["status"], len(queued)) == (202, "uploaded", 1)
     assert client.get(f"{VERSIONS}/1").json()["status"] == "uploaded"
     assert client.get("/api/v1/adapters/invoices").json()["live_version"] is None
 
