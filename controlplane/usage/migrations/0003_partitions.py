@@ -7,9 +7,10 @@ killed at any point and run again.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
-from django.db import migrations, models
+from django.db import OperationalError, migrations, models
 
 from controlplane.tenancy.database.operations import POLICIES
 
@@ -94,19 +95,25 @@ where i.inhparent = 'usage_usagerecord'::regclass
 """
 
 #: Beside reads and writes.
-PREPARE = (
+INDEXES = (
     "create unique index concurrently if not exists usage_before_id"
     " on usage_usagerecord (id, occurred_at)",
     "create unique index concurrently if not exists usage_before_request"
     " on usage_usagerecord (request_id, occurred_at)",
+)
+#: Each takes a lock for a moment; the last reads the table beside reads and writes.
+BOUND = (
     "alter table usage_usagerecord drop constraint if exists usage_before",
     "alter table usage_usagerecord add constraint usage_before"
     " check (occurred_at < '{boundary}') not valid",
     "alter table usage_usagerecord validate constraint usage_before",
 )
 
+#: Who uses the table waits behind a statement that waits for its lock, as for the end of a backup:
+#: so that gives up, and tries again.
+LOCK_TIMEOUT_S, MAX_TRIES, PAUSE_S = 3, 20, 3.0
+
 EXCHANGE = """
-begin;
 alter table usage_usagerecord rename to usage_usagerecord_before;
 create table usage_usagerecord (like usage_usagerecord_before including defaults)
   partition by range (occurred_at);
@@ -136,7 +143,6 @@ $body$;
 select usage_partition_protect('usage_usagerecord');
 select usage_partition_protect('usage_usagerecord_other');
 select usage_partitions_make(now() + interval '3 months');
-commit;
 """
 
 
@@ -148,7 +154,8 @@ def partition(apps: Any, schema_editor: Any) -> None:
             " at time zone 'UTC' + interval '1 month'"
             " from pg_class where oid = 'usage_usagerecord'::regclass"
         )
-        kind, boundary = cursor.fetchone()
+        kind, boundary_at = cursor.fetchone()
+        boundary = boundary_at.isoformat()
         if kind == "p":
             return
         # An index that a killed run left is not valid.
@@ -158,11 +165,25 @@ def partition(apps: Any, schema_editor: Any) -> None:
         )
         for (name,) in cursor.fetchall():
             cursor.execute(f"drop index concurrently {name}")
-        for statement in PREPARE:
-            cursor.execute(statement.format(boundary=boundary.isoformat()))
-        cursor.execute(
-            EXCHANGE.format(boundary=boundary.isoformat(), view=VIEW, functions=FUNCTIONS)
-        )
+        for statement in INDEXES:
+            cursor.execute(statement)
+        for statement in (*BOUND, EXCHANGE):
+            _try(cursor, statement.format(boundary=boundary, view=VIEW, functions=FUNCTIONS))
+
+
+def _try(cursor: Any, statements: str) -> None:
+    """Run them in a transaction. Raises OperationalError if others keep its locks all the time."""
+    for tries_left in reversed(range(MAX_TRIES)):
+        try:
+            cursor.execute(
+                f"begin; set local lock_timeout = '{LOCK_TIMEOUT_S}s'; {statements}; commit"
+            )
+            return
+        except OperationalError:
+            cursor.execute("rollback")
+            if not tries_left:
+                raise
+            time.sleep(PAUSE_S)
 
 
 class Migration(migrations.Migration):

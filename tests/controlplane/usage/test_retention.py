@@ -6,9 +6,10 @@ import datetime as dt
 import importlib
 from typing import Any
 
+import psycopg
 import pytest
 from django.conf import settings
-from django.db import ProgrammingError, connection, transaction
+from django.db import OperationalError, ProgrammingError, connection, transaction
 from django.utils import timezone
 
 from controlplane.tenancy.database.ownership import as_owner, grant_rights
@@ -149,8 +150,10 @@ def test_a_record_of_no_month_is_written_and_counted_once() -> None:
 
 
 @pytest.mark.django_db(transaction=True)
-def test_a_table_with_rows_becomes_the_first_partition() -> None:
-    """The migration, on a table as it was; also when it was killed before."""
+def test_a_table_with_rows_becomes_the_first_partition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The migration, on a table as it was; also when it was killed before, or a backup runs."""
+    monkeypatch.setattr(partitions, "LOCK_TIMEOUT_S", 1)
+    monkeypatch.setattr(partitions, "MAX_TRIES", 1)
     acme = make_party("acme")
     write(record(acme, "a", timezone.now()), record(acme, "b", timezone.now() - 20 * MONTH))
     with as_owner(connection), connection.cursor() as cursor:
@@ -158,6 +161,10 @@ def test_a_table_with_rows_becomes_the_first_partition() -> None:
         grant_rights(connection)
         cursor.execute("alter table usage_usagerecord add constraint usage_before check (true)")
         with connection.schema_editor(atomic=False) as editor:
+            parameters = connection.get_connection_params()
+            with psycopg.connect(**parameters) as reader, pytest.raises(OperationalError):
+                reader.execute("lock table usage_usagerecord in access share mode")
+                partitions.partition(None, editor)
             partitions.partition(None, editor)
             partitions.partition(None, editor)
     assert requests_of(acme) == ["b", "a"]
