@@ -231,7 +231,9 @@ def check_usage(world: World) -> None:
         assert counts(table) == dict.fromkeys(world.accepted, 1)
 
 
-@pytest.mark.parametrize(("kind", "turn"), [("stop", 0), ("freeze", 1)])
+@pytest.mark.parametrize(
+    ("kind", "turn"), [("stop", 0), pytest.param("freeze", 1, marks=pytest.mark.long)]
+)
 def test_who_is_known_goes_on_for_a_while(world: World, kind: str, turn: int) -> None:
     check_outage(world, kind, turn)
 
