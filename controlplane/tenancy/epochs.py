@@ -156,17 +156,20 @@ def _move_late() -> None:
     """Move what could not be moved in time, while it matters."""
     while True:
         time.sleep(_RETRY_S)
-        with _late_lock:
-            whose, since = _late[0]
-        try:
-            if time.monotonic() < since + settings.DATABASE_AWAY_S:
-                _move_now(whose)
-        except RedisError:
-            continue
-        with _late_lock:
-            _late.popleft()
-            if not _late:
-                return
+        is_away = False
+        while not is_away:
+            with _late_lock:
+                whose, since = _late[0]
+            try:
+                if time.monotonic() < since + settings.DATABASE_AWAY_S:
+                    _move_now(whose)
+            except RedisError:
+                is_away = True
+                continue
+            with _late_lock:
+                _late.popleft()
+                if not _late:
+                    return
 
 
 @functools.cache

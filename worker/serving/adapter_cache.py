@@ -156,7 +156,8 @@ class AdapterCache:
 
     def drop(self, digest: str) -> None:
         """Delete a folder as soon as no request uses it: the adapter was deleted."""
-        if digest in self._users:
+        # A download goes on when its request is cancelled.
+        if digest in self._users or digest in self._arrivals:
             self._doomed.add(digest)
             return
         self._doomed.discard(digest)
@@ -169,9 +170,14 @@ class AdapterCache:
         if task is None:
             task = asyncio.create_task(self._bring(ref))
             self._arrivals[ref.digest] = task
-            task.add_done_callback(lambda _: self._arrivals.pop(ref.digest, None))
+            task.add_done_callback(lambda _: self._has_arrived(ref.digest))
         # Shielded: the cancellation of one request must not stop the download for others.
         await asyncio.shield(task)
+
+    def _has_arrived(self, digest: str) -> None:
+        del self._arrivals[digest]
+        if digest in self._doomed:
+            self.drop(digest)
 
     async def _bring(self, ref: AdapterRef) -> int:
         loop = asyncio.get_running_loop()
@@ -234,7 +240,7 @@ class AdapterCache:
         """Raise AssertionError unless counts, sizes and the disk agree."""
         assert all(count > 0 for count in self._users.values())
         assert self._verified <= set(self._sizes)
-        assert self._doomed <= set(self._users)
+        assert self._doomed <= {*self._users, *self._arrivals}
         for digest, size in self._sizes.items():
             assert _size_of(self._root / digest) == size, digest
 

@@ -58,17 +58,19 @@ def roles() -> Iterator[Finding]:
 
 
 def walls() -> Iterator[Finding]:
-    """Every tenant's table has forced row-level security."""
+    """Every tenant's table, and each partition of one, has forced row-level security."""
     tables = {model._meta.db_table for model in apps.get_models() if issubclass(model, TenantModel)}
     with connection.cursor() as cursor:
         cursor.execute(
             "select relname, relrowsecurity and relforcerowsecurity, (select count(*) from "
             "pg_policy where polrelid = pg_class.oid) from pg_class "
-            "where relnamespace = 'public'::regnamespace and relname = any (%s)",
-            [sorted(tables)],
+            "where relnamespace = 'public'::regnamespace and (relname = any (%s) or oid in "
+            "(select inhrelid from pg_inherits where inhparent = any (select oid from pg_class "
+            "where relkind = 'p' and relname = any (%s))))",
+            [sorted(tables)] * 2,
         )
         found = {name: is_forced and policies >= 5 for name, is_forced, policies in cursor}
-    open_ = sorted(table for table in tables if not found.get(table))
+    open_ = sorted(table for table in tables | set(found) if not found.get(table))
     if open_:
         yield failure(
             f"no forced row-level security with all policies on {', '.join(open_[:5])}"
@@ -77,7 +79,7 @@ def walls() -> Iterator[Finding]:
             "from controlplane/tenancy/database/operations.py",
         )
     else:
-        yield ok(f"all {len(tables)} tenant tables are behind forced policies")
+        yield ok(f"all {len(found)} tenant tables are behind forced policies")
 
 
 def migrations() -> Iterator[Finding]:

@@ -16,12 +16,14 @@ import psycopg
 import pytest
 import requests
 from django.core import mail as outbox
+from django.db import connection
 
 from controlplane.adapters.models import BaseModel
 from controlplane.infra import storage
 from controlplane.infra.mail import email_settings
 from controlplane.maintenance.doctor import examination, machine, platform, servers
 from controlplane.maintenance.doctor.examination import Finding, Status
+from controlplane.tenancy.database.ownership import as_owner
 from controlplane.tenants import auth
 from demo.stack import EmbeddedStack
 from tests.controlplane.conftest import Party
@@ -64,6 +66,21 @@ def test_servers_of_the_tests_are_well(db: None, acme: Party) -> None:
     for check in (*checks, servers.store, servers.uploads, servers.clocks, machine.disks):
         assert set(statuses(check())) == {Status.OK}, messages(check())
     assert "PostgreSQL, Redis, S3" in messages(servers.clocks())
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_table_or_partition_without_its_policies_is_named() -> None:
+    for table in ("tenants_apikey", "usage_usagerecord_other"):
+        walls = 'alter table "{}" {} row level security'
+        with as_owner(connection), connection.cursor() as cursor:
+            cursor.execute(walls.format(table, "no force"))
+        try:
+            (finding,) = servers.walls()
+        finally:
+            with as_owner(connection), connection.cursor() as cursor:
+                cursor.execute(walls.format(table, "force"))
+        assert finding.status == Status.FAILURE
+        assert finding.message.endswith(f" on {table}")
 
 
 def test_a_check_that_fails_or_hangs_hurts_no_other() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -57,6 +58,33 @@ def test_running_requests_finish_with_it(tmp_path: Path) -> None:
     cache.release(DIGEST)
     assert (evicted, list(tmp_path.iterdir())) == ([DIGEST], [])
     cache.check_integrity()
+
+
+def test_it_goes_when_it_arrives_after_its_request_was_cancelled(tmp_path: Path) -> None:
+    evicted: list[str] = []
+    may_fetch = threading.Event()
+
+    def slow(ref: AdapterRef, folder: Path) -> None:
+        assert may_fetch.wait(10)
+        fetch(ref, folder)
+
+    async def cancel() -> None:
+        cache = AdapterCache(
+            tmp_path, max_bytes=10**6, base_revision="0" * 64, fetch=slow, on_evict=evicted.append
+        )
+        request = asyncio.create_task(cache.acquire(REF))
+        await asyncio.sleep(0.05)
+        request.cancel()
+        await asyncio.wait([request])
+        cache.drop(DIGEST)
+        cache.check_integrity()
+        may_fetch.set()
+        while not evicted:
+            await asyncio.sleep(0.01)
+        cache.check_integrity()
+
+    asyncio.run(asyncio.wait_for(cancel(), 10))
+    assert (evicted, list(tmp_path.iterdir())) == ([DIGEST], [])
 
 
 def test_what_is_too_old_to_know_of_is_dropped_at_the_start(tmp_path: Path) -> None:
