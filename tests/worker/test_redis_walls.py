@@ -225,7 +225,7 @@ def test_each_key_and_record_is_of_one_tenant_or_of_the_platform(
             said = {name for name in NAMES if words(name).encode() in record}
             if tenant is not None:
                 seen.add((key.split(":")[0], tenant))
-                assert said <= {ids[tenant]}, key
+                assert said <= {ids.get(tenant)}, key  # others may have left theirs
                 if key.startswith("q:"):
                     assert owners[record.split()[0].decode()] == tenant
             elif matches(key, OF_RECORDS):
