@@ -37,7 +37,7 @@ class RequestRowsAdmin(ReadOnlyAdmin):
         BaseModelNameFilter,
         TENANT,
     )
-    search_prefixes = ("request_id",)
+    search_prefixes: ClassVar[tuple[str, ...]] = ("request_id",)
     search_help_text = "A request id, or a tenant"
     list_select_related = ("tenant",)
     #: The column of the index of a tenant's rows.
