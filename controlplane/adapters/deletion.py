@@ -42,7 +42,7 @@ def version_delete(*, version: AdapterVersion) -> None:
     Its number is never used again. If it was live, the version that was live before is so again.
     Raises Conflict while the version is being checked.
     """
-    adapter = promotion.lock(version)
+    adapter = promotion.lock(version.adapter_id)
     version = AdapterVersion.objects.select_for_update().get(pk=version.pk)
     _check_idle(version)
     adapter.last_deleted = max(adapter.last_deleted, version.number)

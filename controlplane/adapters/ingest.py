@@ -227,7 +227,7 @@ def _reject(
 def _accept(version: AdapterVersion, checked: CheckedAdapter) -> bool:
     """Make the version ready, and live if nobody has to decide. -> False when it was decided."""
     # The lock orders two versions that become ready at the same time.
-    adapter = promotion.lock(version)
+    adapter = promotion.lock(version.adapter_id)
     moved = orphaned_objects.is_kept(version) and version.move(
         Status.VALIDATING,
         Status.READY,

@@ -6,6 +6,7 @@ a second (`gateway.callers`); requests that run finish on the version they began
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterable
 
 from django.db import transaction
@@ -32,7 +33,7 @@ def adapter_version_promote(*, version: AdapterVersion, reason: str = "") -> Ada
     Raises Conflict for a version that is not ready, InvalidRequest for a reason that is too long.
     """
     _check_reason(reason)
-    adapter = lock(version)
+    adapter = lock(version.adapter_id)
     ready = AdapterVersion.objects.filter(pk=version.pk, status=Status.READY)
     if not ready.exists():
         raise Conflict(
@@ -51,11 +52,7 @@ def adapter_roll_back(*, adapter: Adapter, reason: str = "") -> Adapter:
     Raises Conflict when no earlier one is ready, InvalidRequest for a reason that is too long.
     """
     _check_reason(reason)
-    adapter = (
-        Adapter.objects.select_for_update(of=("self",))
-        .select_related("live_version")
-        .get(pk=adapter.pk)
-    )
+    adapter = lock(adapter.pk)
     earlier = version_before(adapter)
     if earlier is None:
         raise Conflict(
@@ -75,13 +72,10 @@ def promotion_policy_set(*, adapter: Adapter, policy: str) -> None:
     record("changed", adapter, before=before, after={"promotion_policy": policy})
 
 
-def lock(version: AdapterVersion) -> Adapter:
-    """Return the version's adapter; other changes of what is live wait for the transaction."""
-    return (
-        Adapter.objects.select_for_update(of=("self",))
-        .select_related("live_version")
-        .get(pk=version.adapter_id)
-    )
+def lock(adapter_id: uuid.UUID) -> Adapter:
+    """Return the adapter; other changes of what is live wait for the end of the transaction."""
+    rows = Adapter.objects.select_for_update(of=("self",)).select_related("live_version")
+    return rows.get(pk=adapter_id)
 
 
 def ready_apply(adapter: Adapter, version: AdapterVersion) -> None:

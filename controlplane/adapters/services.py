@@ -277,7 +277,7 @@ def model_delete(name: str) -> None:
         raise PermissionDenied(
             f"`{name[:200]}` is a base model: only the operator can remove it.", param="model"
         )
-    adapter = promotion.lock(model.version)
+    adapter = promotion.lock(model.version.adapter_id)
     live = adapter.live_version
     ready = AdapterVersion.objects.filter(adapter=adapter, status=Status.READY)
     if name == adapter.name:

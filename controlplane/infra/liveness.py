@@ -17,7 +17,10 @@ from contract.alive_file import AliveFile
 
 #: A main loop that was silent for longer is stuck; the health checks of Compose say the same.
 SILENCE_S = 60.0
+#: How often a process shows itself to other machines.
+_SHOW_S = 10.0
 _noted_at: float | None = None
+_shown: dict[str, float] = {}
 
 
 @functools.cache
@@ -33,7 +36,7 @@ def note_alive(**_: Any) -> None:
 
 
 def show_alive(name: str) -> None:
-    """Tell other machines that a process of this pool lives, at most every 10 s; errors do not."""
+    """Tell other machines, every 10 s at most, that a process lives; not without Redis."""
     if time.monotonic() < _shown.get(name, 0.0):
         return
     _shown[name] = time.monotonic() + _SHOW_S
@@ -49,10 +52,6 @@ def silent_s(name: str) -> float | None:
 
 def _name(name: str) -> str:
     return f"alive:{settings.POOL}:{name}"
-
-
-_SHOW_S = 10.0
-_shown: dict[str, float] = {}
 
 
 def is_alive() -> bool:

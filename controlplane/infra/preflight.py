@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 import psycopg
 import redis
@@ -23,14 +24,7 @@ def check_database(role: str, address: dict[str, object]) -> None:
     """Raises NotReady unless PostgreSQL lets this role in."""
     place = f"{address['HOST']}:{address['PORT'] or 5432}"
     try:
-        psycopg.connect(
-            host=str(address["HOST"]),
-            port=int(str(address["PORT"] or 5432)),
-            user=str(address["USER"]),
-            password=str(address["PASSWORD"]),
-            dbname=str(address["NAME"]),
-            connect_timeout=ANSWER_S,
-        ).close()
+        connect_once(address, ANSWER_S)
     except psycopg.OperationalError as error:
         said = str(error).strip().splitlines()[0].removeprefix("connection failed: ")
         hint = (
@@ -42,6 +36,21 @@ def check_database(role: str, address: dict[str, object]) -> None:
         raise NotReady(
             f"{role} cannot use PostgreSQL at {place}: {said.rstrip('.')}. {hint}"
         ) from error
+
+
+def connect_once(address: Mapping[str, object], answer_s: int) -> None:
+    """Connect to the database and leave. Raises psycopg.OperationalError.
+
+    address  an entry of Django's DATABASES
+    """
+    psycopg.connect(
+        host=str(address["HOST"]),
+        port=int(str(address["PORT"] or 5432)),
+        user=str(address["USER"]),
+        password=str(address["PASSWORD"]),
+        dbname=str(address["NAME"]),
+        connect_timeout=answer_s,
+    ).close()
 
 
 def check_redis(name: str, url: str) -> None:

@@ -7,27 +7,15 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-import psycopg
 import redis
 from django.conf import settings
 
 from controlplane.infra import storage
+from controlplane.infra.preflight import connect_once
 
 #: Answers are kept so long: strangers may ask for /readyz as often as they like.
 KEPT_S = 2.0
 _ANSWER_S = 2
-
-
-def _database() -> None:
-    address = settings.DATABASES["default"]
-    psycopg.connect(
-        host=str(address["HOST"]),
-        port=int(str(address["PORT"] or 5432)),
-        user=str(address["USER"]),
-        password=str(address["PASSWORD"]),
-        dbname=str(address["NAME"]),
-        connect_timeout=_ANSWER_S,
-    ).close()
 
 
 def _ping(url: str) -> None:
@@ -39,7 +27,7 @@ def _ping(url: str) -> None:
 
 #: Name -> raises when the server does not answer.
 CHECKS: Mapping[str, Callable[[], None]] = {
-    "database": _database,
+    "database": lambda: connect_once(settings.DATABASES["default"], _ANSWER_S),
     "redis": lambda: _ping(settings.REDIS_URL),
     "broker": lambda: _ping(settings.CELERY_BROKER_URL),
     "object store": lambda: storage.check_answers(_ANSWER_S),

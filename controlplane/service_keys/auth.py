@@ -22,6 +22,7 @@ from controlplane.service_keys.models import ServiceKey
 from controlplane.service_keys.scopes import Scope, allowed_by
 from controlplane.tenancy.scoping import all_tenants
 from controlplane.tenants import keys, pepper_change
+from controlplane.tenants.auth import bearer
 from controlplane.tenants.key_rules import allows_address
 from controlplane.tenants.models import User
 
@@ -79,12 +80,7 @@ def authenticate(header: str, address: str) -> Operator:
     tenant's, PermissionDenied for an address that it does not allow, RateLimited, and Unavailable
     when Redis, which counts its requests, does not answer.
     """
-    scheme, _, credentials = header.partition(" ")
-    if scheme.lower() != "bearer":
-        raise AuthenticationFailed(
-            "The Authorization header is malformed. Send the key as Authorization: Bearer <key>."
-        )
-    parts = keys.parse(credentials.strip())
+    parts = keys.parse(bearer(header))
     if parts is None:
         raise AuthenticationFailed(_WRONG_KEY)
     if parts.environment != keys.OPERATORS:

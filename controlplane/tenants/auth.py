@@ -244,17 +244,22 @@ def _is_of(cached: _Cached, parts: keys.KeyParts) -> bool:
     return is_same and pepper_change.matching(cached.api_key, parts) is not None
 
 
-def _parse_header(header: str | None) -> keys.KeyParts:
-    if not header:
-        raise AuthenticationFailed(
-            "No API key was provided. Send it in the header Authorization: Bearer <key>."
-        )
+def bearer(header: str) -> str:
+    """Return the credentials of an Authorization header. Raises AuthenticationFailed."""
     scheme, _, credentials = header.partition(" ")
     if scheme.lower() != "bearer":
         raise AuthenticationFailed(
             "The Authorization header is malformed. Send the key as Authorization: Bearer <key>."
         )
-    parts = keys.parse(credentials.strip())
+    return credentials.strip()
+
+
+def _parse_header(header: str | None) -> keys.KeyParts:
+    if not header:
+        raise AuthenticationFailed(
+            "No API key was provided. Send it in the header Authorization: Bearer <key>."
+        )
+    parts = keys.parse(bearer(header))
     if parts is None:
         raise AuthenticationFailed(_WRONG_KEY)
     if parts.environment == keys.OPERATORS:

@@ -26,6 +26,18 @@ alter table adapters_adapterversion force row level security;
 """
 
 
+def policy(default):
+    return models.CharField(
+        choices=[
+            ("hold", "wait until somebody makes it live"),
+            ("immediate", "make it live at once"),
+        ],
+        db_default=default,
+        default=default,
+        max_length=16,
+    )
+
+
 class Migration(migrations.Migration):
     dependencies = [
         ("adapters", "0008_bounds"),
@@ -37,28 +49,12 @@ class Migration(migrations.Migration):
         migrations.AddField(
             model_name="adapter",
             name="promotion_policy",
-            field=models.CharField(
-                choices=[
-                    ("hold", "wait until somebody makes it live"),
-                    ("immediate", "make it live at once"),
-                ],
-                db_default="immediate",
-                default="immediate",
-                max_length=16,
-            ),
+            field=policy("immediate"),
         ),
         migrations.AlterField(
             model_name="adapter",
             name="promotion_policy",
-            field=models.CharField(
-                choices=[
-                    ("hold", "wait until somebody makes it live"),
-                    ("immediate", "make it live at once"),
-                ],
-                db_default="hold",
-                default="hold",
-                max_length=16,
-            ),
+            field=policy("hold"),
         ),
         migrations.CreateModel(
             name="Promotion",

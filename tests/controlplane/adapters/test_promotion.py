@@ -38,7 +38,7 @@ def add(adapter: Adapter, status: str = Status.READY) -> AdapterVersion:
         adapter=adapter, number=number, status=status, digest=f"{number:064x}"
     )
     if status == Status.READY:
-        promotion.ready_apply(promotion.lock(version), version)
+        promotion.ready_apply(promotion.lock(adapter.pk), version)
     return version
 
 
@@ -80,7 +80,7 @@ def test_with_the_policy_immediate_a_newer_version_goes_live(adapter: Adapter) -
     )
     # Their checks end in the other order.
     for version in (third, second):
-        promotion.ready_apply(promotion.lock(version), version)
+        promotion.ready_apply(promotion.lock(adapter.pk), version)
     assert live(adapter) == 3
     assert history(adapter) == [(None, 1, "first"), (1, 3, "policy")]
 
