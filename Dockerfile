@@ -37,6 +37,10 @@ CMD ["python", "manage.py", "backup", "/backup"]
 
 # --- Celery's `train` queue: supervises children that train
 FROM base AS trainer
+# Many runs in one batch have the worker's kernels: see there.
+ENV TRITON_CACHE_DIR=/var/lib/lorikeet/triton
+RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/*
 # Options for pip, for instance another index, with torch without CUDA.
 ARG PIP_OPTIONS=""
 COPY requirements/trainer.txt requirements/trainer.txt
@@ -44,6 +48,8 @@ RUN pip install $PIP_OPTIONS -r requirements/trainer.txt
 COPY manage.py manage.py
 COPY controlplane controlplane
 COPY contract contract
+COPY kernels kernels
+COPY engine engine
 COPY worker worker
 USER lorikeet
 CMD ["celery", "-A", "controlplane", "--quiet", "worker", "-Q", "train", "-c", "1", "--loglevel", "INFO"]

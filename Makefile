@@ -35,8 +35,11 @@ test-quick: setup
 test-long: setup
 	$(BIN)/python -m pytest -m "long"
 
+# Most of the time goes into compiling kernels, so several processes help where pytest-xdist is.
+XDIST = $(shell $(PYTHON) -c 'import xdist; print("-n 8")' 2>/dev/null)
+
 test-gpu:
-	TRITON_INTERPRET=0 $(PYTHON) -m pytest -m gpu -p no:django tests/kernels tests/engine
+	TRITON_INTERPRET=0 $(PYTHON) -m pytest -m gpu -p no:django $(XDIST) tests/kernels tests/engine
 
 # Uses the Docker engine that runs, or starts its own as root on Debian.
 test-compose: setup

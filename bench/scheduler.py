@@ -132,6 +132,7 @@ class Rig:
                 max_wait_s=0.05,
                 max_batch_wait_s=0.2,
             ),
+            let_pinned_go=lambda: False,
         )
         self._builder = BatchBuilder(
             store=self.store,

@@ -16,6 +16,7 @@ import os
 import statistics
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from bench.device import provenance, write_whole
 from bench.machine import commit
 from bench.training_ops import bench_operations
 from bench.training_stack import TINY, Shape, Stack, Work
+from bench.training_trainer import time_trainer
 
 RESULTS = Path(__file__).parent / "results" / "training-h200.json"
 #: Name -> the work of a step and the share of layers that are recomputed.
@@ -40,6 +42,12 @@ CASES: dict[str, tuple[Work, float]] = {
     "PEFT 16x512": (Work(1, 16, 512), 0.0),
     "PEFT 8x256 recompute": (Work(1, 8, 256), 1.0),
     "PEFT 8x256": (Work(1, 8, 256), 0.0),
+}
+#: The same through `engine.training.BatchTrainer`: as the first case, whose runs share every
+#: micro-batch, and with the platform's own batch of 8 rows, so that runs take turns.
+TRAINER_CASES = {
+    "BatchTrainer 64x256": Work(64, 1, 256),
+    "BatchTrainer 64 runs of 8x256": Work(64, 8, 256),
 }
 
 
@@ -77,6 +85,18 @@ def run_case(name: str, steps: int, shape: Shape, profile: bool) -> dict[str, An
     if profile:
         case |= profile_step(stack)
     return case
+
+
+def run_trainer_case(
+    name: str, steps: int, shape: Shape, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Measure the batch trainer itself; on a CPU only with --tiny."""
+    if options.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    work = TRAINER_CASES[name]
+    if options.tiny:
+        work = replace(work, runs=4)
+    return time_trainer(name, shape, work, steps, options.device, options.profile)
 
 
 #: Part of a step -> what its kernels' names begin with, or have in them.
@@ -123,7 +143,7 @@ def profile_step(stack: Stack, most: int = 24) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--case", action="append", choices=list(CASES))
+    parser.add_argument("--case", action="append", choices=[*CASES, *TRAINER_CASES])
     parser.add_argument("--quick", action="store_true", help="three steps, nothing measured before")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--layers", type=int, default=0)
@@ -132,6 +152,7 @@ def main() -> None:
     parser.add_argument("--share", default="0/1")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="a decoder for trying this file")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     if options.micro:
@@ -141,18 +162,23 @@ def main() -> None:
         return
     shape = TINY if options.tiny else Shape(layers=options.layers or Shape.layers)
     report: dict[str, Any] = {"commit": commit()} if options.quick else provenance()
-    report["card"] = torch.cuda.get_device_name()
+    report["card"] = torch.cuda.get_device_name() if options.device == "cuda" else None
     report["limit"] = "23,200 tok/s without recompute at 695 TFLOP/s"
     report["cases"] = []
-    for name in options.case or CASES:
+    steps = 3 if options.quick else 8
+    for name in options.case or [*CASES, *TRAINER_CASES]:
         try:
-            case = run_case(name, 3 if options.quick else 8, shape, options.profile)
+            if name in TRAINER_CASES:
+                case = run_trainer_case(name, 2 * steps, shape, options)
+            else:
+                case = run_case(name, steps, shape, options.profile)
         except torch.OutOfMemoryError as error:
             case = {"case": name, "failed": str(error)[:200]}
         report["cases"].append(case)
         print(json.dumps(case), flush=True)
         gc.collect()
-        torch.cuda.empty_cache()
+        if options.device == "cuda":
+            torch.cuda.empty_cache()
         write_whole(options.out, report)
     if any("failed" in case for case in report["cases"]):
         sys.exit(1)

@@ -82,3 +82,17 @@ def _size(config: Mapping[str, Any], field: str, default: int | None = None) -> 
     if type(value) is not int or value < 1:
         raise ValueError(f"{field} is {value!r}, not a size")
     return value
+
+
+def context_length(config: dict[str, Any]) -> int:
+    """Return how many tokens, prompt and answer together, a base model reads.
+
+    config  its config.json. YaRN stretches its original context by a factor, which configs that
+            were published with it do not multiply out.
+    """
+    length = int(config.get("max_position_embeddings") or 0)
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type")) != "yarn":
+        return length
+    original = rope.get("original_max_position_embeddings") or length
+    return max(length, int((rope.get("factor") or 1) * original))

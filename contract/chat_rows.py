@@ -1,17 +1,21 @@
-"""Read chat JSONL, and say what is wrong with it, line by line.
+"""Read a dataset's JSONL, and say what is wrong with it, line by line.
 
-A row is {"messages": [{"role": "system" | "user" | "assistant", "content": "…"}, …]}; the user
-speaks first and the assistant at least once. The rules are the same at upload and in training.
+`contract.row_messages` defines a row: a chat or a completion. The rules are the same at upload and
+in training.
 """
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import json
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-MAX_ROWS = 100_000
+from contract.row_messages import Row, WrongRow, read_row
+
+MAX_ROWS = 1_000_000
 MAX_LINE_BYTES = 1 << 20
 #: How many problems the lint finds before it stops.
 MAX_PROBLEMS = 20
@@ -19,9 +23,7 @@ MAX_PROBLEMS = 20
 _SHOWN_PROBLEMS = 5
 _NO_JSON = "is not JSON"
 _FORM = ' The file is JSONL, one chat a line: {"messages": [{"role": "user", "content": "…"}, …]}'
-ROLES = ("system", "user", "assistant")
-
-Chat = list[dict[str, str]]
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,10 +76,15 @@ def lint_lines(lines: Iterable[bytes]) -> Lint:
     return Lint(num_rows, problems)
 
 
-def read_rows(lines: Iterable[bytes]) -> Iterator[Chat | Problem]:
-    """Yield each row's messages, or what is wrong with the row; blank lines are left out.
+def read_rows(lines: Iterable[bytes]) -> Iterator[Row | Problem]:
+    """Yield each row, or what is wrong with it; see `numbered_rows`."""
+    return (row for _, row in numbered_rows(lines))
 
-    Ends with a Problem after MAX_ROWS rows, and when there is no row at all.
+
+def numbered_rows(lines: Iterable[bytes]) -> Iterator[tuple[int, Row | Problem]]:
+    """Yield each row, or what is wrong with it, after its line's number.
+
+    Blank lines are left out. Ends with a Problem after MAX_ROWS rows, and when there is no row.
     """
     num_rows = 0
     for number, line in enumerate(lines, start=1):
@@ -85,51 +92,37 @@ def read_rows(lines: Iterable[bytes]) -> Iterator[Chat | Problem]:
             continue
         num_rows += 1
         if num_rows > MAX_ROWS:
-            yield Problem(number, "", f"is past the limit of {MAX_ROWS} rows")
+            yield number, Problem(number, "", f"is past the limit of {MAX_ROWS} rows")
             return
         try:
-            yield _chat(line)
-        except _Wrong as wrong:
-            yield Problem(number, *wrong.args)
+            yield number, _row(line)
+        except WrongRow as wrong:
+            yield number, Problem(number, *wrong.args)
     if not num_rows:
-        yield Problem(0, "", "has no rows")
+        yield 0, Problem(0, "", "has no rows")
 
 
-class _Wrong(Exception):
-    """The row is not a chat; the arguments are the field and the message."""
-
-
-def _chat(line: bytes) -> Chat:
+def _row(line: bytes) -> Row:
     if len(line) > MAX_LINE_BYTES:
-        raise _Wrong("", f"is longer than {MAX_LINE_BYTES} bytes")
+        raise WrongRow("", f"is longer than {MAX_LINE_BYTES} bytes")
     try:
-        row = json.loads(line)
+        # Decoded here: `json` guesses among encodings, whose codecs a sealed process cannot load.
+        row = json.loads(line.removeprefix(codecs.BOM_UTF8).decode())
     except RecursionError:
-        raise _Wrong("", "is nested too deeply") from None
+        raise WrongRow("", "is nested too deeply") from None
     except UnicodeDecodeError:
-        raise _Wrong("", f"{_NO_JSON}, which is text in UTF-8") from None
+        raise WrongRow("", f"{_NO_JSON}, which is text in UTF-8") from None
     except ValueError:
-        raise _Wrong("", _NO_JSON) from None
-    messages = row.get("messages") if isinstance(row, dict) else None
-    if not isinstance(messages, list) or not messages:
-        raise _Wrong("messages", "must be a list of messages")
-    for index, message in enumerate(messages):
-        _check_message(f"messages[{index}]", message)
-    roles = [message["role"] for message in messages if message["role"] != "system"]
-    if not roles or roles[0] != "user":
-        raise _Wrong("messages", "must begin with a user's message, after any of the system")
-    if "assistant" not in roles:
-        raise _Wrong("messages", "must have a message of the assistant: it is what is learned")
-    return [{"role": message["role"], "content": message["content"]} for message in messages]
+        raise WrongRow("", _NO_JSON) from None
+    read = read_row(row)
+    if _SURROGATE.search(line):
+        _check_text(row)
+    return read
 
 
-def _check_message(field: str, message: Any) -> None:
-    if not isinstance(message, dict):
-        raise _Wrong(field, "must be an object")
-    if message.get("role") not in ROLES:
-        raise _Wrong(f"{field}.role", f"must be one of {', '.join(ROLES)}")
-    content = message.get("content")
-    if not isinstance(content, str):
-        raise _Wrong(f"{field}.content", "must be a string")
-    if message["role"] == "assistant" and not content.strip():
-        raise _Wrong(f"{field}.content", "must not be empty: it is what is learned")
+def _check_text(row: Any) -> None:
+    """Refuse half of a surrogate pair, which is no character: no tokenizer takes it."""
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise WrongRow("", "has half of a surrogate pair, which is no character") from None

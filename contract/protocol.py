@@ -1,7 +1,7 @@
 """What crosses a process boundary: messages, stream names, error codes. Standard library only.
 
-Control plane and workers share this package and nothing else. Every message is a frozen dataclass;
-on the wire one JSON object, written by `encode`, read by `decode`. Unknown fields are ignored.
+Control plane and workers share this package and nothing else. Every message is a frozen dataclass,
+on the wire a JSON object: see `encode` and `decode`, which ignores unknown fields.
 
 Redis keys, all of one worker pool `{p}` (the braces keep a pool on one cluster slot):
 
@@ -9,7 +9,7 @@ Redis keys, all of one worker pool `{p}` (the braces keep a pool on one cluster 
     job:{p}:<request id>    hash    gateway         where a request stands, see below; expires
     q:{p}:<base model>…     …       gateway         what waits: `contract.queue.fair_queue`
     in:{p}:<worker>         stream  worker          what it pulled and has not ended; group "w"
-    ctl:{p}:<worker>        stream  gateway, ops    ControlMessage: cancel, drain, forget, "poke"
+    ctl:{p}:<worker>        stream  gateway, ops    ControlMessage: see `Control`
     out:<gateway>           stream  worker          packed TokenEvents, one entry per flush
     done:{p}                stream  worker          DoneRecord; group "acct", drained to Postgres
     wk:{p}                  zset    worker          worker id -> time of its last heartbeat
@@ -29,21 +29,26 @@ Fields of the job hash, all changed by scripts that check the lease first:
     emitted, prompt_tokens, cached_tokens   the tokens in those events
     cancel      "1" once the request is cancelled
 
-Times in the zsets are Redis's own clock, so hosts need not agree on theirs.
-"""
+Times in the zsets are Redis's own clock, so hosts need not agree on theirs."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import enum
-import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Self
 
-PROTOCOL_VERSION = 1
+from contract.message import AdapterRef as AdapterRef
+from contract.message import Message as Message
+from contract.message import fields_of
+from contract.worker_messages import PROTOCOL_VERSION as PROTOCOL_VERSION
+from contract.worker_messages import Control as Control
+from contract.worker_messages import ControlMessage as ControlMessage
+from contract.worker_messages import Heartbeat as Heartbeat
+from contract.worker_messages import Tier as Tier
 
 INBOX_GROUP = "w"
 ACCOUNTANT_GROUP = "acct"
@@ -139,67 +144,6 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
-class Control(enum.StrEnum):
-    CANCEL = "cancel"
-    DRAIN = "drain"
-    WAKE = "poke"  # there is something to pull; the word of older versions
-    FORGET = "forget"  # an adapter was deleted: `digest`
-
-
-#: Message class -> field name -> default.
-_fields: Callable[[Any], dict[str, Any]] = functools.cache(
-    lambda message: {field.name: field.default for field in dataclasses.fields(message)}
-)
-
-
-class Message:
-    """Shared encoding of the dataclasses below. Fields at their default are left out."""
-
-    __slots__ = ()
-
-    def encode(self) -> bytes:
-        return json.dumps(self.to_dict(), separators=(",", ":"), ensure_ascii=False).encode()
-
-    def to_dict(self) -> dict[str, Any]:
-        fields = {}
-        for name, default in _fields(type(self)).items():
-            value = getattr(self, name)
-            if value is default or value == default:
-                continue
-            if isinstance(value, Message):
-                value = value.to_dict()
-            elif isinstance(value, tuple) and value and isinstance(value[0], Message):
-                value = [item.to_dict() for item in value]
-            fields[name] = value
-        return fields
-
-    @classmethod
-    def decode(cls, payload: bytes | str) -> Self:
-        return cls.from_dict(json.loads(payload))
-
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> Self:
-        known = _fields(cls)
-        return cls(
-            **{
-                name: tuple(value) if type(value) is list else value
-                for name, value in fields.items()
-                if name in known
-            }
-        )
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterRef(Message):
-    """One adapter of a request: where its files are, and its weight."""
-
-    digest: str  # `adapter_digest`, hex
-    config_key: str  # S3 key of adapter_config.json
-    tensors_key: str  # S3 key of adapter_model.safetensors
-    num_bytes: int  # of the tensors file
-    weight: float = 1.0
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling(Message):
     """How to choose tokens; the names and ranges are OpenAI's."""
@@ -219,6 +163,7 @@ class Sampling(Message):
     logprobs: int | None = None  # None: off; k: the chosen token's and the k best
     prompt_logprobs: int | None = None  # the same of each token of the prompt but the first
     ignore_eos: bool = False
+    speculation: bool = True  # whether tokens may be drafted, where a worker does so
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,7 +176,7 @@ class GenerateJob(Message):
 
     request_id: str
     tenant_id: str
-    api_key_id: str
+    api_key_id: str  # empty: a person asked, in the console
     gateway_id: str
     model: str  # the name the client used
     base_model: str
@@ -240,6 +185,8 @@ class GenerateJob(Message):
     generation_prompt: bool = True  # which a chat ends with
     adapters: tuple[AdapterRef, ...] = ()  # none: the base model alone
     adapter_version_id: str | None = None
+    alias_revision_id: str | None = None  # if its model is an alias
+    alias_target: str | None = None  # "primary" or "canary": which of the alias's answers
     messages: tuple[dict[str, Any], ...] | None = None  # chat: rendered by the chat template
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
@@ -289,6 +236,8 @@ class Usage(Message):
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of the prompt tokens, those found in the prefix cache
     completion_tokens: int = 0
+    accepted_drafts: dict[str, int] | None = None  # by source; None: none
+    rejected_drafts: int = 0  # of no use, and not billed
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,7 +263,13 @@ class TokenEvent(Message):
     token_strs: tuple[str, ...] | None = None  # of tokenizing: their texts in the vocabulary
     prompt_token_ids: tuple[int, ...] | None = None  # with the first event of a prompt
     so_far: Usage | None = None  # `with_counts`: the choice's own prompt and tokens until here
-    queue_ms: float | None = None  # beside `usage`: how long the request waited for its turn
+    #: In a request's first event and beside `usage`: how long it waited for its turn.
+    queue_ms: float | None = None
+    tier: str | None = None  # in the first event: where its slowest adapter was found, a Tier
+    load_ms: float | None = None  # beside `usage`: how long it waited for its adapters
+    #: Beside `usage` of a probe: what its adapters take of the device, and the engine's last loads.
+    adapter_bytes: int | None = None
+    adapter_load_ms: float | None = None
     finish_reason: str | None = None
     stop_string: str | None = None  # with the reason "stop": the one that was met, if one was
     schema_error: str | None = None  # how the finished answer breaks its schema
@@ -360,44 +315,20 @@ class DoneRecord(Message):
     weights: tuple[float, ...] = ()  # of the digests
     sampling: dict[str, Any] | None = None  # what is not the default, without texts of the client
     attempts: int | None = None  # how often workers took it up; with more than one some were lost
+    alias_revision_id: str | None = None
+    alias_target: str | None = None
+    tier: str | None = None  # where its slowest adapter was found, a Tier; None: it has none
+    obeys_schema: bool | None = None  # whether its answers do; None: none was checked
+    drafts: dict[str, int] | None = None  # right ones by source, and "rejected"; None: no drafts
 
     @classmethod
     def of(cls, job: GenerateJob, **fields: Any) -> DoneRecord:
         """Make a record with the job's fields, without the client's texts."""
-        said = {n: getattr(job, n) for n in _fields(GenerateJob) if n in _fields(cls)} | fields
+        said = {n: getattr(job, n) for n in fields_of(GenerateJob) if n in fields_of(cls)} | fields
         sampling = job.sampling.to_dict()
         said["sampling"] = {k: sampling[k] for k in sampling if k not in ("stop", "logit_bias")}
         said["digests"] = tuple(ref.digest for ref in job.adapters)
         return cls(weights=tuple(ref.weight for ref in job.adapters), **said)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ControlMessage(Message):
-    action: str  # Control
-    request_id: str | None = None
-    digest: str | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Heartbeat(Message):
-    worker_id: str
-    boot_id: str  # new at every start
-    pool: str
-    base_model: str
-    base_revision: str
-    device: str
-    version: int = PROTOCOL_VERSION
-    step: int = 0  # engine steps so far; an engine with requests and no steps is stuck
-    running: int = 0
-    waiting: int = 0
-    max_running: int = 0
-    free_pages: int = 0
-    num_pages: int = 0
-    resident_digests: tuple[str, ...] = ()
-    tokens_per_s: float = 0.0
-    draining: bool = False
-    loading: bool = False  # the engine is not ready, and nothing is pulled yet
-    started_at: float = 0.0
 
 
 def unpack_events(payload: bytes) -> list[TokenEvent]:
@@ -434,17 +365,3 @@ def adapter_digest_of(config: dict[str, Any], tensors_sha256: str, base_revision
     """Return `adapter_digest` from the hex sha256 of the tensors file."""
     identity = {"base_revision": base_revision, "config": config, "tensors_sha256": tensors_sha256}
     return hashlib.sha256(canonical_json(identity).encode()).hexdigest()
-
-
-def context_length(config: dict[str, Any]) -> int:
-    """Return how many tokens, prompt and answer together, a base model reads.
-
-    config  its config.json. YaRN stretches its original context by a factor, which configs that
-            were published with it do not multiply out.
-    """
-    length = int(config.get("max_position_embeddings") or 0)
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type")) != "yarn":
-        return length
-    original = rope.get("original_max_position_embeddings") or length
-    return max(length, int((rope.get("factor") or 1) * original))

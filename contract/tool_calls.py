@@ -9,9 +9,11 @@ worker checks them so.
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import secrets
 from collections.abc import Iterator
+from typing import Any
 
 from contract.protocol import CALL_BEGIN, CALL_END
 
@@ -20,6 +22,32 @@ BLANKS = " \t\n\r"
 _BEGIN, _END = CALL_BEGIN.strip(), CALL_END.strip()
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([a-zA-Z0-9_-]{1,64})"\s*,\s*"arguments"\s*:\s*')
 _TAIL = re.compile(r"\s*\}\s*" + re.escape(_END))
+#: Of arguments that a template is given as a value.
+_MAX_DEPTH = 64
+
+
+def read_arguments(text: str) -> Any:
+    """Parse an earlier call's arguments for a chat template.
+
+    Returns their text if it cannot be handed on: no JSON, too deep, or with a lone surrogate or an
+    infinite number.
+    """
+    try:
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        return text
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        level = [
+            inner
+            for node in level
+            if isinstance(node, dict | list)
+            for inner in (node.values() if isinstance(node, dict) else node)
+        ]
+        if not level:
+            return value
+    return text
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

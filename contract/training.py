@@ -11,6 +11,8 @@ from typing import Any
 
 MAX_JOB_BYTES = 1 << 20
 MAX_TARGETS = 16
+#: Seconds between two states of a training on the disk, unless its job says otherwise.
+CHECKPOINT_S = 30.0
 #: Name -> (whole numbers only, least, most).
 BOUNDS: dict[str, tuple[bool, float, float]] = {
     "rank": (True, 1, 256),
@@ -22,7 +24,11 @@ BOUNDS: dict[str, tuple[bool, float, float]] = {
     "warmup_steps": (True, 0, 10_000),
     "max_length": (True, 8, 32_768),
     "seed": (True, 0, 2**31 - 1),
+    "validation_share": (False, 0, 0.5),
+    "eval_steps": (True, 1, 1_000_000),
+    "patience": (True, 1, 1000),
 }
+_MAY_BE_NONE = ("max_steps", "eval_steps", "patience")
 _MODULE_NAME = re.compile(r"[A-Za-z0-9_]{1,64}", re.ASCII)
 
 
@@ -51,14 +57,20 @@ class Hyperparameters:
     batch_size: int = 8
     learning_rate: float = 1e-3
     warmup_steps: int = 5
-    max_length: int = 512  # tokens of a row; longer ones are cut
+    max_length: int = 512  # tokens of a row; a longer one is an error unless `truncate`
+    truncate: bool = False  # cut longer rows
     seed: int = 0
+    validation_share: float = 0.0  # of the prompts, to validate with
+    eval_steps: int | None = None  # between two validations; None: ten in all
+    patience: int | None = None  # validations without a better loss, after which training ends
 
     def __post_init__(self) -> None:
         for name in BOUNDS:
             value = getattr(self, name)
-            if name != "max_steps" or value is not None:
+            if name not in _MAY_BE_NONE or value is not None:
                 _check_number(name, value)
+        if type(self.truncate) is not bool:
+            raise JobError("hyperparameters.truncate", "must be true or false")
 
     @classmethod
     def from_dict(cls, fields: Any) -> Hyperparameters:
@@ -96,6 +108,27 @@ def _check_targets(value: Any) -> None:
             raise JobError(f"{field}.{index}", "must be the name of a linear layer")
 
 
+def _check_fields(fields: dict[str, Any]) -> None:
+    """Check the form of a job's fields, but for its hyperparameters. Raises JobError."""
+    for name in ("base_model_dir", "dataset", "output_dir"):
+        if not isinstance(fields.get(name), str) or not fields[name]:
+            raise JobError(name, "must be a path")
+    for name in ("num_threads", "most_steps", "most_tokens"):
+        number = fields.get(name)
+        if number is not None and (type(number) is not int or number < 1):
+            raise JobError(name, "must be a positive number")
+    every_s = fields.get("checkpoint_s", 1.0)
+    if type(every_s) not in (int, float) or not 0.0 <= every_s <= 1e9:
+        raise JobError("checkpoint_s", "must be a number of seconds")
+    gpu_share = fields.get("gpu_share")
+    if gpu_share is not None and not (type(gpu_share) is float and 0.0 < gpu_share <= 1.0):
+        raise JobError("gpu_share", "must be a number above 0, at most 1")
+    for name in ("validation_dataset", "warm_start", "checkpoint"):
+        path = fields.get(name)
+        if path is not None and (not isinstance(path, str) or not path):
+            raise JobError(name, "must be a path")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainJob:
     """What to train, from which data, to which folder: the content of JOB.json."""
@@ -109,10 +142,27 @@ class TrainJob:
     base_model: str = ""
     #: The most of the GPU's memory that it may take, from 0 to 1; None: all there is.
     gpu_share: float | None = None
+    #: The most steps that it may make, and tokens that it may read.
+    most_steps: int | None = None
+    most_tokens: int | None = None
+    #: Rows to validate with; None: a share of the dataset's, chosen with the salt, or none.
+    validation_dataset: Path | None = None
+    salt: str = ""
+    #: An adapter_model.safetensors to begin from, with the hyperparameters' rank, alpha and target
+    #: modules; None: PEFT's initial adapter.
+    warm_start: Path | None = None
+    #: Where the state is written every so often, and gone on from; None: nowhere.
+    checkpoint: Path | None = None
+    checkpoint_s: float = CHECKPOINT_S
 
     def write(self, path: Path) -> None:
         """Write the job where `read` finds it."""
         path.write_text(json.dumps(dataclasses.asdict(self), default=lambda of: str(of.resolve())))
+
+    @property
+    def has_validation(self) -> bool:
+        """Whether some rows are kept to validate with."""
+        return self.validation_dataset is not None or self.hyperparameters.validation_share > 0
 
     @classmethod
     def read(cls, path: Path) -> TrainJob:
@@ -124,28 +174,34 @@ class TrainJob:
             raise JobError("the job file", f"cannot be read: {error}") from error
         if not isinstance(fields, dict):
             raise JobError("the job", "must be an object")
-        for name in ("base_model_dir", "dataset", "output_dir"):
-            if not isinstance(fields.get(name), str) or not fields[name]:
-                raise JobError(name, "must be a path")
-        num_threads = fields.get("num_threads")
-        if num_threads is not None and (type(num_threads) is not int or num_threads < 1):
-            raise JobError("num_threads", "must be a positive number")
-        gpu_share = fields.get("gpu_share")
-        if gpu_share is not None and not (type(gpu_share) is float and 0.0 < gpu_share <= 1.0):
-            raise JobError("gpu_share", "must be a number above 0, at most 1")
+        _check_fields(fields)
+        validation, warm_start = fields.get("validation_dataset"), fields.get("warm_start")
+        checkpoint = fields.get("checkpoint")
         job = cls(
             base_model_dir=Path(fields["base_model_dir"]),
             dataset=Path(fields["dataset"]),
             output_dir=Path(fields["output_dir"]),
             hyperparameters=Hyperparameters.from_dict(fields.get("hyperparameters", {})),
-            num_threads=num_threads,
+            num_threads=fields.get("num_threads"),
             base_model=str(fields.get("base_model") or ""),
-            gpu_share=gpu_share,
+            gpu_share=fields.get("gpu_share"),
+            most_steps=fields.get("most_steps"),
+            most_tokens=fields.get("most_tokens"),
+            validation_dataset=Path(validation) if validation else None,
+            salt=str(fields.get("salt") or ""),
+            warm_start=Path(warm_start) if warm_start else None,
+            checkpoint=Path(checkpoint) if checkpoint else None,
+            checkpoint_s=float(fields.get("checkpoint_s", CHECKPOINT_S)),
         )
         if not (job.base_model_dir / "config.json").is_file():
             raise JobError("base_model_dir", "there is no model there")
-        if not job.dataset.is_file():
-            raise JobError("dataset", "there is no such file")
+        for name, read in (
+            ("dataset", job.dataset),
+            ("validation_dataset", job.validation_dataset),
+            ("warm_start", job.warm_start),
+        ):
+            if read is not None and not read.is_file():
+                raise JobError(name, "there is no such file")
         if job.output_dir.exists():
             raise JobError("output_dir", "it exists already")
         return job

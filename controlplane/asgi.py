@@ -33,10 +33,10 @@ from controlplane.gateway.known_callers import is_known  # noqa: E402
 from controlplane.gateway.lorax.urls import PATHS as LORAX_PATHS  # noqa: E402
 from controlplane.infra import metrics  # noqa: E402
 from controlplane.queue.dispatcher import close_dispatcher, get_dispatcher  # noqa: E402
-from controlplane.training.services import MAX_DATASET_BYTES  # noqa: E402
+from controlplane.training.services import MAX_DIRECT_BYTES  # noqa: E402
 
 #: A dataset and the form that contains it.
-MAX_SITE_BODY_BYTES = MAX_DATASET_BYTES + 1024**2
+MAX_SITE_BODY_BYTES = MAX_DIRECT_BYTES + 1024**2
 #: For the keys' last uses, when the server ends.
 _LAST_NOTES_S = 2.0
 

@@ -1,4 +1,4 @@
-"""The Celery application: queues `ingest`, `ops` and `train`; beat fires what settings lists."""
+"""The Celery application: queues `ingest`, `ops`, `train`, `inspect`; beat follows the settings."""
 
 import logging.config
 import os

@@ -10,9 +10,11 @@ from django.core.exceptions import ImproperlyConfigured
 
 from contract.child_environment import child_environment
 from contract.gpu_share import trainer_gpu_share
+from controlplane.beat import beat_schedule
 from controlplane.infra.daily_window import DailyWindow
 from controlplane.infra.logs import WrongSetting, logging_config
 from controlplane.infra.mail import email_settings
+from controlplane.infra.outbound_policy import hub_endpoint, outbound_policy
 from controlplane.rest.framework import REST_FRAMEWORK, SPECTACULAR_SETTINGS  # noqa: F401
 from controlplane.tenancy.database.patient import PatientConnection
 from controlplane.tenancy.scope import add_tenant
@@ -86,18 +88,25 @@ INSTALLED_APPS = [
     "drf_spectacular_sidecar",
     "controlplane.tenancy.database",
     "controlplane.audit",
+    "controlplane.outbox",
     "controlplane.tenants",
     "controlplane.service_keys",
     "controlplane.adapters",
+    "controlplane.aliases",
     "controlplane.inference",
     "controlplane.requestlog",
     "controlplane.queue",
     "controlplane.limits",
     "controlplane.training",
+    "controlplane.inspections",
+    "controlplane.evaluations",
+    "controlplane.morning",
     "controlplane.deletion",
     "controlplane.files",
     "controlplane.batches",
+    "controlplane.fine_tuning",
     "controlplane.usage",
+    "controlplane.webhooks",
     "controlplane.console",
     "controlplane.maintenance",
 ]
@@ -298,12 +307,19 @@ TENANT_QUOTAS = {
     "training_at_once": int(env("LORIKEET_TENANT_TRAINING_AT_ONCE", "1")),
     "training_steps": int(env("LORIKEET_TENANT_TRAINING_STEPS", "20000")),
     "training_tokens": int(env("LORIKEET_TENANT_TRAINING_TOKENS", "250000000")),
+    "training_device_seconds": int(env("LORIKEET_TENANT_TRAINING_DEVICE_SECONDS", "86400")),
     "adapter_checks": int(env("LORIKEET_TENANT_ADAPTER_CHECKS", "20")),
 }
+#: Most bytes of a dataset, all its parts together, of any tenant.
+MAX_DATASET_BYTES = int(env("LORIKEET_MAX_DATASET_BYTES", str(2 * 1024**3)))
 #: Time limit of a training run, and so the longest wait of another tenant's first run.
 TRAINING_MAX_RUN_S = float(env("LORIKEET_TRAINING_MAX_RUN_S", str(4 * 3600)))
 if TRAINING_MAX_RUN_S > 11 * 3600:
     raise ImproperlyConfigured("LORIKEET_TRAINING_MAX_RUN_S is above 39600")
+#: How many queued runs of one base model a trainer takes at once; 1: a child process for each.
+TRAIN_BATCH = int(env("LORIKEET_TRAIN_BATCH", "1"))
+if not 1 <= TRAIN_BATCH <= 256:
+    raise ImproperlyConfigured("LORIKEET_TRAIN_BATCH is not a number from 1 to 256")
 try:
     #: When training runs may begin; None: at any time.
     TRAINING_WINDOW = DailyWindow.parse(env("LORIKEET_TRAINING_WINDOW", ""))
@@ -316,8 +332,19 @@ try:
 except ValueError as error:
     raise ImproperlyConfigured(str(error)) from error
 
+#: Whether a version waits until a worker agrees with PEFT: see `controlplane.adapters.probing`.
+PROBE = env("LORIKEET_PROBE", "try")
+if PROBE not in ("require", "try", "off"):
+    raise ImproperlyConfigured("LORIKEET_PROBE is none of require, try and off")
+PROBE_WAIT_S = float(env("LORIKEET_PROBE_WAIT_S", "120"))
+
 #: Seconds in which new workers should have done what waits; lower: more are asked for.
 TARGET_WAIT_S = float(env("LORIKEET_TARGET_WAIT_S", "10"))
+#: How long making a version live waits until all workers have loaded it; 10 at most.
+PREFETCH_WAIT_S = min(10.0, float(env("LORIKEET_PREFETCH_WAIT_S", "5")))
+#: How often workers are asked for the adapters that are kept warm; a pin lasts for six turns, and
+#: workers end it after ten minutes.
+WARMTH_TURN_S = min(100.0, max(1.0, float(env("LORIKEET_WARMTH_TURN_S", "20"))))
 
 CELERY_BROKER_URL = env("CELERY_BROKER_URL", REDIS_URL)
 CELERY_TASK_IGNORE_RESULT = True
@@ -329,6 +356,10 @@ CELERY_BROKER_CONNECTION_RETRY_ON_STARTUP = True
 CELERY_TASK_ROUTES = {
     "controlplane.adapters.tasks.*": {"queue": "ingest"},
     "controlplane.training.tasks.training_run_execute": {"queue": "train"},
+    "controlplane.training.tasks.dataset_report": {"queue": "inspect"},
+    "controlplane.training.tasks.dataset_pulls_run": {"queue": "ingest"},
+    "controlplane.inspections.tasks.adapter_inspect": {"queue": "inspect"},
+    "controlplane.evaluations.tasks.evaluation_run": {"queue": "inspect"},
 }
 CELERY_BROKER_TRANSPORT_OPTIONS = {
     # Longer than any training run: after this time Redis redelivers an unacknowledged task.
@@ -338,45 +369,11 @@ CELERY_BROKER_TRANSPORT_OPTIONS = {
     "socket_connect_timeout": 5,
     "socket_keepalive": True,
 }
-CELERY_BEAT_SCHEDULE = {
-    "fire due schedules": {
-        "task": "controlplane.training.tasks.schedules_fire",
-        "schedule": float(env("LORIKEET_SCHEDULE_TICK_S", "20")),
-    },
-    "remove replaced datasets": {
-        "task": "controlplane.training.tasks.datasets_sweep",
-        "schedule": 900.0,
-    },
-    "take up lost uploads": {
-        "task": "controlplane.adapters.tasks.adapter_versions_sweep",
-        "schedule": 300.0,
-    },
-    "forget the prompts of dead letters": {
-        "task": "controlplane.delivery.tasks.dead_letter_prompts_forget",
-        "schedule": 3600.0,
-    },
-    "forget old requests": {
-        "task": "controlplane.requestlog.tasks.requests_forget",
-        "schedule": 3600.0,
-    },
-    "forget old usage": {"task": "controlplane.usage.tasks.usage_forget", "schedule": 3600.0},
-    "delete tenants": {
-        "task": "controlplane.deletion.tasks.tenants_delete",
-        "schedule": 60.0,
-    },
-    "remove old files and uploads": {
-        "task": "controlplane.files.tasks.files_sweep",
-        "schedule": float(env("LORIKEET_FILES_SWEEP_S", "300")),
-    },
-    "forget sessions that are over": {
-        "task": "controlplane.signin.tasks.sessions_forget",
-        "schedule": 24 * 3600.0,
-    },
-    "forget idempotency keys": {
-        "task": "controlplane.tenants.tasks.idempotency_records_expire",
-        "schedule": 3600.0,
-    },
-}
+CELERY_BEAT_SCHEDULE = beat_schedule(
+    schedule_tick_s=float(env("LORIKEET_SCHEDULE_TICK_S", "20")),
+    files_sweep_s=float(env("LORIKEET_FILES_SWEEP_S", "300")),
+    warmth_turn_s=WARMTH_TURN_S,
+)
 
 S3_ENDPOINT_URL = env("S3_ENDPOINT_URL")
 #: How clients reach S3: presigned URLs carry this host.
@@ -386,16 +383,28 @@ S3_SECRET_ACCESS_KEY = env("S3_SECRET_ACCESS_KEY")
 S3_BUCKET = env("S3_BUCKET", "lorikeet")
 S3_REGION = env("S3_REGION", "us-east-1")
 
+#: Which addresses that tenants name may be called: `infra.outbound`.
+OUTBOUND = outbound_policy(
+    env("LORIKEET_OUTBOUND_HOSTS", ""),
+    env("LORIKEET_OUTBOUND_ALLOWED_NETWORKS", ""),
+    env("LORIKEET_OUTBOUND_DENIED_NETWORKS", ""),
+    env("LORIKEET_OUTBOUND_CA_PATH", ""),
+    *(BASE_URL, S3_ENDPOINT_URL, S3_PUBLIC_ENDPOINT_URL, REDIS_URL, CELERY_BROKER_URL),
+    *(env("DATABASE_URL"), env("DATABASE_OWNER_URL", "")),
+)
+
+#: The Hub that adapters are imported from; empty: none.
+HUB_ENDPOINT = hub_endpoint(OUTBOUND, os.environ.get("LORIKEET_HUB_ENDPOINT"))
+
 #: A training child's environment: it has none of the variables above.
 TRAINER_ENVIRONMENT = child_environment(os.environ)
 
 #: The base model's folder, and the parent of further ones; only training tasks use them.
 BASE_MODEL = env("LORIKEET_BASE_MODEL", "")
 BASE_MODEL_NAME = env("LORIKEET_BASE_MODEL_NAME", "")
+BASE_MODEL_REPOSITORY = env("LORIKEET_BASE_MODEL_REPOSITORY", "")
 # The download of a repository records its commit; the setting may be a branch.
-BASE_MODEL_REVISION = (
-    "" if env("LORIKEET_BASE_MODEL_REPOSITORY", "") else env("LORIKEET_BASE_MODEL_REVISION", "")
-)
+BASE_MODEL_REVISION = "" if BASE_MODEL_REPOSITORY else env("LORIKEET_BASE_MODEL_REVISION", "")
 #: BASE_MODEL's path outside the container; its last part is the model's default name.
 BASE_MODEL_ORIGIN = env("LORIKEET_BASE_MODEL_FOLDER", "")
 BASE_MODEL_DIR = Path(env("LORIKEET_BASE_MODEL_DIR", str(BASE_DIR / ".cache" / "base")))

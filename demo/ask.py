@@ -46,7 +46,8 @@ class Answer:
     total_s: float
 
 
-def _client(state: DemoState, tenant: TenantState) -> openai.AsyncOpenAI:
+def client_of(state: DemoState, tenant: TenantState) -> openai.AsyncOpenAI:
+    """Return the official client with a tenant's key."""
     return openai.AsyncOpenAI(
         base_url=f"{state.base_url}/v1", api_key=tenant.api_key, max_retries=1, timeout=300
     )
@@ -59,7 +60,7 @@ async def ask_everybody(state: DemoState) -> list[Answer]:
 
 async def _ask_streamed(state: DemoState, tenant: TenantState) -> Answer:
     messages = score.heldout(tenant.slug)[0]["messages"]
-    async with _client(state, tenant) as client:
+    async with client_of(state, tenant) as client:
         started = time.monotonic()
         first: float | None = None
         pieces: list[str] = []
@@ -89,7 +90,7 @@ async def _ask_streamed(state: DemoState, tenant: TenantState) -> Answer:
 async def ask_with_schema(state: DemoState, tenant: TenantState) -> dict[str, Any]:
     """Ask the tenant's adapter with `INVOICE_SCHEMA`. -> the parsed answer."""
     messages = score.heldout(tenant.slug)[1]["messages"]
-    async with _client(state, tenant) as client:
+    async with client_of(state, tenant) as client:
         response = await client.chat.completions.create(
             model=tenant.adapter,
             messages=messages,
@@ -127,7 +128,7 @@ async def measure(
         report(done / (2 * len(rows)), f"{done}/{2 * len(rows)} prompts")
         return score.invoice_fields(response.choices[0].message.content or "", row["expected"])
 
-    async with _client(state, tenant) as client:
+    async with client_of(state, tenant) as client:
         models = (base_model, tenant.adapter)
         results = await asyncio.gather(
             *(fields(client, model, row) for model in models for row in rows)

@@ -12,7 +12,7 @@ import httpx
 from demo.errors import StepFailed
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
-VALIDATION_TIMEOUT_S = 120.0
+VALIDATION_TIMEOUT_S = 240.0  # it may wait 120 s for its probe
 
 
 class ManagementClient:
@@ -68,7 +68,7 @@ class ManagementClient:
                 raise StepFailed(
                     "the adapter was rejected",
                     details=json.dumps(version["reasons"], indent=2),
-                    advice="the reasons say what is wrong with the file; delete .demo/trained",
+                    advice="the reasons say what is wrong with the file",
                 )
             time.sleep(0.25)
         raise StepFailed(

@@ -16,7 +16,9 @@ from demo.processes import ChildProcess, Command
 from demo.seed import ROOT
 
 POOL = "default"
-NAMES = ("worker", "web", "accountant", "batch-runner", "celery", "trainer", "beat")
+NAMES = (
+    *("worker", "web", "accountant", "batch-runner", "celery", "trainer", "inspector", "beat"),
+)
 #: The same after every restart, so that the worker keeps its inbox.
 WORKER_ID = "demo-1"
 #: A cold start reads the model and imports torch on a machine that may be busy.
@@ -86,6 +88,9 @@ class Platform:
         self.trainer = self._process(
             "trainer", *celery, "worker", "-Q", "train", "-c", "1", "-n", "train@%h", *quiet
         )
+        self.inspector = self._process(
+            "inspector", *celery, "worker", "-Q", "inspect", "-c", "1", "-n", "inspect@%h", *quiet
+        )
         self.beat = self._process(
             "beat", *celery, "beat", "--loglevel=INFO", f"--schedule={beat_file}", "--pidfile="
         )
@@ -100,6 +105,7 @@ class Platform:
             self.batch_runner,
             self.celery,
             self.trainer,
+            self.inspector,
             self.beat,
         )
 

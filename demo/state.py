@@ -35,8 +35,12 @@ class DemoState:
     operator_password: str
     tenants: list[TenantState]
     is_seeded: bool = False
+    #: Whether the tenants' schedules are set, and were run once.
+    is_scheduled: bool = False
     #: Share of right fields on the held-out invoices: {"prompts", "base", "adapter"}.
     measured: dict[str, Any] | None = None
+    #: The number of acme's second version, which is held back; None until it is ready.
+    held_version: int | None = None
 
     @property
     def base_url(self) -> str:

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeVar
 
 import openai
 
-from demo import ask, seed, training
+from demo import ask, release, seed, training
 from demo.client import ManagementClient
 from demo.data import score
 from demo.errors import StepFailed
@@ -77,13 +77,15 @@ class Demo:
             base_url=state.base_url,
             base_model_dir=self.base_model_dir,
         )
+        env["LORIKEET_TRAIN_BATCH"] = "8"  # both tenants' runs in one batch
         self._convert_base_model(env)
         self._seed(env, state)
-        self._train(env, state)
+        self._schedule(env, state)
         self._start_platform(env, state, stack)
-        self._upload(state)
+        self._train(state)
         self._measure(state)
         self._show(state)
+        self._release(state)
         write_private(self.ready_file, state.ready(self._metrics_ports))
         self._greet(state, time.monotonic() - started)
 
@@ -139,20 +141,14 @@ class Demo:
     def _adapter_folder(self, tenant: str) -> Path:
         return self.folder / "trained" / tenant
 
-    def _train(self, env: dict[str, str], state: DemoState) -> None:
-        for tenant in state.tenants:
-            output = self._adapter_folder(tenant.slug)
-            if output.exists():
-                continue
-            title = f"Trained {tenant.slug}'s adapter “{tenant.adapter}”"
-            with self.screen.bar(title) as report:
-                training.train(
-                    tenant.slug,
-                    output,
-                    base_model_dir=self.base_model_dir,
-                    env=env,
-                    report=report,
-                )
+    def _schedule(self, env: dict[str, str], state: DemoState) -> None:
+        """Have both adapters trained by schedules, which run once now."""
+        if state.is_scheduled or all(tenant.digest for tenant in state.tenants):
+            return
+        with self.screen.step("Datasets uploaded; schedules set, and run once now"):
+            training.schedule(env, state.tenants)
+        state.is_scheduled = True
+        state.save(self._state_file)
 
     def _start_platform(self, env: dict[str, str], state: DemoState, stack: EmbeddedStack) -> None:
         platform = Platform(env, folder=self.folder, port=state.web_port)
@@ -166,21 +162,20 @@ class Demo:
             self._supervisor.watch(server)
         self._supervisor.run_in_background()
 
-    def _upload(self, state: DemoState) -> None:
+    def _train(self, state: DemoState) -> None:
+        """Wait until the schedules' runs have made a version of each adapter."""
+        if all(tenant.digest for tenant in state.tenants):
+            return
+        adapters = " and ".join(f"“{each.adapter}”" for each in state.tenants)
+        with self.screen.bar(f"Trained {adapters} by their schedules, checked, ready") as report:
+            versions = training.wait_until_trained(state, report)
         for tenant in state.tenants:
-            if tenant.digest:
-                continue
-            with (
-                self.screen.step(f"Uploaded {tenant.slug}'s adapter, checked, ready"),
-                contextlib.closing(ManagementClient(state.base_url, tenant.api_key)) as client,
-            ):
-                version = client.upload_adapter(
-                    tenant.adapter,
-                    self._adapter_folder(tenant.slug),
-                    base_model=PACKAGED_MODEL,
-                )
-            tenant.digest = version["digest"]
-            state.save(self._state_file)
+            number = versions[tenant.slug]["number"]
+            with contextlib.closing(ManagementClient(state.base_url, tenant.api_key)) as client:
+                folder = self._adapter_folder(tenant.slug)
+                training.download(client, tenant.adapter, number, folder)
+            tenant.digest = versions[tenant.slug]["digest"]
+        state.save(self._state_file)
 
     def _measure(self, state: DemoState) -> None:
         if state.measured is None:
@@ -218,14 +213,40 @@ class Demo:
             invoice = _asked(ask.ask_with_schema(state, acme))
         self.screen.print(_indent(json.dumps(invoice, ensure_ascii=False)))
 
+    def _release(self, state: DemoState) -> None:
+        """Hold a second version back, and try it on a tenth of the callers."""
+        acme = state.tenants[0]
+        with contextlib.closing(ManagementClient(state.base_url, acme.api_key)) as client:
+            if state.held_version is None:
+                with self.screen.step("Uploaded a second version of acme's adapter: held back"):
+                    trained = self._adapter_folder(acme.slug)
+                    folder = release.second_version(trained, trained.with_name("acme-second"))
+                    version = client.upload_adapter(acme.adapter, folder, base_model=PACKAGED_MODEL)
+                state.held_version = version["number"]
+                state.save(self._state_file)
+            number = state.held_version
+            with self.screen.step(f"Waited for the doctor's report on version {number}"):
+                is_finished = release.wait_for_report(client, acme.adapter, number)
+            if not is_finished:
+                self.screen.print("  it is not finished: .demo/logs/inspector.log says why")
+            release.make_canary(client, acme, number)
+        with self.screen.step(f"Asked “{release.ALIAS}” for {release.NUM_CALLERS} callers"):
+            told = _asked(release.ask_as_callers(state, acme))
+        self.screen.print(release.summary(told, number))
+
     def _greet(self, state: DemoState, seconds: float) -> None:
         acme = state.tenants[0]
+        held = f"{state.base_url}/console/adapters/{acme.adapter}/versions/{state.held_version}"
         lines = [
             "",
             f"Ready after {seconds:.0f} s. Everything is also in {self.ready_file}",
             "",
             f"  Console    {state.ready()['console_url']}",
             *(f"             {tenant.email}  {tenant.password}" for tenant in state.tenants),
+            f"  Last night {state.base_url}/console/morning",
+            f"  Canary     {state.base_url}/console/aliases/{release.ALIAS}",
+            f"  Doctor     {held}/doctor",
+            f"  Version {state.held_version}  {held}",
             f"  Operator   {state.base_url}/admin/",
             f"             {state.operator_email}  {state.operator_password}",
             "",

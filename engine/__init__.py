@@ -31,6 +31,7 @@ from engine.errors import (
 from engine.request import (
     AdapterPart,
     FinishReason,
+    KeptPrefix,
     Priority,
     Request,
     RequestOutput,
@@ -71,6 +72,7 @@ __all__ = [
     "EngineStats",
     "FinishReason",
     "InvalidPrompt",
+    "KeptPrefix",
     "OutOfMemory",
     "OutOfPages",
     "PinLimitExceeded",

@@ -38,6 +38,7 @@ class EngineConfig:
     page_size             tokens per page
     prefix_cache          keep the KV of full pages, for requests that begin with the same tokens
     pin_share             of the arena's pages, what pinned prefixes may take at most
+    adapter_pin_share     of the arena's pages, what pinned adapters may take at most
     num_threads           torch's CPU threads; None: leave them
     loader_threads        adapters read from disk at a time
     max_prefetch          missing adapters of waiting requests that are loaded ahead of them
@@ -50,6 +51,8 @@ class EngineConfig:
     max_wait_s            seconds that an interactive request waits at most, in all, for requests
                           that came later, whatever their adapter or priority; then they give way
     max_batch_wait_s      the same for a batch request
+    speculation           on a CPU, draft tokens and verify them in one pass: the same answers in
+                          fewer steps (docs/speculation.md)
     """
 
     model_dir: Path
@@ -68,6 +71,7 @@ class EngineConfig:
     page_size: int = 16
     prefix_cache: bool = True
     pin_share: float = 0.25
+    adapter_pin_share: float = 0.25
     num_threads: int | None = None
     loader_threads: int = 2
     max_prefetch: int = 16
@@ -77,10 +81,12 @@ class EngineConfig:
     max_skips: int = 64
     max_wait_s: float = 5.0
     max_batch_wait_s: float = 120.0
+    speculation: bool = False
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.pin_share <= 1.0:
-            raise ValueError(f"pin_share is {self.pin_share}, not from 0 to 1")
+        for name in ("pin_share", "adapter_pin_share"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"{name} is {getattr(self, name)}, not from 0 to 1")
         if not 0.0 <= self.reserved_share < 1.0:
             raise ValueError(f"reserved_share is {self.reserved_share}, not from 0 to below 1")
         if self.dtype not in (None, "float32", "bfloat16"):

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from engine.adapters.host_memory import HostMemory
 from engine.adapters.loader import LoadLimits
 from engine.adapters.store import AdapterStore
 from engine.config import EngineConfig
+from engine.drafts.speculation import MAX_DRAFTS, Speculation
 from engine.errors import RequestError
 from engine.execution.batch import BatchBuilder
 from engine.execution.in_flight import InFlightStep
@@ -26,12 +28,12 @@ from engine.memory.pinned_prefixes import PinnedPrefixes
 from engine.memory.prefix_cache import PrefixCache
 from engine.model.config import ModelConfig
 from engine.model.weights import Weights
-from engine.request import AdapterPart, FinishReason, Request, RequestOutput
+from engine.request import AdapterPart, FinishReason, KeptPrefix, Request, RequestOutput
 from engine.requests import RequestTable
 from engine.sampling.grammar import Grammars
-from engine.sampling.logits import LogitsProcessor, as_engine_error, checked, overflow_of
+from engine.sampling.logits import LogitsProcessor, checked, overflow_of
 from engine.sampling.sampler import Sampled, Sampler
-from engine.sampling.stopping import check_stop, is_full
+from engine.sampling.stopping import is_full
 from engine.scheduling.deadlines import Deadlines
 from engine.scheduling.scheduler import Scheduler
 from engine.sequence import Sequence, Step
@@ -73,23 +75,26 @@ class Engine:
             torch.set_num_threads(config.num_threads)
         self.model = model = model or ModelConfig.from_folder(config.model_dir)
         self._clock = clock
-        self._context_limit = config.context_limit(model)
+        limit = self._context_limit = config.context_limit(model)
         self._runner = ModelRunner(config, model, weights)
         self._in_flight: InFlightStep | None = None
-        self._pool = self._make_pool(config)
+        max_kv, max_adapter = config.page_limits(model, num_pages := self._runner.arena.shape[0])
+        self._pool = PagePool(num_pages, max_kv=max_kv, max_adapter=max_adapter)
         self._prefixes = PrefixCache(self._pool, is_enabled=config.prefix_cache)
         self._store = self._make_store(config, digest_of)
+        most = int(config.pin_share * num_pages)
+        self._pins = PinnedPrefixes(self._prefixes, config.page_size, most, self._store.versions)
         self._scheduler = Scheduler(
             pool=self._pool,
             adapters=self._store,
             prefixes=self._prefixes,
             page_size=config.page_size,
             limits=config.scheduler_limits,
+            let_pinned_go=partial(self._pins.let_go, self._store.prefetches.let_pinned_go),
             window=config.kv_window(model),
         )
-        self._deadlines = Deadlines(config.max_step_tokens, self._scheduler.count_uncomputed)
-        most = int(config.pin_share * self._pool.num_pages)
-        self._pins = PinnedPrefixes(self._prefixes, config.page_size, most, self._store.versions)
+        count, rows = self._scheduler.count_uncomputed, 1 + MAX_DRAFTS * config.speculation
+        self._deadlines = Deadlines(config.max_step_tokens, count, rows)
         self._validator = RequestValidator(
             config,
             model,
@@ -112,6 +117,8 @@ class Engine:
             stop_ids=self._validator.stop_ids,
             clock=clock,
         )
+        self._speculation = Speculation(config, self._scheduler.tables, self._grammars, limit)
+        self.forget_answers = self._speculation.forget_answers
         self._num_steps = self._num_generated = 0
         self._step_counts = StepCounts()
 
@@ -124,11 +131,6 @@ class Engine:
             buffers=self._runner.entry_buffers,
             has_row_tables=config.runs_triton,
         )
-
-    def _make_pool(self, config: EngineConfig) -> PagePool:
-        num_pages = self._runner.arena.shape[0]
-        max_kv, max_adapter = config.page_limits(self.model, num_pages)
-        return PagePool(num_pages, max_kv=max_kv, max_adapter=max_adapter)
 
     def _make_store(self, config: EngineConfig, digest_of: DigestOf | None) -> AdapterStore:
         model, runner = self.model, self._runner
@@ -143,6 +145,7 @@ class Engine:
                 num_threads=config.loader_threads,
                 max_prefetch=config.max_prefetch,
                 timeout_s=config.load_timeout_s,
+                max_pinned=int(config.adapter_pin_share * runner.arena.shape[0]),
             ),
             clock=self._clock,
         )
@@ -158,14 +161,18 @@ class Engine:
         """
         self._store.register(digest, path)
 
-    def prefetch(self, digest: str) -> None:
-        """Have a registered adapter read into host memory before a request needs it.
+    def prefetch(self, digest: str, *, to_arena: bool = False) -> None:
+        """Have a registered adapter read into host memory, or the arena, before a request needs it.
 
         A thread reads it during the following steps, once requests leave a thread and room for it;
         `has_work` is true until then. If it cannot be read, `adapter_status` says why, and so do
         the requests that need it. Raises UnknownAdapter.
         """
-        self._store.prefetch(digest)
+        self._store.prefetch(digest, to_arena=to_arena)
+
+    def pin_adapters(self, wanted: SequenceOf[tuple[str, str]]) -> None:
+        """Keep these in the arena, as (tenant, digest), as far as limits allow, and no others."""
+        self._store.prefetches.pin(wanted)
 
     def adapter_status(self, digest: str) -> AdapterStatus | None:
         """Return where an adapter is and why it could not be loaded; None if it is not known."""
@@ -176,6 +183,7 @@ class Engine:
         self._store.unregister(digest)
         self._runner.forget_adapter(digest)
         self._pins.forget_adapter(digest)
+        self._speculation.forget_adapter(digest)
         self._compute_pins()
 
     # Requests
@@ -228,6 +236,11 @@ class Engine:
         self._pins.remove(self._pins.request_for(tenant_id, adapters, token_ids))
         self._compute_pins()
 
+    def keep_prefixes(self, wanted: SequenceOf[KeptPrefix]) -> None:
+        """Pin these as leases, as far as limits allow, and no others so; `stats` names them."""
+        self._pins.keep(wanted)
+        self._compute_pins()
+
     def cancel(
         self,
         request_id: str,
@@ -241,19 +254,16 @@ class Engine:
         self._requests.finish_later(request_id, reason, index=index)
 
     def has_work(self) -> bool:
-        """Whether `step` has anything to do, now or as soon as an adapter or grammar is ready.
-
-        An adapter that is being prefetched counts as work.
-        """
+        """Whether `step` has anything to do, now or when an adapter, also a prefetched one, or a
+        grammar is ready."""
         return bool(self._requests) or self._in_flight is not None or self._store.is_prefetching
 
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
-        """Run one iteration: at most one new token for every running request.
+        """Run one iteration: one new token for every running request, more where drafts are right.
 
-        A CPU's step is committed by the call that launched it, a GPU's by the next call: that one
-        first schedules and launches the step after it, with placeholders for the tokens, if the
-        device can choose them from the logits alone.
+        A CPU's step is committed by the call that launched it, a GPU's by the next: that one first
+        launches the step after it, if the device can choose its tokens from the logits alone.
         """
         began_at = time.perf_counter()
         now = self._poll()
@@ -263,6 +273,7 @@ class Engine:
             previous, self._in_flight = self._in_flight, None
             step = self._schedule(previous, now)
             if step.rows:
+                self._speculation.propose(step)
                 batch = None if step.new_pages is not None else self._builder.build(step)
                 self._in_flight = self._runner.launch(step, batch, self._logits_processor)
             outputs += self._commit(previous, now)
@@ -271,8 +282,8 @@ class Engine:
                 break
             # Nothing was launched over the placeholders, or one was wrong: once more, without any.
         if self._in_flight is not None and self._in_flight.is_done:  # on a CPU
-            done, self._in_flight = self._in_flight, None
-            outputs += self._commit(done, now)
+            previous, self._in_flight = self._in_flight, None
+            outputs += self._commit(previous, now)
         if step.rows:
             self._step_counts.add(len(step.rows), time.perf_counter() - began_at)
         elif not outputs:
@@ -293,12 +304,16 @@ class Engine:
             pinned_pages=pinned,
             adapter_pages=self._pool.num_used(PageUse.ADAPTER),
             resident_digests=self._store.resident_digests,
+            host_digests=self._store.host_digests,
+            pinned_digests=self._store.prefetches.pinned_digests,
+            kept_prefixes=self._pins.kept_names,
             num_adapters=self._store.num_registered,
             num_generated=self._num_generated,
             preemptions=dict(self._scheduler.preemptions),
             step_rows=self._step_counts.rows.copy(),
             step_seconds=self._step_counts.seconds.copy(),
             adapter_loads=self._store.load_counts,
+            drafts=self._speculation.read_counts(),
         )
 
     def check_integrity(self) -> None:
@@ -308,9 +323,8 @@ class Engine:
         self._prefixes.check_integrity()
         self._pins.check_integrity()
         tables = [sequence.pages for sequence in self._scheduler.running]
-        cached = self._prefixes.owned_pages()
-        pinned = self._pins.owned_pages()
-        self._pool.check_integrity([*tables, *self._store.owned_pages(), cached, *pinned])
+        cached = [self._prefixes.owned_pages(), *self._pins.owned_pages()]
+        self._pool.check_integrity([*tables, *self._store.owned_pages(), *cached])
         known = self._requests.all_sequences()
         assert known == {*self._scheduler.waiting, *self._scheduler.running}
         self._grammars.check_integrity(known)
@@ -341,8 +355,7 @@ class Engine:
             return
         for sequence in self._scheduler.waiting:
             for digest in sequence.digests:
-                error = self._store.error(digest)
-                if error is not None:
+                if (error := self._store.error(digest)) is not None:
                     self._fail(sequence, error)
 
     def _compute_pins(self) -> None:
@@ -400,8 +413,23 @@ class Engine:
         overflowed = launched.scores.tell() if launched.scores is not None else []
         for sequence in overflowed:
             self._fail(sequence, overflow_of(sequence))
+        outputs = self._take(launched, sampling, sampled, overflowed)
+        if launched.drafted is not None:
+            for sequences, tokens in launched.drafted.go_on(self._scheduler.commit):
+                outputs += self._take(launched, sequences, list(map(checked, sequences, tokens)))
+        self._speculation.settle()
+        return outputs
+
+    def _take(
+        self,
+        launched: InFlightStep,
+        sequences: list[Sequence],
+        tokens: list[Sampled],
+        overflowed: SequenceOf[Sequence] = (),
+    ) -> list[RequestOutput]:
+        """Append one token to each sequence."""
         outputs = []
-        for sequence, token in zip(sampling, sampled, strict=True):
+        for sequence, token in zip(sequences, tokens, strict=True):
             if sequence.has_ended:  # in the step before, when this one was in flight
                 continue
             error = overflow_of(sequence) if sequence in overflowed else token.error
@@ -411,7 +439,7 @@ class Engine:
             else:
                 launched.resolve(sequence, token.token_id)
                 self._num_generated += 1
-                outputs.append(self._accept(sequence, token))
+                outputs.append(self._requests.accept(sequence, token, self._context_limit))
         return outputs
 
     def _wait(self) -> None:
@@ -420,22 +448,3 @@ class Engine:
             self._store.wait(_IDLE_WAIT_S)
         elif self._requests:
             time.sleep(_IDLE_WAIT_S)
-
-    def _accept(self, sequence: Sequence, sampled: Sampled) -> RequestOutput:
-        """Make the output for a sequence's newest token, and end the sequence if that is due."""
-        try:
-            matcher = self._grammars.matcher(sequence)
-            reason, is_text = check_stop(sequence, matcher, self._context_limit)
-        except Exception as error:  # raised by the request's own matcher
-            known = as_engine_error(sequence.request.request_id, error)
-            return self._requests.finish(sequence, FinishReason.ERROR, known)
-        output = self._requests.finish(sequence, reason) if reason else sequence.output()
-        if is_text:
-            output.token_ids = [sampled.token_id]
-        if sequence.request.sampling.logprobs is not None:
-            output.logprobs = [sampled.logprob] if is_text and sampled.logprob else []
-            is_end = not is_text and reason is FinishReason.STOP
-            output.end_logprob = sampled.logprob if is_end else None
-        if sequence.prompt_logprobs is not None:
-            output.prompt_logprobs = sequence.prompt_logprobs.take()
-        return output

@@ -112,6 +112,9 @@ class Request:
                  follows the grammar (in llguidance's Lark); at most one of them
     deadline     by the engine's clock (time.time by default); after it the request ends with
                  DeadlineExceeded, and before it with DeadlineUnreachable if it cannot be met
+    speculation  whether tokens may be drafted for it, if the engine does so
+    remember     whether its answer is remembered for drafts of the tenant's later requests with the
+                 same adapters, and those before it are used; of no use without an adapter
     """
 
     request_id: str
@@ -125,6 +128,8 @@ class Request:
     lark: str | None = None
     deadline: float | None = None
     priority: Priority = Priority.INTERACTIVE
+    speculation: bool = True
+    remember: bool = False
 
     def check(self, vocab_size: int) -> None:
         """Raise InvalidPrompt or RequestError naming the first field that is wrong."""
@@ -133,6 +138,14 @@ class Request:
         _check_integer("n", self.n, 1, MAX_SEQUENCES)
         if not isinstance(self.tenant_id, str):
             raise RequestError(f"tenant_id is {self.tenant_id!r}, not text", param="tenant_id")
+        if not isinstance(self.speculation, bool):
+            raise RequestError(
+                f"speculation is {self.speculation!r}, not true or false", param="speculation"
+            )
+        if not isinstance(self.remember, bool):
+            raise RequestError(
+                f"remember is {self.remember!r}, not true or false", param="remember"
+            )
         if self.priority not in tuple(Priority):
             raise RequestError(f"there is no priority {self.priority!r}", param="priority")
         # NaN is not equal to itself.
@@ -224,8 +237,13 @@ class RequestOutput:
     end_logprob       of the token that ended the request, which is not in token_ids
     prompt_logprobs   of the prompt's tokens from the second on, if asked for: under one index, with
                       its first token
+    adapter_bytes     in the last output: what the request's adapters take of the arena
+    adapter_load_s    in the last output: seconds of their last loads, from files to the arena
     finish_reason     set in the index's last output, which comes exactly once
     error             set when the reason is ERROR
+    accepted_drafts   drafted tokens so far that were right, so that no step was needed for them, by
+                      source; final in the last output, as is
+    num_rejected_drafts  those that were wrong or not needed
     """
 
     request_id: str
@@ -239,6 +257,28 @@ class RequestOutput:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_generated: int = 0
+    adapter_bytes: int = 0
+    adapter_load_s: float = field(default=0.0, compare=False)
+    accepted_drafts: Mapping[str, int] = field(default_factory=dict)
+    num_rejected_drafts: int = 0
+
+    @property
+    def num_accepted_drafts(self) -> int:
+        """Drafted tokens so far that were right, of all sources."""
+        return sum(self.accepted_drafts.values())
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPrefix:
+    """A prompt's beginning whose KV is to stay in the arena: see `Engine.keep_prefixes`.
+
+    name  identifies it; the same name means the same tenant, adapters and tokens
+    """
+
+    name: str
+    tenant_id: str
+    adapters: tuple[AdapterPart, ...]
+    token_ids: tuple[int, ...]
 
 
 def is_finite(value: Any) -> bool:

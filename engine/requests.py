@@ -14,7 +14,8 @@ from engine.pending_finishes import PendingFinishes
 from engine.request import FinishReason, Request, RequestOutput
 from engine.sampling.grammar import Grammars
 from engine.sampling.logits import as_engine_error
-from engine.sampling.sampler import Sampler
+from engine.sampling.sampler import Sampled, Sampler
+from engine.sampling.stopping import check_stop
 from engine.scheduling.deadlines import Deadlines
 from engine.scheduling.scheduler import Scheduler
 from engine.sequence import Sequence, Step
@@ -93,6 +94,9 @@ class RequestTable:
         """Remove the sequence from every owner; return its last output."""
         output = sequence.output()
         output.finish_reason, output.error = reason, error
+        loads = self._store.loads_of(sequence.digests)
+        output.adapter_bytes = sum(num_bytes for num_bytes, _ in loads)
+        output.adapter_load_s = sum(seconds for _, seconds in loads)
         sequence.has_ended = True
         self.release(sequence)
         self._sampler.remove(sequence)
@@ -103,6 +107,25 @@ class RequestTable:
             del self._sequences[request_id]
             self._deadlines.remove(request_id)
             self._pins.note_end(request_id, self._clock())
+        return output
+
+    def accept(self, sequence: Sequence, sampled: Sampled, context_limit: int) -> RequestOutput:
+        """Make the output for a sequence's newest token, and end the sequence if that is due."""
+        try:
+            matcher = self._grammars.matcher(sequence)
+            reason, is_text = check_stop(sequence, matcher, context_limit)
+        except Exception as error:  # raised by the request's own matcher
+            known = as_engine_error(sequence.request.request_id, error)
+            return self.finish(sequence, FinishReason.ERROR, known)
+        output = self.finish(sequence, reason) if reason else sequence.output()
+        if is_text:
+            output.token_ids = [sampled.token_id]
+        if sequence.request.sampling.logprobs is not None:
+            output.logprobs = [sampled.logprob] if is_text and sampled.logprob else []
+            is_end = not is_text and reason is FinishReason.STOP
+            output.end_logprob = sampled.logprob if is_end else None
+        if sequence.prompt_logprobs is not None:
+            output.prompt_logprobs = sequence.prompt_logprobs.take()
         return output
 
     def finish_later(

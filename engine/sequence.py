@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from dataclasses import dataclass, field
+from typing import Any
 
 from engine.errors import EngineError
 from engine.memory.prefix_cache import AdapterKey, PageKeys
@@ -68,12 +69,17 @@ class Sequence:
     versions      registration numbers of its adapters, in order: the content of each digest
     has_left      whether it has given back its pages; its last token may still be in flight
     num_skips     how often it was overtaken by a sequence of its class
+    num_drafted   tokens that were drafted for it so far
+    accepted      those that were right, by source
+    drafting      what engine.drafts keeps of it; None: nothing was drafted yet
     """
 
     __slots__ = (
+        "accepted",
         "adapter_key",
         "arrival",
         "digests",
+        "drafting",
         "has_ended",
         "has_left",
         "index",
@@ -81,6 +87,7 @@ class Sequence:
         "is_waiting_for_grammar",
         "num_cached",
         "num_computed",
+        "num_drafted",
         "num_dropped",
         "num_prompt",
         "num_skips",
@@ -125,6 +132,9 @@ class Sequence:
         self.has_left = False
         self.is_waiting_for_grammar = False
         self.num_skips = 0
+        self.num_drafted = 0
+        self.accepted: dict[str, int] = {}
+        self.drafting: Any = None
         # Set by the waiting queue: the rank, and how long it may wait for later arrivals.
         self.rank: tuple[int, int] = (0, arrival)
         self.patience: float | None = None
@@ -175,6 +185,8 @@ class Sequence:
             num_prompt_tokens=self.num_prompt,
             num_cached_tokens=self.num_cached or 0,
             num_generated=0 if self.request.sampling.max_tokens == 0 else self.num_generated,
+            accepted_drafts=dict(self.accepted),
+            num_rejected_drafts=self.num_drafted - sum(self.accepted.values()),
         )
 
     @property
@@ -185,15 +197,28 @@ class Sequence:
 
 @dataclass(slots=True)
 class Row:
-    """One sequence's share of a step: its next `num_tokens` tokens."""
+    """One sequence's share of a step: its next `num_tokens` tokens.
+
+    drafts  guesses of the tokens that follow its last one; `num_tokens` counts them too
+    sources of each draft, where it comes from
+    certain of each draft, whether it needs no logits: the grammar allows no other token there
+    """
 
     sequence: Sequence
     num_tokens: int
+    drafts: tuple[int, ...] = ()
+    sources: tuple[str, ...] = ()
+    certain: tuple[bool, ...] = ()
+
+    @property
+    def num_wanted(self) -> int:
+        """Logits that the row wants if it samples: of its last token and of its drafts."""
+        return 1 + len(self.drafts) - sum(self.certain)
 
     @property
     def samples(self) -> bool:
         """Whether the step computes the sequence's last token, so that a new one follows."""
-        return self.num_tokens == self.sequence.num_uncomputed
+        return self.num_tokens - len(self.drafts) == self.sequence.num_uncomputed
 
     @property
     def scored(self) -> range:
@@ -214,6 +239,7 @@ class Step:
     sampling   sequences that get a token, in the order of the rows; set by the launch
     new_pages  (row, index in its page table, page) of each new page, for a step that replays the
                one before, one token further; None for any other step
+    has_drafts whether any row has
     """
 
     budget: int
@@ -221,6 +247,7 @@ class Step:
     failed: list[tuple[Sequence, EngineError]] = field(default_factory=list)
     sampling: list[Sequence] = field(default_factory=list)
     new_pages: list[tuple[int, int, int]] | None = None
+    has_drafts: bool = False
 
     @property
     def num_tokens(self) -> int:

@@ -82,9 +82,23 @@ class LoadCounts:
     seconds: float = 0.0
     failures: int = 0
 
-    def add(self, seconds: float) -> None:
+    def add(self, seconds: float) -> float:
+        """Count a load that took so long. -> the seconds."""
         self.loads += 1
         self.seconds += max(0.0, seconds)
+        return max(0.0, seconds)
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """Drafted tokens of one source so far, and those of them that were right."""
+
+    drafted: int = 0
+    accepted: int = 0
+
+    def add(self, *, is_accepted: bool) -> None:
+        self.drafted += 1
+        self.accepted += is_accepted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,12 +112,16 @@ class EngineStats:
     pinned_pages        pages that pins hold, also if requests read them; not part of kv_pages
     cached_pages        free pages with prefixes that requests may reuse
     resident_digests    adapters in the arena, least recently used first
+    host_digests        adapters in host memory, the newest last
+    pinned_digests      adapters that stay in the arena also while no request uses them
+    kept_prefixes       names of the prefixes that `Engine.keep_prefixes` has and that are computed
     num_adapters        registered adapters
     num_generated       generated tokens so far
     preemptions         how many times running requests lost their pages so far, by cause
     step_rows           rows of each step so far
     step_seconds        time of each step so far
     adapter_loads       loads so far by tier: "host" memory, from files, and "arena", from there
+    drafts              drafted tokens so far by source; empty if the engine drafts none
     """
 
     step: int = 0
@@ -117,12 +135,22 @@ class EngineStats:
     pinned_pages: int = 0
     adapter_pages: int = 0
     resident_digests: tuple[str, ...] = ()
+    host_digests: tuple[str, ...] = ()
+    pinned_digests: tuple[str, ...] = ()
+    kept_prefixes: tuple[str, ...] = ()
     num_adapters: int = 0
     num_generated: int = 0
     preemptions: Mapping[PreemptionCause, int] = field(default_factory=dict)
     step_rows: Distribution | None = None
     step_seconds: Distribution | None = None
     adapter_loads: Mapping[str, LoadCounts] = field(default_factory=dict)
+    drafts: Mapping[str, DraftCounts] = field(default_factory=dict)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens that a request got from a step in which it got any, on average so far."""
+        accepted = sum(counts.accepted for counts in self.drafts.values())
+        return self.num_generated / max(1, self.num_generated - accepted)
 
     @property
     def num_preemptions(self) -> int:

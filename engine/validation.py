@@ -71,7 +71,7 @@ class RequestValidator:
         num_tokens = len(request.token_ids) + 1
         num_kv = self._most_held(num_tokens)
         num_adapter = self._store.most_pages(part.digest for part in request.adapters)
-        num_pinned = self._pins.num_pages
+        num_pinned = self._pins.num_lasting_pages
         if num_pinned:
             num_all = -(-num_tokens // self._config.page_size)
             # A request that asks for prompt_logprobs computes all of its prompt and shares no page.

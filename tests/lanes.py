@@ -4,6 +4,8 @@ All collect the same tests. Each takes the next group that no lane has taken yet
 left, so that they end at about the same time. A group is a module, or a package whose tests
 share a running platform. A test marked `alone` measures how soon something happens: the other lanes
 do nothing meanwhile.
+
+What fails is noted in the lanes' folder, so that `.ci/test` can run it again alone.
 """
 
 from __future__ import annotations
@@ -45,10 +47,12 @@ SLOW = (
     "controlplane/gateway/responses",
     "controlplane/maintenance/test_backup.py",
     "controlplane/test_contract.py",
+    "controlplane/deletion",
+    "controlplane/adapters/test_cut_uploads.py",
     "kernels",
     "controlplane/test_asgi.py",
+    "controlplane/console/test_playground_stream.py",
     "worker/test_schema_proof.py",
-    "worker/training/test_train_families.py",
     "controlplane/gateway/test_postgres_away.py",
     "worker/test_away.py",
     "worker/test_endings.py",
@@ -61,6 +65,7 @@ SLOW = (
     "engine/test_games.py",
     "engine/model/test_families.py",
     "engine/test_footprint.py",
+    "worker/training/test_train_families.py",
     "controlplane/training/test_bounds.py",
     "worker/grammar/test_grammars.py",
     "engine/execution/test_arena.py",
@@ -73,6 +78,7 @@ SLOW = (
     "controlplane/maintenance/test_doctor.py",
     "controlplane/management/test_adapters.py",
     "controlplane/tenancy/test_isolation.py",
+    "controlplane/adapters/test_uploads.py",
     "worker/test_redis_walls.py",
     "engine/adapters/test_adapter_pages.py",
     "engine/test_bare_machine.py",
@@ -86,7 +92,11 @@ SLOW = (
     "engine/memory/test_windows.py",
     "engine/test_oracle.py",
     "engine/dash/test_hub.py",
-    "controlplane/adapters/test_tensor_file.py",
+    "controlplane/adapters/test_bad_uploads.py",
+    "controlplane/adapters/test_retirement.py",
+    "controlplane/infra/test_sealed_child.py",
+    "contract/test_tensor_values.py",
+    "controlplane/adapters/test_files_fuzzed.py",
     "controlplane/adapters/test_configs_fuzzed.py",
     "controlplane/console/signin/test_oidc.py",
     "controlplane/test_broker.py",
@@ -107,7 +117,7 @@ SLOW = (
     "controlplane/queue/test_admission.py",
     "controlplane/training/test_schedules.py",
     "controlplane/operator",
-    "controlplane/adapters/test_validation.py",
+    "contract/test_upload_check.py",
     "controlplane/adapters/test_orphaned_objects.py",
     "controlplane/console/test_members.py",
     "controlplane/requestlog/test_log.py",
@@ -121,6 +131,7 @@ def run(session: pytest.Session, folder: Path) -> None:
 
     folder  empty when the lanes start, and the same for all
     """
+    session.config.pluginmanager.register(Failures(folder))
     items = _taken(session.items, folder)
     item = next(items, None)
     with _Turn(folder) as turn:
@@ -133,6 +144,18 @@ def run(session: pytest.Session, folder: Path) -> None:
             if session.shouldstop:
                 raise session.Interrupted(session.shouldstop)
             item = following
+
+
+class Failures:
+    """Writes the node ids of tests that failed to `folder`/failed, one a line, for all lanes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "failed"
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            with self._path.open("a") as file:
+                file.write(f"{report.nodeid}\n")
 
 
 def _taken(items: list[pytest.Item], folder: Path) -> Iterator[pytest.Item]:

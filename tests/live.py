@@ -16,9 +16,9 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from urllib.parse import urlsplit, urlunsplit
 
 import psycopg
@@ -30,6 +30,7 @@ from demo.ports import choose_ports
 from demo.stack import EmbeddedStack
 from tests.database import migrated_database, operator_url
 from tests.fakes import write_fake_base
+from tests.warm_start import WarmProcess, can_be_warm, warm_start
 
 ROOT = Path(__file__).parent.parent
 POOL = "live"
@@ -37,13 +38,45 @@ START_TIMEOUT_S = 120.0
 
 
 def wait_for(condition: Callable[[], Any], *, timeout_s: float = 15.0, what: str = "it") -> Any:
-    """What `condition` returns once that is true. Fails the test when it stays false."""
-    deadline = time.monotonic() + timeout_s
+    """What `condition` returns once that is true. Fails the test when it stays false.
+
+    It is looked at less and less often, at least ten times a second: to look is work for a server.
+    """
+    deadline, pause_s = time.monotonic() + timeout_s, 0.02
     while time.monotonic() < deadline:
         if result := condition():
             return result
-        time.sleep(0.02)
+        time.sleep(pause_s)
+        pause_s = min(0.1, 1.3 * pause_s)
     raise AssertionError(f"{what} did not happen within {timeout_s} s")
+
+
+def started(
+    argv: list[str], env: Mapping[str, str], output: IO[bytes]
+) -> subprocess.Popen[bytes] | WarmProcess:
+    """A child in its own session."""
+    if can_be_warm(argv, env):
+        return warm_start.popen(argv, env, output.fileno(), output.fileno())
+    return subprocess.Popen(
+        [sys.executable, *argv],
+        env=env,
+        cwd=ROOT,
+        stdout=output,
+        stderr=output,
+        start_new_session=True,
+    )
+
+
+def run_to_end(argv: Sequence[str], env: Mapping[str, str]) -> str:
+    """Standard output of a child that should succeed."""
+    if can_be_warm(argv, env):
+        status, stdout, stderr = warm_start.run(argv, env)
+    else:
+        command = [sys.executable, *argv]
+        done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+        status, stdout, stderr = done.returncode, done.stdout, done.stderr
+    assert status == 0, stderr
+    return stdout
 
 
 class Process:
@@ -53,14 +86,7 @@ class Process:
         self.name = name
         self.log = log
         with log.open("ab") as output:
-            self._popen = subprocess.Popen(
-                [sys.executable, *argv],
-                env={**os.environ, **env},
-                cwd=ROOT,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
+            self._popen = started(argv, {**os.environ, **env}, output)
 
     @property
     def pid(self) -> int:
@@ -143,16 +169,7 @@ class LiveStack:
 
     def run(self, *argv: str) -> str:
         """A command's standard output."""
-        done = subprocess.run(
-            [sys.executable, *argv],
-            env={**os.environ, **self.env},
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        return run_to_end(argv, {**os.environ, **self.env})
 
     def start(self, name: str, *argv: str, **env: str) -> Process:
         process = Process(name, list(argv), {**self.env, **env}, self._log_of(name))

@@ -1,4 +1,5 @@
-"""`python -m tests.live_adapter TENANT_ID NAME FOLDER`: a tenant's adapter of the tiny base."""
+"""`python -m tests.live_adapter TENANT_ID NAME FOLDER…`: versions of a tenant's adapter of the tiny
+base."""
 
 from __future__ import annotations
 
@@ -22,25 +23,25 @@ from tests.tiny_base import TINY_NAME, TINY_REVISION  # noqa: E402
 
 
 def add(tenant_id: str, name: str, folder: Path) -> None:
-    """The PEFT folder as version 1, live."""
+    """The PEFT folder as the next version; the first is live."""
     config = json.loads((folder / "adapter_config.json").read_bytes())
     tensors = (folder / "adapter_model.safetensors").read_bytes()
     with tenant_scope(uuid.UUID(tenant_id)):
-        adapter = Adapter.objects.create(
-            name=name, base_model=BaseModel.objects.get(name=TINY_NAME)
-        )
+        base_model = BaseModel.objects.get(name=TINY_NAME)
+        adapter, _ = Adapter.objects.get_or_create(name=name, base_model=base_model)
         version = AdapterVersion.objects.create(
             adapter=adapter,
-            number=1,
+            number=adapter.versions.count() + 1,
             status=AdapterVersion.Status.READY,
             digest=adapter_digest(config, [tensors], TINY_REVISION),
             num_bytes=len(tensors),
         )
-        adapter.live_version = version
+        adapter.live_version = adapter.live_version or version
         adapter.save()
         storage.put_bytes(version.config_key, json.dumps(config).encode())
         storage.put_bytes(version.tensors_key, tensors)
 
 
 if __name__ == "__main__":
-    add(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+    for folder in sys.argv[3:]:
+        add(sys.argv[1], sys.argv[2], Path(folder))

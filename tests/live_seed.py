@@ -29,20 +29,27 @@ def add_adapter(
     base: BaseModel, name: str, config: dict[str, Any], *, is_stored: bool = True
 ) -> None:
     """An adapter of the tenant in scope whose version 1 is live."""
-    tensors = f"tensors of {name}".encode()
     adapter = Adapter.objects.create(name=name, base_model=base)
+    adapter.live_version = add_version(adapter, 1, config, is_stored=is_stored)
+    adapter.save()
+
+
+def add_version(
+    adapter: Adapter, number: int, config: dict[str, Any], *, is_stored: bool = True
+) -> AdapterVersion:
+    """A ready version with this config."""
+    tensors = f"tensors of {adapter.name}".encode()
     version = AdapterVersion.objects.create(
         adapter=adapter,
-        number=1,
+        number=number,
         status=AdapterVersion.Status.READY,
         digest=adapter_digest(config, [tensors], FAKE_REVISION),
         num_bytes=len(tensors),
     )
-    adapter.live_version = version
-    adapter.save()
     if is_stored:
         storage.put_bytes(version.config_key, json.dumps(config).encode())
         storage.put_bytes(version.tensors_key, tensors)
+    return version
 
 
 def seed() -> dict[str, dict[str, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from contract.protocol import GenerateJob, Heartbeat
+from contract.protocol import Control, GenerateJob, Heartbeat
 
 
 def make_job(**fields: Any) -> GenerateJob:
@@ -29,5 +29,6 @@ def make_heartbeat(**fields: Any) -> Heartbeat:
         "base_model": "b",
         "base_revision": "r",
         "device": "cpu",
+        "controls": tuple(control.value for control in Control),
     }
     return Heartbeat(**(needed | fields))

@@ -100,6 +100,8 @@ class WorkerConfig:
     min_kv_bytes: int | None = None
     host_cache_bytes: int | None = None
     threads: int | None = None
+    #: Whether the engine drafts tokens; only on a CPU.
+    speculation: bool = False
     #: Requests that run at SIGTERM have so long to finish.
     drain_timeout_s: float = 30.0
     #: An engine that has requests and finishes no step for so long counts as stuck.
@@ -113,6 +115,11 @@ class WorkerConfig:
     #: Of /metrics, /healthz and /readyz, which ask for no key; port 0: none.
     metrics_port: int = 0
     metrics_address: str = "127.0.0.1"
+
+    @property
+    def host_bytes(self) -> int:
+        """The engine's host memory for adapters; 256 MiB is EngineConfig's default."""
+        return 256 << 20 if self.host_cache_bytes is None else self.host_cache_bytes
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> WorkerConfig:
@@ -149,6 +156,7 @@ class WorkerConfig:
             min_kv_bytes=read.number("LORIKEET_MIN_KV_BYTES", None),
             host_cache_bytes=read.number("LORIKEET_HOST_CACHE_BYTES", None),
             threads=read.number("LORIKEET_THREADS", None),
+            speculation=read.one_of("LORIKEET_SPECULATION", ("on", "off"), "off") == "on",
             stuck_timeout_s=read.number("LORIKEET_STUCK_TIMEOUT_S", 60) or 60,
             drain_timeout_s=read.number("LORIKEET_DRAIN_TIMEOUT_S", 30) or 30,
             metrics_port=read.number("LORIKEET_METRICS_PORT", 0, least=0) or 0,

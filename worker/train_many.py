@@ -8,14 +8,20 @@ Every run has `started`, `progress` … and one `done` or `error`. Besides:
 
     {"run", "event": "alone", "reason"}     the batch does not do this job; `worker.train` does it,
                                             after the batch
-    started has "resumed_step"              where the run goes on from its checkpoint
+    started has "resumed_step"              where the run goes on from its checkpoint; its
+                                            trained_tokens then count those before, too
 
-CHECKPOINTS is a folder for what a later process needs to go on: started again with the same
+With --control, lines on standard input are orders: {"cancel": run} ends a run, with `error`, and no
+other; {"pause": run} does, too, but writes its state first, from which it goes on later. The end of
+the input is the end of whoever wanted the adapters: as SIGTERM.
+
+CHECKPOINTS is a folder for what a later process needs to go on; `-`: the folder `checkpoint` beside
+each JOB.json, of which there may be one in a folder. Started again with the same
 arguments after whatever ended it, each run goes on from its last checkpoint, at most a minute old,
 and a run whose adapter is there says `done` again, if its event may have been lost.
 
-Exit codes: 0 every run is done · 1 a defect · 2 a job or its data are wrong · 143 stopped by
-SIGTERM or SIGINT, after every run was saved. docs/training.md explains the batch.
+Exit codes: 0 every run is done · 1 a defect · 2 a job or its data are wrong · 4 the disk is full ·
+143 stopped by SIGTERM or SIGINT, after every run was saved. docs/training.md explains the batch.
 """
 
 from __future__ import annotations
@@ -23,9 +29,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import signal
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -33,7 +41,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from contract.training import JobError, TrainJob
-from worker.train import EventLog, Stopped, take_stdout
+from worker.train import DISK_FULL, EventLog, Stopped, is_disk_full, take_stdout
 
 if TYPE_CHECKING:
     from worker.batch_training.disk import CheckpointFolder
@@ -41,6 +49,8 @@ if TYPE_CHECKING:
     from worker.batch_training.loop import BatchTraining
 
 _CHECKPOINT_S = 60.0
+#: A job with more bytes of rows is trained alone: the batch has all its jobs' rows in memory.
+_MAX_ROWS_BYTES = 64 << 20
 
 
 def _arguments(given: Sequence[str]) -> argparse.Namespace:
@@ -50,6 +60,7 @@ def _arguments(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--token-budget", type=int, help="tokens of a micro-batch")
     parser.add_argument("--max-runs", type=int, help="runs that take part at a time")
     parser.add_argument("--checkpoint-s", type=float, default=_CHECKPOINT_S)
+    parser.add_argument("--control", action="store_true", help="obey lines on standard input")
     return parser.parse_args(given)
 
 
@@ -60,13 +71,17 @@ class TrainMany:
         self._options, self._log = options, log
         self._is_wrong = False
         self._batch: BatchTraining | None = None
+        self._cancelled: set[str] = set()
+        self._paused: set[str] = set()
+        self._alone: tuple[str, subprocess.Popen[str]] | None = None
 
     def run(self) -> int:
         """Train everything; return the exit code."""
         # Imported here: wrong arguments are refused before the seconds that torch takes to start.
         from worker.batch_training.disk import CheckpointFolder
 
-        folder = CheckpointFolder(self._options.checkpoints)
+        root: Path = self._options.checkpoints
+        folder = CheckpointFolder(None if str(root) == "-" else root)
         jobs = self._read(folder)
         alone: list[NamedJob] = []
         for base, group in itertools.groupby(
@@ -75,7 +90,10 @@ class TrainMany:
         ):
             alone += self._train_together(base, list(group), folder)
         for named in alone:
-            self._train_alone(named.name)
+            if named.name in self._cancelled:
+                self._fail(named.name, "it was cancelled")
+            else:
+                self._train_alone(named.name)
         return 2 if self._is_wrong else 0
 
     def stop(self, signum: int, frame: FrameType | None) -> None:
@@ -84,12 +102,34 @@ class TrainMany:
             raise Stopped
         self._batch.stop()
 
+    def obey(self, orders: Iterable[str]) -> None:
+        """Do what the lines say until they end; in a thread of its own."""
+        for line in orders:
+            for order, run in json.loads(line).items():
+                self.cancel(str(run), pause=order == "pause")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def cancel(self, run: str, *, pause: bool = False) -> None:
+        """End a run soon, and no other; called in another thread than `run`.
+
+        pause  keep its state
+        """
+        if pause:
+            self._paused.add(run)
+        self._cancelled.add(run)
+        if self._batch is not None:
+            self._batch.cancel(run, pause=pause)
+        alone = self._alone
+        if alone is not None and alone[0] == run:
+            alone[1].terminate()
+
     def _emit(self, run: str, event: str, **fields: Any) -> None:
         self._log.emit(event, run=run, **fields)
 
-    def _fail(self, run: str, message: str) -> None:
+    def _fail(self, run: str, error: JobError | str) -> None:
         self._is_wrong = True
-        self._emit(run, "error", message=message)
+        told = {"field": error.field} if isinstance(error, JobError) else {}
+        self._emit(run, "error", message=str(error), **told)
 
     def _read(self, folder: CheckpointFolder) -> list[NamedJob]:
         """The jobs that are still to be done; says what becomes of the others."""
@@ -108,7 +148,7 @@ class TrainMany:
                 if job.output_dir.resolve() in outputs:
                     raise JobError("output_dir", "another job has the same")
             except JobError as error:
-                self._fail(name, str(error))
+                self._fail(name, error)
                 continue
             outputs.add(job.output_dir.resolve())
             jobs.append(NamedJob(name, job))
@@ -129,6 +169,12 @@ class TrainMany:
             lack = unsupported(settings_of(named.job.hyperparameters))
             if lack is not None:
                 reasons[named.name] = f"{lack.field}: {lack.reason}"
+            elif named.job.has_validation:
+                reasons[named.name] = "validation: the batch does not validate"
+            elif named.job.dataset.stat().st_size > _MAX_ROWS_BYTES:
+                reasons[named.name] = f"dataset: it has more than {_MAX_ROWS_BYTES} bytes"
+            elif named.job.warm_start is not None:
+                reasons[named.name] = "warm_start: the batch begins from PEFT's initial adapter"
         together = [named for named in jobs if named.name not in reasons]
         try:
             if together:
@@ -140,17 +186,19 @@ class TrainMany:
                 )
                 self._batch = BatchTraining(
                     opened.trainer,
-                    opened.tokenizer,
+                    opened.codec,
                     folder,
                     self._emit,
                     self._options.checkpoint_s,
                 )
+                for run in list(self._cancelled):
+                    self._batch.cancel(run, pause=run in self._paused)
                 self._batch.run(together)
                 self._is_wrong |= self._batch.failures > 0
                 self._batch = None
         except JobError as error:
             for named in together:
-                self._fail(named.name, str(error))
+                self._fail(named.name, error)
         except (UnsupportedModel, OutOfMemory) as error:
             reasons |= {named.name: error.message for named in together}
         for name, reason in reasons.items():
@@ -163,6 +211,9 @@ class TrainMany:
             [sys.executable, "-m", "worker.train", name], stdout=subprocess.PIPE, text=True
         ) as child:
             assert child.stdout is not None
+            self._alone = name, child
+            if name in self._cancelled:
+                child.terminate()
             try:
                 last = ""
                 for line in child.stdout:
@@ -172,6 +223,7 @@ class TrainMany:
             except BaseException:
                 child.terminate()
                 raise
+        self._alone = None
         if child.returncode != 0:
             self._is_wrong = True
             if last != "error":
@@ -184,15 +236,17 @@ def main(given: Iterable[str] = sys.argv[1:]) -> int:
     work = TrainMany(options, log)
     signal.signal(signal.SIGTERM, work.stop)
     signal.signal(signal.SIGINT, work.stop)
+    if options.control:
+        threading.Thread(target=work.obey, args=(sys.stdin,), daemon=True).start()
     try:
         return work.run()
     except Stopped:
         return 143
     except BrokenPipeError:
         return 1  # whoever wanted the adapters is gone
-    except Exception:
+    except Exception as error:
         traceback.print_exc()
-        return 1
+        return DISK_FULL if is_disk_full(error) else 1
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from lorikeet_cli.commands import (
     adapters,
     datasets,
     keys,
+    leaving,
     logs,
     runs,
     schedules,
@@ -38,6 +39,7 @@ app.add_typer(adapters.app, name="adapters")
 app.add_typer(datasets.app, name="datasets")
 app.add_typer(runs.app, name="runs")
 app.add_typer(schedules.app, name="schedules")
+leaving.add_to(app)
 logs.add_to(app)
 usage.add_to(app)
 

@@ -55,12 +55,14 @@ class Client:
         body: Any = None,
         content: Content | None = None,
         headers: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
     ) -> Any:
         """Send a request and return its answer's JSON; None when it is empty.
 
         path     after the server's address: /api/v1/adapters
         content  makes the body anew for each attempt, so that it is never in memory as a whole;
                  such a write replaces what has its name, so it may be done twice
+        timeout_s  of the answer; None: the usual one
 
         Other writes have an Idempotency-Key, the same in each attempt: the server does them once.
         """
@@ -73,6 +75,8 @@ class Client:
             options: dict[str, Any] = {"json": body} if body is not None else {}
             if content is not None:
                 options["content"] = content()
+            if timeout_s is not None:
+                options["timeout"] = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
             try:
                 response, data = self._send(
                     method, path, params=_given(params), headers=sent, **options

@@ -115,6 +115,12 @@ def config_path() -> Path:
     return Path(folder) / "lorikeet" / "config.toml"
 
 
+def state_folder() -> Path:
+    """Return the folder of what a later command goes on with, whether or not it exists."""
+    folder = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(folder) / "lorikeet"
+
+
 def find_account(profile: str | None) -> Account:
     """Return whom to speak to, as who.
 
@@ -152,6 +158,14 @@ def _profile(profiles: Profiles, name: str) -> Account:
             "Run `lorikeet login --profile NAME`, or `lorikeet profiles use NAME`."
         )
     return account
+
+
+def secret_of(variable: str) -> str:
+    """Return what an environment variable has. Raises CliError if it has nothing."""
+    value = os.environ.get(variable, "").strip()
+    if not value:
+        raise CliError(f"The environment variable {variable} is empty.")
+    return value
 
 
 def check_name(name: str) -> str:

@@ -23,6 +23,7 @@ from lorikeet_cli.output import Column, Form
 
 OPERATOR_PATH = "/ops/v1"
 TENANT_PATH = "/api/v1"
+GATEWAY_PATH = "/v1"
 
 ProfileOption = Annotated[
     str | None,
@@ -83,6 +84,11 @@ class Session:
                 "Operators cannot see this of a tenant: sign in with a key of the tenant."
             )
         return path_of(TENANT_PATH, *parts)
+
+    def gateway_path(self, *parts: str | int) -> str:
+        """Return an address of the gateway, OpenAI's API. Raises UsageError for operators' keys."""
+        self.own_path()
+        return path_of(GATEWAY_PATH, *parts)
 
     def base_models_path(self) -> str:
         return path_of(OPERATOR_PATH if self.account.is_operator else TENANT_PATH, "base-models")

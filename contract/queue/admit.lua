@@ -3,8 +3,8 @@
 -- KEYS job | ARGV pool, queue, request id, job, tenant, class, digests, deadline, its ttl, gateway,
 -- tokens to read, tokens to write (as limits count them; as a budget must), tokens a second of the
 -- pool, seconds that one may wait, what may wait in all, of a tenant, number of policies,
--- per policy (key, requests/min, tokens/min, concurrent, waiting),
--- per budget (key, hard limit, soft limit); 0: no such limit
+-- per policy (key, requests/min, tokens/min, concurrent, waiting), 0: no such limit,
+-- per budget (key, hard limit, soft limit), -1: no such limit; 0 allows nothing
 -- -> ok, limit, remaining, seconds to full of requests, of tokens, index of a passed soft budget
 -- -> why not, index of the policy or budget, seconds to wait, the limit
 redis.replicate_commands()
@@ -71,13 +71,13 @@ end
 local soft = 0
 local first_budget = 18 + num_policies * 5
 for at = first_budget, #ARGV - 3, 3 do
-  local key, hard = ARGV[at + 1], tonumber(ARGV[at + 2])
+  local key, hard, warn = ARGV[at + 1], tonumber(ARGV[at + 2]), tonumber(ARGV[at + 3])
   local index = (at - first_budget) / 3 + 1
   local spent, reserved = unpack(redis.call('HMGET', key, 'spent', 'reserved'))
   if not spent then return refuse('unknown', index, 0, hard) end
   local sum = spent + (reserved or 0) + reserve
-  if hard > 0 and sum > hard then return refuse('budget', index, 0, hard) end
-  if tonumber(ARGV[at + 3]) > 0 and sum > tonumber(ARGV[at + 3]) then soft = index end
+  if hard >= 0 and sum > hard then return refuse('budget', index, 0, hard) end
+  if warn >= 0 and sum > warn then soft = index end
   hold[#hold + 1] = string.format('budget %s 0 %d\n', key, reserve)
 end
 

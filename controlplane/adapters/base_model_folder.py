@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 from django.conf import settings
 
-from contract.base_model import BaseModelFolder, find_base_model
+from contract.base_model import BaseModelFolder, NotABaseModel, find_base_model
 
 
 def configured_base_model() -> BaseModelFolder | None:
@@ -19,3 +20,14 @@ def configured_base_model() -> BaseModelFolder | None:
         revision=settings.BASE_MODEL_REVISION,
         origin=settings.BASE_MODEL_ORIGIN,
     )
+
+
+def local_base_model(name: str) -> BaseModelFolder | None:
+    """Return this machine's base model of that name; None if it has none."""
+    with contextlib.suppress(NotABaseModel):
+        found = configured_base_model()
+        if found is not None and found.name == name:
+            return found
+    with contextlib.suppress(NotABaseModel):
+        return find_base_model(settings.BASE_MODEL_DIR / name, name=name)
+    return None

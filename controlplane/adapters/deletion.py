@@ -19,7 +19,7 @@ from redis.exceptions import RedisError
 
 from contract import protocol
 from contract.deleted_adapters import GONE_TTL_S, gone_key
-from controlplane.adapters import orphaned_objects, promotion
+from controlplane.adapters import orphaned_objects, promotion, users
 from controlplane.adapters.models import Adapter, AdapterVersion, DeletedVersion, Promotion
 from controlplane.audit.services import record
 from controlplane.errors import Conflict
@@ -40,15 +40,17 @@ def version_delete(*, version: AdapterVersion) -> None:
     """Delete a version; running requests finish, and new ones do not find it.
 
     Its number is never used again. If it was live, the version that was live before is so again.
-    Raises Conflict while the version is being checked.
+    Raises Conflict while the version is being checked, or if an alias needs it.
     """
     adapter = promotion.lock(version.adapter_id)
     version = AdapterVersion.objects.select_for_update().get(pk=version.pk)
     _check_idle(version)
+    live = adapter.live_version
+    earlier = promotion.version_before(adapter, gone=[version]) if live == version else live
+    users.versions_check(adapter, [version], stays_live=earlier is not None)
     adapter.last_deleted = max(adapter.last_deleted, version.number)
     adapter.save(update_fields=["last_deleted"])
-    if adapter.live_version == version:
-        earlier = promotion.version_before(adapter)
+    if live == version:
         promotion.live_version_set(adapter, earlier, Promotion.Cause.DELETED)
     _delete_row(adapter, version)
 

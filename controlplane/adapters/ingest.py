@@ -7,31 +7,32 @@ checked copy, not the staged objects: the client's URL can still overwrite those
 
 from __future__ import annotations
 
-import contextlib
 import datetime as dt
+import hashlib
 import logging
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from django.db import transaction
 from django.utils import timezone
 
-from contract import peft_config, safetensors_header
-from contract.adapter_problems import shown
-from contract.base_shape import BaseShape
-from contract.protocol import adapter_digest
-from contract.safetensors_header import LENGTH_BYTES
-from controlplane.adapters import orphaned_objects, promotion, tensor_file
-from controlplane.adapters.models import AdapterVersion, BaseModel
-from controlplane.adapters.rejection import Reason, Rejected
-from controlplane.adapters.validation import CheckedAdapter, check_adapter
+from contract.peft_config import FILE as _CONFIG
+from contract.peft_config import load_json
+from contract.protocol import adapter_digest_of
+from contract.safetensors_header import FILE as _TENSORS
+from controlplane.adapters import orphaned_objects, probing, promotion, uploads
+from controlplane.adapters.file_check import Accepted, files_check
+from controlplane.adapters.models import AdapterVersion, VersionImport, VersionUpload
+from controlplane.adapters.probing import Facts
+from controlplane.adapters.rejection import Rejected
 from controlplane.audit.services import record
 from controlplane.infra import storage
 from controlplane.infra.temp_folders import scratch_folder
 from controlplane.limits import turns
 from controlplane.limits.models import Turn
+from controlplane.outbox.models import EventType
+from controlplane.outbox.services import publish
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ _OVERDUE = dt.timedelta(minutes=10)
 _ABANDONED = dt.timedelta(days=1)
 _SWEEP_SIZE = 500
 _NOT_UPLOADED = "the files were not uploaded within a day"
+_SENT_TOO_OFTEN = "its parts were sent again and again: upload a new version"
 _NOT_CHECKED = "the files could not be checked within a day: upload a new version"
 
 
@@ -53,16 +55,23 @@ def version_ingest(version_id: uuid.UUID) -> None:
         return
     if version.move(Status.UPLOADED, Status.VALIDATING):
         version.status = Status.VALIDATING
-    if version.status == Status.VALIDATING:
+    if version.status == Status.VALIDATING and (waits := probing.held(version)) is not None:
+        if (facts := probing.facts_if_over(waits)) is not None:
+            version_accept(version, facts)
+    elif version.status == Status.VALIDATING:
         try:
-            checked = _check_and_keep(version)
+            accepted = _check_and_keep(version)
         except Rejected as rejected:
             _reject(version, rejected)
         except storage.ObjectMissing:
-            # Another process may have decided and cleared the staging area; then this does nothing.
-            _reject(version, Rejected.because("", "a file went missing: upload a new version"))
+            # Another process may have decided, or held it for its probe, and cleared the staging
+            # area; then this does nothing.
+            if probing.held(version) is None:
+                _reject(version, Rejected.because("", "a file went missing: upload a new version"))
         else:
-            if not _accept(version, checked):  # it was decided while the files were stored
+            facts = _facts(version, accepted)
+            if not (probing.hold(version, facts) or version_accept(version, facts)):
+                # It was decided while the files were stored.
                 orphaned_objects.kept_forget(version, version.digest)
     orphaned_objects.staging_clear(version)
 
@@ -103,7 +112,7 @@ def versions_abandon() -> int:
     """Reject versions of all tenants that will not become ready. -> how many.
 
     They were not uploaded within a day, or not checked within two: such a check may crash the
-    process that runs it.
+    process that runs it. Or their parts were sent so often that they fill the store.
     """
     now = timezone.now()
     checks = (Status.UPLOADED, Status.VALIDATING)
@@ -113,99 +122,61 @@ def versions_abandon() -> int:
         stuck = rows.filter(status__in=checks, created_at__lt=now - 2 * _ABANDONED)
         found = [(version, _NOT_UPLOADED) for version in never[:_SWEEP_SIZE]]
         found += [(version, _NOT_CHECKED) for version in stuck[:_SWEEP_SIZE]]
+        begun = VersionUpload.objects.exclude(upload_id="").values("version_id")
+        sending = rows.filter(status=Status.UPLOADING, pk__in=begun)
+        # By chance, if there are more: else the oldest would hide the others.
+        sending_now = list(sending.order_by("?")[:_SWEEP_SIZE])
+    for version in sending_now:
+        with tenant_scope(version.tenant_id):
+            if uploads.is_flooded(version):
+                found.append((version, _SENT_TOO_OFTEN))
     return sum(version_drop(version, why) for version, why in found)
 
 
-def version_drop(version: AdapterVersion, why: str) -> bool:
+def version_drop(version: AdapterVersion, why: str | Rejected) -> bool:
     """Reject a version and remove its files. -> False when its status has changed since.
 
     Raises storage.STORAGE_ERRORS; then it is not rejected.
     """
     with tenant_scope(version.tenant_id):
         orphaned_objects.staging_clear(version)  # first: if the store fails, the version stays
-        rejected = Rejected.because("", why)
+        rejected = why if isinstance(why, Rejected) else Rejected.because("", why)
         return _reject(version, rejected, expected=Status(version.status))
 
 
-def _check_and_keep(version: AdapterVersion) -> CheckedAdapter:
+def _check_and_keep(version: AdapterVersion) -> Accepted:
     """Check both files, set the version's digest, and store the checked bytes under it."""
-    base = version.adapter.base_model
-    config = _read_exactly(peft_config.FILE, version.staged_config_key, version.config_num_bytes)
-    checked = _check(version, config, _read_header(version))
-    with _scratch_file() as file:
-        version.digest = adapter_digest(checked.config.raw, _download(version, file), base.revision)
-        file.flush()
-        # Check again, on the bytes that are stored.
-        file.seek(0)
-        checked = _check(version, config, file.read(_header_end(checked)))
-        _check_values(file, checked)
-        if not orphaned_objects.kept_note(version):
-            return checked  # it is already decided and will not be accepted
-        storage.upload(Path(file.name), version.tensors_key)
-    storage.put_bytes(version.config_key, config)
-    return checked
-
-
-@contextlib.contextmanager
-def _scratch_file() -> Iterator[BinaryIO]:
-    with (
-        scratch_folder("ingest-") as folder,
-        (folder / safetensors_header.FILE).open("w+b") as file,
-    ):
-        yield file
-
-
-def _check(version: AdapterVersion, config: bytes, start: bytes) -> CheckedAdapter:
-    base: BaseModel = version.adapter.base_model
-    return check_adapter(
-        config=config,
-        start=start,
-        file_bytes=version.num_bytes,
-        base=BaseShape.from_config(base.config),
-        max_rank=base.max_rank,
-    )
-
-
-def _check_values(file: BinaryIO, checked: CheckedAdapter) -> None:
-    reasons = [
-        Reason(shown(tensor.name), "it contains NaN or infinity: the training diverged")
-        for tensor in tensor_file.tensors_with_nonfinite(file, checked.tensors)
-    ]
-    if reasons:
-        raise Rejected(reasons)
-
-
-def _read_exactly(file: str, key: str, num_bytes: int) -> bytes:
-    data = storage.read_bytes(key, max_bytes=num_bytes + 1)
-    if len(data) != num_bytes:
-        raise Rejected.because(file, f"it does not have the {num_bytes} bytes that were stated")
-    return data
-
-
-def _read_header(version: AdapterVersion) -> bytes:
-    """Return the tensors file up to the end of its header. Raises Rejected when it has none."""
-    key = version.staged_tensors_key
-    start = storage.read_bytes(key, max_bytes=LENGTH_BYTES)
-    length = tensor_file.header_length(start, version.num_bytes)
-    return storage.read_bytes(key, max_bytes=LENGTH_BYTES + length)
-
-
-def _header_end(checked: CheckedAdapter) -> int:
-    return checked.tensors[0].begin
-
-
-def _download(version: AdapterVersion, file: BinaryIO) -> Iterator[bytes]:
-    """Yield the tensors file in pieces and write each to `file`; stop after the stated length."""
-    num_bytes = 0
-    for piece in storage.read_pieces(version.staged_tensors_key, max_bytes=version.num_bytes + 1):
-        num_bytes += len(piece)
-        file.write(piece)
-        yield piece
-    if num_bytes != version.num_bytes:
-        raise Rejected.because(
-            safetensors_header.FILE,
-            f"it does not have the {version.num_bytes} bytes that were stated",
+    with scratch_folder("ingest-") as folder:
+        _download(version, version.staged_config_key, folder / _CONFIG, version.config_num_bytes)
+        tensors = _download(
+            version, version.staged_tensors_key, folder / _TENSORS, version.num_bytes
         )
+        accepted = files_check(version, folder / _CONFIG, folder / _TENSORS)
+        # The check has accepted it, so this is a small object in JSON.
+        config = (folder / _CONFIG).read_bytes()
+        raw = load_json(config, version.config_num_bytes)
+        revision = version.adapter.base_model.revision
+        version.digest = adapter_digest_of(raw, tensors, revision)
+        if not orphaned_objects.kept_note(version):
+            return accepted  # it is already decided and will not be accepted
+        storage.upload(folder / _TENSORS, version.tensors_key)
+    storage.put_bytes(version.config_key, config)
+    return accepted
+
+
+def _download(version: AdapterVersion, key: str, path: Path, num_bytes: int) -> str:
+    """Write a staged file to `path`, not more than stated. -> its sha256. Raises Rejected."""
+    sha256, received = hashlib.sha256(), 0
+    pieces = storage.read_pieces(key, max_bytes=num_bytes + 1)
+    with path.open("wb") as file:
+        for piece in uploads.verified(version, path.name, pieces):
+            received += len(piece)
+            sha256.update(piece)
+            file.write(piece)
+    if received != num_bytes:
+        message = f"it does not have the {num_bytes} bytes that were stated"
+        raise Rejected.because(path.name, message)
+    return sha256.hexdigest()
 
 
 @transaction.atomic
@@ -215,6 +186,10 @@ def _reject(
     reasons = rejected.as_json()
     if not version.move(expected, Status.REJECTED, reasons=reasons):
         return False
+    probing.note_released(version)
+    VersionImport.objects.filter(version=version).delete()  # it has secrets
+    told = {"adapter": version.adapter.name, "version": version.number}
+    publish(EventType.VERSION_REJECTED, **told, reasons=reasons)
     record("rejected", version, after={"reasons": reasons})
     log.info(
         "adapter version rejected",
@@ -223,21 +198,40 @@ def _reject(
     return True
 
 
+def version_reject_held(version: AdapterVersion, why: str) -> bool:
+    """Reject a held version. -> False when it was decided already.
+
+    The sweep removes its checked files a day later: until then a worker may still load them.
+    """
+    return _reject(version, Rejected.because("", why))
+
+
+def _facts(version: AdapterVersion, accepted: Accepted) -> Facts:
+    return Facts(digest=version.digest, max_rank=accepted.max_rank, report=accepted.report)
+
+
 @transaction.atomic
-def _accept(version: AdapterVersion, checked: CheckedAdapter) -> bool:
-    """Make the version ready, and live if nobody has to decide. -> False when it was decided."""
+def version_accept(version: AdapterVersion, facts: Facts) -> bool:
+    """Make a checked version ready, and live if nobody has to decide.
+
+    -> False when it was decided already.
+    """
     # The lock orders two versions that become ready at the same time.
     adapter = promotion.lock(version.adapter_id)
+    version.digest = facts.digest
     moved = orphaned_objects.is_kept(version) and version.move(
         Status.VALIDATING,
         Status.READY,
-        digest=version.digest,
-        max_rank=max(checked.fitted.ranks),
-        report=checked.report(),
+        digest=facts.digest,
+        max_rank=facts.max_rank,
+        report=facts.report,
         ready_at=timezone.now(),
     )
     if not moved:
         return False
+    told = {"adapter": adapter.name, "version": version.number, "digest": facts.digest}
+    publish(EventType.VERSION_READY, **told)
+    probing.note_released(version)
     record("accepted", version, after={"digest": version.digest})
     promotion.ready_apply(adapter, version)
     log.info("adapter version ready", extra=_log_fields(version) | {"digest": version.digest})

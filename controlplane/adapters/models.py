@@ -23,9 +23,13 @@ def is_serving(prefix: str = "") -> Q:
 
     prefix  the path to the base model from other rows, such as "base_model__"
     """
+    return Q(**{f"{prefix}is_active": True}) & is_not_over(prefix)
+
+
+def is_not_over(prefix: str = "") -> Q:
+    """Return the condition for rows whose shutdown date has not come."""
     is_to_come = Q(**{f"{prefix}shutdown_date__gt": today()})
-    has_no_end = Q(**{f"{prefix}shutdown_date": None})
-    return Q(**{f"{prefix}is_active": True}) & (has_no_end | is_to_come)
+    return Q(**{f"{prefix}shutdown_date": None}) | is_to_come
 
 
 class BaseModel(models.Model):
@@ -39,6 +43,10 @@ class BaseModel(models.Model):
     config = models.JSONField()
     context_length = models.PositiveIntegerField()
     max_rank = models.PositiveIntegerField(default=256)
+    #: Other names by which adapters may call it, such as its Hub repository: see `base_claim`.
+    known_names = models.JSONField(
+        default=list, blank=True, db_default=models.Value([], models.JSONField())
+    )
     is_active = models.BooleanField(default=True)
     shutdown_date = models.DateField(
         null=True,
@@ -65,6 +73,7 @@ class Adapter(TenantModel):
 
         HOLD = "hold", "wait until somebody makes it live"
         IMMEDIATE = "immediate", "make it live at once"
+        GATE = "gate", "compare it with the live one on a suite, and decide by that"
 
     name = models.CharField(max_length=63, validators=[slug_validator])
     base_model = models.ForeignKey(BaseModel, on_delete=models.PROTECT, related_name="+")
@@ -74,6 +83,10 @@ class Adapter(TenantModel):
         choices=PromotionPolicy,
         default=PromotionPolicy.HOLD,
         db_default=PromotionPolicy.HOLD,  # for processes that do not know the column yet
+    )
+    #: Of the policy `gate`: see `evaluations.gate_policy`.
+    gate = models.JSONField(
+        default=dict, blank=True, db_default=models.Value({}, models.JSONField())
     )
     #: The version that the name without a number means; None until one is ready.
     live_version = models.ForeignKey(
@@ -97,6 +110,7 @@ class Promotion(TenantModel):
     class Cause(models.TextChoices):
         FIRST = "first", "nothing was live when it became ready"
         POLICY = "policy", "the adapter's policy is immediate"
+        GATE = "gate", "it passed the gate"
         PROMOTED = "promoted", "somebody made it live"
         ROLLED_BACK = "rolled_back", "somebody went back to it"
         RETIRED = "retired", "the live version was retired"
@@ -141,6 +155,7 @@ class AdapterVersion(TenantModel):
     class Source(models.TextChoices):
         UPLOAD = "upload"
         TRAINING = "training"
+        IMPORT = "import"
 
     adapter = models.ForeignKey(Adapter, on_delete=models.CASCADE, related_name="versions")
     number = models.PositiveIntegerField()
@@ -148,6 +163,10 @@ class AdapterVersion(TenantModel):
     source = models.CharField(max_length=16, choices=Source, default=Source.UPLOAD)
     #: `contract.protocol.adapter_digest`; set when ready.
     digest = models.CharField(max_length=64, blank=True)
+    #: Of an import: its host; from the Hub also repository, revision and the commit, when known.
+    origin = models.JSONField(
+        default=dict, blank=True, db_default=models.Value({}, models.JSONField())
+    )
     #: The digest of checked bytes in the store, until it is certain that they are needed.
     kept_digest = models.CharField(max_length=64, blank=True, default="", db_default="")
     #: Whether its orphaned objects are removed: see `adapters.orphaned_objects`.
@@ -157,6 +176,12 @@ class AdapterVersion(TenantModel):
     #: Lengths of adapter_model.safetensors and adapter_config.json, as stated before the upload.
     num_bytes = models.BigIntegerField(default=0)
     config_num_bytes = models.PositiveIntegerField(default=0)
+    #: Whether its config may claim another base model than the adapter's.
+    accepts_base_mismatch = models.BooleanField(default=False, db_default=False)
+    #: When it was deprecated; it still answers.
+    deprecated_at = models.DateTimeField(null=True, blank=True)
+    #: From the beginning of this day (UTC) requests for it are refused; then it is retired.
+    shutdown_date = models.DateField(null=True, blank=True)
     max_rank = models.PositiveIntegerField(default=0)
     #: [{"field", "message"}]: why it was rejected, for its owner.
     reasons = models.JSONField(default=list)
@@ -196,6 +221,11 @@ class AdapterVersion(TenantModel):
                 condition=~models.Q(kept_digest=""),
                 name="versions_kept",
             ),
+            models.Index(
+                fields=["shutdown_date"],
+                condition=models.Q(status="ready", shutdown_date__isnull=False),
+                name="versions_to_retire",
+            ),
         ]
 
     def __str__(self) -> str:
@@ -208,6 +238,11 @@ class AdapterVersion(TenantModel):
         return rows.update(**fields) == 1
 
     @property
+    def is_shut_down(self) -> bool:
+        """Whether its shutdown date has come."""
+        return self.shutdown_date is not None and self.shutdown_date <= today()
+
+    @property
     def config_key(self) -> str:
         """S3 key of the accepted adapter_config.json."""
         return f"t/{self.tenant_id}/adapters/{self.digest}/adapter_config.json"
@@ -218,6 +253,11 @@ class AdapterVersion(TenantModel):
         return f"t/{self.tenant_id}/adapters/{self.digest}/adapter_model.safetensors"
 
     @property
+    def staging_prefix(self) -> str:
+        """Beginning of the S3 keys of its staging area."""
+        return f"t/{self.tenant_id}/u/{self.id}/"
+
+    @property
     def staged_config_key(self) -> str:
         """S3 key that the client's presigned URL writes adapter_config.json to."""
         return f"t/{self.tenant_id}/u/{self.id}/adapter_config.json"
@@ -226,6 +266,105 @@ class AdapterVersion(TenantModel):
     def staged_tensors_key(self) -> str:
         """S3 key that the client's presigned URL writes adapter_model.safetensors to."""
         return f"t/{self.tenant_id}/u/{self.id}/adapter_model.safetensors"
+
+
+class VersionUpload(TenantModel):
+    """The multipart upload of one file of a version; it ends with the version's staging area."""
+
+    version = models.ForeignKey(AdapterVersion, on_delete=models.CASCADE, related_name="uploads")
+    #: adapter_config.json or adapter_model.safetensors.
+    file = models.CharField(max_length=32)
+    num_bytes = models.BigIntegerField()
+    #: The length of each part but the last.
+    part_bytes = models.PositiveIntegerField()
+    #: The store's name of the upload; "" until it is begun there.
+    upload_id = models.TextField(blank=True, default="")
+    #: The SHA-256 in hex that the client stated of each part, by number as text; never changed.
+    digests = models.JSONField(default=dict)
+
+    class Meta:
+        constraints = [
+            models.UniqueConstraint(fields=["version", "file"], name="version_upload_once"),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.version_id} {self.file}"
+
+    @property
+    def num_parts(self) -> int:
+        return -(-self.num_bytes // self.part_bytes)
+
+    def length_of(self, number: int) -> int:
+        """Return the length of a part; parts are counted from 1."""
+        return min(self.part_bytes, self.num_bytes - (number - 1) * self.part_bytes)
+
+    @property
+    def key(self) -> str:
+        """S3 key of the file in the staging area."""
+        return f"t/{self.tenant_id}/u/{self.version_id}/{self.file}"
+
+
+class AdapterInspection(TenantModel):
+    """The probe and the doctor's report of one version: see `controlplane.inspections`.
+
+    While `is_held`, its version stays `validating` until the probe agrees or rejects it.
+    """
+
+    class Status(models.TextChoices):
+        WAITING = "waiting", "its turn has not come yet"
+        AGREED = "agreed", "a worker computes what PEFT computes"
+        MISMATCH = "mismatch", "a worker computes something else"
+        NOT_RUN = "not_run", "no worker was asked"
+
+    #: It is inspected again in these.
+    OPEN = (Status.WAITING, Status.NOT_RUN)
+
+    version = models.OneToOneField(
+        AdapterVersion, on_delete=models.CASCADE, related_name="inspection"
+    )
+    status = models.CharField(max_length=16, choices=Status, default=Status.WAITING)
+    #: Why the probe was not run, or what it found.
+    why = models.CharField(max_length=500, blank=True)
+    is_held = models.BooleanField(default=False)
+    #: Then the version goes on without the probe; None: never.
+    held_until = models.DateTimeField(null=True)
+    #: `ingest.Facts` of a version that is held.
+    facts = models.JSONField(default=dict)
+    #: Where and how exactly a worker agreed; small, it is shown with the version.
+    probe = models.JSONField(default=dict)
+    #: Prompts, and each log-probability by PEFT and by the worker.
+    compared = models.JSONField(default=list)
+    doctor = models.JSONField(default=dict)
+    #: How often an inspector took it up: the fencing token of its lease.
+    attempts = models.PositiveIntegerField(default=0)
+    #: Until then it is somebody's, or too early to try again.
+    lease_until = models.DateTimeField(null=True)
+    inspected_at = models.DateTimeField(null=True)
+
+    class Meta:
+        indexes = [
+            models.Index(
+                fields=["lease_until"],
+                condition=models.Q(status__in=("waiting", "not_run")),
+                name="inspections_open",
+            ),
+        ]
+
+
+class VersionImport(TenantModel):
+    """The work of fetching an import's files; the row goes with its secrets when that has ended."""
+
+    version = models.OneToOneField(AdapterVersion, on_delete=models.CASCADE, related_name="+")
+    #: What must not be read from the database alone: see `adapters.import_sources`.
+    sealed = models.BinaryField()
+    attempts = models.PositiveSmallIntegerField(default=0)
+    next_attempt_at = models.DateTimeField(default=timezone.now)
+    #: See `tenancy.row_lease`.
+    fence = models.PositiveIntegerField(default=0)
+    lease_until = models.DateTimeField(null=True)
+
+    def __str__(self) -> str:
+        return str(self.version_id)
 
 
 class DeletedVersion(TenantModel):

@@ -17,7 +17,7 @@ from django.db import transaction
 from django.db.models import Q
 from django.utils import timezone
 
-from controlplane.adapters.models import AdapterVersion, DeletedVersion
+from controlplane.adapters.models import AdapterVersion, DeletedVersion, VersionUpload
 from controlplane.infra import storage
 from controlplane.infra.locks import lock_until_commit
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
@@ -71,8 +71,15 @@ def staging_sweep() -> int:
         prefix = f"t/{tenant_id}/u/"
         late = [key for key in storage.keys(prefix) if _is_late(tenant_id, key[len(prefix) :])]
         storage.delete(late)
-        num_removed += len(late)
+        num_removed += len(late) + _abort_late(tenant_id, prefix)
     return num_removed
+
+
+def _abort_late(tenant_id: uuid.UUID, prefix: str) -> int:
+    """Abort multipart uploads of decided versions: a part may have arrived after the decision."""
+    keys = {upload["Key"] for upload in storage.unfinished_writes(prefix)}
+    late = [key for key in keys if _is_late(tenant_id, key[len(prefix) :])]
+    return sum(storage.abort_parts(key) for key in late)
 
 
 def _is_late(tenant_id: uuid.UUID, name: str) -> bool:
@@ -101,13 +108,17 @@ def retired_remove() -> int:
         found = list(rows.order_by("status_changed_at")[:MAX_PER_TURN])
     for version in found:
         with tenant_scope(version.tenant_id), transaction.atomic():
-            AdapterVersion.objects.filter(pk=version.pk).update(removed_at=timezone.now())
-            remove_unless_used(version.tenant_id, version.digest)
+            row = AdapterVersion.objects.filter(pk=version.pk, status=Status.RETIRED)
+            if row.update(removed_at=timezone.now()):  # else it was taken back meanwhile
+                remove_unless_used(version.tenant_id, version.digest)
     return len(found)
 
 
 def staging_clear(version: AdapterVersion) -> None:
+    """Remove a version's staged files, whole or in parts. Raises storage.STORAGE_ERRORS."""
+    storage.abort_parts(version.staging_prefix)
     storage.delete([version.staged_config_key, version.staged_tensors_key])
+    VersionUpload.objects.filter(version_id=version.pk).delete()
 
 
 def kept_note(version: AdapterVersion) -> bool:

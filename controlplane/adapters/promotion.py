@@ -6,15 +6,20 @@ a second (`gateway.callers`); requests that run finish on the version they began
 
 from __future__ import annotations
 
+import functools
 import uuid
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from typing import Any
 
 from django.db import transaction
+from django.dispatch import Signal
 
-from controlplane.adapters.models import Adapter, AdapterVersion, Promotion
+from controlplane.adapters.models import Adapter, AdapterVersion, Promotion, is_not_over
 from controlplane.audit.origin import current_origin
 from controlplane.audit.services import record
 from controlplane.errors import Conflict, InvalidRequest
+from controlplane.outbox.models import EventType
+from controlplane.outbox.services import publish
 
 MAX_REASON_CHARS = 500
 #: A rollback looks at so many of the newest promotions for a version to go back to.
@@ -24,6 +29,12 @@ Cause = Promotion.Cause
 #: These undo promotions until the version is on top again.
 GOES_BACK = (Cause.ROLLED_BACK, Cause.RETIRED, Cause.DELETED)
 Status = AdapterVersion.Status
+
+#: Sent with `version`, once it is live and the transaction has ended.
+became_live = Signal()
+#: Sent with `adapter` and `version` that nobody made live, in the transaction in which it became
+#: ready; the adapter's policy is `gate`.
+awaits_gate = Signal()
 
 
 @transaction.atomic
@@ -38,6 +49,12 @@ def adapter_version_promote(*, version: AdapterVersion, reason: str = "") -> Ada
     if not ready.exists():
         raise Conflict(
             f"Version {version.number} is {version.status}: only a ready version can be live.",
+            code="version_not_ready",
+        )
+    if not ready.filter(is_not_over()).exists():
+        raise Conflict(
+            f"Version {version.number} was shut down on {version.shutdown_date}: undeprecate it "
+            "first.",
             code="version_not_ready",
         )
     if adapter.live_version_id != version.pk:
@@ -64,12 +81,27 @@ def adapter_roll_back(*, adapter: Adapter, reason: str = "") -> Adapter:
 
 
 @transaction.atomic
-def promotion_policy_set(*, adapter: Adapter, policy: str) -> None:
-    """Set what happens to versions that become ready from now on."""
-    before = {"promotion_policy": adapter.promotion_policy}
-    adapter.promotion_policy = Adapter.PromotionPolicy(policy)
-    adapter.save(update_fields=["promotion_policy"])
-    record("changed", adapter, before=before, after={"promotion_policy": policy})
+def promotion_policy_set(
+    *, adapter: Adapter, policy: str | None = None, gate: dict[str, Any] | None = None
+) -> None:
+    """Set what happens to versions that become ready from now on; None: as it was.
+
+    gate  of the policy `gate`, as `evaluations.gate_policy` checked it. Naming a suite there
+          means this policy, in place of `hold`, unless `policy` says another one.
+    """
+    before = {"promotion_policy": adapter.promotion_policy, "gate": adapter.gate}
+    hold, by_gate = Adapter.PromotionPolicy.HOLD, Adapter.PromotionPolicy.GATE
+    if gate is not None:
+        adapter.gate = gate
+        if policy is None and gate.get("suite") and adapter.promotion_policy == hold:
+            policy = by_gate
+    if policy is not None:
+        adapter.promotion_policy = Adapter.PromotionPolicy(policy)
+    if adapter.promotion_policy == by_gate and not adapter.gate.get("suite"):
+        raise InvalidRequest("The policy gate needs the suite in `gate`.", param="gate")
+    adapter.save(update_fields=["promotion_policy", "gate"])
+    after = {"promotion_policy": str(adapter.promotion_policy), "gate": adapter.gate}
+    record("changed", adapter, before=before, after=after)
 
 
 def lock(adapter_id: uuid.UUID) -> Adapter:
@@ -86,9 +118,12 @@ def ready_apply(adapter: Adapter, version: AdapterVersion) -> None:
     live = adapter.live_version
     if live is None:
         live_version_set(adapter, version, Cause.FIRST)
+    elif live.number > version.number:
+        pass
     elif adapter.promotion_policy == Adapter.PromotionPolicy.IMMEDIATE:
-        if live.number < version.number:
-            live_version_set(adapter, version, Cause.POLICY)
+        live_version_set(adapter, version, Cause.POLICY)
+    elif adapter.promotion_policy == Adapter.PromotionPolicy.GATE:
+        awaits_gate.send(sender=Adapter, adapter=adapter, version=version)
 
 
 def live_version_set(
@@ -110,18 +145,34 @@ def live_version_set(
     )
     after = {"live_version": version.number if version else None, "cause": cause.value}
     before = {"live_version": previous.number if previous else None}
+    publish(
+        EventType.VERSION_ROLLED_BACK if cause in GOES_BACK else EventType.VERSION_PROMOTED,
+        adapter=adapter.name,
+        version=after["live_version"],
+        previous_version=before["live_version"],
+        cause=cause.value,
+        reason=reason,
+    )
     record("live_version_set", adapter, before=before, after=after | _given(reason))
+    if version is not None:
+        send = functools.partial(became_live.send, sender=Adapter, version=version)
+        transaction.on_commit(send, robust=True)
 
 
-def version_before(adapter: Adapter) -> AdapterVersion | None:
+def version_before(
+    adapter: Adapter, *, gone: Collection[AdapterVersion] = ()
+) -> AdapterVersion | None:
     """Return the version to which a rollback goes; None if there is none.
 
-    Versions that are no longer ready are passed over.
+    Versions that are no longer ready are passed over, and those that are about to go.
     """
     newest = Promotion.objects.filter(adapter=adapter).order_by("-created_at", "-pk")
     live = adapter.live_version.number if adapter.live_version else None
-    numbers = [number for number in live_stack(newest[:_MAX_STEPS_BACK][::-1]) if number != live]
+    passed = {live, *(version.number for version in gone)}
+    stack = live_stack(newest[:_MAX_STEPS_BACK][::-1])
+    numbers = [number for number in stack if number not in passed]
     rows = AdapterVersion.objects.filter(adapter=adapter, number__in=numbers, status=Status.READY)
+    rows = rows.filter(is_not_over())
     ready = {version.number: version for version in rows}
     return next((ready[number] for number in reversed(numbers) if number in ready), None)
 

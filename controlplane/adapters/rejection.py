@@ -19,11 +19,12 @@ class Reason:
 
 
 class Rejected(Exception):
-    """Raised with all problems of an adapter's files."""
+    """Raised with all problems of an adapter's files, or the first and the number of others."""
 
-    def __init__(self, reasons: Sequence[Reason]) -> None:
+    def __init__(self, reasons: Sequence[Reason], *, num_more: int = 0) -> None:
         super().__init__("; ".join(f"{reason.field}: {reason.message}" for reason in reasons))
         self.reasons = tuple(reasons)
+        self._num_more = num_more
 
     @classmethod
     def because(cls, field: str, message: str) -> Rejected:
@@ -38,7 +39,6 @@ class Rejected(Exception):
     def as_json(self) -> list[dict[str, str]]:
         """Return the rows to store: the first `MAX_REASONS`, and the number of the others."""
         rows = [dataclasses.asdict(reason) for reason in self.reasons[:MAX_REASONS]]
-        if more := len(self.reasons) - MAX_REASONS:
-            if more > 0:
-                rows.append({"field": "", "message": f"and {more} more problems"})
+        if more := max(0, len(self.reasons) - MAX_REASONS) + self._num_more:
+            rows.append({"field": "", "message": f"and {more} more problems"})
         return rows

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime as dt
 import re
 from typing import TypeVar
 
 from django.db.models import F, Model, QuerySet
 
-from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel, is_serving
+from controlplane.adapters.models import (
+    Adapter,
+    AdapterVersion,
+    BaseModel,
+    is_not_over,
+    is_serving,
+    today,
+)
 from controlplane.adapters.names import ModelName, parse_model_name
 from controlplane.errors import NotFound
 
@@ -20,12 +28,41 @@ MAX_LIKE = 60
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedModel:
-    """A resolved `model`: an adapter's version, or only a base model (`version` is None)."""
+    """A resolved `model`: an adapter's version, a blend of versions, or only a base model."""
 
     name: str
     base_model: BaseModel
     version: AdapterVersion | None
     created: int  # Unix seconds
+    #: The weighted sum that answers in place of one version, of an alias.
+    blend: tuple[tuple[AdapterVersion, float], ...] = ()
+
+    @property
+    def parts(self) -> tuple[tuple[AdapterVersion, float], ...]:
+        """Return the versions that answer together, with their weights."""
+        return self.blend if self.version is None else ((self.version, 1.0),)
+
+    @property
+    def is_base(self) -> bool:
+        """Whether no adapter answers."""
+        return self.version is None and not self.blend
+
+    @property
+    def shutdown_date(self) -> dt.date | None:
+        """From this day it is refused: the base model's or a version's, whichever is first."""
+        ends = [self.base_model.shutdown_date, *(part.shutdown_date for part, _ in self.parts)]
+        return min((end for end in ends if end is not None), default=None)
+
+    @property
+    def deprecated_at(self) -> dt.datetime | None:
+        """When the first of its versions was deprecated."""
+        moments = (part.deprecated_at for part, _ in self.parts)
+        return min((moment for moment in moments if moment is not None), default=None)
+
+    @property
+    def is_shut_down(self) -> bool:
+        """Whether its shutdown date has come."""
+        return self.shutdown_date is not None and self.shutdown_date <= today()
 
 
 def model_resolve(name: str) -> ResolvedModel:
@@ -61,12 +98,21 @@ def check_serving(model: ResolvedModel, *, param: str = "model") -> None:
     """
     base_model = model.base_model
     if base_model.is_shut_down:
-        whose = "" if model.version is None else f", with its base model {base_model.name}"
+        whose = "" if model.is_base else f", with its base model {base_model.name}"
         raise NotFound(
             f"The model `{model.name}` was shut down on {base_model.shutdown_date}{whose}.",
             param=param,
             code="model_not_found",
         )
+    for version, _ in model.parts:
+        if version.is_shut_down:
+            what = "it is" if model.version is not None else "it has"
+            raise NotFound(
+                f"The model `{model.name}` was shut down on {version.shutdown_date}: {what} "
+                f"version {version.number}.",
+                param=param,
+                code="model_not_found",
+            )
 
 
 def no_such_model(name: str) -> NotFound:
@@ -81,8 +127,7 @@ def no_such_model(name: str) -> NotFound:
 
 def models_list() -> list[ResolvedModel]:
     """Return what the tenant can use: the base models, then its adapters with a live version."""
-    adapters = Adapter.objects.exclude(live_version=None).filter(is_serving("base_model__"))
-    live = adapters.select_related("live_version", "base_model").order_by("name")
+    live = _live_adapters().select_related("live_version", "base_model").order_by("name")
     found = [_resolved(adapter.name, adapter.live_version, adapter) for adapter in live]
     bases = BaseModel.objects.filter(is_serving()).order_by("name")
     return [_resolved_base(base_model) for base_model in bases] + found
@@ -91,12 +136,17 @@ def models_list() -> list[ResolvedModel]:
 def names_like(name: str) -> list[str]:
     """Return names that the tenant can use: those with the same first letters, and some others."""
     bases = BaseModel.objects.filter(is_serving()).order_by("name")
-    live = Adapter.objects.exclude(live_version=None).filter(is_serving("base_model__"))
+    live = _live_adapters()
     found: dict[str, None] = {}
     beginning = re.sub("[^a-z0-9]", "", name[:2].lower())
     for rows in (bases, live.filter(name__startswith=beginning), live):
         found |= dict.fromkeys(rows.order_by("name").values_list("name", flat=True)[:MAX_LIKE])
     return list(found)
+
+
+def _live_adapters() -> QuerySet[Adapter]:
+    adapters = Adapter.objects.exclude(live_version=None)
+    return adapters.filter(is_serving("base_model__"), is_not_over("live_version__"))
 
 
 def limit_names(model: str) -> set[str]:

@@ -6,7 +6,7 @@ Those to adapters and versions act for the tenant in scope.
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,21 @@ from django.utils import timezone
 from kombu.exceptions import OperationalError
 
 from contract import peft_config, safetensors_header
-from contract.base_shape import BaseShape
-from contract.peft_config import UPLOAD_LIMITS
-from contract.protocol import context_length
-from controlplane.adapters import ingest, orphaned_objects, promotion, tasks
+from contract.base_shape import BaseShape, context_length
+from controlplane.adapters import (
+    ingest,
+    orphaned_objects,
+    promotion,
+    retirement,
+    tasks,
+    uploads,
+    users,
+)
 from controlplane.adapters.models import (
     Adapter,
+    AdapterInspection,
     AdapterVersion,
     BaseModel,
-    Promotion,
     is_serving,
 )
 from controlplane.adapters.resolution import model_resolve
@@ -43,13 +49,9 @@ from controlplane.infra import storage
 from controlplane.limits import quotas
 from controlplane.tenants.models import SLUG_RULE, User, is_slug
 
-MAX_TENSORS_BYTES = 2 * 1024**3
-#: The files of an adapter and the most bytes each may have.
-FILES = {
-    peft_config.FILE: UPLOAD_LIMITS.max_bytes,
-    safetensors_header.FILE: MAX_TENSORS_BYTES,
-}
-UPLOAD_EXPIRES_S = 900
+MAX_TENSORS_BYTES = uploads.MAX_TENSORS_BYTES
+FILES = uploads.FILES
+UPLOAD_EXPIRES_S = uploads.URL_EXPIRES_S
 #: The most versions of one tenant that wait for their files: bounds what it can stage.
 MAX_UNFINISHED = 50
 #: The database's largest version number.
@@ -59,10 +61,13 @@ Status = AdapterVersion.Status
 
 
 @transaction.atomic
-def base_model_add(*, name: str, revision: str, config: dict[str, Any]) -> BaseModel:
+def base_model_add(
+    *, name: str, revision: str, config: dict[str, Any], known_names: Sequence[str] = ()
+) -> BaseModel:
     """Add a base model, or update an existing one.
 
-    config   its Hugging Face config.json
+    config       its Hugging Face config.json
+    known_names  other names of it, which adapters may claim as their base; they are added
     Raises InvalidRequest when a name or a size is missing or wrong.
     """
     known = BaseModel.objects.filter(name=name).first()
@@ -71,6 +76,7 @@ def base_model_add(*, name: str, revision: str, config: dict[str, Any]) -> BaseM
     base_model = known or BaseModel(name=name)
     base_model.revision = revision
     base_model.config = config
+    base_model.known_names = list(dict.fromkeys([*base_model.known_names, *known_names]))
     try:
         BaseShape.from_config(config)
         base_model.context_length = context_length(config)
@@ -124,6 +130,15 @@ def adapter_version_get(*, name: str, number: int) -> AdapterVersion:
     return version
 
 
+def adapter_inspection_get(*, version: AdapterVersion) -> AdapterInspection:
+    """Return the inspection of a version; before its first one that is not saved."""
+    rows = AdapterInspection.objects.select_related("version__adapter")
+    never = AdapterInspection.Status.NOT_RUN
+    return rows.filter(version=version).first() or AdapterInspection(
+        version=version, status=never, why="It was not inspected yet."
+    )
+
+
 @transaction.atomic
 def adapter_create(
     *,
@@ -133,6 +148,11 @@ def adapter_create(
     promotion_policy: str = Adapter.PromotionPolicy.HOLD,
 ) -> Adapter:
     """Make an adapter without versions. Raises InvalidRequest, or Conflict for a taken name."""
+    if promotion_policy == Adapter.PromotionPolicy.GATE:
+        raise InvalidRequest(
+            "An adapter gets the policy gate with its suite: change `gate`.",
+            param="promotion_policy",
+        )
     adapter = _adapter(name, base_model_name, description)
     defaults = {
         "base_model": adapter.base_model,
@@ -163,18 +183,25 @@ def adapter_version_create(
     files: Mapping[str, int],
     base_model_name: str | None = None,
     created_by: User | None = None,
+    accepts_base_mismatch: bool = False,
     source: AdapterVersion.Source = AdapterVersion.Source.UPLOAD,
+    is_multipart: bool = False,
+    origin: Mapping[str, str] | None = None,
 ) -> AdapterVersion:
     """Make the next version of an adapter, to be uploaded; make the adapter on first use.
 
-    files             the length in bytes of each of `FILES`
+    files             the length in bytes of each of `FILES`; of an import they are found out later
+    origin            where an import comes from
+    is_multipart      the files come by parts: see `adapters.uploads`
     base_model_name   optional for an existing adapter, or when there is only one base model
+    accepts_base_mismatch  the config may name another base model: see `contract.base_claim`
     Raises InvalidRequest, also when there is no room for the files, Conflict when the adapter has
     another base model, RateLimited when too many versions wait for their files.
     """
-    _check_files(files)
+    if source != AdapterVersion.Source.IMPORT:
+        _check_files(files)
     quotas.check("storage_bytes", sum(files.values()))  # its lock also protects the next count
-    if source == AdapterVersion.Source.UPLOAD:
+    if source != AdapterVersion.Source.TRAINING:
         _check_unfinished()
     adapter, is_new = _find(name), False
     if adapter is None:
@@ -196,14 +223,31 @@ def adapter_version_create(
         number=max(last or 0, adapter.last_deleted) + 1,
         source=source,
         created_by=created_by,
-        config_num_bytes=files[peft_config.FILE],
-        num_bytes=files[safetensors_header.FILE],
+        accepts_base_mismatch=accepts_base_mismatch,
+        config_num_bytes=files.get(peft_config.FILE, 0),
+        num_bytes=files.get(safetensors_header.FILE, 0),
+        origin=dict(origin or {}),
     )
+    if is_multipart:
+        uploads.uploads_begin(version, files)
     if is_new:
         _record_created(adapter)
-    after = {"adapter": name, "number": version.number, "source": source, "files": dict(files)}
-    record("created", version, after=after)
+    _record_begun(version, files)
     return version
+
+
+def _record_begun(version: AdapterVersion, files: Mapping[str, int]) -> None:
+    after: dict[str, Any] = {
+        "adapter": version.adapter.name,
+        "number": version.number,
+        "source": version.source,
+        "files": dict(files),
+    }
+    if version.origin:
+        after["origin"] = version.origin
+    if version.accepts_base_mismatch:
+        after["accepts_base_mismatch"] = True
+    record("created", version, after=after)
 
 
 def adapter_version_upload_urls(*, version: AdapterVersion) -> dict[str, str]:
@@ -224,11 +268,14 @@ def adapter_version_complete(*, version: AdapterVersion) -> AdapterVersion:
     """Note that both files are uploaded, and queue their check.
 
     A repeated call only queues a check that has not begun. The sweep finds one that began and was
-    lost, so a version is never checked twice at the same time. Raises Conflict when a file is
-    missing or has another length, RateLimited when too many of the tenant's versions wait for their
-    check, Unavailable when the store or the queue does not answer.
+    lost, so a version is never checked twice at the same time. Raises Conflict when a file or a
+    part is missing, a file has another length, or it is an import, RateLimited when too many of the
+    tenant's versions wait for their check, Unavailable when the store or the queue does not answer.
     """
     if version.status == Status.UPLOADING:
+        if version.source == AdapterVersion.Source.IMPORT:
+            raise Conflict("This version is being imported.", code="being_imported")
+        uploads.files_assemble(version)
         _check_uploaded(version)
         _set_uploaded(version)
         version.refresh_from_db()
@@ -270,7 +317,7 @@ def model_delete(name: str) -> None:
 
     Versions keep their numbers. If its live version is retired, the one that was live before it is
     live again; without one the next version that becomes ready is. Raises NotFound like
-    `model_resolve`, PermissionDenied for a base model.
+    `model_resolve`, PermissionDenied for a base model, Conflict for what an alias needs.
     """
     model = model_resolve(name)
     if model.version is None:
@@ -278,18 +325,13 @@ def model_delete(name: str) -> None:
             f"`{name[:200]}` is a base model: only the operator can remove it.", param="model"
         )
     adapter = promotion.lock(model.version.adapter_id)
-    live = adapter.live_version
     ready = AdapterVersion.objects.filter(adapter=adapter, status=Status.READY)
     if name == adapter.name:
         retired = list(ready.order_by("number"))
     else:
         retired = [model.version]
-    for version in retired:
-        if version.move(Status.READY, Status.RETIRED):
-            record("retired", version, after={"adapter": adapter.name, "number": version.number})
-    if live in retired:
-        earlier = promotion.version_before(adapter)
-        promotion.live_version_set(adapter, earlier, Promotion.Cause.RETIRED)
+    retirement.versions_check_unused(adapter, retired)
+    retirement.versions_retire(adapter, retired)
 
 
 def storage_used() -> int:
@@ -325,6 +367,7 @@ def _adapter(name: str, base_model_name: str | None, description: str) -> Adapte
         raise InvalidRequest("A description can have at most 500 characters.", param="description")
     if BaseModel.objects.filter(name=name).exists():
         raise Conflict(f"{name} is the name of a base model.", param="name")
+    users.name_check(name)
     return Adapter(name=name, description=description, base_model=_base_model(base_model_name))
 
 

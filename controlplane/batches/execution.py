@@ -20,6 +20,7 @@ from typing import TypeVar
 from django.db import close_old_connections
 from django.utils import timezone
 
+from contract import line_reader
 from controlplane.batches import lines, output, results
 from controlplane.batches.collecting import collect
 from controlplane.batches.concurrency import Concurrency
@@ -230,7 +231,7 @@ class Execution:
         close_old_connections()  # the store is asked now
         if file is None:
             raise _input_gone()
-        found = contents.lines(contents.pieces(file), max_bytes=lines.MAX_LINE_BYTES)
+        found = line_reader.lines(contents.pieces(file), max_bytes=lines.MAX_LINE_BYTES)
         try:
             for raw in found:
                 if self._halt.is_set():

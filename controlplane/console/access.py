@@ -1,26 +1,27 @@
 """Access to the console's pages: who may open one, and for which tenant it acts.
 
 Every page of a signed-in person goes through `member_page`: it finds the person's tenant, enters
-its scope, asks for the permission, and turns what goes wrong into a page. `account_page` is for a
-person's own account.
+its scope, asks for the permission, and turns what goes wrong into a page. `member_call` does so for
+an async view that a script calls. `account_page` is for a person's own account.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from django.conf import settings
-from django.http import Http404, HttpRequest, HttpResponse, JsonResponse
+from django.http import Http404, HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
 from django.shortcuts import redirect, render
 from django.urls import reverse
 from django.utils.http import urlencode
 from django_htmx.middleware import HtmxDetails
 
 from controlplane.errors import ApiError, NotFound, PermissionDenied
-from controlplane.infra.request_lines import note
+from controlplane.infra.request_lines import line_of, note
+from controlplane.infra.threads import query_in_thread
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants.auth import (
     SESSION_TENANT_KEY,
@@ -55,6 +56,10 @@ class Member:
         return [role for role in Role if PERMISSIONS[role] <= self.principal.permissions]
 
     @property
+    def can_infer(self) -> bool:
+        return self.may(Permission.INFER)
+
+    @property
     def can_upload(self) -> bool:
         return self.may(Permission.ADAPTERS_WRITE)
 
@@ -73,6 +78,10 @@ class Member:
     @property
     def can_manage_limits(self) -> bool:
         return self.may(Permission.LIMITS_MANAGE)
+
+    @property
+    def can_manage_webhooks(self) -> bool:
+        return self.may(Permission.WEBHOOKS_MANAGE)
 
     @property
     def can_read_audit(self) -> bool:
@@ -113,6 +122,7 @@ class AccountRequest(HttpRequest):
 
 
 Page = Callable[..., HttpResponse]
+Call = Callable[[HttpRequest, Principal], Coroutine[Any, Any, HttpResponseBase]]
 
 
 def member_page(view: Page | None = None, *, permission: Permission = Permission.READ) -> Any:
@@ -141,6 +151,41 @@ def member_page(view: Page | None = None, *, permission: Permission = Permission
             return _run(view, request, args, kwargs, permission)
 
     return page
+
+
+def member_call(
+    view: Call, *, permission: Permission
+) -> Callable[[HttpRequest], Coroutine[Any, Any, HttpResponseBase]]:
+    """Run an async view for the signed-in person, if their role has the permission now.
+
+    It enters no scope, and holds no database connection while the view waits. Errors are JSON.
+    """
+
+    @functools.wraps(view)
+    async def call(request: HttpRequest) -> HttpResponseBase:
+        try:
+            principal = await query_in_thread(lambda: _find_principal(request))
+            if principal is None:
+                return _to_sign_in(request)
+            note(request, **principal.log_fields)
+            authorize(principal, permission)
+            return await view(request, principal)
+        except ApiError as error:
+            if (line := line_of(request)) is not None:
+                line.code = error.code
+            return error.response()
+
+    return call
+
+
+def _find_principal(request: HttpRequest) -> Principal | None:
+    """Return the signed-in person; None if there is none. Raises PermissionDenied."""
+    if not request.user.is_authenticated:
+        return None
+    principal = session_principal(request)
+    if principal is None:
+        raise PermissionDenied("You do not belong to this tenant any more.", code="no_tenant")
+    return principal
 
 
 def account_page(view: Page) -> Page:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +47,31 @@ class LineChart:
     width: int
     height: int
     points: str  # for <polyline points>
+    beside: str  # of a second line; empty: there is none
     low: float
     high: float
     first: float  # the x of the first and last points
     last: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """A horizontal line from the lower to the upper bound, with a dot at the value, if known."""
+
+    series: int
+    y: float
+    left: float
+    right: float
+    dot: float | None
+    label: str  # its tooltip
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class IntervalChart:
+    width: int
+    height: int
+    intervals: tuple[Interval, ...]
+    top: float  # the value at the right edge
 
 
 def bar_chart(
@@ -150,6 +172,36 @@ def span_bar(
     return StackedBar(label=label, parts=parts)
 
 
+def interval_chart(
+    bounds: Sequence[tuple[str, float, float | None, float | None]],
+    *,
+    width: int = 600,
+    row_height: int = 16,
+) -> IntervalChart:
+    """Make one line for each (label, low, value, high) on a common scale from 0, the first on top.
+
+    A `high` of None is not known: the line goes to the right edge.
+    """
+    known = [edge for _, *edges in bounds for edge in edges if edge is not None]
+    top = max(known, default=0.0) * 1.1 or 1.0
+
+    def at(value: float) -> float:
+        return round(min(value / top, 1.0) * width, 2)
+
+    intervals = tuple(
+        Interval(
+            series=index,
+            y=(index + 0.5) * row_height,
+            left=at(low),
+            right=at(top if high is None else high),
+            dot=None if value is None else at(value),
+            label=label,
+        )
+        for index, (label, low, value, high) in enumerate(bounds)
+    )
+    return IntervalChart(width=width, height=row_height * len(bounds), intervals=intervals, top=top)
+
+
 def common_scale(values: Sequence[float]) -> float:
     """Return a common full value for bars: the largest, or 1.5 times the 90th percentile.
 
@@ -162,24 +214,44 @@ def common_scale(values: Sequence[float]) -> float:
 
 
 def line_chart(
-    points: Sequence[tuple[float, float]], *, width: int = 600, height: int = 160
+    points: Sequence[tuple[float, float]],
+    *,
+    beside: Sequence[tuple[float, float]] = (),
+    width: int = 600,
+    height: int = 160,
 ) -> LineChart | None:
-    """Make a line through (x, y) points in the order of x; None for fewer than two."""
+    """Make a line through (x, y) points in the order of x; None for fewer than two.
+
+    beside  the points of a second line on the same scales
+    """
     if len(points) < 2:
         return None
-    xs, ys = [x for x, _ in points], [y for _, y in points]
+    xs, ys = [x for x, _ in (*points, *beside)], [y for _, y in (*points, *beside)]
     left, low = min(xs), min(ys)
     span_x, span_y = (max(xs) - left) or 1.0, (max(ys) - low) or 1.0
-    pairs = (
-        f"{(x - left) / span_x * width:.1f},{height - (y - low) / span_y * height:.1f}"
-        for x, y in points
-    )
+
+    def drawn(line: Sequence[tuple[float, float]]) -> str:
+        return " ".join(
+            f"{(x - left) / span_x * width:.1f},{height - (y - low) / span_y * height:.1f}"
+            for x, y in line
+        )
+
     return LineChart(
         width=width,
         height=height,
-        points=" ".join(pairs),
+        points=drawn(points),
+        beside=drawn(beside),
         low=low,
         high=max(ys),
         first=left,
         last=max(xs),
     )
+
+
+def loss_chart(progress: Mapping[str, Any]) -> LineChart | None:
+    """Make the chart of a run's progress: the losses in training, and beside them in validation."""
+
+    def losses(name: str) -> list[tuple[float, float]]:
+        return [(float(step), float(loss)) for step, loss in progress.get(name, [])]
+
+    return line_chart(losses("losses"), beside=losses("validation_losses"))

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import datetime as dt
-import zoneinfo
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from django import forms
 from django.utils import timezone
 
-from controlplane.adapters.models import BaseModel, is_serving
+from controlplane.adapters.models import BaseModel
 from controlplane.limits.models import Budget, RateLimit
 from controlplane.requestlog.models import LogPolicy
 from controlplane.requestlog.services import MAX_CONTENT_DAYS, MAX_METADATA_DAYS
 from controlplane.tenants.key_rules import KeyRules
 from controlplane.tenants.models import ApiKey, Role, ServiceAccount, slug_validator
 from controlplane.tenants.permissions import DEFAULT_SCOPES, Permission
-from controlplane.training.models import Dataset
 
 if TYPE_CHECKING:
     from controlplane.console.access import Member
@@ -38,6 +36,7 @@ SCOPE_LABELS: dict[Permission, str] = {
     Permission.REQUESTS_CONTENT: "read prompts and answers",
     Permission.AUDIT_READ: "read the audit trail",
     Permission.LIMITS_MANAGE: "set limits and budgets",
+    Permission.WEBHOOKS_MANAGE: "manage webhooks",
     Permission.KEYS_MANAGE: "manage keys",
     Permission.MEMBERS_MANAGE: "manage members",
     Permission.TENANT_MANAGE: "change the tenant",
@@ -61,35 +60,6 @@ class PasswordForm(forms.Form):
         strip=False,
         widget=forms.PasswordInput(attrs={"autocomplete": "new-password"}),
     )
-
-
-class UploadForm(forms.Form):
-    """An adapter's upload; `config` and `tensors` are the lengths of its two files in bytes."""
-
-    name = forms.CharField(
-        label="Adapter name",
-        max_length=63,
-        validators=[slug_validator],
-        help_text="The model name in requests. An existing name gets a new version.",
-        widget=forms.TextInput(
-            attrs={"placeholder": "invoices", "autocomplete": "off", "spellcheck": "false"}
-        ),
-    )
-    base_model = forms.ModelChoiceField(
-        label="Base model",
-        queryset=BaseModel.objects.none(),
-        to_field_name="name",
-        empty_label=None,
-        help_text="The model the adapter was trained on.",
-    )
-    config = forms.IntegerField(min_value=1)
-    tensors = forms.IntegerField(min_value=1)
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        _choices(self, "base_model").queryset = BaseModel.objects.filter(is_serving()).order_by(
-            "name"
-        )
 
 
 class Lines(forms.CharField):
@@ -160,7 +130,7 @@ class KeyForm(KeyRulesForm):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        _choices(self, "owner").queryset = ServiceAccount.objects.order_by("name")
+        choices(self, "owner").queryset = ServiceAccount.objects.order_by("name")
 
     def expires_at(self) -> dt.datetime | None:
         """Return the moment chosen by `lifetime`; the form must be valid."""
@@ -184,96 +154,6 @@ class RotateForm(forms.Form):
     def grace_s(self) -> int:
         """Return the chosen seconds; the form must be valid."""
         return int(self.cleaned_data["grace"])
-
-
-class DatasetForm(forms.Form):
-    name = forms.CharField(
-        label="Name",
-        max_length=63,
-        validators=[slug_validator],
-        help_text="If the name exists, later runs use the new file.",
-        widget=forms.TextInput(attrs={"placeholder": "invoices-2026", "autocomplete": "off"}),
-    )
-    file = forms.FileField(
-        label="JSONL file",
-        help_text='One chat per line: {"messages": [{"role": "user", "content": "…"}, …]}',
-        widget=forms.FileInput(attrs={"accept": ".jsonl,.json,application/jsonl"}),
-    )
-
-
-class TrainForm(forms.Form):
-    """Starts a training run of an existing or a new adapter."""
-
-    adapter = forms.CharField(
-        max_length=63,
-        validators=[slug_validator],
-        help_text="A new name makes a new adapter.",
-        widget=forms.TextInput(
-            attrs={"list": "adapters", "autocomplete": "off", "spellcheck": "false"}
-        ),
-    )
-    dataset = forms.ModelChoiceField(
-        queryset=BaseModel.objects.none(), to_field_name="name", empty_label=None
-    )
-    base_model = forms.ModelChoiceField(
-        label="Base model",
-        queryset=BaseModel.objects.none(),
-        to_field_name="name",
-        required=False,
-        empty_label="The adapter’s own",
-        help_text="Needed for a new adapter.",
-    )
-    epochs = forms.FloatField(required=False, help_text="How often to read the whole dataset.")
-    rank = forms.IntegerField(
-        required=False, help_text="A larger rank learns more and answers more slowly."
-    )
-    learning_rate = forms.FloatField(label="Learning rate", required=False)
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        _choices(self, "dataset").queryset = Dataset.objects.order_by("name")
-        base_models = BaseModel.objects.filter(is_serving()).order_by("name")
-        if len(base_models) > 1:
-            _choices(self, "base_model").queryset = base_models
-        else:
-            # There is no choice.
-            del self.fields["base_model"]
-
-    def hyperparameters(self) -> dict[str, Any]:
-        """Return those that were filled in; the form must be valid."""
-        filled = ((name, self.cleaned_data[name]) for name in ("epochs", "rank", "learning_rate"))
-        return {name: value for name, value in filled if value is not None}
-
-
-class ScheduleForm(forms.Form):
-    """The schedule of an adapter's retraining, and its dataset."""
-
-    dataset = forms.ModelChoiceField(
-        queryset=BaseModel.objects.none(), to_field_name="name", empty_label=None
-    )
-    cron = forms.CharField(
-        label="When",
-        max_length=100,
-        initial="0 3 * * *",
-        help_text="Cron: minute, hour, day of month, month, day of week. 0 3 * * * is 03:00 daily.",
-        widget=forms.TextInput(attrs={"autocomplete": "off", "spellcheck": "false"}),
-    )
-    timezone = forms.CharField(
-        label="Time zone",
-        max_length=64,
-        initial="UTC",
-        widget=forms.TextInput(attrs={"list": "time-zones", "autocomplete": "off"}),
-    )
-    is_paused = forms.BooleanField(label="Paused", required=False)
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        _choices(self, "dataset").queryset = Dataset.objects.order_by("name")
-
-    @staticmethod
-    def time_zones() -> list[str]:
-        """Return the choices of the time zone field."""
-        return sorted(zoneinfo.available_timezones())
 
 
 class _RoleForm(forms.Form):
@@ -360,7 +240,7 @@ class _LimitedForm(forms.Form):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         keys = ApiKey.objects.filter(revoked_at=None).order_by("name")
-        _choices(self, "api_key").queryset = keys
+        choices(self, "api_key").queryset = keys
 
 
 def _at_least(number: int, most: int, **options: Any) -> forms.IntegerField:
@@ -392,7 +272,7 @@ class BudgetForm(_LimitedForm):
         0, MAX_BIGINT, label="Soft limit", help_text="Above it responses have a warning header."
     )
     hard_limit = _at_least(
-        0, MAX_BIGINT, label="Hard limit", help_text="Above it requests are refused."
+        0, MAX_BIGINT, label="Hard limit", help_text="Above it requests are refused; 0 refuses all."
     )
 
 
@@ -410,7 +290,7 @@ class AuditForm(forms.Form):
     )
 
 
-def _choices(form: forms.Form, name: str) -> forms.ModelChoiceField[Any]:
+def choices(form: forms.Form, name: str) -> forms.ModelChoiceField[Any]:
     field = form.fields[name]
     assert isinstance(field, forms.ModelChoiceField)
     return field

@@ -94,5 +94,8 @@ def _measured(sums: dict[str, int], measure: str) -> int:
 def _labels(field: str, keys: set[Any]) -> dict[Any, str]:
     if field == "model":
         return {key: str(key) for key in keys}
-    names = {key.pk: f"{key.name} (…{key.last4})" for key in ApiKey.objects.filter(pk__in=keys)}
+    names: dict[Any, str] = {
+        key.pk: f"{key.name} (…{key.last4})" for key in ApiKey.objects.filter(pk__in=keys)
+    }
+    names[None] = "the playground"  # people have no key
     return {key: names.get(key, "a deleted key") for key in keys}

@@ -6,17 +6,22 @@ deleted, and training runs cancelled. A run that publishes its result cannot be 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from celery import signature
 from django.db import transaction
-from django.db.models import QuerySet
+from django.db.models import Q, QuerySet
 from kombu.exceptions import OperationalError
 
 from controlplane.adapters import deletion
 from controlplane.adapters.models import Adapter, AdapterVersion
-from controlplane.audit.services import record
+from controlplane.aliases import services as aliases
+from controlplane.aliases.protection import adapter_users
+from controlplane.audit.services import record, recorded_at_end
 from controlplane.errors import Conflict
+from controlplane.training import saved_states, sources
 from controlplane.training import services as training
-from controlplane.training.models import Dataset, Schedule, TrainingRun
+from controlplane.training.models import Dataset, DatasetSource, Schedule, TrainingRun
 
 #: Its module imports the one that this imports.
 REMOVE_TASK = "controlplane.adapters.tasks.deleted_versions_remove"
@@ -33,25 +38,33 @@ def version_delete(*, version: AdapterVersion) -> None:
 def adapter_delete(*, adapter: Adapter, is_forced: bool = False) -> None:
     """Delete an adapter with its versions, its schedule and the runs that trained it.
 
-    Raises Conflict, which names what uses it.
+    Aliases keep it, too: `is_forced` deletes those whose primary it is, and removes it as canary.
+    Raises Conflict, which names what uses it; Unavailable when the store cannot forget the states
+    of its runs.
     """
     schedules = Schedule.objects.filter(adapter=adapter)
     runs = TrainingRun.objects.filter(adapter=adapter)
-    with transaction.atomic():
+    # Aliases and adapters are locked after the first event: the trail's lock must come last.
+    with transaction.atomic(), recorded_at_end():
+        if is_forced:
+            aliases.adapter_release(adapter=adapter)
         # `training_run_enqueue` locks it too: no run begins between the check and the deletion.
         Adapter.objects.select_for_update().get(pk=adapter.pk)
-        _end_users(f"The adapter {adapter.name}", schedules, runs, is_forced)
+        named = [f"the alias {name}" for name in adapter_users(adapter)]
+        _end_users(f"The adapter {adapter.name}", schedules, runs, is_forced, named)
+        stored = list(runs.filter(stored_step__isnull=False))
         deletion.adapter_rows_delete(adapter=adapter)
+        saved_states.states_forget(stored)
         transaction.on_commit(_remove_soon)
 
 
 def dataset_delete(*, dataset: Dataset, is_forced: bool = False) -> None:
-    """Delete a dataset; runs that have ended stay, without it.
+    """Delete a dataset with its versions and its source; runs that have ended stay, without it.
 
     `contents_sweep` removes the stored rows. Raises Conflict, which names what uses it.
     """
-    schedules = Schedule.objects.filter(dataset=dataset)
-    runs = TrainingRun.objects.filter(dataset=dataset)
+    of_it = Q(dataset=dataset) | Q(validation_dataset=dataset)
+    schedules, runs = Schedule.objects.filter(of_it), TrainingRun.objects.filter(of_it)
     with transaction.atomic():
         # `training_run_enqueue` locks it too: no run begins between the check and the deletion.
         dataset = Dataset.objects.select_for_update().get(pk=dataset.pk)
@@ -63,18 +76,25 @@ def dataset_delete(*, dataset: Dataset, is_forced: bool = False) -> None:
             "num_rows": dataset.num_rows,
         }
         record("deleted", dataset, before=before)
+        for source in DatasetSource.objects.filter(name=dataset.name):
+            sources.source_delete(source=source)
         dataset.delete()
 
 
 def _end_users(
-    what: str, schedules: QuerySet[Schedule], runs: QuerySet[TrainingRun], is_forced: bool
+    what: str,
+    schedules: QuerySet[Schedule],
+    runs: QuerySet[TrainingRun],
+    is_forced: bool,
+    others: Sequence[str] = (),
 ) -> None:
     """End what uses it; raise Conflict if that is not wanted, or not possible."""
     active = list(runs.filter(status__in=TrainingRun.ACTIVE).order_by("created_at"))
     found = list(schedules.select_related("adapter"))
-    names = [f"the schedule of {schedule.adapter.name}" for schedule in found]
+    names = [*others]
+    names += [f"the schedule of {schedule.adapter.name}" for schedule in found]
     names += [f"the training run {run.pk} ({run.status})" for run in active]
-    if names and not is_forced:
+    if others or (names and not is_forced):
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         raise Conflict(
             f"{what} is used by {', '.join(names[:_SHOWN])}{more}. End that first, or repeat the "

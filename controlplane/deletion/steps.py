@@ -22,6 +22,7 @@ from django.utils import timezone
 from contract import protocol
 from controlplane.adapters import deletion as adapters
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel, DeletedVersion
+from controlplane.aliases.models import AliasRevision, is_current
 from controlplane.audit.models import AuditEvent
 from controlplane.audit.services import record
 from controlplane.batches.models import Batch
@@ -34,8 +35,9 @@ from controlplane.tenancy.scoping import TenantModel, all_tenants, tenant_scope
 from controlplane.tenants.models import Membership, Tenant, User
 from controlplane.training import services as training
 from controlplane.training.models import Schedule, TrainingRun
-from controlplane.usage.models import UsageDay
+from controlplane.usage.models import TrainingUsage, UsageDay
 from controlplane.usage.totals import usage_forget_names
+from controlplane.usage.training import training_usage_forget_names
 
 #: Running work has so long to end.
 PATIENCE = dt.timedelta(minutes=15)
@@ -47,6 +49,7 @@ _T = TypeVar("_T")
 #: What stays of a tenant, and why.
 KEPT: dict[type[TenantModel], str] = {
     AuditEvent: "the trail is a chain of hashes: nobody can take events out",
+    TrainingUsage: "bills: tokens and seconds of trainings, without names of adapters",
     UsageDay: "bills: tokens by day and base model, without names of adapters and keys",
 }
 
@@ -173,8 +176,11 @@ def _jobs(client: Any, deletion: TenantDeletion) -> Iterator[tuple[bytes, bytes 
 
 def usage_sum_up(deletion: TenantDeletion, beat: Beat) -> None:
     """Keep of the usage what bills need: tokens by day and base model."""
-    bases = dict(Adapter.objects.values_list("name", "base_model__name"))
+    current = AliasRevision.objects.filter(is_current())
+    bases = dict(current.values_list("alias__name", "base_model__name"))
+    bases |= dict(Adapter.objects.values_list("name", "base_model__name"))
     usage_forget_names(bases, BaseModel.objects.values_list("name", flat=True))
+    training_usage_forget_names()
 
 
 def rows_delete(deletion: TenantDeletion, beat: Beat) -> None:

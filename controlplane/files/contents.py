@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
-from contract import chat_rows
+from django.conf import settings
+
 from controlplane.errors import InvalidRequest, PayloadTooLarge
 from controlplane.files.models import File, Purpose
 from controlplane.infra import storage
-from controlplane.training.services import MAX_DATASET_BYTES
+from controlplane.training import row_check
 
 MAX_FILE_BYTES = 512 * 1024**2
 MAX_BATCH_BYTES = 200 * 1024**2
-#: A file for training has a dataset's limit, because it becomes one.
-MAX_BYTES = {Purpose.FINE_TUNE: MAX_DATASET_BYTES, Purpose.BATCH: MAX_BATCH_BYTES}
 #: The interval of a writer's heartbeats.
 _HEARTBEAT_S = 15.0
 #: Bytes per read from the store, so that no connection stays open between lines.
 _WINDOW_BYTES = 4 * 1024**2
+
+
+def most_bytes(purpose: Purpose) -> int:
+    """Return the most bytes of a file. One for training becomes a dataset, and has its limit."""
+    if purpose == Purpose.FINE_TUNE:
+        return int(settings.MAX_DATASET_BYTES)
+    return MAX_BATCH_BYTES if purpose == Purpose.BATCH else MAX_FILE_BYTES
 
 
 class FileWriter:
@@ -84,32 +90,16 @@ def pieces(file: File, *, start: int = 0, end: int | None = None) -> Iterator[by
         start += window
 
 
-def lines(found: Iterable[bytes], *, max_bytes: int) -> Iterator[bytes]:
-    """Yield the lines of some bytes, without their line ends.
-
-    A line that is longer than `max_bytes` is cut after `max_bytes` + 1 bytes: this bounds memory.
-    """
-    kept, is_cut = bytearray(), False
-    for piece in found:
-        head, *tail = piece.split(b"\n")
-        for index, part in enumerate([head, *tail]):
-            if index:
-                yield bytes(kept)
-                kept, is_cut = bytearray(), False
-            if not is_cut:
-                kept += part[: max_bytes + 1 - len(kept)]
-                is_cut = len(kept) > max_bytes
-    if kept:
-        yield bytes(kept)
-
-
-def check(file: File) -> None:
+def check(file: File, heartbeat: Callable[[], None] = lambda: None) -> None:
     """Check that the stored bytes are valid for the file's purpose.
 
-    Raises InvalidRequest with the invalid lines, PayloadTooLarge for too many bytes.
+    Raises InvalidRequest with the invalid lines, PayloadTooLarge for too many bytes, RateLimited
+    when several of the tenant's are being checked. Sets `num_rows`, without saving it.
+
+    heartbeat  called regularly meanwhile
     """
     purpose = Purpose(file.purpose)
-    most = MAX_BYTES.get(purpose, MAX_FILE_BYTES)
+    most = most_bytes(purpose)
     if file.num_bytes > most:
         raise PayloadTooLarge(
             f"A file for {purpose.value} can have at most {most} bytes.", param="file"
@@ -117,6 +107,18 @@ def check(file: File) -> None:
     if file.num_bytes == 0:
         raise InvalidRequest("The file is empty.", param="file")
     if purpose == Purpose.FINE_TUNE:
-        found = chat_rows.lint_lines(lines(pieces(file), max_bytes=chat_rows.MAX_LINE_BYTES))
+        found = row_check.rows_check(
+            file.tenant_id, _beating(pieces(file), heartbeat), file.num_bytes
+        )
         if found.problems:
             raise InvalidRequest(found.complaint, param="file", code="invalid_dataset")
+        file.num_rows = found.num_rows
+
+
+def _beating(found: Iterator[bytes], heartbeat: Callable[[], None]) -> Iterator[bytes]:
+    last = time.monotonic()
+    for piece in found:
+        yield piece
+        if time.monotonic() - last >= _HEARTBEAT_S:
+            last = time.monotonic()
+            heartbeat()

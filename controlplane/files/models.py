@@ -24,6 +24,12 @@ class Purpose(models.TextChoices):
     EVALS = "evals"
     #: Made by the platform, never by a client.
     BATCH_OUTPUT = "batch_output"
+    #: The metrics of a fine-tuning job; also the platform's.
+    FINE_TUNE_RESULTS = "fine-tune-results"
+
+
+#: Of files that the platform makes.
+MADE = (Purpose.BATCH_OUTPUT, Purpose.FINE_TUNE_RESULTS)
 
 
 class File(PublicIdModel):
@@ -36,12 +42,14 @@ class File(PublicIdModel):
         READY = "ready"
         DELETING = "deleting"
 
-    purpose = models.CharField(max_length=16, choices=Purpose, blank=True)
+    purpose = models.CharField(max_length=20, choices=Purpose, blank=True)
     filename = models.CharField(max_length=255, blank=True)
     status = models.CharField(max_length=16, choices=Status, default=Status.UPLOADING)
     #: While it is uploaded: the most that it may have.
     num_bytes = models.BigIntegerField()
     sha256 = models.CharField(max_length=64, blank=True)
+    #: Of one for training; null: of others, and of one that was uploaded before this was kept.
+    num_rows = models.PositiveIntegerField(null=True)
     expires_at = models.DateTimeField(null=True, db_index=True)
     #: While it is uploaded: the writer's last heartbeat.
     alive_at = models.DateTimeField(default=timezone.now, db_default=Now())
@@ -73,7 +81,7 @@ class Upload(PublicIdModel):
         CANCELLED = "cancelled"
         EXPIRED = "expired"
 
-    purpose = models.CharField(max_length=16, choices=Purpose)
+    purpose = models.CharField(max_length=20, choices=Purpose)
     filename = models.CharField(max_length=255)
     mime_type = models.CharField(max_length=255)
     num_bytes = models.BigIntegerField()

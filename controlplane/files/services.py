@@ -21,7 +21,7 @@ from django.utils import timezone
 from controlplane.audit.services import record
 from controlplane.errors import Conflict, InvalidRequest, NotFound, Unavailable
 from controlplane.files import contents
-from controlplane.files.contents import MAX_FILE_BYTES, FileWriter
+from controlplane.files.contents import FileWriter
 from controlplane.files.models import File, Purpose, Upload, UploadPart
 from controlplane.infra import storage
 from controlplane.limits import quotas
@@ -147,7 +147,7 @@ def file_finish(
     """
     with undone_on_failure(lambda: file_drop(file)):
         file_written(file, form, writer)
-        contents.check(file)
+        contents.check(file, _heartbeat(file, status=File.Status.UPLOADING))
         with transaction.atomic():
             file_publish(file)
             also()
@@ -158,7 +158,7 @@ def file_finish(
 def file_publish(file: File) -> None:
     """Make the file's row ready. Raises Conflict when the sweep has removed it."""
     file.status = File.Status.READY
-    fields = ("purpose", "filename", "num_bytes", "sha256", "expires_at", "status")
+    fields = ("purpose", "filename", "num_bytes", "num_rows", "sha256", "expires_at", "status")
     moved = File.objects.filter(pk=file.pk, status=File.Status.UPLOADING).update(
         **{name: getattr(file, name) for name in fields}
     )
@@ -209,7 +209,7 @@ def _remove(file: File, action: str) -> bool:
 @transaction.atomic
 def upload_create(*, form: FileForm, num_bytes: int, mime_type: str) -> Upload:
     """Begin an upload of a file in parts. Raises InvalidRequest."""
-    most = contents.MAX_BYTES.get(form.purpose, MAX_FILE_BYTES)
+    most = contents.most_bytes(form.purpose)
     if num_bytes > most:
         raise InvalidRequest(
             f"A file for {form.purpose} can have at most {most} bytes.", param="bytes"

@@ -16,8 +16,10 @@ from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from controlplane.adapters.resolution import ResolvedModel, models_list
+from controlplane.adapters.resolution import ResolvedModel
 from controlplane.adapters.services import model_delete
+from controlplane.aliases.protection import check_no_alias
+from controlplane.aliases.resolution import models_list
 from controlplane.gateway.row_views import GatewayAPIView
 from controlplane.inference import access
 from controlplane.inference.model_selector import ModelSelector
@@ -47,18 +49,20 @@ class ServedModelSerializer(serializers.Serializer[ResolvedModel]):
     max_model_len = serializers.IntegerField(
         source="base_model.context_length", help_text="Tokens of its context."
     )
-    version = serializers.SerializerMethodField(help_text="Of the adapter.")
+    version = serializers.SerializerMethodField(help_text="Of the adapter; null for a blend.")
+    deprecated_at = serializers.DateTimeField(
+        allow_null=True, help_text="Its version is deprecated since then; it answers as before."
+    )
     shutdown_date = serializers.DateField(
-        source="base_model.shutdown_date",
         allow_null=True,
         help_text="From the beginning of this day (UTC) it is refused.",
     )
 
     def get_owned_by(self, model: ResolvedModel) -> str:
-        return "lorikeet" if model.version is None else "tenant"
+        return "lorikeet" if model.is_base else "tenant"
 
     def get_parent(self, model: ResolvedModel) -> str | None:
-        return None if model.version is None else model.base_model.name
+        return None if model.is_base else model.base_model.name
 
     def get_version(self, model: ResolvedModel) -> int | None:
         return None if model.version is None else model.version.number
@@ -143,5 +147,6 @@ class ModelView(_ReadAwayView):
     def delete(self, request: Request, name: str) -> Response:
         """Retire an adapter, or one version of it."""
         access.check_named(self.principal, name)
+        check_no_alias(name)
         model_delete(name)
         return Response(ModelDeletedSerializer({"id": name}).data)

@@ -145,8 +145,20 @@ async def _bodies(request: HttpRequest, kind: type[_B]) -> tuple[_B, ChatBody | 
 
 
 def _as_task(job: GenerateJob, task: Task) -> GenerateJob:
-    """Return the job as a task of the base model's tokenizer, with no text kept in the log."""
-    return dataclasses.replace(job, task=task, adapters=(), store=False)
+    """Return the job as a task of the base model's tokenizer, with no text kept in the log.
+
+    No adapter answers it, so it does not count for an alias's canary or primary.
+    """
+    return dataclasses.replace(
+        job,
+        task=task,
+        adapters=(),
+        alias_revision_id=None,
+        alias_target=None,
+        json_schema=None,
+        decoding_schema=None,
+        store=False,
+    )
 
 
 async def _answer(

@@ -76,6 +76,10 @@ def gateway_view(
                 response.streaming_content = ()  # nobody fetches what nobody gets
             for name, value in getattr(request, "rate_headers", {}).items():
                 response.setdefault(name, value)
+            generation: Generation | None = getattr(request, "generation", None)
+            if generation is not None:
+                for name, value in generation.served_headers.items():
+                    response[name] = value
             principal: Principal | None = getattr(request, "principal", None)
             if principal is not None:
                 response["openai-organization"] = principal.tenant.slug
@@ -165,6 +169,7 @@ async def admit(
     )
     line.add_later(generation.log_fields)
     request.rate_headers = generation.headers  # type: ignore[attr-defined]
+    request.generation = generation  # type: ignore[attr-defined]
     return generation
 
 

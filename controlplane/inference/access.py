@@ -9,8 +9,10 @@ from __future__ import annotations
 import collections
 import dataclasses
 import difflib
+import threading
 import time
 import uuid
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from controlplane.adapters.models import AdapterVersion, BaseModel
@@ -21,12 +23,14 @@ from controlplane.adapters.resolution import (
     check_serving,
     limit_names,
     model_resolve,
-    names_like,
 )
+from controlplane.aliases.models import AliasPart
+from controlplane.aliases.resolution import AliasPlan, alias_resolve, names_like
 from controlplane.errors import ApiError, InvalidRequest, NotFound, PermissionDenied
+from controlplane.inference.alias_defaults import AliasDefaults, defaults_of
 from controlplane.inference.model_selector import ModelSelector
 from controlplane.infra.threads import query_in_thread
-from controlplane.limits.admit import Limits
+from controlplane.limits.admit import NO_LIMITS, Limits
 from controlplane.limits.services import limits_for
 from controlplane.tenancy import epochs
 from controlplane.tenancy.scoping import tenant_scope
@@ -34,17 +38,29 @@ from controlplane.tenants.auth import CACHE_S, Permission, Principal, authorize
 from controlplane.tenants.key_rules import allows_model
 
 _CACHE_MAX_MODELS = 10_000
+#: Of the defaults of aliases that are kept with names.
+_CACHE_MAX_BYTES = 64 * 1024**2
+#: Of one blend; the engine's own bound.
+MAX_PARTS = 8
+Target = AliasPart.Target
 #: How alike two names must be, from 0 to 1, for one to be suggested for the other.
 NEAR = 0.75
+_LISTED = "GET /v1/models lists what this key can name."
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """What answers: a base model with the weighted sum of `parts`, or alone if there are none."""
+    """What answers: a base model with the weighted sum of `parts`, or alone if there are none.
+
+    The last three are of a request whose model is an alias.
+    """
 
     name: str
     models: tuple[ResolvedModel, ...]
     parts: tuple[tuple[AdapterVersion, float], ...]
+    alias: AliasPlan | None = None
+    target: Target | None = None
+    defaults: AliasDefaults | None = None
 
     @property
     def base_model(self) -> BaseModel:
@@ -61,25 +77,35 @@ class Caller:
 
 
 class _Known(NamedTuple):
-    """What a name means to a key, and the limits of that, as the database said when asked."""
+    """What a name means to a key, and the limits of that, as the database said when asked.
+
+    model, limits  of an alias: its primary's
+    """
 
     model: ResolvedModel
     limits: Limits
     asked: epochs.Stamp
+    alias: AliasPlan | None = None
+    canary_limits: Limits = NO_LIMITS
+    defaults: AliasDefaults | None = None
 
     @property
     def is_fresh(self) -> bool:
         return time.monotonic() < self.asked.at + CACHE_S
 
 
-#: By key and name; those that were not asked for longest come first.
+#: By key (see `_key_id`) and name; those that were not asked for longest come first.
 _known: collections.OrderedDict[tuple[uuid.UUID, str], _Known] = collections.OrderedDict()
+#: Of all defaults in `_known`: those that many keys share count once.
+_known_bytes = 0
+#: By the id of defaults: how many entries of `_known` have them.
+_sharers: collections.Counter[int] = collections.Counter()
+_keeping = threading.Lock()
 
 
 async def resolve(principal: Principal, selector: ModelSelector) -> Caller:
     """Return what a caller may use under the names of a request, as of at most `CACHE_S` ago.
 
-    principal  with an API key
     Raises PermissionDenied, NotFound, or InvalidRequest for adapters that do not go together.
     """
     caller = known(principal, selector)
@@ -106,7 +132,8 @@ def kept(
     found = [entry for entry in _entries(principal, selector) if entry and entry.asked.is_recent]
     if len(found) < len(selector.names):
         return None
-    budgets = [budget for entry in found for budget in entry.limits.budgets]
+    limits = [each for entry in found for each in (entry.limits, entry.canary_limits)]
+    budgets = [budget for each in limits for budget in each.budgets]
     if any(budget.ends_at <= time.time() for budget in budgets):
         return None
     try:
@@ -128,18 +155,63 @@ def resolve_now(principal: Principal, selector: ModelSelector) -> Caller:
     with tenant_scope(principal.tenant.id):
         for name, param in zip(selector.names, selector.params, strict=True):
             try:
-                model = model_resolve(name)
+                found.append(_ask(principal, name, asked))
             except NotFound as error:
                 error.param = param
                 error.message += _way_out(principal, name)
                 raise
-            found.append(_Known(model, _limits(principal, name), asked))
     for name, entry in zip(selector.names, found, strict=True):
-        _known.pop((_key_id(principal), name), None)  # so that it comes last
-        _known[_key_id(principal), name] = entry
-        if len(_known) > _CACHE_MAX_MODELS:
-            _known.popitem(last=False)
+        _keep((_key_id(principal), name), entry)
     return _caller(principal, selector, found)
+
+
+def _ask(principal: Principal, name: str, asked: epochs.Stamp) -> _Known:
+    """Look a name up: an alias comes before an adapter, an adapter before a base model."""
+    plan = alias_resolve(name)
+    if plan is None:
+        return _Known(model_resolve(name), _limits(principal, limit_names(plain_name(name))), asked)
+    return _Known(
+        plan.primary,
+        _limits(principal, plan.primary_names),
+        asked,
+        alias=plan,
+        canary_limits=_limits(principal, plan.canary_names) if plan.canary else NO_LIMITS,
+        defaults=defaults_of(plan),
+    )
+
+
+def _keep(key: tuple[uuid.UUID, str], entry: _Known) -> None:
+    with _keeping:
+        if key in _known:
+            _forget(key)  # so that it comes last
+        _known[key] = entry
+        _share(entry.defaults, 1)
+        if len(_known) > _CACHE_MAX_MODELS:
+            _forget(next(iter(_known)))
+        if _known_bytes <= _CACHE_MAX_BYTES:
+            return
+        # Names without defaults stay: one tenant's long texts cost others nothing.
+        for long in [each for each, known in _known.items() if known.defaults is not None]:
+            _forget(long)
+            if _known_bytes <= _CACHE_MAX_BYTES:
+                return
+
+
+def _forget(key: tuple[uuid.UUID, str]) -> None:
+    _share(_known.pop(key).defaults, -1)
+
+
+def _share(defaults: AliasDefaults | None, change: int) -> None:
+    """Count one more, or one less, entry with these defaults, and their bytes once."""
+    global _known_bytes
+    if defaults is None:
+        return
+    before = _sharers[id(defaults)]
+    _sharers[id(defaults)] += change
+    if not before or not _sharers[id(defaults)]:
+        _known_bytes += change * defaults.num_bytes
+    if not _sharers[id(defaults)]:
+        del _sharers[id(defaults)]
 
 
 async def resolve_accepted(
@@ -154,7 +226,7 @@ async def resolve_accepted(
     def query() -> Caller:
         model = base_model_resolve(base_model)
         with tenant_scope(principal.tenant.id):
-            limits = [_limits(principal, name) for name in selector.names]
+            limits = [_limits(principal, _names(name)) for name in selector.names]
         served = ServedModel(name=selector.label, models=(model,), parts=())
         return Caller(principal=principal, model=served, limits=_together(limits))
 
@@ -193,13 +265,24 @@ def _check(principal: Principal, selector: ModelSelector) -> None:
         check_named(principal, name, param)
 
 
-def _limits(principal: Principal, name: str) -> Limits:
-    return limits_for(principal.api_key, limit_names(plain_name(name)))
+def _limits(principal: Principal, names: Iterable[str]) -> Limits:
+    return limits_for(principal.api_key, names)
+
+
+def _names(name: str) -> Iterable[str]:
+    """Return the names in limits for a request that was accepted; of an alias all that answer."""
+    try:
+        plan = alias_resolve(name)
+    except NotFound:
+        plan = None
+    if plan is None:
+        return limit_names(plain_name(name))
+    return plan.primary_names | plan.canary_names
 
 
 def _key_id(principal: Principal) -> uuid.UUID:
-    assert principal.api_key is not None
-    return principal.api_key.id
+    """Return the id of the key, or of the tenant: names and limits are the same for its people."""
+    return principal.tenant.id if principal.api_key is None else principal.api_key.id
 
 
 def _way_out(principal: Principal, name: str) -> str:
@@ -209,14 +292,25 @@ def _way_out(principal: Principal, name: str) -> str:
     longer = [own for own in known if len(name) > 2 and own.startswith(name)]
     shown = list(dict.fromkeys(near + longer))[:3]
     asked = f" Did you mean {' or '.join(f'`{own}`' for own in shown)}?" if shown else ""
-    return f"{asked} GET /v1/models lists what this key can name."
+    return asked if principal.api_key is None else f"{asked} {_LISTED}"
 
 
 def _caller(principal: Principal, selector: ModelSelector, found: list[_Known]) -> Caller:
-    model = _served(selector, [known.model for known in found])
-    return Caller(
-        principal=principal, model=model, limits=_together([known.limits for known in found])
+    first = found[0]
+    if first.alias is None or len(found) > 1 or selector.weights[0] is not None:
+        # In a blend of the client's own, an alias means its primary.
+        model = _served(selector, [known.model for known in found])
+        limits = _together([known.limits for known in found])
+        return Caller(principal=principal, model=model, limits=limits)
+    target = first.alias.target(selector.sticky or f"key {_key_id(principal)}")
+    is_canary = target == Target.CANARY
+    chosen = first.alias.canary if is_canary else first.alias.primary
+    assert chosen is not None
+    model = dataclasses.replace(
+        _served(selector, [chosen]), alias=first.alias, target=target, defaults=first.defaults
     )
+    limits = first.canary_limits if is_canary else first.limits
+    return Caller(principal=principal, model=model, limits=limits)
 
 
 def _served(selector: ModelSelector, models: list[ResolvedModel]) -> ServedModel:
@@ -234,14 +328,19 @@ def _served(selector: ModelSelector, models: list[ResolvedModel]) -> ServedModel
                 f"{base_model.name}: all of a blend must have the same base model.",
                 param=param,
             )
-        if weight is not None and model.version is None:
+        if weight is not None and model.is_base:
             raise InvalidRequest(f"`{model.name}` is a base model, not an adapter.", param=param)
-        if weight is None and model.version is not None and len(models) > 1:
+        if weight is None and not model.is_base and len(models) > 1:
             raise InvalidRequest(
                 "With adapters, model must be their base model or be left out.", param=param
             )
-        if model.version is not None:
-            if any(model.version.digest == version.digest for version, _ in parts):
+        for version, share in model.parts:
+            if any(version.digest == other.digest for other, _ in parts):
                 raise InvalidRequest(f"`{model.name}` is in the blend twice.", param=param)
-            parts.append((model.version, 1.0 if weight is None else weight))
+            parts.append((version, share if weight is None else share * weight))
+    if len(parts) > MAX_PARTS:
+        raise InvalidRequest(
+            f"With what its aliases mean, the blend has more than {MAX_PARTS} adapters.",
+            param=selector.params[-1],
+        )
     return ServedModel(name=selector.label, models=tuple(models), parts=tuple(parts))

@@ -43,10 +43,19 @@ def usage_body(usage: Usage) -> Json:
         "completion_tokens_details": {
             "reasoning_tokens": 0,
             "audio_tokens": 0,
-            "accepted_prediction_tokens": 0,
-            "rejected_prediction_tokens": 0,
+            **drafts_body(usage),
         },
     }
+
+
+def drafts_body(usage: Usage) -> Json:
+    """Return the counts of drafts: OpenAI's two, and ours by source if there were any."""
+    accepted = usage.accepted_drafts or {}
+    counts: Json = {
+        "accepted_prediction_tokens": sum(accepted.values()),
+        "rejected_prediction_tokens": usage.rejected_drafts,
+    }
+    return counts | ({"accepted_by_source": accepted} if accepted else {})
 
 
 class Answer:

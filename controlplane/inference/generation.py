@@ -6,8 +6,8 @@ import dataclasses
 import time
 from typing import Any
 
-from contract.protocol import AdapterRef, ErrorCode, GenerateJob, Sampling, Task
-from controlplane.adapters.models import AdapterVersion
+from contract.protocol import ErrorCode, GenerateJob, Sampling, Task
+from controlplane.adapters.references import adapter_ref
 from controlplane.inference.access import Caller
 from controlplane.inference.ebnf import to_lark
 from controlplane.inference.json_schema import (
@@ -46,40 +46,39 @@ class Call:
     def fields(self, body: GenerationBody) -> dict[str, Any]:
         """Return the job's fields that do not depend on its kind."""
         principal, model = self.caller.principal, self.caller.model
-        assert principal.api_key is not None
         now = time.time()
         parts = model.parts
         one_version = parts[0][0] if len(parts) == 1 else None
         return {
             "request_id": self.request_id,
             "tenant_id": str(principal.tenant.id),
-            "api_key_id": str(principal.api_key.id),
+            "api_key_id": str(principal.api_key.id) if principal.api_key else "",
             "gateway_id": self.gateway_id,
             "model": model.name,
             "base_model": model.base_model.name,
-            "adapters": tuple(_adapter_ref(version, weight) for version, weight in parts),
+            "adapters": tuple(adapter_ref(version, weight) for version, weight in parts),
             "adapter_version_id": None if one_version is None else str(one_version.id),
+            "alias_revision_id": None if model.alias is None else str(model.alias.revision_id),
+            "alias_target": None if model.target is None else str(model.target),
             "n": body.n or 1,
             "endpoint": self.endpoint,
             "stream": bool(body.stream),
             "with_counts": bool(body.stream_options and body.stream_options.is_continuous),
             "with_token_ids": bool(body.return_token_ids),
-            **_grammar(body),
+            **(_grammar(body) or self._published_grammar(body)),
             "store": body.store,
             "is_batch": self.is_batch,
             "created_at": now,
             "deadline": now + DEADLINE_S if self.deadline is None else self.deadline,
         }
 
-
-def _adapter_ref(version: AdapterVersion, weight: float) -> AdapterRef:
-    return AdapterRef(
-        digest=version.digest,
-        config_key=version.config_key,
-        tensors_key=version.tensors_key,
-        num_bytes=version.num_bytes,
-        weight=weight,
-    )
+    def _published_grammar(self, body: GenerationBody) -> dict[str, Any]:
+        """Return the alias's schema, for a body that says nothing of the answer's form."""
+        defaults = self.caller.model.defaults
+        if defaults is None or body.response_format is not None:
+            return {}
+        is_scored_only = getattr(body, "max_tokens", None) == 0
+        return {} if is_scored_only else defaults.grammar
 
 
 def chat_job(body: ChatBody, call: Call) -> GenerateJob:

@@ -19,7 +19,7 @@ from pydantic_core import PydanticCustomError
 
 from controlplane.inference.bodies import Body, FirstFault, Replayed, at_most, without_nul
 from controlplane.inference.constraints import Constrained
-from controlplane.inference.model_selector import ModelSelector
+from controlplane.inference.model_selector import ModelSelector, sticky_of
 from controlplane.inference.tools import (
     MAX_TOOLS,
     FunctionTool,
@@ -144,6 +144,12 @@ Adapters = Annotated[
 ]
 
 
+Speculates = Annotated[
+    bool | None,
+    Field(description="false: draft no tokens of the answer, which is the same either way."),
+]
+
+
 class GenerationBody(Constrained):
     """The fields that chat and plain completions have in common."""
 
@@ -172,6 +178,7 @@ class GenerationBody(Constrained):
     min_tokens: Annotated[int | None, Field(ge=0, le=10_000_000)] = None
     prompt_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
     ignore_eos: bool | None = None
+    speculation: Speculates = None
     return_token_ids: bool | None = None
 
     @model_validator(mode="after")
@@ -183,7 +190,7 @@ class GenerationBody(Constrained):
     def selector(self) -> ModelSelector:
         """Return the models and adapters that the body names."""
         if not self.adapters:
-            return ModelSelector.model(self.model or "")
+            return ModelSelector.model(self.model or "", sticky=sticky_of(self))
         label = self.model or "+".join(part.called for part in self.adapters)[:MAX_MODEL_CHARS]
         names = tuple(part.called for part in self.adapters)
         weights = tuple(part.weight for part in self.adapters)

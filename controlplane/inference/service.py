@@ -36,6 +36,7 @@ from controlplane.inference.access import Caller, ServedModel
 from controlplane.inference.answers import Answer, ChatAnswer, CompletionAnswer, Json
 from controlplane.inference.generation import Call, chat_job, client_param, completion_job
 from controlplane.inference.json_schema import schema_headers
+from controlplane.inference.lifetime import lifetime_headers
 from controlplane.inference.schemas import ChatBody, CompletionBody, GenerationBody
 from controlplane.limits.admit import Admitted
 from controlplane.queue.admission import rate_headers
@@ -63,7 +64,8 @@ async def submit(
 ) -> Generation:
     """Have a request accepted into the fair queue.
 
-    caller        of the body's `selector`; the use is billed to their API key
+    caller        of the body's `selector`; the use is billed to their API key, or that of a person
+                  to their tenant
     request_id    from `new_request_id`; at most one request is accepted under it
     endpoint      the address that the client used, for the log; "": the body's own
     adjust        a last change to the job, for what no field of the body says
@@ -75,6 +77,8 @@ async def submit(
     With a batch_stream, Fenced.
     """
     assert caller.model.name == body.selector().label, "a caller of another body"
+    if caller.model.defaults is not None:
+        body = caller.model.defaults.filled(body)
     dispatcher = await get_dispatcher()
     call = Call(
         caller=caller,
@@ -124,7 +128,30 @@ class Generation:
     @property
     def headers(self) -> dict[str, str]:
         """Return x-ratelimit-… and other headers for an answer over HTTP."""
-        return rate_headers(self.admitted) | schema_headers(self.job)
+        headers = rate_headers(self.admitted) | schema_headers(self.job)
+        headers |= lifetime_headers(self.model)
+        if self.model.alias is not None:
+            headers["x-lorikeet-alias-revision"] = str(self.model.alias.number)
+            headers["x-lorikeet-alias-target"] = str(self.model.target)
+        return headers
+
+    @property
+    def served_headers(self) -> dict[str, str]:
+        """Return what answers, how long it waited, and where the worker found its adapter.
+
+        The last two are known with the first event, from workers that say them.
+        """
+        reply, parts = self.reply, [part for part, _ in self.model.parts]
+        headers: dict[str, str] = {}
+        if parts:
+            names = (f"{part.adapter.name}@{part.number}" for part in parts)
+            headers["x-lorikeet-version"] = ",".join(names)
+            headers["x-lorikeet-digest"] = ",".join(part.digest for part in parts)
+        if reply.queue_ms is not None:
+            headers["x-lorikeet-queue-ms"] = str(round(reply.queue_ms))
+        if reply.tier is not None:
+            headers["x-lorikeet-tier"] = reply.tier
+        return headers
 
     def log_fields(self, began: float) -> dict[str, Any]:
         """Return what the request's log line says of it; never its texts.

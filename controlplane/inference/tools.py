@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
+from contract.tool_calls import read_arguments
 from controlplane.inference.bodies import Body, Replayed
 from controlplane.inference.json_schema import checked_schema
 
@@ -17,7 +18,6 @@ MAX_TOOLS_BYTES = 256 * 1024
 #: Of all tools together: each object in a schema may be another schema to check.
 MAX_TOOLS_OBJECTS = 4000
 MAX_CALLS = 128
-MAX_ARGUMENTS_DEPTH = 64
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
@@ -103,33 +103,9 @@ class ToolCall(Replayed):
 
     def rendered(self) -> dict[str, Any]:
         """Return the call for the chat template, its arguments as an object if they are one."""
-        function = {"name": self.function.name, "arguments": _read(self.function.arguments)}
+        arguments = read_arguments(self.function.arguments)
+        function = {"name": self.function.name, "arguments": arguments}
         return {"id": self.id, "type": "function", "function": function}
-
-
-def _read(arguments: str) -> Any:
-    """Parse arguments; return their text if it cannot be handed on: no JSON, too deep, or with
-    a lone surrogate or an infinite number."""
-    try:
-        value = json.loads(arguments)
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-    except (ValueError, RecursionError):
-        return arguments
-    return arguments if _is_deeper(value, MAX_ARGUMENTS_DEPTH) else value
-
-
-def _is_deeper(value: Any, levels: int) -> bool:
-    level = [value]
-    for _ in range(levels):
-        level = [
-            inner
-            for node in level
-            if isinstance(node, dict | list)
-            for inner in (node.values() if isinstance(node, dict) else node)
-        ]
-        if not level:
-            return False
-    return True
 
 
 def _some(calls: Any) -> Any:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from celery.signals import after_task_publish, heartbeat_sent
+from celery.signals import after_task_publish, beat_init, heartbeat_sent
 from django.conf import settings
 from django.core.cache import cache
 from redis.exceptions import RedisError
@@ -44,6 +44,13 @@ def show_alive(name: str) -> None:
         cache.set(_name(name), time.time(), timeout=24 * 3600)
 
 
+def hide(name: str) -> None:
+    """Tell other machines that a process ends on purpose."""
+    _shown.pop(name, None)
+    with contextlib.suppress(RedisError, OSError):
+        cache.delete(_name(name))
+
+
 def silent_s(name: str) -> float | None:
     """Return how long ago it last showed itself; None: not within a day."""
     at = cache.get(_name(name))
@@ -60,6 +67,13 @@ def is_alive() -> bool:
 
 
 def watch_celery() -> None:
-    """Record it whenever a Celery worker sends a heartbeat or beat sends a task."""
+    """Record it whenever a Celery worker sends a heartbeat or beat sends a task.
+
+    Other processes send tasks, too, now and then: for them that is no turn of a loop.
+    """
     heartbeat_sent.connect(note_alive)
+    beat_init.connect(_watch_tasks)
+
+
+def _watch_tasks(**_: Any) -> None:
     after_task_publish.connect(note_alive)

@@ -59,6 +59,8 @@ def logging_config(log_format: str, level: str, *context: Processor) -> dict[str
             # does not make them at all.
             "uvicorn.access": {"handlers": [], "propagate": False},
             "django.server": {"handlers": [], "propagate": True},
+            # Its warnings have whole URLs, which may be secrets of a tenant.
+            "urllib3.connection": {"level": "ERROR"},
         },
         "root": {"handlers": ["stderr"], "level": others},
     }

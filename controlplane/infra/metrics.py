@@ -70,7 +70,45 @@ TASK_SECONDS = Histogram(
     "lorikeet_task_seconds", "How long Celery tasks took.", ("task",), buckets=_MINUTES
 )
 TASKS_SENT = Counter("lorikeet_tasks_sent", "Tasks that beat has put into a queue.", ("task",))
+CANARY_ROLLBACKS = Counter(
+    "lorikeet_canary_rollbacks", "Canaries that were rolled back by themselves."
+)
+CHECKS_ENDED = Counter(
+    "lorikeet_adapter_checks_ended", "Child processes that checked an adapter.", ("outcome",)
+)
+ADAPTER_IMPORTS = Counter(
+    "lorikeet_adapter_imports", "Attempts to fetch the files of an imported adapter.", ("result",)
+)
+DATASET_PULLS = Counter(
+    "lorikeet_dataset_pulls", "Attempts to pull a dataset from its source.", ("result",)
+)
 TRAINING_ENDED = Counter("lorikeet_training_runs_ended", "Training runs that ended.", ("status",))
+SCHEDULE_SLOTS = Counter(
+    "lorikeet_schedule_slots",
+    "Slots of schedules, and how the runs ended that they started.",
+    ("outcome",),
+)
+OUTBOUND_CALLS = Counter(
+    "lorikeet_outbound_calls", "Calls to addresses that tenants named.", ("result",)
+)
+WEBHOOK_ATTEMPTS = Counter(
+    "lorikeet_webhook_attempts", "Attempts to deliver an event to a webhook.", ("result",)
+)
+EVENT_MAILS = Counter("lorikeet_event_mails", "Mails about events.", ("result",))
+PROBES = Counter("lorikeet_adapter_probes", "Probes of adapter versions by result.", ("verdict",))
+EVALUATIONS_ENDED = Counter("lorikeet_evaluations_ended", "Evaluations that ended.", ("status",))
+GATE_DECISIONS = Counter(
+    "lorikeet_gate_decisions", "What the gate decided about new versions.", ("verdict",)
+)
+TRAINERS_LOST = Counter("lorikeet_trainers_lost", "Training runs queued again: their trainer died.")
+TRAINING_STATES = Counter(
+    "lorikeet_training_states", "States of training runs sent to the store.", ("result",)
+)
+TRAINING_MESSAGES = Counter(
+    "lorikeet_training_messages", "Messages that this process sent to the trainers."
+)
+CAPTURED_REQUESTS = Counter("lorikeet_captured_requests", "Requests kept to train on.")
+FEEDBACK = Counter("lorikeet_feedback", "Feedback on requests' answers.", ("kind",))
 TRAINING_STEPS = Counter("lorikeet_training_steps", "Steps of training runs.")
 
 # Else the first event of each kind would not show as an increase.
@@ -78,7 +116,19 @@ for _counter, _values in (
     (USAGE_RECORDS, ("settled", "rejected")),
     (REAPED, ("requeued", "end", "over", "unserved")),
     (BATCH_LINES, ("completed", "failed")),
+    (CHECKS_ENDED, ("answered", "over_bounds", "broken", "lost")),
+    (ADAPTER_IMPORTS, ("fetched", "rejected", "again", "lost")),
+    (DATASET_PULLS, ("unchanged", "added", "failed", "lost")),
+    (OUTBOUND_CALLS, ("answered", "refused", "failed")),
+    (WEBHOOK_ATTEMPTS, ("succeeded", "failed")),
+    (EVENT_MAILS, ("sent", "failed", "dropped")),
+    (TRAINING_STATES, ("stored", "failed")),
     (TRAINING_ENDED, ("succeeded", "failed", "cancelled")),
+    (SCHEDULE_SLOTS, ("ran", "skipped", "missed", "succeeded", "failed")),
+    (EVALUATIONS_ENDED, ("succeeded", "failed")),
+    (GATE_DECISIONS, ("promote", "hold", "reject")),
+    (FEEDBACK, ("good", "bad", "corrected", "not_captured")),
+    (PROBES, ("agreed", "rejected", "mismatch_live", "not_run")),
 ):
     for _value in _values:
         _counter.labels(_value)

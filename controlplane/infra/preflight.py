@@ -82,6 +82,24 @@ def check_store(*, patience_s: float = ANSWER_S) -> None:
         ) from error
 
 
+def allow_uploads() -> str:
+    """Set the bucket's CORS rule for the console's pages. -> what to tell the operator, or "".
+
+    A key of narrow rights may not do that: then the operator does. Raises NotReady.
+    """
+    try:
+        storage.cors_allow()
+    except ClientError as error:
+        origins = ", ".join(storage.console_origins())
+        return (
+            f"The bucket's CORS rules are as they were: {_meaning(error)}. Let pages of {origins} "
+            "send files: docs/deploy.md, CORS."
+        )
+    except BotoCoreError as error:
+        raise NotReady(f"S3 at {settings.S3_ENDPOINT_URL} cannot be reached: {error}") from error
+    return ""
+
+
 def _write_into_store(patience_s: float) -> None:
     """Retry for a while: a store that has just started answers before it accepts objects."""
     give_up_at = time.monotonic() + patience_s

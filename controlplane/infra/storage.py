@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import dataclasses
 import datetime as dt
@@ -10,17 +11,24 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import boto3
+from boto3.exceptions import Boto3Error
+from boto3.s3.transfer import TransferConfig
 from botocore.client import Config
 from botocore.exceptions import BotoCoreError, ClientError
 from django.conf import settings
 
 #: The exceptions of every function here when the store fails or cannot be reached.
-STORAGE_ERRORS = (BotoCoreError, ClientError)
+STORAGE_ERRORS = (BotoCoreError, ClientError, Boto3Error)
 _PIECE_BYTES = 1 << 20
 #: The size of one part of a multipart upload; S3 requires at least 5 MiB and at most 10,000 parts.
 PART_BYTES = 8 << 20
+
+
+#: A copy within the store: one call, or more of so many bytes that each is answered in time.
+_COPYING = TransferConfig(multipart_threshold=256 << 20, multipart_chunksize=256 << 20)
 
 
 class ObjectMissing(Exception):
@@ -68,6 +76,20 @@ def presign_put(key: str, *, num_bytes: int, expires_s: int = 900) -> str:
     url: str = _client(settings.S3_PUBLIC_ENDPOINT_URL).generate_presigned_url(
         "put_object",
         Params={"Bucket": settings.S3_BUCKET, "Key": key, "ContentLength": num_bytes},
+        ExpiresIn=expires_s,
+    )
+    return url
+
+
+def presign_get(key: str, *, filename: str, expires_s: int) -> str:
+    """Return a URL with which its holder can GET `key`, to save it as `filename`."""
+    url: str = _client(settings.S3_PUBLIC_ENDPOINT_URL).generate_presigned_url(
+        "get_object",
+        Params={
+            "Bucket": settings.S3_BUCKET,
+            "Key": key,
+            "ResponseContentDisposition": f'attachment; filename="{filename}"',
+        },
         ExpiresIn=expires_s,
     )
     return url
@@ -162,6 +184,17 @@ def put_bytes(key: str, data: bytes) -> None:
     _internal().put_object(Bucket=settings.S3_BUCKET, Key=key, Body=data)
 
 
+def copy(key: str, to: str) -> None:
+    """Have the store copy an object; no byte passes through here. Raises ObjectMissing."""
+    source = {"Bucket": settings.S3_BUCKET, "Key": key}
+    try:
+        _internal().copy(source, settings.S3_BUCKET, to, Config=_COPYING)
+    except ClientError as error:
+        if _is_missing(error):
+            raise ObjectMissing(key) from error
+        raise
+
+
 def delete(keys: list[str]) -> None:
     for key in keys:
         _internal().delete_object(Bucket=settings.S3_BUCKET, Key=key)
@@ -215,8 +248,14 @@ class ObjectWriter:
 
 def unfinished_writes(prefix: str) -> list[dict[str, Any]]:
     """Return the multipart uploads under a prefix that are neither complete nor aborted."""
-    answer = _internal().list_multipart_uploads(Bucket=settings.S3_BUCKET, Prefix=prefix)
-    return [upload for upload in answer.get("Uploads") or [] if upload["Key"].startswith(prefix)]
+    pages = _internal().get_paginator("list_multipart_uploads")
+    found = pages.paginate(Bucket=settings.S3_BUCKET, Prefix=prefix)
+    return [
+        upload
+        for page in found
+        for upload in page.get("Uploads") or []
+        if upload["Key"].startswith(prefix)
+    ]
 
 
 def abort_parts(prefix: str) -> int:
@@ -225,8 +264,17 @@ def abort_parts(prefix: str) -> int:
 
 
 def abort_old_parts(*, before: dt.datetime) -> int:
-    """Abort the unfinished writes that began before this time. -> how many."""
-    return _abort([upload for upload in unfinished_writes("t/") if upload["Initiated"] < before])
+    """Abort the unfinished writes that began before this time. -> how many.
+
+    Those of adapters' staging areas last as long as their versions: `orphaned_objects` ends them.
+    """
+    return _abort(
+        [
+            upload
+            for upload in unfinished_writes("t/")
+            if upload["Initiated"] < before and upload["Key"].split("/")[2:3] != ["u"]
+        ]
+    )
 
 
 def _abort(uploads: list[dict[str, Any]]) -> int:
@@ -236,3 +284,161 @@ def _abort(uploads: list[dict[str, Any]]) -> int:
                 Bucket=settings.S3_BUCKET, Key=upload["Key"], UploadId=upload["UploadId"]
             )
     return len(uploads)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StoredPart:
+    """A part of a multipart upload as the store lists it."""
+
+    number: int
+    num_bytes: int
+    etag: str
+    #: In hex; "" from a store that does not keep it.
+    sha256: str
+
+
+def multipart_begin(key: str) -> str:
+    """Begin a multipart upload whose parts have SHA-256 checksums. -> its id in the store."""
+    made = _internal().create_multipart_upload(
+        Bucket=settings.S3_BUCKET, Key=key, ChecksumAlgorithm="SHA256"
+    )
+    return str(made["UploadId"])
+
+
+def multipart_abort(key: str, upload_id: str) -> None:
+    """End an upload; its parts are removed."""
+    _abort([{"Key": key, "UploadId": upload_id}])
+
+
+def presign_part(
+    key: str, upload_id: str, number: int, *, num_bytes: int, sha256: str, expires_s: int
+) -> tuple[str, dict[str, str]]:
+    """Return a URL that takes exactly these bytes as a part, and the headers that it needs.
+
+    sha256  in hex. It is signed, as is the length: S3 refuses other bytes. Not every store does.
+    """
+    checksum = base64.b64encode(bytes.fromhex(sha256)).decode()
+    url: str = _client(settings.S3_PUBLIC_ENDPOINT_URL).generate_presigned_url(
+        "upload_part",
+        Params={
+            "Bucket": settings.S3_BUCKET,
+            "Key": key,
+            "UploadId": upload_id,
+            "PartNumber": number,
+            "ContentLength": num_bytes,
+            "ChecksumSHA256": checksum,
+        },
+        ExpiresIn=expires_s,
+    )
+    return url, {"Content-Length": str(num_bytes), "x-amz-checksum-sha256": checksum}
+
+
+def multipart_parts(key: str, upload_id: str) -> dict[int, StoredPart] | None:
+    """Return the parts that the store has, by number; None when it does not know the upload."""
+    try:
+        rows = list(_part_rows(key, upload_id))
+    except ClientError as error:
+        if _is_missing(error):
+            return None
+        raise
+    return {
+        row["PartNumber"]: StoredPart(
+            number=row["PartNumber"],
+            num_bytes=row["Size"],
+            etag=row["ETag"],
+            sha256=base64.b64decode(row.get("ChecksumSHA256") or "").hex(),
+        )
+        for row in rows
+    }
+
+
+def multipart_bytes(key: str, upload_id: str) -> int:
+    """Return the bytes of all parts; some stores keep, and list, each copy of a repeated part."""
+    try:
+        return sum(row["Size"] for row in _part_rows(key, upload_id))
+    except ClientError as error:
+        if _is_missing(error):
+            return 0
+        raise
+
+
+def _part_rows(key: str, upload_id: str) -> Iterator[dict[str, Any]]:
+    pages = _internal().get_paginator("list_parts")
+    for page in pages.paginate(Bucket=settings.S3_BUCKET, Key=key, UploadId=upload_id):
+        yield from page.get("Parts") or []
+
+
+def multipart_finish(key: str, upload_id: str, parts: list[StoredPart], sha256: list[str]) -> bool:
+    """Make the object of these parts, in their order. -> False when the store has no such upload.
+
+    sha256  of each part, in hex
+    """
+    rows = [
+        {
+            "PartNumber": part.number,
+            "ETag": part.etag,
+            "ChecksumSHA256": base64.b64encode(bytes.fromhex(digest)).decode(),
+        }
+        for part, digest in zip(parts, sha256, strict=True)
+    ]
+    try:
+        _internal().complete_multipart_upload(
+            Bucket=settings.S3_BUCKET,
+            Key=key,
+            UploadId=upload_id,
+            MultipartUpload={"Parts": rows},
+        )
+    except ClientError as error:
+        if _is_missing(error):
+            return False
+        raise
+    return True
+
+
+def _is_missing(error: ClientError) -> bool:
+    return int(error.response["ResponseMetadata"]["HTTPStatusCode"]) == 404
+
+
+#: The name of our rule among the bucket's CORS rules; others' stay.
+CORS_RULE = "lorikeet-uploads"
+
+
+def console_origins() -> list[str]:
+    """Return the origins of the console's pages: BASE_URL by each name in ALLOWED_HOSTS."""
+    base = urlsplit(settings.BASE_URL)
+    port = f":{base.port}" if base.port else ""
+    hosts = [base.hostname or "", *settings.ALLOWED_HOSTS]
+    names = [f"*{host}" if host.startswith(".") else host for host in hosts if host != "*"]
+    return list(dict.fromkeys(f"{base.scheme}://{name}{port}" for name in names))
+
+
+def cors_allow() -> bool:
+    """Let the console's pages send files to the bucket. -> whether that changed its rules."""
+    rules = cors_rules()
+    rule = {
+        "ID": CORS_RULE,
+        "AllowedOrigins": console_origins(),
+        "AllowedMethods": ["PUT", "GET", "HEAD"],
+        "AllowedHeaders": ["*"],
+        "ExposeHeaders": ["ETag"],
+        "MaxAgeSeconds": 3600,
+    }
+    if rule in rules:
+        return False
+    others = [other for other in rules if other.get("ID") != CORS_RULE]
+    _internal().put_bucket_cors(
+        Bucket=settings.S3_BUCKET, CORSConfiguration={"CORSRules": [rule, *others]}
+    )
+    return True
+
+
+def cors_rules() -> list[dict[str, Any]]:
+    """Return the bucket's CORS rules."""
+    try:
+        answer = _internal().get_bucket_cors(Bucket=settings.S3_BUCKET)
+    except ClientError as error:
+        if _is_missing(error):
+            return []
+        raise
+    rules: list[dict[str, Any]] = answer.get("CORSRules") or []
+    return rules

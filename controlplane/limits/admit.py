@@ -128,10 +128,15 @@ def admit_args(limits: Limits, pool: str, tenant_id: str) -> list[str | int]:
     for budget in limits.budgets:
         args += [
             budget_state_key(pool, tenant_id, budget),
-            budget.hard_limit or 0,
-            budget.soft_limit or 0,
+            _or_none(budget.hard_limit),
+            _or_none(budget.soft_limit),
         ]
     return args
+
+
+def _or_none(tokens: int | None) -> int:
+    """Return a budget's limit as the script takes it: 0 allows nothing, -1 means none."""
+    return -1 if tokens is None else tokens
 
 
 def budget_state_key(pool: str, tenant_id: str, budget: BudgetPeriod) -> str:

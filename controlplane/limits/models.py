@@ -62,7 +62,8 @@ class RateLimit(TenantModel):
 class Budget(TenantModel):
     """Tokens that the tenant, or one of its keys, may use in a period (UTC).
 
-    Above `hard_limit` requests are refused; above `soft_limit` responses have a warning header.
+    Above `hard_limit` requests are refused, so all are if it is 0; above `soft_limit` responses
+    have a warning header.
     """
 
     class Period(models.TextChoices):
@@ -75,6 +76,9 @@ class Budget(TenantModel):
     period = models.CharField(max_length=8, choices=Period, default=Period.MONTH)
     hard_limit = models.PositiveBigIntegerField(null=True, blank=True)
     soft_limit = models.PositiveBigIntegerField(null=True, blank=True)
+    #: The period, by its start, for which it was told that the limit is reached.
+    soft_told_for = models.DateTimeField(null=True, blank=True, editable=False)
+    hard_told_for = models.DateTimeField(null=True, blank=True, editable=False)
     updated_at = models.DateTimeField(auto_now=True)
 
     class Meta:
@@ -89,12 +93,14 @@ class Budget(TenantModel):
         ]
 
     def __str__(self) -> str:
-        return f"{self.hard_limit or self.soft_limit} tokens a {self.period}"
+        tokens = self.soft_limit if self.hard_limit is None else self.hard_limit
+        return f"{tokens} tokens a {self.period}"
 
     def clean(self) -> None:
-        if self.hard_limit is None and self.soft_limit is None:
+        hard, soft = self.hard_limit, self.soft_limit
+        if hard is None and soft is None:
             raise ValidationError({"hard_limit": "A budget needs a hard limit or a soft limit."})
-        if self.hard_limit and self.soft_limit and self.soft_limit > self.hard_limit:
+        if hard is not None and soft is not None and soft > hard:
             raise ValidationError({"soft_limit": "The soft limit is above the hard one."})
 
 
@@ -104,7 +110,7 @@ class TenantQuota(TenantModel):
     #: The quota fields; `settings.TENANT_QUOTAS` has the same names.
     NAMES = (
         *("storage_bytes", "training_runs", "training_at_once", "training_steps"),
-        *("training_tokens", "adapter_checks"),
+        *("training_tokens", "training_device_seconds", "adapter_checks"),
     )
 
     #: Files, adapters and datasets together.
@@ -116,6 +122,8 @@ class TenantQuota(TenantModel):
     #: Steps, and tokens, of one run.
     training_steps = models.PositiveIntegerField(null=True)
     training_tokens = models.PositiveBigIntegerField(null=True)
+    #: Seconds of a GPU, or of a trainer without one, in 24 hours.
+    training_device_seconds = models.PositiveIntegerField(null=True)
     #: Adapter versions that wait for their check.
     adapter_checks = models.PositiveIntegerField(null=True)
     updated_at = models.DateTimeField(auto_now=True)
@@ -133,6 +141,9 @@ class Turn(TenantModel):
     class Kind(models.TextChoices):
         TRAINING = "training"
         ADAPTER_CHECK = "adapter_check"
+        ADAPTER_PROBE = "adapter_probe"
+        ADAPTER_IMPORT = "adapter_import"
+        EVALUATION = "evaluation"
 
     kind = models.CharField(max_length=16, choices=Kind)
     served_at = models.DateTimeField()

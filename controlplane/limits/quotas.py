@@ -24,6 +24,7 @@ from controlplane.tenancy.scoping import current_tenant_id
 USES: dict[str, list[Callable[[], int]]] = {
     "storage_bytes": [],
     "training_runs": [],
+    "training_device_seconds": [],
     "adapter_checks": [],
 }
 
@@ -39,9 +40,12 @@ def used(name: str) -> int:
     return sum(use() for use in USES[name])
 
 
-def allowed_to_each(name: str) -> Coalesce:
-    """Return an expression for a query over all tenants: the quota of each row's tenant."""
-    own = TenantQuota.objects.filter(tenant_id=OuterRef("tenant_id")).values(name)[:1]
+def allowed_to_each(name: str, *, tenant: str = "tenant_id") -> Coalesce:
+    """Return an expression for a query over all tenants: the quota of each row's tenant.
+
+    tenant  the field that has the tenant's id
+    """
+    own = TenantQuota.objects.filter(tenant_id=OuterRef(tenant)).values(name)[:1]
     return Coalesce(Subquery(own), Value(settings.TENANT_QUOTAS[name]))
 
 

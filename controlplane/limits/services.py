@@ -132,7 +132,11 @@ def budget_set(
     row = Budget.objects.filter(api_key_id=api_key_id, period=period).first()
     before = _audit_fields(row) if row else None
     row = row or Budget(api_key_id=api_key_id, period=period)
-    row.hard_limit, row.soft_limit = hard_limit, soft_limit
+    # A new limit is told again; the same one, set again, is not.
+    if row.hard_limit != hard_limit:
+        row.hard_limit, row.hard_told_for = hard_limit, None
+    if row.soft_limit != soft_limit:
+        row.soft_limit, row.soft_told_for = soft_limit, None
     return _checked_save(row, before)
 
 
@@ -149,7 +153,7 @@ def _remove(rows: QuerySet[Any]) -> None:
 
 def _audit_fields(row: RateLimit | Budget) -> dict[str, Any]:
     """Return the fields of a limit that the audit trail records."""
-    hidden = {"id", "tenant", "created_at", "updated_at"}
+    hidden = {"id", "tenant", "created_at", "updated_at", "soft_told_for", "hard_told_for"}
     fields = [field for field in row._meta.concrete_fields if field.name not in hidden]
     return {field.name: getattr(row, field.attname) for field in fields}
 

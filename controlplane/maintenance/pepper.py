@@ -1,7 +1,9 @@
 """What is stored under which pepper, and how to move it to the current one.
 
-API keys move when they are used (`controlplane.tenants.pepper_change`). Second factors and the keys
-of stored content can be moved at once. Answers to idempotent writes are deleted after a day.
+API keys move when they are used (`controlplane.tenants.pepper_change`). Second factors, the keys of
+stored and captured content, webhooks' secrets, those of imports under way and of datasets' sources,
+and judges' keys can be moved at once.
+Answers to idempotent writes are deleted after a day.
 """
 
 from __future__ import annotations
@@ -14,17 +16,27 @@ from cryptography.fernet import InvalidToken
 from django.conf import settings
 from django.db import transaction
 
+from controlplane.adapters import import_sources
+from controlplane.adapters.models import VersionImport
 from controlplane.console.signin.adapters import SECOND_FACTORS
+from controlplane.evaluations import judge
+from controlplane.evaluations.models import Judge
 from controlplane.infra.ciphers import is_under_current_pepper, peppered_cipher
 from controlplane.requestlog import sealing
-from controlplane.requestlog.models import LogPolicy
+from controlplane.requestlog.models import CapturePolicy, LogPolicy
 from controlplane.service_keys.models import ServiceKey
 from controlplane.tenancy.scoping import all_tenants
 from controlplane.tenants.models import ApiKey
 from controlplane.tenants.pepper_change import KeyCounts, key_counts
+from controlplane.training import pull_sources
+from controlplane.training.models import DatasetSource
+from controlplane.webhooks import signing
+from controlplane.webhooks.models import WebhookEndpoint
 
 #: Entries of a second factor's data that are encrypted.
 _ENCRYPTED = ("secret", "seed")
+#: They have a tenant's key, encrypted.
+_WITH_KEYS: tuple[type[LogPolicy | CapturePolicy], ...] = (LogPolicy, CapturePolicy)
 
 
 @dataclasses.dataclass(slots=True)
@@ -51,6 +63,10 @@ class PepperStatus:
     api_keys: KeyCounts
     second_factors: Counts
     content_keys: Counts
+    webhook_secrets: Counts
+    import_secrets: Counts
+    judge_keys: Counts
+    source_secrets: Counts
 
     @property
     def needs_accepted(self) -> int:
@@ -58,13 +74,24 @@ class PepperStatus:
 
         A key that was not used since the platform records peppers may need an accepted one.
         """
-        counts = self.api_keys.accepted + self.second_factors.accepted + self.content_keys.accepted
+        counts = self.api_keys.accepted + sum(counts.accepted for counts in self._stored)
         return counts + (self.api_keys.unknown if self.accepted_peppers else 0)
 
     @property
     def unreadable(self) -> int:
         """How many values are under a pepper that is not configured."""
-        return self.api_keys.foreign + self.second_factors.foreign + self.content_keys.foreign
+        return self.api_keys.foreign + sum(counts.foreign for counts in self._stored)
+
+    @property
+    def _stored(self) -> tuple[Counts, ...]:
+        return (
+            self.second_factors,
+            self.content_keys,
+            self.webhook_secrets,
+            self.import_secrets,
+            self.judge_keys,
+            self.source_secrets,
+        )
 
 
 def pepper_status() -> PepperStatus:
@@ -78,22 +105,58 @@ def pepper_status() -> PepperStatus:
                 is_readable=_can_read(cipher, token),
             )
     with all_tenants(reason="keys of stored content of all tenants are counted"):
-        for wrapped in LogPolicy.objects.exclude(wrapped_key=b"").values_list(
-            "wrapped_key", flat=True
-        ):
-            is_current = sealing.is_current(bytes(wrapped))
-            is_readable = is_current or _renewed(bytes(wrapped)) is not None
-            keys.add(is_current=is_current, is_readable=is_readable)
+        for model in _WITH_KEYS:
+            stored = model._default_manager.exclude(wrapped_key=b"")
+            for wrapped in stored.values_list("wrapped_key", flat=True):
+                is_current = sealing.is_current(bytes(wrapped))
+                is_readable = is_current or _renewed(bytes(wrapped)) is not None
+                keys.add(is_current=is_current, is_readable=is_readable)
     return PepperStatus(
         accepted_peppers=len(settings.ACCEPTED_PEPPERS),
         api_keys=key_counts(ApiKey, ServiceKey),
         second_factors=factors,
         content_keys=keys,
+        webhook_secrets=_webhook_secrets(),
+        import_secrets=_sealed_under(VersionImport, import_sources.PURPOSE),
+        judge_keys=_judge_keys(),
+        source_secrets=_sealed_under(DatasetSource, pull_sources.PURPOSE),
     )
 
 
+def _judge_keys() -> Counts:
+    counts = Counts()
+    with all_tenants(reason="judges' keys of all tenants are counted"):
+        for sealed in Judge.objects.values_list("sealed", flat=True):
+            is_current = judge.is_current(bytes(sealed))
+            is_readable = is_current or judge.renewed(bytes(sealed)) is not None
+            counts.add(is_current=is_current, is_readable=is_readable)
+    return counts
+
+
+def _webhook_secrets() -> Counts:
+    counts = Counts()
+    with all_tenants(reason="webhooks' secrets of all tenants are counted"):
+        for pair in WebhookEndpoint.objects.values_list("sealed_secret", "old_sealed_secret"):
+            for sealed in filter(None, pair):
+                is_current = signing.is_current(bytes(sealed))
+                is_readable = is_current or _renewed_secret(bytes(sealed)) is not None
+                counts.add(is_current=is_current, is_readable=is_readable)
+    return counts
+
+
+def _sealed_under(model: type[VersionImport | DatasetSource], purpose: bytes) -> Counts:
+    counts, cipher = Counts(), peppered_cipher(purpose)
+    with all_tenants(reason="secrets of imports and sources of all tenants are counted"):
+        for sealed in model.objects.values_list("sealed", flat=True):
+            counts.add(
+                is_current=is_under_current_pepper(purpose, bytes(sealed)),
+                is_readable=_can_read(cipher, bytes(sealed)),
+            )
+    return counts
+
+
 def reencrypt() -> None:
-    """Move second factors and the keys of stored content to the current pepper. Idempotent."""
+    """Move what can be moved at once to the current pepper. Idempotent."""
     cipher = peppered_cipher(SECOND_FACTORS)
     for primary_key in list(Authenticator.objects.values_list("pk", flat=True)):
         with transaction.atomic():
@@ -105,13 +168,54 @@ def reencrypt() -> None:
                     factor.data[name] = cipher.rotate(token).decode()
             factor.save(update_fields=["data"])
     with all_tenants(reason="keys of stored content of all tenants move to the current pepper"):
-        for policy in LogPolicy.objects.exclude(wrapped_key=b""):
-            before = bytes(policy.wrapped_key)
-            after = None if sealing.is_current(before) else _renewed(before)
+        for model in _WITH_KEYS:
+            stored = model._default_manager.exclude(wrapped_key=b"")
+            for primary_key, wrapped in list(stored.values_list("pk", "wrapped_key")):
+                before = bytes(wrapped)
+                after = None if sealing.is_current(before) else _renewed(before)
+                if after is not None:
+                    # Unless the tenant has just changed its choice, which makes or destroys a key.
+                    rows = model._default_manager.filter(pk=primary_key, wrapped_key=before)
+                    rows.update(wrapped_key=after)
+    _reencrypt_webhooks()
+    _reencrypt_sealed(VersionImport, import_sources.PURPOSE)
+    _reencrypt_sealed(DatasetSource, pull_sources.PURPOSE)
+    _reencrypt_judges()
+
+
+def _reencrypt_sealed(model: type[VersionImport | DatasetSource], purpose: bytes) -> None:
+    cipher = peppered_cipher(purpose)
+    with all_tenants(reason="secrets of imports and sources move to the current pepper"):
+        for primary_key, sealed in list(model.objects.values_list("pk", "sealed")):
+            before = bytes(sealed)
+            if not is_under_current_pepper(purpose, before) and _can_read(cipher, before):
+                # Unless the tenant has just set it again.
+                rows = model.objects.filter(pk=primary_key, sealed=before)
+                rows.update(sealed=cipher.rotate(before))
+
+
+def _reencrypt_judges() -> None:
+    with all_tenants(reason="judges' keys of all tenants move to the current pepper"):
+        for found in Judge.objects.all():
+            before = bytes(found.sealed)
+            after = None if judge.is_current(before) else judge.renewed(before)
             if after is not None:
-                # Unless the tenant has just changed its choice, which makes or destroys a key.
-                rows = LogPolicy.objects.filter(pk=policy.pk, wrapped_key=before)
-                rows.update(wrapped_key=after)
+                # Unless the tenant has just set it again.
+                Judge.objects.filter(pk=found.pk, sealed=before).update(sealed=after)
+
+
+def _reencrypt_webhooks() -> None:
+    with all_tenants(reason="webhooks' secrets of all tenants move to the current pepper"):
+        for primary_key in list(WebhookEndpoint.objects.values_list("pk", flat=True)):
+            for field in ("sealed_secret", "old_sealed_secret"):
+                found = WebhookEndpoint.objects.filter(pk=primary_key).values_list(field, flat=True)
+                before = found.first()
+                if not before or signing.is_current(before):
+                    continue
+                if (after := _renewed_secret(before)) is not None:
+                    # Unless the tenant has just rotated it.
+                    rows = WebhookEndpoint.objects.filter(pk=primary_key, **{field: before})
+                    rows.update(**{field: after})
 
 
 def _tokens(factor: Authenticator) -> dict[str, bytes]:
@@ -124,6 +228,13 @@ def _can_read(cipher: Any, token: bytes) -> bool:
     except InvalidToken:
         return False
     return True
+
+
+def _renewed_secret(sealed: bytes) -> bytes | None:
+    try:
+        return signing.renewed(sealed)
+    except signing.Unreadable:
+        return None
 
 
 def _renewed(wrapped_key: bytes) -> bytes | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import datetime as dt
 from typing import Any, ClassVar
 
 from drf_spectacular.utils import extend_schema
@@ -9,7 +11,7 @@ from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from controlplane.adapters import promotion, services
+from controlplane.adapters import promotion, retirement, services, uploads
 from controlplane.adapters.models import (
     Adapter,
     AdapterVersion,
@@ -18,8 +20,13 @@ from controlplane.adapters.models import (
     is_serving,
 )
 from controlplane.deletion import services as deletion
+from controlplane.evaluations.gate_policy import gate_policy
+from controlplane.management.adapter_uploads import AdapterUploadSerializer
 from controlplane.management.base import FORCE, StrictSerializer, TenantAPIView, is_forced
 from controlplane.management.fields import ChoiceField
+from controlplane.management.inspections import LARGE, PROBE_HELP, probe_of
+from controlplane.management.residency import PrefetchedSerializer
+from controlplane.queue.residency import Prefetched, before_switch
 from controlplane.rest.paging import PAGE_PARAMETERS, page, page_of
 from controlplane.tenants.auth import Permission, authorize
 
@@ -61,11 +68,13 @@ class AdapterSerializer(serializers.ModelSerializer[Adapter]):
         help_text="The base model's shutdown date: from this day (UTC) requests are refused.",
     )
 
+    gate = serializers.DictField(help_text="What the policy `gate` does; empty: no suite.")
+
     class Meta:
         model = Adapter
         fields = (
             *("id", "object", "name", "base_model", "description", "live_version"),
-            *("promotion_policy", "shutdown_date", "created_at"),
+            *("promotion_policy", "gate", "shutdown_date", "created_at"),
         )
 
 
@@ -80,6 +89,11 @@ class AdapterCreateSerializer(StrictSerializer):
 
 class AdapterChangeSerializer(StrictSerializer):
     promotion_policy = _policy_field()
+    gate = serializers.DictField(
+        required=False,
+        help_text="Of the policy `gate`: `suite`, `on_pass` (promote, canary, hold), the drops "
+        "that matter: docs/evaluation.md. With a suite the policy `hold` becomes `gate`.",
+    )
 
 
 class PromoteSerializer(StrictSerializer):
@@ -90,6 +104,22 @@ class PromoteSerializer(StrictSerializer):
         max_length=promotion.MAX_REASON_CHARS,
         help_text="Why; the history shows it.",
     )
+
+
+class SwitchedSerializer(AdapterSerializer):
+    prefetched = PrefetchedSerializer(
+        allow_null=True,
+        help_text="The workers that had the version on the GPU before it became live; null if it "
+        "was live already.",
+    )
+
+    class Meta(AdapterSerializer.Meta):
+        fields = (*AdapterSerializer.Meta.fields, "prefetched")  # type: ignore[assignment]
+
+
+def _switched(adapter: Adapter, prefetched: Prefetched | None) -> Response:
+    told = None if prefetched is None else dataclasses.asdict(prefetched)
+    return Response({**AdapterSerializer(adapter).data, "prefetched": told})
 
 
 class PromotionSerializer(serializers.ModelSerializer[Promotion]):
@@ -121,16 +151,33 @@ class VersionSerializer(serializers.ModelSerializer[AdapterVersion]):
     model = serializers.SerializerMethodField(help_text="What requests put in `model`.")
     reasons = ReasonSerializer(many=True, help_text="Why it was rejected.")
     report = serializers.DictField(help_text="Facts from the check of the files.")
+    origin = serializers.DictField(
+        child=serializers.CharField(),
+        help_text="Of an import: its `host`; from the Hub also `repository`, `revision`, and the "
+        "`commit` that was fetched. Of others empty.",
+    )
+    files_until = serializers.SerializerMethodField(
+        help_text="Of a retired version: until when it can be made ready again, or null."
+    )
+    probe = serializers.SerializerMethodField(help_text=PROBE_HELP)
 
     class Meta:
         model = AdapterVersion
         fields = (
-            *("id", "object", "adapter", "number", "model", "status", "source", "digest"),
-            *("num_bytes", "max_rank", "reasons", "report", "created_at", "ready_at"),
+            *("id", "object", "adapter", "number", "model", "status", "source", "origin"),
+            *("digest", "num_bytes", "max_rank", "reasons", "report", "probe"),
+            *("created_at", "ready_at"),
+            *("deprecated_at", "shutdown_date", "files_until"),
         )
+
+    def get_probe(self, version: AdapterVersion) -> dict[str, Any] | None:
+        return probe_of(version)
 
     def get_model(self, version: AdapterVersion) -> str:
         return f"{version.adapter.name}@{version.number}"
+
+    def get_files_until(self, version: AdapterVersion) -> dt.datetime | None:
+        return retirement.files_until(version)
 
 
 class VersionCreateSerializer(StrictSerializer):
@@ -141,6 +188,18 @@ class VersionCreateSerializer(StrictSerializer):
     base_model = serializers.CharField(
         required=False, help_text="For a new adapter when there are several base models."
     )
+    multipart = serializers.BooleanField(
+        required=False,
+        default=False,
+        help_text="Send the files by parts: `parts` gives a URL for each, and an upload that was "
+        "interrupted goes on.",
+    )
+    accept_base_mismatch = serializers.BooleanField(
+        required=False,
+        default=False,
+        help_text="Do not reject it when its config names another base model: for the same model "
+        "under another name.",
+    )
 
 
 class PresignedUploadSerializer(serializers.Serializer[dict[str, Any]]):
@@ -150,10 +209,15 @@ class PresignedUploadSerializer(serializers.Serializer[dict[str, Any]]):
 
 
 class VersionCreatedSerializer(VersionSerializer):
-    uploads = serializers.DictField(child=PresignedUploadSerializer())
+    uploads = serializers.DictField(
+        child=PresignedUploadSerializer(), help_text="By file; empty with `multipart`."
+    )
+    upload = AdapterUploadSerializer(
+        allow_null=True, help_text="With `multipart`: the files' parts."
+    )
 
     class Meta(VersionSerializer.Meta):
-        fields = (*VersionSerializer.Meta.fields, "uploads")  # type: ignore[assignment]
+        fields = (*VersionSerializer.Meta.fields, "uploads", "upload")  # type: ignore[assignment]
 
 
 class BaseModelsView(TenantAPIView):
@@ -200,16 +264,19 @@ class AdapterView(TenantAPIView):
         """Change what happens to versions that become ready from now on."""
         body = AdapterChangeSerializer.parsed(request)
         adapter = services.adapter_get(name=name)
-        if "promotion_policy" in body:
-            promotion.promotion_policy_set(adapter=adapter, policy=body["promotion_policy"])
+        policy, said = body.get("promotion_policy"), body.get("gate")
+        gate = None if said is None else gate_policy(said).as_json()
+        if policy is not None or gate is not None:
+            promotion.promotion_policy_set(adapter=adapter, policy=policy, gate=gate)
         return Response(AdapterSerializer(adapter).data)
 
     @extend_schema(parameters=[FORCE], responses={204: None})
     def delete(self, request: Request, name: str) -> Response:
         """Delete the adapter for good, with its versions and the runs that trained it.
 
-        409 `in_use` names the schedule or active run that uses it; `force`, which ends them, also
-        needs training:write. New requests get 404 within a second; running ones finish.
+        409 `in_use` names the alias, schedule or active run that uses it; `force`, which ends them,
+        also needs training:write. It deletes aliases whose primary it is, and removes it as canary
+        of others. New requests get 404 within a second; running ones finish.
         """
         adapter = services.adapter_get(name=name)
         with_users = is_forced(request)
@@ -222,16 +289,18 @@ class AdapterView(TenantAPIView):
 class AdapterRollbackView(TenantAPIView):
     permissions: ClassVar = {"POST": Permission.ADAPTERS_WRITE}
 
-    @extend_schema(request=PromoteSerializer, responses=AdapterSerializer)
+    @extend_schema(request=PromoteSerializer, responses=SwitchedSerializer)
     def post(self, request: Request, name: str) -> Response:
         """Make the version live that was so before the live one; again: the one before that.
 
-        Every gateway uses it within a second; running requests finish on their version.
+        The workers load it first, as for `promote`. Every gateway uses it within a second; running
+        requests finish on their version.
         """
         body = PromoteSerializer.parsed(request)
         adapter = services.adapter_get(name=name)
+        prefetched = before_switch(promotion.version_before(adapter))
         adapter = promotion.adapter_roll_back(adapter=adapter, reason=body["reason"])
-        return Response(AdapterSerializer(adapter).data)
+        return _switched(adapter, prefetched)
 
 
 class AdapterHistoryView(TenantAPIView):
@@ -250,14 +319,16 @@ class VersionsView(TenantAPIView):
     def get(self, request: Request, name: str) -> Response:
         """List the adapter's versions, newest first."""
         adapter = services.adapter_get(name=name)
-        rows = AdapterVersion.objects.filter(adapter=adapter).select_related("adapter")
+        rows = AdapterVersion.objects.filter(adapter=adapter)
+        rows = rows.select_related("adapter", "inspection").defer(*LARGE)
         return page(request, rows, VersionSerializer)
 
     @extend_schema(request=VersionCreateSerializer, responses={201: VersionCreatedSerializer})
     def post(self, request: Request, name: str) -> Response:
         """Begin a version. PUT each file, with exactly its stated length, to its URL in the answer.
 
-        Then call `complete`. If there is no adapter of this name, it is made.
+        With `multipart` send each file by parts. Then call `complete`. If there is no adapter of
+        this name, it is made.
         """
         body = VersionCreateSerializer.parsed(request)
         version = services.adapter_version_create(
@@ -265,9 +336,15 @@ class VersionsView(TenantAPIView):
             files=body["files"],
             base_model_name=body.get("base_model"),
             created_by=self.principal.user,
+            is_multipart=body["multipart"],
+            accepts_base_mismatch=body["accept_base_mismatch"],
         )
+        answer = {**VersionSerializer(version).data, "uploads": {}, "upload": None}
+        if body["multipart"]:
+            answer["upload"] = AdapterUploadSerializer(uploads.upload_state(version)).data
+            return Response(answer, status=201)
         urls = services.adapter_version_upload_urls(version=version)
-        uploads = {
+        answer["uploads"] = {
             file: {
                 "url": url,
                 "method": "PUT",
@@ -275,7 +352,7 @@ class VersionsView(TenantAPIView):
             }
             for file, url in urls.items()
         }
-        return Response({**VersionSerializer(version).data, "uploads": uploads}, status=201)
+        return Response(answer, status=201)
 
 
 class VersionView(TenantAPIView):
@@ -300,17 +377,19 @@ class VersionView(TenantAPIView):
 class VersionPromoteView(TenantAPIView):
     permissions: ClassVar = {"POST": Permission.ADAPTERS_WRITE}
 
-    @extend_schema(request=PromoteSerializer, responses=AdapterSerializer)
+    @extend_schema(request=PromoteSerializer, responses=SwitchedSerializer)
     def post(self, request: Request, name: str, number: int) -> Response:
         """Make a ready version live: from then on the adapter's name means it.
 
-        Every gateway uses it within a second; running requests finish on their version. If it is
-        live already, nothing changes.
+        All workers of its base model load it first, for which this call waits some seconds at most;
+        then it is live, also where that was not done in time. Every gateway uses it within a
+        second; running requests finish on their version. If it is live already, nothing changes.
         """
         body = PromoteSerializer.parsed(request)
         version = services.adapter_version_get(name=name, number=number)
+        prefetched = before_switch(version)
         adapter = promotion.adapter_version_promote(version=version, reason=body["reason"])
-        return Response(AdapterSerializer(adapter).data)
+        return _switched(adapter, prefetched)
 
 
 class VersionCompleteView(TenantAPIView):

@@ -26,8 +26,9 @@ MAX_BODY_BYTES = 256 * 1024
 
 
 class BoundedJSONParser(JSONParser):
-    """JSON of at most `MAX_BODY_BYTES`, whatever its nesting; its numbers are finite."""
+    """JSON of at most `max_bytes`, whatever its nesting; its numbers are finite."""
 
+    max_bytes = MAX_BODY_BYTES
     strict = False  # NaN is found below, where its place is told
 
     def parse(
@@ -36,7 +37,7 @@ class BoundedJSONParser(JSONParser):
         media_type: str | None = None,
         parser_context: Mapping[str, Any] | None = None,
     ) -> Any:
-        bounded = cast(IO[Any], _Bounded(stream))
+        bounded = cast(IO[Any], _Bounded(stream, self.max_bytes))
         try:
             body = super().parse(bounded, media_type, parser_context)
             finite_json.check_value(body)
@@ -46,18 +47,18 @@ class BoundedJSONParser(JSONParser):
 
 
 class _Bounded:
-    """A stream that raises PayloadTooLarge instead of giving more than `MAX_BODY_BYTES`."""
+    """A stream that raises PayloadTooLarge instead of giving more than `max_bytes`."""
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: Any, max_bytes: int) -> None:
         self._stream = stream
-        self._left = MAX_BODY_BYTES
+        self._max_bytes = self._left = max_bytes
 
     def read(self, size: int = -1) -> bytes:
         wanted = self._left + 1 if size < 0 else min(size, self._left + 1)
         data: bytes = self._stream.read(wanted)
         self._left -= len(data)
         if self._left < 0:
-            raise PayloadTooLarge(f"The body is longer than {MAX_BODY_BYTES} bytes.")
+            raise PayloadTooLarge(f"The body is longer than {self._max_bytes} bytes.")
         return data
 
 
@@ -107,9 +108,14 @@ FORCE = OpenApiParameter(
 
 def is_forced(request: Request) -> bool:
     """Return the value of `force`. Raises InvalidRequest for one that is neither true nor false."""
-    text = request.query_params.get("force", "false")
+    return flag(request, "force")
+
+
+def flag(request: Request, name: str) -> bool:
+    """Return a query parameter's value; without it False. Raises InvalidRequest."""
+    text = request.query_params.get(name, "false")
     if text not in ("true", "false"):
-        raise InvalidRequest("force is true or false.", param="force")
+        raise InvalidRequest(f"{name} is true or false.", param=name)
     return text == "true"
 
 

@@ -35,6 +35,8 @@ _QUOTA_HELP = {
     "training_at_once": "Training runs that run at the same time.",
     "training_steps": "Steps of one training run.",
     "training_tokens": "Tokens of one training run: steps x batch_size x max_length.",
+    "training_device_seconds": "Seconds of a GPU, or of a trainer without one, in 24 hours. Runs "
+    "wait when they are used up.",
     "adapter_checks": "Adapter versions that wait for their check.",
 }
 
@@ -142,7 +144,7 @@ class BudgetSetSerializer(StrictSerializer):
         required=False, allow_null=True, default=None, max_length=64, help_text=_KEY_HELP
     )
     period = ChoiceField(Budget.Period.choices, required=False, default=Budget.Period.MONTH)
-    hard_limit = _tokens("Above so many tokens requests are refused.")
+    hard_limit = _tokens("Above so many tokens requests are refused; 0: all are.")
     soft_limit = _tokens("Above so many tokens responses have a warning header.")
 
 

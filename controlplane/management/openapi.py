@@ -30,7 +30,7 @@ from controlplane.tenants import idempotency
 
 _MANAGEMENT = ("/api/v1/", "/ops/v1/")
 #: Writes of /v1 that accept an Idempotency-Key.
-_KEPT = ("/v1/batches", "/v1/uploads")
+_KEPT = ("/v1/batches", "/v1/uploads", "/v1/fine_tuning/jobs")
 #: Other writes that accept one.
 _KEPT_TOO = {("put", "/ops/v1/tenants/{slug}")}
 _METHODS = ("get", "put", "post", "patch", "delete")

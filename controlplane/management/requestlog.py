@@ -55,6 +55,12 @@ class InferenceRequestSerializer(serializers.ModelSerializer[InferenceRequest]):
         help_text="Sampling parameters that differ from the defaults: temperature, max_tokens, "
         "seed, …; never stop strings or biases.",
     )
+    drafts = serializers.DictField(
+        child=serializers.IntegerField(),
+        allow_null=True,
+        help_text="Drafted tokens: the right ones by source, and `rejected`. Null: there were "
+        "none.",
+    )
     has_content = serializers.BooleanField(
         default=False, help_text="Whether its prompt and answers are stored: see `/content`."
     )
@@ -63,6 +69,7 @@ class InferenceRequestSerializer(serializers.ModelSerializer[InferenceRequest]):
         model = InferenceRequest
         fields = (
             *("id", "object", "cursor", "endpoint", "model", "base_model", "adapter_version_id"),
+            *("alias_revision_id", "alias_target"),
             *(
                 "digests",
                 "weights",
@@ -75,7 +82,8 @@ class InferenceRequestSerializer(serializers.ModelSerializer[InferenceRequest]):
                 "finish_reason",
             ),
             *("error_code", "accepted_at", "queue_ms", "load_ms", "first_token_ms", "total_ms"),
-            *("prompt_tokens", "cached_tokens", "completion_tokens", "has_content"),
+            "tier",
+            *("prompt_tokens", "cached_tokens", "completion_tokens", "drafts", "has_content"),
         )
 
     def get_status(self, row: InferenceRequest) -> int:

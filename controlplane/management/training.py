@@ -17,18 +17,28 @@ from rest_framework.response import Response
 from controlplane.adapters.services import adapter_get
 from controlplane.deletion import services as deletion
 from controlplane.errors import InvalidRequest, NotFound, PayloadTooLarge
-from controlplane.management.base import FORCE, StrictSerializer, TenantAPIView, is_forced
+from controlplane.management.base import FORCE, StrictSerializer, TenantAPIView, flag, is_forced
+from controlplane.management.fields import ChoiceField
 from controlplane.rest.paging import PAGE_PARAMETERS, page, page_of
 from controlplane.tenants.auth import Permission
 from controlplane.training import picking, services
 from controlplane.training.models import Dataset, Schedule, TrainingRun
+from controlplane.training.schedule_rules import DEFAULTS
 
 _NAME = OpenApiParameter("name", str, required=True, description="The dataset's name.")
+_APPEND = OpenApiParameter(
+    "append", bool, description="Add the rows behind those that it has, instead of replacing them."
+)
 _ADAPTER = OpenApiParameter("adapter", str, description="Only the runs of this adapter.")
 _HYPERPARAMETERS_HELP = (
     "rank, alpha, target_modules, epochs, max_steps, batch_size, learning_rate, warmup_steps, "
-    "max_length, seed; the trainer's defaults apply to those left out."
+    "max_length, truncate, seed, validation_share, eval_steps, patience; the trainer's defaults "
+    "apply to those left out."
 )
+_VALIDATION_HELP = "Rows to validate with, instead of a `validation_share` of the dataset's."
+
+
+_RELATED = ("adapter", "dataset", "validation_dataset", "version")
 
 
 class RowsParser(BaseParser):
@@ -42,9 +52,12 @@ class RowsParser(BaseParser):
         media_type: str | None = None,
         parser_context: Mapping[str, Any] | None = None,
     ) -> bytes:
-        content: bytes = stream.read(services.MAX_DATASET_BYTES + 1)
-        if len(content) > services.MAX_DATASET_BYTES:
-            raise PayloadTooLarge(f"A dataset can have at most {services.MAX_DATASET_BYTES} bytes.")
+        content: bytes = stream.read(services.MAX_DIRECT_BYTES + 1)
+        if len(content) > services.MAX_DIRECT_BYTES:
+            raise PayloadTooLarge(
+                f"A request's body can have at most {services.MAX_DIRECT_BYTES} bytes of rows. "
+                "Upload more as a file for fine-tune, and make it a version."
+            )
         return content
 
 
@@ -54,7 +67,7 @@ class DatasetSerializer(serializers.ModelSerializer[Dataset]):
     class Meta:
         model = Dataset
         fields = (
-            *("id", "object", "name", "sha256", "num_bytes", "num_rows"),
+            *("id", "object", "name", "version", "sha256", "num_bytes", "num_rows"),
             *("created_at", "updated_at"),
         )
 
@@ -67,6 +80,9 @@ class TrainingRunSerializer(serializers.ModelSerializer[TrainingRun]):
         default=None,
         allow_null=True,
         help_text="null: the dataset was deleted.",
+    )
+    validation_dataset = serializers.CharField(
+        source="validation_dataset.name", default=None, allow_null=True
     )
     version = serializers.IntegerField(
         source="version.number",
@@ -85,7 +101,8 @@ class TrainingRunSerializer(serializers.ModelSerializer[TrainingRun]):
     class Meta:
         model = TrainingRun
         fields = (
-            *("id", "object", "adapter", "dataset", "dataset_sha256", "status", "progress"),
+            *("id", "object", "adapter", "dataset", "dataset_version", "dataset_sha256"),
+            *("validation_dataset", "validation_sha256", "status", "progress"),
             *("error", "waits_until", "cancel_requested", "attempts", "version", "hyperparameters"),
             *("created_at", "started_at", "finished_at"),
         )
@@ -93,7 +110,12 @@ class TrainingRunSerializer(serializers.ModelSerializer[TrainingRun]):
 
 class TrainingRunCreateSerializer(StrictSerializer):
     adapter = serializers.CharField(max_length=63, help_text="Made if there is none of this name.")
-    dataset = serializers.CharField(max_length=63)
+    dataset = serializers.CharField(
+        max_length=80, help_text="Its name, for the current version, or name@n."
+    )
+    validation_dataset = serializers.CharField(
+        required=False, max_length=63, help_text=_VALIDATION_HELP
+    )
     hyperparameters = serializers.JSONField(required=False, help_text=_HYPERPARAMETERS_HELP)
     base_model = serializers.CharField(
         required=False, help_text="For a new adapter when there are several base models."
@@ -104,17 +126,62 @@ class ScheduleSerializer(serializers.ModelSerializer[Schedule]):
     object = serializers.CharField(default="schedule", read_only=True)
     adapter = serializers.CharField(source="adapter.name")
     dataset = serializers.CharField(source="dataset.name")
+    validation_dataset = serializers.CharField(
+        source="validation_dataset.name", default=None, allow_null=True
+    )
+
+    grace_s = serializers.SerializerMethodField(help_text="So late a slot is still on time.")
+    owed_slot = serializers.DateTimeField(
+        allow_null=True, help_text="A missed slot that runs as soon as it may."
+    )
+
+    def get_grace_s(self, schedule: Schedule) -> int:
+        return round(schedule.grace.total_seconds())
 
     class Meta:
         model = Schedule
         fields = (
-            *("id", "object", "adapter", "dataset", "cron", "timezone", "hyperparameters"),
-            *("is_paused", "next_run_at", "created_at"),
+            *("id", "object", "adapter", "dataset", "validation_dataset", "cron", "timezone"),
+            *("hyperparameters", "is_paused", "next_run_at", "created_at"),
+            *("skip_unchanged", "window", "misfire", "grace_s", "max_runs_per_day", "owed_slot"),
         )
 
 
-class ScheduleSetSerializer(StrictSerializer):
+class ScheduleRulesSerializer(StrictSerializer):
+    """The rules of a schedule beside its times."""
+
+    skip_unchanged = serializers.BooleanField(
+        required=False,
+        default=DEFAULTS["skip_unchanged"],
+        help_text="Skip a slot if rows and settings are those of the adapter's last run that "
+        "succeeded.",
+    )
+    window = serializers.CharField(
+        required=False,
+        default=DEFAULTS["window"],
+        allow_blank=True,
+        max_length=11,
+        help_text="Hours in which runs may begin, in the schedule's time zone: `22:00-06:00`.",
+    )
+    misfire = ChoiceField(
+        Schedule.Misfire.choices,
+        required=False,
+        default=DEFAULTS["misfire"],
+        help_text="What becomes of slots that could not run within `grace_s`.",
+    )
+    grace_s = serializers.IntegerField(
+        required=False, default=DEFAULTS["grace_s"], help_text="So late a slot is still on time."
+    )
+    max_runs_per_day = serializers.IntegerField(
+        required=False, default=None, allow_null=True, help_text="In 24 hours."
+    )
+
+
+class ScheduleSetSerializer(ScheduleRulesSerializer):
     dataset = serializers.CharField(max_length=63)
+    validation_dataset = serializers.CharField(
+        required=False, max_length=63, help_text=_VALIDATION_HELP
+    )
     cron = serializers.CharField(
         max_length=100, help_text="Minute, hour, day, month, weekday: `30 2 * * *` is nightly."
     )
@@ -137,21 +204,24 @@ class DatasetsView(TenantAPIView):
         return page(request, Dataset.objects.all(), DatasetSerializer)
 
     @extend_schema(
-        parameters=[_NAME],
+        parameters=[_NAME, _APPEND],
         request={"application/jsonl": OpenApiTypes.BINARY},
         responses={201: DatasetSerializer},
     )
     def post(self, request: Request) -> Response:
-        """Upload chat JSONL: the body is the file. It replaces an existing dataset of this name.
+        """Upload chat JSONL: the body is the file, of 32 MiB at most. It is the next version.
 
-        Each line is {"messages": [{"role", "content"}, …]}; the assistant's messages are learned.
+        It replaces the rows of a dataset of this name, or is appended to them. Each line is a chat
+        as OpenAI defines it for fine-tuning, {"messages": […], "tools": […]}, or {"prompt",
+        "completion"}. The assistant's messages are learned, but those of weight 0.
         """
         name = request.query_params.get("name")
         if name is None:
             raise InvalidRequest("Name the dataset: POST …/datasets?name=…", param="name")
         # Without a body the parser does not run.
         content = request.data if isinstance(request.data, bytes) else b""
-        dataset = services.dataset_upload(name=name, content=content)
+        appends = flag(request, "append")
+        dataset = services.dataset_upload(name=name, content=content, appends=appends)
         return Response(DatasetSerializer(dataset).data, status=201)
 
 
@@ -183,7 +253,7 @@ class TrainingRunsView(TenantAPIView):
     )
     def get(self, request: Request) -> Response:
         """List the tenant's training runs, newest first."""
-        rows = TrainingRun.objects.select_related("adapter", "dataset", "version")
+        rows = TrainingRun.objects.select_related(*_RELATED)
         adapter = request.query_params.get("adapter")
         if adapter is not None:
             rows = rows.filter(adapter=adapter_get(name=adapter))
@@ -191,12 +261,13 @@ class TrainingRunsView(TenantAPIView):
 
     @extend_schema(request=TrainingRunCreateSerializer, responses={201: TrainingRunSerializer})
     def post(self, request: Request) -> Response:
-        """Train an adapter on a dataset. The result becomes its next version, live at once."""
+        """Train an adapter on a dataset. The result becomes its next version."""
         body = TrainingRunCreateSerializer.parsed(request)
         run = services.training_run_create(
             adapter_name=body["adapter"],
             dataset_name=body["dataset"],
             hyperparameters=body.get("hyperparameters"),
+            validation_dataset_name=body.get("validation_dataset"),
             base_model_name=body.get("base_model"),
             created_by=self.principal.user,
         )
@@ -204,7 +275,7 @@ class TrainingRunsView(TenantAPIView):
 
 
 def _run(run_id: uuid.UUID) -> TrainingRun:
-    rows = TrainingRun.objects.select_related("adapter", "dataset", "version")
+    rows = TrainingRun.objects.select_related(*_RELATED)
     run = rows.filter(pk=run_id).first()
     if run is None:
         raise NotFound("There is no such training run.")
@@ -250,7 +321,9 @@ class ScheduleView(TenantAPIView):
             cron_line=body["cron"],
             timezone_name=body["timezone"],
             hyperparameters=body.get("hyperparameters"),
+            validation_dataset_name=body.get("validation_dataset"),
             is_paused=body["is_paused"],
+            rules={name: body[name] for name in DEFAULTS},
         )
         return Response(ScheduleSerializer(schedule).data)
 

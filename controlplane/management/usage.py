@@ -15,6 +15,7 @@ from controlplane.errors import InvalidRequest
 from controlplane.management.base import TenantAPIView
 from controlplane.tenants.auth import Permission
 from controlplane.usage.models import usage_by_day
+from controlplane.usage.training import training_usage_by_day
 
 DEFAULT_DAYS = 30
 MAX_DAYS = 366
@@ -29,9 +30,20 @@ class UsageDaySerializer(serializers.Serializer[dict[str, object]]):
     completion_tokens = serializers.IntegerField()
 
 
+class TrainingDaySerializer(serializers.Serializer[dict[str, object]]):
+    date = serializers.DateField()
+    adapter = serializers.CharField()
+    base_model = serializers.CharField()
+    runs = serializers.IntegerField(help_text="Training runs that ended or were paused.")
+    trained_tokens = serializers.IntegerField()
+    cpu_seconds = serializers.FloatField(help_text="Of trainers without a GPU.")
+    gpu_seconds = serializers.FloatField()
+
+
 class UsageSerializer(serializers.Serializer[dict[str, object]]):
     object = serializers.CharField(default="list")
     data = UsageDaySerializer(many=True)  # type: ignore[assignment]
+    training = TrainingDaySerializer(many=True)
 
 
 class UsageView(TenantAPIView):
@@ -46,7 +58,10 @@ class UsageView(TenantAPIView):
         responses=UsageSerializer,
     )
     def get(self, request: Request) -> Response:
-        """Return the tenant's requests and tokens, per day (UTC) and model, newest first."""
+        """Return the tenant's requests and tokens, per day (UTC) and model, newest first.
+
+        `training`: what its training runs used, per day and adapter.
+        """
         end = _day(request, "end") or timezone.now().date()
         start = _day(request, "start") or end - dt.timedelta(days=DEFAULT_DAYS - 1)
         if not 0 <= (end - start).days < MAX_DAYS:
@@ -54,7 +69,8 @@ class UsageView(TenantAPIView):
                 f"start must not be after end, and the range can have at most {MAX_DAYS} days.",
                 param="start",
             )
-        return Response({"object": "list", "data": usage_by_day(start, end)})
+        training = training_usage_by_day(start, end)
+        return Response({"object": "list", "data": usage_by_day(start, end), "training": training})
 
 
 def _day(request: Request, name: str) -> dt.date | None:

@@ -333,8 +333,14 @@ class WorkerDrainView(OperatorAPIView):
 
     @extend_schema("ops_workers_drain", request=None, responses={202: WorkerSerializer})
     def post(self, request: Request, worker_id: str) -> Response:
-        """Let a worker finish its requests and take no more. A restart ends that."""
+        """Let a worker finish its requests, take no more, and end. A restart ends that."""
         pool.worker_drain(worker_id=worker_id)
+        return Response(WorkerSerializer(pool.worker_get(worker_id=worker_id)).data, status=202)
+
+    @extend_schema("ops_workers_resume", responses={202: WorkerSerializer})
+    def delete(self, request: Request, worker_id: str) -> Response:
+        """Let a worker that drains take requests again, if it still has some of its own."""
+        pool.worker_resume(worker_id=worker_id)
         return Response(WorkerSerializer(pool.worker_get(worker_id=worker_id)).data, status=202)
 
 
@@ -360,6 +366,18 @@ class DeadLettersView(OperatorAPIView):
         return page(request, DeadLetter.objects.select_related("tenant"), DeadLetterSerializer)
 
 
+class DeadLetterView(OperatorAPIView):
+    readers = (Scope.POOL_READ,)
+    writers = (Scope.POOL_WRITE,)
+
+    @extend_schema("ops_dead_letters_discard", responses={204: None})
+    def delete(self, request: Request, letter_id: uuid.UUID) -> Response:
+        """Delete a dead letter and its prompt, for good. The tenant's audit trail says so."""
+        if not dead_letters.dead_letter_discard(_letter(letter_id)):
+            raise NotFound("There is no such dead letter.")
+        return Response(status=204)
+
+
 class DeadLetterRequeueView(OperatorAPIView):
     readers = (Scope.POOL_READ,)
     writers = (Scope.POOL_WRITE,)
@@ -367,12 +385,16 @@ class DeadLetterRequeueView(OperatorAPIView):
     @extend_schema("ops_dead_letters_requeue", request=None, responses=DeadLetterSerializer)
     def post(self, request: Request, letter_id: uuid.UUID) -> Response:
         """Run the request again, once, in the batch class and with a new id."""
-        rows = DeadLetter.objects.select_related("tenant")
-        letter = rows.filter(pk=letter_id).first()
-        if letter is None:
-            raise NotFound("There is no such dead letter.")
-        dead_letters.dead_letter_requeue(letter)
-        return Response(DeadLetterSerializer(rows.get(pk=letter_id)).data)
+        dead_letters.dead_letter_requeue(_letter(letter_id))
+        return Response(DeadLetterSerializer(_letter(letter_id)).data)
+
+
+def _letter(letter_id: uuid.UUID) -> DeadLetter:
+    """Return the letter with its tenant. Raises NotFound."""
+    letter = DeadLetter.objects.select_related("tenant").filter(pk=letter_id).first()
+    if letter is None:
+        raise NotFound("There is no such dead letter.")
+    return letter
 
 
 class QuarantineView(OperatorAPIView):

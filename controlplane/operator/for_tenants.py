@@ -14,7 +14,19 @@ from drf_spectacular.utils import extend_schema, extend_schema_view
 from rest_framework.permissions import SAFE_METHODS
 from rest_framework.request import Request
 
-from controlplane.management import adapters, tenants, training
+from controlplane.management import (
+    adapter_imports,
+    adapter_uploads,
+    adapters,
+    aliases,
+    canaries,
+    inspections,
+    residency,
+    schedules,
+    tenants,
+    training,
+    versions,
+)
 from controlplane.management.base import TenantAPIView, is_forced
 from controlplane.operator.access import OperatorAccess
 from controlplane.operator.api import tenant_get, tenant_to_change
@@ -30,6 +42,10 @@ _ALLOWED: dict[Scope, frozenset[Permission]] = {
     Scope.TRAINING_WRITE: frozenset({Permission.READ, Permission.TRAINING_WRITE}),
     Scope.KEYS_WRITE: DEVELOPER | {Permission.READ, Permission.KEYS_MANAGE},
 }
+
+
+#: They show what the tenant wrote for its models: `tenants:read` reads no prompt.
+_WITH_PROMPTS = (aliases.AliasView, aliases.AliasRevisionView)
 
 
 class ForTenant(OperatorAccess, TenantAPIView):
@@ -69,7 +85,7 @@ def _for_tenant(view: type[TenantAPIView], scope: Scope, name: str) -> Any:
         {
             "__doc__": view.__doc__,
             "scope": scope,
-            "readers": (Scope.TENANTS_READ, scope),
+            "readers": (scope,) if view in _WITH_PROMPTS else (Scope.TENANTS_READ, scope),
             "writers": (scope,),
         },
     )
@@ -87,7 +103,32 @@ def _path(address: str, view: type[TenantAPIView], scope: Scope, name: str) -> U
 
 _ADAPTERS, _KEYS = Scope.ADAPTERS_WRITE, Scope.KEYS_WRITE
 _DATASETS, _TRAINING = Scope.DATASETS_WRITE, Scope.TRAINING_WRITE
-_VERSION = "adapters/<str:name>/versions/<int:number>"
+_ADAPTER, _ALIAS = "adapters/<str:name>", "aliases/<str:name>"
+_VERSION = f"{_ADAPTER}/versions/<int:number>"
+
+#: An adapter's, a version's and an alias's addresses; the names are those of the operations.
+_RELEASES: tuple[tuple[str, type[TenantAPIView], str], ...] = (
+    (f"{_ADAPTER}/rollback", adapters.AdapterRollbackView, "adapter_rollback"),
+    (f"{_ADAPTER}/history", adapters.AdapterHistoryView, "adapter_history"),
+    (f"{_ADAPTER}/residency", residency.ResidencyView, "adapter_residency"),
+    (f"{_VERSION}/promote", adapters.VersionPromoteView, "version_promote"),
+    (f"{_VERSION}/deprecate", versions.VersionDeprecateView, "version_deprecate"),
+    (f"{_VERSION}/undeprecate", versions.VersionUndeprecateView, "version_undeprecate"),
+    (f"{_VERSION}/retire", versions.VersionRetireView, "version_retire"),
+    (f"{_VERSION}/unretire", versions.VersionUnretireView, "version_unretire"),
+    (f"{_VERSION}/doctor", inspections.VersionDoctorView, "version_doctor"),
+    ("aliases", aliases.AliasesView, "aliases"),
+    (_ALIAS, aliases.AliasView, "alias"),
+    (f"{_ALIAS}/revisions", aliases.AliasRevisionsView, "alias_revisions"),
+    (f"{_ALIAS}/revisions/<int:number>", aliases.AliasRevisionView, "alias_revision"),
+    (f"{_ALIAS}/rollback", aliases.AliasRollbackView, "alias_rollback"),
+    (f"{_ALIAS}/ramp", aliases.AliasRampView, "alias_ramp"),
+    (f"{_ALIAS}/promote-canary", aliases.AliasPromoteCanaryView, "alias_promote_canary"),
+    (f"{_ALIAS}/canary", canaries.CanaryView, "alias_canary"),
+    (f"{_ALIAS}/timetable", canaries.RampView, "alias_timetable"),
+    (f"{_ALIAS}/timetable/pause", canaries.RampPauseView, "alias_timetable_pause"),
+    (f"{_ALIAS}/timetable/resume", canaries.RampResumeView, "alias_timetable_resume"),
+)
 
 urlpatterns = [
     _path("keys", tenants.ApiKeysView, _KEYS, "keys"),
@@ -95,10 +136,14 @@ urlpatterns = [
     _path("keys/<str:public_id>/rotate", tenants.ApiKeyRotateView, _KEYS, "key_rotate"),
     _path("keys/<str:public_id>/revoke", tenants.ApiKeyRevokeView, _KEYS, "key_revoke"),
     _path("adapters", adapters.AdaptersView, _ADAPTERS, "adapters"),
-    _path("adapters/<str:name>", adapters.AdapterView, _ADAPTERS, "adapter"),
-    _path("adapters/<str:name>/versions", adapters.VersionsView, _ADAPTERS, "versions"),
+    _path(_ADAPTER, adapters.AdapterView, _ADAPTERS, "adapter"),
+    _path(f"{_ADAPTER}/versions", adapters.VersionsView, _ADAPTERS, "versions"),
+    _path(f"{_ADAPTER}/import", adapter_imports.VersionImportView, _ADAPTERS, "import"),
     _path(_VERSION, adapters.VersionView, _ADAPTERS, "version"),
+    _path(f"{_VERSION}/upload", adapter_uploads.VersionUploadView, _ADAPTERS, "version_upload"),
+    _path(f"{_VERSION}/parts", adapter_uploads.VersionPartsView, _ADAPTERS, "version_parts"),
     _path(f"{_VERSION}/complete", adapters.VersionCompleteView, _ADAPTERS, "version_complete"),
+    *(_path(address, view, _ADAPTERS, name) for address, view, name in _RELEASES),
     _path("datasets", training.DatasetsView, _DATASETS, "datasets"),
     _path("datasets/<str:name>", training.DatasetView, _DATASETS, "dataset"),
     _path("training-runs", training.TrainingRunsView, _TRAINING, "training_runs"),
@@ -110,4 +155,13 @@ urlpatterns = [
         "training_run_cancel",
     ),
     _path("adapters/<str:name>/schedule", training.ScheduleView, _TRAINING, "schedule"),
+    _path(
+        "adapters/<str:name>/schedule/run",
+        schedules.ScheduleRunNowView,
+        _TRAINING,
+        "schedule_run_now",
+    ),
+    _path(
+        "adapters/<str:name>/schedule/runs", schedules.ScheduleRunsView, _TRAINING, "schedule_runs"
+    ),
 ]

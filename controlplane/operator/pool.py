@@ -1,4 +1,4 @@
-"""The worker pool for operators: its queues, and the order to a worker to drain."""
+"""The worker pool for operators: its queues, and the orders to a worker to drain or resume."""
 
 from __future__ import annotations
 
@@ -34,26 +34,44 @@ def worker_drain(*, worker_id: str) -> bool:
 
     -> whether it was told; it is told once, however often one asks until its heartbeat says so.
     """
+    return _tell(worker_id, protocol.Control.DRAIN, "drained")
+
+
+@transaction.atomic
+def worker_resume(*, worker_id: str) -> bool:
+    """Tell a worker that drains to take requests again: one that was told, and has some left.
+
+    -> whether it was told, as above. Raises NotFound, Unavailable.
+    """
+    return _tell(worker_id, protocol.Control.RESUME, "resumed")
+
+
+def _tell(worker_id: str, action: protocol.Control, recorded: str) -> bool:
     lock_until_commit(f"drain {worker_id}")
-    if worker_get(worker_id=worker_id).heartbeat.draining:
-        return False
-    order = protocol.ControlMessage(action=protocol.Control.DRAIN)
+    drains = worker_get(worker_id=worker_id).heartbeat.draining
     key = protocol.control_key(settings.POOL, worker_id)
     with redis_client() as client:
-        if _was_told(client, key, order):
+        newest = _told_lately(client, key)
+        if (newest or (protocol.Control.DRAIN if drains else protocol.Control.RESUME)) == action:
             return False
-        record_named("drained", "worker", worker_id, after={"pool": settings.POOL})
+        record_named(recorded, "worker", worker_id, after={"pool": settings.POOL})
+        order = protocol.ControlMessage(action=action)
         client.xadd(key, {protocol.PAYLOAD_FIELD: order.encode()}, maxlen=_MAX_ORDERS)
     return True
 
 
-def _was_told(client: Any, key: str, order: protocol.ControlMessage) -> bool:
-    """Whether a worker got an order so lately that its heartbeat may not show it yet."""
+def _told_lately(client: Any, key: str) -> protocol.Control | None:
+    """Return the newest of these orders, if the worker's heartbeat may not show it yet."""
     seconds, _ = client.time()
     oldest = int((seconds - protocol.HEARTBEAT_TIMEOUT_S) * 1000)
-    payload = order.encode()
-    entries = client.xrange(key, min=oldest, count=_MAX_ORDERS)
-    return any(fields.get(protocol.PAYLOAD_FIELD) == payload for _, fields in entries)
+    payloads = {
+        protocol.ControlMessage(action=action).encode(): action
+        for action in (protocol.Control.DRAIN, protocol.Control.RESUME)
+    }
+    for _, fields in client.xrevrange(key, min=oldest, count=_MAX_ORDERS):
+        if action := payloads.get(fields.get(protocol.PAYLOAD_FIELD)):
+            return action
+    return None
 
 
 def queues() -> list[dict[str, Any]]:

@@ -44,6 +44,7 @@ from controlplane.tenants.permissions import DEFAULT_SCOPES, DEVELOPER, Permissi
 from controlplane.tenants.roles import PERMISSIONS
 from controlplane.training.hyperparameters import checked_hyperparameters
 from controlplane.training.models import Schedule
+from controlplane.training.schedule_rules import rules_of
 from controlplane.training.services import schedule_set
 
 #: What a part of the document needs besides `tenants:write`.
@@ -330,5 +331,8 @@ def _schedule(path: str, entry: _Document, outcome: Provisioned) -> None:
         timezone_name=wanted["timezone"],
         hyperparameters=wanted["hyperparameters"],
         is_paused=wanted["is_paused"],
+        # The document does not have them.
+        validation_dataset_name=getattr(known.validation_dataset if known else None, "name", None),
+        rules=rules_of(known) if known else None,
     )
     outcome.add(path, name, Result.CREATED if known is None else Result.CHANGED)

@@ -93,6 +93,7 @@ class OperatorSite(UnfoldAdminSite):  # type: ignore[misc]
         pages: list[tuple[str, Callable[..., HttpResponse], str]] = [
             ("workers/", workers.live_pool, "workers"),
             ("workers/<path:worker_id>/drain/", workers.drain, "drain"),
+            ("workers/<path:worker_id>/resume/", workers.resume, "resume"),
             ("queues/", queues.queues, "queues"),
             ("dead-letters/", dead_letters.dead_letters, "dead_letters"),
             ("dead-letters/requeue/", dead_letters.requeue, "requeue"),

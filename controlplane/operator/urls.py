@@ -22,6 +22,7 @@ urlpatterns = [
     path("workers/<str:worker_id>/drain", api.WorkerDrainView.as_view()),
     path("queues", api.QueuesView.as_view()),
     path("dead-letters", api.DeadLettersView.as_view()),
+    path("dead-letters/<uuid:letter_id>", api.DeadLetterView.as_view()),
     path("dead-letters/<uuid:letter_id>/requeue", api.DeadLetterRequeueView.as_view()),
     path("quarantine", api.QuarantineView.as_view()),
     path("quarantine/<str:digest>", api.QuarantinedAdapterView.as_view()),

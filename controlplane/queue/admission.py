@@ -132,7 +132,13 @@ class BudgetSpent(RateLimited):
     retry_after_s = None
 
 
-_WHOSE = {"tenant": "your organization", "key": "this API key", "model": "this model"}
+_WHOSE = {
+    "tenant": "your organization",
+    "key": "this API key",
+    "model": "this model",
+    "person": "yours in the playground",
+    "playground": "your organization in the playground",
+}
 
 
 def refusal_error(refusal: Refusal, limits: Limits) -> ApiError:

@@ -6,10 +6,18 @@ class QueueConfig(AppConfig):
     label = "delivery"  # of its tables and migrations, which are older than the package's name
 
     def ready(self) -> None:
+        from controlplane.adapters import promotion
+        from controlplane.aliases import ramps
         from controlplane.infra import celery_metrics, metrics
         from controlplane.infra.liveness import watch_celery
+        from controlplane.queue.prefix_warmth import kept_prefixes
         from controlplane.queue.readings import dead_letters, pool, task_queues
+        from controlplane.queue.residency import on_ramp_step, on_switch
+        from controlplane.queue.warmth import kept_warm
 
+        promotion.became_live.connect(on_switch)
+        ramps.step_taken.connect(on_ramp_step)
         watch_celery()
         celery_metrics.watch()
         metrics.READINGS |= {"pool": pool, "tasks": task_queues, "dead letters": dead_letters}
+        metrics.READINGS |= {"kept warm": kept_warm, "kept prefixes": kept_prefixes}

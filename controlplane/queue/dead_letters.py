@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import functools
 import logging
 import time
 import uuid
@@ -16,6 +17,7 @@ from redis.exceptions import ResponseError
 from contract import protocol
 from contract.protocol import GenerateJob
 from contract.queue import fair_queue
+from controlplane.aliases.watching import quarantined_canaries_fail
 from controlplane.audit.services import record, record_named
 from controlplane.errors import Conflict, Unavailable
 from controlplane.infra.locks import lock_until_commit
@@ -207,6 +209,9 @@ def quarantine_sync(client: Any, pool: str) -> None:
             for digest, since in said.items()
             if digest not in rows
         )
+        if new := said.keys() - rows.keys():
+            tell = functools.partial(quarantined_canaries_fail, new)
+            transaction.on_commit(tell, robust=True)
 
 
 def quarantine_release(digest: str) -> bool:

@@ -19,7 +19,7 @@ from controlplane.queue.models import DeadLetter
 from controlplane.queue.workers import WorkerStatus, workers
 from controlplane.tenancy.scoping import all_tenants
 
-_TASK_QUEUES = ("ingest", "ops", "train")
+_TASK_QUEUES = ("ingest", "ops", "train", "inspect")
 _STATES = ("ready", "loading", "draining", "silent")
 _speed = FullSpeed()
 

@@ -30,6 +30,9 @@ class Reply:
         self.is_ended = False
         self.first_at: float | None = None  # seconds of the event loop's clock
         self.last: TokenEvent | None = None
+        #: Of the first event: how long it waited, and where its slowest adapter was found.
+        self.queue_ms: float | None = None
+        self.tier: str | None = None
         self.is_forgotten = False  # Redis has lost it
         #: When its client leaves: somebody else will read the answer.
         self.goes_on = is_batch_stream(job.gateway_id)
@@ -72,6 +75,8 @@ class Reply:
         self._next_seq += 1
         if self.first_at is None:
             self.first_at = self.heard_at
+        if event.seq == 0:
+            self.queue_ms, self.tier = event.queue_ms, event.tier
         self._unread.append(event)
         if self._transcript is not None:
             self._transcript.add(event)
@@ -99,6 +104,7 @@ class Reply:
                 fields["outcome"] = "failed"
         if last is not None:
             fields["queue_ms"] = last.queue_ms
+            fields |= {} if self.tier is None else {"tier": self.tier}
             fields |= dataclasses.asdict(last.usage) if last.usage is not None else {}
         if self.first_at is not None:
             fields["first_token_ms"] = round((self.first_at - began) * 1000, 1)

@@ -3,9 +3,15 @@
 from celery import shared_task
 from django.utils import timezone
 
-from controlplane.queue import dead_letters
+from controlplane.queue import dead_letters, prefix_warmth, warmth
 
 
 @shared_task(name="controlplane.delivery.tasks.dead_letter_prompts_forget")
 def dead_letter_prompts_forget() -> None:
     dead_letters.dead_letter_prompts_forget(now=timezone.now())
+
+
+@shared_task(name="controlplane.queue.tasks.warmth_keep")
+def warmth_keep() -> None:
+    warmth.warmth_keep()
+    prefix_warmth.prefixes_keep()

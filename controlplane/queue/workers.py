@@ -43,14 +43,17 @@ def workers() -> list[WorkerStatus]:
     Raises Unavailable when Redis does not answer.
     """
     with redis_client() as client:
-        pipe: Any = client.pipeline(transaction=False)
-        pipe.time().zrange(protocol.workers_key(settings.POOL), 0, -1, withscores=True)
-        time, scores = pipe.execute()
-        for worker_id, _ in scores:
-            pipe.hget(
-                protocol.worker_key(settings.POOL, worker_id.decode()), protocol.PAYLOAD_FIELD
-            )
-        return read_statuses(time, scores, pipe.execute())
+        return read_workers(client)
+
+
+def read_workers(client: Any) -> list[WorkerStatus]:
+    """Do as `workers`, through an open client of Redis."""
+    pipe: Any = client.pipeline(transaction=False)
+    pipe.time().zrange(protocol.workers_key(settings.POOL), 0, -1, withscores=True)
+    time, scores = pipe.execute()
+    for worker_id, _ in scores:
+        pipe.hget(protocol.worker_key(settings.POOL, worker_id.decode()), protocol.PAYLOAD_FIELD)
+    return read_statuses(time, scores, pipe.execute())
 
 
 def read_statuses(

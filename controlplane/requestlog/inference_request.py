@@ -15,6 +15,9 @@ class InferenceRequest(TenantModel):
     model = models.CharField(max_length=200)
     base_model = models.CharField(max_length=63)
     adapter_version_id = models.UUIDField(null=True)
+    #: The revision of the alias that its model was, and which of its targets answered.
+    alias_revision_id = models.UUIDField(null=True)
+    alias_target = models.CharField(max_length=16, blank=True, default="", db_default="")
     worker_id = models.CharField(max_length=100)
     stream = models.BooleanField(default=False)
     finish_reason = models.CharField(max_length=32)
@@ -38,6 +41,11 @@ class InferenceRequest(TenantModel):
     load_ms = models.FloatField(default=0)
     first_token_ms = models.FloatField(null=True)
     total_ms = models.FloatField(default=0)
+    #: Where the slowest of its adapters was found: gpu, host, disk or store; "": it had none.
+    tier = models.CharField(max_length=8, blank=True, default="", db_default="")
+
+    #: Drafted tokens: the right ones by source, and "rejected"; null: there were none.
+    drafts = models.JSONField(null=True)
 
     class Meta:
         app_label = "inference"  # of its table and migrations

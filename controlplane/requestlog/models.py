@@ -1,4 +1,7 @@
-"""Stored content, refusals and the log policy; `inference_request` has the log lines."""
+"""Stored content, refusals, the log policy, captured requests and feedback.
+
+`inference_request` has the log lines.
+"""
 
 from __future__ import annotations
 
@@ -65,3 +68,72 @@ class RefusalHour(TenantModel):
 
     def __str__(self) -> str:
         return f"{self.starts_at:%Y-%m-%d %H:%M} {self.status} {self.code}"
+
+
+class CapturePolicy(TenantModel):
+    """Which requests a tenant keeps to train on, see `requestlog.capture`; without it none."""
+
+    #: Of all requests: 0 to 1.
+    share = models.FloatField(default=0)
+    #: By the model's name, in place of `share`.
+    shares = models.JSONField(default=dict)
+    days = models.PositiveSmallIntegerField(default=30)
+    max_rows = models.PositiveIntegerField(default=10_000)
+    max_bytes = models.PositiveBigIntegerField(default=64 * 1024**2)
+    #: The key that encrypts the rows, itself encrypted.
+    wrapped_key = models.BinaryField(default=bytes, max_length=200)
+    updated_at = models.DateTimeField(auto_now=True)
+
+    class Meta:
+        constraints = [models.UniqueConstraint(fields=["tenant"], name="capture_policy_once")]
+
+    def __str__(self) -> str:
+        return f"{self.share} {self.shares}"
+
+
+class Rating(models.TextChoices):
+    GOOD = "good"
+    BAD = "bad"
+
+
+class CapturedRequest(TenantModel):
+    """A chat's prompt, tools and answer, encrypted with the tenant's key, to train on."""
+
+    request_id = models.CharField(max_length=64, unique=True)
+    #: As the request named it.
+    model = models.CharField(max_length=200)
+    sealed = models.BinaryField()
+    #: What the model should have answered, encrypted; empty: nobody said.
+    sealed_answer = models.BinaryField(default=bytes)
+    #: Of both.
+    num_bytes = models.PositiveIntegerField()
+    rating = models.CharField(max_length=8, choices=Rating, blank=True, default="")
+    #: Whether there is feedback: such rows make room last.
+    is_rated = models.BooleanField(default=False)
+
+    class Meta:
+        indexes = [
+            models.Index(fields=["tenant", "is_rated", "created_at"], name="captured_make_room"),
+            models.Index(fields=["tenant", "created_at"], name="captured_by_age"),
+        ]
+
+    def __str__(self) -> str:
+        return self.request_id
+
+
+class Feedback(TenantModel):
+    """What somebody thought of a request's answer; a later one replaces it."""
+
+    request_id = models.CharField(max_length=64)
+    model = models.CharField(max_length=200)
+    rating = models.CharField(max_length=8, choices=Rating, blank=True)
+    updated_at = models.DateTimeField(auto_now=True)
+
+    class Meta:
+        constraints = [
+            models.UniqueConstraint(fields=["tenant", "request_id"], name="feedback_once")
+        ]
+        indexes = [models.Index(fields=["tenant", "created_at"], name="feedback_by_age")]
+
+    def __str__(self) -> str:
+        return f"{self.request_id} {self.rating}"

@@ -1,4 +1,4 @@
-"""Record content that tenants want stored, and count refused requests, in the gateway.
+"""Record content that tenants want stored or captured, and count refused requests, in the gateway.
 
 No request waits for this. Prompts and answers are collected in memory while the request runs, and a
 thread writes them moments after its end: a gateway that is killed loses the content of its last
@@ -23,6 +23,7 @@ from django.db import DataError, IntegrityError, close_old_connections
 from django.db import Error as DatabaseError
 
 from contract.protocol import GenerateJob, TokenEvent
+from controlplane.requestlog.capture import CaptureRule, captures_keep, rules_of_all
 from controlplane.requestlog.refusals import RefusalKey, refusals_add
 from controlplane.requestlog.services import Words, content_choices, contents_keep, wants
 
@@ -80,8 +81,17 @@ class Transcript:
             outputs=["".join(self._outputs[index]) for index in sorted(self._outputs)],
             finish_reason=finish_reason,
             is_truncated=is_cut or self._is_cut,
+            model=self._job.model,
+            tools=self._job.tools,
+            is_row=_is_row(self._job),
         )
         self._recorder.put(words)
+
+
+def _is_row(job: GenerateJob) -> bool:
+    """Return whether it is a chat with one answer, of a client: not a console's or a suite's."""
+    is_clients = job.endpoint.startswith("/v1/")
+    return is_clients and job.messages is not None and job.num_choices == 1
 
 
 def _prompt(job: GenerateJob) -> tuple[dict[str, object], bool]:
@@ -117,14 +127,21 @@ class Recorder:
         self._refusals: collections.Counter[RefusalKey] = collections.Counter()
         #: None until they are known: until then every request's content is collected.
         self._choices: dict[uuid.UUID, str] | None = None
+        self._rules: dict[uuid.UUID, CaptureRule] = {}
         self._choices_due = self._refusals_due = 0.0
         self._news = asyncio.Event()
 
     def open(self, job: GenerateJob) -> Transcript | None:
         """Return a transcript for a request's content, or None when it is not to be stored."""
         if self._choices is not None:
-            choice = self._choices.get(uuid.UUID(job.tenant_id))
-            if choice is None or not wants(choice, job.store):
+            tenant_id = uuid.UUID(job.tenant_id)
+            choice, rule = self._choices.get(tenant_id), self._rules.get(tenant_id)
+            is_stored = choice is not None and wants(choice, job.store)
+            if not is_stored and not (
+                rule is not None
+                and _is_row(job)
+                and rule.takes(job.request_id, job.model, job.store)
+            ):
                 return None
         return Transcript(self, job)
 
@@ -181,6 +198,7 @@ class Recorder:
     async def _read_choices(self) -> None:
         now = time.monotonic()
         if now >= self._choices_due:
+            self._rules = await _in_thread(rules_of_all)
             self._choices = await _in_thread(content_choices)
             self._choices_due = now + CHOICES_INTERVAL_S
 
@@ -232,6 +250,7 @@ def _keep(batch: list[Words]) -> None:
     """Store a batch; content that cannot be stored, as of a deleted tenant, is dropped alone."""
     try:
         contents_keep(batch)
+        captures_keep(batch)
     except (DataError, IntegrityError) as error:
         if len(batch) > 1:
             for words in batch:
@@ -241,4 +260,5 @@ def _keep(batch: list[Words]) -> None:
 
 
 def _size(words: Words) -> int:
-    return sum(map(len, words.outputs)) + sum(len(str(part)) for part in words.prompt.values())
+    prompt = sum(len(str(part)) for part in words.prompt.values())
+    return sum(map(len, words.outputs)) + prompt + (len(str(words.tools)) if words.tools else 0)

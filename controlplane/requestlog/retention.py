@@ -16,8 +16,16 @@ from django.db import Error as DatabaseError
 from django.db import models
 from django.db.models import Sum
 
+from controlplane.requestlog.capture import make_room
 from controlplane.requestlog.inference_request import InferenceRequest
-from controlplane.requestlog.models import LogPolicy, RefusalHour, RequestContent
+from controlplane.requestlog.models import (
+    CapturedRequest,
+    CapturePolicy,
+    Feedback,
+    LogPolicy,
+    RefusalHour,
+    RequestContent,
+)
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants.models import Tenant
 
@@ -34,13 +42,16 @@ def requests_forget(*, now: dt.datetime) -> dict[str, int]:
     with all_tenants(reason="delete expired log lines of all tenants"):
         tenant_ids = list(Tenant.objects.values_list("pk", flat=True))
         policies = {policy.tenant_id: policy for policy in LogPolicy.objects.all()}
-    counts = {"requests": 0, "contents": 0, "refusals": 0}
+        captures = {policy.tenant_id: policy for policy in CapturePolicy.objects.all()}
+    counts = dict.fromkeys(("requests", "contents", "refusals", "captured", "feedback"), 0)
     for tenant_id in tenant_ids:
         policy = policies.get(tenant_id) or LogPolicy(tenant_id=tenant_id)
         with tenant_scope(tenant_id):
             try:
                 _forget_words(policy, now, counts)
                 _forget_metadata(policy, now, counts)
+                if tenant_id in captures:
+                    _forget_captured(captures[tenant_id], now, counts)
             except DatabaseError:  # continue with the others
                 log.exception("expired log lines were not deleted")
     log.info("deleted %s", counts)
@@ -53,6 +64,14 @@ def _forget_metadata(policy: LogPolicy, now: dt.datetime, counts: dict[str, int]
     counts["requests"] += _delete(requests.order_by("accepted_at"))
     refusals = RefusalHour.objects.filter(starts_at__lt=oldest)
     counts["refusals"] += _delete(refusals.order_by("starts_at"))
+    feedback = Feedback.objects.filter(created_at__lt=oldest)
+    counts["feedback"] += _delete(feedback.order_by("created_at"))
+
+
+def _forget_captured(policy: CapturePolicy, now: dt.datetime, counts: dict[str, int]) -> None:
+    oldest = now - dt.timedelta(days=policy.days)
+    rows = CapturedRequest.objects.filter(created_at__lt=oldest)
+    counts["captured"] += _delete(rows.order_by("created_at")) + make_room(policy)
 
 
 def _forget_words(policy: LogPolicy, now: dt.datetime, counts: dict[str, int]) -> None:

@@ -29,6 +29,9 @@ class Words:
 
     store   the request's own `store`; None if it has none
     prompt  as in the job: {"messages": …}, {"text": …} or {"token_ids": …}
+    model   as the request named it
+    tools   of a chat
+    is_row  whether it is a chat with one answer, of a client: a row to train on
     """
 
     tenant_id: uuid.UUID
@@ -38,6 +41,9 @@ class Words:
     outputs: list[str]
     finish_reason: str
     is_truncated: bool
+    model: str = ""
+    tools: tuple[dict[str, Any], ...] = ()
+    is_row: bool = False
 
 
 def wants(content: str, store: bool | None) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 class Scope(enum.StrEnum):
     """A write also allows reading what it writes.
 
-    `tenants:read` allows reading everything under /ops/v1/tenants, whatever its noun.
+    `tenants:read` allows reading everything under /ops/v1/tenants, whatever its noun, but prompts.
     """
 
     TENANTS_READ = "tenants:read"

@@ -43,8 +43,6 @@ CLOCK_KEY = "epochs"
 #: In place of a tenant's id.
 ALL = "*"
 READ_INTERVAL_S = 0.5
-#: Of the time of a move: longer than anything may be used without PostgreSQL.
-_TTL_S = 2 * settings.MAX_DATABASE_AWAY_S
 _RETRY_S = 0.5
 #: Of one call of Redis: a write waits for it, and so does a request.
 _TIMEOUT_S = 1.0
@@ -149,7 +147,9 @@ def move(whose: str) -> None:
 
 
 def _move_now(whose: str) -> None:
-    _client()[1](keys=[CLOCK_KEY, moved_key(whose)], args=[secrets.token_hex(8), _TTL_S])
+    # The time of a move stays longer than anything may be used without PostgreSQL.
+    ttl_s = 2 * settings.MAX_DATABASE_AWAY_S
+    _client()[1](keys=[CLOCK_KEY, moved_key(whose)], args=[secrets.token_hex(8), ttl_s])
 
 
 def _move_late() -> None:

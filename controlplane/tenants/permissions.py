@@ -19,6 +19,7 @@ class Permission(enum.StrEnum):
     REQUESTS_CONTENT = "requests:content"  # prompts and answers, where they are stored
     AUDIT_READ = "audit:read"
     LIMITS_MANAGE = "limits:manage"
+    WEBHOOKS_MANAGE = "webhooks:manage"
     KEYS_MANAGE = "keys:manage"
     MEMBERS_MANAGE = "members:manage"
     TENANT_MANAGE = "tenant:manage"

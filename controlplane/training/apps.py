@@ -7,8 +7,9 @@ class TrainingConfig(AppConfig):
     def ready(self) -> None:
         from controlplane.infra import metrics
         from controlplane.limits import quotas
-        from controlplane.training import contents, readings, services
+        from controlplane.training import contents, picking, readings, services
 
         quotas.USES["training_runs"].append(services.runs_active)
+        quotas.USES["training_device_seconds"].append(picking.device_seconds_used)
         quotas.USES["storage_bytes"].append(contents.num_bytes)
         metrics.READINGS["training"] = readings.training

@@ -43,3 +43,25 @@ def next_slot(cron: str, timezone: str, after: dt.datetime) -> dt.datetime:
     except CronSimError as error:
         raise ValueError(f"it is not a cron line: {error}") from error
     raise ValueError("it never fires")
+
+
+def slots_until(
+    cron: str, timezone: str, first: dt.datetime, until: dt.datetime, *, most: int
+) -> list[dt.datetime]:
+    """Return the slots from `first` to `until`, the newest `most` of them, oldest first.
+
+    first  is a slot, whatever the line and the time zone's rules say now
+    Raises ValueError as `next_slot` does.
+    """
+    span = dt.timedelta(hours=1)
+    while True:
+        # Backwards in growing steps: an outage of a year has half a million minutes.
+        begin = max(first, until - span)
+        slots = [first] if begin == first <= until else []
+        slot = next_slot(cron, timezone, begin)
+        while slot <= until:
+            slots.append(slot)
+            slot = next_slot(cron, timezone, slot)
+        if begin == first or len(slots) >= most:
+            return slots[-most:]
+        span *= 8

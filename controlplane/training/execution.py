@@ -8,9 +8,12 @@ considered lost changes nothing when it comes back. The transaction that moves t
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
+import datetime as dt
+import errno
 import logging
 import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,30 +22,38 @@ from django.db import connection, transaction
 from django.utils import timezone
 from structlog.contextvars import bound_contextvars
 
-from contract.base_model import BaseModelFolder, NotABaseModel, find_base_model
 from contract.training import Hyperparameters, TrainJob
 from controlplane.adapters import services as adapter_services
-from controlplane.adapters.base_model_folder import configured_base_model
+from controlplane.adapters.base_model_folder import local_base_model
 from controlplane.adapters.ingest import version_drop
 from controlplane.adapters.models import AdapterVersion, BaseModel
-from controlplane.audit.services import record
 from controlplane.errors import ApiError
 from controlplane.infra import storage
-from controlplane.infra.metrics import TRAINING_ENDED, TRAINING_STEPS
+from controlplane.infra.metrics import TRAINING_STEPS
 from controlplane.infra.outages import DATABASE_OUTAGE
-from controlplane.infra.temp_folders import scratch_folder
 from controlplane.limits import quotas, turns
 from controlplane.limits.models import Turn
-from controlplane.tenancy.scoping import all_tenants, tenant_scope
-from controlplane.training import picking, services, size
-from controlplane.training.lease import PUBLISHING_LEASE, RUNNING_LEASE, RunLease, with_retry
-from controlplane.training.loss_curve import LossCurve
+from controlplane.tenancy.scoping import tenant_scope
+from controlplane.training import contents, events, picking, sending, size
+from controlplane.training.attempt import Attempt
+from controlplane.training.endings import Fault, run_abandon, run_finish, run_give_back
+from controlplane.training.kept_folders import folders_sweep, kept_folder
+from controlplane.training.lease import (
+    PUBLISHING_LEASE,
+    RUNNING_LEASE,
+    RunLease,
+    while_held,
+    with_retry,
+)
 from controlplane.training.models import TrainingRun
+from controlplane.training.saved_states import SavedState
 from controlplane.training.trainer import (
-    MAX_ERROR_CHARS,
+    NO_ROOM,
+    Listener,
     TrainerStopped,
     TrainingAbandoned,
     TrainingFailed,
+    TrainingPaused,
     run_trainer,
 )
 
@@ -50,27 +61,52 @@ log = logging.getLogger(__name__)
 
 #: How often progress is written and a cancellation noticed.
 TICK_S = 2.0
-MAX_ATTEMPTS = 3
+#: The state of a run that is trained by itself is on the disk at most so long after it was.
+CHECKPOINT_S = 30.0
+#: How often a tick looks at a published version that is not ready yet.
+LOOK_AGAIN = dt.timedelta(seconds=15)
 #: How often a trainer chooses again when another one was faster.
 _MAX_TRIES = 100
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 Status = TrainingRun.Status
 
+#: Called with a run whose version is ready, before it succeeds: may be repeated, and raises what
+#: the store raises. Rooms above this one add what they make of a run.
+BEFORE_SUCCESS: list[Callable[[TrainingRun], None]] = []
+
+
+def run_claim_next(*, beside: TrainingRun | None = None) -> TrainingRun | None:
+    """Take the run that is next, `picking.next_run`, for this trainer; None: there is none."""
+    for _ in range(_MAX_TRIES):
+        run = picking.next_run(beside=beside)
+        if run is None:
+            return None
+        with tenant_scope(run.tenant_id):
+            claimed = _claim(run.pk)
+        if claimed is not None:  # else another trainer was faster
+            return claimed
+    return None
+
 
 def training_run_next() -> None:
     """Train and publish the run that is next, if there is one."""
-    for _ in range(_MAX_TRIES):
-        run = picking.next_run()
-        if run is None:
-            return
-        with tenant_scope(run.tenant_id):
-            if training_run_execute(run.pk):  # else another trainer was faster
-                break
+    run = run_claim_next()
+    if run is None:
+        return
+    folders_sweep()
+    with tenant_scope(run.tenant_id):
+        run_train_kept(run, _train_alone)
+    folders_sweep()
+    send_waiting()
+
+
+def send_waiting() -> None:
+    """Send the run that is next, if one waits."""
     # The message for the tenant's next run may have been delivered, and dropped, during this run.
     waiting = picking.next_run()
     if waiting is not None:
-        services.training_run_send(waiting)
+        sending.run_send(waiting)
 
 
 def training_run_execute(run_id: uuid.UUID) -> bool:
@@ -78,28 +114,85 @@ def training_run_execute(run_id: uuid.UUID) -> bool:
     run = _claim(run_id)
     if run is None:
         return False
+    run_train_kept(run, _train_alone)
+    return True
+
+
+def run_train_kept(
+    run: TrainingRun, trainer: Callable[..., None], num_sharing: Callable[[], int] = lambda: 1
+) -> None:
+    """Train a run that was claimed, from its saved state if it has one; publish it; note its end.
+
+    trainer      trains it, as `run_trainer` does
+    num_sharing  how many runs use the device now
+    """
+    with kept_folder(run.pk, run.attempts) as kept:
+        state = SavedState(run, kept.path, num_sharing)
+        attempt = Attempt(run, num_sharing)
+
+        def train(job: TrainJob, folder: Path, listener: Listener, **kwargs: Any) -> None:
+            state.fetch()
+            step = 0
+
+            def listen(progress: dict[str, Any]) -> bool:
+                nonlocal step
+                step = progress.get("saved_step", step)
+                is_ours = listener(progress)
+                if is_ours and (problem := state.store_if_due(step)):
+                    attempt.warn(problem)
+                return is_ours
+
+            job = dataclasses.replace(job, checkpoint=state.path, checkpoint_s=CHECKPOINT_S)
+            try:
+                trainer(job, folder, listen, lock=kept.lock, **kwargs)
+            except (TrainingPaused, TrainerStopped, TrainingFailed):
+                state.store_now(step)
+                raise
+
+        try:
+            run_train(run, kept.path, attempt, train)
+        finally:
+            state.close()
+
+
+def run_train(
+    run: TrainingRun, folder: Path, attempt: Attempt, trainer: Callable[..., None]
+) -> None:
+    """Train a run that was claimed, in `folder`, publish it, and note how it ended."""
     begun = {"attempt": run.attempts, "adapter": run.adapter.name}
-    with bound_contextvars(run_id=str(run.pk)), scratch_folder("train-") as folder:
+    with bound_contextvars(run_id=str(run.pk)):
         log.info("training begins", extra=begun)
         try:
-            _publish(run, _train(run, folder))
+            _publish(run, _train(run, folder, attempt, trainer), attempt)
         except TrainingAbandoned:
-            # Either the run was cancelled, or another trainer owns it now.
-            _finish(run, Status.RUNNING, Status.CANCELLED)
-        except TrainerStopped:
-            _give_back(run)
-        except (TrainingFailed, ApiError) as error:
-            _finish(run, Status.RUNNING, Status.FAILED, str(error))
+            run_abandon(run, attempt)
+        except TrainerStopped as error:
+            run_give_back(run, why=str(error), code=_code_of(error))
+        except TrainingFailed as error:
+            fault = Fault(str(error), error.code, error.field)
+            run_finish(run, Status.RUNNING, Status.FAILED, fault, attempt)
+        except ApiError as error:
+            fault = Fault(error.message, error.code or "invalid_job", error.param or "")
+            run_finish(run, Status.RUNNING, Status.FAILED, fault, attempt)
         except storage.ObjectMissing:
-            _finish(run, Status.RUNNING, Status.FAILED, "The dataset is gone. Upload it again.")
-        except storage.STORAGE_ERRORS:
-            _finish(run, Status.RUNNING, Status.FAILED, "The object store does not answer.")
-        except Exception:
+            fault = Fault("The dataset is gone. Upload it again.", "dataset_gone", "dataset")
+            run_finish(run, Status.RUNNING, Status.FAILED, fault, attempt)
+        except storage.STORAGE_ERRORS as error:
+            log.error("the object store was waited for in vain: %r", error)
+            run_give_back(run, why="The object store does not answer", code="server_error")
+        except Exception as error:
+            if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+                log.error("the trainer's disk is full: %r", error)
+                run_give_back(run, why=NO_ROOM, code="disk_full")
+                return
             log.exception("a training run failed")
-            _give_back(run)
+            run_give_back(run)
             # Its version may be complete; let the next tick check that at once.
             RunLease(run).rows(Status.PUBLISHING).update(lease_until=timezone.now())
-    return True
+
+
+def _code_of(error: TrainerStopped) -> str:
+    return "disk_full" if str(error) == NO_ROOM else "trainer_lost"
 
 
 @transaction.atomic
@@ -107,50 +200,29 @@ def _claim(run_id: uuid.UUID) -> TrainingRun | None:
     quotas.lock("training_at_once")  # two runs that begin at the same time count each other
     if not picking.runs_that_may_begin().filter(pk=run_id).exists():
         return None
-    queued = TrainingRun.objects.filter(pk=run_id, status=Status.QUEUED, cancel_requested=False)
+    queued = TrainingRun.objects.filter(
+        pk=run_id, status=Status.QUEUED, cancel_requested=False, pause_requested=False
+    )
     taken = RunLease.take(
         queued, RUNNING_LEASE, status=Status.RUNNING, started_at=timezone.now(), progress={}
     )
     if not taken:
         return None
     turns.taken(Turn.Kind.TRAINING)
-    related = ("adapter__base_model", "created_by", "dataset")
-    return TrainingRun.objects.select_related(*related).get(pk=run_id)
+    related = ("adapter__base_model", "created_by", "dataset", "warm_start")
+    run = TrainingRun.objects.select_related(*related).get(pk=run_id)
+    events.event_add(run, "Fine-tuning job started", attempt=run.attempts)
+    return run
 
 
-@transaction.atomic
-def _finish(run: TrainingRun, expected: Status, status: Status, error: str = "") -> None:
-    rows = RunLease(run).rows(expected)
-    moved = rows.update(
-        status=status, error=error[:MAX_ERROR_CHARS], finished_at=timezone.now(), lease_until=None
-    )
-    if moved:
-        record("ended", run, after={"status": status, "error": error[:1000]})
-        # Not the error, which may quote a row.
-        extra = {"run_id": str(run.pk), "status": status.value, "adapter": run.adapter.name}
-        log.info("training ended", extra=extra)
-        TRAINING_ENDED.labels(status.value).inc()
-
-
-def _give_back(run: TrainingRun, status: Status = Status.RUNNING) -> None:
-    """Queue an interrupted run again; after `MAX_ATTEMPTS` let it fail."""
-    if run.attempts >= MAX_ATTEMPTS:
-        error = (
-            f"The trainer was lost {run.attempts} times. If it ran out of memory, use a smaller "
-            "batch_size or max_length. Its log says more."
-        )
-        _finish(run, status, Status.FAILED, error)
-        return
-    # Not sent now: the trainer may be shutting down. The reconcile tick sends it.
-    RunLease(run).rows(status).update(status=Status.QUEUED, lease_until=timezone.now())
-    services.training_run_drop(run=run)
-
-
-def _train(run: TrainingRun, folder: Path) -> Path:
+def _train(run: TrainingRun, folder: Path, attempt: Attempt, trainer: Callable[..., None]) -> Path:
     """Train in `folder`. -> the folder of the trained adapter."""
-    if run.dataset is None:
+    if run.dataset is None and run.training_file_id is None:
         raise TrainingAbandoned  # it was deleted, and the run cancelled with it
-    size.check(run.hyperparameters, run.dataset)  # a schedule's dataset may have grown since
+    num_rows = run.num_rows
+    if num_rows is None and run.dataset is not None:  # made before a run knew its rows
+        num_rows = run.dataset.num_rows
+    size.check(run.hyperparameters, num_rows or 0)  # a schedule's dataset may have grown since
     job = TrainJob(
         base_model_dir=_base_model_dir(run.adapter.base_model),
         base_model=run.adapter.base_model.name,
@@ -158,39 +230,79 @@ def _train(run: TrainingRun, folder: Path) -> Path:
         output_dir=folder / "adapter",
         hyperparameters=Hyperparameters.from_dict(run.hyperparameters),
         gpu_share=settings.TRAINER_GPU_SHARE,
+        validation_dataset=folder / "validation.jsonl" if run.validation_sha256 else None,
+        salt=_salt(run),
+        most_steps=quotas.allowed("training_steps"),
+        most_tokens=quotas.allowed("training_tokens"),
+        warm_start=_warm_start(run, folder),
     )
-    rows = with_retry(
-        run,
-        Status.RUNNING,
-        lambda: storage.read_bytes(run.dataset_key, max_bytes=services.MAX_DATASET_BYTES),
-    )
-    job.dataset.write_bytes(rows)
-    curve, lease, steps = LossCurve(), RunLease(run), 0
+    _fetch(run, lambda: contents.pieces(run.dataset_sha256), job.dataset)
+    if job.validation_dataset is not None:
+        _fetch(run, lambda: contents.pieces(run.validation_sha256), job.validation_dataset)
+    lease, steps = RunLease(run), 0
 
     def report(progress: dict[str, Any]) -> bool:
         nonlocal steps
         steps, before = progress.get("step", 0), steps
         TRAINING_STEPS.inc(max(0, steps - before))
-        if progress.get("loss") is not None:
-            curve.add(progress["step"], progress["loss"])
-            progress = {**progress, "losses": curve.points}
         try:
-            return lease.renew(Status.RUNNING, progress=progress)
+            advanced = {"num_lost": 0} if attempt.has_advanced else {}
+            changes = {"progress": attempt.progress(progress), **advanced}
+            if lease.renew(Status.RUNNING, **changes):
+                attempt.write()
+                return True
+            wanted = lease.rows(Status.RUNNING).filter(cancel_requested=False)
+            if wanted.filter(pause_requested=True).exists():
+                raise TrainingPaused
+            return False
         except DATABASE_OUTAGE as error:
             # Nobody else can take the run while the database is away; later the lease is checked.
             log.warning("training goes on without the database: %r", error)
             connection.close()
             return True
 
-    run_trainer(
-        job,
-        folder,
-        report,
-        environment=settings.TRAINER_ENVIRONMENT,
-        tick_s=TICK_S,
-        timeout_s=settings.TRAINING_MAX_RUN_S,
-    )
+    attempt.begin()
+    limits = {"tick_s": TICK_S, "timeout_s": settings.TRAINING_MAX_RUN_S}
+    trainer(job, folder, report, reader=attempt.note, **limits)
     return job.output_dir
+
+
+def _train_alone(*args: Any, **kwargs: Any) -> None:
+    run_trainer(*args, environment=settings.TRAINER_ENVIRONMENT, **kwargs)
+
+
+def _salt(run: TrainingRun) -> str:
+    """Return what chooses the rows to validate with: of the dataset, or the file, so that a prompt
+    is on the same side in each of its runs."""
+    found = run.training_file_id if run.dataset is None else run.dataset.pk
+    assert found is not None
+    return found.hex
+
+
+def _fetch(run: TrainingRun, pieces: Callable[[], Iterator[bytes]], path: Path) -> None:
+    """Write stored bytes to a file. Raises storage.ObjectMissing, storage.STORAGE_ERRORS."""
+
+    def fetch() -> None:
+        with path.open("wb") as file:
+            file.writelines(while_held(run, pieces()))
+
+    with_retry(run, Status.RUNNING, fetch)
+
+
+def _warm_start(run: TrainingRun, folder: Path) -> Path | None:
+    """Fetch the tensors that the run begins from; None: it begins from PEFT's initial ones."""
+    if not run.warm_start_name:
+        return None
+    version, path = run.warm_start, folder / "warm_start.safetensors"
+    if version is None or version.removed_at is not None:
+        raise TrainingFailed(
+            f"{run.warm_start_name}, from which the run was to begin, is gone.",
+            code="model_not_found",
+            field="warm_start",
+        )
+    key, num_bytes = version.tensors_key, version.num_bytes
+    _fetch(run, lambda: storage.read_pieces(key, max_bytes=num_bytes), path)
+    return path
 
 
 def _base_model_dir(base_model: BaseModel) -> Path:
@@ -200,41 +312,30 @@ def _base_model_dir(base_model: BaseModel) -> Path:
     """
     if base_model.is_shut_down:
         raise TrainingFailed(f"{base_model.name} was shut down on {base_model.shutdown_date}.")
-    if (found := _find_base_model(base_model)) is None:
+    if (found := local_base_model(base_model.name)) is None:
         raise TrainingFailed(f"The trainer does not have the model {base_model.name}.")
     if found.revision != base_model.revision:
         raise TrainingFailed(f"The trainer has another revision of {base_model.name}.")
     return found.path
 
 
-def _find_base_model(base_model: BaseModel) -> BaseModelFolder | None:
-    """Return this machine's model of that name; None if it has none."""
-    with contextlib.suppress(NotABaseModel):
-        found = configured_base_model()
-        if found is not None and found.name == base_model.name:
-            return found
-    with contextlib.suppress(NotABaseModel):
-        return find_base_model(settings.BASE_MODEL_DIR / base_model.name, name=base_model.name)
-    return None
-
-
-def _publish(run: TrainingRun, folder: Path) -> None:
+def _publish(run: TrainingRun, folder: Path, attempt: Attempt) -> None:
     """Make the adapter folder the next version, through the checks of an upload."""
     config_path, tensors_path = (folder / name for name in ADAPTER_FILES)
     sizes = {path.name: path.stat().st_size for path in (config_path, tensors_path)}
-    version = with_retry(run, Status.RUNNING, lambda: _version_of(run, sizes))
+    version = with_retry(run, Status.RUNNING, lambda: _version_of(run, sizes, attempt))
 
     def upload() -> None:
         uploaded = adapter_services.adapter_version_upload_files(
             version=version, config_path=config_path, tensors_path=tensors_path
         )
-        _conclude(run, uploaded)
+        run_conclude(run, uploaded)
 
     with_retry(run, Status.PUBLISHING, upload)
 
 
 @transaction.atomic
-def _version_of(run: TrainingRun, sizes: dict[str, int]) -> AdapterVersion:
+def _version_of(run: TrainingRun, sizes: dict[str, int], attempt: Attempt) -> AdapterVersion:
     """Move the run to `publishing` and make its version; a repeated call returns the same one.
 
     Raises TrainingAbandoned.
@@ -254,70 +355,26 @@ def _version_of(run: TrainingRun, sizes: dict[str, int]) -> AdapterVersion:
         source=AdapterVersion.Source.TRAINING,
     )
     lease.rows(Status.PUBLISHING).update(version=version)
+    attempt.settle()
     return version
 
 
-def _conclude(run: TrainingRun, version: AdapterVersion | None) -> None:
+def run_conclude(run: TrainingRun, version: AdapterVersion | None) -> None:
     """End a publishing run as its version ended; without a version, train it again."""
     if version is not None and version.status == AdapterVersion.Status.UPLOADING:
         # First, so that a lost trainer that wakes up cannot publish any more.
         if version_drop(version, "the trainer was lost before its files were there"):
-            _give_back(run, Status.PUBLISHING)
+            run_give_back(run, Status.PUBLISHING)
     elif version is None:
-        _give_back(run, Status.PUBLISHING)
+        run_give_back(run, Status.PUBLISHING)
     elif version.status in {AdapterVersion.Status.READY, AdapterVersion.Status.RETIRED}:
-        _finish(run, Status.PUBLISHING, Status.SUCCEEDED)
+        for prepare in BEFORE_SUCCESS:
+            prepare(run)
+        run_finish(run, Status.PUBLISHING, Status.SUCCEEDED)
     elif version.status == AdapterVersion.Status.REJECTED:
         reasons = "; ".join(f"{reason['field']}: {reason['message']}" for reason in version.reasons)
         error = f"The trained adapter was rejected: {reasons}"
-        _finish(run, Status.PUBLISHING, Status.FAILED, error)
-
-
-def training_runs_reconcile() -> None:
-    """Handle the runs of all tenants whose lease has ended: the second half of a tick.
-
-    A queued run is sent again, a running one is queued again, a publishing one ends as its version
-    did; if the version's check was lost, that is queued again.
-    """
-    with all_tenants(reason="find lost runs of all tenants"):
-        lost = list(
-            TrainingRun.objects.filter(
-                status__in=TrainingRun.ACTIVE, lease_until__lte=timezone.now()
-            )
-            .select_related("version")
-            .order_by("lease_until")[:100]
-        )
-    for run in lost:
-        with tenant_scope(run.tenant_id):
-            try:
-                _reconcile(run)
-            except Exception:  # continue with the others
-                log.exception("a lost run was not handled", extra={"run_id": str(run.pk)})
-
-
-def _reconcile(run: TrainingRun) -> None:
-    if run.status == Status.RUNNING:
-        log.warning("a trainer was lost", extra={"run_id": str(run.pk), "attempt": run.attempts})
-        _give_back(run)
-    elif run.status == Status.PUBLISHING:
-        _reconcile_publishing(run)
-    services.training_run_drop(run=run)
-    # Also a run that was queued again just now. Of two concurrent ticks one sends it.
-    queued = TrainingRun.objects.filter(pk=run.pk, status=Status.QUEUED)
-    may_begin = picking.runs_that_may_begin().filter(pk=run.pk).exists()
-    until = services.queue_lease_until()
-    if queued.filter(lease_until__lte=timezone.now()).update(lease_until=until):
-        if may_begin:  # else it is sent when a running one ends, or the window opens
-            services.training_run_send(run)
-
-
-def _reconcile_publishing(run: TrainingRun) -> None:
-    version = run.version
-    if version is not None and version.status in {
-        AdapterVersion.Status.UPLOADED,
-        AdapterVersion.Status.VALIDATING,
-    }:
-        RunLease(run).rows(Status.PUBLISHING).update(lease_until=timezone.now() + RUNNING_LEASE)
-        adapter_services.adapter_version_complete(version=version)
-    else:
-        _conclude(run, version)
+        run_finish(run, Status.PUBLISHING, Status.FAILED, Fault(error, "adapter_rejected"))
+    else:  # it waits for its probe
+        rows = RunLease(run).rows(Status.PUBLISHING)
+        rows.update(lease_until=timezone.now() + LOOK_AGAIN)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 from django.db import connection
@@ -28,6 +28,8 @@ _DURATIONS = {Status.RUNNING: RUNNING_LEASE, Status.PUBLISHING: PUBLISHING_LEASE
 #: Hours of training are not thrown away because a server restarts.
 MAX_WAIT_S = 3600.0
 RETRY_S = 2.0
+#: How often the lease is renewed while rows or a state are fetched, and a cancellation noticed.
+_RENEW_S = 2.0
 
 
 class RunLease(RowLease[TrainingRun]):
@@ -39,7 +41,7 @@ class RunLease(RowLease[TrainingRun]):
         """Hold on, and write `changes`; False when the run is no longer this trainer's."""
         rows = self.rows(status)
         if status == Status.RUNNING:
-            rows = rows.filter(cancel_requested=False)
+            rows = rows.filter(cancel_requested=False, pause_requested=False)
         return self.extend(rows, _DURATIONS[status], **changes)
 
 
@@ -64,3 +66,17 @@ def with_retry(run: TrainingRun, status: Status, work: Callable[[], _T]) -> _T:
             connection.close()
         is_sure = False
         time.sleep(RETRY_S)
+
+
+def while_held(run: TrainingRun, pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the pieces of a long fetch, and hold on to the run meanwhile.
+
+    Raises TrainingAbandoned when the run is somebody else's meanwhile, or is to be cancelled.
+    """
+    lease, renew_at = RunLease(run), time.monotonic() + _RENEW_S
+    for piece in pieces:
+        if time.monotonic() >= renew_at:
+            if not lease.renew(Status.RUNNING):
+                raise TrainingAbandoned
+            renew_at = time.monotonic() + _RENEW_S
+        yield piece

@@ -5,22 +5,36 @@ from __future__ import annotations
 import datetime as dt
 
 from django.conf import settings
-from django.db.models import Count, F, OuterRef, QuerySet, Subquery, Value
+from django.db.models import BigIntegerField, Count, F, OuterRef, QuerySet, Subquery, Sum, Value
 from django.db.models.functions import Coalesce
 from django.utils import timezone
 
 from controlplane.limits import quotas, turns
 from controlplane.limits.models import Turn
 from controlplane.tenancy.scoping import all_tenants
+from controlplane.tenants.models import Tenant
 from controlplane.training.models import TrainingRun
+from controlplane.usage.models import TrainingUsage
 
 Status = TrainingRun.Status
 
+#: A run whose trainer was lost so often in a row may be the reason, and is trained by itself.
+LOST_TOGETHER = 2
+#: A tenant's device seconds count for so long.
+QUOTA_WINDOW = dt.timedelta(hours=24)
 
-def next_run() -> TrainingRun | None:
-    """Return the run to start next, of all tenants; None when none may start."""
+
+def next_run(*, beside: TrainingRun | None = None) -> TrainingRun | None:
+    """Return the run to start next, of all tenants; None when none may start.
+
+    beside  a run that it is to be trained together with: another one of the same base model
+    """
     with all_tenants(reason="the next run is chosen among all tenants"):
-        return turns.next_of(Turn.Kind.TRAINING, runs_that_may_begin())
+        runs = runs_that_may_begin()
+        if beside is not None:
+            same = {"adapter__base_model_id": beside.adapter.base_model_id}
+            runs = runs.filter(**same, num_lost__lt=LOST_TOGETHER)
+        return turns.next_of(Turn.Kind.TRAINING, runs)
 
 
 def runs_that_may_begin() -> QuerySet[TrainingRun]:
@@ -28,12 +42,56 @@ def runs_that_may_begin() -> QuerySet[TrainingRun]:
 
     Outside the training window there are none.
     """
-    queued = TrainingRun.objects.filter(status=Status.QUEUED, cancel_requested=False)
-    runs = queued.annotate(
-        tenants_running=num_of_tenant(Status.RUNNING),
-        tenants_most=quotas.allowed_to_each("training_at_once"),
-    ).filter(tenants_running__lt=F("tenants_most"))
-    return runs if window_opens_at() is None else runs.none()
+    if window_opens_at() is not None:
+        return TrainingRun.objects.none()
+    # Asked of each tenant once, not of each run.
+    with_room = Tenant.objects.annotate(
+        num_running=num_of_tenant(Status.RUNNING, tenant="pk"),
+        most_running=quotas.allowed_to_each("training_at_once", tenant="pk"),
+    ).filter(num_running__lt=F("most_running"))
+    spent = tenants_that_spent().values("pk")
+    return _queued().filter(tenant_id__in=with_room.values("pk")).exclude(tenant_id__in=spent)
+
+
+def _queued() -> QuerySet[TrainingRun]:
+    return TrainingRun.objects.filter(
+        status=Status.QUEUED, cancel_requested=False, pause_requested=False
+    )
+
+
+def some_that_may_begin(most: int) -> list[TrainingRun]:
+    """Return up to so many queued runs, in the current scope, that may begin."""
+    active = runs_that_may_begin().filter(tenant__status=Tenant.Status.ACTIVE)
+    return list(active.order_by()[:most])
+
+
+def tenants_that_spent() -> QuerySet[Tenant]:
+    """Return the tenants whose trainings used up their device seconds; their runs wait."""
+    since = timezone.now() - QUOTA_WINDOW
+    rows = TrainingUsage.objects.filter(tenant_id=OuterRef("pk"), occurred_at__gt=since)
+    used = rows.order_by().values("tenant_id").annotate(sum=Sum("device_ms")).values("sum")
+    waiting = TrainingRun.objects.filter(status=Status.QUEUED).order_by().values("tenant_id")
+    return (
+        Tenant.objects.filter(pk__in=waiting)
+        .annotate(
+            used_ms=Coalesce(Subquery(used), Value(0), output_field=BigIntegerField()),
+            most_s=quotas.allowed_to_each("training_device_seconds", tenant="pk"),
+        )
+        .filter(used_ms__gte=F("most_s") * 1000)
+    )
+
+
+def first_that_wait_for_quota() -> QuerySet[TrainingRun]:
+    """Return the oldest queued run of each tenant that used up its device seconds."""
+    runs = _queued().filter(tenant_id__in=tenants_that_spent().values("pk"))
+    return runs.order_by("tenant_id", "created_at").distinct("tenant_id")
+
+
+def device_seconds_used() -> int:
+    """Return what trainings of the tenant in scope used of a device in the last 24 hours."""
+    since = timezone.now() - QUOTA_WINDOW
+    rows = TrainingUsage.objects.filter(occurred_at__gt=since)
+    return int(rows.aggregate(sum=Sum("device_ms", default=0))["sum"] // 1000)
 
 
 def window_opens_at() -> dt.datetime | None:
@@ -42,8 +100,11 @@ def window_opens_at() -> dt.datetime | None:
     return None if window is None or window.is_open(now) else window.opens_at(now)
 
 
-def num_of_tenant(*statuses: str) -> Coalesce:
-    """Return an expression for a query over all tenants: the row's tenant's runs in `statuses`."""
-    rows = TrainingRun.objects.filter(tenant_id=OuterRef("tenant_id"), status__in=statuses)
+def num_of_tenant(*statuses: str, tenant: str = "tenant_id") -> Coalesce:
+    """Return an expression for a query over all tenants: the row's tenant's runs in `statuses`.
+
+    tenant  the field that has the tenant's id
+    """
+    rows = TrainingRun.objects.filter(tenant_id=OuterRef(tenant), status__in=statuses)
     counts = rows.order_by().values("tenant_id").annotate(num=Count("pk")).values("num")
     return Coalesce(Subquery(counts), Value(0))

@@ -10,6 +10,7 @@ from prometheus_client.core import Metric
 
 from controlplane.infra.metrics import gauge
 from controlplane.tenancy.scoping import all_tenants
+from controlplane.training import picking
 from controlplane.training.models import TrainingRun
 
 Status = TrainingRun.Status
@@ -27,6 +28,7 @@ def training() -> Iterable[Metric]:
                 "progress__tokens_per_s",
             )
         )
+        num_spent = picking.tenants_that_spent().count()
     now = timezone.now()
     counts = Counter(status for status, *_ in runs)
     queued = [(now - created_at).total_seconds() for s, created_at, *_ in runs if s == "queued"]
@@ -47,6 +49,11 @@ def training() -> Iterable[Metric]:
             "lorikeet_training_oldest_queued_seconds",
             "How long the oldest queued run has waited.",
             max(queued, default=0.0),
+        ),
+        one(
+            "lorikeet_training_tenants_over_quota",
+            "Tenants whose runs wait: they used up their device seconds.",
+            num_spent,
         ),
         one("lorikeet_training_steps_done", "Steps that the running runs have done.", done),
         one("lorikeet_training_steps_planned", "Steps that the running runs have.", planned),

@@ -1,9 +1,11 @@
-"""Start a training run for every schedule that is due.
+"""Start a training run for every schedule that is due, and note what became of each slot.
 
-A slot fires exactly once: the schedule's row is locked while its run is made and its next slot set,
-and (schedule, slot) is unique. Slots that were missed, because the platform was down, the adapter's
-last run had not ended, or the tenant had reached its quota, fire as one. A schedule of a base model
-that is switched off or shut down does not fire.
+A slot fires exactly once: the schedule's row is locked while its run is made, its history written
+and its next slot set, in one transaction; and (schedule, slot) is unique. A slot waits while the
+adapter's last run goes on, the tenant's quota is used up, or the window is closed. Within the
+schedule's grace period it is on time; of several the newest runs. Later it is missed, which is told
+at once; with the policy `run_once` the newest missed slot runs when it may. A schedule of a base
+model that is switched off or shut down does not fire.
 """
 
 from __future__ import annotations
@@ -11,40 +13,62 @@ from __future__ import annotations
 import datetime as dt
 import logging
 import uuid
+from collections.abc import Sequence
 
 from django.db import transaction
-from django.db.models import Exists, F, OuterRef, QuerySet, Window
+from django.db.models import (
+    DateTimeField,
+    Exists,
+    ExpressionWrapper,
+    F,
+    OuterRef,
+    Q,
+    QuerySet,
+    Window,
+)
 from django.db.models.functions import RowNumber
 from django.utils import timezone
 
 from controlplane.adapters.models import is_serving
 from controlplane.audit.services import record
-from controlplane.errors import RateLimited
+from controlplane.errors import Conflict, NotFound, RateLimited
 from controlplane.limits import quotas
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
-from controlplane.tenants.models import Tenant
-from controlplane.training import cron, picking, services
+from controlplane.tenants.models import Tenant, User
+from controlplane.training import cron, history, picking
 from controlplane.training.models import Schedule, ScheduleRun, TrainingRun
+from controlplane.training.schedule_rules import plan, window_of
 
 log = logging.getLogger(__name__)
 
-#: The most schedules that one tick fires; the next tick continues.
+#: The most schedules that one tick looks at; the next tick continues.
 MAX_PER_TICK = 500
+#: Of one outage, the newest slots are in the history.
+MAX_SLOTS = 60
+_DAY = dt.timedelta(days=1)
+_RELATED = ("adapter", "dataset", "validation_dataset")
+
+Reason = ScheduleRun.Reason
 
 
 def schedules_fire(now: dt.datetime | None = None) -> int:
     """Fire the schedules that are due at `now` (default: the present). -> how many runs were made.
 
-    Any number of calls may run at the same time.
+    Slots that are missed are noted, too. Any number of calls may run at the same time.
     """
     now = now or timezone.now()
     with all_tenants(reason="find the due schedules of all tenants"):
         # The first of each tenant, then the second: a tenant with many does not delay others.
         own = Window(RowNumber(), partition_by="tenant_id", order_by="next_run_at")
-        rows = _due(now).annotate(place=own).order_by("place", "next_run_at")
-        due = list(rows.values_list("pk", "tenant_id")[:MAX_PER_TICK])
+        due = [
+            pair
+            for rows in (_free(_due(now), now), _overdue(now))
+            for pair in rows.annotate(place=own)
+            .order_by("place", "next_run_at")
+            .values_list("pk", "tenant_id")[:MAX_PER_TICK]
+        ]
     num_fired = 0
-    for schedule_id, tenant_id in due:
+    for schedule_id, tenant_id in dict.fromkeys(due):
         with tenant_scope(tenant_id):
             try:
                 num_fired += _fire(schedule_id, now)
@@ -55,51 +79,178 @@ def schedules_fire(now: dt.datetime | None = None) -> int:
     return num_fired
 
 
+def _active() -> QuerySet[Schedule]:
+    return Schedule.objects.filter(is_paused=False, tenant__status=Tenant.Status.ACTIVE)
+
+
 def _due(now: dt.datetime) -> QuerySet[Schedule]:
-    going = TrainingRun.objects.filter(
-        adapter_id=OuterRef("adapter_id"), status__in=TrainingRun.ACTIVE
-    )
-    due = Schedule.objects.annotate(
+    return _active().filter(Q(next_run_at__lte=now) | Q(owed_slot__isnull=False))
+
+
+def _overdue(now: dt.datetime) -> QuerySet[Schedule]:
+    """Return schedules whose slot can no longer run on time, whatever keeps them."""
+    ends = ExpressionWrapper(F("next_run_at") + F("grace"), output_field=DateTimeField())
+    return _active().annotate(late_at=ends).filter(late_at__lt=now)
+
+
+def _free(rows: QuerySet[Schedule], now: dt.datetime) -> QuerySet[Schedule]:
+    """Return those that may make a run now, as far as the database knows."""
+    rows = rows.annotate(
         tenants_runs=picking.num_of_tenant(*TrainingRun.ACTIVE),
         tenants_most=quotas.allowed_to_each("training_runs"),
     )
-    return due.filter(
-        ~Exists(going),
+    return rows.filter(
+        ~Exists(_going()),
         is_serving("adapter__base_model__"),
+        Q(not_before=None) | Q(not_before__lte=now),
         tenants_runs__lt=F("tenants_most"),
-        next_run_at__lte=now,
-        is_paused=False,
-        tenant__status=Tenant.Status.ACTIVE,
+    )
+
+
+def _going() -> QuerySet[TrainingRun]:
+    """Return, for a query over schedules, the runs of the adapter that have not ended."""
+    return TrainingRun.objects.filter(
+        adapter_id=OuterRef("adapter_id"), status__in=TrainingRun.ACTIVE
     )
 
 
 @transaction.atomic
 def _fire(schedule_id: uuid.UUID, now: dt.datetime) -> bool:
-    """Start the schedule's run and set its next slot. -> False if another tick does or did it."""
+    """Decide about the schedule's due slots. -> whether a run was made.
+
+    Nothing is left to do if another tick does it or did it.
+    """
     schedule = (
         _due(now)
         .filter(pk=schedule_id)
-        .select_related("adapter", "dataset")
+        .select_related(*_RELATED)
         .select_for_update(of=("self",), skip_locked=True)
         .first()
     )
     if schedule is None:
         return False
-    slot = schedule.next_run_at
     try:
-        schedule.next_run_at = cron.next_slot(schedule.cron, schedule.timezone, now)
+        slots = _slots(schedule, now)
+        keeps = _what_keeps(schedule, now)
+        found = plan(
+            slots,
+            now,
+            is_free=keeps is None,
+            grace=schedule.grace,
+            misfire=schedule.misfire,
+            owed=schedule.owed_slot,
+        )
+        if slots and not found.waits:
+            schedule.next_run_at = cron.next_slot(schedule.cron, schedule.timezone, slots[-1])
+        elif found.waits:
+            schedule.next_run_at = found.waits[0]
     except ValueError:  # the line was valid when set: the time zone database has changed since
-        log.exception("a schedule was paused", extra={"schedule_id": str(schedule_id)})
-        schedule.is_paused = True
-        schedule.save(update_fields=["is_paused"])
-        record("paused", schedule, after={"reason": "its cron line or time zone is now invalid"})
+        _pause(schedule)
         return False
-    schedule.save(update_fields=["next_run_at"])
-    run = services.training_run_enqueue(
-        adapter=schedule.adapter,
-        dataset=schedule.dataset,
-        hyperparameters=schedule.hyperparameters,
+    schedule.owed_slot = found.owed
+    schedule.save(update_fields=["next_run_at", "owed_slot", "not_before"])
+    history.slots_note(schedule, found.merged, Reason.MERGED, now)
+    history.slots_note(schedule, found.missed, keeps or Reason.LATE, now)
+    return found.fire is not None and _make(schedule, found.fire, now)
+
+
+def _slots(schedule: Schedule, now: dt.datetime) -> Sequence[dt.datetime]:
+    """Return the slots that are due and not in the history yet."""
+    first, line = schedule.next_run_at, (schedule.cron, schedule.timezone)
+    slots = cron.slots_until(*line, first, now, most=MAX_SLOTS)
+    # A clock that went back, and a schedule that was set then, name a slot again.
+    known = set(schedule.runs.filter(slot__in=slots).values_list("slot", flat=True))
+    if slots and known.issuperset(slots):
+        schedule.next_run_at = cron.next_slot(*line, slots[-1])
+    return [slot for slot in slots if slot not in known]
+
+
+def _what_keeps(schedule: Schedule, now: dt.datetime) -> Reason | None:
+    """Return why no run may be made now; set when the window opens."""
+    window = window_of(schedule.window, schedule.timezone)
+    is_open = window is None or window.is_open(now)
+    schedule.not_before = None if window is None or is_open else window.opens_at(now)
+    if not is_open:
+        return Reason.WINDOW
+    row = Schedule.objects.filter(pk=schedule.pk)
+    if not row.filter(is_serving("adapter__base_model__")).exists():
+        return Reason.BASE_MODEL
+    if row.filter(Exists(_going())).exists():
+        return Reason.BUSY
+    return None if _free(row, now).exists() else Reason.QUOTA
+
+
+def _pause(schedule: Schedule) -> None:
+    log.exception("a schedule was paused", extra={"schedule_id": str(schedule.pk)})
+    Schedule.objects.filter(pk=schedule.pk).update(is_paused=True)
+    record("paused", schedule, after={"reason": "its cron line or time zone is now invalid"})
+
+
+def _make(schedule: Schedule, slot: dt.datetime, now: dt.datetime) -> bool:
+    """Make the run of a slot, unless there is no need. -> whether there is one now."""
+    if schedule.skip_unchanged and _is_unchanged(schedule):
+        history.slots_note(schedule, [slot], Reason.UNCHANGED, now)
+        return False
+    most = schedule.max_runs_per_day
+    ran = schedule.runs.filter(
+        training_run__isnull=False, trigger=ScheduleRun.Trigger.CLOCK, slot__gt=now - _DAY
     )
-    ScheduleRun.objects.create(schedule=schedule, slot=slot, training_run=run)
-    log.info("schedule fired", extra={"schedule_id": str(schedule_id), "run_id": str(run.pk)})
+    if most is not None and ran.count() >= most:
+        history.slots_note(schedule, [slot], Reason.DAY, now)
+        return False
+    row = history.slot_run(schedule, slot, ScheduleRun.Trigger.CLOCK)
+    extra = {"schedule_id": str(schedule.pk), "run_id": str(row.training_run_id)}
+    log.info("schedule fired", extra=extra)
     return True
+
+
+def _is_unchanged(schedule: Schedule) -> bool:
+    """Return whether the adapter's last run that succeeded had these rows and settings."""
+    last = history.last_run(schedule)
+    validation = schedule.validation_dataset
+    return last is not None and (
+        last.dataset_sha256 == schedule.dataset.sha256
+        and last.validation_sha256 == (validation.sha256 if validation else "")
+        and last.hyperparameters == schedule.hyperparameters
+        and not last.warm_start_name
+    )
+
+
+def windows_close(now: dt.datetime | None = None) -> int:
+    """Cancel runs of schedules that did not begin before their window closed. -> how many."""
+    now = now or timezone.now()
+    with all_tenants(reason="find runs whose schedule's window has closed"):
+        waiting = ScheduleRun.objects.filter(
+            training_run__status=TrainingRun.Status.QUEUED,
+            training_run__attempts=0,
+            trigger=ScheduleRun.Trigger.CLOCK,
+        ).exclude(schedule__window="")
+        found = list(waiting.select_related("schedule").order_by("slot")[:MAX_PER_TICK])
+    num_closed = 0
+    for row in found:
+        window = window_of(row.schedule.window, row.schedule.timezone)
+        if window is None or window.is_open(now):
+            continue
+        with tenant_scope(row.tenant_id):
+            num_closed += history.run_drop(row.pk, now)
+    return num_closed
+
+
+@transaction.atomic
+def schedule_run_now(schedule: Schedule, *, created_by: User | None = None) -> ScheduleRun:
+    """Start the schedule's run now, whatever its rules say; its slots stay as they are.
+
+    Raises Conflict while a run of the adapter goes on or when its base model was shut down,
+    RateLimited when the tenant has too many runs, NotFound when the schedule is gone.
+    """
+    rows = Schedule.objects.filter(pk=schedule.pk)
+    found = rows.select_related(*_RELATED).select_for_update(of=("self",)).first()
+    if found is None:
+        raise NotFound("The adapter has no schedule.")
+    if rows.filter(Exists(_going())).exists():
+        raise Conflict("A training run of the adapter has not ended.", code="run_active")
+    if not rows.filter(is_serving("adapter__base_model__")).exists():
+        raise Conflict("Its base model is switched off or was shut down.", code="base_model_off")
+    row = history.slot_run(found, timezone.now(), ScheduleRun.Trigger.MANUAL, created_by=created_by)
+    record("run_now", found, after={"run": str(row.training_run_id)})
+    return row

@@ -9,14 +9,12 @@ from __future__ import annotations
 import datetime as dt
 import hashlib
 import logging
+from collections.abc import Mapping
 from typing import Any
 
-from celery import signature
 from django.db import transaction
 from django.utils import timezone
-from kombu.exceptions import OperationalError
 
-from contract import chat_rows
 from controlplane.adapters.models import Adapter
 from controlplane.adapters.services import adapter_create
 from controlplane.audit.services import record
@@ -31,57 +29,61 @@ from controlplane.errors import (
 from controlplane.infra import storage
 from controlplane.limits import quotas
 from controlplane.tenancy.scoping import current_tenant_id
-from controlplane.tenants.models import User, is_slug, slug_validator
-from controlplane.training import contents, cron, dataset_checks, picking, size
+from controlplane.tenants.models import User, is_slug
+from controlplane.training import (
+    contents,
+    cron,
+    events,
+    row_check,
+    schedule_rules,
+    sending,
+    size,
+    versions,
+)
 from controlplane.training.hyperparameters import checked_hyperparameters
-from controlplane.training.models import Dataset, Schedule, TrainingRun, dataset_key
+from controlplane.training.models import (
+    Dataset,
+    DatasetVersion,
+    Schedule,
+    TrainingRun,
+    dataset_key,
+)
 
 log = logging.getLogger(__name__)
 
-#: The name of the task that trains; its module imports this one.
-EXECUTE_TASK = "controlplane.training.tasks.training_run_execute"
-MAX_DATASET_BYTES = 32 * 1024**2
-#: A queued run that did not start within this time is sent again: its message may be lost.
-QUEUE_LEASE = dt.timedelta(minutes=10)
+#: Of rows that come in one request's body.
+MAX_DIRECT_BYTES = 32 * 1024**2
 
 Status = TrainingRun.Status
 
 
-def dataset_upload(*, name: str, content: bytes) -> Dataset:
-    """Store chat JSONL under a name, and replace an existing dataset of this name for later runs.
+def dataset_upload(*, name: str, content: bytes, appends: bool = False) -> Dataset:
+    """Store chat JSONL as the next version of a dataset, in place of its rows or behind them.
 
     Raises InvalidRequest with the invalid lines, or when there is no room for them,
     PayloadTooLarge, RateLimited when several of the tenant are being checked, or Unavailable when
     the store does not answer.
     """
-    if not is_slug(name):
-        raise InvalidRequest(str(slug_validator.message), param="name")
-    if len(content) > MAX_DATASET_BYTES:
+    versions.name_check(name)
+    if len(content) > MAX_DIRECT_BYTES:
         raise PayloadTooLarge(
-            f"A dataset can have at most {MAX_DATASET_BYTES} bytes.", param="body"
+            f"An upload by one request can have at most {MAX_DIRECT_BYTES} bytes. Upload more as "
+            "a file for fine-tune, and make it a version.",
+            param="body",
         )
-    with dataset_checks.place(current_tenant_id()):
-        found = chat_rows.lint(content)
+    tenant_id = current_tenant_id()
+    found = row_check.rows_check(tenant_id, [content], len(content))
     if found.problems:
         raise InvalidRequest(found.complaint, param="body", code="invalid_dataset")
-    fields = {
-        "sha256": hashlib.sha256(content).hexdigest(),
-        "num_bytes": len(content),
-        "num_rows": found.num_rows,
-    }
-    tenant_id = current_tenant_id()
-    contents.content_begin(tenant_id, str(fields["sha256"]), len(content))
+    sha256 = hashlib.sha256(content).hexdigest()
+    contents.content_begin(tenant_id, sha256, len(content))
     try:
-        storage.put_bytes(dataset_key(tenant_id, str(fields["sha256"])), content)
+        storage.put_bytes(dataset_key(tenant_id, sha256), content)
     except storage.STORAGE_ERRORS as error:
         raise Unavailable("The object store does not answer.") from error
-    with transaction.atomic():
-        known = Dataset.objects.select_for_update().filter(name=name).first()
-        before = {field: getattr(known, field) for field in fields} if known else None
-        dataset, is_new = Dataset.objects.update_or_create(name=name, defaults=fields)
-        action = "created" if is_new else "changed"
-        record(action, dataset, before=before, after={"name": name, **fields})
-    return dataset
+    rows = contents.Rows(sha256=sha256, num_bytes=len(content), num_rows=found.num_rows)
+    kind = versions.Kind.APPEND if appends else versions.Kind.UPLOAD
+    return versions.version_add(name=name, rows=rows, kind=kind, appends=appends)
 
 
 def dataset_get(*, name: str, param: str | None = None) -> Dataset:
@@ -90,6 +92,18 @@ def dataset_get(*, name: str, param: str | None = None) -> Dataset:
     if dataset is None:
         raise NotFound("There is no such dataset.", param=param)
     return dataset
+
+
+def dataset_version_get(
+    name: str, *, param: str | None = None
+) -> tuple[Dataset, DatasetVersion | None]:
+    """Return the dataset of `name`, or of `name@n` with that version. Raises NotFound, Conflict."""
+    bare, at, number = name.partition("@")
+    dataset = dataset_get(name=bare, param=param)
+    if not at:
+        return dataset, None
+    is_number = number.isascii() and number.isdecimal() and len(number) < 10
+    return dataset, versions.version_get(dataset, int(number) if is_number else 0, param=param)
 
 
 def _locked(dataset: Dataset) -> Dataset:
@@ -106,10 +120,12 @@ def training_run_create(
     dataset_name: str,
     hyperparameters: dict[str, Any] | None = None,
     base_model_name: str | None = None,
+    validation_dataset_name: str | None = None,
     created_by: User | None = None,
 ) -> TrainingRun:
     """Queue a training run; its result becomes the adapter's next version.
 
+    validation_dataset_name  of rows to validate with, instead of a share of the dataset's
     base_model_name   the base of a new adapter, which is then made; optional when there is only
                       one base model
     Raises InvalidRequest, also for more steps or tokens than a run may have, NotFound for the
@@ -119,9 +135,12 @@ def training_run_create(
     checked = checked_hyperparameters(hyperparameters)
     with transaction.atomic():
         quotas.check("training_runs", retry_after_s=_room_in_s)
-        dataset = dataset_get(name=dataset_name, param="dataset")
-        size.check(checked, dataset)
-        adapter = _adapter_for(adapter_name, base_model_name)
+        dataset, version = dataset_version_get(dataset_name, param="dataset")
+        validation = _validation_dataset(validation_dataset_name, checked)
+        num_rows = dataset.num_rows if version is None else version.num_rows
+        size.check_rows(num_rows)
+        size.check(checked, num_rows)
+        adapter = adapter_for(adapter_name, base_model_name)
         if adapter.base_model.is_shut_down:
             base_model = adapter.base_model
             raise Conflict(
@@ -130,7 +149,12 @@ def training_run_create(
                 param="adapter",
             )
         return training_run_enqueue(
-            adapter=adapter, dataset=dataset, hyperparameters=checked, created_by=created_by
+            adapter=adapter,
+            dataset=dataset,
+            version=version,
+            validation_dataset=validation,
+            hyperparameters=checked,
+            created_by=created_by,
         )
 
 
@@ -138,42 +162,80 @@ def training_run_create(
 def training_run_enqueue(
     *,
     adapter: Adapter,
-    dataset: Dataset,
+    dataset: Dataset | None,
     hyperparameters: dict[str, Any],
+    version: DatasetVersion | None = None,
+    validation_dataset: Dataset | None = None,
     created_by: User | None = None,
+    **more: Any,
 ) -> TrainingRun:
     """Make a queued run with checked hyperparameters; send it to Celery after the commit.
 
+    dataset  None: the rows are those of a file, which `more` names
+    version  of the dataset; None: the current one
+    more     further fields of the run
     Raises RateLimited when the tenant has too many runs.
     """
     quotas.check("training_runs", retry_after_s=_room_in_s)
     if not Adapter.objects.select_for_update(no_key=True).filter(pk=adapter.pk).exists():
         raise NotFound("There is no such adapter.", param="adapter")
     # Locked, so that its rows are not replaced and removed before other processes see the run.
-    dataset = _locked(dataset)
+    if dataset is not None:
+        dataset = _locked(dataset)
+        rows: Dataset | DatasetVersion = dataset
+        if version is not None:
+            rows = versions.version_get(dataset, version.number, param="dataset")
+        more |= {"dataset_sha256": rows.sha256, "num_rows": rows.num_rows}
+        more["dataset_version"] = dataset.version if version is None else version.number
+    if validation_dataset is not None:
+        validation_dataset = _locked(validation_dataset)
+        more["validation_sha256"] = validation_dataset.sha256
     run = TrainingRun.objects.create(
         adapter=adapter,
         dataset=dataset,
-        dataset_sha256=dataset.sha256,
+        validation_dataset=validation_dataset,
         hyperparameters=hyperparameters,
         created_by=created_by,
-        lease_until=queue_lease_until(),
+        **more,
     )
+    events.event_add(run, f"Created fine-tuning job: {run.public_id}")
     after = {
         "adapter": adapter.name,
-        "dataset": dataset.name,
-        "dataset_sha256": dataset.sha256,
+        "dataset": dataset.name if dataset else None,
+        "dataset_version": run.dataset_version,
+        "dataset_sha256": run.dataset_sha256,
+        "validation_dataset": validation_dataset.name if validation_dataset else None,
         "hyperparameters": hyperparameters,
     }
     record("created", run, after=after)
-    transaction.on_commit(lambda: training_run_send(run))
+    transaction.on_commit(lambda: sending.run_send(run))
     return run
 
 
-def queue_lease_until() -> dt.datetime:
-    """Return when a run that is queued now is sent again: in minutes, or as the window opens."""
-    later, opens_at = timezone.now() + QUEUE_LEASE, picking.window_opens_at()
-    return later if opens_at is None else min(later, opens_at)
+def _validation_dataset(name: str | None, hyperparameters: dict[str, Any]) -> Dataset | None:
+    """Return the dataset to validate with. Raises InvalidRequest, NotFound."""
+    validation_check(name is not None, hyperparameters)
+    return None if name is None else dataset_get(name=name, param="validation_dataset")
+
+
+def validation_check(has_rows: bool, hyperparameters: dict[str, Any]) -> None:
+    """Check that a run validates with rows of its own, a share of the others, or not at all.
+
+    Raises InvalidRequest.
+    """
+    if has_rows and hyperparameters.get("validation_share"):
+        raise InvalidRequest(
+            "Give rows to validate with or a validation_share, not both.",
+            param="validation_dataset",
+        )
+    if has_rows or hyperparameters.get("validation_share"):
+        return
+    for field in ("eval_steps", "patience"):
+        if hyperparameters.get(field):
+            raise InvalidRequest(
+                "It needs rows to validate with: a validation_share, or rows of their own.",
+                param=f"hyperparameters.{field}",
+            )
 
 
 def runs_active() -> int:
@@ -186,14 +248,6 @@ def _room_in_s() -> float:
     running = TrainingRun.objects.filter(status=Status.RUNNING).values_list("progress", flat=True)
     left = [progress["eta_s"] for progress in running if progress.get("eta_s")]
     return float(min(max(min(left, default=300.0), 30.0), 3600.0))
-
-
-def training_run_send(run: TrainingRun) -> None:
-    """Send a queued run to Celery. If that fails, a later tick does it."""
-    try:
-        signature(EXECUTE_TASK).delay(str(run.tenant_id), str(run.pk))
-    except OperationalError:
-        log.warning("a training run could not be queued yet", extra={"run_id": str(run.pk)})
 
 
 def training_run_cancel(*, run: TrainingRun) -> TrainingRun:
@@ -212,18 +266,24 @@ def training_run_cancel(*, run: TrainingRun) -> TrainingRun:
 
 @transaction.atomic
 def _request_cancel(run: TrainingRun) -> None:
-    going = TrainingRun.objects.filter(pk=run.pk, status__in=(Status.QUEUED, Status.RUNNING))
+    waiting = (Status.QUEUED, Status.PAUSED, Status.RUNNING)
+    going = TrainingRun.objects.filter(pk=run.pk, status__in=waiting)
     if going.filter(cancel_requested=False).update(cancel_requested=True):
         record("cancel_requested", run)
 
 
 @transaction.atomic
 def training_run_drop(*, run: TrainingRun) -> None:
-    """End a queued run that was cancelled."""
-    queued = TrainingRun.objects.filter(pk=run.pk, status=Status.QUEUED, cancel_requested=True)
-    now = timezone.now()
-    if queued.update(status=Status.CANCELLED, finished_at=now, lease_until=None):
+    """End a run that waits and was cancelled; let one that is queued and was paused wait."""
+    rows, now = TrainingRun.objects.filter(pk=run.pk), timezone.now()
+    waiting = rows.filter(status__in=(Status.QUEUED, Status.PAUSED), cancel_requested=True)
+    if waiting.update(status=Status.CANCELLED, finished_at=now, lease_until=None):
+        events.event_add(run, "The job was cancelled")
         record("ended", run, after={"status": Status.CANCELLED})
+    queued = rows.filter(status=Status.QUEUED, pause_requested=True)
+    if queued.update(status=Status.PAUSED, pause_requested=False, lease_until=None):
+        events.event_add(run, "The job was paused before it began")
+        record("paused", run)
 
 
 def schedule_set(
@@ -233,12 +293,16 @@ def schedule_set(
     cron_line: str,
     timezone_name: str = "UTC",
     hyperparameters: dict[str, Any] | None = None,
+    validation_dataset_name: str | None = None,
     is_paused: bool = False,
+    rules: Mapping[str, Any] | None = None,
 ) -> Schedule:
     """Make or replace the adapter's schedule.
 
-    The first slot is the next one from now. Raises InvalidRequest that names the field, NotFound
-    for the dataset.
+    The first slot is the next one from now; what was missed is forgotten.
+
+    rules  as `schedule_rules.rules_checked` takes them
+    Raises InvalidRequest that names the field, NotFound for the dataset.
     """
     checked = checked_hyperparameters(hyperparameters)
     next_run_at = _next_run_at(cron_line, timezone_name)
@@ -247,15 +311,25 @@ def schedule_set(
         "timezone": timezone_name,
         "hyperparameters": checked,
         "is_paused": is_paused,
+        **schedule_rules.rules_checked(rules or {}, timezone_name),
+        "owed_slot": None,
+        "not_before": None,
     }
     with transaction.atomic():
-        dataset = _locked(dataset_get(name=dataset_name, param="dataset"))
-        size.check(checked, dataset)
+        # The schedule before the dataset, as a tick locks them.
         known = Schedule.objects.select_for_update().filter(adapter=adapter).first()
+        dataset = _locked(dataset_get(name=dataset_name, param="dataset"))
+        validation = _validation_dataset(validation_dataset_name, checked)
+        size.check(checked, dataset.num_rows)
         before = _audit_fields(known) if known else None
         schedule, is_new = Schedule.objects.update_or_create(
             adapter=adapter,
-            defaults={**fields, "dataset": dataset, "next_run_at": next_run_at},
+            defaults={
+                **fields,
+                "dataset": dataset,
+                "validation_dataset": validation,
+                "next_run_at": next_run_at,
+            },
         )
         record(
             "created" if is_new else "changed",
@@ -271,10 +345,12 @@ def _audit_fields(schedule: Schedule) -> dict[str, Any]:
     return {
         "adapter": schedule.adapter.name,
         "dataset": schedule.dataset.name,
+        "validation_dataset": getattr(schedule.validation_dataset, "name", None),
         "cron": schedule.cron,
         "timezone": schedule.timezone,
         "hyperparameters": schedule.hyperparameters,
         "is_paused": schedule.is_paused,
+        **schedule_rules.rules_of(schedule),
     }
 
 
@@ -309,7 +385,8 @@ def _next_run_at(cron_line: str, timezone_name: str) -> dt.datetime:
         raise InvalidRequest(f"{cron_line!r}: {error}.", param="cron") from error
 
 
-def _adapter_for(name: str, base_model_name: str | None) -> Adapter:
+def adapter_for(name: str, base_model_name: str | None) -> Adapter:
+    """Return the adapter that a run trains, and make it if there is none. Raises ApiError."""
     adapter = None
     if is_slug(name):
         adapter = Adapter.objects.filter(name=name).select_related("base_model").first()

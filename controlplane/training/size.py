@@ -8,9 +8,10 @@ from typing import Any
 from contract.training import Hyperparameters
 from controlplane.errors import InvalidRequest
 from controlplane.limits import quotas
-from controlplane.training.models import Dataset
 
 _DEFAULTS = Hyperparameters()
+#: As the trainer has it.
+MIN_ROWS = 2
 
 
 def num_steps(hyperparameters: dict[str, Any], num_rows: int) -> int:
@@ -27,9 +28,9 @@ def most_tokens(hyperparameters: dict[str, Any], num_rows: int) -> int:
     return int(num_steps(hyperparameters, num_rows) * a_step)
 
 
-def check(hyperparameters: dict[str, Any], dataset: Dataset) -> None:
+def check(hyperparameters: dict[str, Any], num_rows: int) -> None:
     """Check that the tenant in scope may have a run of this length. Raises InvalidRequest."""
-    steps, most = num_steps(hyperparameters, dataset.num_rows), quotas.allowed("training_steps")
+    steps, most = num_steps(hyperparameters, num_rows), quotas.allowed("training_steps")
     if steps > most:
         field = "max_steps" if hyperparameters.get("max_steps") else "epochs"
         raise InvalidRequest(
@@ -37,13 +38,23 @@ def check(hyperparameters: dict[str, Any], dataset: Dataset) -> None:
             param=f"hyperparameters.{field}",
             code="training_too_long",
         )
-    tokens, most = most_tokens(hyperparameters, dataset.num_rows), quotas.allowed("training_tokens")
+    tokens, most = most_tokens(hyperparameters, num_rows), quotas.allowed("training_tokens")
     if tokens > most:
         raise InvalidRequest(
             f"The run would read up to {tokens} tokens (steps x batch_size x max_length); your "
             f"organization's limit is {most}.",
             param="hyperparameters",
             code="training_too_long",
+        )
+
+
+def check_rows(num_rows: int) -> None:
+    """Raise InvalidRequest for a dataset with too few rows to train on."""
+    if num_rows < MIN_ROWS:
+        raise InvalidRequest(
+            f"The dataset has {num_rows} row; a training needs {MIN_ROWS} at least.",
+            param="dataset",
+            code="too_few_rows",
         )
 
 

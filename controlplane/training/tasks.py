@@ -1,12 +1,25 @@
-"""Celery's tasks of training: the tick (queue `ops`) and the runs (queue `train`)."""
+"""Celery's tasks of training: the tick (queue `ops`), the runs (queue `train`), the reports on
+datasets (queue `inspect`), and the pulls from their sources (queue `ingest`)."""
 
 from __future__ import annotations
 
 from celery import shared_task
 
 from controlplane.infra.liveness import show_alive
-from controlplane.training import contents, execution, schedules
-from controlplane.training.services import EXECUTE_TASK
+from controlplane.training import (
+    batch,
+    contents,
+    events,
+    history,
+    lost_runs,
+    pulls,
+    reports,
+    saved_states,
+    schedules,
+    sources,
+)
+from controlplane.training.reports import REPORT_TASK
+from controlplane.training.sending import EXECUTE_TASK
 
 
 @shared_task(name="controlplane.training.tasks.schedules_fire")
@@ -14,19 +27,40 @@ def schedules_fire() -> None:
     """Start the runs that are due, and handle lost ones."""
     show_alive("beat")  # which sends this task
     schedules.schedules_fire()
-    execution.training_runs_reconcile()
+    schedules.windows_close()
+    history.slots_conclude()
+    lost_runs.training_runs_reconcile()
+    if pulls.pulls_due():
+        sources.pulls_send()
 
 
 @shared_task(name=EXECUTE_TASK)
 def training_run_execute(tenant_id: str, run_id: str) -> None:
-    """Train the run that is next: it may be another than the one that sent this message.
+    """Train the run that is next, perhaps with others: not always the one that sent this message.
 
     If a message is delivered twice, each run is still trained once.
     """
-    execution.training_run_next()
+    batch.training_next()
 
 
 @shared_task(name="controlplane.training.tasks.datasets_sweep")
 def datasets_sweep() -> None:
-    """Remove dataset rows that no dataset names and no run will read."""
+    """Remove rows, checkpoints and metrics that nothing needs; ask again for pending reports."""
     contents.contents_sweep()
+    saved_states.states_sweep()
+    events.events_sweep()
+    history.history_sweep()
+    reports.reports_sweep()
+
+
+@shared_task(name=sources.PULL_TASK)
+def dataset_pulls_run() -> None:
+    """Do a pull that is due; another message follows while there are more."""
+    if pulls.pull_next() and pulls.pulls_due():
+        sources.pulls_send()
+
+
+@shared_task(name=REPORT_TASK)
+def dataset_report(tenant_id: str) -> None:
+    """Make a report that is pending: it may be another than the one that sent this message."""
+    reports.report_next()

@@ -74,6 +74,37 @@ class UsageDay(UsageTotal):
     """One day of a tenant, by model and key."""
 
 
+class TrainingUsage(TenantModel):
+    """What one attempt at a training run used; unique, so never counted twice.
+
+    It has no reference to the run, which may be deleted.
+    """
+
+    run_id = models.UUIDField()
+    attempt = models.PositiveIntegerField()
+    adapter = models.CharField(max_length=63, blank=True)
+    base_model = models.CharField(max_length=63)
+    #: The tokens that were read, each as often as it was.
+    trained_tokens = models.BigIntegerField()
+    #: "cpu", or the GPU's name.
+    device = models.CharField(max_length=64)
+    is_gpu = models.BooleanField()
+    #: From the start of the trainer to its end.
+    device_ms = models.BigIntegerField()
+    occurred_at = models.DateTimeField()
+
+    class Meta:
+        constraints = [
+            models.UniqueConstraint(
+                fields=["tenant", "run_id", "attempt"], name="training_usage_once"
+            ),
+        ]
+        indexes = [models.Index(fields=["tenant", "occurred_at"])]
+
+    def __str__(self) -> str:
+        return f"{self.run_id} {self.attempt}"
+
+
 def usage_by_day(start: dt.date, end: dt.date) -> list[dict[str, Any]]:
     """Return the totals of the tenant in scope per day (UTC) and model, newest first.
 

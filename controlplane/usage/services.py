@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import datetime as dt
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from django.db import transaction
 
+from contract.inspection import PROBE_ENDPOINT
 from contract.protocol import DoneRecord
 from controlplane.requestlog.inference_request import InferenceRequest
 from controlplane.tenancy.scoping import all_tenants
 from controlplane.usage.models import UsageRecord
 from controlplane.usage.totals import usage_totals_add
+
+#: Called with the records that are new, in the transaction that writes their rows: rooms above this
+#: one add what they count. Whatever one raises undoes the rows, too.
+ON_SETTLED: list[Callable[[Sequence[DoneRecord]], None]] = []
 
 #: Records of one request, if there could be two, lie no further apart.
 _NEAR = dt.timedelta(days=1)
@@ -21,22 +26,28 @@ _NEAR = dt.timedelta(days=1)
 def usage_settle(records: Sequence[DoneRecord]) -> None:
     """Write a usage record and a log line for each request; existing ones stay unchanged.
 
-    New records are added to the totals by hour and day.
+    New records are added to the totals by hour and day. Probes of adapters are not their tenant's
+    requests: they get neither.
 
     Writes all or nothing. Raises ValueError for a record that does not fit its row, django.db.Error
     for one that the database refuses (its tenant is deleted) or when the database is away.
     """
+    records = [record for record in records if record.endpoint != PROBE_ENDPOINT]
     usage = [_usage_record(record) for record in records]
     log = [_inference_request(record) for record in records]
     with all_tenants(reason="the records belong to many tenants"), transaction.atomic():
-        usage_records_create(usage)
+        written = usage_records_create(usage)
         InferenceRequest.objects.bulk_create(log, ignore_conflicts=True)
+        rows = zip(records, usage, strict=True)
+        new = [record for record, row in rows if row.pk in written]
+        for note in ON_SETTLED:
+            note(new)
 
 
-def usage_records_create(rows: Sequence[UsageRecord]) -> None:
-    """Write the rows whose requests have none yet, and add them to the totals."""
+def usage_records_create(rows: Sequence[UsageRecord]) -> set[uuid.UUID]:
+    """Write the rows whose requests have none yet, and add them to the totals. -> their ids."""
     if not rows:
-        return
+        return set()
     moments = [row.occurred_at for row in rows]
     with transaction.atomic():
         # Only in the months of these rows, so that older ones cost nothing.
@@ -51,6 +62,7 @@ def usage_records_create(rows: Sequence[UsageRecord]) -> None:
         written = near.filter(pk__in=[row.pk for row in rows])
         keys = set(written.values_list("pk", flat=True))
         usage_totals_add([row for row in rows if row.pk in keys])
+    return keys
 
 
 def _usage_record(record: DoneRecord) -> UsageRecord:
@@ -77,6 +89,8 @@ def _inference_request(record: DoneRecord) -> InferenceRequest:
         model=record.model,
         base_model=record.base_model,
         adapter_version_id=_optional_uuid(record.adapter_version_id),
+        alias_revision_id=_optional_uuid(record.alias_revision_id),
+        alias_target=record.alias_target or "",
         worker_id=record.worker_id,
         stream=record.stream,
         finish_reason=record.finish_reason,
@@ -95,6 +109,8 @@ def _inference_request(record: DoneRecord) -> InferenceRequest:
         load_ms=record.load_ms,
         first_token_ms=record.first_token_ms,
         total_ms=record.total_ms,
+        tier=record.tier or "",
+        drafts=record.drafts,
     )
 
 

@@ -40,16 +40,18 @@ class _Hung:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadLimits:
-    """How much is loaded at a time.
+    """How much is loaded at a time, and kept.
 
     num_threads   adapters read from disk at a time
     max_prefetch  missing adapters of waiting requests that are loaded ahead of them
     timeout_s     a thread that reads for longer is given up
+    max_pinned    pages of all pinned adapters together
     """
 
     num_threads: int
     max_prefetch: int = 16
     timeout_s: float = 60.0
+    max_pinned: int = 0
 
 
 class AdapterLoader:
@@ -104,6 +106,8 @@ class AdapterLoader:
         """
         if adapter.state is AdapterState.DISK and adapter.num_pages <= self._host.num_pages:
             self._to_prefetch[adapter.digest] = adapter
+        elif adapter.digest in self._in_host:  # now it is told among the newest
+            self._in_host[adapter.digest] = self._in_host.pop(adapter.digest)
 
     def start_prefetch(self, keep: Collection[str]) -> None:
         """Start reading adapters that no request needs yet, leaving one of several threads free.
@@ -181,7 +185,7 @@ class AdapterLoader:
         if error is not None:
             self.note_failure(adapter, error)
         else:
-            self.counts.add(self._clock() - adapter.loading_since)
+            adapter.read_s = self.counts.add(self._clock() - adapter.loading_since)
             adapter.num_failures, adapter.failure = 0, None
             adapter.state = AdapterState.HOST
             adapter.last_use = self._pool.time
@@ -226,6 +230,11 @@ class AdapterLoader:
         self._to_prefetch.pop(adapter.digest, None)
 
     # Host memory
+
+    @property
+    def host_digests(self) -> tuple[str, ...]:
+        """The adapters in host memory, the newest last."""
+        return tuple(self._in_host)
 
     def hold(self, adapter: Adapter) -> None:
         """Keep a packed adapter while it is copied to the arena, until `let_go`."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from engine.adapters.copies import Arrival
 from engine.adapters.host_memory import HostPages
-from engine.adapters.pages import Place
+from engine.adapters.pages import SUB_PAGES, Place
 from engine.adapters.tiles import TileMap
 from engine.errors import AdapterDamaged, AdapterError, AdapterUnavailable
 
@@ -38,9 +38,11 @@ class Adapter:
     tiles            its tiles, at offsets of the arena
     pins             running requests that use it
     users            accepted requests that use it, running or waiting
+    read_s, copy_s   seconds of its last load to host memory, and from there to the arena
     last_use         number of the engine's step
     lacks_room       whether it is ready in host memory and only pages are missing
     is_prefetched    whether no request has needed it since its prefetch began
+    is_pinned        whether it stays in the arena also while no request uses it
     failure          why the last attempt to load it failed; None after one succeeds
     error, retry_at  the same until the next attempt may be made, and the time of that
     """
@@ -55,6 +57,8 @@ class Adapter:
     loading: Future[None] | None = None
     loading_since: float = 0.0
     copying_since: float = 0.0
+    read_s: float = 0.0
+    copy_s: float = 0.0
     host: HostPages | None = None
     arrival: Arrival | None = None
     place: Place | None = None
@@ -65,10 +69,23 @@ class Adapter:
     is_unregistered: bool = False
     lacks_room: bool = False
     is_prefetched: bool = False
+    is_pinned: bool = False
     failure: AdapterError | None = None
     error: AdapterError | None = None
     num_failures: int = 0  # in a row
     retry_at: float = 0.0
+
+    @property
+    def num_sub_pages(self) -> int:
+        """Filled sub-pages of the packed adapter."""
+        return self.num_pages * SUB_PAGES - (
+            self.tail_sub_pages and SUB_PAGES - self.tail_sub_pages
+        )
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing holds its pages in the arena."""
+        return self.pins == 0 and self.arrival is None and not self.is_pinned
 
     def note_content(self, content: str) -> AdapterError | None:
         """Note the hash of the files that were read; return an error if it has changed.

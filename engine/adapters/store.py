@@ -25,7 +25,8 @@ from engine.adapters.files import AdapterReader
 from engine.adapters.host_memory import HostMemory
 from engine.adapters.idle import IdleAdapters
 from engine.adapters.loader import AdapterLoader, LoadLimits
-from engine.adapters.pages import AdapterPages
+from engine.adapters.pages import SUB_PAGES, AdapterPages
+from engine.adapters.prefetches import Prefetches
 from engine.adapters.record import Adapter, AdapterState
 from engine.adapters.tiles import TileMap
 from engine.errors import AdapterError, OutOfPages, UnknownAdapter
@@ -60,6 +61,7 @@ class AdapterStore:
         self._idle_pages: IdlePages[Adapter] = IdlePages(pool, prefixes, costs)
         self._reader, self._copier = reader, PageCopier(arena)
         self._pages, self._page_elems = AdapterPages(pool), arena.shape[1]
+        self._sub_page_bytes = self._page_elems * arena.element_size() // SUB_PAGES
         self._idle = IdleAdapters(self._pages, costs)
         self._limits, self._clock = limits, clock
         self._adapters: dict[str, Adapter] = {}
@@ -70,6 +72,7 @@ class AdapterStore:
         self._loader = AdapterLoader(
             reader=reader, host=host, pool=pool, costs=costs, limits=limits, clock=clock
         )
+        self.prefetches = Prefetches(self._adapters, self._loader, self._idle, limits.max_pinned)
 
     # Registration
 
@@ -105,19 +108,20 @@ class AdapterStore:
             version=self._num_made,
         )
 
-    def prefetch(self, digest: str) -> None:
+    def prefetch(self, digest: str, *, to_arena: bool = False) -> None:
         """Have a registered adapter read before a request needs it, when no request needs the disk.
 
         Raises UnknownAdapter.
         """
         self.check_known((digest,))
-        self._loader.prefetch(self._adapters[digest])
+        self.prefetches.add(self._adapters[digest], to_arena=to_arena)
 
     def unregister(self, digest: str) -> None:
         """Forget `digest`: at once for new requests; accepted ones may finish with it."""
         adapter = self._adapters.get(digest)
         if adapter is not None:
             adapter.is_unregistered = True
+            self.prefetches.forget(adapter)
             self._release_unused(adapter)
 
     def check_known(self, digests: Iterable[str]) -> None:
@@ -171,6 +175,11 @@ class AdapterStore:
     def num_pages(self, digest: str) -> int:
         return self._adapters[digest].num_pages
 
+    def loads_of(self, digests: Iterable[str]) -> list[tuple[int, float]]:
+        """Return the bytes and the last load's seconds of those that are not forgotten yet."""
+        known = filter(None, map(self._adapters.get, digests))
+        return [(a.num_sub_pages * self._sub_page_bytes, a.read_s + a.copy_s) for a in known]
+
     def most_pages(self, digests: Iterable[str]) -> int:
         """Return the most pages that registered adapters take together, without others.
 
@@ -194,7 +203,7 @@ class AdapterStore:
         assert adapter.pins > 0
         adapter.pins -= 1
         adapter.last_use = self._pool.time
-        if self._is_idle(adapter):
+        if adapter.is_idle:
             self._idle.add(adapter)
 
     def tiles(self, digest: str) -> TileMap:
@@ -233,6 +242,11 @@ class AdapterStore:
         for adapter in kept:
             self._idle.add(adapter)
 
+    @property
+    def host_digests(self) -> tuple[str, ...]:
+        """The adapters in host memory, the newest last."""
+        return self._loader.host_digests
+
     def make_room(self, digest: str, keep: Collection[str]) -> bool:
         """Make room for an adapter: evict idle ones not in `keep`. Return whether it fits then."""
         adapter = self._adapters[digest]
@@ -247,11 +261,8 @@ class AdapterStore:
             before, num_needed = num_needed, count()
         return self._pool.can_take(num_needed, PageUse.ADAPTER)
 
-    def _is_idle(self, adapter: Adapter) -> bool:
-        return adapter.pins == 0 and adapter.arrival is None
-
     def _evict(self, adapter: Adapter) -> None:
-        assert self._is_idle(adapter) and adapter.place is not None
+        assert adapter.is_idle and adapter.place is not None
         self._idle.remove(adapter)
         del self._resident[adapter.digest]
         self._pages.release(adapter.place)
@@ -292,6 +303,8 @@ class AdapterStore:
                 return
         if not is_short:
             self._loader.start_prefetch(seen)
+        if self.prefetches and not num_missing:
+            self.prefetches.poll(seen, self._start_copying)
 
     def wait(self, timeout_s: float) -> None:
         """Sleep until a thread finishes something, `timeout_s` at most."""
@@ -345,14 +358,14 @@ class AdapterStore:
             self._resident[adapter.digest] = adapter
         if is_done:
             self._end_arrival(adapter)
-            self._copies.add(self._clock() - adapter.copying_since)
+            adapter.copy_s = self._copies.add(self._clock() - adapter.copying_since)
             adapter.state = AdapterState.RESIDENT
             assert adapter.host is not None
             if adapter.host.is_own:
                 self._loader.drop(adapter)
             else:
                 self._loader.let_go(adapter)
-            if self._is_idle(adapter):
+            if adapter.is_idle:
                 self._idle.add(adapter)
             self._release_unused(adapter)
 
@@ -402,7 +415,7 @@ class AdapterStore:
     @property
     def is_prefetching(self) -> bool:
         """Whether any adapter is prefetched or waits to be."""
-        return self._loader.is_prefetching
+        return self._loader.is_prefetching or bool(self.prefetches)
 
     def status(self, digest: str) -> AdapterStatus | None:
         """Return where an adapter is; None if it is not registered."""
@@ -429,8 +442,9 @@ class AdapterStore:
             assert is_arriving == (adapter.digest in self._arriving)
             assert is_arriving or is_usable == (adapter.state is AdapterState.RESIDENT)
             assert is_usable or adapter.pins == 0
-        idle = {adapter for adapter in self._resident.values() if self._is_idle(adapter)}
+        idle = {adapter for adapter in self._resident.values() if adapter.is_idle}
         self._idle.check_integrity(idle)
+        self.prefetches.check_integrity()
         places = [adapter.place for adapter in self._adapters.values()]
         self._pages.check_integrity(places, [adapter.place for adapter in idle])
         self._loader.check_integrity(self._adapters.values())

@@ -62,6 +62,8 @@ class DashConfig:
     num_threads              torch's CPU threads; None: leave them
     pack_weights             for a loaded model on a CPU in float32: keep a second copy of its
                              matrices, which is faster, most of all on processors not Intel's
+    speculation              on a CPU, draft tokens and verify them in one pass: the same answers in
+                             fewer steps (docs/speculation.md)
     """
 
     max_concurrent_adapters: int = 128
@@ -76,6 +78,7 @@ class DashConfig:
     max_context: int | None = None
     num_threads: int | None = None
     pack_weights: bool = False
+    speculation: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_concurrent_adapters", *_OPTIONAL_COUNTS):
@@ -127,6 +130,7 @@ class DashConfig:
             max_wait_s=math.inf,
             max_context=self.max_context,
             num_threads=self.num_threads,
+            speculation=self.speculation,
         )
 
     def _arena_bytes(self) -> int | None:

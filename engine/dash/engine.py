@@ -21,8 +21,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from transformers import AutoTokenizer
-
 from engine.dash.adapters import AdapterNames, NamedAdapter, digest_of
 from engine.dash.config import DashConfig
 from engine.dash.hub import BASE_FILES, NotOnHub, fetch, find_id
@@ -32,7 +30,6 @@ from engine.dash.run import Completion, Job, Piece, Run
 from engine.dash.stats import DashStats, dash_stats
 from engine.engine import Engine
 from engine.errors import EngineError, RequestError, UnsupportedModel
-from engine.model.hf_weights import share_model
 from engine.request import SamplingParams, is_finite
 
 # One prompt's adapters: none, one by name, or several by name with weights.
@@ -77,6 +74,9 @@ class DashEngine:
                 Engine, self._engine_config, tokenizer=self.tokenizer, digest_of=digest_of
             )
         else:
+            # It imports a thousand modules of transformers, which a folder does not need.
+            from engine.model.hf_weights import share_model
+
             shared = share_model(base, may_pack=self._config.pack_weights)
             self._engine_config = self._config.engine_config(folder, shared.device, shared.dtype)
             make = partial(
@@ -303,6 +303,8 @@ def _find_tokenizer(folder: Path) -> Any:
     """Return the tokenizer of a folder, or of a model's name; None if there is none."""
     if str(folder) in ("", "."):
         return None
+    from transformers import AutoTokenizer  # takes a second, which `import lora_dash` need not
+
     try:
         return AutoTokenizer.from_pretrained(str(folder))
     except (OSError, ValueError, KeyError):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.config import EngineConfig
 from engine.dash.adapters import NamedAdapter
 from engine.engine import Engine
-from engine.stats import PreemptionCause
+from engine.stats import DraftCounts, PreemptionCause
 
 _STATES = {"disk": "on disk", "loading": "loading", "host": "ready", "resident": "resident"}
 
@@ -24,6 +24,8 @@ class DashStats:
     running, waiting requests; at most max_running run at once
     max_step_tokens  the most tokens of one step
     num_steps, num_generated   steps and generated tokens so far
+    tokens_per_step  tokens that a request got from a step, on average: more than 1 with drafts
+    drafts           drafted tokens so far by source, and those that were right
     preemptions      how many times running requests lost their pages so far, by cause
     arena_bytes      the whole arena; in it, kv_bytes belong to running requests, adapter_bytes to
                      adapters, cached_bytes to prefixes that requests may reuse
@@ -41,6 +43,8 @@ class DashStats:
     kv_bytes: int
     adapter_bytes: int
     cached_bytes: int
+    tokens_per_step: float = 1.0
+    drafts: Mapping[str, DraftCounts] = field(default_factory=dict)
 
     @property
     def num_adapters(self) -> int:
@@ -69,6 +73,9 @@ class DashStats:
             f"arena of {_size(self.arena_bytes)}: {parts}",
             f"{self.num_steps:,} steps, {self.num_generated:,} tokens",
         ]
+        if self.drafts:
+            lines[-1] += f", {self.tokens_per_step:.2f} a step and request"
+            lines += [f"drafts: {_drafts(self.drafts)}"]
         failed = [f"{n} {s}" for n, s in self.adapters.items() if s.startswith("failed")]
         return "\n".join(lines + failed)
 
@@ -92,6 +99,8 @@ def dash_stats(adapters: Sequence[NamedAdapter], engine: Engine, config: EngineC
         kv_bytes=stats.kv_pages * page_bytes,
         adapter_bytes=stats.adapter_pages * page_bytes,
         cached_bytes=stats.cached_pages * page_bytes,
+        tokens_per_step=stats.tokens_per_step,
+        drafts=stats.drafts,
     )
 
 
@@ -112,6 +121,13 @@ def _causes(preemptions: Mapping[PreemptionCause, int]) -> str:
     """Return for example " (3 pages, 1 overdue)"; empty if there were none."""
     causes = ", ".join(f"{count} {cause}" for cause, count in preemptions.items() if count)
     return f" ({causes})" if causes else ""
+
+
+def _drafts(drafts: Mapping[str, DraftCounts]) -> str:
+    """Return for example "forced 12 of 12 right, lookup 3 of 9 right"."""
+    return ", ".join(
+        f"{source} {own.accepted:,} of {own.drafted:,} right" for source, own in drafts.items()
+    )
 
 
 def _size(num_bytes: int) -> str:

@@ -36,7 +36,8 @@ class Batch:
     context_lens  [S] int32      tokens of each sequence, this step's included
     max_new       tokens of the sequence that brings most; 1: nothing but decodes
     page_tables   [S, max_pages] int32, zero past a sequence's pages
-    sample_rows   [N] int64      rows whose next token is wanted, in the order of the step's rows
+    sample_rows   [N] int64      rows whose next token is wanted, in the order of the step's rows:
+                                 `Row.num_wanted` of each that samples
     lora          None when no row has an adapter
     scope         of the step's adapters
     adapter_keys  the virtual adapters of `lora.table`, in its order
@@ -107,6 +108,8 @@ class BatchBuilder:
         pages = page_tables[token_row, positions // self._page_size].astype(np.int64)
         samples = np.fromiter((row.samples for row in rows), np.bool_, len(rows))
         sample_rows = (query_start[1:][samples] - 1).astype(np.int64)
+        if step.has_drafts:
+            sample_rows = _drafted_rows(rows, query_start)
         token_ids = _token_ids(rows)
         keys, seg_indptr, seg_adapter = _segments(rows, query_start)
         on_device = upload(
@@ -238,4 +241,19 @@ def _token_ids(rows: list[Row]) -> npt.NDArray[np.int64]:
     for row in rows:
         first = row.sequence.num_computed
         token_ids += row.sequence.token_ids[first : first + row.num_tokens]
+        token_ids += row.drafts
     return np.array(token_ids, np.int64)
+
+
+def _drafted_rows(rows: list[Row], query_start: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+    """`Batch.sample_rows` of a step with drafts: a token is wanted behind each draft, too.
+
+    None is wanted where the next draft is certain.
+    """
+    wanted: list[int] = []
+    for row, end in zip(rows, query_start[1:].tolist(), strict=True):
+        if row.samples:
+            first = end - 1 - len(row.drafts)
+            wanted += [first + i for i, certain in enumerate(row.certain) if not certain]
+            wanted.append(end - 1)
+    return np.array(wanted, np.int64)

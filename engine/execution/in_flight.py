@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from engine.execution.gpu_runner import Tokens
 from engine.execution.prompt_scores import Scores
+from engine.execution.verification import Verification
 from engine.sampling.sampler import Sampled
 from engine.sequence import Row, Sequence, Step
 
@@ -20,6 +21,7 @@ class InFlightStep:
     scores            the prompt log-probabilities that the step computes
     is_done           whether the step has run already, as on a CPU
     has_placeholders  whether its rows are committed and placeholders stand for its tokens
+    drafted           chooses further tokens of the step; None: it has no drafts
     """
 
     step: Step
@@ -28,6 +30,7 @@ class InFlightStep:
     scores: Scores | None = None
     is_done: bool = False
     has_placeholders: bool = False
+    drafted: Verification | None = None
 
     def append_placeholders(self, commit: Callable[[Row], None]) -> None:
         """Commit the rows and append ~i for token i, so that the next step can be scheduled.
@@ -44,8 +47,9 @@ class InFlightStep:
         """Call `commit` with each row whose sequence goes on, unless that has been done."""
         if not self.has_placeholders:
             for row in self.step.rows:
-                if not row.sequence.has_ended:
-                    commit(row)
+                if row.sequence.has_ended:
+                    continue
+                commit(Row(row.sequence, row.num_tokens - len(row.drafts)) if row.drafts else row)
 
     def resolve(self, sequence: Sequence, token_id: int) -> None:
         """Append the token of one of `step.sampling`, in place of its placeholder if it has one."""

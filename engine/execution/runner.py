@@ -24,6 +24,7 @@ from engine.execution.gpu_runner import GpuRunner
 from engine.execution.in_flight import InFlightStep
 from engine.execution.lora_inputs import MAX_ENTRIES
 from engine.execution.lora_table import EntryBuffers
+from engine.execution.verification import Verification
 from engine.memory.prefix_cache import AdapterKey
 from engine.model.config import ModelConfig
 from engine.model.rope import RopeTables
@@ -149,7 +150,13 @@ class ModelRunner:
         if gpu is not None and batch.scores is None and processor.needs_logits_alone(sampling):
             tokens = gpu.start(batch, processor.draw(sampling))
             return InFlightStep(step=step, read=tokens.sampled, tokens=tokens)
-        read = functools.partial(processor.choose_live, self.run(batch), sampling)
+        logits = self.run(batch)
+        if step.has_drafts:
+            drafted = Verification(step.rows, logits, processor)
+            return InFlightStep(
+                step=step, read=drafted.read, scores=batch.scores, is_done=True, drafted=drafted
+            )
+        read = functools.partial(processor.choose_live, logits, sampling)
         return InFlightStep(step=step, read=read, scores=batch.scores, is_done=gpu is None)
 
     def run(self, batch: Batch) -> torch.Tensor:

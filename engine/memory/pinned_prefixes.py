@@ -3,7 +3,10 @@
 A pin holds a reference to every page of its prefix, like a request that never ends: the pages are
 not idle, so they are not evicted, and the prefix cache finds them for requests with the same
 tenant, adapters and tokens. Missing pages are computed by an internal request of batch priority. It
-waits while pages are scarce, and is tried again after a failure. No torch here.
+waits while pages are scarce, and is tried again after a failure.
+
+A *kept* prefix is pinned as a lease: it yields to a request that has no room beside it, and of the
+pages for pins one tenant's get half at most. No torch here.
 """
 
 from __future__ import annotations
@@ -11,10 +14,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from engine.errors import EngineError, PinLimitExceeded, RequestError
+from engine.memory.pin_choice import choose_pins
 from engine.memory.prefix_cache import PageKeys, PrefixCache
-from engine.request import AdapterPart, Priority, Request, RequestOutput, SamplingParams
+from engine.request import (
+    AdapterPart,
+    KeptPrefix,
+    Priority,
+    Request,
+    RequestOutput,
+    SamplingParams,
+)
 
 log = logging.getLogger(__name__)
 
@@ -30,12 +42,14 @@ class _Pin:
     request   computes the prefix
     keys      of its pages; the last of them identifies the pin
     pages     those that the pin holds
+    is_kept   a lease, which `keep` made
     retry_at  not computed again before this time
     """
 
     request: Request
     keys: list[bytes]
     pages: list[int] = field(default_factory=list)
+    is_kept: bool = False
     is_computing: bool = False
     retry_s: float = _FIRST_RETRY_S
     retry_at: float = float("-inf")
@@ -43,6 +57,14 @@ class _Pin:
     @property
     def is_warm(self) -> bool:
         return len(self.pages) == len(self.keys)
+
+
+class _Hashed(NamedTuple):
+    """A kept prefix with the keys of its full pages, for these versions of its adapters."""
+
+    prefix: KeptPrefix
+    versions: tuple[int, ...]
+    keys: list[bytes]
 
 
 class PinnedPrefixes:
@@ -62,6 +84,8 @@ class PinnedPrefixes:
         self._prefixes, self._page_size, self._max_pages = prefixes, page_size, max_pages
         self._versions = versions
         self._pins: dict[bytes, _Pin] = {}  # by the last key
+        self._known: dict[str, _Hashed] = {}  # of the last `keep`
+        self._kept: dict[str, bytes | None] = {}  # name -> last key; None: it fills no page
         self._computing: dict[str, _Pin] = {}  # by request id
         self._num_made = 0
 
@@ -94,7 +118,8 @@ class PinnedPrefixes:
         Raises PinLimitExceeded.
         """
         keys = self._keys(request)
-        if keys[-1] in self._pins:
+        if known := self._pins.get(keys[-1]):
+            known.is_kept = False
             return
         num_pages = sum(len(pin.keys) for pin in self._pins.values())
         if num_pages + len(keys) > self._max_pages:
@@ -106,6 +131,64 @@ class PinnedPrefixes:
         pin = _Pin(request, keys)
         self._pins[keys[-1]] = pin
         self._take(pin)
+
+    def keep(self, wanted: Sequence[KeptPrefix]) -> None:
+        """Pin these as leases, and no others; if they need too many pages, `choose_pins` chooses.
+
+        Those that cannot be pinned, such as ones with too many tokens, are passed over.
+        """
+        by_name = {prefix.name: prefix for prefix in wanted}
+        self._known = {name: self._hashed(prefix) for name, prefix in by_name.items()}
+        keys = {name: hashed.keys for name, hashed in self._known.items() if hashed.keys}
+        self._kept = {name: None for name in by_name if name not in keys}
+        lasting = sum(len(pin.keys) for pin in self._lasting)
+        chosen = choose_pins(
+            [(by_name[name].tenant_id, name) for name in keys],
+            {name: len(of_name) for name, of_name in keys.items()},
+            self._max_pages - lasting,
+        )
+        self._kept |= {name: keys[name][-1] for name in chosen}
+        for key, pin in list(self._pins.items()):
+            if pin.is_kept and key not in self._kept.values():
+                self._drop(key)
+        for name in chosen:
+            if keys[name][-1] not in self._pins:
+                own = by_name[name]
+                request = self.request_for(own.tenant_id, own.adapters, own.token_ids)
+                self._pins[keys[name][-1]] = pin = _Pin(request, keys[name], is_kept=True)
+                self._take(pin)
+
+    def _hashed(self, prefix: KeptPrefix) -> _Hashed:
+        """Return the prefix's keys, those of the last call if it has not changed: it is long."""
+        versions = self._versions(part.digest for part in prefix.adapters)
+        known = self._known.get(prefix.name)
+        if known is not None and (known.prefix, known.versions) == (prefix, versions):
+            return known
+        is_any = self._prefixes.is_enabled and len(prefix.token_ids) >= self._page_size
+        own = prefix.tenant_id, prefix.adapters, prefix.token_ids
+        return _Hashed(prefix, versions, self._keys(self.request_for(*own)) if is_any else [])
+
+    @property
+    def kept_names(self) -> tuple[str, ...]:
+        """The names of kept prefixes that are computed, or so short that they fill no page."""
+
+        def is_warm(key: bytes | None) -> bool:
+            return key is None or (key in self._pins and self._pins[key].is_warm)
+
+        return tuple(name for name, key in self._kept.items() if is_warm(key))
+
+    def let_go(self, let_others_go: Callable[[], bool]) -> bool:
+        """Unpin kept prefixes, for a request that has no room beside them, and let others go.
+
+        Returns whether either may give room.
+        """
+        kept = [key for key, pin in self._pins.items() if pin.is_kept]
+        num_pages = sum(len(self._pins[key].pages) for key in kept)
+        for key in kept:
+            self._drop(key)
+        if num_pages:
+            log.warning("kept prefixes are let go for a request that needs their room")
+        return let_others_go() or num_pages > 0
 
     def remove(self, request: Request) -> None:
         """Unpin what the request computes; do nothing if it is not pinned."""
@@ -168,9 +251,18 @@ class PinnedPrefixes:
         """How many pages are held now; each counts once."""
         return len({page for pin in self._pins.values() for page in pin.pages})
 
+    @property
+    def num_lasting_pages(self) -> int:
+        """The same without pages that are held for kept prefixes alone."""
+        return len({page for pin in self._lasting for page in pin.pages})
+
+    @property
+    def _lasting(self) -> list[_Pin]:
+        return [pin for pin in self._pins.values() if not pin.is_kept]
+
     def num_shared(self, request: Request) -> int:
-        """Return how many held pages the request would find."""
-        pinned = {key for pin in self._pins.values() for key in pin.keys[: len(pin.pages)]}
+        """Return how many of the `num_lasting_pages` the request would find."""
+        pinned = {key for pin in self._lasting for key in pin.keys[: len(pin.pages)]}
         num_full = (len(request.token_ids) - 1) // self._page_size
         keys = self._keys(request, num_full)
         return next((i for i, key in enumerate(keys) if key not in pinned), num_full)
@@ -184,6 +276,7 @@ class PinnedPrefixes:
         assert sum(len(pin.keys) for pin in self._pins.values()) <= self._max_pages
         for key, pin in self._pins.items():
             assert key == pin.keys[-1] and len(pin.pages) <= len(pin.keys)
+            assert pin.is_kept <= (key in self._kept.values())
             assert pin.is_computing == (pin.request.request_id in self._computing)
 
     def _postpone(self, request_id: str, now: float) -> None:

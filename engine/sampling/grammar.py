@@ -24,28 +24,71 @@ import torch
 
 from engine.errors import BadGrammar
 from engine.grammar_text import Grammar, GrammarKind, parser_limits
+from engine.sampling.masks import MaskThreads, MaskTree
 from engine.sequence import Sequence
 from kernels import apply_bitmask
 
 _MAX_CACHED = 256
+#: So many allowed tokens count as few.
+MAX_FEW = 8
 _SMALLEST = Grammar(GrammarKind.REGEX, "a")
 
 
 class Matcher:
     """One request's place in its grammar.
 
+    inner  llguidance's
+    tree, place  the masks of its grammar's places, and which of them this is
     error  set if the grammar turns out too costly to follow; the request must end then
     """
 
-    def __init__(self, matcher: Any, eos_token_id: int, param: str = "json_schema") -> None:
-        self._matcher = matcher
+    def __init__(
+        self,
+        inner: Any,
+        eos_token_id: int,
+        param: str = "json_schema",
+        tree: MaskTree | None = None,
+    ) -> None:
+        self.inner = inner
+        self.tree, self.place = tree or MaskTree(), 0
         self._param = param
         self.eos_token_id = eos_token_id
         self.error: BadGrammar | None = None
+        self._mask: bytes | None = None  # at this place, once it was computed
+        self._ahead: list[tuple[int, bytes | None]] = []  # see `Walk`
+
+    @property
+    def mask(self) -> bytes:
+        """The allowed next tokens, one bit each; of no use if the matcher has failed."""
+        if not self.knows_mask:
+            self.note_mask(self.inner.compute_bitmask())
+        assert self._mask is not None
+        return self._mask
+
+    @property
+    def knows_mask(self) -> bool:
+        """Whether `mask` need not be computed."""
+        if self._mask is None:
+            self._mask = self.tree.get(self.place)
+        return self._mask is not None
+
+    def note_mask(self, mask: bytes) -> None:
+        """Note what `mask` is at this place."""
+        self._mask = mask
+        if not self._has_failed():
+            self.tree.put(self.place, mask)
+
+    def walk(self) -> Walk | None:
+        """Return a copy of this place that drafts move on; None if the matcher has failed."""
+        if self._has_failed():
+            return None
+        ahead: list[tuple[int, bytes | None]] = []
+        self._ahead = ahead
+        return Walk(self, ahead)
 
     def fill_mask(self, words: torch.Tensor) -> None:
         """Write the allowed next tokens into `words` [ceil(V / 32)] int32 on the CPU."""
-        mask = self._matcher.compute_bitmask()
+        mask = self.mask
         if self._has_failed():
             words.fill_(-1)  # the token will be discarded
             return
@@ -59,19 +102,93 @@ class Matcher:
 
         Raises BadGrammar if the grammar cannot be followed any further.
         """
+        self._mask = None
+        if self._ahead:
+            drafted, mask = self._ahead.pop(0)
+            if drafted == token_id:
+                self._mask = mask
+            else:
+                self._ahead = []
+        self.place = self.tree.behind(self.place, token_id)
         if self.error is None:
-            self._matcher.consume_token(token_id)
+            self.inner.consume_token(token_id)
         if self._has_failed():
             assert self.error is not None
             raise self.error
-        return bool(self._matcher.is_stopped())
+        return bool(self.inner.is_stopped())
 
     def _has_failed(self) -> bool:
-        if self.error is None and self._matcher.is_error():
+        if self.error is None and self.inner.is_error():
             self.error = BadGrammar(
-                f"the grammar cannot be followed: {self._matcher.get_error()}", param=self._param
+                f"the grammar cannot be followed: {self.inner.get_error()}", param=self._param
             )
         return self.error is not None
+
+
+class Walk:
+    """A place in a grammar behind drafts: a copy of a request's, which stays where it is.
+
+    If the copy turns out too costly to follow, nothing more is forced or allowed.
+
+    ahead  the tokens that it moves on by, and the mask behind each, where it was computed: the
+           owner need not compute those again
+    """
+
+    def __init__(self, owner: Matcher, ahead: list[tuple[int, bytes | None]]) -> None:
+        self._owner, self._ahead = owner, ahead
+        self._own_copy: Any = None  # made once it is needed
+        self._few: tuple[int, ...] | None = None
+        self._is_counted = False  # whether `_few` is of this place
+
+    @property
+    def _copy(self) -> Any:
+        if self._own_copy is None:
+            self._own_copy = self._owner.inner.deep_copy()
+        return self._own_copy
+
+    def forced(self) -> list[int]:
+        """Return the text that the grammar forces, as the tokenizer cuts it.
+
+        Without its last tokens, if what follows could change them.
+        """
+        forced: list[int] = self._copy.compute_ff_tokens()
+        return forced
+
+    def few_allowed(self) -> tuple[int, ...] | None:
+        """Return the tokens that are allowed next; None if they are many, or none."""
+        if not self._is_counted:
+            self._few, self._is_counted = self._count_few(), True
+        return self._few
+
+    def _count_few(self) -> tuple[int, ...] | None:
+        if not self._ahead:
+            return few_of(self._owner.mask)
+        mask: bytes = self._copy.compute_bitmask()
+        if self._copy.is_error():
+            return None
+        self._ahead[-1] = self._ahead[-1][0], mask
+        return few_of(mask)
+
+    def accept(self, token_id: int) -> bool:
+        """Move on by a token if it is legal; return whether it is."""
+        if self._copy.try_consume_tokens([token_id]) != 1:
+            return False
+        self._ahead.append((token_id, None))
+        self._is_counted = False
+        return True
+
+
+def few_of(mask: bytes) -> tuple[int, ...] | None:
+    """Return the tokens that a mask allows; None if they are many, or none."""
+    words = np.frombuffer(mask, dtype=np.uint32)
+    filled = words.nonzero()[0]
+    if not 0 < len(filled) <= MAX_FEW:
+        return None
+    bits = np.unpackbits(words[filled].view(np.uint8), bitorder="little").reshape(-1, 32)
+    rows, columns = bits.nonzero()
+    if len(rows) > MAX_FEW:
+        return None
+    return tuple((filled[rows] * 32 + columns).tolist())
 
 
 class _Backend:
@@ -90,6 +207,7 @@ class _Backend:
         # The backend takes an Outlines model but reads only its tokenizer.
         self._outlines = LLGuidanceBackend(Transformers(None, tokenizer))
         self.eos_token_id = int(tokenizer.eos_token_id)
+        self.num_words = -(-self._outlines.llg_tokenizer.vocab_size // 32)  # of a mask
 
     def compile(self, grammar: Grammar) -> Any:
         """Make a matcher, which may be in error; raise what the libraries raise."""
@@ -121,6 +239,10 @@ def _read_tokenizer(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
+#: llguidance's matcher at a grammar's beginning, and the masks of its places.
+_Compiled = tuple[Any, MaskTree]
+
+
 class GrammarCompiler:
     """Compiles grammars on a thread and remembers the latest ones.
 
@@ -136,7 +258,7 @@ class GrammarCompiler:
         )
         self._backend: _Backend | None = None
         self._lock = threading.Lock()  # guards the cache, which both threads use
-        self._cache: OrderedDict[tuple[str, Grammar], Any] = OrderedDict()
+        self._cache: OrderedDict[tuple[str, Grammar], _Compiled] = OrderedDict()
 
     def submit(self, grammar: Grammar, tenant_id: str = "") -> Future[Matcher]:
         """Compile a grammar; return the future of a matcher at its beginning.
@@ -171,9 +293,10 @@ class GrammarCompiler:
             backend.compile(_SMALLEST)  # Outlines imports more modules for its first grammar
             self._backend = backend
 
-    def _matcher(self, compiled: Any, grammar: Grammar) -> Matcher:
+    def _matcher(self, compiled: _Compiled, grammar: Grammar) -> Matcher:
         assert self._backend is not None
-        return Matcher(compiled.deep_copy(), self._backend.eos_token_id, grammar.param)
+        inner, tree = compiled
+        return Matcher(inner.deep_copy(), self._backend.eos_token_id, grammar.param, tree)
 
     def _compile(self, grammar: Grammar, key: tuple[str, Grammar]) -> Matcher:
         self._prepare()
@@ -183,18 +306,19 @@ class GrammarCompiler:
         if compiled is not None:  # it was compiled while this call waited
             return self._matcher(compiled, grammar)
         try:
-            compiled = self._backend.compile(grammar)
+            matcher = self._backend.compile(grammar)
         except BadGrammar:
             raise
         except Exception as error:  # jsonschema and llguidance raise errors of their own
             raise BadGrammar(f"the grammar is not valid: {error}", param=grammar.param) from error
-        is_possible = not compiled.is_error() and any(compiled.compute_bitmask())
-        if compiled.is_error():  # from compiling or from computing the first mask
+        first = b"" if matcher.is_error() else matcher.compute_bitmask()
+        if matcher.is_error():  # from compiling or from computing the first mask
             raise BadGrammar(
-                f"the grammar cannot be enforced: {compiled.get_error()}", param=grammar.param
+                f"the grammar cannot be enforced: {matcher.get_error()}", param=grammar.param
             )
-        if not is_possible:
+        if not any(first):
             raise BadGrammar("nothing satisfies the grammar", param=grammar.param)
+        compiled = matcher, MaskTree(first, self._backend.num_words)
         with self._lock:
             self._cache[key] = compiled
             if len(self._cache) > _MAX_CACHED:
@@ -220,6 +344,7 @@ class Grammars:
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self._compiler = GrammarCompiler(tokenizer)
         self._num_words = -(-vocab_size // 32)
+        self._threads = MaskThreads()
         self._compiling: dict[Sequence, Future[Matcher]] = {}
         self._matchers: dict[Sequence, Matcher] = {}
 
@@ -255,6 +380,7 @@ class Grammars:
         rows = [i for i, sequence in enumerate(sequences) if sequence in self._matchers]
         if not rows:
             return
+        self._threads.compute(self._matchers[sequences[i]] for i in rows)
         bitmask = torch.zeros(len(sequences), self._num_words, dtype=torch.int32)
         for i in rows:
             self._matchers[sequences[i]].fill_mask(bitmask[i])

@@ -40,6 +40,12 @@ class LogitsProcessor:
         """See `Sampler.draw`."""
         return self._sampler.draw(sequences)
 
+    def take(self, sequence: Sequence, token_id: int) -> Sampled:
+        """Return a token that is certain, without logits, and note it as if it were chosen."""
+        if not sequence.has_ended:
+            self._sampler.note(sequence, token_id)
+        return Sampled(token_id, None)
+
     def choose_live(self, logits: torch.Tensor, sequences: SequenceOf[Sequence]) -> list[Sampled]:
         """Call `choose` for the sequences that have not ended; the others get any token."""
         live = [i for i, sequence in enumerate(sequences) if not sequence.has_ended]

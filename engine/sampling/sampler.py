@@ -103,6 +103,10 @@ class Sampler:
     def remove(self, sequence: Sequence) -> None:
         self._states.pop(sequence, None)
 
+    def note(self, sequence: Sequence, token_id: int) -> None:
+        """Note a token that was not chosen by `choose`."""
+        self._states[sequence].note(token_id)
+
     def is_free(self, sequence: Sequence) -> bool:
         """Whether the next tokens can be chosen from the model's logits alone, on the device."""
         params, state = sequence.request.sampling, self._states[sequence]

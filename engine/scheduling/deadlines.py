@@ -26,10 +26,11 @@ class Pace:
     """Measures the fastest step and the fastest token of this engine.
 
     max_step_tokens  tokens of a full step
+    most_per_step    tokens that one step may add to a request
     """
 
-    def __init__(self, max_step_tokens: int) -> None:
-        self._max_step_tokens = max_step_tokens
+    def __init__(self, max_step_tokens: int, most_per_step: int = 1) -> None:
+        self._max_step_tokens, self._most_per_step = max_step_tokens, most_per_step
         self._num_observed = 0
         self._step_s = self._token_s = math.inf
         self._started: tuple[float, int] | None = None
@@ -54,9 +55,10 @@ class Pace:
             self._token_s = min(self._token_s, seconds / num_tokens)
 
     def least_s(self, num_tokens: int, num_more: int) -> float:
-        """Return the fewest seconds for `num_tokens` and then `num_more`, one by one."""
+        """Return the fewest seconds for `num_tokens` and then `num_more`, step by step."""
         if self._num_observed < _NUM_OBSERVED:
             return 0.0
+        num_more = -(-num_more // self._most_per_step)
         num_steps = -(-num_tokens // self._max_step_tokens) + num_more
         by_steps = num_steps * self._step_s
         by_tokens = 0.0 if self._token_s == math.inf else num_tokens * self._token_s
@@ -73,10 +75,16 @@ class Deadlines:
     """Owns the deadlines of the requests that have one.
 
     count_uncomputed  tokens that a sequence would have to compute if it ran now
+    most_per_step     tokens that one step may add to a request
     """
 
-    def __init__(self, max_step_tokens: int, count_uncomputed: Callable[[Sequence], int]) -> None:
-        self.pace = Pace(max_step_tokens)
+    def __init__(
+        self,
+        max_step_tokens: int,
+        count_uncomputed: Callable[[Sequence], int],
+        most_per_step: int = 1,
+    ) -> None:
+        self.pace = Pace(max_step_tokens, most_per_step)
         self._count_uncomputed = count_uncomputed
         self._entries: list[_Entry] = []  # the next one first
         self._sequences: dict[str, list[Sequence]] = {}

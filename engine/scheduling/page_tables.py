@@ -160,6 +160,27 @@ class PageTables:
             for (i, sequence), page in zip(short, pages, strict=True)
         ]
 
+    def reserve_drafts(self, row: Row, num_drafts: int) -> int:
+        """Take the pages of so many tokens behind a row's; return for how many there is room.
+
+        Only pages that are free or idle in the prefix cache: drafts are in nobody's way.
+        """
+        sequence = row.sequence
+        num_new = self.count_missing(sequence, row.num_tokens + num_drafts)
+        if num_new > 0:
+            self._prefixes.evict(num_new)
+            if self._pool.can_take(num_new):
+                sequence.page_table.extend(self._pool.take(num_new, PageUse.KV))
+        room = len(sequence.page_table) * self._page_size - sequence.num_computed
+        return min(num_drafts, room - row.num_tokens)
+
+    def trim(self, sequence: Sequence) -> None:
+        """Give back the pages that were taken for drafts which turned out to be wrong."""
+        needed = self.count_for(sequence.num_tokens)
+        if len(sequence.page_table) > needed:
+            self._prefixes.release(sequence.page_table[needed:])
+            del sequence.page_table[needed:]
+
     def check_integrity(self, sequence: Sequence) -> None:
         """Raise AssertionError unless a running sequence's table fits its tokens."""
         capacity = len(sequence.page_table) * self._page_size

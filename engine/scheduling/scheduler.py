@@ -24,7 +24,7 @@ has them. Source: Orca (OSDI'22) for iterations, Sarathi-Serve (arXiv:2403.02310
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
 from engine.errors import OutOfPages
@@ -46,22 +46,15 @@ class Adapters(Protocol):
     """What the scheduler needs of `engine.adapters.store.AdapterStore`."""
 
     def is_resident(self, digest: str) -> bool: ...
-
     def lacks_room(self, digest: str) -> bool: ...
-
     def num_pages(self, digest: str) -> int: ...
-
     @property
     def is_copying(self) -> bool: ...
-
     def pin(self, digest: str) -> None: ...
-
     def unpin(self, digest: str) -> None: ...
-
     def evict_idle(
         self, num_pages: int, keep: Collection[str], use: PageUse = PageUse.KV
     ) -> None: ...
-
     def make_room(self, digest: str, keep: Collection[str]) -> bool: ...
 
 
@@ -76,12 +69,17 @@ class Scheduler:
         prefixes: PrefixCache,
         page_size: int,
         limits: SchedulerLimits,
+        let_pinned_go: Callable[[], bool],
         window: int | None = None,
     ) -> None:
-        """Make a scheduler without sequences; for `window` see `PageTables`."""
+        """Make a scheduler without sequences; for `window` see `PageTables`.
+
+        let_pinned_go  makes what is pinned idle for a request that has no room beside it; returns
+                       whether that may give room
+        """
         self._pool, self._adapters, self._page_size = pool, adapters, page_size
-        self._tables = PageTables(pool, prefixes, page_size, window)
-        self._limits = limits
+        self.tables = PageTables(pool, prefixes, page_size, window)
+        self._limits, self._let_pinned_go = limits, let_pinned_go
         # Every running sequence must find room for its decode token in the step.
         self.max_running = min(limits.max_running, limits.max_step_tokens)
         self._in_use: Counter[str] = Counter()  # digest -> running sequences
@@ -149,22 +147,22 @@ class Scheduler:
 
     def most_held(self, num_tokens: int) -> int:
         """See `PageTables.most_held`."""
-        return self._tables.most_held(num_tokens)
+        return self.tables.most_held(num_tokens)
 
     def reserve_next_pages(self, rows: list[Row]) -> list[tuple[int, int, int]] | None:
         """See `PageTables.reserve_next_pages`."""
-        return self._tables.reserve_next_pages(rows)
+        return self.tables.reserve_next_pages(rows)
 
     def commit(self, row: Row) -> None:
         """Note that a row has run: its tokens are in the pages, and full pages can be shared."""
-        self._tables.commit(row)
+        self.tables.commit(row)
 
     def count_uncomputed(self, sequence: Sequence) -> int:
         """Return the fewest tokens that it would have to compute if it ran now."""
         if sequence.is_running:
             return sequence.num_uncomputed
-        pages = self._tables.find(sequence)
-        self._tables.give_back(pages)
+        pages = self.tables.find(sequence)
+        self.tables.give_back(pages)
         return sequence.num_tokens - len(pages) * self._page_size
 
     def check_integrity(self) -> None:
@@ -174,7 +172,7 @@ class Scheduler:
         assert ranks == sorted(set(ranks)), "sequences out of order"
         for sequence in self.running:
             assert sequence.is_running
-            self._tables.check_integrity(sequence)
+            self.tables.check_integrity(sequence)
             assert all(self._adapters.is_resident(digest) for digest in sequence.digests)
         assert self._in_use == Counter(d for s in self.running for d in s.digests)
         if self._limits.max_adapters is not None:
@@ -189,7 +187,7 @@ class Scheduler:
 
     def _continue(self, step: Step, sequence: Sequence) -> None:
         num_tokens = self._chunk(step, sequence)
-        num_new = self._tables.count_missing(sequence, num_tokens)
+        num_new = self.tables.count_missing(sequence, num_tokens)
         if num_new <= 0:  # most decodes: fifteen of sixteen tokens need no page
             step.rows.append(Row(sequence, num_tokens))
             step.budget -= num_tokens
@@ -203,16 +201,16 @@ class Scheduler:
         page's: each chunk makes room for the next one.
         """
         num_tokens = min(sequence.num_uncomputed, step.budget)
-        if self._tables.gives_back:
+        if self.tables.gives_back:
             while num_tokens > self._page_size and not self._is_free(
-                self._tables.count_missing(sequence, num_tokens), sequence
+                self.tables.count_missing(sequence, num_tokens), sequence
             ):
                 num_tokens //= 2
         return num_tokens
 
     def _run(self, step: Step, sequence: Sequence, num_tokens: int) -> None:
         """Add a row to the step and take its pages, which are free."""
-        self._tables.extend(sequence, num_tokens)
+        self.tables.extend(sequence, num_tokens)
         step.rows.append(Row(sequence, num_tokens))
         step.budget -= num_tokens
 
@@ -244,7 +242,7 @@ class Scheduler:
     def _stop(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         sequence.is_running = False
-        self._tables.clear(sequence)
+        self.tables.clear(sequence)
         for digest in sequence.digests:
             self._adapters.unpin(digest)
             self._in_use[digest] -= 1
@@ -262,7 +260,8 @@ class Scheduler:
                 return False
             chosen = self._choose(window)
             sequence = window[chosen]
-            if not self._claim_seat(step, sequence) or not step.budget:
+            has_seat = len(self.running) < self.max_running or self._preempt_for(step, sequence)
+            if not has_seat or not step.budget:
                 return False
             if not self._claim_adapters(step, sequence):
                 if _has_failed(step, sequence):
@@ -338,9 +337,6 @@ class Scheduler:
             self._preempt(step, victim, _CAUSES[_outranks(sequence, victim)])
         return victim is not None
 
-    def _claim_seat(self, step: Step, sequence: Sequence) -> bool:
-        return len(self.running) < self.max_running or self._preempt_for(step, sequence)
-
     def _claim_adapters(self, step: Step, sequence: Sequence) -> bool:
         """Whether the sequence's adapters are resident and within the limit of adapters in use.
 
@@ -368,17 +364,18 @@ class Scheduler:
         is_alone = not self.running and self.waiting[0] is sequence
         if not is_alone or self._adapters.is_copying:
             return False
-        return not self._adapters.make_room(digest, sequence.digests)
+        room = self._adapters.make_room(digest, sequence.digests)
+        return not room and not self._let_pinned_go()
 
     def _claim_pages(self, step: Step, sequence: Sequence) -> bool:
         """Start the sequence if there are pages for it, and put its first chunk into the step."""
-        pages = self._tables.find(sequence)
-        num_new = self._tables.count_to_start(sequence, pages)
+        pages = self.tables.find(sequence)
+        num_new = self.tables.count_to_start(sequence, pages)
         while not self._is_free(num_new, sequence):
             if not self._preempt_for(step, sequence):
                 if not self.running and self._is_free_at_last(num_new, sequence):
                     break
-                self._tables.give_back(pages)
+                self.tables.give_back(pages)
                 if not self.running and not self._adapters.is_copying:
                     step.failed.append((sequence, _too_small(self._pool, num_new)))
                 return False
@@ -402,6 +399,8 @@ class Scheduler:
         """As `_is_free`, for the only sequence that can run: keeps only its own adapters."""
         if not self._adapters.is_copying:  # else parts of a blend would be evicted before the last
             self._adapters.evict_idle(num_pages, keep=sequence.digests)
+            if not self._pool.can_take(num_pages) and self._let_pinned_go():
+                self._adapters.evict_idle(num_pages, keep=sequence.digests)
         return self._pool.can_take(num_pages)
 
     def _has_too_many_adapters(self, sequence: Sequence) -> bool:
@@ -414,7 +413,7 @@ class Scheduler:
         self._queue.leave(sequence, self._now)
         insert_by_rank(self.running, sequence)
         sequence.is_running = True
-        self._tables.start(sequence, pages)
+        self.tables.start(sequence, pages)
         for digest in sequence.digests:
             self._adapters.pin(digest)
             self._in_use[digest] += 1

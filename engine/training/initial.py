@@ -36,10 +36,15 @@ def _kaiming(tensor: torch.Tensor, generator: torch.Generator) -> None:
 
 
 class InitialAdapters:
-    """Draws initial adapters by run id, in threads, so that they are there when the runs begin."""
+    """Draws initial adapters by run id, in threads, so that they are there when the runs begin.
+
+    is_beside_steps  whether steps can go on while a run waits for its adapter
+    """
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
         self._config = config
+        # On a CPU drawing takes the time of the steps: nothing is gained by going on meanwhile.
+        self.is_beside_steps = device.type != "cpu"
         self._most = _THREADS[device.type]
         self._threads = ThreadPoolExecutor(self._most, "initial-adapters")
         self._drawn: dict[str, Future[torch.Tensor]] = {}
@@ -54,6 +59,11 @@ class InitialAdapters:
         if run_id not in self._drawn:
             drawn = self._threads.submit(draw_initial, layout, self._config, seed)
             self._drawn[run_id] = drawn
+
+    def is_drawn(self, run_id: str, layout: AdapterLayout, seed: int) -> bool:
+        """Whether `take` would not wait; begins to draw."""
+        self.expect(run_id, layout, seed)
+        return self._drawn[run_id].done()
 
     def take(self, run_id: str, layout: AdapterLayout, seed: int) -> torch.Tensor:
         """The run's span, once it is drawn."""

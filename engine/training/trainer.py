@@ -153,11 +153,14 @@ class BatchTrainer:
             assert not self._pools.master.any() and not self._pools.gradient.any()
 
     def _begin_runs(self) -> None:
-        """Let runs take part for as long as the next one finds room: none goes before it."""
+        """Let runs take part for as long as the next one finds room: none goes before it.
+
+        Those that take part do not wait until its adapter is drawn.
+        """
         while len(self._active) < self._config.max_runs:
             self._draw_ahead()
             run_id = self._scheduler.next_waiting()
-            if run_id is None:
+            if run_id is None or not self._is_drawn(run_id):
                 return
             span = self._spans.take(self._waiting[run_id].layout.size)
             if span is None:
@@ -171,6 +174,13 @@ class BatchTrainer:
                 return
             if waiting.saved is None and waiting.request.adapter is None:
                 self._initial.expect(run_id, waiting.layout, waiting.request.settings.seed)
+
+    def _is_drawn(self, run_id: str) -> bool:
+        waiting, initial = self._waiting[run_id], self._initial
+        is_given = waiting.saved is not None or waiting.request.adapter is not None
+        if is_given or not self._active or not initial.is_beside_steps:
+            return True
+        return initial.is_drawn(run_id, waiting.layout, waiting.request.settings.seed)
 
     def _begin(self, waiting: _Waiting, span: Span) -> None:
         request, layout, saved = waiting.request, waiting.layout, waiting.saved

@@ -112,6 +112,8 @@ def site(
     running.manage("collectstatic", "--noinput", "--verbosity=0")
     running.manage("base_model_add", str(base_model_dir))
     running.manage("tenant_create", "--slug=acme", "--name=Acme")
+    rules = "from controlplane.infra import storage; storage.cors_allow()"
+    running.manage("shell", "--no-imports", "-c", rules)
     assert running.add_person("owner", "owner") == EMAIL
     processes = [
         _process("web", folder, env, "controlplane.serve", f"--port={port}"),

@@ -82,28 +82,6 @@ def test_dropped_files_find_their_fields(page: Page) -> None:
         assert page.evaluate(chosen) == [name]
 
 
-def test_broken_connection_is_told_and_the_form_can_be_sent_again(
-    page: Page, adapter_dir: Path
-) -> None:
-    window = page.context.new_page()  # the browser itself logs the broken request as an error
-    window.goto("/console/upload")
-    window.route(
-        "**/*",
-        lambda route: route.abort() if route.request.method == "PUT" else route.continue_(),
-    )
-    window.get_by_label("Adapter name").fill("cut-off")
-    for file in ("adapter_config.json", "adapter_model.safetensors"):
-        window.get_by_label(file).set_input_files(adapter_dir / file)
-    window.get_by_role("button", name="Upload").click()
-    expect(window.get_by_text("The connection broke while sending")).to_be_visible()
-    window.unroute("**/*")
-    window.get_by_role("button", name="Upload").click()
-    window.wait_for_url("**/adapters/cut-off/versions/2", timeout=READY_TIMEOUT_MS)
-    expect(window.get_by_role("heading", name="Ready and live")).to_be_visible(
-        timeout=READY_TIMEOUT_MS
-    )
-
-
 def test_failed_action_is_told(page: Page) -> None:
     window = page.context.new_page()
     window.goto("/console/keys")

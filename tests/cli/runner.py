@@ -112,7 +112,8 @@ class Cli:
         """This process's environment without any account in it, and with `env`."""
         own = {name: text for name, text in os.environ.items() if not name.startswith("LORIKEET_")}
         own |= {"HOME": str(self.home), "PYTHONPATH": str(ROOT / "cli"), "NO_PROXY": "*"}
-        own.pop("XDG_CONFIG_HOME", None)
+        for name in ("XDG_CONFIG_HOME", "XDG_STATE_HOME"):
+            own.pop(name, None)
         return {**own, **self.env, **env}
 
     @property

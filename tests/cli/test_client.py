@@ -5,11 +5,13 @@ The servers here are not Lorikeet's on purpose; tests/e2e/cli has the real one.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -172,12 +174,16 @@ def test_a_page_after_a_page(cli: Cli, serve: Serve) -> None:
 
 
 def test_a_large_dataset_is_never_whole_in_memory(cli: Cli, serve: Serve, tmp_path: Path) -> None:
-    received = bytearray()
+    parts: list[int] = []
     peak = tmp_path / "peak"
 
     def take(method: str, path: str, headers: dict[str, str], body: bytes) -> Answer:
-        received.extend(body[:10])
-        received.extend(str(len(body)).encode())
+        if path.endswith("/parts"):
+            parts.append(len(body))
+            return ok({"id": f"part_{len(parts)}"})
+        if path.endswith("/uploads"):
+            assert json.loads(body)["bytes"] == 300 << 20
+            return ok({"id": "upload_1"})
         return refused(400, "invalid_dataset", "Not chats.")
 
     large = tmp_path / "large.jsonl"
@@ -196,22 +202,42 @@ def test_a_large_dataset_is_never_whole_in_memory(cli: Cli, serve: Serve, tmp_pa
     env = {"LORIKEET_URL": serve(take), "LORIKEET_API_KEY": KEY, "PYTHONPATH": path}
     done = cli.run("datasets", "upload", str(large), **env)
     assert_one_line(done, 1, "Not chats")
-    assert received[10:] == str(300 << 20).encode()
+    assert sum(parts) > 300 << 20 > max(parts)
     assert int(peak.read_text()) * 1024 < 200 << 20
+
+
+CONTENTS = {
+    "adapter_config.json": b'{"peft_type": "LORA"}',
+    "adapter_model.safetensors": b"tensors",
+}
 
 
 def adapter_folder(folder: Path) -> str:
     folder.mkdir()
-    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
-    (folder / "adapter_model.safetensors").write_bytes(b"tensors")
+    for name, data in CONTENTS.items():
+        (folder / name).write_bytes(data)
     return str(folder)
 
 
-def with_store(serve: Serve, store: str) -> str:
-    """A server that lets clients upload to `store`."""
-    names = ("adapter_config.json", "adapter_model.safetensors")
-    uploads = {name: {"url": f"{store}/{name}", "method": "PUT", "headers": {}} for name in names}
-    return serve(lambda *_: ok({"number": 1, "uploads": uploads}))
+def with_store(serve: Serve, store: str, seen: list[tuple[str, str, Any]] | None = None) -> str:
+    """A server that lets clients upload to `store`, each file in one part; `seen` is added to."""
+    file = {"part_bytes": 8 << 20, "parts": []}
+    upload = {"object": "adapter_upload", "number": 1, "files": dict.fromkeys(CONTENTS, file)}
+
+    def answer(method: str, path: str, headers: dict[str, str], body: bytes) -> Answer:
+        if seen is not None:
+            seen.append((method, path, json.loads(body or b"{}")))
+        if path.endswith("/parts"):
+            asked = json.loads(body)
+            digests = {"1": hashlib.sha256(CONTENTS[asked["file"]]).hexdigest()}
+            assert asked["parts"] == digests
+            url = f"{store}/{asked['file']}"
+            return ok({"data": [{"number": 1, "url": url, "method": "PUT", "headers": {}}]})
+        if path.endswith("/complete"):
+            return ok({"model": "a@1", "number": 1, "status": "uploaded"})
+        return ok({"number": 1, "upload": upload})
+
+    return serve(answer)
 
 
 def test_an_object_store_that_is_away_is_named(cli: Cli, serve: Serve, tmp_path: Path) -> None:
@@ -234,8 +260,57 @@ def test_an_object_store_that_refuses_says_why(cli: Cli, serve: Serve, tmp_path:
     assert len(seen) == 1 and "authorization" not in seen[0], "the store gets no key"
 
 
-def test_what_the_store_got_is_compared(cli: Cli, serve: Serve, tmp_path: Path) -> None:
-    store = serve(lambda *_: (200, {"ETag": f'"{"0" * 32}"'}, b""))
-    url = with_store(serve, store)
-    done = run(cli, url, "adapters", "upload", adapter_folder(tmp_path / "a"))
+def test_what_the_store_got_is_compared_and_sent_again(
+    cli: Cli, serve: Serve, tmp_path: Path
+) -> None:
+    etags = iter(["0" * 32, *(hashlib.md5(data).hexdigest() for data in CONTENTS.values())])
+    url = with_store(serve, serve(lambda *_: (200, {"ETag": f'"{next(etags)}"'}, b"")))
+    done = run(cli, url, "adapters", "upload", adapter_folder(tmp_path / "a"), "--output=id")
+    assert (done.code, done.out) == (0, "a@1\n"), done.err
+    assert "got other bytes; sending part 1 of adapter_config.json again" in done.err
+    always = serve(lambda *_: (200, {"ETag": f'"{"0" * 32}"'}, b""))
+    done = run(cli, with_store(serve, always), "adapters", "upload", str(tmp_path / "a"))
     assert_one_line(done, 1, "adapter_config.json was damaged on its way")
+
+
+@pytest.mark.parametrize("field", ["multipart", "accept_base_mismatch"])
+def test_a_server_that_takes_no_parts_is_named(
+    field: str, cli: Cli, serve: Serve, tmp_path: Path
+) -> None:
+    error = {"message": "There is no such field.", "code": None, "param": field}
+    url = serve(lambda *_: (400, {}, json.dumps({"error": error}).encode()))
+    done = run(cli, url, "adapters", "upload", adapter_folder(tmp_path / "a"))
+    assert_one_line(done, 1, f"The server is older than this command line: .* {field}")
+
+
+def test_what_the_check_is_to_accept_is_part_of_what_was_begun(
+    cli: Cli, serve: Serve, tmp_path: Path
+) -> None:
+    """Else an upload that goes on would be rejected for what its command accepts."""
+    seen: list[tuple[str, str, Any]] = []
+    refused = serve(lambda *_: (403, {}, b"<Error><Message>No</Message></Error>"))
+    url = with_store(serve, refused, seen)
+    folder, accept = adapter_folder(tmp_path / "a"), "--accept-base-mismatch"
+    begun = ("POST", "/api/v1/adapters/a/versions")
+    for options in ((), (accept,), (accept,)):
+        assert run(cli, url, "adapters", "upload", folder, *options).code == 1
+    made = [
+        body.get("accept_base_mismatch") for method, path, body in seen if (method, path) == begun
+    ]
+    assert made[:2] == [None, True]
+    assert [path for method, path, _ in seen if method == "DELETE"] == [f"{begun[1]}/1/upload"]
+
+
+def test_a_home_that_cannot_be_written_hurts_no_upload(
+    cli: Cli, serve: Serve, tmp_path: Path
+) -> None:
+    url = with_store(serve, serve(lambda *_: (200, {}, b"")))
+    folder = adapter_folder(tmp_path / "a")
+    (tmp_path / "file").write_text("no folder")
+    done = cli.run(
+        *("adapters", "upload", folder, "--output=id"),
+        LORIKEET_URL=url,
+        LORIKEET_API_KEY=KEY,
+        XDG_STATE_HOME=str(tmp_path / "file"),
+    )
+    assert (done.code, done.out, done.err) == (0, "a@1\n", "")

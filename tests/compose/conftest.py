@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.compose import standins
-from tests.compose.docker import Missing, engine
+from tests.compose.docker import Missing, engine, host_address
 from tests.compose.stack import Client, Stack
+from tests.receiver import Receiver, receiving
 
 SCRATCH = standins.ROOT / ".test" / "compose"
 BUILD_TIMEOUT_S = 3600
@@ -35,9 +36,23 @@ def images() -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def stack(images: str) -> Iterator[Stack]:
-    """Everything by one command, from nothing, with what the example asks for and no more."""
-    variables = {"LORIKEET_PIP_OPTIONS": images, "LORIKEET_OPERATOR_EMAIL": "ops@example.com"}
+def receiver(images: str) -> Iterator[Receiver]:
+    """A server outside, on this machine, to which the platform's webhooks go."""
+    with receiving(address=host_address()) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def stack(images: str, receiver: Receiver) -> Iterator[Stack]:
+    """Everything by one command, from nothing, with what the example asks for and little more."""
+    address = host_address()
+    variables = {
+        "LORIKEET_PIP_OPTIONS": images,
+        "LORIKEET_OPERATOR_EMAIL": "ops@example.com",
+        # As docs/webhooks.md has an operator allow an address that is not public.
+        "LORIKEET_OUTBOUND_HOSTS": f"{address}:{receiver.port}",
+        "LORIKEET_OUTBOUND_ALLOWED_NETWORKS": f"{address}/32",
+    }
     stack = Stack(SCRATCH / "main", variables=variables, project=f"lorikeet-test-{os.getpid()}")
     try:
         began = time.monotonic()
@@ -58,7 +73,15 @@ def acme(stack: Stack) -> Client:
     """A tenant's program, made as docs/deploy.md has the operator do it."""
     stack.manage("tenant_create", "--slug", "acme", "--name", "Acme")
     made = stack.manage("api_key_create", "--tenant", "acme", "--name", "first")
-    return Client(stack.base_url, made["key"])
+    return Client(stack, made["key"])
+
+
+@pytest.fixture(scope="session")
+def globex(stack: Stack) -> Client:
+    """A second tenant's program: it releases versions."""
+    stack.manage("tenant_create", "--slug", "globex", "--name", "Globex")
+    made = stack.manage("api_key_create", "--tenant", "globex", "--name", "first")
+    return Client(stack, made["key"])
 
 
 @pytest.fixture(scope="session")

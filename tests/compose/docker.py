@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import os
 import shutil
@@ -59,6 +60,13 @@ def docker(*argv: str, timeout_s: float = 120, check: bool = True) -> str:
 def inspect(what: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(docker("inspect", what))[0]
     return found
+
+
+def host_address() -> str:
+    """The address of this machine at which every container reaches it."""
+    form = "{{(index .IPAM.Config 0).Subnet}}"
+    subnet = docker("network", "inspect", "bridge", "--format", form).strip()
+    return str(next(ipaddress.ip_network(subnet).hosts()))
 
 
 @contextlib.contextmanager

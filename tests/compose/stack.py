@@ -19,6 +19,8 @@ from tests.compose.docker import compose_command, docker, environment, inspect, 
 from tests.compose.standins import ROOT
 
 START_TIMEOUT_S = 600.0
+#: The base model of the profile `cpu`.
+BASE = "smollm2-135m-instruct"
 
 
 class Stack:
@@ -26,10 +28,11 @@ class Stack:
 
     def __init__(self, folder: Path, *, variables: Mapping[str, str], project: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        web_port, s3_port = choose_ports(2)
+        web_port, s3_port, prometheus_port = choose_ports(3)
         self.project = project
         self.base_url = f"http://127.0.0.1:{web_port}"
         self.s3_url = f"http://127.0.0.1:{s3_port}"
+        self.prometheus_url = f"http://127.0.0.1:{prometheus_port}"
         self.variables = {
             "LORIKEET_BASE_URL": self.base_url,
             "S3_PUBLIC_ENDPOINT_URL": self.s3_url,
@@ -37,6 +40,7 @@ class Stack:
             "COMPOSE_PROFILES": "gpu",  # as in the example; --profile says otherwise
             "LORIKEET_PORT": str(web_port),
             "S3_PORT": str(s3_port),
+            "PROMETHEUS_PORT": str(prometheus_port),
             **variables,
         }
         self._env_file = folder / "env"
@@ -146,10 +150,10 @@ def wait_until(
 class Client:
     """A tenant's program: the public API with a key."""
 
-    def __init__(self, base_url: str, key: str) -> None:
-        self._http = httpx.Client(
-            base_url=base_url, headers={"Authorization": f"Bearer {key}"}, timeout=120
-        )
+    def __init__(self, stack: Stack, key: str) -> None:
+        self._s3_url = stack.s3_url
+        headers = {"Authorization": f"Bearer {key}"}
+        self._http = httpx.Client(base_url=stack.base_url, headers=headers, timeout=120)
 
     def call(self, method: str, path: str, **arguments: Any) -> dict[str, Any]:
         answer = self._http.request(method, path, **arguments)
@@ -158,10 +162,38 @@ class Client:
         return body
 
     def chat(self, model: str, text: str, **fields: Any) -> str:
-        body = {"model": model, "messages": [{"role": "user", "content": text}], **fields}
-        answer = self.call("POST", "/v1/chat/completions", json={"max_tokens": 24, **body})
-        content: str = answer["choices"][0]["message"]["content"]
+        content: str = self.answer(model, text, **fields).json()["choices"][0]["message"]["content"]
         return content
+
+    def answer(self, model: str, text: str, **fields: Any) -> httpx.Response:
+        """The answer to a chat, with its headers."""
+        body = {"model": model, "messages": [{"role": "user", "content": text}], **fields}
+        answer = self._http.post("/v1/chat/completions", json={"max_tokens": 24, **body})
+        assert answer.status_code == 200, answer.text[:2000]
+        return answer
+
+    def upload(self, adapter: str, folder: Path) -> str:
+        """Upload a version through presigned URLs -> its address; its check has begun."""
+        files = {path.name: path.stat().st_size for path in folder.iterdir()}
+        path = f"/api/v1/adapters/{adapter}/versions"
+        made = self.call("POST", path, json={"base_model": BASE, "files": files})
+        for file, where in made["uploads"].items():
+            assert where["url"].startswith(self._s3_url)
+            content = (folder / file).read_bytes()
+            put = httpx.put(where["url"], content=content, headers=where["headers"])
+            assert put.status_code == 200, put.text
+        path = f"{path}/{made['number']}"
+        self.call("POST", f"{path}/complete")
+        return path
+
+    def decided(self, version: str, timeout_s: float = 240) -> dict[str, Any]:
+        """The version at this address, once it is ready or rejected."""
+
+        def is_decided() -> bool:
+            return self.call("GET", version)["status"] in ("ready", "rejected")
+
+        wait_until(is_decided, timeout_s=timeout_s, what=lambda: str(self.call("GET", version)))
+        return self.call("GET", version)
 
     def stream(self, model: str, text: str) -> list[str]:
         """The pieces of a streamed answer, as they came."""

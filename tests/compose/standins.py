@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import http.server
-import ipaddress
 import os
 import re
 import shutil
@@ -18,12 +17,14 @@ from pathlib import Path
 import yaml
 
 from demo.servers import postgres_program, program
-from tests.compose.docker import Missing, docker, environment, need, run
+from tests.compose.docker import Missing, docker, environment, host_address, need, run
 
 ROOT = Path(__file__).parent.parent.parent
 HERE = Path(__file__).parent / "standins"
 PULL_TIMEOUT_S = 600
 WHEELS_PORT = 8099
+#: Services of others' programs; not Grafana, of which this machine has no program.
+SERVERS = ("postgres", "redis", "seaweedfs", "prometheus")
 CA_BUNDLE = Path("/etc/ssl/certs/ca-certificates.crt")
 #: Debian's release of the images python:…-slim-RELEASE.
 _BASE = re.compile(r"^FROM (python:\S+-slim-(\w+)) AS base$", re.MULTILINE)
@@ -40,7 +41,7 @@ def ensure_images(scratch: Path) -> list[str]:
     if not _has(base) and not _pull(base):
         _make_base(base, release, scratch)
     services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
-    images = {name: services[name]["image"] for name in ("postgres", "redis", "seaweedfs")}
+    images = {name: services[name]["image"] for name in SERVERS}
     missing = {name: image for name, image in images.items() if not _has(image)}
     if missing := {name: image for name, image in missing.items() if not _pull(image)}:
         with _context(scratch) as context:
@@ -111,8 +112,22 @@ def _context(scratch: Path) -> Iterator[Path]:
     shutil.copytree(libraries, context / libraries.name)
     for file in ("redis-server", "redis-cli", "weed"):
         shutil.copy(program(file), context / file)
+    shutil.copy(_prometheus(context), context / "prometheus")
     yield context
     shutil.rmtree(context)
+
+
+def _prometheus(folder: Path) -> Path:
+    """Debian's Prometheus, from its package: installing it would start it. Raises Missing."""
+    if found := shutil.which("prometheus"):
+        return Path(found)
+    need("apt-get")
+    script = 'cd "$0" && apt-get download prometheus && dpkg-deb -x prometheus_*.deb deb'
+    done = run(["sh", "-c", script, str(folder)], check=False, timeout_s=PULL_TIMEOUT_S)
+    found = folder / "deb" / "usr" / "bin" / "prometheus"
+    if not found.exists():
+        raise Missing(f"prometheus can be neither pulled nor had from Debian:\n{done.stderr}")
+    return found
 
 
 def _make_server(name: str, image: str, base: str, context: Path) -> None:
@@ -136,10 +151,7 @@ def local_wheels() -> Iterator[str]:
     if not any(folder.glob("torch-*.whl")):
         yield ""
         return
-    subnet = docker(
-        *("network", "inspect", "bridge", "--format", "{{(index .IPAM.Config 0).Subnet}}")
-    ).strip()
-    gateway = str(next(ipaddress.ip_network(subnet).hosts()))
+    gateway = host_address()
     handler = partial(_Quiet, directory=str(folder))
     # The same each time: it is an argument of the build, whose layers are kept by it.
     with http.server.ThreadingHTTPServer((gateway, WHEELS_PORT), handler) as server:

@@ -19,15 +19,17 @@ import pytest
 from demo.ask import INVOICE_SCHEMA
 from deploy import init
 from tests.compose.docker import docker, inspect
-from tests.compose.stack import Client, Stack, other_stack, wait_until
+from tests.compose.stack import BASE, Client, Stack, other_stack, wait_until
 from tests.compose.standins import ROOT
 from tests.e2e.adapters import lora_tensors, write_adapter
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(3600)]
 
-BASE = "smollm2-135m-instruct"
 ONCE = {"init", "migrate", "model-cpu"}
-PROCESSES = ("web", "accountant", "batch-runner", "celery", "beat", "trainer-cpu", "worker-cpu")
+PROCESSES = (
+    *("web", "accountant", "batch-runner", "celery", "beat"),
+    *("trainer-cpu", "inspector-cpu", "worker-cpu"),
+)
 #: In a request, and to be found nowhere else.
 MARKER = "marmalade-7391-unicorn"
 #: Beyond the base image; 199 when the limit was made.
@@ -46,7 +48,7 @@ def test_the_control_planes_own_layers_are_small(stack: Stack) -> None:
 
 def test_every_service_is_well_and_confined(stack: Stack) -> None:
     services = set(stack.containers())
-    assert len(services) == 13
+    assert len(services) == 14
     for service in services:
         assert stack.is_well(service), stack.describe()
         host = inspect(stack.container(service))["HostConfig"]
@@ -139,24 +141,8 @@ def test_an_adapter_is_uploaded_from_outside_and_answers(
         docker("exec", stack.container("worker-cpu"), "cat", f"/model/{BASE}/config.json")
     )
     folder = write_adapter(tmp_path / "adapter", lora_tensors(config, seed=7))
-    upload(stack, acme, "outside", folder)
+    assert acme.decided(acme.upload("outside", folder))["status"] == "ready"
     assert acme.chat("outside", "Hello?")
-
-
-def upload(stack: Stack, client: Client, name: str, folder: Path) -> None:
-    files = {path.name: path.stat().st_size for path in folder.iterdir()}
-    version = client.call(
-        "POST", f"/api/v1/adapters/{name}/versions", json={"base_model": BASE, "files": files}
-    )
-    for file, where in version["uploads"].items():
-        assert where["url"].startswith(stack.s3_url)
-        put = httpx.put(
-            where["url"], content=(folder / file).read_bytes(), headers=where["headers"]
-        )
-        assert put.status_code == 200, put.text
-    path = f"/api/v1/adapters/{name}/versions/{version['number']}"
-    client.call("POST", f"{path}/complete")
-    wait_until(lambda: client.call("GET", path)["status"] == "ready", timeout_s=120)
 
 
 def train(client: Client, adapter: str) -> dict[str, Any]:
@@ -168,7 +154,7 @@ def train(client: Client, adapter: str) -> dict[str, Any]:
         content=b"\n".join(rows) + b"\n",
         headers={"Content-Type": "application/jsonl"},
     )
-    hyper = {"rank": 4, "max_steps": 2, "batch_size": 2, "max_length": 128}
+    hyper = {"rank": 4, "max_steps": 2, "batch_size": 2, "max_length": 512}
     body = {"adapter": adapter, "dataset": "invoices", "hyperparameters": hyper}
     path = f"/api/v1/training-runs/{client.call('POST', '/api/v1/training-runs', json=body)['id']}"
     ended = {"succeeded", "failed", "cancelled"}
@@ -182,13 +168,13 @@ def train(client: Client, adapter: str) -> dict[str, Any]:
 
 def test_a_run_trains_on_the_trainer_and_its_adapter_answers(acme: Client) -> None:
     run = train(acme, "trained")
-    assert run["status"] == "succeeded", run
+    assert run["status"] == "succeeded", run["error"]
     assert acme.chat("trained", "Invoice of Falcon Energy, 6 items")
 
 
 def test_a_schedule_fires(stack: Stack, acme: Client) -> None:
     assert acme.call("GET", "/api/v1/adapters/trained/versions")["data"]
-    hyper = {"rank": 4, "max_steps": 1, "batch_size": 2, "max_length": 128}
+    hyper = {"rank": 4, "max_steps": 1, "batch_size": 2, "max_length": 512}
     body = {"dataset": "invoices", "cron": "* * * * *", "hyperparameters": hyper}
     acme.call("PUT", "/api/v1/adapters/trained/schedule", json=body)
 
@@ -206,7 +192,7 @@ def test_a_schedule_fires(stack: Stack, acme: Client) -> None:
     "service",
     [
         *("web", "worker-cpu", "accountant", "batch-runner", "celery", "beat", "trainer-cpu"),
-        *("postgres", "redis", "seaweedfs"),
+        *("inspector-cpu", "postgres", "redis", "seaweedfs"),
     ],
 )
 def test_a_killed_service_comes_back_by_itself(stack: Stack, acme: Client, service: str) -> None:
@@ -229,7 +215,8 @@ def answers(client: Client, model: str) -> bool:
 
 
 def test_after_all_that_a_run_still_trains(acme: Client) -> None:
-    assert train(acme, "trained-later")["status"] == "succeeded"
+    run = train(acme, "trained-later")
+    assert run["status"] == "succeeded", run["error"]
 
 
 @pytest.mark.parametrize("service", PROCESSES)
@@ -335,6 +322,13 @@ def test_a_taken_port_is_named(stack: Stack, scratch: Path) -> None:
         done = other.compose("up", "--detach", "seaweedfs", check=False, S3_PORT=port)
         assert done.returncode != 0
         assert f"127.0.0.1:{port}" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("service", PROCESSES)
+def test_every_process_logs_json(stack: Stack, service: str) -> None:
+    said = stack.compose("logs", "--no-color", "--tail", "20", service).stdout
+    lines = [line.partition("| ")[2] for line in said.splitlines() if "| " in line]
+    assert lines and all("event" in json.loads(line) for line in lines), lines
 
 
 def test_no_log_has_a_secret_or_what_people_said(stack: Stack) -> None:

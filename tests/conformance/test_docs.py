@@ -23,7 +23,7 @@ from tests.conformance.conftest import Served
 from tests.tiny_base import ROOMY_NAME
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
-PAGES = ("api.md", "from-openai.md", "from-lorax.md", "from-vllm.md")
+PAGES = ("api.md", "evaluation.md", "from-openai.md", "from-lorax.md", "from-vllm.md")
 BASE_MODEL = "smollm2-135m-instruct"
 PREAMBLE = "from openai import OpenAI\nclient = OpenAI()\n"
 _BLOCK = re.compile(r"^(<!-- not run:[^\n]*-->\n+)?```(sh|python)\n(.*?)^```$", re.M | re.S)

@@ -193,3 +193,23 @@ def test_events_end_only_at_their_ends(served: Served) -> None:
         with httpx.stream("POST", served.url + path, json=sent, headers=headers) as response:
             lines = [line for line in response.iter_lines() if line]
         assert all(line.startswith(("data: ", "event: ", ":")) for line in lines), path
+
+
+def test_headers_say_what_answered_and_where_it_was(served: Served) -> None:
+    chat = served.client().chat.completions.with_raw_response
+    for stream in (False, True):
+        raw = chat.create(
+            model=served.live.tenants["acme"].adapter, messages=say("x"), stream=stream
+        )
+        assert raw.headers["x-lorikeet-version"] == f"{served.live.tenants['acme'].adapter}@1"
+        assert len(raw.headers["x-lorikeet-digest"]) == 64
+        assert int(raw.headers["x-lorikeet-queue-ms"]) >= 0
+        assert raw.headers["x-lorikeet-tier"] in ("gpu", "host", "disk", "store")
+        raw.parse() if not stream else list(raw.parse())
+    raw = served.client().completions.with_raw_response.create(model=FAKE_NAME, prompt="x")
+    assert "x-lorikeet-version" not in raw.headers and "x-lorikeet-tier" not in raw.headers
+    assert int(raw.headers["x-lorikeet-queue-ms"]) >= 0
+    raw_response = served.client().responses.with_raw_response.create(
+        model=served.live.tenants["acme"].adapter, input="x"
+    )
+    assert raw_response.headers["x-lorikeet-version"] == f"{served.live.tenants['acme'].adapter}@1"

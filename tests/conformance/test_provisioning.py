@@ -29,7 +29,7 @@ def test_the_page_provisions_a_tenant(live: LiveStack, tmp_path: Path) -> None:
     _, url = live.with_pool("provisioning").start_web("provisioning", DATABASE_POOL_SIZE="2")
     (tmp_path / "adapter_config.json").write_text("{}")
     (tmp_path / "adapter_model.safetensors").write_bytes(b"tensors")
-    (tmp_path / "invoices.jsonl").write_text(json.dumps(ROW) + "\n")
+    (tmp_path / "invoices.jsonl").write_text(2 * (json.dumps(ROW) + "\n"))
     blocks = re.findall(r"^```sh\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
     assert len(blocks) == 7
     # Between two blocks, so that the end of each is seen.
@@ -53,4 +53,4 @@ def test_the_page_provisions_a_tenant(live: LiveStack, tmp_path: Path) -> None:
     _, _, made, again, upload, train, seen = (part.split() for part in done.stdout.split("=====\n"))
     assert json.loads("".join(made))["dry_run"] is True
     assert (again, upload, seen) == (["unchanged"], ["uploaded"], ["invoices"])
-    assert train == ["1", "created", "queued"]
+    assert train == ["2", "created", "queued"]

@@ -13,6 +13,8 @@ from contract.chat_rows import MAX_LINE_BYTES, MAX_PROBLEMS, lint
 SYSTEM = {"role": "system", "content": "s"}
 USER = {"role": "user", "content": "u"}
 ASSISTANT = {"role": "assistant", "content": "a"}
+TOOL = {"type": "function", "function": {"name": "f"}}
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
 def jsonl(*rows: Any) -> bytes:
@@ -35,7 +37,36 @@ def test_a_good_dataset_has_rows_and_no_problems() -> None:
         (["messages"], "line 2: messages must be a list"),
         ({"messages": {}}, "line 2: messages must be a list"),
         ({"messages": []}, "line 2: messages must be a list"),
-        ({"prompt": "u", "completion": "a"}, "line 2: messages must be a list"),
+        ({"prompt": "u"}, "line 2: completion must be a string"),
+        ({"prompt": "u", "completion": ""}, "line 2: completion must not be empty"),
+        ({"messages": [USER, ASSISTANT], "functions": [{}]}, "line 2: functions is not supported"),
+        ({"messages": [USER, ASSISTANT], "parallel_tool_calls": 1}, "line 2: parallel_tool_calls"),
+        ({"messages": [USER, ASSISTANT], "tools": [{}]}, "line 2: tools[0] must be a function"),
+        ({"messages": [USER, ASSISTANT], "tools": [TOOL, TOOL]}, "line 2: tools[1].function.name"),
+        ({"messages": [USER, ASSISTANT | {"weight": 2}]}, "line 2: messages[1].weight must be 0"),
+        ({"messages": [USER, ASSISTANT | {"weight": True}]}, "line 2: messages[1].weight must"),
+        ({"messages": [USER | {"weight": 1}, ASSISTANT]}, "line 2: messages[0].weight is allowed"),
+        ({"messages": [USER, ASSISTANT | {"weight": 0}]}, "line 2: messages must have a message"),
+        (
+            {"messages": [USER, ASSISTANT | {"function_call": {"name": "f"}}]},
+            "line 2: messages[1].function_call is not supported",
+        ),
+        (
+            {"messages": [USER | {"tool_calls": [CALL]}, ASSISTANT]},
+            "line 2: messages[0].tool_calls are allowed only",
+        ),
+        (
+            {"messages": [USER, ASSISTANT, {"role": "tool", "tool_call_id": "c", "content": "1"}]},
+            "line 2: messages[2].tool_call_id must be the id of an earlier",
+        ),
+        (
+            {"messages": [USER, ASSISTANT | {"tool_calls": [CALL | {"id": 1}]}]},
+            "line 2: messages[1].tool_calls[0].id must",
+        ),
+        (
+            {"messages": [USER, ASSISTANT | {"content": [{"type": "image_url"}]}]},
+            "line 2: messages[1].content[0] must be a part of text",
+        ),
         ({"messages": [USER, "a"]}, "line 2: messages[1] must be an object"),
         ({"messages": [USER, {"role": "bot", "content": "a"}]}, "line 2: messages[1].role must"),
         ({"messages": [USER, {"role": ["user"]}]}, "line 2: messages[1].role must be one of"),
@@ -52,6 +83,35 @@ def test_a_good_dataset_has_rows_and_no_problems() -> None:
 def test_a_wrong_row_is_named_by_line_and_field(row: Any, expected: str) -> None:
     (problem,) = lint(jsonl(GOOD, row, GOOD)).problems
     assert str(problem).startswith(expected)
+
+
+def test_rows_as_openai_has_them_are_good() -> None:
+    called = {"role": "assistant", "content": None, "tool_calls": [CALL], "weight": 1}
+    result = {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "1"}]}
+    rows = [
+        {"messages": [USER, called, result, ASSISTANT], "tools": [TOOL]},
+        {
+            "messages": [
+                {"role": "developer", "content": "d"},
+                USER,
+                ASSISTANT | {"weight": 0},
+                USER,
+                ASSISTANT,
+            ],
+            "parallel_tool_calls": False,
+        },
+        {"messages": [USER, {"role": "assistant", "content": None, "refusal": "no"}]},
+        {"prompt": "u", "completion": " a"},
+    ]
+    assert (lint(jsonl(*rows)).num_rows, lint(jsonl(*rows)).problems) == (4, [])
+
+
+def test_half_of_a_surrogate_pair_is_no_text() -> None:
+    rows = [
+        {"messages": [USER, ASSISTANT | {"content": text}]} for text in ("\ud83e\udd9c", "\ud83e")
+    ]
+    (problem,) = lint(jsonl(*rows)).problems
+    assert str(problem).startswith("line 2 has half of a surrogate pair")
 
 
 @pytest.mark.parametrize(
@@ -98,13 +158,15 @@ def test_the_trainer_takes_what_passes_and_no_more(tmp_path: Path) -> None:
         {"messages": [ASSISTANT, USER]},
         {"messages": [USER, {"role": "tool", "content": "a"}]},
         {"messages": [USER, {"role": "assistant", "content": None}]},
+        {"messages": [USER, ASSISTANT | {"weight": 0}]},
+        {"prompt": "u", "completion": "a"},
         {"messages": []},
         [],
     ]
     for row in rows:
         path.write_bytes(jsonl(row))
         try:
-            worker.read_chats(path)
+            list(worker.read_rows(path))
             is_taken = True
         except worker.DatasetError:
             is_taken = False

@@ -13,7 +13,7 @@ from contract.training import BOUNDS, Hyperparameters, JobError, TrainJob
 
 def test_each_number_has_its_bounds() -> None:
     fields = {field.name for field in dataclasses.fields(Hyperparameters)}
-    assert fields == {*BOUNDS, "target_modules"}
+    assert fields == {*BOUNDS, "target_modules", "truncate"}
 
 
 @pytest.mark.parametrize("name", BOUNDS)
@@ -21,10 +21,11 @@ def test_numbers_within_their_bounds_are_taken_and_no_others(name: str) -> None:
     is_whole, least, most = BOUNDS[name]
     for value in (least, most):
         assert getattr(Hyperparameters.from_dict({name: value}), name) == value
-    step = 1 if is_whole else least / 1000
+    step = 1 if is_whole else (least or 1) / 1000
     wrong: list[Any] = [least - step, most + 1, "1", True, float("nan"), []]
     wrong += [least + 0.5] if is_whole else []
-    wrong += [None] if name != "max_steps" else []  # as if it were left out
+    may_be_none = name in ("max_steps", "eval_steps", "patience")  # as if it were left out
+    wrong += [] if may_be_none else [None]
     for value in wrong:
         with pytest.raises(JobError, match=f"^hyperparameters.{name}: must be a ") as caught:
             Hyperparameters.from_dict({name: value})
@@ -38,6 +39,7 @@ def test_numbers_within_their_bounds_are_taken_and_no_others(name: str) -> None:
         ("target_modules", "q_proj"),
         ("target_modules", []),
         ("dropout", 0.1),
+        ("truncate", 1),
     ],
 )
 def test_a_wrong_hyperparameter_is_refused_by_name(field: str, value: Any) -> None:
@@ -54,6 +56,16 @@ def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:
         hyperparameters=Hyperparameters(rank=3, target_modules=("a", "b"), max_steps=None),
         num_threads=2,
         gpu_share=0.25,
+        most_steps=7,
+        most_tokens=8,
+        validation_dataset=tmp_path / "config.json",
+        salt="x",
+        warm_start=tmp_path / "config.json",
     )
     job.write(tmp_path / "job.json")
     assert TrainJob.read(tmp_path / "job.json") == job
+    for name in ("dataset", "validation_dataset", "warm_start"):
+        dataclasses.replace(job, **{name: tmp_path / "gone"}).write(tmp_path / "job.json")
+        with pytest.raises(JobError, match="there is no such file") as caught:
+            TrainJob.read(tmp_path / "job.json")
+        assert caught.value.field == name

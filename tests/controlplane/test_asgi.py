@@ -75,10 +75,10 @@ class TestStrangersTime:
         """Seconds until the server ends a request whose body brings 20 KB a second, for ever."""
         framing = "Transfer-Encoding: chunked" if chunked else "Content-Length: 5000000"
         head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n{header}{framing}\r\n\r\n"
-        piece = b"800\r\n" + b" " * 2048 + b"\r\n" if chunked else b" " * 2048
+        piece = b"2000\r\n" + b" " * 8192 + b"\r\n" if chunked else b" " * 8192
         started = time.monotonic()
         with server.connect() as connection, contextlib.suppress(ConnectionError):
-            connection.settimeout(0.1)
+            connection.settimeout(0.4)
             connection.sendall(head.encode())
             while time.monotonic() - started < PROMISED_S + 5:
                 connection.sendall(piece)

@@ -29,7 +29,7 @@ from tests.controlplane.conftest import Party
 from tests.controlplane.management.test_openapi import COMMITTED, make_named
 
 #: Of each operation and mode.
-NUM_EXAMPLES = [pytest.param(6), pytest.param(60, marks=pytest.mark.long)]
+NUM_EXAMPLES = [pytest.param(4), pytest.param(60, marks=pytest.mark.long)]
 CHECKS = [
     not_a_server_error,
     status_code_conformance,

@@ -18,7 +18,7 @@ from tests.deploy.dockerfile import ROOT, stages
 EXAMPLE_TEXT = (ROOT / ".env.example").read_text()
 EXAMPLE = set(re.findall(r"^(?:# )?([A-Z][A-Z0-9_]+)=", EXAMPLE_TEXT, re.MULTILINE))
 READERS = {
-    "controlplane/settings.py": r'\benv(?:_bool|_int)?\(\s*"([A-Z0-9_]+)"',
+    "controlplane/settings.py": r'\benv(?:_bool|_int|iron\.get)?\(\s*"([A-Z0-9_]+)"',
     "worker/config.py": r'\bread\.\w+\(\s*"([A-Z0-9_]+)"',
 }
 ONCE = {"init", "migrate", "model", "model-cpu", "backup"}
@@ -71,7 +71,8 @@ def test_example_asks_for_three_lines_and_has_no_secret() -> None:
 def test_every_process_of_the_platform_is_a_service(services: Services) -> None:
     servers = {"postgres", "redis", "seaweedfs", "prometheus", "grafana"}
     processes = {"web", "accountant", "batch-runner", "celery", "beat"}
-    each = {"model", "trainer", "worker", "model-cpu", "trainer-cpu", "worker-cpu"}
+    each = {"model", "trainer", "inspector", "worker"}
+    each |= {"model-cpu", "trainer-cpu", "inspector-cpu", "worker-cpu"}
     assert set(services) == servers | processes | each | {"init", "migrate", "backup"}
 
 
@@ -81,8 +82,8 @@ def test_a_profile_has_all_of_the_gpu_side(services: Services) -> None:
         for profile in service.get("profiles", []):
             by_profile.setdefault(profile, set()).add(name)
     assert by_profile == {
-        "gpu": {"model", "trainer", "worker"},
-        "cpu": {"model-cpu", "trainer-cpu", "worker-cpu"},
+        "gpu": {"model", "trainer", "inspector", "worker"},
+        "cpu": {"model-cpu", "trainer-cpu", "inspector-cpu", "worker-cpu"},
         "backup": {"backup"},
         "monitoring": {"prometheus", "grafana"},
     }
@@ -195,6 +196,17 @@ def test_interpolated_and_passed_variables_are_in_the_example(services: Services
     }
     # The Hub's address is the client's own setting.
     assert (names | passed) - EXAMPLE == {"HF_ENDPOINT"}
+
+
+def test_what_an_image_sets_is_not_taken_away(services: Services) -> None:
+    """Compose 1.29 removes a variable that is named without a value and that .env does not have."""
+    text = (ROOT / "Dockerfile").read_text()
+    lines = re.findall(r"^ENV (.+)$", text, re.MULTILINE)
+    of_images = {name for line in lines for name in re.findall(r"([A-Z_]+)=", line)}
+    assert "LORIKEET_LOG_FORMAT" in of_images
+    for name, service in services.items():
+        environment = service.get("environment", {})
+        assert not {key for key in of_images if environment.get(key, "") is None}, name
 
 
 def test_every_setting_reaches_the_processes_that_read_it(services: Services) -> None:

@@ -33,7 +33,9 @@ assert "accountant" in get_commands()
 PROGRAMS = {
     "controlplane": CONTROL_PLANE,
     "trainer": CONTROL_PLANE
-    + "import worker.train, worker.training.loop, worker.training.chat_data\n",
+    + "import worker.train, worker.training.loop, worker.training.chat_data\n"
+    + "import worker.dataset_report\n"
+    + "import worker.train_many, worker.batch_training.base, worker.batch_training.loop\n",
     "worker": "import worker.__main__, worker.engine_process.process, engine, kernels, outlines\n",
 }
 ABSENT = {
@@ -45,7 +47,7 @@ ABSENT = {
         "kernels",
         "worker.serving.service",
     ),
-    "trainer": ("engine", "kernels", "outlines"),
+    "trainer": ("outlines",),
     "worker": ("django", "celery", "rest_framework", "psycopg", "controlplane"),
 }
 REPORT = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from demo import seed
 from demo.platform import Platform, environment
 from demo.stack import EmbeddedStack
 from demo.state import DemoState
-from tests.database import operator_url
+from tests.database import migrated_database, operator_url
 from tests.e2e.adapters import lora_tensors, write_adapter
 from tests.e2e.system import System, read_base_config
 from worker.base_model import PACKAGED_MODEL
@@ -30,13 +31,22 @@ def system(stack: EmbeddedStack) -> Iterator[System]:
     state = DemoState.load(folder / "state.json")
     # Databases of their own: other tests use the same Redis.
     redis = stack.env["REDIS_URL"].removesuffix("/0")
-    own = {"REDIS_URL": f"{redis}/2", "CELERY_BROKER_URL": f"{redis}/3"}
+    own = {
+        **migrated_database(stack.env, "lorikeet_system"),
+        "REDIS_URL": f"{redis}/2",
+        "CELERY_BROKER_URL": f"{redis}/3",
+    }
     env = environment(
         stack.env | own, folder=folder, base_url=state.base_url, base_model_dir=base_model_dir
     )
     seed.migrate(env)
     seed.seed(env, state, base_model_dir)
+    if os.environ.get("LORIKEET_TEST_DEVICE") == "cuda":  # see test_card
+        env |= {"LORIKEET_DEVICE": "cuda", "LORIKEET_TRAINER_GPU_SHARE": "0.2"}
     env |= {"LORIKEET_LOG_FORMAT": "json", "LORIKEET_LOG_LEVEL": "DEBUG"}
+    # Webhooks' receivers are on this machine.
+    env["LORIKEET_OUTBOUND_HOSTS"] = "127.0.0.1"
+    env["LORIKEET_OUTBOUND_ALLOWED_NETWORKS"] = "127.0.0.0/8"
     platform = Platform(env, folder=folder, port=state.web_port)
     processes = (platform.worker, platform.web, platform.accountant, platform.celery)
     try:

@@ -77,6 +77,10 @@ class System:
         with psycopg.connect(self.database_url, row_factory=dict_row) as connection:
             return connection.execute(text.encode(), parameters).fetchall()
 
+    def execute(self, text: str, *parameters: object) -> None:
+        with psycopg.connect(self.database_url) as connection:
+            connection.execute(text.encode(), parameters)
+
 
 def until(probe: Callable[[], T | None], what: str, timeout_s: float = 20) -> T:
     """The first value of `probe` that is neither None nor false."""

@@ -23,7 +23,8 @@ ALERTS = ROOT / "deploy" / "prometheus" / "alerts.yml"
 #: Labels may have few values: none of these names a tenant, a key, an adapter or a request.
 LABELS = {
     *("le", "surface", "status", "reason", "outcome", "priority", "state", "use", "tier", "cause"),
-    *("pool", "base_model", "queue", "task", "kind", "verdict", "result", "reading"),
+    *("pool", "base_model", "queue", "task", "kind", "verdict", "result", "reading", "warmth"),
+    "source",
 }
 SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_count", "_sum")}
 SUFFIXES |= {"summary": ("_count", "_sum"), "gauge": ("",)}

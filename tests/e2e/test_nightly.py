@@ -83,6 +83,11 @@ def test_a_due_schedule_trains_and_its_new_version_answers(nightly: System) -> N
     assert (run["status"], run["error"]) == ("succeeded", "")
     assert run["progress"]["step"] == HYPERPARAMETERS["max_steps"]
     assert run["version"] > before
+    [row] = call(system, "GET", f"adapters/{adapter}/schedule/runs")["data"]
+    assert (row["state"], row["training_run"]) == ("succeeded", run["id"])
+    [entry] = call(system, "GET", f"morning?adapter={adapter}")["data"]
+    assert (entry["version"], entry["num_rows"]) == (run["version"], len(rows.splitlines()))
+    assert entry["losses"][-1][0] == HYPERPARAMETERS["max_steps"]
     # It waits until somebody makes it live; then every gateway has it within a second.
     assert call(system, "GET", f"adapters/{adapter}")["live_version"] == before
     promoted = call(system, "POST", f"adapters/{adapter}/versions/{run['version']}/promote")

@@ -9,6 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import copy
 import functools
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -218,7 +219,16 @@ def oracle(tiny_model: Path, adapters: dict[str, Path]) -> Oracle:
 #: Room for all adapters; `check_integrity` looks at every page, also of host memory.
 SMALL = {"arena_bytes": 4 << 20, "host_cache_bytes": 16 << 20}
 MakeEngine = Callable[..., Engine]
-_REQUEST_FIELDS = {"deadline", "lark", "n", "priority", "regex", "tenant_id"}
+_REQUEST_FIELDS = {
+    "deadline",
+    "lark",
+    "n",
+    "priority",
+    "regex",
+    "remember",
+    "speculation",
+    "tenant_id",
+}
 
 
 @pytest.fixture
@@ -306,13 +316,19 @@ def run(
     for each in requests:
         engine.add(each)
     results: dict[str, Result] = {each.request_id: Result() for each in requests}
-    for _ in range(max_steps):
+    num_steps, until = 0, time.monotonic() + 60
+    while num_steps < max_steps and time.monotonic() < until:
         if not engine.has_work():
             return results
-        for output in engine.step():
+        outputs = engine.step()
+        for output in outputs:
             results.setdefault(name_of(output), Result()).add(output)
         if check:
             engine.check_integrity()
+        if outputs:
+            num_steps, until = num_steps + 1, time.monotonic() + 60
+        else:  # adapters and grammars are made by threads
+            time.sleep(0.0005)
     raise AssertionError(f"still at work after {max_steps} steps: {engine.stats()}")
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -21,6 +21,7 @@ from engine import (
     DeadlineExceeded,
     Engine,
     FinishReason,
+    KeptPrefix,
     OutOfPages,
     PinLimitExceeded,
     Priority,
@@ -62,9 +63,9 @@ class Score:
     ends: Counter[str]
 
 
-def play(seed: int, worlds: Sequence[World], folder: Path) -> Score:
+def play(seed: int, worlds: Sequence[World], folder: Path, *, pins_adapters: bool) -> Score:
     """Play one game, the same for the same seed; `folder` is its disk, an empty one."""
-    game = Game(seed, worlds, folder)
+    game = Game(seed, worlds, folder, pins_adapters=pins_adapters)
     try:
         with (
             patch("engine.adapters.loader.start_thread", game.threads),
@@ -82,14 +83,22 @@ def play(seed: int, worlds: Sequence[World], folder: Path) -> Score:
 
 
 class Game:
-    """An engine in a small world, the moves, and what those who make them remember."""
+    """An engine in a small world, the moves, and what those who make them remember.
 
-    def __init__(self, seed: int, worlds: Sequence[World], folder: Path) -> None:
+    pins_adapters  whether adapters are pinned and brought to the arena between the moves, which
+                   stay the same
+    """
+
+    def __init__(
+        self, seed: int, worlds: Sequence[World], folder: Path, *, pins_adapters: bool
+    ) -> None:
+        self._pin_chance = random.Random(~seed) if pins_adapters else None
         self.seed, self.chance = seed, random.Random(seed)
         self.world = self.chance.choice(worlds)
         self.now, self.num_steps = 1000.0, 0
         self.threads = Threads(self.chance)
-        self._config = draw_config(self.chance, self.world)
+        drafts = random.Random(-seed - 7).random() < 0.5  # of its own: the moves stay the same
+        self._config = replace(draw_config(self.chance, self.world), speculation=drafts)
         self.engine = Engine(self._config, clock=lambda: self.now)
         self.engine._grammars._compiler._threads = self.threads  # type: ignore[assignment]
         self._reads_ahead = self.chance.random() < 0.5
@@ -119,6 +128,10 @@ class Game:
         for move in self.chance.choices(moves, weights, k=NUM_MOVES):
             move(self)
             self.engine.check_integrity()
+            if self._pin_chance is not None and self._pin_chance.random() < 0.15:
+                move = self._pin_chance.choice([self._pin_adapters, self._keep_prefixes])
+                move(self._pin_chance)
+                self.engine.check_integrity()
         self._end()
 
     def close(self) -> None:
@@ -144,7 +157,8 @@ class Game:
         try:
             self.engine.add(request)
         except OutOfPages:
-            num_tokens, num_pinned = len(request.token_ids) + 1, self.engine._pins.num_pages
+            num_tokens = len(request.token_ids) + 1
+            num_pinned = self.engine._pins.num_lasting_pages
             assert not self._has_room(num_tokens, room, num_pinned), "refused though it fits"
         except RequestError as error:
             most = self._config.max_adapters
@@ -164,7 +178,7 @@ class Game:
             key = (output.request_id, output.index)
             self.results[key].add(output)
             if output.finish_reason is not None:
-                self._pinned[key] = self.engine._pins.num_pages
+                self._pinned[key] = self.engine._pins.num_lasting_pages
         self.engine.check_integrity()
         self.now += STEP_S
 
@@ -187,6 +201,30 @@ class Game:
     def _prefetch(self) -> None:
         if digest := self._draw_digest():
             self.engine.prefetch(digest)
+
+    def _pin_adapters(self, chance: random.Random) -> None:
+        known = [*self._digests.values()]
+        wanted = [chance.choice([*known, "never-was"]) for _ in range(chance.randrange(4))]
+        if known and chance.random() < 0.5:
+            self.engine.prefetch(chance.choice(known), to_arena=True)
+        else:
+            self.engine.pin_adapters([(chance.choice("ab"), digest) for digest in wanted])
+
+    def _keep_prefixes(self, chance: random.Random) -> None:
+        """A few prefixes, some of which requests and pins have too."""
+        wanted = []
+        for number in range(chance.randrange(4)):
+            length = chance.choice([5, 16, 40, 120])
+            digests = chance.sample([*self._digests.values()], min(1, len(self._digests)))
+            wanted.append(
+                KeptPrefix(
+                    name=f"kept {number}",
+                    tenant_id=chance.choice("ab"),
+                    adapters=tuple(AdapterPart(digest=digest) for digest in digests),
+                    token_ids=tuple(draw_prompt(chance, (length,))),
+                )
+            )
+        self.engine.keep_prefixes(wanted)
 
     def _replace(self) -> None:
         """A name means another adapter from now on, or the same one from elsewhere, or nothing."""
@@ -292,6 +330,7 @@ class Game:
         self._check_empty()
 
     def _unpin_all(self) -> None:
+        self.engine.keep_prefixes([])
         while self._pins:
             self._unpin()
 

@@ -49,7 +49,12 @@ def worlds(
 
 
 def play_all(
-    seeds: Iterable[int], worlds: list[World], folder: Path, limit_s: float = 1e9
+    seeds: Iterable[int],
+    worlds: list[World],
+    folder: Path,
+    limit_s: float = 1e9,
+    *,
+    pins_adapters: bool = False,
 ) -> list[Score]:
     """The scores of as many games as the time is enough for."""
     begun = time.monotonic()
@@ -59,7 +64,7 @@ def play_all(
             break
         disk = folder / str(seed)
         disk.mkdir()
-        scores.append(play(seed, worlds, disk))
+        scores.append(play(seed, worlds, disk, pins_adapters=pins_adapters))
     return scores
 
 
@@ -72,12 +77,17 @@ def test_known_games(worlds: list[World], tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_games_in_which_adapters_are_pinned(worlds: list[World], tmp_path: Path) -> None:
+    play_all(range(2), worlds, tmp_path, pins_adapters=True)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(2 * LIMIT_S)
-def test_many_games(worlds: list[World], tmp_path: Path) -> None:
+@pytest.mark.parametrize("pins_adapters", [False, True])
+def test_many_games(worlds: list[World], tmp_path: Path, pins_adapters: bool) -> None:
     first = random.SystemRandom().randrange(1 << 32)
     seeds = list(chosen_seeds()) or range(first, first + NUM_GAMES)
-    play_all(seeds, worlds, tmp_path, LIMIT_S)
+    play_all(seeds, worlds, tmp_path, LIMIT_S / 2, pins_adapters=pins_adapters)
 
 
 def chosen_seeds() -> Iterator[int]:

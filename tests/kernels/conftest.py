@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,10 +18,32 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Every test that takes `device` is a GPU test as well; without a card it is only that."""
+    """Every test that takes `device` is a GPU test as well; without a card it is only that.
+
+    The interpreter runs all cases of a test in float32, in float16 the last one, which has most in
+    it, and the one in the middle; all of them in float16 are for `make test-long`.
+    """
+    if torch.cuda.is_available():
+        for item in items:
+            if "device" in getattr(item, "fixturenames", ()):
+                item.add_marker(pytest.mark.gpu)
+        return
+    halves: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if "device" in getattr(item, "fixturenames", ()) and torch.cuda.is_available():
-            item.add_marker(pytest.mark.gpu)
+        if _dtype(item) == "float16":
+            halves[item.nodeid.partition("[")[0]].append(item)
+    for cases in halves.values():
+        kept = (cases[len(cases) // 2], cases[-1])
+        for item in cases:
+            if item not in kept:
+                item.add_marker(pytest.mark.long)
+
+
+def _dtype(item: pytest.Item) -> object:
+    """The dtype's name, of a test of this folder that takes one."""
+    call = getattr(item, "callspec", None)
+    is_ours = item.path.is_relative_to(Path(__file__).parent)
+    return call.params.get("dtype") if call is not None and is_ours else None
 
 
 @pytest.fixture(autouse=True)

@@ -68,7 +68,9 @@ def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 @pytest.mark.usefixtures("num_threads")
 @pytest.mark.parametrize("max_bytes", [1 << 30, 40_000, 0], ids=["stacks", "some", "tiles-only"])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 5))]
+)
 def test_equals_the_kernels_references(seed: int, max_bytes: int) -> None:
     """Over several steps in which adapters come, go, repeat and bring one or many rows."""
     choose = random.Random(seed)

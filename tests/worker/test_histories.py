@@ -313,7 +313,7 @@ def usage(live: LiveStack) -> Counter[str]:
 
 
 @pytest.mark.parametrize(
-    "num_requests", [pytest.param(500), pytest.param(2000, marks=pytest.mark.long)]
+    "num_requests", [pytest.param(200), pytest.param(2000, marks=pytest.mark.long)]
 )
 def test_requests_among_faults(
     stack: EmbeddedStack, redis_server: Redis, tmp_path: Path, num_requests: int

@@ -154,6 +154,7 @@ async def overload(url: str, keys: list[str], rate: float, seconds: float) -> li
         return await asyncio.gather(*tasks)
 
 
+@pytest.mark.long
 @pytest.mark.alone
 def test_five_times_too_much_is_refused_and_the_rest_is_served(site: Site) -> None:
     url = site.web(LORIKEET_MAX_WAIT_S="2")
@@ -201,6 +202,7 @@ def test_five_times_too_much_is_refused_and_the_rest_is_served(site: Site) -> No
         assert max(series) - series[len(series) // 4] < 16 * MIB, series
 
 
+@pytest.mark.long
 @pytest.mark.alone
 def test_a_flood_of_10000_does_not_keep_a_trickle_waiting(site: Site) -> None:
     url = site.web()
@@ -318,15 +320,15 @@ async def crash(site: Site, times: int) -> None:
     for _ in range(times):
         await asyncio.sleep(2)
         site.processes[-1].end()
-        await asyncio.to_thread(site.worker, step_s=0.005, wait=False)
+        await asyncio.to_thread(site.worker, step_s=STEP_S, wait=False)
 
 
 def test_a_budget_is_not_overspent_though_workers_die(site: Site) -> None:
-    hard, num_clients, crashes = 16_000, 12, 2
+    hard, num_clients, crashes = 6_000, 12, 2
     purse = Purse.made(site, hard)
     url = site.web()
     site.accountant()
-    site.worker(step_s=0.005)
+    site.worker(step_s=STEP_S)
 
     async def play() -> list[Answer]:
         async with a_client() as client:

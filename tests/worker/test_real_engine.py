@@ -27,7 +27,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def client(live: LiveStack, tiny: Path) -> Iterator[OpenAI]:
     pool = live.with_pool("real")
     web, url = pool.start_web()
-    worker = pool.start_worker("real-worker", step_s=None, base=tiny)
+    worker = pool.start_worker("real-worker", step_s=None, base=tiny, LORIKEET_SPECULATION="on")
     yield OpenAI(base_url=f"{url}/v1", api_key=live.tenants["acme"].key, max_retries=0)
     assert worker.stop() == 0, worker.log.read_text()
     web.end()
@@ -82,6 +82,45 @@ def test_a_schema_that_nothing_satisfies_is_a_400(client: OpenAI) -> None:
         client.chat.completions.create(model=TINY_NAME, messages=MESSAGES, response_format=form)
     assert caught.value.code == "invalid_response_format"
     assert caught.value.param == "response_format.json_schema.schema"
+
+
+def test_drafts_show_in_the_usage_and_a_request_may_turn_them_off(client: OpenAI) -> None:
+    """In a chat, a completion and a response, with the same answer."""
+    answer_of = {"customer_number": {"enum": ["first"]}, "is_delivered": {"type": "boolean"}}
+    schema = {"type": "object", "properties": answer_of, "required": [*answer_of]}
+    schema |= {"additionalProperties": False}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    said: Any = {"name": "a", "schema": schema, "type": "json_schema"}
+    own: Any = {"model": TINY_NAME, "temperature": 0}
+    answers = []
+    for off in ({}, {"speculation": False}):
+        chat = client.chat.completions.create(
+            messages=MESSAGES, response_format=form, max_tokens=90, extra_body=off, **own
+        )
+        text = client.completions.create(
+            prompt="hello", max_tokens=90, extra_body={"response_format": form, **off}, **own
+        )
+        response = client.responses.create(
+            input="hello", text={"format": said}, max_output_tokens=90, extra_body=off, **own
+        )
+        assert chat.usage is not None and text.usage is not None and response.usage is not None
+        for told in (
+            chat.usage.completion_tokens_details,
+            text.usage.completion_tokens_details,
+            response.usage.output_tokens_details,
+        ):
+            counts = told.model_dump()  # type: ignore[union-attr]
+            if off:
+                assert not counts.get("accepted_prediction_tokens")
+            else:
+                assert counts["accepted_by_source"]["forced"] > 20
+                assert (
+                    counts["accepted_prediction_tokens"] >= counts["accepted_by_source"]["forced"]
+                )
+        answers.append(
+            (chat.choices[0].message.content, text.choices[0].text, response.output_text)
+        )
+    assert answers[0] == answers[1]
 
 
 def test_the_same_seed_gives_the_same_answer(client: OpenAI) -> None:

@@ -55,6 +55,7 @@ OF_NOBODY = [
         rf"q:{P}:[^:]+:(?:sums|idle|[ib](?::(?:skip|vt))?)",
         r"cache:1:.+",
         "gw",
+        "webhooks:(turn|again)",
     ),
 ]
 

@@ -29,7 +29,7 @@ MAX_TOKENS = 220
 #: An automaton of millions of states each, which no bound on a single keyword sees coming.
 BOMBS = [
     {"type": "integer", "allOf": [{"multipleOf": 1999}, {"multipleOf": other}]}
-    for other in (1997, 1993, 1987)
+    for other in (1997, 1993)
 ]
 
 
@@ -165,7 +165,7 @@ def test_a_bomb_does_not_slow_others(client: OpenAI) -> None:
     thrower.start()
     beside = max(gaps(client))
     thrower.join()
-    assert outcomes == ["invalid_response_format"] * 3
+    assert outcomes == ["invalid_response_format"] * len(BOMBS)
     assert beside < max(10 * calm, 1.0)  # a compilation in the step loop would be 2 s
 
 

@@ -233,12 +233,14 @@ def test_what_was_done_before_the_process_ended_is_said_again(
 
 def test_a_wrong_job_ends_alone(tmp_path: Path, tiny_base: Path) -> None:
     jobs = write_jobs(tmp_path, tiny_base, max_steps=2)
-    write_rows(jobs["two"].parent / "data.jsonl", [{"prompt": "a"}])
+    write_rows(jobs["two"].parent / "data.jsonl", [{"question": "a"}])
     fields = json.loads(jobs["three"].read_text())
     fields["hyperparameters"]["learning_rate"] = -1
     jobs["three"].write_text(json.dumps(fields))
     code, events = train_here(tmp_path / "state", list(jobs.values()))
     assert code == 2
+    assert events["two"][-1]["field"] == "dataset"
+    assert events["three"][-1]["field"] == "hyperparameters.learning_rate"
     assert events["one"][-1]["event"] == "done"
     [two], [three] = events["two"], events["three"]
     assert two["event"] == three["event"] == "error"
@@ -274,8 +276,14 @@ def test_what_the_batch_does_not_do_goes_to_the_present_trainer(
     jobs = write_jobs(tmp_path, tiny_base, max_steps=2)
     fields = json.loads(jobs["two"].read_text())
     jobs["two"].write_text(json.dumps(fields | {"base_model_dir": str(other)}))
-    code, events = train_here(tmp_path / "state", [jobs["one"], jobs["two"]])
-    assert code == 0
+    fields = json.loads(jobs["three"].read_text())
+    strange = str(tiny_base / "model.safetensors")
+    jobs["three"].write_text(json.dumps(fields | {"warm_start": strange}))
+    code, events = train_here(tmp_path / "state", list(jobs.values()))
+    assert code == 2
+    alone, error = events["three"]
+    assert alone["event"] == "alone" and alone["reason"].startswith("warm_start: ")
+    assert (error["event"], error["field"]) == ("error", "warm_start")
     alone, *rest = events["two"]
     assert alone["event"] == "alone" and "dynamic" in alone["reason"]
     assert [event["event"] for event in rest] == ["started", "progress", "progress", "done"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -15,7 +14,8 @@ from engine.training.memory import MemoryPlan, elements_of, plan_memory
 from engine.training.model import TrainingModel
 from engine.training.trainer import BatchTrainer, TrainerConfig
 from worker.batch_training.jobs import NamedJob, settings_of
-from worker.training.loop import limit_gpu_memory, load_tokenizer, training_dtype
+from worker.text.codec import TextCodec
+from worker.training.loop import limit_gpu_memory, load_codec, training_dtype
 
 # On a GPU a micro-batch fills the card. On a CPU it gains nothing from more tokens, so that runs
 # take turns, and each gives the same bytes whoever else takes part.
@@ -32,7 +32,7 @@ def _free_bytes(share: float) -> int:
 @dataclass(frozen=True, slots=True)
 class OpenBase:
     trainer: BatchTrainer
-    tokenizer: Any
+    codec: TextCodec
 
 
 def open_base(
@@ -52,7 +52,7 @@ def open_base(
         torch.set_num_threads(max(threads))
     share = min((named.job.gpu_share or 1.0 for named in jobs), default=1.0)
     limit_gpu_memory(share)
-    tokenizer = load_tokenizer(folder)
+    codec = load_codec(folder)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     config, dtype = ModelConfig.from_folder(folder), training_dtype()
     weights = load_weights(folder, config, device, dtype)
@@ -78,4 +78,4 @@ def open_base(
         runs_a_pass=1 if device == "cpu" else None,
         pool_elements=plan.pool_elements,
     )
-    return OpenBase(BatchTrainer(model, settings), tokenizer)
+    return OpenBase(BatchTrainer(model, settings), codec)

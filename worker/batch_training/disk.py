@@ -36,12 +36,15 @@ class SavedRun:
 class CheckpointFolder:
     """A folder for the checkpoints of many runs; each run has one of its own in it.
 
-    One process uses it at a time.
+    One process uses a run's at a time.
+
+    root  None: each run's folder is `checkpoint`, beside the file that names the run
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path | None) -> None:
         self._root = root
-        root.mkdir(parents=True, exist_ok=True)
+        if root is not None:
+            root.mkdir(parents=True, exist_ok=True)
 
     def save(self, name: str, saved: SavedRun) -> None:
         """Replace the run's checkpoint."""
@@ -64,6 +67,8 @@ class CheckpointFolder:
             state, losses = json.loads(metadata["state"]), json.loads(metadata["losses"])
         except (OSError, SafetensorError, ValueError, KeyError, TypeError):
             return None
+        if self._root is None and isinstance(state, dict):
+            state["run_id"] = name  # the folder is the run's own, wherever it lies now
         return SavedRun(Checkpoint(tensors, state), losses)
 
     def save_result(self, name: str, event: Mapping[str, Any]) -> None:
@@ -82,11 +87,18 @@ class CheckpointFolder:
             return None
         return event if isinstance(event, dict) else None
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether the folders belong to who gave the jobs, who removes them, too."""
+        return self._root is None
+
     def drop(self, name: str) -> None:
         """Forget a run that has ended."""
         shutil.rmtree(self._folder(name), ignore_errors=True)
 
     def _folder(self, name: str) -> Path:
+        if self._root is None:
+            return Path(name).parent / "checkpoint"
         return self._root / hashlib.sha256(name.encode()).hexdigest()[:32]
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from contract.training import Hyperparameters, TrainJob
 from engine.training.run import RunRequest, RunRows, RunSettings
-from worker.training.chat_data import IGNORED, Example, load_examples
+from worker.text.codec import TextCodec
+from worker.training.chat_data import load_data
+from worker.training.example_store import IGNORED, ExampleStore
 from worker.training.loop import planned
 
 
@@ -45,24 +46,24 @@ def settings_of(hyper: Hyperparameters, steps: int = 1) -> RunSettings:
     )
 
 
-def prepare(named: NamedJob, tokenizer: Any) -> PreparedJob:
-    """Read a job's rows. Raises DatasetError."""
+def prepare(named: NamedJob, codec: TextCodec) -> PreparedJob:
+    """Read a job's rows. Raises DatasetError, JobError."""
     hyper = named.job.hyperparameters
-    examples = load_examples(tokenizer, named.job.dataset, hyper.max_length)
-    started = planned(examples, hyper)
+    data = load_data(codec, named.job)
+    started = planned(data, named.job)
     return PreparedJob(
         named=named,
         request=RunRequest(
             run_id=named.name,
             tenant=named.name,  # so that all jobs take turns
-            rows=_rows(examples),
+            rows=_rows(data.examples),
             settings=settings_of(hyper, started["steps"]),
         ),
         started=started,
     )
 
 
-def _rows(examples: list[Example]) -> RunRows:
+def _rows(examples: ExampleStore) -> RunRows:
     return RunRows.of(
         (example.input_ids, [label != IGNORED for label in example.labels]) for example in examples
     )

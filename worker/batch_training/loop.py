@@ -5,6 +5,7 @@ Start reading at `BatchTraining.run`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections import deque
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from contract.training import JobError
 from engine.training.errors import TrainingError
@@ -21,14 +23,17 @@ from engine.training.events import Event, RunEnded, RunProgress, RunStarted
 from engine.training.trainer import BatchTrainer
 from worker.batch_training.disk import CheckpointFolder, SavedRun, save_peft
 from worker.batch_training.jobs import NamedJob, PreparedJob, prepare
+from worker.text.codec import TextCodec
 from worker.train import Stopped, base_name, write_adapter
 from worker.training.chat_data import DatasetError
-from worker.training.loop import final_loss
+from worker.training.checkpoints import reason
+from worker.training.loop import device_name, final_loss, peak_memory_bytes
 
 #: emit(run, event, **fields)
 Emit = Callable[..., None]
 #: Jobs whose rows are being read, or were and are not in the batch yet.
 _READ_AHEAD = 4
+_CANCELLED = "it was cancelled"
 
 
 @dataclass(slots=True)
@@ -58,18 +63,21 @@ class BatchTraining:
     def __init__(
         self,
         trainer: BatchTrainer,
-        tokenizer: Any,
+        codec: TextCodec,
         folder: CheckpointFolder,
         emit: Emit,
         checkpoint_s: float,
     ) -> None:
-        self._trainer, self._tokenizer = trainer, tokenizer
+        self._trainer, self._codec = trainer, codec
         self._folder, self._emit, self._checkpoint_s = folder, emit, checkpoint_s
         self._runs: dict[str, _Run] = {}
         self._writer = ThreadPoolExecutor(1, "checkpoints")
-        self._writing: Future[None] | None = None
+        self._writing: tuple[str, int, Future[None]] | None = None
+        self._is_warned = False  # that a state could not be written
         self._finishing: deque[tuple[str, dict[str, Any], Future[None]]] = deque()
         self._is_stopped = False
+        self._cancelled: set[str] = set()
+        self._paused: set[str] = set()
         self._step_began = 0.0
         self.failures = 0
 
@@ -97,6 +105,16 @@ class BatchTraining:
         """Let `run` end after the micro-batch that is under way."""
         self._is_stopped = True
 
+    def cancel(self, name: str, *, pause: bool = False) -> None:
+        """Let a job end, with an error, after the micro-batch that is under way; the others go on.
+
+        Other threads may call it, for a job that has not come yet, too.
+        pause  keep its state, that of its last step
+        """
+        if pause:
+            self._paused.add(name)
+        self._cancelled.add(name)
+
     def _train(self, left: deque[NamedJob], reader: ThreadPoolExecutor) -> None:
         ahead: deque[tuple[NamedJob, Future[PreparedJob]]] = deque()
         while left or ahead or self._trainer.has_work:
@@ -104,10 +122,15 @@ class BatchTraining:
                 raise Stopped
             while left and len(ahead) < _READ_AHEAD:
                 job = left.popleft()
-                ahead.append((job, reader.submit(prepare, job, self._tokenizer)))
+                ahead.append((job, reader.submit(prepare, job, self._codec)))
             # Rows are waited for only when there is nothing else to do.
             while ahead and (ahead[0][1].done() or not self._trainer.has_work):
                 self._add(*ahead.popleft())
+            for name in list(self._cancelled):  # a copy: another thread adds to it
+                if name in self._runs:
+                    if name in self._paused:
+                        self._save(name)
+                    self._trainer.cancel(name)
             self._step_began = time.monotonic()
             for event in self._trainer.step():
                 self._report(event)
@@ -119,12 +142,22 @@ class BatchTraining:
     def _save_all(self) -> None:
         """Write every run's state, so that the next process goes on from here."""
         self._finish_writing()
-        for name, run in self._runs.items():
-            if (saved := self._taken(name, run)) is not None:
-                self._folder.save(name, saved)
+        for name in self._runs:
+            self._save(name)
+
+    def _save(self, name: str) -> None:
+        """Write a run's state now, unless the one that is written is as new."""
+        self._finish_writing()
+        saved = self._taken(name, self._runs[name])
+        if saved is not None:
+            self._begin_writing(name, saved)
+            self._finish_writing()
 
     def _add(self, named: NamedJob, rows: Future[PreparedJob]) -> None:
         """Put a job into the batch: from its checkpoint, if it has one of this very job."""
+        if named.name in self._cancelled:
+            self._fail(named.name, _CANCELLED)
+            return
         try:
             prepared = rows.result()
             saved = self._folder.load(named.name)
@@ -136,7 +169,7 @@ class BatchTraining:
                 saved = None
                 self._trainer.add(prepared.request)
         except (DatasetError, JobError, TrainingError, OSError) as error:
-            self._fail(named.name, str(error))
+            self._fail(named.name, str(error), getattr(error, "field", None))
             return
         self._runs[named.name] = _Run(prepared, saved.losses if saved else [])
 
@@ -148,7 +181,7 @@ class BatchTraining:
             fields = {**run.prepared.started, "trainable_parameters": event.num_parameters}
             if event.step:
                 fields["resumed_step"] = event.step
-            self._emit(event.run_id, "started", **fields)
+            self._emit(event.run_id, "started", **fields, device=device_name())
         elif isinstance(event, RunProgress):
             run.losses.append(event.loss)
             self._report_progress(run, event)
@@ -168,15 +201,20 @@ class BatchTraining:
             learning_rate=event.learning_rate,
             tokens_per_s=round((event.tokens - run.first_tokens) / elapsed, 1),
             eta_s=round(per_step * (steps - event.step), 1),
+            trained_tokens=event.tokens,
+            memory_bytes=peak_memory_bytes(),
         )
 
     def _report_end(self, run: _Run, event: RunEnded) -> None:
         name, job = event.run_id, run.prepared.named.job
         del self._runs[name]
         if event.adapter is None:
-            problem = event.error.message if event.error else "it was cancelled"
+            problem = event.error.message if event.error else _CANCELLED
             field_of = event.error.param if event.error else None
-            self._fail(name, f"hyperparameters.{field_of}: {problem}" if field_of else problem)
+            if field_of:
+                field_of = f"hyperparameters.{field_of}"
+                problem = f"{field_of}: {problem}"
+            self._fail(name, problem, field_of)
             return
         done = {
             "output": str(job.output_dir),
@@ -204,16 +242,19 @@ class BatchTraining:
             self._emit(name, "done", **done)
             self._folder.drop(name)
 
-    def _fail(self, name: str, message: str) -> None:
+    def _fail(self, name: str, message: str, field_of: str | None = None) -> None:
         self.failures += 1
-        self._emit(name, "error", message=message)
+        told = {"field": field_of} if field_of else {}
+        self._emit(name, "error", message=message, **told)
         self._finish_writing()
-        self._folder.drop(name)
+        is_wanted = name in self._paused if name in self._cancelled else self._folder.is_kept
+        if not is_wanted:
+            self._folder.drop(name)
 
     def _save_the_oldest(self) -> None:
         """Begin to write the checkpoint that is due the longest, unless one is being written."""
         if self._writing is not None:
-            if not self._writing.done():
+            if not self._writing[2].done():
                 return
             self._finish_writing()
         began = {name: run for name, run in self._runs.items() if run.began}
@@ -224,14 +265,33 @@ class BatchTraining:
         saved = self._taken(name, began[name])
         if saved is not None:
             began[name].saved_at = now
-            self._writing = self._writer.submit(self._folder.save, name, saved)
+            self._begin_writing(name, saved)
+
+    def _begin_writing(self, name: str, saved: SavedRun) -> None:
+        written = self._writer.submit(self._folder.save, name, saved)
+        self._writing = name, saved.checkpoint.step, written
 
     def _taken(self, name: str, run: _Run) -> SavedRun | None:
         taken = self._trainer.checkpoint(name)
         return None if taken is None else SavedRun(taken, list(run.losses))
 
     def _finish_writing(self) -> None:
-        """Wait for the checkpoint that is being written; raise what it raised."""
-        if self._writing is not None:
-            writing, self._writing = self._writing, None
-            writing.result()
+        """Wait for the checkpoint that is being written, and say what became of it."""
+        if self._writing is None:
+            return
+        (name, step, written), self._writing = self._writing, None
+        error = written.exception()
+        if error is None:
+            self._is_warned = False
+            self._tell(name, "saved", step=step)
+        elif not isinstance(error, OSError | SafetensorError):
+            raise error
+        elif not self._is_warned:
+            self._is_warned = True
+            problem = f"the run's state could not be saved: {reason(error)}"
+            self._tell(name, "warning", message=problem)
+
+    def _tell(self, name: str, event: str, **fields: Any) -> None:
+        """Emit, unless nobody reads any more: then the states are what is left to write."""
+        with contextlib.suppress(BrokenPipeError):
+            self._emit(name, event, **fields)

@@ -1,6 +1,6 @@
 """The messages between the worker's two processes: one list per step and direction.
 
-    IO process  -> engine process   [Request | Cancel | Register | Unregister, …]
+    IO process  -> engine process   [Command, …]
     engine process -> IO process    StepReport
 
 They use the engine's types from modules without torch, which the IO process never imports.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.request import FinishReason, Request, RequestOutput
+from engine.request import FinishReason, KeptPrefix, Request, RequestOutput
 from engine.stats import EngineStats
 
 
@@ -36,7 +36,29 @@ class Unregister:
     digest: str
 
 
-Command = Request | Cancel | Register | Unregister
+@dataclass(frozen=True, slots=True)
+class Prefetch:
+    """Load a registered adapter before a request needs it: into host memory, or the arena too."""
+
+    digest: str
+    to_arena: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """Keep these adapters in the arena, as (tenant, digest), and no others."""
+
+    wanted: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KeepPrefixes:
+    """Keep the KV of these prefixes, and of no others."""
+
+    wanted: tuple[KeptPrefix, ...]
+
+
+Command = Request | Cancel | Register | Unregister | Prefetch | Pin | KeepPrefixes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,24 +6,34 @@ then restarted and recovers its inbox: that is simpler and safer than to use a b
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import logging
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
 from contract.protocol import adapter_digest_of
-from engine.errors import AdapterMismatch, EngineError, OutOfPages
-from engine.request import FinishReason, Request, RequestOutput
+from engine.errors import AdapterMismatch, EngineError, OutOfPages, UnknownAdapter
+from engine.request import FinishReason, KeptPrefix, Request, RequestOutput
 from engine.stats import EngineStats
 from worker.config import WorkerConfig
-from worker.engine_process.channel import Cancel, Command, Register, StepReport, Unregister
+from worker.engine_process.channel import (
+    Cancel,
+    Command,
+    KeepPrefixes,
+    Pin,
+    Prefetch,
+    Register,
+    StepReport,
+    Unregister,
+)
 from worker.engine_process.parent_death import die_with_parent
 from worker.logs import adopt_libraries, configure_logs
 
@@ -41,6 +51,9 @@ class EngineLike(Protocol):
 
     def register_adapter(self, digest: str, path: Path) -> None: ...
     def unregister_adapter(self, digest: str) -> None: ...
+    def prefetch(self, digest: str, *, to_arena: bool = ...) -> None: ...
+    def pin_adapters(self, wanted: Sequence[tuple[str, str]]) -> None: ...
+    def keep_prefixes(self, wanted: Sequence[KeptPrefix]) -> None: ...
     def prepare_grammars(self) -> Future[None]: ...
     def add(self, request: Request) -> None: ...
     def cancel(
@@ -83,6 +96,7 @@ def create_engine(config: WorkerConfig) -> EngineLike:
         "min_kv_bytes": config.min_kv_bytes,
         "host_cache_bytes": config.host_cache_bytes,
         "num_threads": config.threads,
+        "speculation": config.speculation,
     }
 
     def digest_of(config_text: bytes, tensors_sha256: str) -> str:
@@ -179,6 +193,12 @@ class EngineProcess:
                 case Unregister():
                     self._refused.pop(command.digest, None)
                     self._engine.unregister_adapter(command.digest)
+                case Prefetch():
+                    self._prefetch(command)
+                case Pin():
+                    self._engine.pin_adapters(command.wanted)
+                case KeepPrefixes():
+                    self._engine.keep_prefixes(command.wanted)
         return refused
 
     def _add(self, request: Request) -> RequestOutput | None:
@@ -200,6 +220,12 @@ class EngineProcess:
             log.warning("adapter refused: %r", error, extra={"adapters": [command.digest]})
         else:
             self._refused.pop(command.digest, None)
+
+    def _prefetch(self, command: Prefetch) -> None:
+        if self._refusal_of(command.digest):
+            return  # it was said when it was registered
+        with contextlib.suppress(UnknownAdapter):  # it was evicted from the disk meanwhile
+            self._engine.prefetch(command.digest, to_arena=command.to_arena)
 
     def _refusal_of(self, digest: str) -> Exception | None:
         """Return why the engine refuses the adapter, after another attempt if that may help."""

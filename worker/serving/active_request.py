@@ -7,9 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from contract.protocol import DoneRecord, ErrorCode, FinishReason, GenerateJob, TokenEvent, Usage
+from contract.inspection import PROBE_ENDPOINT
+from contract.protocol import (
+    DoneRecord,
+    ErrorCode,
+    FinishReason,
+    GenerateJob,
+    Tier,
+    TokenEvent,
+    Usage,
+)
 from engine.request import RequestOutput
 from worker.serving.choice import Choice
 from worker.serving.engine_commands import Prompt, scored_top
@@ -62,6 +73,8 @@ class ActiveRequest:
         self._choices = [Choice(job, codec, index) for index in range(job.num_choices)]
         self._earlier = Usage()  # of attempts that were lost
         self._prompts: dict[int, tuple[int, int]] = {}  # number -> (tokens, cached ones)
+        self._tier: Tier | None = None  # in which its slowest adapter was found
+        self._on_device: dict[str, Any] = {}  # fields of a probe's last event
         self._seq = 0
         self._error: tuple[str, str, str | None] | None = None
         self._shown: list[Prompt] = []
@@ -94,9 +107,16 @@ class ActiveRequest:
             "load_ms": round(record.load_ms, 1),
             "total_ms": round(record.total_ms, 1),
         }
+        if record.tier is not None:
+            fields["tier"] = record.tier
         if record.first_token_ms is not None:
             fields["first_token_ms"] = round(record.first_token_ms, 1)
         return self.log_context | {n: v for n, v in fields.items() if v is not None}
+
+    def note_tier(self, tier: Tier) -> None:
+        """Note where one of its adapters was found."""
+        if self._tier is None or tier.rank > self._tier.rank:
+            self._tier = tier
 
     @property
     def is_finished(self) -> bool:
@@ -121,6 +141,8 @@ class ActiveRequest:
             cached_tokens=sum(cached for _, cached in prompts) or earlier.cached_tokens,
             completion_tokens=earlier.completion_tokens
             + sum(choice.generated for choice in self._choices),
+            accepted_drafts=_added(choice.accepted_drafts for choice in self._choices) or None,
+            rejected_drafts=sum(choice.rejected_drafts for choice in self._choices),
         )
 
     def remember(self, usage: Usage) -> None:
@@ -169,6 +191,9 @@ class ActiveRequest:
         """
         if output.num_prompt_tokens:
             self._prompts[prompt] = (output.num_prompt_tokens, output.num_cached_tokens)
+        if output.adapter_bytes and self.job.endpoint == PROBE_ENDPOINT:
+            load_ms = round(output.adapter_load_s * 1000, 3)
+            self._on_device = {"adapter_bytes": output.adapter_bytes, "adapter_load_ms": load_ms}
         if output.token_ids and self.timings.first_token is None:
             self.timings.first_token = now
         if output.prompt_logprobs is not None:
@@ -246,9 +271,15 @@ class ActiveRequest:
         if self._error is not None or (self.is_finished and not events):
             events = [self._final_event(blank)]
         usage = self.usage
+        is_first = not self.is_begun and bool(events)
+        queue_ms = round(self._waited_ms[0], 3) if is_first or self.is_finished else None
+        if is_first:
+            events[0] = dataclasses.replace(events[0], tier=self._tier, queue_ms=queue_ms)
         if self.is_finished:
-            queue_ms = round(self._waited_ms[0], 3)
-            events[-1] = dataclasses.replace(events[-1], usage=usage, queue_ms=queue_ms)
+            load_ms = round(self._waited_ms[1], 3)
+            events[-1] = dataclasses.replace(
+                events[-1], usage=usage, queue_ms=queue_ms, load_ms=load_ms, **self._on_device
+            )
         return [
             EventUpdate(
                 event=dataclasses.replace(event, seq=self._seq + number),
@@ -314,7 +345,29 @@ class ActiveRequest:
             load_ms=load_ms,
             first_token_ms=None if first_token is None else since_accepted(first_token),
             total_ms=since_accepted(timings.finished),
+            tier=self._tier,
+            obeys_schema=_obeys_schema(self._choices),
+            drafts=_drafts_of(usage),
         )
+
+
+def _added(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for own in counts:
+        total.update(own)
+    return dict(total)
+
+
+def _drafts_of(usage: Usage) -> dict[str, int] | None:
+    """Return the record's `drafts`."""
+    drafts = {**(usage.accepted_drafts or {}), "rejected": usage.rejected_drafts}
+    return drafts if any(drafts.values()) else None
+
+
+def _obeys_schema(choices: list[Choice]) -> bool | None:
+    """Return whether all answers that were checked obey their schema; None: none was checked."""
+    checked = [choice for choice in choices if choice.is_checked]
+    return all(choice.schema_error is None for choice in checked) if checked else None
 
 
 def _reason_of(choices: list[Choice]) -> str:

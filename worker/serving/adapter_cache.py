@@ -129,6 +129,13 @@ class AdapterCache:
             else:
                 self._sizes[folder.name] = _size_of(folder)
 
+    def __contains__(self, digest: object) -> bool:
+        return digest in self._sizes
+
+    def newest_first(self) -> Iterator[str]:
+        """Return the digests, the last used first."""
+        return reversed(self._sizes)
+
     async def acquire(self, ref: AdapterRef) -> Path:
         """Return the adapter's folder, fetched if it is missing and kept until `release`.
 

@@ -6,6 +6,7 @@ It does no I/O: it takes the engine's outputs and fills events.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from contract.protocol import FinishReason, GenerateJob, TokenEvent
@@ -19,10 +20,12 @@ class Choice:
     """Collects the tokens of one answer. Owned by its ActiveRequest.
 
     generated      tokens that the model generated so far: what is billed
+    accepted_drafts, rejected_drafts  see RequestOutput
     runs_on        whether the engine still works on it
     finish_reason  set when it has ended, perhaps before the engine knows; if there is a schema, it
                    is sent only after the answer was checked
     answer         all of its text, kept if it may be checked
+    is_checked     whether its answer was checked against its schema
     schema_error   how it violates its schema; None: it does not, or was not checked yet
     broken_param   the job's field with the violated schema, if that is strict
     """
@@ -30,6 +33,8 @@ class Choice:
     def __init__(self, job: GenerateJob, codec: TextCodec, index: int) -> None:
         self.index = index
         self.generated = 0
+        self.accepted_drafts: Mapping[str, int] = {}
+        self.rejected_drafts = 0
         self.runs_on = True
         self.finish_reason: str | None = None
         self._job = job
@@ -44,7 +49,7 @@ class Choice:
         self._prompt_logprobs: list[dict[str, Any]] = []
         self._token_ids: list[int] = []
         self._prompt_token_ids: tuple[int, ...] | None = None
-        self._is_end_told = self._is_checked = False
+        self._is_end_told = self.is_checked = False
         self.schema_error: str | None = None
         self.broken_param: str | None = None
         self.answer = ""
@@ -64,14 +69,14 @@ class Choice:
         """Whether it is a finished answer that was not checked against its schema yet."""
         return (
             self.finish_reason == FinishReason.STOP
-            and not self._is_checked
+            and not self.is_checked
             and self._stop_string is None  # the client's stop string may cut the JSON anywhere
             and is_bound(self._job, self.answer)
         )
 
     def note_check(self, schema_error: str | None, broken_param: str | None = None) -> None:
         """Note the result of the check against its schema."""
-        self._is_checked = True
+        self.is_checked = True
         self.schema_error, self.broken_param = schema_error, broken_param
 
     @property
@@ -122,10 +127,12 @@ class Choice:
 
     def feed(self, output: RequestOutput) -> None:
         """Take in what a step added, except `output.error`, which the request handles."""
-        self.generated = max(self.generated, output.num_generated)
         self.runs_on = self.runs_on and output.finish_reason is None
         if self.finish_reason is not None:
             return
+        self.generated = max(self.generated, output.num_generated)
+        self.accepted_drafts = output.accepted_drafts
+        self.rejected_drafts = output.num_rejected_drafts
         if self._job.with_token_ids:
             self._token_ids += output.token_ids
         text, self._stop_string = self._stops.feed(self._read(output))

@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from contract.protocol import ErrorCode, GenerateJob, Sampling
 from engine.request import AdapterPart, Priority, Request, SamplingParams
 from worker.errors import Refused
+from worker.text.chat_rendering import render_chat
 from worker.text.codec import PromptError, TextCodec
-from worker.text.tools import calls_grammar, plain_messages
+from worker.text.tools import calls_grammar
 
 #: The most log-probabilities of prompts in one request: they come all at once, and the worker does
 #: nothing else while it writes them.
 MAX_PROMPT_LOGPROBS = 100_000
 #: The most tokens in all prompts of a request whose client wants to see their ids.
 MAX_SHOWN_IDS = 200_000
+#: Beginnings of messages that a tokenizer joins with what is before them in different ways.
+_FIRST_WORDS = ("a", " Z", "\n\n", "0", "(", "\N{CJK UNIFIED IDEOGRAPH-4E2D}")
 #: Fields that have the same name and meaning on the wire and in the engine.
 _AS_THEY_ARE = {field.name for field in dataclasses.fields(Sampling)}.intersection(
     field.name for field in dataclasses.fields(SamplingParams)
@@ -156,19 +159,42 @@ def _rendered(
     codec: TextCodec,
     max_tokens: int | None = None,
 ) -> list[int]:
-    render = functools.partial(
-        codec.render, options=job.template_options, generation_prompt=job.generation_prompt
-    )
     try:
-        if codec.takes_tools:
-            chat = render(messages, job.tools)
-        else:
-            chat = render(plain_messages(messages, job.tools))
+        chat = render_chat(
+            codec,
+            messages,
+            job.tools,
+            options=job.template_options,
+            generation_prompt=job.generation_prompt,
+        )
         if max_tokens is None or codec.min_num_tokens(chat.text) > max_tokens:
             _refuse_hopeless(chat.text, codec, "messages")
         return codec.encode_chat(chat)
     except PromptError as error:
         raise Refused(ErrorCode.INVALID_PROMPT, str(error), "messages") from error
+
+
+def prefix_token_ids(system_prompt: str, codec: TextCodec) -> list[int]:
+    """Return the tokens with which all chats begin that have this system prompt, and no tools.
+
+    They end where the user's words begin: a token that those words could change is left out.
+    Raises Refused.
+    """
+    system = {"role": "system", "content": system_prompt}
+    chats = []
+    for words in _FIRST_WORDS:
+        job = GenerateJob(
+            request_id="",
+            tenant_id="",
+            api_key_id="",
+            gateway_id="",
+            model="",
+            base_model="",
+            messages=(system, {"role": "user", "content": words}),
+        )
+        chats.append(chat_token_ids(job, codec))
+    same = itertools.takewhile(lambda ids: len(set(ids)) == 1, zip(*chats, strict=False))
+    return [token_id for token_id, *_ in same]
 
 
 def _refuse_hopeless(text: str, codec: TextCodec, param: str) -> None:
@@ -207,6 +233,7 @@ def to_requests(
             lark=calls or job.grammar,
             deadline=job.deadline,
             priority=Priority.BATCH if job.is_batch else Priority.INTERACTIVE,
+            speculation=job.sampling.speculation,
         )
         for engine_id, prompt in zip(engine_ids(job, lease), prompts, strict=True)
     ]

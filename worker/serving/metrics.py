@@ -6,7 +6,7 @@ that nothing of this runs in a step of the engine. No label names a tenant or an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from prometheus_client import (
@@ -28,8 +28,9 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from contract.probe_server import ProbeServer
-from contract.protocol import HEARTBEAT_TIMEOUT_S, DoneRecord, ErrorCode, FinishReason
-from engine.stats import Distribution, EngineStats, LoadCounts, PreemptionCause
+from contract.protocol import HEARTBEAT_TIMEOUT_S, DoneRecord, ErrorCode, FinishReason, Tier
+from engine.drafts.profile import Source
+from engine.stats import Distribution, DraftCounts, EngineStats, LoadCounts, PreemptionCause
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _TOKEN_SECONDS = (0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.1, 0.2, 0.5, 1, 2, 5)
@@ -46,6 +47,7 @@ class WorkerState:
     silent_s   seconds since the loop of heartbeats turned
     heard_s    seconds since Redis took a heartbeat
     downloads  adapters brought to the disk
+    prefetches how many prefetches ended, by outcome
     trials     grammars that were compiled for the first time, and the CPU seconds
     """
 
@@ -56,6 +58,8 @@ class WorkerState:
     heard_s: float = 0.0
     downloads: LoadCounts = field(default_factory=LoadCounts)
     trials: LoadCounts = field(default_factory=LoadCounts)
+    prefetches: Mapping[str, int] = field(default_factory=dict)
+    prefix_pins: Mapping[str, int] = field(default_factory=dict)
     redis_errors: int = 0
 
     @property
@@ -98,6 +102,11 @@ class WorkerMetrics:
         self._load = self._histogram(
             "request_adapter_seconds", "Wait for the adapter's files.", _SECONDS
         )
+        self._tiers = self._counter(
+            "adapter_requests", "Requests by where their slowest adapter was found.", "tier"
+        )
+        for tier in Tier:
+            self._tiers.labels(tier.value)
         self._first = self._histogram(
             "time_to_first_token_seconds", "From the gateway to the first token.", _SECONDS,
             "priority",
@@ -129,6 +138,8 @@ class WorkerMetrics:
         self._queue.labels(priority).observe(record.queue_ms / 1000)
         if record.digests:
             self._load.observe(record.load_ms / 1000)
+        if record.tier is not None:
+            self._tiers.labels(record.tier).inc()
         self._whole.observe(record.total_ms / 1000)
         if record.first_token_ms is not None:
             self._first.labels(priority).observe(record.first_token_ms / 1000)
@@ -164,6 +175,14 @@ class _OfState(Collector):
         yield from _of_engine(stats)
         yield _pages(stats)
         yield from _loads(state.downloads, stats)
+        for name, about, counts in (
+            ("prefetches", "Adapters asked for before a request.", state.prefetches),
+            ("prefix_pins", "System prompts asked to be kept.", state.prefix_pins),
+        ):
+            outcomes = CounterMetricFamily(f"lorikeet_{name}", about, labels=["outcome"])
+            for outcome, count in counts.items():
+                outcomes.add_metric([outcome], count)
+            yield outcomes
         yield SummaryMetricFamily(
             "lorikeet_grammar_compile_seconds",
             "Processor time of grammars that were compiled for the first time.",
@@ -182,8 +201,10 @@ def _of_engine(stats: EngineStats) -> Iterator[Metric]:
     requests.add_metric(["running"], stats.running)
     requests.add_metric(["waiting"], stats.waiting)
     yield requests
-    adapters = _labelled("engine_adapters", "Adapters in the arena, and registered.", "state")
+    adapters = _labelled("engine_adapters", "Adapters by where they are.", "state")
     adapters.add_metric(["resident"], len(stats.resident_digests))
+    adapters.add_metric(["host"], len(stats.host_digests))
+    adapters.add_metric(["pinned"], len(stats.pinned_digests))
     adapters.add_metric(["registered"], stats.num_adapters)
     yield adapters
     preemptions = CounterMetricFamily(
@@ -192,6 +213,14 @@ def _of_engine(stats: EngineStats) -> Iterator[Metric]:
     for cause in PreemptionCause:
         preemptions.add_metric([cause.value], stats.preemptions.get(cause, 0))
     yield preemptions
+    drafts = CounterMetricFamily(
+        "lorikeet_drafts", "Drafted tokens that were verified.", labels=["source", "outcome"]
+    )
+    for source in Source:
+        counts = stats.drafts.get(source.value, DraftCounts())
+        drafts.add_metric([source.value, "accepted"], counts.accepted)
+        drafts.add_metric([source.value, "rejected"], counts.drafted - counts.accepted)
+    yield drafts
     if stats.step_rows is not None:
         yield _histogram("engine_step_rows", "Rows of a step.", stats.step_rows)
     if stats.step_seconds is not None:

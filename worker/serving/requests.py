@@ -26,17 +26,19 @@ from contract.protocol import (
 )
 from contract.queue.reply_streams import is_batch_stream
 from engine.request import RequestOutput
-from engine.stats import LoadCounts
 from worker.config import WorkerConfig
-from worker.engine_process.channel import Cancel, Command, Register, Unregister
+from worker.engine_process.channel import Cancel, Command
 from worker.errors import Refused
 from worker.grammar.checks import checks_of
 from worker.grammar.service import GrammarService
 from worker.serving.active_request import ActiveRequest
-from worker.serving.adapter_cache import AdapterCache, AdapterFetchError, Fetch
+from worker.serving.adapter_cache import AdapterFetchError, Fetch
+from worker.serving.adapters import Adapters
 from worker.serving.choice import Choice
 from worker.serving.engine_commands import EngineId, engine_ids, read_prompts, to_requests
 from worker.serving.flusher import Flusher
+from worker.serving.prefetches import Prefetches
+from worker.serving.prefix_pins import PrefixPins
 from worker.serving.spool import Spool
 from worker.serving.streams import Dispatch, Streams
 from worker.serving.tasks import Tasks
@@ -82,12 +84,20 @@ class Requests:
         self._send = send
         self._tasks = tasks
         self._codec = TextCodec(config.model_dir)
-        self._cache = AdapterCache(
-            config.adapter_dir,
-            max_bytes=config.adapter_cache_bytes,
-            base_revision=config.base_revision,
-            fetch=fetch,
-            on_evict=self._on_evict,
+        self.adapters = Adapters(config, send=send, fetch=fetch)
+        self.prefetches = Prefetches(
+            self.adapters,
+            send=send,
+            tasks=tasks,
+            host_bytes=config.host_bytes,
+            disk_bytes=config.adapter_cache_bytes,
+        )
+        self.prefix_pins = PrefixPins(
+            self.adapters,
+            codec=self._codec,
+            send=send,
+            tasks=tasks,
+            disk_bytes=config.adapter_cache_bytes,
         )
         self.flusher = Flusher(
             streams,
@@ -100,7 +110,6 @@ class Requests:
         self._progress_at = time.monotonic()
         self.num_tokens = 0  # generated since the start
         self._active: dict[str, ActiveRequest] = {}
-        self._registered: set[str] = set()  # digests that the engine knows
         self._checking: set[bytes] = set()  # inbox entries whose answers are being checked
         self._room = asyncio.Event()  # set when a request has ended
         self._cancelled_early: set[str] = set()  # unknown ids that were cancelled since `expect`
@@ -114,11 +123,6 @@ class Requests:
         request = self._active.get(job.request_id)
         is_active = request is not None and request.entry_id == entry_id
         return is_active or entry_id in self.flusher.unsent
-
-    @property
-    def downloads(self) -> LoadCounts:
-        """Return how many adapters were brought to the disk so far."""
-        return self._cache.downloads
 
     @property
     def held(self) -> set[bytes]:
@@ -233,16 +237,14 @@ class Requests:
     async def _load_adapters(self, request: ActiveRequest) -> None:
         for ref in request.job.adapters:
             try:
-                folder = await self._cache.acquire(ref)
+                tier = await self.adapters.load_for_request(ref)
             except AdapterFetchError as error:
                 log.warning("adapter %s cannot be had: %s", ref.digest, error)
                 raise Refused(
                     ErrorCode.ADAPTER_UNAVAILABLE, "The adapter cannot be fetched now.", "model"
                 ) from error
             request.held_digests += (ref.digest,)
-            if ref.digest not in self._registered:
-                self._registered.add(ref.digest)
-                self._send(Register(ref.digest, str(folder)))
+            request.note_tier(tier)
         request.timings.loaded = time.time()
 
     def on_outputs(self, outputs: list[RequestOutput]) -> None:
@@ -328,7 +330,7 @@ class Requests:
 
     def _release(self, request: ActiveRequest) -> None:
         for digest in request.held_digests:
-            self._cache.release(digest)
+            self.adapters.release(digest)
         request.held_digests = ()
         request.released.set()
         self._room.set()
@@ -427,9 +429,6 @@ class Requests:
 
     def forget_adapter(self, digest: str) -> None:
         """Drop a deleted adapter from the disk and the engine once no request uses it."""
-        self._cache.drop(digest)
-
-    def _on_evict(self, digest: str) -> None:
-        if digest in self._registered:
-            self._registered.discard(digest)
-            self._send(Unregister(digest))
+        self.prefetches.drop(digest)
+        self.prefix_pins.drop(digest)
+        self.adapters.drop(digest)

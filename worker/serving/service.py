@@ -24,11 +24,13 @@ from contract.alive_file import AliveFile
 from contract.contact import Contact
 from contract.probe_server import PortTaken
 from contract.protocol import HEARTBEAT_INTERVAL_S, Control, GenerateJob, Heartbeat
+from contract.worker_messages import MAX_TOLD, told
 from engine.stats import EngineStats
 from worker.config import WorkerConfig
 from worker.engine_process.channel import StepReport
 from worker.engine_process.link import EngineLink
 from worker.serving.adapter_cache import Fetch, S3Fetch
+from worker.serving.drain import Drain
 from worker.serving.metrics import WorkerMetrics, WorkerState
 from worker.serving.requests import LOST, Requests
 from worker.serving.streams import Replaced, Streams
@@ -123,9 +125,8 @@ class Worker:
         self._has_left = False
         self._tokens_per_s = 0.0
         self._is_loaded = asyncio.Event()
-        self._draining = asyncio.Event()
+        self._drains = Drain()
         self._woken = asyncio.Event()
-        self._has_pulled = asyncio.Event()  # set after the last pull
         self._end = asyncio.Event()
         self._outcome: _Outcome | None = None
 
@@ -137,19 +138,21 @@ class Worker:
         return WorkerState(
             stats=self._stats,
             is_loaded=self._is_loaded.is_set(),
-            is_draining=self._draining.is_set(),
+            is_draining=self._drains.is_on,
             silent_s=time.monotonic() - self._turned_at,
             heard_s=time.monotonic() - self._heard_at,
-            downloads=self._requests.downloads,
+            downloads=self._requests.adapters.downloads,
+            prefetches=self._requests.prefetches.outcomes,
+            prefix_pins=self._requests.prefix_pins.outcomes,
             trials=self._requests.grammars.trials,
             redis_errors=self._streams.num_errors,
         )
 
     def drain(self) -> None:
         """Take no more work, finish what runs, then stop. A second call stops at once."""
-        if self._draining.is_set() or not self._is_loaded.is_set():
+        if self._drains.is_on or not self._is_loaded.is_set():
             self._stop(_Outcome.CUT)
-        self._stop_pulling()
+        self._stop_pulling(is_final=True)
 
     def _stop(self, outcome: _Outcome) -> None:
         """End the run; the first outcome stays."""
@@ -160,16 +163,13 @@ class Worker:
         log.error("the worker ends: %r", error, exc_info=error)
         self._stop(_Outcome.FAILED)
 
-    def _on_engine_lost(self) -> None:
-        self._stop(_Outcome.LOST)
-
-    def _stop_pulling(self) -> None:
-        self._draining.set()
+    def _stop_pulling(self, *, is_final: bool) -> None:
+        self._drains.begin(is_final=is_final)
         self._woken.set()
 
     async def run(self) -> int:
         """Serve until drained; return 0, or 1 if the engine died or the drain was cut short."""
-        self._link.start(self._on_report, self._on_engine_lost)
+        self._link.start(self._on_report, lambda: self._stop(_Outcome.LOST))
         try:
             self._tasks.start(self._serve())
             self._tasks.start(self._drain())
@@ -193,10 +193,16 @@ class Worker:
             if report.stats is not None:
                 if report.stats.step != self._stats.step:
                     self._requests.note_progress()
-                self._stats = report.stats
+                self._note_stats(report.stats)
             self._requests.on_outputs(report.outputs)
         except Exception as error:  # the rest of the report is lost
             self._fail(error)
+
+    def _note_stats(self, stats: EngineStats) -> None:
+        self._stats = stats
+        self._requests.adapters.note_stats(stats)
+        if self._requests.prefetches.note_arrivals():
+            self._tasks.start(self._beat())  # somebody may wait for it
 
     async def _serve(self) -> None:
         """Start the loops, each at its time."""
@@ -227,17 +233,17 @@ class Worker:
 
     async def _pull(self) -> None:
         try:
-            await self._pull_loop()
+            await _with_retry(self._requests.flusher.replay)
+            await _with_retry(self._recover)
+            await self._drains.pull_between(self._pull_loop)
         finally:
-            self._has_pulled.set()
+            self._drains.note_pulled()
 
     async def _pull_loop(self) -> None:
         """Pull requests when there is room for them; until then any free worker can pull them."""
-        await _with_retry(self._requests.flusher.replay)
-        await _with_retry(self._recover)
         clock = asyncio.get_running_loop().time
         checked_at = clock()
-        while not self._draining.is_set():
+        while not self._drains.is_on:
             has_room = await self._requests.has_room(self._stats.max_running)
             self._woken.clear()
             try:
@@ -245,7 +251,7 @@ class Worker:
                     checked_at = clock()
                     if await self._streams.inbox() - self._requests.held:
                         await self._recover()
-                if not has_room or self._draining.is_set():
+                if not has_room or self._drains.is_on:
                     continue
                 self._requests.expect()
                 pulled = await self._streams.pull(
@@ -259,10 +265,9 @@ class Worker:
             for item in pulled:
                 if job := await self._decode(item.entry_id, item.payload):
                     self._requests.take_up(item.entry_id, job, item.dispatch)
-            if not pulled and not self._draining.is_set():
+            if not pulled and not self._drains.is_on:
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(IDLE_POLL_S):
-                        await self._woken.wait()
+                    await asyncio.wait_for(self._woken.wait(), IDLE_POLL_S)
 
     async def _recover(self) -> None:
         """Take up unknown requests of the inbox, from an earlier run or a lost reply."""
@@ -304,11 +309,17 @@ class Worker:
                 if message.action == Control.CANCEL and message.request_id:
                     self._requests.cancel(message.request_id)
                 elif message.action == Control.DRAIN:
-                    self._stop_pulling()
+                    self._stop_pulling(is_final=False)
+                elif message.action == Control.RESUME:
+                    self._drains.resume()
                 elif message.action == Control.WAKE:
                     self._woken.set()
                 elif message.action == Control.FORGET and message.digest:
                     self._requests.forget_adapter(message.digest)
+                elif message.action == Control.PREFETCH:
+                    self._requests.prefetches.ask(message)
+                elif message.action == Control.PIN_PREFIX:
+                    self._requests.prefix_pins.ask(message)
 
     async def _beat_loop(self) -> None:
         counted_at, counted = time.monotonic(), 0
@@ -319,6 +330,8 @@ class Worker:
             counted_at, counted = now, num_tokens
             await self._beat()
             self._requests.cancel_overdue()
+            self._requests.prefetches.expire()
+            self._requests.prefix_pins.tend()
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
 
     async def _beat(self) -> None:
@@ -360,23 +373,24 @@ class Worker:
             free_pages=stats.free_pages,
             num_pages=stats.num_pages,
             resident_digests=stats.resident_digests,
+            pinned_digests=stats.pinned_digests,
+            kept_prefixes=stats.kept_prefixes,
+            host_digests=told(stats.host_digests),
+            disk_digests=told(self._requests.adapters.on_disk_alone(MAX_TOLD)),
             tokens_per_s=round(self._tokens_per_s, 1),
-            draining=self._draining.is_set(),
+            draining=self._drains.is_on,
             loading=not self._is_loaded.is_set(),
             started_at=self._started_at,
+            controls=tuple(control.value for control in Control),
         )
 
     async def _drain(self) -> None:
-        """Finish running requests as far as time allows, and requeue the rest."""
-        await self._draining.wait()
-        log.info("draining %d requests", len(self._requests))
-        await self._beat()  # gateways choose another worker
-        deadline = time.monotonic() + self._config.drain_timeout_s
-        with contextlib.suppress(TimeoutError):  # a pull that is under way counts too
-            async with asyncio.timeout(self._config.drain_timeout_s):
-                await self._has_pulled.wait()
-        while len(self._requests) and time.monotonic() < deadline:
-            await asyncio.sleep(DRAIN_POLL_S)
+        """Finish running requests as far as time allows, and requeue the rest; unless resumed."""
+        await self._drains.begun()
+        while not await self._has_finished():
+            log.info("resumed with %d requests", len(self._requests))
+            await self._beat()
+            await self._drains.begun()
         if self._end.is_set():
             return  # `_give_requests_back` gives them back
         has_left_all = await self._requests.leave_all()
@@ -389,15 +403,28 @@ class Worker:
             await self._unregister()
         self._stop(_Outcome.DRAINED)
 
+    async def _has_finished(self) -> bool:
+        """Wait for the requests, for as long as they may take. -> False if it was resumed."""
+        log.info("draining %d requests", len(self._requests))
+        await self._beat()  # gateways choose another worker
+        deadline = time.monotonic() + self._config.drain_timeout_s
+        while self._drains.is_on and time.monotonic() < deadline:
+            if self._drains.has_pulled and not len(self._requests):
+                break
+            await asyncio.sleep(DRAIN_POLL_S)
+        if self._drains.is_on:
+            self._drains.begin(is_final=True)  # from here on requests are given back
+        return self._drains.is_on
+
     async def _give_requests_back(self) -> None:
         """End the requests with half-sent answers and requeue the rest at once, so that they do
         not wait until this worker is found dead."""
         requests = self._requests
         suspects = requests.in_engine if self._outcome is _Outcome.LOST else requests.active
-        self._stop_pulling()
+        self._stop_pulling(is_final=True)
         await asyncio.to_thread(self._link.stop)
         if self._is_loaded.is_set():
-            await self._has_pulled.wait()
+            await self._drains.pulled()
         has_left_all = await requests.leave_all(LOST, suspects)
         await requests.flusher.drained()
         with contextlib.suppress(RedisError, OSError):

@@ -18,7 +18,7 @@ import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from contract.protocol import context_length
+from contract.base_shape import context_length
 from worker.text.control_tokens import ControlTokens
 from worker.text.token_pieces import TokenPieces
 
@@ -111,6 +111,15 @@ class TextCodec:
         except ValueError as error:
             raise PromptError(f"The messages cannot be encoded: {error}.") from error
 
+    def rest(self, chat: Chat, beginning: Chat) -> Chat:
+        """Return what follows in a chat whose text begins as the other one's."""
+        if chat.sealed is None and beginning.sealed is None:
+            return Chat(chat.text[len(beginning.text) :], None)
+        sealed, first = (
+            each.sealed or self._control.seal_own(each.text) for each in (chat, beginning)
+        )
+        return Chat(chat.text[len(beginning.text) :], sealed[len(first) :])
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Encode a text whose author may also write control tokens."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
@@ -130,6 +139,21 @@ class TextCodec:
             end = max(end, last)
             spans.append((start, end))
         return encoded.ids, spans
+
+    def encode_next(self, token_ids: Sequence[int], before: str, text: str) -> list[int]:
+        """Encode the text that follows another one, whose tokens are these."""
+        whole = self.encode(before + text, add_special_tokens=True)
+        if whole[: len(token_ids)] == list(token_ids):
+            return whole[len(token_ids) :]
+        return self.encode(text, add_special_tokens=False)
+
+    @property
+    def end_id(self) -> int | None:
+        """The token with which the model ends a text."""
+        token_id: int | None = self._tokenizer.token_to_id(
+            self._special_tokens.get("eos_token", "")
+        )
+        return token_id
 
     def names(self, token_ids: Sequence[int]) -> list[str]:
         """Return the tokens' names in the vocabulary."""

@@ -71,8 +71,11 @@ class ControlTokens:
         text = self._guarded.sub(_unguarded, rendered)
         if text == rendered and not self._has_variants:
             return text, None
-        sealed = self._whole.sub(lambda match: self._alias_of[match[0]], rendered)
-        return text, self._guarded.sub(_unguarded, sealed)
+        return text, self._guarded.sub(_unguarded, self.seal_own(rendered))
+
+    def seal_own(self, rendered: str) -> str:
+        """Return a text's form for `encode` whose special tokens are all the template's."""
+        return self._whole.sub(lambda match: self._alias_of[match[0]], rendered)
 
     def encode(self, sealed: str) -> list[int]:
         """Return the token ids of a sealed prompt.

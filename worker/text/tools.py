@@ -1,58 +1,16 @@
-"""Describes tools to a base model, and makes the grammar of its calls.
+"""Makes the grammar of a model's calls of tools.
 
-If the chat template takes `tools`, it renders them as its authors intended. If not, a system
-message describes them, and earlier calls and their results become plain messages. A grammar
-enforces the same form of a call for all models: `CALL_BEGIN`, a JSON object with name and
-arguments, which obey the function's schema, and `CALL_END`.
+It enforces the same form of a call for all models: `CALL_BEGIN`, a JSON object with name and
+arguments, which obey the function's schema, and `CALL_END`. `worker.text.chat_rendering` describes
+the tools to the model.
 """
 
 from __future__ import annotations
-
-import json
-from collections.abc import Sequence
-from typing import Any
 
 from contract.patterns import not_beginning_with
 from contract.protocol import CALL_BEGIN, CALL_END, GenerateJob
 from contract.tool_calls import BLANKS
 from engine.grammar_text import tool_calls
-
-_INTRODUCTION = (
-    "You can call functions. Each is described by a line of JSON:\n<tools>\n{tools}\n</tools>\n\n"
-    "To call one, answer with nothing but its name and arguments as JSON, in this form:\n"
-    + CALL_BEGIN
-    + '{{"name": "function", "arguments": {{"argument": "value"}}}}'
-    + CALL_END
-)
-
-
-def plain_messages(
-    messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """Rewrite a chat as plain messages, for a template that does not take tools."""
-    plain = [_plain(message) for message in messages]
-    if tools:
-        text = _INTRODUCTION.format(tools="\n".join(_line(tool["function"]) for tool in tools))
-        if plain and plain[0]["role"] == "system":
-            plain[0] = {**plain[0], "content": f"{plain[0]['content']}\n\n{text}"}
-        else:
-            plain.insert(0, {"role": "system", "content": text})
-    return plain
-
-
-def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    content = message["content"]
-    if message["role"] == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
-    calls = [
-        f"{CALL_BEGIN}{_line(call['function'])}{CALL_END}" for call in message.get("tool_calls", ())
-    ]
-    text = "\n".join([content, *calls] if content else calls) if calls else content
-    return {"role": message["role"], "content": text}
-
-
-def _line(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
 
 
 def calls_grammar(job: GenerateJob) -> str | None:

@@ -1,107 +1,199 @@
-"""Turns chat JSONL into training examples: token ids, and labels on the assistant's tokens.
+"""Reads a dataset as training examples: token ids, and labels on the tokens that are learned.
 
-`contract.chat_rows` defines a row. The chat template of the base's tokenizer renders it; only
-tokens that the assistant writes have a loss. Templates rarely mark those, so their spans are found
-by rendering the chat up to each assistant message.
+`contract.row_messages` defines a row, `worker.training.row_tokens` which of its tokens are learned.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import jinja2
 import torch
 
-from contract.chat_rows import MAX_LINE_BYTES, Chat, Problem, read_rows
+from contract.chat_rows import MAX_LINE_BYTES, Problem, numbered_rows
+from contract.data_split import first_prompt_digest, is_validation
+from contract.row_messages import Row
+from contract.training import Hyperparameters, JobError, TrainJob
+from worker.text.codec import PromptError, TextCodec
+from worker.training.example_store import IGNORED, ExampleStore
+from worker.training.row_tokens import RowTokens, cut, encode_row, row_length
 
-#: Label of a token without a loss; losses of PyTorch and Hugging Face skip this value.
-IGNORED = -100
+#: How many rows that are too long an error names.
+_SHOWN = 10
+#: Rows that a training needs.
+MIN_ROWS = 2
 
 
 class DatasetError(ValueError):
     """Raised when a dataset cannot be trained on; the message names the line."""
 
+    field = "dataset"
+
+
+@contextlib.contextmanager
+def _naming(field: str) -> Iterator[None]:
+    """Let errors of the block name another field."""
+    try:
+        yield
+    except DatasetError as error:
+        error.field = field
+        raise
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Example:
-    """One chat as tokens."""
+class Examples:
+    """A dataset as examples.
 
-    input_ids: list[int]
-    labels: list[int]  # the token where the assistant wrote it, IGNORED elsewhere
-    is_truncated: bool
+    num_rows    that are trained on
+    num_cut     rows that were cut, and `num_dropped`, of which nothing to learn was left
+    validation  examples of the rows to validate with, and `num_validation`, those rows
+    num_leaked  rows to validate with whose prompt is trained on, too
+    """
+
+    examples: ExampleStore
+    num_rows: int
+    num_cut: int = 0
+    num_dropped: int = 0
+    validation: ExampleStore = field(default_factory=ExampleStore)
+    num_validation: int = 0
+    num_leaked: int = 0
 
 
-def read_chats(path: Path) -> list[Chat]:
-    """Return the `messages` of every row; raise DatasetError for a row that is not a chat."""
-    chats: list[Chat] = []
+def read_rows(path: Path) -> Iterator[tuple[int, Row]]:
+    """Yield every row with its line's number; raise DatasetError for one that is none."""
     with path.open("rb") as file:
-        for row in read_rows(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b"")):
+        for number, row in numbered_rows(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b"")):
             if isinstance(row, Problem):
                 raise DatasetError(str(row))
-            chats.append(row)
-    return chats
+            yield number, row
 
 
-def assistant_spans(tokenizer: Any, messages: Chat) -> tuple[str, list[range]]:
-    """Return the rendered chat, and the character ranges in it that the assistant writes.
+def encode(codec: TextCodec, number: int, row: Row) -> list[RowTokens]:
+    """Return a row's tokens. Raises DatasetError, which names its line."""
+    try:
+        return encode_row(codec, row)
+    except (PromptError, ValueError) as error:
+        raise DatasetError(f"line {number}: {error}") from error
 
-    A range begins where generation would begin and includes the end-of-turn marker. Raises
-    ValueError if the template renders the first messages differently when more follow.
+
+def load_data(codec: TextCodec, job: TrainJob) -> Examples:
+    """Return a job's examples, with those to validate with.
+
+    Raises DatasetError for rows that are wrong, or too few of either kind.
     """
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
-    spans = []
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        prompt = tokenizer.apply_chat_template(
-            messages[:index], tokenize=False, add_generation_prompt=True
-        )
-        turn = tokenizer.apply_chat_template(messages[: index + 1], tokenize=False)
-        if not (turn.startswith(prompt) and text.startswith(turn)):
-            raise ValueError(
-                f"the chat template renders the messages before messages[{index}] differently when "
-                "others follow"
+    hyper = job.hyperparameters
+    for name in ("eval_steps", "patience"):
+        if getattr(hyper, name) is not None and not job.has_validation:
+            raise JobError(
+                f"hyperparameters.{name}",
+                "needs rows to validate with: a validation_share or a validation dataset",
             )
-        # Templates put a line break after the end-of-turn marker; the model never writes it.
-        spans.append(range(len(prompt), len(turn.rstrip())))
-    return text, spans
-
-
-def encode_chat(tokenizer: Any, messages: Chat, max_length: int) -> Example:
-    """Return the chat's tokens, cut to `max_length`, with labels only on the assistant's."""
-    text, spans = assistant_spans(tokenizer, messages)
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    labels = [
-        token if start < end and any(start in span for span in spans) else IGNORED
-        for token, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
-    ]
-    return Example(
-        input_ids=encoded["input_ids"][:max_length],
-        labels=labels[:max_length],
-        is_truncated=len(labels) > max_length,
+    folder = job.output_dir.parent if job.output_dir.parent.is_dir() else None
+    train = _Reader(codec, hyper, folder=folder)
+    validation = _Reader(codec, hyper, "of the validation dataset, ", folder=folder)
+    prompts: set[bytes] = set()
+    for number, row in read_rows(job.dataset):
+        is_kept_back = job.validation_dataset is None and is_validation(
+            row, hyper.validation_share, job.salt
+        )
+        (validation if is_kept_back else train).add(number, row)
+        if job.validation_dataset is not None:
+            prompts.add(first_prompt_digest(row))
+    num_leaked = 0
+    if job.validation_dataset is not None:
+        with _naming("validation_dataset"):
+            for number, row in read_rows(job.validation_dataset):
+                validation.add(number, row)
+                num_leaked += first_prompt_digest(row) in prompts
+            validation.check()
+    train.check()
+    if train.num_rows < MIN_ROWS:
+        raise DatasetError(f"rows to train on: {train.num_rows}; {MIN_ROWS} are needed")
+    if job.has_validation:
+        validation.check()
+        if not validation.num_rows:
+            raise DatasetError(
+                f"no row is in the validation share of {hyper.validation_share:g}: raise it, add "
+                "rows, or give a validation dataset"
+            )
+    return Examples(
+        examples=train.examples,
+        num_rows=train.num_rows,
+        num_cut=train.num_cut,
+        num_dropped=train.num_dropped,
+        validation=validation.examples,
+        num_validation=validation.num_rows,
+        num_leaked=num_leaked,
     )
 
 
-def load_examples(tokenizer: Any, path: Path, max_length: int) -> list[Example]:
-    """Return every row as tokens, without rows that are cut before their first answer token.
+def load_examples(codec: TextCodec, path: Path, hyper: Hyperparameters) -> Examples:
+    """Return a file's examples, none of them to validate with, be they ever so few."""
+    reader = _Reader(codec, hyper)
+    for number, row in read_rows(path):
+        reader.add(number, row)
+    reader.check()
+    return Examples(
+        examples=reader.examples,
+        num_rows=reader.num_rows,
+        num_cut=reader.num_cut,
+        num_dropped=reader.num_dropped,
+    )
 
-    Raises DatasetError as `read_chats` does, and if no row is left.
-    """
-    examples = []
-    for number, messages in enumerate(read_chats(path), start=1):
-        try:
-            example = encode_chat(tokenizer, messages, max_length)
-        except jinja2.TemplateError as error:
-            raise DatasetError(f"row {number}: the chat template refuses it: {error}") from error
-        except ValueError as error:
-            raise DatasetError(f"row {number}: {error}") from error
-        if any(label != IGNORED for label in example.labels[1:]):
-            examples.append(example)
-    if not examples:
-        raise DatasetError(f"no row has an answer within max_length={max_length} tokens: raise it")
-    return examples
+
+class _Reader:
+    """Makes examples of rows, and counts the rows that are too long."""
+
+    def __init__(
+        self,
+        codec: TextCodec,
+        hyper: Hyperparameters,
+        where: str = "",
+        *,
+        folder: Path | None = None,
+    ) -> None:
+        self.examples = ExampleStore(folder)
+        self.num_rows = self.num_cut = self.num_dropped = 0
+        self._codec, self._truncate, self._where = codec, hyper.truncate, where
+        self._max_length = min(hyper.max_length, codec.context_length)
+        self._too_long: list[str] = []
+
+    def add(self, number: int, row: Row) -> None:
+        """Encode a row. Raises DatasetError, also when so many are too long that it is enough."""
+        self.num_rows += 1
+        tokens = encode(self._codec, number, row)
+        num_tokens = row_length(tokens)
+        if num_tokens > self._max_length:
+            self.num_cut += 1
+            if not self._truncate:
+                self._too_long.append(f"{self._where}line {number} has {num_tokens}")
+                if len(self._too_long) > _SHOWN:
+                    self.check()
+        kept = list(cut(tokens, self._max_length))
+        self.num_dropped += not kept
+        for part in kept:
+            self.examples.add(part)
+
+    def check(self) -> None:
+        """Raise DatasetError if rows are too long, or nothing is left to learn of any."""
+        if self._too_long:
+            context = self._codec.context_length
+            raise DatasetError(_too_long(self._too_long, self._max_length, context))
+        if self.num_rows and not self.examples:
+            raise DatasetError(
+                f"no row has an answer within max_length={self._max_length} tokens: raise it"
+            )
+
+
+def _too_long(rows: list[str], max_length: int, context_length: int) -> str:
+    more = ", and more" if len(rows) > _SHOWN else ""
+    return (
+        f"rows are longer than max_length={max_length} tokens: {', '.join(rows[:_SHOWN])}{more}. "
+        f"Raise max_length, up to the model's context of {context_length}, shorten the rows, or "
+        "have them cut with truncate"
+    )
 
 
 def collate(examples: list[dict[str, list[int]]], pad_id: int) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import resource
 import tempfile
 import time
 from collections.abc import Callable
@@ -13,29 +14,41 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     Trainer,
     TrainerCallback,
+    TrainerState,
     TrainingArguments,
     set_seed,
 )
+from transformers.trainer import TRAINER_STATE_NAME
 
 from contract.training import Hyperparameters, JobError, TrainJob
-from worker.training.chat_data import IGNORED, Example, collate
+from worker.text.codec import TextCodec
+from worker.training.chat_data import Examples, collate
+from worker.training.checkpoints import Checkpoints, TrainingStopped
+from worker.training.example_store import IGNORED, TrainingInputs
+from worker.training.validation import Validation
 
 Emit = Callable[..., None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """A finished training. `final_loss` is the mean over the last tenth of the steps."""
+    """A finished training, with its best state if it was validated, else with its last.
+
+    final_loss  the mean over the last tenth of the steps
+    best_step   of the state with the least loss in validation, `best_loss`
+    """
 
     model: Any
     final_loss: float
     trained_tokens: int
+    best_step: int | None = None
+    best_loss: float | None = None
 
 
 def training_dtype() -> torch.dtype:
@@ -55,23 +68,50 @@ def limit_gpu_memory(share: float | None) -> None:
         torch.cuda.set_per_process_memory_fraction(share)
 
 
-def load_tokenizer(folder: Path) -> Any:
-    """Return the base's tokenizer. Raises JobError unless it can be trained with."""
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    if not tokenizer.chat_template or not tokenizer.is_fast:
-        raise JobError("base_model_dir", "the tokenizer needs a chat template and a fast tokenizer")
-    return tokenizer
+def device_name() -> str:
+    """Return "cpu", or the name of the GPU that trains."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
-def planned(examples: list[Example], hyper: Hyperparameters) -> dict[str, int]:
-    """Return the length of the training, as its event `started` has it."""
-    tokens_per_epoch = sum(len(example.input_ids) for example in examples)
-    steps_per_epoch = -(-len(examples) // hyper.batch_size)
+def peak_memory_bytes() -> int:
+    """Return the most memory that this process has taken: of the GPU, else of the machine."""
+    if torch.cuda.is_available():
+        return int(torch.cuda.max_memory_allocated())
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def load_codec(folder: Path) -> TextCodec:
+    """Return the base's tokenizer and chat template. Raises JobError without a tokenizer."""
+    if not (folder / "tokenizer.json").is_file():
+        raise JobError("base_model_dir", "there is no tokenizer.json")
+    return TextCodec(folder)
+
+
+def planned(data: Examples, job: TrainJob) -> dict[str, int]:
+    """Return the length of the training, as its event `started` has it.
+
+    Raises JobError if it is longer than the job may be.
+    """
+    hyper = job.hyperparameters
+    tokens_per_epoch = data.examples.num_tokens
+    steps_per_epoch = -(-len(data.examples) // hyper.batch_size)
     steps = hyper.max_steps or max(1, round(steps_per_epoch * hyper.epochs))
+    tokens = round(tokens_per_epoch * steps / steps_per_epoch)
+    for name, number, most in (
+        ("steps", steps, job.most_steps),
+        ("tokens", tokens, job.most_tokens),
+    ):
+        if most is not None and number > most:
+            field = "hyperparameters.max_steps" if hyper.max_steps else "hyperparameters.epochs"
+            raise JobError(field, f"the run would have {number} {name}; {most} is the limit")
     return {
-        "rows": len(examples),
-        "truncated_rows": sum(example.is_truncated for example in examples),
-        "tokens": round(tokens_per_epoch * steps / steps_per_epoch),
+        "rows": data.num_rows,
+        "examples": len(data.examples),
+        "truncated_rows": data.num_cut,
+        "dropped_rows": data.num_dropped,
+        "validation_rows": data.num_validation,
+        "leaked_rows": data.num_leaked,
+        "tokens": tokens,
         "steps": steps,
     }
 
@@ -82,16 +122,16 @@ def final_loss(losses: list[float]) -> float:
     return sum(last) / len(last)
 
 
-def load_base(job: TrainJob) -> tuple[Any, Any]:
-    """Load the job's base model and its tokenizer.
+def load_base(job: TrainJob) -> tuple[Any, TextCodec]:
+    """Load the job's base model, its tokenizer and its chat template.
 
-    Raises JobError if the tokenizer has no chat template or cannot map tokens to characters, or if
-    a target module is not a linear layer of the model's decoder layers.
+    Raises JobError if there is no tokenizer, or if a target module is not a linear layer of the
+    model's decoder layers.
     """
     if job.num_threads is not None:
         torch.set_num_threads(job.num_threads)
     limit_gpu_memory(job.gpu_share)
-    tokenizer = load_tokenizer(job.base_model_dir)
+    codec = load_codec(job.base_model_dir)
     model = AutoModelForCausalLM.from_pretrained(
         job.base_model_dir, dtype=training_dtype(), local_files_only=True
     )
@@ -106,7 +146,7 @@ def load_base(job: TrainJob) -> tuple[Any, Any]:
                 "hyperparameters.target_modules",
                 f"{target!r} is not one of {', '.join(sorted(linears))}",
             )
-    return model, tokenizer
+    return model, codec
 
 
 class AnswerTrainer(Trainer):
@@ -114,7 +154,33 @@ class AnswerTrainer(Trainer):
 
     The LM head and its softmax are a quarter of a small model's work, and more than half of a
     chat's tokens belong to the prompt.
+
+    checkpoints  with what it goes on from, instead of the Trainer's own files
     """
+
+    checkpoints: Checkpoints
+
+    def go_on(self) -> None:
+        """Train, from the first step or from the state that was found."""
+        found = self.checkpoints.found
+        if found is None:
+            self.train()
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            state = TrainerState(**found.state["trainer"])
+            state.save_to_json(str(Path(folder) / TRAINER_STATE_NAME))
+            self.train(resume_from_checkpoint=folder)
+
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the model has its adapter."""
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            self.checkpoints.restore_optimizer(self.optimizer, self.lr_scheduler)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            self.checkpoints.restore_random()
 
     def compute_loss(
         self,
@@ -140,16 +206,23 @@ class AnswerTrainer(Trainer):
 
 
 class Progress(TrainerCallback):
-    """Turns the Trainer's log lines into progress events; raises JobError if training diverges."""
+    """Turns the Trainer's log lines into progress events.
 
-    def __init__(self, emit: Emit, tokens_per_epoch: int) -> None:
+    Raises JobError if training diverges before there is a good state to keep.
+    """
+
+    def __init__(self, emit: Emit, tokens_per_epoch: int, validation: Validation) -> None:
         self.losses: list[float] = []
         self._emit = emit
         self._tokens_per_epoch = tokens_per_epoch
+        self._validation = validation
         self._started = 0.0
+        self._first_step = self._first_tokens = 0  # what was trained before this process
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._started = time.monotonic()
+        self._first_step = state.global_step
+        self._first_tokens = self.trained_tokens(state.epoch or 0)
 
     def trained_tokens(self, epoch: float) -> int:
         return round(epoch * self._tokens_per_epoch)
@@ -160,21 +233,39 @@ class Progress(TrainerCallback):
             return  # the Trainer's summary at the end
         loss = float(logs["loss"])
         if not math.isfinite(loss):
+            if self._validation.best_loss is not None:
+                self._validation.end(control)
+                return
             raise JobError(
                 "hyperparameters.learning_rate",
                 f"the loss became infinite or NaN at step {state.global_step}: lower it",
             )
         self.losses.append(loss)
         elapsed = time.monotonic() - self._started
+        per_step_s = elapsed / (state.global_step - self._first_step)
+        trained_tokens = self.trained_tokens(state.epoch)
         self._emit(
             "progress",
             step=state.global_step,
             steps=state.max_steps,
             loss=round(loss, 4),
             learning_rate=logs["learning_rate"],
-            tokens_per_s=round(self.trained_tokens(state.epoch) / elapsed, 1),
-            eta_s=round(elapsed / state.global_step * (state.max_steps - state.global_step), 1),
+            tokens_per_s=round((trained_tokens - self._first_tokens) / elapsed, 1),
+            eta_s=round(per_step_s * (state.max_steps - state.global_step), 1),
+            trained_tokens=trained_tokens,
+            memory_bytes=peak_memory_bytes(),
+            **self._validated(state.global_step),
         )
+
+    def _validated(self, step: int) -> dict[str, float | int]:
+        """Return what is said of the last validation and the best one."""
+        told: dict[str, float | int] = {}
+        loss, best = self._validation.loss, self._validation.best_loss
+        if loss is not None and self._validation.loss_step == step and math.isfinite(loss):
+            told["validation_loss"] = round(loss, 4)
+        if best is not None:
+            told |= {"best_step": self._validation.best_step, "best_loss": round(best, 4)}
+        return told
 
 
 def _arguments(hyper: Hyperparameters, steps: int) -> TrainingArguments:
@@ -198,13 +289,34 @@ def _arguments(hyper: Hyperparameters, steps: int) -> TrainingArguments:
     )
 
 
+def _begin_from(model: Any, tensors: Path) -> None:
+    """Load an adapter's tensors into the model's new one. Raises JobError unless they are its."""
+    try:
+        outcome = set_peft_model_state_dict(model, load_file(tensors))
+    except (RuntimeError, ValueError) as error:  # of other shapes
+        raise JobError("warm_start", f"the adapter does not fit: {str(error)[:300]}") from error
+    missing = [name for name in outcome.missing_keys if "lora_" in name]
+    strange = [*missing, *outcome.unexpected_keys]
+    if strange:
+        raise JobError("warm_start", f"the adapter has other tensors than this: {strange[0]}")
+
+
 def run_trainer(
-    model: Any, tokenizer: Any, examples: list[Example], hyper: Hyperparameters, emit: Emit
+    model: Any,
+    data: Examples,
+    job: TrainJob,
+    emit: Emit,
+    *,
+    pad_id: int,
+    on_stoppable: Callable[[Callable[[], None]], None] = lambda stop: None,
 ) -> Outcome:
     """Train a LoRA on `model`, which is changed in place; return it with the training's figures.
 
-    Raises JobError if the loss becomes infinite or NaN.
+    on_stoppable  gets what ends the training after a step, once there is something to save
+    Raises JobError if the loss becomes infinite or NaN, or the warm start is another adapter's;
+    TrainingStopped.
     """
+    hyper = job.hyperparameters
     set_seed(hyper.seed)
     model = get_peft_model(
         model,
@@ -215,27 +327,60 @@ def run_trainer(
             target_modules=list(hyper.target_modules),
         ),
     )
-    tokens_per_epoch = sum(len(example.input_ids) for example in examples)
-    plan = planned(examples, hyper)
-    emit("started", **plan, trainable_parameters=model.get_nb_trainable_parameters()[0])
-    progress = Progress(emit, tokens_per_epoch)
-    trainer = AnswerTrainer(
-        model=model,
-        args=_arguments(hyper, plan["steps"]),
-        train_dataset=[
-            {
-                "input_ids": example.input_ids,
-                "labels": example.labels,
-                "attention_mask": [1] * len(example.input_ids),
-            }
-            for example in examples
-        ],
-        data_collator=functools.partial(collate, pad_id=tokenizer.pad_token_id or 0),
-        callbacks=[progress],
-    )
-    trainer.train()
+    if job.warm_start is not None:
+        _begin_from(model, job.warm_start)
+    plan = planned(data, job)
+    trainer, validation, progress = _prepared(model, data, job, emit, plan, pad_id)
+    checkpoints = trainer.checkpoints
+    resumed: dict[str, Any] = {}
+    if checkpoints.step:
+        resumed = {"resumed_step": checkpoints.step, "validation_losses": validation.losses[-256:]}
+    trainable = model.get_nb_trainable_parameters()[0]
+    emit("started", **plan, **resumed, trainable_parameters=trainable, device=device_name())
+    if job.checkpoint is not None:
+        on_stoppable(checkpoints.stop)
+    try:
+        trainer.go_on()
+    except BrokenPipeError:  # whoever reads the events was killed
+        checkpoints.save_now()
+        raise
+    finally:
+        checkpoints.close()
+    if checkpoints.has_stopped:
+        raise TrainingStopped
+    validation.restore(model)
     return Outcome(
         model=model,
         final_loss=final_loss(progress.losses),
         trained_tokens=progress.trained_tokens(trainer.state.epoch),
+        best_step=validation.best_step or None,
+        best_loss=validation.best_loss,
     )
+
+
+def _prepared(
+    model: Any, data: Examples, job: TrainJob, emit: Emit, plan: dict[str, int], pad_id: int
+) -> tuple[AnswerTrainer, Validation, Progress]:
+    """Return the Trainer and what watches it, as the job's checkpoint has them if there is one."""
+    hyper = job.hyperparameters
+    validation = Validation(
+        data.validation,
+        steps=plan["steps"],
+        eval_steps=hyper.eval_steps,
+        patience=hyper.patience,
+        batch_size=hyper.batch_size,
+        pad_id=pad_id,
+    )
+    progress = Progress(emit, data.examples.num_tokens, validation)
+    checkpoints = Checkpoints(job, plan, emit, validation, progress.losses)
+    checkpoints.restore(model)
+    trainer = AnswerTrainer(
+        model=model,
+        args=_arguments(hyper, plan["steps"]),
+        train_dataset=TrainingInputs(data.examples),
+        data_collator=functools.partial(collate, pad_id=pad_id),
+        callbacks=[validation, progress, checkpoints],
+    )
+    trainer.checkpoints = checkpoints
+    validation.trainer = trainer
+    return trainer, validation, progress

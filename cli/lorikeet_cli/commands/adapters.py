@@ -11,10 +11,12 @@ from typing import Annotated, Any
 import typer
 
 from lorikeet_cli import progress
+from lorikeet_cli.adapter_uploads import upload_version
+from lorikeet_cli.config import secret_of
 from lorikeet_cli.errors import CliError, Forbidden, Interrupted
 from lorikeet_cli.output import Column, Row, moment, num_bytes, shown
 from lorikeet_cli.session import LimitOption, Session, command, completer
-from lorikeet_cli.uploads import Source, put_presigned
+from lorikeet_cli.uploads import Source
 
 app = typer.Typer(help="Adapters and their versions.", no_args_is_help=True)
 
@@ -27,6 +29,20 @@ _ENDED = ("ready", "rejected", "retired")
 
 Name = Annotated[
     str, typer.Argument(help="The adapter's name.", autocompletion=completer("adapters"))
+]
+BaseModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--base-model",
+        help="For a new adapter, if there are several.",
+        autocompletion=completer("base-models"),
+    ),
+]
+WaitOption = Annotated[
+    bool, typer.Option("--wait", help="Until the server has checked it; fails if it refuses.")
+]
+TimeoutOption = Annotated[
+    int, typer.Option("--timeout", min=1, help="The longest wait, in seconds.")
 ]
 _COLUMNS: list[Column] = [
     ("NAME", "name"),
@@ -84,41 +100,38 @@ def upload(
     name: Annotated[
         str | None, typer.Option("--name", help="The adapter. Default: the folder's name.")
     ] = None,
-    base_model: Annotated[
-        str | None,
+    base_model: BaseModelOption = None,
+    accept_base_mismatch: Annotated[
+        bool,
         typer.Option(
-            "--base-model",
-            help="For a new adapter, if there are several.",
-            autocompletion=completer("base-models"),
+            "--accept-base-mismatch",
+            help="Also if its config names another base model: for the same model under another "
+            "name.",
         ),
-    ] = None,
-    wait: Annotated[
-        bool, typer.Option("--wait", help="Until the server has checked it; fails if it refuses.")
     ] = False,
-    timeout: Annotated[
-        int, typer.Option("--timeout", min=1, help="The longest wait, in seconds.")
-    ] = 600,
+    wait: WaitOption = False,
+    timeout: TimeoutOption = 600,
 ) -> None:
     """Upload a LoRA adapter as the next version of its name.
 
-    Nothing is half uploaded: a version counts when both files have arrived whole. If anything goes
-    wrong on the way, run the command again.
+    A version counts when both files have arrived whole. If the upload is interrupted, run the same
+    command again within a day: what has arrived is not sent again.
     """
     sources = read_folder(folder)
     adapter = name or folder.resolve().name
-    body: dict[str, Any] = {"files": {each: sources[each].num_bytes for each in sources}}
-    if base_model:
-        body["base_model"] = base_model
     try:
-        version = session.send("POST", "adapters", adapter, "versions", body=body)
-        for file, source in sources.items():
-            put_presigned(source, version["uploads"][file])
-        place = ("adapters", adapter, "versions", version["number"])
-        version = session.send("POST", *place, "complete")
+        version = upload_version(
+            session,
+            adapter,
+            sources,
+            base_model=base_model,
+            accepts_base_mismatch=accept_base_mismatch,
+        )
     except KeyboardInterrupt:
         raise Interrupted(
-            "Interrupted: the upload does not count, and the server removes it. Run it again."
+            "Interrupted: what has arrived stays for a day. Run the same command again to go on."
         ) from None
+    place = ("adapters", adapter, "versions", version["number"])
     if wait:
         version = _wait(session, place, timeout)
     session.print_one(version, _VERSION_COLUMNS)
@@ -126,6 +139,48 @@ def upload(
         raise CliError(f"{version['model']} was rejected: {_reasons(version)}")
     if version["status"] == "ready":
         _check_digest(session, version, sources)
+
+
+@command(app, "import")
+def import_(
+    session: Session,
+    name: Name,
+    repository: Annotated[
+        str | None, typer.Option("--repository", help="Of the server's Hub, as OWNER/NAME.")
+    ] = None,
+    revision: Annotated[
+        str | None, typer.Option("--revision", help="A branch, a tag or a commit. Default: main.")
+    ] = None,
+    token_env: Annotated[
+        str | None,
+        typer.Option("--token-env", help="The environment variable that has the Hub's token."),
+    ] = None,
+    urls: Annotated[
+        tuple[str, str] | None,
+        typer.Option("--urls", help=f"Instead: https addresses of {CONFIG} and of {TENSORS}."),
+    ] = None,
+    base_model: BaseModelOption = None,
+    wait: WaitOption = False,
+) -> None:
+    """Have the server fetch a LoRA adapter, from its Hub or from two addresses.
+
+    It goes on when this command ends.
+    """
+    body = {
+        "repository": repository,
+        "revision": revision,
+        "token": None if token_env is None else secret_of(token_env),
+        "config_url": urls[0] if urls else None,
+        "tensors_url": urls[1] if urls else None,
+        "base_model": base_model,
+    }
+    given = {field: value for field, value in body.items() if value is not None}
+    version = session.send("POST", "adapters", name, "import", body=given)
+    if wait:
+        version = _wait(session, ("adapters", name, "versions", version["number"]), 600)
+    session.print_one(version, _VERSION_COLUMNS)
+    if version["status"] == "rejected":
+        raise CliError(f"{version['model']} was rejected: {_reasons(version)}")
 
 
 def _wait(session: Session, place: tuple[str | int, ...], timeout_s: int) -> dict[str, Any]:

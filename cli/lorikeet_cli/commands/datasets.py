@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from lorikeet_cli import progress
-from lorikeet_cli.errors import CliError, Interrupted
+from lorikeet_cli.dataset_uploads import upload_rows
+from lorikeet_cli.errors import CliError
 from lorikeet_cli.output import Column, moment, num_bytes
 from lorikeet_cli.session import LimitOption, Session, command, completer
 from lorikeet_cli.uploads import Source
@@ -20,9 +20,37 @@ _COLUMNS: list[Column] = [
     ("NAME", "name"),
     ("ROWS", "num_rows"),
     ("SIZE", num_bytes("num_bytes")),
+    ("VERSION", "version"),
     ("SHA-256", lambda row: row["sha256"][:12]),
     ("UPDATED", moment("updated_at")),
 ]
+_VERSION_COLUMNS: list[Column] = [
+    ("VERSION", "number"),
+    ("KIND", "kind"),
+    ("ROWS", "num_rows"),
+    ("ADDED", "added_rows"),
+    ("SIZE", num_bytes("num_bytes")),
+    ("STORED", "is_stored"),
+    ("MADE", moment("created_at")),
+]
+_SOURCE_COLUMNS: list[Column] = [
+    ("DATASET", "dataset"),
+    ("KIND", "kind"),
+    ("PLACE", lambda row: ", ".join(str(part) for part in row["place"].values() if part)),
+    ("CRON", "cron"),
+    ("NEXT", moment("next_pull_at")),
+    ("PULLING", "is_pulling"),
+    ("LAST", lambda row: (row["last_pull"] or {}).get("status", "")),
+    ("ERROR", lambda row: (row["last_pull"] or {}).get("error", "")),
+]
+_PULL_COLUMNS: list[Column] = [
+    ("BEGUN", moment("created_at")),
+    ("STATUS", "status"),
+    ("VERSION", "version"),
+    ("ADDED", "added_rows"),
+    ("ERROR", "error"),
+]
+_NAME = Annotated[str, typer.Argument(autocompletion=completer("datasets"))]
 
 
 @command(app, "list")
@@ -35,7 +63,7 @@ def list_(session: Session, limit: LimitOption = 20) -> None:
 @command(app, "get")
 def get(
     session: Session,
-    name: Annotated[str, typer.Argument(autocompletion=completer("datasets"))],
+    name: _NAME,
 ) -> None:
     """Show a dataset."""
     session.print_one(session.get("datasets", name), _COLUMNS)
@@ -48,27 +76,64 @@ def upload(
     name: Annotated[
         str | None, typer.Option("--name", help="The dataset. Default: the file's name.")
     ] = None,
+    append: Annotated[
+        bool, typer.Option("--append", help="Add the rows behind those that it has.")
+    ] = False,
 ) -> None:
-    """Upload chats. A dataset of this name is replaced for later runs, whole or not at all."""
-    source = Source.of(file)
-    with progress.bar(file.name, total=source.num_bytes, is_bytes=True) as bar:
-
-        def content() -> Iterator[bytes]:
-            return source.pieces(bar.show)
-
-        try:
-            dataset = session.client.call(
-                "POST",
-                session.tenant_path("datasets"),
-                params={"name": name or file.stem},
-                content=content,
-                headers={
-                    "Content-Length": str(source.num_bytes),
-                    "Content-Type": "application/jsonl",
-                },
-            )
-        except KeyboardInterrupt:
-            raise Interrupted("Interrupted: the dataset is as it was. Run it again.") from None
-    if dataset["sha256"] != source.sha256:
-        raise CliError(f"{file} was damaged on its way: the digests differ. Upload it again.")
+    """Upload chats, up to 2 GiB: the next version of the dataset, whole or not at all."""
+    dataset = upload_rows(session, name or file.stem, Source.of(file), appends=append)
     session.print_one(dataset, _COLUMNS)
+
+
+@command(app, "versions")
+def versions(session: Session, name: _NAME, limit: LimitOption = 20) -> None:
+    """List a dataset's versions, newest first; `name@3` is one to train on."""
+    found = session.client.pages(session.own_path("datasets", name, "versions"), limit=limit)
+    session.print_list(found, _VERSION_COLUMNS, "No versions.")
+
+
+@command(app, "restore")
+def restore(
+    session: Session,
+    name: _NAME,
+    version: Annotated[int, typer.Argument(help="Its number, of `lorikeet datasets versions`.")],
+) -> None:
+    """Make an earlier version's rows the current ones again, as the next version."""
+    path = session.own_path("datasets", name, "restore")
+    session.print_one(session.client.call("POST", path, body={"version": version}), _COLUMNS)
+
+
+@command(app, "source")
+def source(session: Session, name: _NAME) -> None:
+    """Show where a dataset is pulled from, and how the last pull ended."""
+    found = session.client.call("GET", session.own_path("datasets", name, "source"))
+    session.print_one(found, _SOURCE_COLUMNS)
+
+
+@command(app, "set-source")
+def set_source(
+    session: Session,
+    name: _NAME,
+    file: Annotated[Path, typer.Argument(help="JSON, as PUT /api/v1/datasets/NAME/source has it.")],
+) -> None:
+    """Set where a dataset is pulled from. A file, so that no key is on a command line."""
+    try:
+        body = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CliError(f"Cannot read {file} as JSON.") from error
+    path = session.own_path("datasets", name, "source")
+    session.print_one(session.client.call("PUT", path, body=body), _SOURCE_COLUMNS)
+
+
+@command(app, "pull")
+def pull(session: Session, name: _NAME) -> None:
+    """Pull now: what is new at the source becomes a version."""
+    path = session.own_path("datasets", name, "pulls")
+    session.print_one(session.client.call("POST", path), _SOURCE_COLUMNS)
+
+
+@command(app, "pulls")
+def pulls(session: Session, name: _NAME, limit: LimitOption = 20) -> None:
+    """List the pulls of a dataset, newest first, with their errors."""
+    found = session.client.pages(session.own_path("datasets", name, "pulls"), limit=limit)
+    session.print_list(found, _PULL_COLUMNS, "Nothing was pulled yet.")

@@ -91,9 +91,9 @@ def _page(session: Session, filters: dict[str, Any], limit: int) -> dict[str, An
 
 
 def _follow(session: Session, filters: dict[str, Any], limit: int) -> None:
-    if session.form is Form.TABLE:
-        _print_line([title for title, _ in _COLUMNS])
     try:
+        if session.form is Form.TABLE:
+            _print_line([title for title, _ in _COLUMNS])
         for row in _lines(session, filters, limit):
             if session.is_json:
                 output.print_json_line(row)

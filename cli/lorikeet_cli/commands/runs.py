@@ -92,7 +92,7 @@ def start(
         bool, typer.Option("--watch", help="Until it ends; the exit code is its outcome.")
     ] = False,
 ) -> None:
-    """Train an adapter on a dataset. What comes out is its next version, live at once."""
+    """Train an adapter on a dataset. What comes out is its next version."""
     body: dict[str, Any] = {"adapter": adapter, "dataset": dataset}
     if hyperparameter:
         body["hyperparameters"] = read_settings(hyperparameter)

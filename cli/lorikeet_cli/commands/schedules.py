@@ -10,7 +10,7 @@ from lorikeet_cli import output
 from lorikeet_cli.commands.adapters import Name
 from lorikeet_cli.commands.runs import read_settings
 from lorikeet_cli.output import Column, moment
-from lorikeet_cli.session import Session, command, completer
+from lorikeet_cli.session import LimitOption, Session, command, completer
 
 app = typer.Typer(help="When to train an adapter again.", no_args_is_help=True)
 
@@ -21,7 +21,17 @@ _COLUMNS: list[Column] = [
     ("TIME ZONE", "timezone"),
     ("PAUSED", "is_paused"),
     ("NEXT RUN (UTC)", moment("next_run_at")),
+    ("WINDOW", "window"),
+    ("IF LATE", "misfire"),
     ("HYPERPARAMETERS", "hyperparameters"),
+]
+_RUN_COLUMNS: list[Column] = [
+    ("SLOT (UTC)", moment("slot")),
+    ("STATE", "state"),
+    ("WHY", "why"),
+    ("BY", "trigger"),
+    ("RUN", "training_run"),
+    ("ROWS", "num_rows"),
 ]
 
 
@@ -46,13 +56,35 @@ def set_(
         typer.Option("--set", help="As rank=8, max_steps=200; repeatable.", metavar="NAME=VALUE"),
     ] = None,
     paused: Annotated[bool, typer.Option("--paused", help="Keep it, but start nothing.")] = False,
+    rule: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--rule",
+            help="skip_unchanged=false, window=22:00-06:00, misfire=skip, grace_s=600 or "
+            "max_runs_per_day=2; repeatable.",
+            metavar="NAME=VALUE",
+        ),
+    ] = None,
 ) -> None:
     """Train an adapter again by a cron line; replaces its schedule."""
     body: dict[str, Any] = {"dataset": dataset, "cron": cron, "timezone": timezone}
-    body["is_paused"] = paused
+    body |= {"is_paused": paused, **read_settings(rule or [])}
     if hyperparameter:
         body["hyperparameters"] = read_settings(hyperparameter)
     session.print_one(session.send("PUT", "adapters", adapter, "schedule", body=body), _COLUMNS)
+
+
+@command(app, "run")
+def run(session: Session, adapter: Name) -> None:
+    """Start the schedule's training now; its next time stays as it is."""
+    session.print_one(session.send("POST", "adapters", adapter, "schedule", "run"), _RUN_COLUMNS)
+
+
+@command(app, "history")
+def history(session: Session, adapter: Name, limit: LimitOption = 20) -> None:
+    """List what became of the schedule's times: ran, skipped or missed, and why."""
+    found = session.items("adapters", adapter, "schedule", "runs", limit=limit)
+    session.print_list(found, _RUN_COLUMNS, empty="The schedule has had no time yet.")
 
 
 @command(app, "delete")

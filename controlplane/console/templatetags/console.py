@@ -31,6 +31,12 @@ _TONES = {
     "succeeded": "good",
     "failed": "bad",
     "cancelled": "warn",
+    "judging": "busy",
+    "promote": "good",
+    "hold": "warn",
+    "missed": "bad",
+    "skipped": "warn",
+    "reject": "bad",
     "active": "good",
     "verified": "good",
     "linked": "good",
@@ -41,8 +47,16 @@ _TONES = {
     "expired": "warn",
     "live": "good",
     "paused": "warn",
+    "done": "good",
+    "stopped": "warn",
+    "disabled": "warn",
+    "failing": "bad",
     "ok": "good",
     "cut": "warn",
+    "waiting": "busy",
+    "agreed": "good",
+    "mismatch": "bad",
+    "warning": "warn",
 }
 
 
@@ -50,6 +64,25 @@ _TONES = {
 def badge(state: str) -> dict[str, str]:
     """Show a state as a coloured badge."""
     return {"state": state, "tone": _TONES.get(state, "")}
+
+
+@register.filter
+def signed(number: float) -> str:
+    """Write a number with its sign and four digits after the point."""
+    return f"{number:+.4f}"
+
+
+@register.filter
+def asked(case: Any) -> str:
+    """Return the last message of an evaluation's case as text."""
+    content = case.messages[-1].get("content") if case.messages else ""
+    return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+
+
+@register.filter
+def percent(share: float) -> str:
+    """Write a share with three digits: 0.0123 as 1.23%."""
+    return f"{100 * share:.3g}%"
 
 
 @register.filter

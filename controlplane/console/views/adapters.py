@@ -10,11 +10,15 @@ from django.http import Http404, HttpResponse
 from django.shortcuts import get_object_or_404, redirect, render
 from django.views.decorators.http import require_POST, require_safe
 
-from controlplane.adapters import promotion
+from controlplane.adapters import promotion, retirement, services
 from controlplane.adapters.models import Adapter, AdapterVersion, Promotion
 from controlplane.console import overview as reads
 from controlplane.console.access import ConsoleRequest, member_page
+from controlplane.console.evaluation_rows import gate_rows
+from controlplane.console.residency import prefetched_text, residency_of
 from controlplane.errors import ApiError
+from controlplane.evaluations.models import GateDecision
+from controlplane.queue.residency import before_switch
 from controlplane.tenants.auth import Permission
 from controlplane.training.models import Schedule, TrainingRun
 
@@ -28,7 +32,10 @@ _STEPS = (
     (Status.VALIDATING, "Checking"),
     (Status.READY, "Ready"),
 )
+_LARGE = ("inspection__doctor", "inspection__compared", "inspection__facts")
 NUM_RUNS = 10
+#: Versions of one page.
+PAGE = 50
 NUM_HISTORY = 10
 
 
@@ -44,6 +51,11 @@ def adapters(request: ConsoleRequest) -> HttpResponse:
 @member_page
 def adapter(request: ConsoleRequest, name: str) -> HttpResponse:
     found = get_adapter(name)
+    versions = found.versions.select_related("created_by").order_by("-number")
+    before = request.GET.get("before", "")
+    if before.isascii() and before.isdigit():
+        versions = versions.filter(number__lt=min(int(before[:10]), services.MAX_NUMBER))
+    shown = list(versions[: PAGE + 1])
     runs = list(
         TrainingRun.objects.filter(adapter=found)
         .select_related("adapter", "dataset", "version")
@@ -54,11 +66,14 @@ def adapter(request: ConsoleRequest, name: str) -> HttpResponse:
         "earlier": promotion.version_before(found),
         "history": Promotion.objects.filter(adapter=found).order_by("-created_at")[:NUM_HISTORY],
         "policies": Adapter.PromotionPolicy.choices,
-        "versions": found.versions.select_related("created_by").order_by("-number"),
+        "versions": shown[:PAGE],
+        "older": shown[PAGE - 1].number if len(shown) > PAGE else None,
+        "is_first": not before,
         "schedule": Schedule.objects.filter(adapter=found).select_related("dataset").first(),
         "runs": runs,
         "runs_busy": any(run.status in TrainingRun.ACTIVE for run in runs),
         "base_url": settings.BASE_URL,
+        "residency": residency_of(found.live_version),
     }
     return render(request, "console/adapter.html", context)
 
@@ -83,11 +98,12 @@ def promote(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
     found = get_adapter(name)
     version = get_object_or_404(AdapterVersion, adapter=found, number=number)
     try:
+        loaded = before_switch(version)
         promotion.adapter_version_promote(version=version, reason=_reason(request))
     except ApiError as error:
         messages.error(request, error.message)
         return redirect("console:version", name, number)
-    messages.success(request, f"Version {number} is live.")
+    messages.success(request, f"Version {number} is live. {prefetched_text(loaded)}".strip())
     return redirect("console:adapter", name)
 
 
@@ -96,12 +112,17 @@ def promote(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
 def roll_back(request: ConsoleRequest, name: str) -> HttpResponse:
     """Make the version live that was so before."""
     try:
-        found = promotion.adapter_roll_back(adapter=get_adapter(name), reason=_reason(request))
+        found = get_adapter(name)
+        loaded = before_switch(promotion.version_before(found))
+        found = promotion.adapter_roll_back(adapter=found, reason=_reason(request))
     except ApiError as error:
         messages.error(request, error.message)
     else:
         assert found.live_version is not None
-        messages.success(request, f"Version {found.live_version.number} is live again.")
+        number = found.live_version.number
+        messages.success(
+            request, f"Version {number} is live again. {prefetched_text(loaded)}".strip()
+        )
     return redirect("console:adapter", name)
 
 
@@ -112,8 +133,12 @@ def set_policy(request: ConsoleRequest, name: str) -> HttpResponse:
     policy = request.POST.get("promotion_policy", "")
     if policy not in Adapter.PromotionPolicy.values:
         raise Http404
-    promotion.promotion_policy_set(adapter=get_adapter(name), policy=policy)
-    messages.success(request, "The policy for new versions is set.")
+    try:
+        promotion.promotion_policy_set(adapter=get_adapter(name), policy=policy)
+    except ApiError as error:
+        messages.error(request, error.message)
+    else:
+        messages.success(request, "The policy for new versions is set.")
     return redirect("console:adapter", name)
 
 
@@ -131,16 +156,28 @@ def get_adapter(name: str) -> Adapter:
 
 def _version_context(name: str, number: int) -> dict[str, Any]:
     found = get_adapter(name)
-    row = found.versions.filter(number=number).select_related("created_by").first()
+    rows = found.versions.select_related("created_by", "inspection").defer(*_LARGE)
+    row = rows.filter(number=number).first()
     if row is None:
         raise Http404
     is_live = row.id == found.live_version_id
+    gate = GateDecision.objects.filter(version=row).first()
     return {
         "adapter": found,
         "version": row,
         "run": row.training_runs.first(),
         "steps": version_steps(row.status),
         "facts": _facts(row.report),
+        "gate": gate,
+        "gate_rows": gate_rows(gate) if gate else [],
+        "residency": residency_of(row),
+        "files_until": retirement.files_until(row),
+        "can_download": bool(row.digest) and row.removed_at is None,
+        "files": services.FILES,
+        "previous": found.versions.filter(number__lt=number, status__in=("ready", "retired"))
+        .order_by("-number")
+        .values_list("number", flat=True)
+        .first(),
         "busy_states": BUSY_STATES,
         "base_url": settings.BASE_URL,
         "model_name": found.name if is_live else f"{found.name}@{row.number}",
@@ -155,7 +192,8 @@ def version_steps(status: str) -> list[dict[str, str]]:
             *({"label": label, "state": "done"} for label in labels),
             {"label": "Rejected", "state": "failed"},
         ]
-    at = [state.value for state, _ in _STEPS].index(status)
+    reached = Status.READY if status == Status.RETIRED else status
+    at = [state.value for state, _ in _STEPS].index(reached)
     last = len(_STEPS) - 1
     return [
         {

@@ -64,6 +64,7 @@ def request(request: ConsoleRequest, request_id: str) -> HttpResponse:
     context = {
         "line": reads.line_of(row),
         "sampling": _sampling(row),
+        "drafted": sum(n for name, n in (row.drafts or {}).items() if name != "rejected"),
         "phases": reads.phase_bars(row),
         "status": from_worker(row.error_code, "").status if row.error_code else None,
         "tokens_per_s": (row.completion_tokens - 1) / decode_ms * 1000 if decode_ms > 0 else 0,

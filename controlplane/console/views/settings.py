@@ -1,4 +1,4 @@
-"""The tenant's settings: its name, its members' second factors, its request log."""
+"""The tenant's settings: its name, members' second factors, request log, captured requests."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from django.shortcuts import redirect, render
 from django.views.decorators.http import require_http_methods, require_POST
 
 from controlplane.console.access import ConsoleRequest, member_page
+from controlplane.console.evaluation_forms import CaptureForm
 from controlplane.console.forms import LogPolicyForm, TenantForm, add_service_error
 from controlplane.errors import ApiError
-from controlplane.requestlog import services
+from controlplane.requestlog import capture, services
 from controlplane.requestlog.models import LogPolicy
 from controlplane.tenants.auth import Permission, authorize
 from controlplane.tenants.models import Tenant
@@ -51,22 +52,44 @@ def set_log_policy(request: ConsoleRequest) -> HttpResponse:
     return _page(request, log_form=form)
 
 
+@require_POST
+@member_page(permission=Permission.TENANT_MANAGE)
+def set_capture(request: ConsoleRequest) -> HttpResponse:
+    form = CaptureForm(request.POST)
+    if form.is_valid():
+        data = form.cleaned_data
+        max_bytes = data.pop("max_mib") << 20
+        try:
+            capture.capture_policy_set(**data, max_bytes=max_bytes)
+        except ApiError as error:
+            param = "shares" if (error.param or "").startswith("shares") else error.param
+            add_service_error(form, error.message, param)
+        else:
+            messages.success(request, "Saved. It takes effect within seconds.")
+            return redirect("console:settings")
+    return _page(request, capture_form=form)
+
+
 def _page(
     request: ConsoleRequest,
     *,
     form: TenantForm | None = None,
     log_form: LogPolicyForm | None = None,
+    capture_form: CaptureForm | None = None,
 ) -> HttpResponse:
     """Render the page with the submitted forms; the others show the current values."""
     tenant, policy = request.member.tenant, services.log_policy()
+    kept = capture.capture_policy()
     context = {
         "form": form or TenantForm(initial=_initial(tenant)),
         "log_form": log_form or LogPolicyForm(initial=_kept(policy)),
         "policy": policy,
+        "capture": kept,
+        "capture_form": capture_form or CaptureForm(initial=CaptureForm.initial_of(kept)),
         "tenant": tenant,
         "without": members_without(),
     }
-    errors = any(sent.errors for sent in (form, log_form) if sent is not None)
+    errors = any(sent.errors for sent in (form, log_form, capture_form) if sent is not None)
     return render(request, "console/settings.html", context, status=422 if errors else 200)
 
 

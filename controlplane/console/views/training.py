@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 from django.contrib import messages
@@ -12,19 +14,35 @@ from django.views.decorators.http import require_http_methods, require_POST, req
 
 from controlplane.adapters.models import Adapter
 from controlplane.console.access import ConsoleRequest, member_page
-from controlplane.console.charts import line_chart
-from controlplane.console.forms import DatasetForm, ScheduleForm, TrainForm, add_service_error
+from controlplane.console.charts import loss_chart
+from controlplane.console.forms import add_service_error
+from controlplane.console.training_forms import DatasetForm, ScheduleForm, TrainForm
 from controlplane.console.views.adapters import get_adapter
-from controlplane.errors import ApiError, Conflict
+from controlplane.console.views.datasets import history_of
+from controlplane.errors import ApiError, Conflict, NotFound
 from controlplane.tenants.auth import Permission
-from controlplane.training import picking, services
-from controlplane.training.models import Dataset, Schedule, TrainingRun
+from controlplane.training import pausing, picking, preview, reports, schedules, services
+from controlplane.training.models import (
+    Dataset,
+    Schedule,
+    ScheduleRun,
+    TrainingEvent,
+    TrainingRun,
+)
+from controlplane.training.schedule_rules import rules_of
 
 Status = TrainingRun.Status
 
 #: The states in which a run's page reloads its status.
 BUSY_STATES = tuple(status.value for status in TrainingRun.ACTIVE)
 NUM_RUNS = 50
+#: Rows that a dataset's page shows, and characters of each.
+NUM_PREVIEW = 10
+MAX_ROW_CHARS = 4000
+#: Of a run, the newest.
+NUM_EVENTS = 20
+#: Of a schedule, the newest.
+NUM_SLOTS = 30
 
 
 @require_safe
@@ -42,9 +60,13 @@ def upload_dataset(request: ConsoleRequest) -> HttpResponse:
     form = DatasetForm(request.POST, request.FILES)
     if form.is_valid():
         # With one byte more than the limit the service refuses it.
-        content = form.cleaned_data["file"].read(services.MAX_DATASET_BYTES + 1)
+        content = form.cleaned_data["file"].read(services.MAX_DIRECT_BYTES + 1)
         try:
-            dataset = services.dataset_upload(name=form.cleaned_data["name"], content=content)
+            dataset = services.dataset_upload(
+                name=form.cleaned_data["name"],
+                content=content,
+                appends=form.cleaned_data["append"],
+            )
         except ApiError as error:
             add_service_error(form, error.message, "file" if error.param == "body" else error.param)
         else:
@@ -54,6 +76,36 @@ def upload_dataset(request: ConsoleRequest) -> HttpResponse:
     return render(request, "console/training.html", context, status=422)
 
 
+@require_safe
+@member_page
+def dataset(request: ConsoleRequest, name: str) -> HttpResponse:
+    """Show what was counted in a dataset's rows; who may replace them sees the first of them."""
+    try:
+        found = services.dataset_get(name=name)
+    except NotFound as error:
+        raise Http404 from error
+    rows: list[dict[str, Any]] = []
+    problem = ""
+    try:
+        rows = preview.rows_preview(found, NUM_PREVIEW) if request.member.can_train else []
+    except ApiError as error:
+        problem = error.message
+    context = {
+        "dataset": found,
+        "report": reports.report_of(found),
+        "rows": [(row["line"], _shown(row["row"])) for row in rows],
+        "problem": problem,
+        **history_of(found),
+    }
+    return render(request, "console/dataset.html", context)
+
+
+def _shown(row: Any) -> str:
+    """Return a row as text of a bounded length; the template escapes it."""
+    text = json.dumps(row, ensure_ascii=False, indent=2)
+    return text if len(text) <= MAX_ROW_CHARS else f"{text[:MAX_ROW_CHARS]} …"
+
+
 @require_POST
 @member_page(permission=Permission.TRAINING_WRITE)
 def start_run(request: ConsoleRequest) -> HttpResponse:
@@ -61,11 +113,13 @@ def start_run(request: ConsoleRequest) -> HttpResponse:
     if form.is_valid():
         try:
             base_model = form.cleaned_data.get("base_model")
+            validation = form.cleaned_data["validation_dataset"]
             started = services.training_run_create(
                 adapter_name=form.cleaned_data["adapter"],
                 dataset_name=form.cleaned_data["dataset"].name,
                 hyperparameters=form.hyperparameters(),
                 base_model_name=base_model.name if base_model else None,
+                validation_dataset_name=validation.name if validation else None,
                 created_by=request.user,
             )
         except ApiError as error:
@@ -92,9 +146,26 @@ def run_status(request: ConsoleRequest, run_id: uuid.UUID) -> HttpResponse:
 @require_POST
 @member_page(permission=Permission.TRAINING_WRITE)
 def cancel_run(request: ConsoleRequest, run_id: uuid.UUID) -> HttpResponse:
-    found = _get_run(run_id)
+    return _changed(request, run_id, services.training_run_cancel)
+
+
+@require_POST
+@member_page(permission=Permission.TRAINING_WRITE)
+def pause_run(request: ConsoleRequest, run_id: uuid.UUID) -> HttpResponse:
+    return _changed(request, run_id, pausing.training_run_pause)
+
+
+@require_POST
+@member_page(permission=Permission.TRAINING_WRITE)
+def resume_run(request: ConsoleRequest, run_id: uuid.UUID) -> HttpResponse:
+    return _changed(request, run_id, pausing.training_run_resume)
+
+
+def _changed(
+    request: ConsoleRequest, run_id: uuid.UUID, change: Callable[..., TrainingRun]
+) -> HttpResponse:
     try:
-        services.training_run_cancel(run=found)
+        change(run=_get_run(run_id))
     except Conflict as error:
         messages.error(request, error.message)
     return redirect("console:run", run_id)
@@ -114,6 +185,7 @@ def schedule(request: ConsoleRequest, name: str) -> HttpResponse:
         "schedule": existing,
         "form": form,
         "datasets": Dataset.objects.exists(),
+        "history": _history(existing),
     }
     status = 422 if form.errors else 200
     return render(request, "console/schedule.html", context, status=status)
@@ -128,6 +200,21 @@ def delete_schedule(request: ConsoleRequest, name: str) -> HttpResponse:
     return redirect("console:adapter", adapter.name)
 
 
+@require_POST
+@member_page(permission=Permission.TRAINING_WRITE)
+def run_schedule(request: ConsoleRequest, name: str) -> HttpResponse:
+    """Start the schedule's run now."""
+    adapter = get_adapter(name)
+    try:
+        row = schedules.schedule_run_now(
+            services.schedule_get(adapter=adapter), created_by=request.user
+        )
+    except ApiError as error:
+        messages.error(request, error.message)
+        return redirect("console:schedule", adapter.name)
+    return redirect("console:run", row.training_run_id)
+
+
 def _save_schedule(form: ScheduleForm, adapter: Adapter, existing: Schedule | None) -> bool:
     data = form.cleaned_data
     try:
@@ -138,12 +225,21 @@ def _save_schedule(form: ScheduleForm, adapter: Adapter, existing: Schedule | No
             timezone_name=data["timezone"],
             # The form does not have them; those set through the API stay.
             hyperparameters=existing.hyperparameters if existing else None,
+            validation_dataset_name=getattr(
+                existing.validation_dataset if existing else None, "name", None
+            ),
             is_paused=data["is_paused"],
+            rules=form.rules(),
         )
     except ApiError as error:
         add_service_error(form, error.message, error.param)
         return False
     return True
+
+
+def _history(existing: Schedule | None) -> list[ScheduleRun]:
+    rows = ScheduleRun.objects.filter(schedule=existing).select_related("training_run")
+    return list(rows.order_by("-slot")[:NUM_SLOTS]) if existing else []
 
 
 def _schedule_initial(existing: Schedule | None) -> dict[str, Any]:
@@ -154,6 +250,8 @@ def _schedule_initial(existing: Schedule | None) -> dict[str, Any]:
         "cron": existing.cron,
         "timezone": existing.timezone,
         "is_paused": existing.is_paused,
+        **rules_of(existing),
+        "grace_minutes": round(existing.grace.total_seconds() / 60),
     }
 
 
@@ -192,11 +290,6 @@ def _run_context(run_id: uuid.UUID) -> dict[str, Any]:
         "busy_states": BUSY_STATES,
         "opens_at": picking.window_opens_at(),
         "eta_ms": 1000 * (found.progress.get("eta_s") or 0),
-        "chart": line_chart([(float(step), float(loss)) for step, loss in _losses(found)]),
+        "events": found.events.filter(kind=TrainingEvent.Kind.MESSAGE).order_by("-pk")[:NUM_EVENTS],
+        "chart": loss_chart(found.progress),
     }
-
-
-def _losses(run: TrainingRun) -> list[tuple[int, float]]:
-    """Return the loss of each reported step, in the order of the steps."""
-    losses = run.progress.get("losses", [])
-    return [(int(step), float(loss)) for step, loss in losses]

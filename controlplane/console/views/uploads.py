@@ -1,7 +1,7 @@
-"""The upload form, and the two calls of its script, before and after sending the files.
+"""The upload form, and the calls of its script: begin, sign parts, tell what arrived, complete.
 
-The browser sends the files directly to the object store, by presigned URLs; this process never gets
-them.
+The browser sends the files directly to the object store, part by part, by presigned URLs; this
+process never gets them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from django.urls import reverse
 from django.views.decorators.http import require_POST, require_safe
 
 from contract import peft_config, safetensors_header
-from controlplane.adapters import services
-from controlplane.adapters.models import Adapter
+from controlplane.adapters import services, uploads
+from controlplane.adapters.models import Adapter, AdapterVersion
 from controlplane.console.access import ConsoleRequest, member_page
-from controlplane.console.forms import UploadForm, add_service_error
+from controlplane.console.adapter_forms import UploadForm
+from controlplane.console.forms import add_service_error
 from controlplane.console.views.adapters import get_adapter
+from controlplane.deletion import services as deletion
 from controlplane.errors import ApiError, InvalidRequest, PayloadTooLarge
 from controlplane.tenants.auth import Permission
 
@@ -42,9 +44,10 @@ def upload(request: ConsoleRequest) -> HttpResponse:
 @require_POST
 @member_page(permission=Permission.ADAPTERS_WRITE)
 def start_upload(request: ConsoleRequest) -> HttpResponse:
-    """Make the version and return the URLs for its files.
+    """Make the version and return where its parts are signed, listed and completed.
 
-    Body: {"name", "base_model", "config", "tensors"}, the last two being lengths in bytes.
+    Body: {"name", "base_model", "accept_base_mismatch", "config", "tensors"}, the last two being
+    lengths in bytes.
     422 with {"errors": {field: [message]}} when a field is wrong.
     """
     form = UploadForm(_read_json(request))
@@ -57,16 +60,19 @@ def start_upload(request: ConsoleRequest) -> HttpResponse:
             base_model_name=data["base_model"].name,
             files={file: data[field] for field, file in FIELDS.items()},
             created_by=request.user,
+            is_multipart=True,
+            accepts_base_mismatch=data["accept_base_mismatch"],
         )
     except ApiError as error:
         fields = {f"files.{file}": field for field, file in FIELDS.items()}
         add_service_error(form, error.message, fields.get(error.param or "", error.param))
         return _errors(form)
-    urls = services.adapter_version_upload_urls(version=version)
     place = (version.adapter.name, version.number)
     return JsonResponse(
         {
-            "urls": {field: urls[file] for field, file in FIELDS.items()},
+            "parts_url": reverse("console:sign_parts", args=place),
+            "state_url": reverse("console:upload_state", args=place),
+            "abort_url": reverse("console:abort_upload", args=place),
             "complete_url": reverse("console:complete_upload", args=place),
             "version_url": reverse("console:version", args=place),
         }
@@ -75,13 +81,49 @@ def start_upload(request: ConsoleRequest) -> HttpResponse:
 
 @require_POST
 @member_page(permission=Permission.ADAPTERS_WRITE)
+def sign_parts(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
+    """Return a URL for a part. Body: {"file": field, "number", "sha256"}."""
+    version = _get_version(name, number)
+    body = _read_json(request)
+    file = FIELDS.get(str(body.get("file")), "")
+    digests = {str(body.get("number")): str(body.get("sha256"))}
+    [signed] = uploads.parts_sign(version=version, file=file, digests=digests)
+    return JsonResponse(signed)
+
+
+@require_safe
+@member_page(permission=Permission.ADAPTERS_WRITE)
+def upload_state(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
+    """Tell what was stated and what has arrived, by field of the form."""
+    state = uploads.upload_state(_get_version(name, number))
+    found = state["files"]
+    files = {field: found[file] for field, file in FIELDS.items() if file in found}
+    return JsonResponse({"status": state["status"], "files": files})
+
+
+@require_POST
+@member_page(permission=Permission.ADAPTERS_WRITE)
+def abort_upload(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
+    """Give an upload up: its version is deleted."""
+    version = _get_version(name, number)
+    uploads.check_open(version)
+    deletion.version_delete(version=version)
+    return JsonResponse({})
+
+
+@require_POST
+@member_page(permission=Permission.ADAPTERS_WRITE)
 def complete_upload(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
     """Queue the check of both uploaded files."""
-    version = get_adapter(name).versions.filter(number=number).first()
+    services.adapter_version_complete(version=_get_version(name, number))
+    return JsonResponse({})
+
+
+def _get_version(name: str, number: int) -> AdapterVersion:
+    version = get_adapter(name).versions.filter(number=number).select_related("adapter").first()
     if version is None:
         raise Http404
-    services.adapter_version_complete(version=version)
-    return JsonResponse({})
+    return version
 
 
 def _read_json(request: ConsoleRequest) -> dict[str, Any]:

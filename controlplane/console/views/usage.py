@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 from collections.abc import Mapping
 
 from django.http import HttpResponse
@@ -12,6 +13,7 @@ from django.views.decorators.http import require_safe
 from controlplane.console import usage as reads
 from controlplane.console.access import ConsoleRequest, member_page
 from controlplane.tenants.auth import Permission
+from controlplane.usage.training import training_usage_by_day
 
 
 @require_safe
@@ -21,8 +23,11 @@ def usage(request: ConsoleRequest) -> HttpResponse:
     by = _choice(request, "by", reads.GROUPS)
     measure = _choice(request, "measure", reads.MEASURES)
     report = reads.usage_report(span=span, by=by, measure=measure, now=timezone.now())
+    today, (_, count, is_hourly) = timezone.now().date(), reads.SPANS[span]
+    first = today - dt.timedelta(days=count // 24 if is_hourly else count - 1)
     context = {
         "report": report,
+        "training": training_usage_by_day(first, today),
         "span": span,
         "by": by,
         "measure": measure,

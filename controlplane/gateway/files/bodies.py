@@ -10,14 +10,14 @@ from pydantic import AfterValidator, Field
 from rest_framework import serializers
 
 from controlplane.errors import InvalidRequest
-from controlplane.files.models import File, Purpose, Upload, UploadPart
+from controlplane.files.models import MADE, File, Purpose, Upload, UploadPart
 from controlplane.files.services import FileForm
 from controlplane.inference.bodies import Body, without_nul
 from controlplane.rest.fields import Constant, PublicId, UnixTime
 
 MIN_EXPIRES_S, MAX_EXPIRES_S = 3600, 30 * 24 * 3600
 #: Purposes that a client may name; files that the platform makes have one of their own.
-PURPOSES = tuple(purpose.value for purpose in Purpose if purpose != Purpose.BATCH_OUTPUT)
+PURPOSES = tuple(purpose.value for purpose in Purpose if purpose not in MADE)
 #: The form around a file, as a JSON schema.
 FILE_FORM: dict[str, Any] = {
     "type": "object",

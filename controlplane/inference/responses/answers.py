@@ -16,7 +16,7 @@ from typing import Any
 from contract.protocol import FinishReason, TokenEvent, Usage
 from contract.tool_calls import CallReader, Piece
 from controlplane.errors import ApiError
-from controlplane.inference.answers import one_line
+from controlplane.inference.answers import drafts_body, one_line
 from controlplane.inference.responses.schemas import NamedChoice, ResponsesBody
 from controlplane.inference.service import Generation
 
@@ -258,10 +258,12 @@ def answer_of(body: ResponsesBody, generation: Generation) -> ResponsesAnswer:
 
 
 def usage_body(usage: Usage) -> Json:
+    has_drafts = usage.accepted_drafts or usage.rejected_drafts
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": 0}
+        | (drafts_body(usage) if has_drafts else {}),
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }

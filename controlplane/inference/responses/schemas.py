@@ -24,6 +24,7 @@ from controlplane.inference.schemas import (
     Seed,
     ServiceTier,
     Share,
+    Speculates,
     Stops,
     Temperature,
     TopK,
@@ -231,6 +232,7 @@ class ResponsesBody(Body):
     min_p: Share = None
     repetition_penalty: Annotated[float | None, Field(gt=0, le=10)] = None
     ignore_eos: bool | None = None
+    speculation: Speculates = None
     min_tokens: Annotated[int | None, Field(ge=0, le=10_000_000)] = None
 
     def adjusted(self, job: GenerateJob) -> GenerateJob:

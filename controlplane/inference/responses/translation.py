@@ -26,7 +26,7 @@ _SAME = (
     *("model", "temperature", "top_p", "parallel_tool_calls", "store", "stream", "metadata"),
     *("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
     *("service_tier", "seed", "stop", "presence_penalty", "frequency_penalty", "top_k", "min_p"),
-    *("repetition_penalty", "ignore_eos", "min_tokens"),
+    *("repetition_penalty", "ignore_eos", "min_tokens", "speculation"),
 )
 
 

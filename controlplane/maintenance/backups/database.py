@@ -16,7 +16,7 @@ from psycopg import conninfo
 
 from controlplane.maintenance.backups.folder import BackupError
 from controlplane.tenancy.scope import OPERATOR_ROLE
-from controlplane.tenancy.scoping import all_tenants
+from controlplane.tenancy.scoping import all_tenants, tenant_scope
 
 _PAGE = 1000
 
@@ -154,7 +154,8 @@ def referenced_keys() -> Iterator[str]:
     """Yield the keys of the object store that rows of all tenants name."""
     from controlplane.adapters.models import AdapterVersion
     from controlplane.files.models import File
-    from controlplane.training.models import Dataset
+    from controlplane.training.contents import parts_of
+    from controlplane.training.models import Dataset, dataset_key
 
     ready = AdapterVersion.objects.filter(status=AdapterVersion.Status.READY)
     for version in _pages(ready):
@@ -162,7 +163,11 @@ def referenced_keys() -> Iterator[str]:
     for file in _pages(File.objects.filter(status=File.Status.READY)):
         yield file.key
     for dataset in _pages(Dataset.objects.all()):
-        yield dataset.key
+        with tenant_scope(dataset.tenant_id):
+            stored = dataset.versions.filter(is_stored=True).values_list("sha256", flat=True)
+            parts = {part for sha256 in (dataset.sha256, *stored) for part in parts_of(sha256)}
+        for part in sorted(parts):
+            yield dataset_key(dataset.tenant_id, part)
 
 
 def _pages(rows: Any) -> Iterator[Any]:

@@ -8,7 +8,6 @@ import time
 import uuid
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import urlsplit
 
 import redis
 import requests
@@ -173,11 +172,10 @@ def uploads() -> Iterator[Finding]:
     public = settings.S3_PUBLIC_ENDPOINT_URL
     key = f"preflight/{uuid.uuid4().hex}"
     url = storage.presign_put(key, num_bytes=8, expires_s=60)
-    origin = "{0.scheme}://{0.netloc}".format(urlsplit(settings.BASE_URL))
     try:
         answer = requests.put(url, data=b"lorikeet", timeout=_ANSWER_S)
-        asked = {"Origin": origin, "Access-Control-Request-Method": "PUT"}
-        preflighted = requests.options(url, headers=asked, timeout=_ANSWER_S)
+        refused = [page for page in storage.console_origins() if not _may_upload(url, page)]
+        strangers = _may_upload(url, "https://stranger.invalid")
     except requests.RequestException:
         yield warning(
             f"{public} does not answer here; clients must reach it",
@@ -191,14 +189,28 @@ def uploads() -> Iterator[Finding]:
         )
         return
     storage.delete([key])
-    allowed = preflighted.headers.get("Access-Control-Allow-Origin", "")
-    if allowed not in ("*", origin):
-        yield failure(
-            f"the bucket's CORS rules do not let pages of {origin} upload",
-            f"allow PUT from {origin} in the bucket's CORS rules, with all request headers",
-        )
+    advice = "run `manage.py prepare`, which sets the bucket's CORS rules (docs/deploy.md, CORS)"
+    pages = ", ".join(refused or storage.console_origins())
+    if refused:
+        yield failure(f"the bucket's CORS rules do not let pages of {pages} upload", advice)
+    elif strangers:
+        yield warning("the bucket's CORS rules let pages of all origins upload", advice)
     else:
-        yield ok(f"presigned uploads to {public} work, also from pages of {origin}")
+        yield ok(f"presigned uploads to {public} work, also from pages of {pages}")
+
+
+def _may_upload(url: str, origin: str) -> bool:
+    """Return whether a browser would send a part from a page of this origin."""
+    asked = {
+        "Origin": origin.replace("*.", "any."),
+        "Access-Control-Request-Method": "PUT",
+        "Access-Control-Request-Headers": "x-amz-checksum-sha256",
+    }
+    answer = requests.options(url, headers=asked, timeout=_ANSWER_S)
+    allowed = answer.headers.get("Access-Control-Allow-Origin", "")
+    headers = answer.headers.get("Access-Control-Allow-Headers", "").lower()
+    takes = "*" in headers or "x-amz-checksum-sha256" in headers
+    return takes and allowed in ("*", asked["Origin"])
 
 
 def clocks() -> Iterator[Finding]:

@@ -15,6 +15,9 @@ from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
 from controlplane.operator.admin.base import AuditedAdmin, ReadOnlyAdmin
 from controlplane.operator.admin.lists import TENANT
 
+#: Other names of a base model.
+_MAX_NAMES = 20
+
 
 class BaseModelForm(forms.ModelForm):  # type: ignore[type-arg]
     """Checks that the config has the shapes that adapters must fit."""
@@ -28,6 +31,13 @@ class BaseModelForm(forms.ModelForm):  # type: ignore[type-arg]
         except ValueError as error:
             raise forms.ValidationError(str(error)) from error
         return config
+
+    def clean_known_names(self) -> list[str]:
+        names = self.cleaned_data["known_names"] or []
+        is_list = isinstance(names, list) and len(names) <= _MAX_NAMES
+        if not is_list or not all(isinstance(name, str) and len(name) <= 200 for name in names):
+            raise forms.ValidationError('Write a list of names, such as ["org/name"].')
+        return names
 
 
 @admin.register(BaseModel)

@@ -1,4 +1,4 @@
-"""The live pool: workers and queues per base model, and the order to drain."""
+"""The live pool: workers and queues per base model, and the orders to drain and to resume."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from django.contrib import messages
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import redirect
 from django.urls import reverse
-from django.views.decorators.http import require_http_methods, require_safe
+from django.views.decorators.http import require_http_methods, require_POST, require_safe
 
 from controlplane.adapters.models import BaseModel, is_serving
 from controlplane.errors import NotFound, Unavailable
@@ -40,6 +40,7 @@ class Line:
     step: int
     silent: str
     can_drain: bool
+    can_resume: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,8 +125,8 @@ def drain(request: HttpRequest, worker_id: str) -> HttpResponse:
         warnings=(
             "It takes no more requests, has up to 30 seconds to finish those that run, and returns "
             "the rest to the front of the queue. Then its process ends.",
-            "It serves again when its supervisor restarts it (in Compose at once). Nothing else "
-            "ends a drain.",
+            "It serves again when its supervisor restarts it (in Compose at once). As long as "
+            "requests run, Resume on the page before ends the drain.",
         ),
         about=(
             ("Base model", beat.base_model),
@@ -136,6 +137,19 @@ def drain(request: HttpRequest, worker_id: str) -> HttpResponse:
         button="Drain it",
         back=back,
     )
+
+
+@require_POST
+def resume(request: HttpRequest, worker_id: str) -> HttpResponse:
+    """Tell a worker that drains to take requests again."""
+    try:
+        if pool.worker_resume(worker_id=worker_id):
+            messages.success(request, f"{worker_id} was told to resume.")
+        else:
+            messages.info(request, f"{worker_id} is not draining.")
+    except (NotFound, Unavailable) as error:
+        messages.error(request, error.message)
+    return redirect(reverse("admin:workers"))
 
 
 def _others(worker: WorkerStatus) -> int:
@@ -173,6 +187,7 @@ def _line(worker: WorkerStatus) -> Line:
         step=beat.step,
         silent=span(worker.silent_s),
         can_drain=worker.is_alive and not beat.draining,
+        can_resume=worker.is_alive and beat.draining,
     )
 
 

@@ -94,9 +94,9 @@ def pack_text(header_text: bytes, data: bytes) -> bytes:
 GOOD_CONFIG, GOOD_TENSORS = config_bytes(), pack(tensors())
 
 
-def put(url: str, data: bytes) -> int:
+def put(url: str, data: bytes, headers: dict[str, str] | None = None) -> int:
     """The status of the store's answer."""
-    request = urllib.request.Request(url, data=data, method="PUT")
+    request = urllib.request.Request(url, data=data, method="PUT", headers=headers or {})
     try:
         with urllib.request.urlopen(request) as answer:
             return int(answer.status)

@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from contract.adapter_problems import AdapterProblems
 from contract.base_shape import BaseShape
 from contract.peft_config import MAX_RANK
-from controlplane.adapters.rejection import Rejected
-from controlplane.adapters.validation import CheckedAdapter, check_adapter
+from contract.upload_check import CheckedAdapter, check_adapter
 from engine.adapters.config import parse_config
 from engine.adapters.plan import AdapterPlan, parse_header, plan_adapter
 from engine.errors import AdapterMismatch
 from engine.model.config import ModelConfig
+from tests.contract.test_upload_check import GOOD_FIELDS
 from tests.controlplane.adapters import files
-from tests.controlplane.adapters.test_validation import GOOD_FIELDS
 from tests.controlplane.conftest import TINY_CONFIG
 
 MODEL = ModelConfig.from_fields(
@@ -46,7 +46,7 @@ def plan(config: bytes, tensors: bytes, model: ModelConfig = MODEL) -> AdapterPl
 def is_accepted_at_upload(config: bytes, tensors: bytes, base: BaseShape = files.BASE) -> bool:
     try:
         check(config, tensors, base)
-    except Rejected:
+    except AdapterProblems:
         return False
     return True
 
@@ -63,7 +63,7 @@ def assert_agree(config: bytes, tensors: bytes) -> None:
     """If the upload check passes, so does the engine's, with the same effect."""
     try:
         checked = check(config, tensors)
-    except Rejected:
+    except AdapterProblems:
         return
     planned = plan(config, tensors)
     assert {target.rank for target in planned.all_targets} == checked.fitted.ranks

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from contract.adapter_problems import AdapterProblems
 from contract.base_shape import BaseShape
 from contract.peft_config import HONOURED, MAX_PATTERNS, MAX_RANK, NEUTRAL
+from contract.upload_check import CheckedAdapter, check_adapter
 from controlplane.adapters.rejection import Rejected
-from controlplane.adapters.validation import CheckedAdapter, check_adapter
 from engine.adapters import plan
 from engine.adapters.config import parse_config
 from engine.errors import AdapterMismatch
@@ -57,7 +58,8 @@ def upload(config: bytes, shapes: Shapes, base: dict[str, Any]) -> CheckedAdapte
         return check_adapter(
             config=config, start=start, file_bytes=file_bytes, base=shape, max_rank=MAX_RANK
         )
-    except Rejected as rejected:
+    except AdapterProblems as problems:
+        rejected = Rejected.of(problems)
         assert all(reason.message for reason in rejected.reasons)
         return rejected
 
@@ -260,7 +262,7 @@ def test_no_base_admits_a_rank_that_the_engine_refuses() -> None:
     """An operator may write any max_rank into a base model's row."""
     config = {"peft_type": "LORA", "target_modules": ["q_proj"], "r": MAX_RANK + 1}
     start, file_bytes = header_of(pefts_shapes(config, {}))
-    with pytest.raises(Rejected) as raised:
+    with pytest.raises(AdapterProblems) as raised:
         check_adapter(
             config=json.dumps(config).encode(),
             start=start,
@@ -268,7 +270,7 @@ def test_no_base_admits_a_rank_that_the_engine_refuses() -> None:
             base=files.BASE,
             max_rank=10 * MAX_RANK,
         )
-    assert {reason.field for reason in raised.value.reasons} == {"r"}
+    assert {problem.field for problem in raised.value.problems} == {"r"}
 
 
 def test_patterns_that_take_too_long_are_refused_alike() -> None:

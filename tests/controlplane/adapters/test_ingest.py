@@ -125,7 +125,8 @@ class TestDecision:
 
     @pytest.mark.parametrize("policy", Adapter.PromotionPolicy.values)
     def test_newest_ready_version_stays_live(self, policy: str) -> None:
-        services.adapter_create(name="invoices", promotion_policy=policy)
+        services.adapter_create(name="invoices")
+        Adapter.objects.update(promotion_policy=policy)  # `gate` comes with a suite
         first, second = upload(), upload()
         for version in (second, first):
             ingest.version_ingest(version.pk)

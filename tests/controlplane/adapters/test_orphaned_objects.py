@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 from django.utils import timezone
 
-from controlplane.adapters import ingest, orphaned_objects, services, tasks
+from controlplane.adapters import ingest, orphaned_objects, probing, services, tasks
 from controlplane.adapters.models import AdapterVersion, BaseModel
 from controlplane.errors import InvalidRequest
 from controlplane.files import services as file_services
@@ -221,7 +221,8 @@ def test_a_file_replaced_between_two_checks_leaves_one_copy() -> None:
     second = checked_by_one_that_dies(version)
     assert second != first.digest
     assert not is_there(version, first.digest)
-    assert not ingest._accept(first, checked)
+    facts = ingest._facts(first, checked)
+    assert not probing.hold(first, facts) and not ingest.version_accept(first, facts)
     version.refresh_from_db()
     assert version.status == Status.VALIDATING
     validate(version)

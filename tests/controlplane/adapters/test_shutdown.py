@@ -108,6 +108,18 @@ class TestOperator:
         assert base_model.config == TINY_CONFIG
         assert changes() == [(None, {"fields": ["shutdown_date"]})]
 
+    def test_sets_names_in_the_admin(self, operator: User, base_model: BaseModel) -> None:
+        client = Client()
+        client.force_login(operator)
+        url = reverse("admin:adapters_basemodel_change", args=[base_model.pk])
+        form = {"context_length": "128", "max_rank": "256", "is_active": "on"}
+        for text, names in (('["org/tiny"]', ["org/tiny"]), ("", []), ("[]", [])):
+            assert client.post(url, {**form, "known_names": text}).status_code == 302
+            base_model.refresh_from_db()
+            assert base_model.known_names == names
+        for text in ("[1]", '"org/tiny"', "{", '["' + "x" * 201 + '"]'):
+            assert client.post(url, {**form, "known_names": text}).status_code == 200
+
     def test_a_new_config_keeps_it(self, base_model: BaseModel) -> None:
         ends_on(dt.date(2999, 12, 31))
         services.base_model_add(name="tiny", revision="1" * 64, config=TINY_CONFIG)

@@ -128,8 +128,8 @@ def test_runners_that_are_killed_while_they_take_over(
     ("how", "has_runner"),
     [
         ("cancelled", False),
-        ("expired", False),
-        ("deleted", False),
+        pytest.param("expired", False, marks=pytest.mark.long),
+        pytest.param("deleted", False, marks=pytest.mark.long),
         ("deleted", True),
         pytest.param("cancelled", True, marks=pytest.mark.long),
         pytest.param("expired", True, marks=pytest.mark.long),

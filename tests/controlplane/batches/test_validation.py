@@ -13,10 +13,10 @@ from typing import Any
 import psutil
 import pytest
 
+from contract import line_reader
 from controlplane.adapters.models import BaseModel
 from controlplane.batches import lines
 from controlplane.batches.validation import MAX_FAULTS, Found, RefusedLine, validate
-from controlplane.files import contents
 from controlplane.tenants import auth
 from tests.controlplane.conftest import Party
 
@@ -54,7 +54,7 @@ def test_ten_thousand_lines_take_three_seconds_at_most(acme: Party, base_model: 
     content = b"\n".join(raw(i, "A line of some length. " * 20) for i in range(10_000))
     pieces = [content[i : i + 2**20] for i in range(0, len(content), 2**20)]
     started = time.process_time()  # of this process alone: others use the machine too
-    found, kept = run(acme, contents.lines(pieces, max_bytes=lines.MAX_LINE_BYTES))
+    found, kept = run(acme, line_reader.lines(pieces, max_bytes=lines.MAX_LINE_BYTES))
     seconds = time.process_time() - started
     assert (found.num_lines, found.faults, kept) == (10_000, [], [])
     assert found.models == {"tiny"}
@@ -103,7 +103,7 @@ def test_a_line_that_is_too_long_is_cut_and_told(acme: Party, base_model: BaseMo
             yield b"x" * 2**20
         yield b'"}\n' + raw(2)
 
-    found, _ = run(acme, contents.lines(pieces(), max_bytes=lines.MAX_LINE_BYTES))
+    found, _ = run(acme, line_reader.lines(pieces(), max_bytes=lines.MAX_LINE_BYTES))
     assert [(fault["line"], fault["code"]) for fault in found.faults] == [(2, "line_too_long")]
     assert found.num_lines == 3
 
@@ -112,8 +112,9 @@ def test_a_line_that_is_too_long_is_cut_and_told(acme: Party, base_model: BaseMo
 def test_lines_are_the_same_however_the_bytes_come(cut: int) -> None:
     content = b"one\n\nthree\r\nfour\n\nsix"
     pieces = [content[i : i + cut] for i in range(0, len(content), cut)]
-    assert list(contents.lines(pieces, max_bytes=100)) == content.split(b"\n")
-    assert list(contents.lines(pieces, max_bytes=3)) == [line[:4] for line in content.split(b"\n")]
+    assert list(line_reader.lines(pieces, max_bytes=100)) == content.split(b"\n")
+    found = list(line_reader.lines(pieces, max_bytes=3))
+    assert found == [line[:4] for line in content.split(b"\n")]
 
 
 def test_empty_lines_are_bounded_too(acme: Party, base_model: BaseModel) -> None:

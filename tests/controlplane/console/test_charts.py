@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from controlplane.console.charts import bar_chart, common_scale, line_chart, span_bar
+from controlplane.console.charts import (
+    bar_chart,
+    common_scale,
+    interval_chart,
+    line_chart,
+    span_bar,
+)
 
 
 def test_largest_bar_fills_the_height_and_the_smallest_stays_visible() -> None:
@@ -64,3 +70,17 @@ def test_flat_line_is_drawn() -> None:
 
 def test_one_point_is_no_line() -> None:
     assert line_chart([(1, 2.0)]) is None
+
+
+def test_intervals_lie_on_one_scale_from_zero() -> None:
+    chart = interval_chart([("a", 0.0, 0.1, 0.5), ("b", 0.5, None, 1.0)], width=110)
+    first, second = chart.intervals
+    assert (first.left, first.dot, first.right) == (0.0, 10.0, 50.0)
+    assert (second.left, second.dot, second.right) == (50.0, None, 100.0)
+    assert first.y < second.y < chart.height
+
+
+def test_an_interval_without_an_upper_bound_goes_to_the_edge() -> None:
+    chart = interval_chart([("a", 2.0, None, None)], width=100)
+    assert chart.intervals[0].right == 100.0
+    assert interval_chart([("a", 0.0, None, 0.0)]).intervals[0].right == 0.0

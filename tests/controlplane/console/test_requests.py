@@ -273,6 +273,7 @@ class TestOne:
             load_ms=100.0,
             first_token_ms=1437.0,
             total_ms=2437.0,
+            tier="store",
             completion_tokens=11,
         )
         body = browser_of(acme.viewer).get(f"{PAGE}/req_1").content.decode()
@@ -281,6 +282,7 @@ class TestOne:
             *("/v1/completions", ", streamed", ", by a batch", "w1", "4 cached"),
             *("invoices@1", belongings.ready.digest, "revision 000000000000"),
             "11 tokens read, 4 of them cached, 11 written",
+            "Load: loading the adapter, which was in the object store.",
         ):
             assert text in body, text
 

@@ -10,6 +10,7 @@ from django.test import Client
 from django.urls import URLPattern, reverse
 
 from controlplane.console.urls import urlpatterns
+from controlplane.infra import threads
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.models import Role, User
 from controlplane.tenants.permissions import Permission
@@ -29,7 +30,23 @@ PAGES: dict[str, Permission | None] = {
     "adapter": Permission.READ,
     "version": Permission.READ,
     "version_status": Permission.READ,
+    "aliases": Permission.READ,
+    "alias": Permission.READ,
+    "alias_now": Permission.READ,
+    "diff": Permission.READ,
+    "evaluations": Permission.READ,
+    "morning": Permission.READ,
+    "comparison": Permission.READ,
+    "suite": Permission.READ,
+    "run_suite": Permission.INFER,
+    "cancel_evaluation": Permission.INFER,
+    "new_suite": Permission.TRAINING_WRITE,
+    "add_case": Permission.TRAINING_WRITE,
+    "delete_suite": Permission.TRAINING_WRITE,
+    "doctor": Permission.READ,
+    "inspect": Permission.ADAPTERS_WRITE,
     "training": Permission.READ,
+    "dataset": Permission.READ,
     "run": Permission.READ,
     "run_status": Permission.READ,
     "keys": Permission.READ,
@@ -38,20 +55,46 @@ PAGES: dict[str, Permission | None] = {
     "limits": Permission.READ,
     "limits_now": Permission.READ,
     "settings": Permission.READ,
+    "playground": Permission.INFER,
+    "playground_run": Permission.INFER,
     "upload": Permission.ADAPTERS_WRITE,
+    "import": Permission.ADAPTERS_WRITE,
     "start_upload": Permission.ADAPTERS_WRITE,
+    "sign_parts": Permission.ADAPTERS_WRITE,
+    "upload_state": Permission.ADAPTERS_WRITE,
+    "abort_upload": Permission.ADAPTERS_WRITE,
     "complete_upload": Permission.ADAPTERS_WRITE,
     "promote": Permission.ADAPTERS_WRITE,
+    "deprecate": Permission.ADAPTERS_WRITE,
+    "undeprecate": Permission.ADAPTERS_WRITE,
+    "retire": Permission.ADAPTERS_WRITE,
+    "unretire": Permission.ADAPTERS_WRITE,
+    "download_version": Permission.ADAPTERS_WRITE,
     "roll_back": Permission.ADAPTERS_WRITE,
     "set_policy": Permission.ADAPTERS_WRITE,
     "delete_version": Permission.ADAPTERS_WRITE,
     "delete_adapter": Permission.ADAPTERS_WRITE,
+    "new_alias": Permission.ADAPTERS_WRITE,
+    "edit_alias": Permission.ADAPTERS_WRITE,
+    "set_alias_share": Permission.ADAPTERS_WRITE,
+    "promote_canary": Permission.ADAPTERS_WRITE,
+    "remove_canary": Permission.ADAPTERS_WRITE,
+    "roll_back_alias": Permission.ADAPTERS_WRITE,
+    "set_guard": Permission.ADAPTERS_WRITE,
+    "start_ramp": Permission.ADAPTERS_WRITE,
+    "move_ramp": Permission.ADAPTERS_WRITE,
+    "delete_alias": Permission.ADAPTERS_WRITE,
     "delete_dataset": Permission.TRAINING_WRITE,
     "schedule": Permission.TRAINING_WRITE,
     "delete_schedule": Permission.TRAINING_WRITE,
+    "run_schedule": Permission.TRAINING_WRITE,
     "upload_dataset": Permission.TRAINING_WRITE,
+    "restore_dataset": Permission.TRAINING_WRITE,
+    "pull_dataset": Permission.TRAINING_WRITE,
     "start_run": Permission.TRAINING_WRITE,
     "cancel_run": Permission.TRAINING_WRITE,
+    "pause_run": Permission.TRAINING_WRITE,
+    "resume_run": Permission.TRAINING_WRITE,
     "create_key": Permission.KEYS_MANAGE,
     "edit_key": Permission.KEYS_MANAGE,
     "rotate_key": Permission.KEYS_MANAGE,
@@ -71,7 +114,19 @@ PAGES: dict[str, Permission | None] = {
     "requests": Permission.REQUESTS_READ,
     "requests_newest": Permission.REQUESTS_READ,
     "request": Permission.REQUESTS_READ,
+    "captured": Permission.REQUESTS_READ,
+    "dataset_from_captured": Permission.REQUESTS_CONTENT,
+    "erase_captured": Permission.REQUESTS_CONTENT,
+    "notifications": Permission.READ,
+    **dict.fromkeys(
+        (
+            *("webhooks", "create_webhook", "webhook", "rotate_webhook", "enable_webhook"),
+            *("test_webhook", "delete_webhook", "redeliver"),
+        ),
+        Permission.WEBHOOKS_MANAGE,
+    ),
     "set_log_policy": Permission.TENANT_MANAGE,
+    "set_capture": Permission.TENANT_MANAGE,
     "audit": Permission.AUDIT_READ,
     "verify_trail": Permission.AUDIT_READ,
 }
@@ -107,7 +162,11 @@ def test_every_page_is_listed() -> None:
 
 
 @pytest.mark.parametrize("role", Role)
-def test_pages_obey_the_role(role: Role, people: dict[Role, User]) -> None:
+def test_pages_obey_the_role(
+    role: Role, people: dict[Role, User], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # An async view returns its connection, which is the test's own here.
+    monkeypatch.setattr(threads, "close_old_connections", lambda: None)
     browser = browser_of(people[role])
     for name, permission in PAGES.items():
         if permission is not None:

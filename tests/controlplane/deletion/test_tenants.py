@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import hashlib
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,28 +18,46 @@ from django.utils import timezone
 from contract import protocol
 from contract.deleted_adapters import gone_key
 from contract.queue import fair_queue
-from controlplane.adapters.models import AdapterVersion, BaseModel, DeletedVersion
+from controlplane.adapters import services as adapters
+from controlplane.adapters import uploads
+from controlplane.adapters.models import AdapterVersion, BaseModel, DeletedVersion, VersionImport
+from controlplane.aliases import ramps
+from controlplane.aliases import services as aliases
+from controlplane.aliases.contents import Contents, Part
+from controlplane.aliases.models import TargetCount
 from controlplane.audit import services as audit
 from controlplane.audit.models import AuditEvent
 from controlplane.batches.models import Batch, BatchResult
 from controlplane.deletion import execution, steps, tasks
 from controlplane.deletion.models import TenantDeletion
 from controlplane.deletion.traces import tenant_traces
+from controlplane.evaluations import suites
+from controlplane.evaluations.models import Evaluation, GateDecision, Judge, Result
 from controlplane.files import services as files
 from controlplane.files.models import File, Purpose, UploadPart
 from controlplane.infra import storage
 from controlplane.limits.models import TenantQuota, Turn
 from controlplane.limits.services import budget_set, rate_limit_set
+from controlplane.outbox.models import OutboxEvent
 from controlplane.queue.models import DeadLetter
-from controlplane.requestlog.models import RefusalHour
+from controlplane.requestlog.capture import capture_policy_set
+from controlplane.requestlog.models import CapturedRequest, Feedback, RefusalHour
 from controlplane.tenancy.scoping import TenantModel, all_tenants, tenant_scope
 from controlplane.tenants import auth, people, services
-from controlplane.tenants.models import IdempotencyRecord, Role, Tenant, User
+from controlplane.tenants.models import IdempotencyRecord, Membership, Role, Tenant, User
 from controlplane.training import services as training
-from controlplane.training.models import Schedule, ScheduleRun, TrainingRun
-from controlplane.usage.models import UsageDay
+from controlplane.training.models import (
+    DatasetPull,
+    DatasetSource,
+    Schedule,
+    ScheduleRun,
+    TrainingRun,
+)
+from controlplane.usage.models import TrainingUsage, UsageDay
 from controlplane.usage.services import usage_settle
 from controlplane.usage.totals import usage_drift
+from controlplane.usage.training import training_usage_add
+from controlplane.webhooks.models import EventMail, MailChoice, WebhookDelivery, WebhookEndpoint
 from tests.controlplane.adapters.test_ingest import upload, validate
 from tests.controlplane.conftest import (
     Party,
@@ -96,14 +115,24 @@ def furnish(party: Party, base_model: BaseModel, client: redis.Redis) -> None:
     tenant_id = party.tenant.pk
     with tenant_scope(tenant_id):
         validate(upload())
+        answered = Contents(
+            primary=(Part(adapter="invoices", version=1),),
+            canary=(Part(adapter="invoices", version=1, weight=0.5),),
+        )
+        alias = aliases.alias_create(name="prod", contents=answered)
+        ramps.ramp_start(alias=alias, steps=ramps.DEFAULT_STEPS)
+        TargetCount.objects.create(revision=aliases.revision_get(alias=alias), target="canary")
         version = upload()
         DeletedVersion.objects.create(version_id=uuid.uuid4(), digest="e" * 64)
         dataset = training.dataset_upload(name="chats", content=ROWS)
+        source = DatasetSource.objects.create(name="chats", kind="hub", place={}, sealed=b"x")
+        DatasetPull.objects.create(source=source)
         run = training.training_run_create(adapter_name="invoices", dataset_name="chats")
         schedule = training.schedule_set(
             adapter=run.adapter, dataset_name=dataset.name, cron_line="30 2 * * *"
         )
         ScheduleRun.objects.create(schedule=schedule, slot=NOW, training_run=run)
+        _furnish_training_usage(run)
         Turn.objects.create(kind=Turn.Kind.TRAINING, served_at=NOW)
         TenantQuota.objects.create(storage_bytes=10**9)
         rate_limit_set(max_waiting=5)
@@ -111,16 +140,28 @@ def furnish(party: Party, base_model: BaseModel, client: redis.Redis) -> None:
         people.invite_create(by=_owner(party), email="new@example.com", role=Role.VIEWER)
         people.service_account_create(by=_owner(party), name="ci", role=Role.DEVELOPER)
         _furnish_files(party)
-        names = {f"req_{tenant_id.hex}": "invoices", f"req_b{tenant_id.hex}": "tiny"}
+        names = {f"req_{tenant_id.hex}": "prod", f"req_b{tenant_id.hex}": "tiny"}
         usage_settle([done_record(party, name, model) for name, model in names.items()])
         RefusalHour.objects.create(
             starts_at=NOW, endpoint="/v1/models", status=429, code="x", requests=1
         )
+        capture_policy_set(share=1, shares={}, days=1, max_rows=9, max_bytes=1 << 20)
+        CapturedRequest.objects.create(
+            request_id=f"req_{tenant_id.hex}", model="prod", sealed=b"x", num_bytes=1
+        )
+        Feedback.objects.create(request_id=f"req_{tenant_id.hex}", model="prod", rating="good")
         DeadLetter.objects.create(request_id=f"dead_{tenant_id.hex}", model="invoices", reason="x")
         IdempotencyRecord.objects.create(
             caller="key", route="x", key_sha256="0" * 64, body_sha256="0" * 64, expires_at=NOW
         )
         storage.put_bytes(version.staged_config_key, b"{}")
+        stated = {"adapter_config.json": 2, "adapter_model.safetensors": 9}
+        sent = adapters.adapter_version_create(name="invoices", files=stated, is_multipart=True)
+        digests = {"1": hashlib.sha256(b"{}").hexdigest()}
+        uploads.parts_sign(version=sent, file="adapter_config.json", digests=digests)
+        VersionImport.objects.create(version=sent, sealed=b"x")
+        _furnish_webhooks(party)
+        _furnish_evaluations(run)
     tenant, pool = str(tenant_id), settings.POOL
     client.hset(fair_queue.limit_key(pool, tenant, "policy"), "r", 1)
     client.hset(fair_queue.budget_key(pool, tenant, "budget", "1"), "spent", 1)
@@ -129,6 +170,41 @@ def furnish(party: Party, base_model: BaseModel, client: redis.Redis) -> None:
         protocol.job_key(pool, f"req_{tenant}"), mapping={"tenant": tenant, "state": "done"}
     )
     client.xadd(protocol.dead_letter_key(pool), {"m": f'{{"tenant_id": "{tenant}"}}'})
+
+
+def _furnish_evaluations(run: TrainingRun) -> None:
+    messages = [{"role": "user", "content": "x"}]
+    made = suites.suite_version_create(
+        name="held-out", cases=[{"messages": messages, "expected": "y"}], origin={}
+    )
+    evaluation = Evaluation.objects.create(
+        suite_version=made, model="invoices@1", served="invoices@1", adapter=run.adapter
+    )
+    Result.objects.create(evaluation=evaluation, case=made.cases.get())
+    version = run.adapter.versions.get(number=1)
+    GateDecision.objects.create(version=version, suite_version=made, candidate=evaluation)
+    Judge.objects.create(name="strict", url="https://example.com/v1", model="m")
+
+
+def _furnish_training_usage(run: TrainingRun) -> None:
+    training_usage_add(
+        run_id=run.pk,
+        attempt=1,
+        adapter="invoices",
+        base_model="tiny",
+        trained_tokens=1000,
+        device="cpu",
+        is_gpu=False,
+        seconds=2.0,
+    )
+
+
+def _furnish_webhooks(party: Party) -> None:
+    endpoint = WebhookEndpoint.objects.create(url="https://example.com/", sealed_secret=b"x")
+    event = OutboxEvent.objects.latest("pk")  # of the version that passed
+    WebhookDelivery.objects.create(endpoint=endpoint, event=event)
+    EventMail.objects.create(event=event, user=party.owner)
+    MailChoice.objects.create(membership=Membership.objects.get(user=party.owner))
 
 
 def _furnish_files(party: Party) -> None:
@@ -199,7 +275,7 @@ def delete(party: Party, operator: User, **body: Any) -> Any:
 def assert_gone(party: Party) -> None:
     found = tenant_traces(party.tenant.pk)
     assert found.is_clean, found
-    assert set(found.kept) == {"audit_auditevent", "usage_usageday"}
+    assert set(found.kept) == {"audit_auditevent", "usage_trainingusage", "usage_usageday"}
     tenant = Tenant.objects.get(pk=party.tenant.pk)
     assert (tenant.status, tenant.slug) == ("deleted", f"deleted-{tenant.pk.hex}")
 
@@ -237,7 +313,7 @@ class TestAll:
         counts = record["counts"]
         assert counts["objects"] >= 5
         assert counts["people"] == counts["tenants_membership"] == 2
-        assert counts["adapters_adapterversion"] == 2
+        assert counts["adapters_adapterversion"] == 3
         assert record["num_bytes"] > len(ROWS)
 
     def test_the_totals_have_no_names(self, furnished: Party, operator: User) -> None:
@@ -245,6 +321,8 @@ class TestAll:
         tasks.tenants_delete()
         with tenant_scope(furnished.tenant.pk):
             (day,) = UsageDay.objects.all()
+            (trained,) = TrainingUsage.objects.all()
+        assert (trained.adapter, trained.trained_tokens) == ("", 1000)
         assert (day.model, day.api_key_id) == ("tiny", None)
         assert (day.requests, day.prompt_tokens, day.completion_tokens) == (2, 20, 10)
         assert usage_drift() == []

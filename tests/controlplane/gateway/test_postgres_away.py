@@ -262,6 +262,7 @@ def check_outage(world: World, kind: str, turn: int) -> None:
                     models = world.send(url, known, "/v1/models")
                     assert models.status_code == 200, models.text
                     assert models.json()["data"]
+                time.sleep(0.1)
             for url in world.urls:
                 assert world.chat(url, stranger) == 503
                 check_what_needs_rows(world, url)

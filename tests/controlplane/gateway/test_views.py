@@ -585,14 +585,13 @@ def test_a_deleted_model_is_gone_and_a_base_model_stays(gateway: Gateway) -> Non
     assert "globex-lost" not in [model.id for model in client.models.list()]
     with psycopg.connect(gateway.live.database_url) as connection:
         rows = connection.execute(
-            "select action, actor_type, request_id from audit_auditevent"
-            " where action in ('adapter_version.retired', 'adapter.live_version_set')"
-            " order by seq"
+            "select action, request_id from audit_auditevent"
+            " where actor_type = 'api_key'"
+            " and action in ('adapter_version.retired', 'adapter.live_version_set') order by seq"
         ).fetchall()
     # Beside those of other tests on the same platform.
     assert {row[0] for row in rows} == {"adapter_version.retired", "adapter.live_version_set"}
-    assert {row[1] for row in rows} == {"api_key"}
-    assert all(row[2].startswith("req_") for row in rows)
+    assert all(row[1].startswith("req_") for row in rows)
 
 
 def test_headers_name_the_organization_and_the_version_of_the_api(gateway: Gateway) -> None:

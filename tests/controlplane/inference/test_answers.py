@@ -10,7 +10,7 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from contract.protocol import CALL_BEGIN, CALL_END, TokenEvent, Usage
-from controlplane.inference.answers import ChatAnswer, CompletionAnswer
+from controlplane.inference.answers import ChatAnswer, CompletionAnswer, usage_body
 
 USAGE = Usage(prompt_tokens=5, cached_tokens=2, completion_tokens=3)
 CALL = f'{CALL_BEGIN}{{"name": "f", "arguments": {{"a": 1}}}}{CALL_END}'
@@ -41,6 +41,17 @@ def decoded(chunks: Any) -> list[dict[str, Any]]:
         assert chunk.count(b"\n") == 2
         bodies.append(json.loads(chunk[6:]))
     return bodies
+
+
+def test_usage_has_openais_counts_of_drafts_and_ours() -> None:
+    drafted = dataclasses.replace(USAGE, accepted_drafts={"forced": 2}, rejected_drafts=1)
+    told = usage_body(drafted)["completion_tokens_details"]
+    assert (told["accepted_prediction_tokens"], told["rejected_prediction_tokens"]) == (2, 1)
+    assert told["accepted_by_source"] == {"forced": 2}
+    assert "accepted_by_source" not in usage_body(USAGE)["completion_tokens_details"]
+    assert usage_body(TokenEvent.from_dict({**event(usage=drafted).to_dict()}).usage or USAGE) == (
+        usage_body(drafted)
+    )
 
 
 def test_the_bytes_of_a_chat_stream() -> None:

@@ -70,6 +70,12 @@ def test_a_store_that_cannot_be_used(
         with pytest.raises(preflight.NotReady, match=said):
             preflight.check_store()
         assert time.monotonic() - began < 10
+        if "S3_ENDPOINT_URL" in change:
+            with pytest.raises(preflight.NotReady, match=said):
+                preflight.allow_uploads()
+        else:  # a key that may not change the rules hinders no start
+            assert said in preflight.allow_uploads()
+            assert f"Let pages of {settings.BASE_URL}" in preflight.allow_uploads()
     finally:
         storage._client.cache_clear()
 

@@ -148,6 +148,25 @@ def test_a_budget_refuses_and_says_not_to_retry(rig: QueueRig) -> None:
     assert error.body()["error"]["code"] == "insufficient_quota"
 
 
+def test_a_budget_of_nothing_refuses_everything(rig: QueueRig) -> None:
+    limits = Limits(budgets=(budget(hard=0),))
+    seed(rig, limits.budgets[0])
+    refusal = refused(rig, limits, prompt=1, output=0)
+    assert (refusal.reason, refusal.limit) == ("budget", 0)
+    assert isinstance(refusal_error(refusal, limits), BudgetSpent)
+
+
+def test_a_soft_limit_alone_refuses_nothing_and_nothing_is_said_of_a_hard_one(
+    rig: QueueRig,
+) -> None:
+    warned, quiet = Limits(budgets=(budget(soft=0),)), Limits(budgets=(budget(hard=10**12),))
+    seed(rig, warned.budgets[0], spent=10**9)
+    admitted = rig.admit(rig.job(), warned)
+    assert isinstance(admitted, Admitted) and admitted.soft_budget == warned.budgets[0]
+    admitted = rig.admit(rig.job(), quiet)
+    assert isinstance(admitted, Admitted) and admitted.soft_budget is None
+
+
 def test_nobodys_limits_are_anothers(rig: QueueRig) -> None:
     limits = Limits((Policy(id="p", requests_per_minute=1),))
     rig.accept("t", limits=limits)

@@ -176,6 +176,7 @@ def test_a_backup_of_a_newer_version_is_refused(
     )
 
 
+@pytest.mark.long
 def test_a_backup_of_an_older_version_is_migrated(installed: Make, tmp_path: Path) -> None:
     old = installed("older")
     old.manage("migrate", "tenants", "0006", "--verbosity=0")

@@ -19,7 +19,7 @@ from django.core import mail as outbox
 from django.db import connection
 
 from controlplane.adapters.models import BaseModel
-from controlplane.infra import storage
+from controlplane.infra import preflight, storage
 from controlplane.infra.mail import email_settings
 from controlplane.maintenance.doctor import examination, machine, platform, servers
 from controlplane.maintenance.doctor.examination import Finding, Status
@@ -61,7 +61,15 @@ def server(*lines: bytes) -> Iterator[int]:
             peer.close()
 
 
-def test_servers_of_the_tests_are_well(db: None, acme: Party) -> None:
+@pytest.fixture
+def bucket_rules(settings: Any) -> Iterator[None]:
+    """Afterwards the bucket has no CORS rules, as other tests' pages expect."""
+    yield
+    storage._internal().delete_bucket_cors(Bucket=settings.S3_BUCKET)
+
+
+def test_servers_of_the_tests_are_well(db: None, acme: Party, bucket_rules: None) -> None:
+    assert preflight.allow_uploads() == ""
     checks = (servers.roles, servers.walls, servers.migrations, servers.queue, servers.broker)
     for check in (*checks, servers.store, servers.uploads, servers.clocks, machine.disks):
         assert set(statuses(check())) == {Status.OK}, messages(check())
@@ -127,6 +135,40 @@ def test_a_store_whose_public_address_is_wrong_is_named(settings: Any) -> None:
         settings.S3_PUBLIC_ENDPOINT_URL = f"http://127.0.0.1:{port}"
         found = messages(servers.uploads())
         assert "does not answer here" in found or "refuses a presigned upload: 403" in found
+
+
+def test_a_bucket_without_our_rule_is_named_and_others_rules_stay(
+    settings: Any, bucket_rules: None
+) -> None:
+    assert "let pages of all origins upload -> run `manage.py prepare`" in messages(
+        servers.uploads()
+    )
+    other = {
+        "ID": "other",
+        "AllowedOrigins": ["https://other.example"],
+        "AllowedMethods": ["GET"],
+        "MaxAgeSeconds": 0,
+    }
+    storage._internal().put_bucket_cors(
+        Bucket=settings.S3_BUCKET, CORSConfiguration={"CORSRules": [other]}
+    )
+    page = settings.BASE_URL
+    found = messages(servers.uploads())
+    assert f"do not let pages of {page}" in found and "https://stranger" not in found
+    assert storage.cors_allow()
+    assert not storage.cors_allow(), "a second call changes nothing"
+    assert statuses(servers.uploads()) == [Status.OK]
+    ours, kept = storage.cors_rules()
+    assert kept == other
+    assert ours["AllowedOrigins"] == storage.console_origins()
+    assert ours["AllowedMethods"] == ["PUT", "GET", "HEAD"]
+    settings.ALLOWED_HOSTS = [*settings.ALLOWED_HOSTS, "console.example", ".example.net", "*"]
+    assert f"do not let pages of http://console.example:{urlsplit(page).port}, http://*.ex" in (
+        messages(servers.uploads())
+    )
+    assert storage.cors_allow()
+    assert statuses(servers.uploads()) == [Status.OK]
+    assert len(storage.cors_rules()) == 2
 
 
 def test_clocks_that_differ_are_named(db: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,11 +15,14 @@ from django.utils import timezone
 
 from controlplane.adapters.models import BaseModel
 from controlplane.errors import AuthenticationFailed
+from controlplane.evaluations import judge
 from controlplane.requestlog import sealing
 from controlplane.requestlog.models import LogPolicy
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants import auth, key_services, keys, pepper_change
 from controlplane.tenants.models import ApiKey
+from controlplane.webhooks import signing
+from controlplane.webhooks.models import WebhookEndpoint
 from tests.controlplane.conftest import Party, as_key, make_operator
 
 NEW = "a new pepper of sixty-four digits"
@@ -122,17 +125,30 @@ def test_second_factors_and_stored_words_move_at_once(settings: Any, acme: Party
     operator = make_operator()
     with tenant_scope(acme.tenant.id):
         policy = LogPolicy.objects.create(content="all", wrapped_key=sealing.new_key())
+        hook = {
+            "sealed_secret": signing.seal("whsec_2"),
+            "old_sealed_secret": signing.seal("whsec_1"),
+        }
+        WebhookEndpoint.objects.create(url="https://example.com/", **hook)
+        made = judge.judge_set(name="strict", url="https://8.8.8.8/v1", model="m", api_key="sk-1")
     sealed = sealing.seal({"text": "words"}, bytes(policy.wrapped_key))
     factor = TOTP(Authenticator.objects.get(user=operator))
     secret = factor.instance.data["secret"]
     change(settings)
     before = status()
     assert (before["second_factors"]["accepted"], before["content_keys"]["accepted"]) == (1, 1)
+    assert before["webhook_secrets"]["accepted"] == 2 and before["needs_accepted"] >= 4
     after = status("--reencrypt")
     assert after == status("--reencrypt")
     assert (after["second_factors"]["current"], after["content_keys"]["current"]) == (1, 1)
+    assert after["webhook_secrets"] == {"current": 2, "accepted": 0, "foreign": 0}
+    assert (before["judge_keys"]["accepted"], after["judge_keys"]["current"]) == (1, 1)
     end(settings)
     with tenant_scope(acme.tenant.id):
+        made.refresh_from_db()
+        assert judge.is_current(bytes(made.sealed))
+        (found,) = WebhookEndpoint.objects.values_list("sealed_secret", "old_sealed_secret")
+        assert [signing.unseal(bytes(one)) for one in found] == ["whsec_2", "whsec_1"]
         policy = LogPolicy.objects.get()
     assert sealing.unseal(sealed, bytes(policy.wrapped_key)) == {"text": "words"}
     factor = TOTP(Authenticator.objects.get(user=operator))

@@ -86,6 +86,7 @@ def test_half_a_surrogate_pair_is_answered(body: str, acme: Party) -> None:
     ("body", "param", "message"),
     [
         ({}, "hard_limit", "A budget needs a hard limit or a soft limit."),
+        ({"hard_limit": 0, "soft_limit": 1}, "soft_limit", "The soft limit is above the hard one."),
         ({"period": "x"}, "period", '"x" is not one of: day, month.'),
     ],
 )

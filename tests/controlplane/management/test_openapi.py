@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import uuid
@@ -14,16 +15,27 @@ from drf_spectacular.generators import SchemaGenerator
 from rest_framework.test import APIClient
 
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
+from controlplane.aliases import ramps
+from controlplane.aliases import services as aliases
+from controlplane.aliases.contents import Contents, Part
 from controlplane.audit.models import AuditEvent
+from controlplane.evaluations import suites
+from controlplane.evaluations.models import Evaluation, Judge, SuiteVersion
 from controlplane.gateway import urls as gateway_urls
 from controlplane.limits.services import budget_set, rate_limit_set
+from controlplane.outbox.models import OutboxEvent
+from controlplane.requestlog import sealing
 from controlplane.requestlog import services as request_log
+from controlplane.requestlog.capture import capture_policy_set
 from controlplane.requestlog.inference_request import InferenceRequest
+from controlplane.requestlog.models import CapturedRequest
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants import auth, people
 from controlplane.tenants.models import Membership, Role
-from controlplane.training.models import Dataset, TrainingRun
+from controlplane.training.models import Dataset, DatasetSource, TrainingRun
 from controlplane.usage.models import UsageRecord
+from controlplane.webhooks.models import WebhookDelivery, WebhookEndpoint
+from controlplane.webhooks.signing import seal
 from tests.controlplane.conftest import Party, as_user
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "openapi.json"
@@ -102,6 +114,16 @@ def _adapter(party: Party, base_model: BaseModel) -> Adapter:
     return adapter
 
 
+def _alias(party: Party, base_model: BaseModel) -> str:
+    adapter = _adapter(party, base_model)
+    adapter.versions.update(status=AdapterVersion.Status.READY)
+    part = Part(adapter=adapter.name, version=1)
+    contents = Contents(primary=(part,), canary=(dataclasses.replace(part, weight=0.5),))
+    alias = aliases.alias_create(name="theirs", contents=contents)
+    ramps.ramp_start(alias=alias, steps=ramps.DEFAULT_STEPS)
+    return alias.name
+
+
 def _dataset() -> Dataset:
     return Dataset.objects.get_or_create(
         name="acmes", defaults={"sha256": "0" * 64, "num_bytes": 1, "num_rows": 1}
@@ -146,6 +168,11 @@ def _request(party: Party, base_model: BaseModel) -> str:
     return "req_of_acme"
 
 
+def _sourced(dataset: Dataset) -> Dataset:
+    DatasetSource.objects.create(name=dataset.name, kind="hub", place={}, sealed=b"x")
+    return dataset
+
+
 def _invite(party: Party, base_model: BaseModel) -> uuid.UUID:
     return people.invite_create(by=_owner(party), email="x@acme.example", role=Role.VIEWER)[0].pk
 
@@ -155,17 +182,56 @@ def _account(party: Party, base_model: BaseModel) -> uuid.UUID:
     return made.pk
 
 
+def _webhook(party: Party, base_model: BaseModel) -> uuid.UUID:
+    """A webhook, and a delivery with the same id."""
+    fields = {"url": "https://example.com/", "sealed_secret": seal("whsec_MfKQ9r8GKYqrTwjU")}
+    made = WebhookEndpoint.objects.create(**fields)
+    event = OutboxEvent.objects.create(type="version.ready")
+    WebhookDelivery.objects.create(id=made.pk, endpoint=made, event=event)
+    return made.pk
+
+
+def _suite() -> SuiteVersion:
+    case = {"messages": [{"role": "user", "content": "x"}], "expected": "y"}
+    return suites.suite_version_create(name="acmes", cases=[case], origin={})
+
+
+def _evaluation(party: Party, base_model: BaseModel) -> uuid.UUID:
+    return Evaluation.objects.create(suite_version=_suite(), model="tiny", served="tiny").pk
+
+
+def _captured(party: Party, base_model: BaseModel) -> str:
+    policy = capture_policy_set(share=1, shares={}, days=1, max_rows=9, max_bytes=1 << 20)
+    content = {
+        "request_id": "req_captured",
+        "messages": [{"role": "user", "content": "x"}],
+        "tools": [],
+        "output": "y",
+    }
+    sealed = sealing.seal(content, bytes(policy.wrapped_key))
+    row = CapturedRequest.objects.create(
+        request_id="req_captured", model="m", sealed=sealed, num_bytes=len(sealed)
+    )
+    return row.request_id
+
+
 MAKERS: dict[str, Maker] = {
     "members/{member_id}": lambda p, b: Membership.objects.get(user=p.viewer).pk,
     "invites/{invite_id}": _invite,
     "service-accounts/{account_id}": _account,
     "keys/{public_id}": lambda p, b: p.api_key.public_id,
     "adapters/{name}": lambda p, b: _adapter(p, b).name,
-    "datasets/{name}": lambda p, b: _dataset().name,
+    "aliases/{name}": _alias,
+    "datasets/{name}": lambda p, b: _sourced(_dataset()).name,
     "training-runs/{run_id}": _run,
     "limits/{limit_id}": lambda p, b: rate_limit_set(model="x", max_waiting=1).pk,
     "budgets/{budget_id}": lambda p, b: budget_set(hard_limit=1).pk,
     "requests/{request_id}": _request,
+    "captured-requests/{request_id}": _captured,
+    "webhooks/{webhook_id}": _webhook,
+    "suites/{name}": lambda p, b: _suite().suite.name,
+    "evaluations/{evaluation_id}": _evaluation,
+    "judges/{name}": lambda p, b: Judge.objects.create(name="acmes", url="", model="m").name,
     "audit-events/{event_id}": lambda p, b: AuditEvent.objects.order_by("seq")[0].pk,
 }
 #: Bodies that get past the check of fields, so that only the owner of the thing decides.
@@ -173,10 +239,20 @@ BODIES: dict[str, Any] = {
     "patch members/{member_id}": {"role": "viewer"},
     "patch service-accounts/{account_id}": {"role": "viewer"},
     "patch keys/{public_id}": {"name": "taken"},
+    "post aliases/{name}/ramp": {"percent": 1},
     "put adapters/{name}/schedule": {"dataset": "acmes", "cron": "0 3 * * *"},
+    "post datasets/{name}/restore": {"version": 1},
 }
 #: A stranger who begins a version makes an adapter of their own: nothing of acme's is named.
-MAKES_ITS_OWN = {("post", "/api/v1/adapters/{name}/versions")}
+MAKES_ITS_OWN = {
+    ("post", "/api/v1/adapters/{name}/versions"),
+    ("post", "/api/v1/adapters/{name}/import"),
+    ("post", "/api/v1/suites/{name}/versions"),
+    ("put", "/api/v1/judges/{name}"),
+    ("post", "/api/v1/datasets/{name}/versions"),
+    ("put", "/api/v1/datasets/{name}/source"),
+    ("post", "/api/v1/datasets/{name}/from-captured"),
+}
 
 
 def make_named(path: str, party: Party, base_model: BaseModel) -> tuple[str, Any]:
@@ -207,6 +283,7 @@ def test_anothers_thing_and_no_thing_are_one_answer(
 
     def ask(client: APIClient, thing: str) -> Any:
         url = path.replace(f"{{{parameter}}}", thing).replace("{number}", "1")
+        url = url.replace("{delivery_id}", thing)
         assert "{" not in url
         return getattr(client, method)(url, BODIES.get(f"{method} {short}", {}), format="json")
 
@@ -219,4 +296,6 @@ def test_anothers_thing_and_no_thing_are_one_answer(
         k: v for k, v in missing.items() if k not in ignored
     }
     # It is there, for those whose it is: else the 404s above would prove nothing.
-    assert ask(as_user(acme.owner), str(made)).status_code != 404 or short.endswith("/schedule")
+    assert ask(as_user(acme.owner), str(made)).status_code != 404 or short.endswith(
+        ("/schedule", "/schedule/run", "/schedule/runs", "/gate")
+    )

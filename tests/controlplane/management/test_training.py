@@ -69,7 +69,7 @@ def test_a_bad_dataset_is_refused(acme: Party, monkeypatch: pytest.MonkeyPatch) 
     error = error_of(upload(client, ROWS + b"{}"), 400, "body")
     assert error["message"].startswith("line 9: messages must be")
     assert error["code"] == "invalid_dataset"
-    monkeypatch.setattr(services, "MAX_DATASET_BYTES", len(ROWS) - 1)
+    monkeypatch.setattr(services, "MAX_DIRECT_BYTES", len(ROWS) - 1)
     error_of(upload(client), 413)
     with tenant_scope(acme.tenant.id):
         assert not Dataset.objects.exists()

@@ -16,10 +16,13 @@ from controlplane.tenants import auth, services
 from controlplane.tenants.key_rules import KeyRules
 from controlplane.tenants.models import ApiKey, Tenant
 from controlplane.training.models import Dataset, TrainingRun
+from tests.controlplane.aliases.conftest import add as add_version
 from tests.controlplane.conftest import Party, as_key, as_user, assert_error, make_operator
 from tests.controlplane.operator.service_keys import as_service_key, with_key
 
-ROWS = b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+ROWS = (
+    b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n' * 2
+)
 ACME = "/ops/v1/tenants/acme"
 
 
@@ -44,7 +47,7 @@ def test_everything_that_provisioning_needs(
     assert set(version.json()["uploads"]) == set(files)
     complete = client.post(f"{ACME}/adapters/invoices/versions/1/complete")
     assert_error(complete, 409, "adapter_config.json")  # nothing is uploaded
-    assert upload(client).json()["num_rows"] == 1
+    assert upload(client).json()["num_rows"] == 2
     body = {"dataset": "rows", "cron": "0 3 * * *"}
     schedule = client.put(f"{ACME}/adapters/invoices/schedule", body, format="json")
     assert schedule.status_code == 200
@@ -59,6 +62,88 @@ def test_everything_that_provisioning_needs(
     theirs = as_key(acme)
     assert theirs.get("/api/v1/adapters/invoices").status_code == 200
     assert theirs.get("/api/v1/datasets/rows").status_code == 200
+
+
+@pytest.fixture
+def releases(acme: Party, base_model: BaseModel) -> Adapter:
+    """Acme's invoices with three ready versions, of which the first is live."""
+    with tenant_scope(acme.tenant.id):
+        adapter = Adapter.objects.create(name="invoices", base_model=base_model)
+        for _ in range(3):
+            add_version(adapter)
+    return adapter
+
+
+def test_releases_as_the_tenants_own(acme: Party, releases: Adapter) -> None:
+    client, adapter = as_service_key("adapters:write"), f"{ACME}/adapters/invoices"
+
+    def post(path: str, **body: Any) -> Any:
+        answer = client.post(f"{ACME}/{path}", body, format="json")
+        assert answer.status_code in (200, 201), answer.content
+        return answer.json()
+
+    assert post("adapters/invoices/versions/2/promote", reason="better")["live_version"] == 2
+    assert post("adapters/invoices/rollback")["live_version"] == 1
+    rows = client.get(f"{adapter}/history").json()["data"]
+    assert [row["cause"] for row in rows] == ["rolled_back", "promoted", "first"]
+    version = "adapters/invoices/versions/3"
+    assert post(f"{version}/deprecate", shutdown_date="2999-12-31")["deprecated_at"]
+    assert post(f"{version}/undeprecate")["deprecated_at"] is None
+    assert post(f"{version}/retire")["status"] == "retired"
+    assert post(f"{version}/unretire")["status"] == "ready"
+    assert len(client.get(f"{adapter}/residency").json()["versions"]) == 3
+    assert client.get(f"{ACME}/{version}/doctor").json()["number"] == 3
+    assert_error(client.post(f"{ACME}/{version}/doctor"), 503)  # nobody inspects
+    assert_error(client.post(f"{ACME}/{version}/download"), 404)
+
+    canary = {"canary": {"adapter": "invoices", "version": 2}, "canary_percent": 10}
+    post("aliases", name="prod", primary={"adapter": "invoices"}, **canary)
+    prod = f"{ACME}/aliases/prod"
+    assert client.patch(prod, {"warmth": "warm"}, format="json").json()["revision"] == 2
+    assert post("aliases/prod/ramp", percent=20)["canary_percent"] == 20
+    assert client.get(f"{prod}/canary").json()["canary_percent"] == 20
+    ramp = client.put(f"{prod}/timetable", {"steps": [{"percent": 30}]}, format="json")
+    assert ramp.json()["state"] == "running"
+    assert post("aliases/prod/timetable/pause")["state"] == "paused"
+    assert post("aliases/prod/timetable/resume")["state"] == "running"
+    assert client.delete(f"{prod}/timetable").json()["state"] == "stopped"
+    assert post("aliases/prod/promote-canary")["canary"] == []
+    assert post("aliases/prod/rollback")["canary_percent"] == 30
+    rows = client.get(f"{prod}/revisions").json()["data"]
+    assert {row["actor_name"] for row in rows} == {"script"}
+    assert client.get(f"{prod}/revisions/1").json()["canary_percent"] == 10
+    assert client.get(f"{ACME}/aliases").json()["data"][0]["name"] == "prod"
+    assert client.delete(prod).status_code == 204
+    told = [actor for action, _, actor in events(None) if action == "tenant.acted_for"]
+    assert len(told) > 10 and set(told) == {"script"}
+
+
+def test_releases_need_the_adapters_scope_and_the_tenant(
+    acme: Party, globex: Party, releases: Adapter
+) -> None:
+    body = {"name": "prod", "primary": {"adapter": "invoices"}, "system_prompt": "Be kind."}
+    other = as_service_key("keys:write")
+    able, reader = as_service_key("adapters:write"), as_service_key("tenants:read")
+    assert able.post(f"{ACME}/aliases", body, format="json").status_code == 201
+    calls = (
+        ("get", "adapters/invoices/history"),
+        ("get", "adapters/invoices/residency"),
+        ("get", "aliases/prod/revisions"),
+        ("post", "adapters/invoices/rollback"),
+        ("post", "adapters/invoices/versions/2/promote"),
+        ("post", "adapters/invoices/versions/2/retire"),
+        ("post", "aliases/prod/rollback"),
+        ("delete", "aliases/prod"),
+    )
+    for method, path in calls:
+        assert_error(getattr(able, method)(f"/ops/v1/tenants/globex/{path}"), 404)
+        answer = getattr(reader, method)(f"{ACME}/{path}")
+        assert answer.status_code == (200 if method == "get" else 403), path
+        assert_error(getattr(other, method)(f"{ACME}/{path}"), 403)
+    assert b"Be kind." not in reader.get(f"{ACME}/aliases").content
+    for path in ("aliases/prod", "aliases/prod/revisions/1"):
+        assert able.get(f"{ACME}/{path}").json()["system_prompt"] == "Be kind."
+        assert_error(reader.get(f"{ACME}/{path}"), 403)
 
 
 def test_a_key_that_it_makes_opens_and_is_rotated_and_revoked(acme: Party) -> None:

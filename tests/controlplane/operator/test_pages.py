@@ -383,6 +383,7 @@ def test_pages_open_without_redis(operator: Client, settings: Any, base_model: B
 
 ACTIONS: tuple[tuple[str, list[str]], ...] = (
     ("drain", [WORKER]),
+    ("resume", [WORKER]),
     ("requeue", []),
     ("discard", []),
     ("release", [DIGEST]),
@@ -393,7 +394,7 @@ ACTIONS: tuple[tuple[str, list[str]], ...] = (
 def test_an_action_needs_the_csrf_token_and_an_operator(
     name: str, args: list[str], acme: Party, base_model: BaseModel, pool: Any
 ) -> None:
-    beat(pool)
+    beat(pool, draining=name == "resume")
     (letter,) = letters_of(acme, base_model, 1)
     pool.hset(fair_queue.quarantine_key(settings.POOL), DIGEST, 1_700_000_000)
     url, form = reverse(f"admin:{name}", args=args), {"letter": str(letter.pk)}

@@ -166,6 +166,16 @@ class TestPeopleOnly:
 class TestScopes:
     #: By the start of the address: who may read there, and who may write.
     RULES = (
+        # An alias and a revision have a system prompt; who reads tenants reads no prompts.
+        *(
+            (f"/ops/v1/tenants/{{slug}}/aliases/{{name}}{rest}", readers, {"adapters:write"})
+            for rest, readers in (
+                ("/revisions/{number}", {"adapters:write"}),
+                ("/", {"tenants:read", "adapters:write"}),
+                ("", {"adapters:write"}),
+            )
+        ),
+        ("/ops/v1/tenants/{slug}/aliases", {"tenants:read", "adapters:write"}, {"adapters:write"}),
         ("/ops/v1/service-keys", set(), set()),
         ("/ops/v1/deletions", set(), set()),
         ("/ops/v1/tenants/{slug}/restore", set(), set()),

@@ -12,14 +12,19 @@ import httpx
 import psycopg
 import pytest
 
+from tests.fakes import FAKE_NAME
 from tests.live import LiveStack, wait_for
 
 CHOOSE = """
+from controlplane.requestlog.capture import capture_policy_set
 from controlplane.requestlog.services import log_policy_set
 from controlplane.tenancy.scoping import tenant_scope
 import uuid
 with tenant_scope(uuid.UUID("{tenant}")):
     log_policy_set(content="{content}", content_days=30, metadata_days=90)
+    capture_policy_set(
+        share=0, shares=dict.fromkeys({captured}, 1), days=30, max_rows=100, max_bytes=1 << 20
+    )
 """
 READ = """
 from controlplane.requestlog.services import content_get
@@ -50,13 +55,19 @@ class Site:
         headers = {"Authorization": f"Bearer {self.live.tenants[tenant].key}"}
         return httpx.get(f"{self.url}/api/v1/{path}", headers=headers, timeout=30)
 
-    def choose(self, content: str, tenant: str = "acme") -> None:
-        code = CHOOSE.format(tenant=self.live.tenants[tenant].id, content=content)
+    def choose(self, content: str, *captured: str, tenant: str = "acme") -> None:
+        tenant_id = self.live.tenants[tenant].id
+        code = CHOOSE.format(tenant=tenant_id, content=content, captured=list(captured))
         self.live.run("manage.py", "shell", "--verbosity=0", "-c", code)
 
-    def stored(self) -> set[str]:
+    def feedback(self, tenant: str = "acme", **body: Any) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {self.live.tenants[tenant].key}"}
+        return httpx.post(f"{self.url}/v1/feedback", json=body, headers=headers, timeout=30)
+
+    def stored(self, table: str = "requestcontent") -> set[str]:
         with psycopg.connect(self.live.database_url) as connection:
-            rows = connection.execute("select request_id from requestlog_requestcontent")
+            query = f"select request_id from requestlog_{table}".encode()
+            rows = connection.execute(query)
             return {request_id for (request_id,) in rows}
 
     def words(self, request_id: str, tenant: str = "acme") -> Any:
@@ -68,7 +79,7 @@ class Site:
 @pytest.fixture(scope="module")
 def site(live: LiveStack) -> Iterator[Site]:
     pool = live.with_pool("requestlog")
-    Site(pool, "").choose("all")  # before the gateway starts: it knows at once
+    Site(pool, "").choose("all", "acme-adapter")  # before the gateway starts: it knows at once
     web, url = pool.start_web()
     worker = pool.start_worker("requestlog-worker")
     accountant = pool.start_accountant()
@@ -149,8 +160,55 @@ def test_what_is_refused_is_counted_and_leaves_no_line(site: Site) -> None:
     answers = [site.chat("x", model="nobodys") for _ in range(3)]
     answers.append(site.chat("x", temperature=9))
     assert [answer.status_code for answer in answers] == [404, 404, 404, 400]
-    wait_for(lambda: (counts() - before)["invalid_value"], timeout_s=60, what="the counts")
+    # Each is counted when its process next writes what it counted.
+    wait_for(lambda: (counts() - before).total() >= 4, timeout_s=60, what="the counts")
     assert counts() - before == {"model_not_found": 3, "invalid_value": 1}
     for answer in answers:
         path = f"requests/{answer.headers['x-request-id']}"
         assert site.management(path).status_code == 404
+
+
+def test_a_captured_request_is_rated_and_corrected(site: Site) -> None:
+    """Requests to the alias or adapter that the tenant named are captured, and no others."""
+    answer, base = site.chat("learn from this"), site.chat("not from this", model=FAKE_NAME)
+    silent = site.chat("nor from this", store=False)
+    request_id = answer.headers["x-request-id"]
+    wait_for(
+        lambda: request_id in site.stored("capturedrequest"), timeout_s=60, what="the captured row"
+    )
+    for other in (base, silent):
+        assert other.headers["x-request-id"] not in site.stored("capturedrequest")
+    # By the id that OpenAI's clients show, of the answer itself.
+    given = site.feedback(request_id=answer.json()["id"], rating="bad", corrected_answer="This.")
+    assert given.status_code == 200, given.text
+    assert given.json() == {
+        "object": "feedback",
+        "request_id": request_id,
+        "rating": "bad",
+        "is_captured": True,
+        "has_corrected_answer": True,
+    }
+    # Of one that was not captured the rating alone is known.
+    wait_for(
+        lambda: site.feedback(request_id=base.json()["id"], rating="good").status_code == 200,
+        timeout_s=60,
+        what="the line of the other request",
+    )
+    lost = site.feedback(request_id=base.json()["id"], corrected_answer="That.").json()
+    assert (lost["rating"], lost["is_captured"], lost["has_corrected_answer"]) == (
+        *("good", False, False),
+    )
+    assert site.feedback("globex", request_id=request_id, rating="good").status_code == 404
+    for wrong in (
+        {"request_id": request_id},
+        {"request_id": request_id, "rating": "5 stars"},
+        {"request_id": request_id, "rating": "good", "comment": "x"},
+        {"request_id": request_id, "corrected_answer": ""},
+        {"request_id": request_id, "corrected_answer": {"role": "user", "content": "x"}},
+        {"request_id": request_id, "corrected_answer": "x" * 70_000},
+        {"request_id": request_id, "corrected_answer": {"content": "\0"}},
+        {"rating": "good"},
+    ):
+        assert site.feedback(**wrong).status_code == 400, wrong
+    listed = site.management("captured-requests?only=corrected")
+    assert [row["id"] for row in listed.json()["data"]] == [request_id]

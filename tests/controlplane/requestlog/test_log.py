@@ -251,6 +251,8 @@ class TestApi:
                     weights=(0.3, 0.7),
                     sampling={"temperature": 0.5, "seed": 7},
                     attempts=2,
+                    tier="disk",
+                    drafts={"forced": 3, "rejected": 1},
                 ),
                 record(acme, "req_2", finish_reason="cancelled"),
                 record(acme, "req_3", finish_reason="error", error_code="context_length_exceeded"),
@@ -270,6 +272,8 @@ class TestApi:
             *(1.0, 2.0, 3.0, 500.0),
         ]
         rows = client.get(REQUESTS).json()["data"]
+        assert [row["tier"] for row in rows] == ["", "", "disk"]
+        assert [row["drafts"] for row in rows] == [None, None, {"forced": 3, "rejected": 1}]
         assert [(row["status"], row["has_content"]) for row in rows] == [
             *((400, False), (499, False), (200, True)),
         ]

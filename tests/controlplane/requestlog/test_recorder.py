@@ -62,6 +62,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Store:
     made = Store()
     monkeypatch.setattr(module, "contents_keep", made.keep)
     monkeypatch.setattr(module, "content_choices", lambda: made.choices)
+    monkeypatch.setattr(module, "rules_of_all", lambda: {})
     monkeypatch.setattr(module, "close_old_connections", lambda: None)
     monkeypatch.setattr(module, "WRITE_INTERVAL_S", 0.0)
     monkeypatch.setattr(module, "RETRY_S", 0.01)

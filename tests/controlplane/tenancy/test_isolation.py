@@ -26,6 +26,8 @@ from django.urls import path
 
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
 from controlplane.gateway import callers
+from controlplane.inference import while_away
+from controlplane.infra import circuit
 from controlplane.tenancy.database import checks
 from controlplane.tenancy.database.operations import reference_name, tenant_references
 from controlplane.tenancy.scope import OPERATOR_ROLE, add_tenant
@@ -250,6 +252,7 @@ def test_nothing_of_a_tenant_stays_on_a_connection(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.django_db(transaction=True)
+@pytest.mark.long
 def test_row_security_can_be_removed_and_restored() -> None:
     query = "select count(*) from pg_policies where tablename = 'training_schedule'"
     call_command("migrate", "database", "zero", verbosity=0)
@@ -303,6 +306,10 @@ async def test_200_requests_of_10_tenants_over_2_connections(
     pool_of_two: None, settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings.ROOT_URLCONF = __name__
+    # They wait for one another longer than gateways wait for a database, on a slow machine.
+    for constant in ("DOUBT_S", "KEPT_WAIT_S", "WAIT_S"):
+        monkeypatch.setattr(while_away, constant, 60.0)
+    monkeypatch.setattr(circuit, "MAX_DOUBT_S", 60.0)
 
     def make() -> list[Party]:
         parties = [make_party(f"tenant-{number}") for number in range(10)]

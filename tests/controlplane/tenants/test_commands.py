@@ -152,6 +152,19 @@ def test_base_model_add_is_idempotent(tmp_path: Path) -> None:
     assert (base_model.name, base_model.context_length) == ("tiny", 128)
 
 
+def test_base_model_add_learns_its_names(tmp_path: Path, settings: Any) -> None:
+    folder = tmp_path / "models--org--Tiny" / "snapshots" / "0"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(TINY_CONFIG | {"_name_or_path": "its/parent"}))
+    (folder / "lorikeet.json").write_text(json.dumps({"name": "tiny", "revision": "a" * 64}))
+    settings.BASE_MODEL, settings.BASE_MODEL_REPOSITORY = str(folder), "mirror/tiny"
+    for _ in range(2):
+        run("base_model_add", "--known-name", "lab/tiny")
+        assert BaseModel.objects.get().known_names == ["lab/tiny", "org/Tiny", "mirror/tiny"]
+    run("base_model_add", str(folder))
+    assert len(BaseModel.objects.get().known_names) == 3
+
+
 def test_base_model_add_names_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(CommandError, match="no base model's folder"):
         run("base_model_add", str(tmp_path))

@@ -209,10 +209,14 @@ WRITES = [
 def needed(method: str, path: str) -> auth.Permission:
     """The permission a write needs, from its address alone: a second opinion to the views'."""
     first = path.removeprefix("/api/v1/").split("/")[0]
-    if path.endswith("/schedule") or first in ("datasets", "training-runs"):
+    if path.endswith(("/schedule", "/schedule/run")) or first in ("datasets", "training-runs"):
         return auth.Permission.TRAINING_WRITE
     return {
+        "suites": auth.Permission.TRAINING_WRITE,
+        "judges": auth.Permission.TRAINING_WRITE,
+        "evaluations": auth.Permission.INFER,
         "adapters": auth.Permission.ADAPTERS_WRITE,
+        "aliases": auth.Permission.ADAPTERS_WRITE,
         "keys": auth.Permission.KEYS_MANAGE,
         "members": auth.Permission.MEMBERS_MANAGE,
         "invites": auth.Permission.MEMBERS_MANAGE,
@@ -220,8 +224,11 @@ def needed(method: str, path: str) -> auth.Permission:
         "tenant": auth.Permission.TENANT_MANAGE,
         "limits": auth.Permission.LIMITS_MANAGE,
         "budgets": auth.Permission.LIMITS_MANAGE,
+        "webhooks": auth.Permission.WEBHOOKS_MANAGE,
         "requests": auth.Permission.REQUESTS_CONTENT,
         "request-log": auth.Permission.TENANT_MANAGE,
+        "capture": auth.Permission.TENANT_MANAGE,
+        "captured-requests": auth.Permission.REQUESTS_CONTENT,
         "schemas": auth.Permission.READ,  # linting one changes nothing
     }[first]
 
@@ -232,7 +239,17 @@ def test_every_write_asks_for_its_permission(acme: Party, role: Role) -> None:
     nobody = "00000000-0000-0000-0000-000000000000"
     for method, path in WRITES:
         url = path
-        for name in ("member_id", "invite_id", "account_id", "run_id", "limit_id", "budget_id"):
+        for name in (
+            "member_id",
+            "invite_id",
+            "account_id",
+            "run_id",
+            "evaluation_id",
+            "limit_id",
+            "budget_id",
+            "webhook_id",
+            "delivery_id",
+        ):
             url = url.replace(f"{{{name}}}", nobody)
         url = url.replace("{number}", "1").replace("{name}", "x").replace("{public_id}", "x")
         permission = needed(method, path)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +14,10 @@ import pytest
 from controlplane.adapters.models import Adapter, BaseModel
 from controlplane.adapters.services import adapter_create, base_model_add
 from controlplane.tenancy.scoping import tenant_scope
-from controlplane.training import services
+from controlplane.training import services, trainer
 from controlplane.training.models import Dataset
 from tests.controlplane.conftest import Party
+from tests.controlplane.training import quick_trainer
 from tests.tiny_base import TINY_NAME, TINY_REVISION, write_tiny_base
 
 ROWS = b"".join(
@@ -66,3 +69,20 @@ def adapter(in_acme: Party, tiny_base: BaseModel) -> Adapter:
 @pytest.fixture
 def dataset(in_acme: Party) -> Dataset:
     return services.dataset_upload(name="chats", content=ROWS)
+
+
+def use_quick_trainer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run `quick_trainer` where a run's child is started."""
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "{quick_trainer.__file__}" "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(trainer, "sys", SimpleNamespace(executable=str(python)))
+
+
+@pytest.fixture(params=["quick", pytest.param("real", marks=pytest.mark.long)])
+def any_trainer(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For what happens around a trainer: a child that takes no seconds to start, then the real."""
+    if request.param == "quick":
+        use_quick_trainer(tmp_path, monkeypatch)

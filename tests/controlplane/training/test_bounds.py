@@ -14,7 +14,16 @@ from controlplane.errors import ApiError, InvalidRequest, RateLimited
 from controlplane.limits import quotas
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants.models import Tenant
-from controlplane.training import dataset_checks, execution, picking, schedules, services, size
+from controlplane.training import (
+    dataset_checks,
+    execution,
+    picking,
+    row_check,
+    schedules,
+    sending,
+    services,
+    size,
+)
 from controlplane.training.models import Schedule, TrainingRun
 from tests.controlplane.conftest import Party, as_key, assert_error
 from tests.controlplane.training.conftest import FAST, ROWS
@@ -137,7 +146,7 @@ class TestAdmission:
                     adapter=run.adapter, dataset_name="chats", cron_line="0 * * * *"
                 )
                 TrainingRun.objects.update(status="succeeded")
-                Schedule.objects.update(next_run_at=timezone.now())
+                Schedule.objects.update(next_run_at=timezone.now(), skip_unchanged=False)
         full = queue_run(acme)
         assert schedules.schedules_fire() == 1
         with all_tenants(reason="test"):
@@ -235,9 +244,9 @@ class TestTurns:
         """What was sent for it came while its tenant had one running, and found nothing to do."""
         first, second = queue_run(parties[0]), queue_run(parties[0])
         sent: list[TrainingRun] = []
-        monkeypatch.setattr(services, "training_run_send", sent.append)
+        monkeypatch.setattr(sending, "run_send", sent.append)
 
-        def fail(run: TrainingRun, folder: Any) -> None:
+        def fail(run: TrainingRun, *_: Any) -> None:
             execution.training_run_next()  # the message for the second
             raise InvalidRequest("enough")
 
@@ -254,7 +263,7 @@ def test_a_tenants_datasets_are_checked_a_few_at_a_time(
 ) -> None:
     acme, globex = parties
     outcomes: list[Any] = []
-    lint = services.chat_rows.lint
+    lint = row_check.chat_rows.lint
 
     def nested(content: bytes) -> Any:
         """Each check begins another, so that all of them are under way."""
@@ -267,7 +276,7 @@ def test_a_tenants_datasets_are_checked_a_few_at_a_time(
                     outcomes.append(error)
         return lint(content)
 
-    monkeypatch.setattr(services.chat_rows, "lint", nested)
+    monkeypatch.setattr(row_check.chat_rows, "lint", nested)
     with tenant_scope(acme.tenant.id):
         services.dataset_upload(name="more", content=ROWS)
     errors = [error for error in outcomes if isinstance(error, RateLimited)]

@@ -7,7 +7,7 @@ import zoneinfo
 
 import pytest
 
-from controlplane.training.cron import check_timezone, next_slot
+from controlplane.training.cron import check_timezone, next_slot, slots_until
 
 
 def utc(text: str) -> dt.datetime:
@@ -126,3 +126,19 @@ def test_a_wrong_line_is_refused(cron: str, message: str) -> None:
 def test_a_wrong_time_zone_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="time zone"):
         check_timezone(name)
+
+
+def test_the_slots_of_an_outage_are_its_newest() -> None:
+    first, until = utc("2026-10-24T00:30"), utc("2026-10-27T12:00")
+    line = "30 2 * * *", "Europe/Berlin"
+    found = slots_until(*line, first, until, most=60)
+    assert found == [
+        utc(f"2026-10-{day}") for day in ("24T00:30", "25T00:30", "26T01:30", "27T01:30")
+    ]
+    assert slots_until(*line, first, until, most=2) == found[-2:]
+    assert slots_until(*line, until, first, most=2) == []
+    # A stored slot is one, also if the zone's rules have changed since.
+    odd = utc("2026-10-24T00:10")
+    assert slots_until(*line, odd, until, most=60) == [odd, *found]
+    minutes = slots_until("* * * * *", "UTC", utc("1996-01-01T00:00"), until, most=60)
+    assert (len(minutes), minutes[-1], minutes[0]) == (60, until, utc("2026-10-27T11:01"))

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+import redis
 from django.db import OperationalError, connection
 from django.db.models import RestrictedError
 from django.utils import timezone
@@ -29,10 +30,10 @@ from controlplane.adapters.resolution import model_resolve
 from controlplane.infra import storage
 from controlplane.infra.daily_window import DailyWindow
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
-from controlplane.training import execution, lease, picking, services, tasks
+from controlplane.training import endings, execution, lease, lost_runs, picking, services, tasks
 from controlplane.training.models import Dataset, Schedule, TrainingRun
 from tests.controlplane.conftest import Party
-from tests.controlplane.training.conftest import FAST
+from tests.controlplane.training.conftest import FAST, use_quick_trainer
 
 pytestmark = pytest.mark.django_db(transaction=True)
 PAST = dt.timedelta(seconds=-1)
@@ -54,8 +55,13 @@ def expire_lease(run: TrainingRun, **change: Any) -> None:
     TrainingRun.objects.filter(pk=run.pk).update(lease_until=timezone.now() + PAST, **change)
 
 
+@pytest.mark.long
 def test_a_due_schedule_trains_once_and_its_version_goes_live(
-    in_acme: Party, adapter: Adapter, dataset: Dataset
+    in_acme: Party,
+    adapter: Adapter,
+    dataset: Dataset,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     schedule = services.schedule_set(
         adapter=adapter, dataset_name="chats", cron_line="0 3 * * *", hyperparameters=FAST
@@ -84,6 +90,7 @@ def test_a_due_schedule_trains_once_and_its_version_goes_live(
     assert adapter.live_version == version
 
     promotion_policy_set(adapter=adapter, policy="immediate")
+    use_quick_trainer(tmp_path, monkeypatch)
     run = execute(make_run(seed=2))  # the next run makes the next version, and it goes live
     assert run.version is not None
     assert run.version.number == 2
@@ -100,22 +107,18 @@ def test_outside_the_window_a_run_waits_and_it_begins_when_the_window_opens(
     run = make_run()
     assert execution.training_run_execute(run.pk) is False
     execution.training_run_next()
-    expire_lease(run)
-    execution.training_runs_reconcile()
-    run.refresh_from_db()
-    assert (run.status, run.attempts) == ("queued", 0)
-    assert run.lease_until is not None and run.lease_until > now
+    with redis.Redis.from_url(settings.CELERY_BROKER_URL) as broker:
+        broker.delete("train")  # what was sent for it is lost
+        lost_runs.training_runs_reconcile()
+        run.refresh_from_db()
+        assert (run.status, run.attempts, broker.llen("train")) == ("queued", 0, 0)
 
-    # Shortly before the window opens, the run is to be sent as it opens.
-    soon = now + dt.timedelta(minutes=1)
-    settings.TRAINING_WINDOW = DailyWindow.parse(f"{soon:%H:%M}-{end:%H:%M}")
-    expire_lease(run)
-    execution.training_runs_reconcile()
-    run.refresh_from_db()
-    assert run.lease_until == soon.replace(second=0, microsecond=0)
-
-    settings.TRAINING_WINDOW = DailyWindow.parse(f"{now:%H:%M}-{end:%H:%M}")
-    assert picking.runs_that_may_begin().get() == run
+        settings.TRAINING_WINDOW = DailyWindow.parse(f"{now:%H:%M}-{end:%H:%M}")
+        assert picking.runs_that_may_begin().get() == run
+        lost_runs.training_runs_reconcile()
+        lost_runs.training_runs_reconcile()
+        [message] = broker.lrange("train", 0, -1)
+        assert str(run.pk) in message.decode()
 
 
 def started_before_finished(run: TrainingRun) -> bool:
@@ -124,6 +127,7 @@ def started_before_finished(run: TrainingRun) -> bool:
     return run.started_at < run.finished_at
 
 
+@pytest.mark.usefixtures("any_trainer")
 def test_delivered_twice_at_once_a_run_trains_once(
     adapter: Adapter, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,7 +211,9 @@ def test_progress_is_kept_and_a_cancel_kills_the_trainer(endless: TrainingRun) -
     wait_for(lambda: progress_of(endless).get("step", 0) > 0)
     assert endless.progress["steps"] == 20_000
     assert endless.progress.keys() == {
-        *("step", "steps", "loss", "losses", "learning_rate", "tokens_per_s", "eta_s")
+        *("step", "steps", "loss", "losses", "learning_rate", "tokens_per_s", "eta_s"),
+        *("rows", "examples", "truncated_rows", "dropped_rows", "validation_rows", "leaked_rows"),
+        *("trained_tokens", "memory_bytes"),
     }
     (trainer,) = trainers()
     environ = Path(f"/proc/{trainer.pid}/environ").read_bytes()
@@ -221,10 +227,11 @@ def test_progress_is_kept_and_a_cancel_kills_the_trainer(endless: TrainingRun) -
     check_that_it_has_no_secret(environ)
 
 
+@pytest.mark.usefixtures("any_trainer")
 def test_a_killed_trainer_is_tried_again_and_given_up_in_the_end(
     endless: TrainingRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(execution, "MAX_ATTEMPTS", 2)
+    monkeypatch.setattr(endings, "MAX_ATTEMPTS", 2)
     for attempt, status in ((1, "queued"), (2, "failed")):
         thread = background(endless, lambda: execution.training_run_execute(endless.pk))
         wait_for(lambda attempt=attempt: is_begun(endless, attempt))
@@ -235,6 +242,7 @@ def test_a_killed_trainer_is_tried_again_and_given_up_in_the_end(
     assert "lost 2 times" in endless.error
 
 
+@pytest.mark.usefixtures("any_trainer")
 def test_a_run_taken_over_by_another_trainer_is_left_alone(endless: TrainingRun) -> None:
     """The first trainer was given up for lost, and comes back."""
     thread = background(endless, lambda: execution.training_run_execute(endless.pk))
@@ -249,8 +257,12 @@ def test_a_run_taken_over_by_another_trainer_is_left_alone(endless: TrainingRun)
 @pytest.mark.parametrize(
     ("hyperparameters", "message"),
     [
-        ({"target_modules": ["c_attn"]}, "'c_attn' is not one of down_proj"),
-        ({"max_length": 8}, "no row has an answer within max_length=8"),
+        pytest.param(
+            {"target_modules": ["c_attn"]},
+            "'c_attn' is not one of down_proj",
+            marks=pytest.mark.long,
+        ),
+        ({"max_length": 8, "truncate": True}, "no row has an answer within max_length=8"),
     ],
 )
 def test_a_failed_training_says_why(
@@ -299,6 +311,7 @@ def test_rows_that_are_gone_fail_the_run(adapter: Adapter, dataset: Dataset) -> 
     assert (run.status, "dataset is gone" in run.error) == ("failed", True)
 
 
+@pytest.mark.usefixtures("any_trainer")
 def test_an_adapter_that_the_checks_refuse_fails_the_run_with_their_reasons(
     adapter: Adapter, dataset: Dataset
 ) -> None:
@@ -316,11 +329,10 @@ def test_an_adapter_that_the_checks_refuse_fails_the_run_with_their_reasons(
 def test_a_run_whose_trainer_vanished_is_queued_again(adapter: Adapter, dataset: Dataset) -> None:
     run = make_run()
     TrainingRun.objects.update(status="running", attempts=1, lease_until=timezone.now())
-    execution.training_runs_reconcile()
+    lost_runs.training_runs_reconcile()
     run.refresh_from_db()
-    assert (run.status, run.attempts) == ("queued", 1)
-    assert run.lease_until is not None
-    assert run.lease_until > timezone.now()
+    assert (run.status, run.attempts, run.num_lost) == ("queued", 1, 1)
+    assert run.lease_until is None
 
 
 def test_a_run_that_was_being_cancelled_when_its_trainer_vanished_is_cancelled(
@@ -328,7 +340,7 @@ def test_a_run_that_was_being_cancelled_when_its_trainer_vanished_is_cancelled(
 ) -> None:
     run = make_run()
     expire_lease(run, status="running", attempts=1, cancel_requested=True)
-    execution.training_runs_reconcile()
+    lost_runs.training_runs_reconcile()
     run.refresh_from_db()
     assert run.status == "cancelled"
 
@@ -337,7 +349,7 @@ def test_a_lease_that_is_not_over_is_left_alone(adapter: Adapter, dataset: Datas
     run = make_run()
     later = timezone.now() + dt.timedelta(seconds=30)
     TrainingRun.objects.update(status="running", attempts=1, lease_until=later)
-    execution.training_runs_reconcile()
+    lost_runs.training_runs_reconcile()
     run.refresh_from_db()
     assert (run.status, run.lease_until) == ("running", later)
 
@@ -363,17 +375,18 @@ def test_a_run_lost_while_publishing_ends_as_its_version_did(
     adapter: Adapter, dataset: Dataset, version_status: str, status: str
 ) -> None:
     run = publishing_run(adapter, version_status)
-    execution.training_runs_reconcile()
+    lost_runs.training_runs_reconcile()
     run.refresh_from_db()
     assert run.status == status
     assert AdapterVersion.objects.count() == 1
 
 
+@pytest.mark.long
 def test_a_run_lost_before_its_versions_files_were_there_is_trained_again(
     adapter: Adapter, dataset: Dataset
 ) -> None:
     run = publishing_run(adapter, "uploading")
-    execution.training_runs_reconcile()
+    lost_runs.training_runs_reconcile()
     run.refresh_from_db()
     assert (run.status, run.attempts) == ("queued", 1)
     lost = AdapterVersion.objects.get()
@@ -386,12 +399,13 @@ def test_a_run_lost_before_its_versions_files_were_there_is_trained_again(
 
 def test_a_run_is_not_trained_again_for_ever(adapter: Adapter, dataset: Dataset) -> None:
     run = publishing_run(adapter, "uploading")
-    TrainingRun.objects.update(attempts=execution.MAX_ATTEMPTS)
-    execution.training_runs_reconcile()
+    TrainingRun.objects.update(num_lost=endings.MAX_ATTEMPTS - 1)
+    lost_runs.training_runs_reconcile()
     run.refresh_from_db()
     assert (run.status, "lost 3 times" in run.error) == ("failed", True)
 
 
+@pytest.mark.usefixtures("any_trainer")
 def test_a_trainer_that_wakes_after_its_run_was_given_back_publishes_nothing(
     adapter: Adapter, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -399,7 +413,7 @@ def test_a_trainer_that_wakes_after_its_run_was_given_back_publishes_nothing(
 
     def lose_it(path: Path, key: str) -> None:
         TrainingRun.objects.filter(status="publishing").update(lease_until=timezone.now() + PAST)
-        execution.training_runs_reconcile()
+        lost_runs.training_runs_reconcile()
         upload(path, key)
 
     monkeypatch.setattr(storage, "upload", lose_it)
@@ -409,6 +423,7 @@ def test_a_trainer_that_wakes_after_its_run_was_given_back_publishes_nothing(
     assert storage.object_size(version.staged_tensors_key) is None
 
 
+@pytest.mark.long
 def test_commits_whose_answers_are_lost_cost_no_training(
     adapter: Adapter, dataset: Dataset, quick_waits: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -427,13 +442,14 @@ def test_commits_whose_answers_are_lost_cost_no_training(
         monkeypatch.setattr(execution, step, lost_once)
 
     lose_the_first_answer("_version_of")
-    lose_the_first_answer("_conclude")
+    lose_the_first_answer("run_conclude")
     run = execute(make_run())
     assert (run.status, run.attempts) == ("succeeded", 1)
     assert AdapterVersion.objects.get().status == "ready"
-    assert calls.keys() == {"_version_of", "_conclude"}
+    assert calls.keys() == {"_version_of", "run_conclude"}
 
 
+@pytest.mark.long
 def test_a_restart_of_the_database_costs_no_training(
     endless: TrainingRun, quick_waits: None
 ) -> None:
@@ -455,6 +471,7 @@ def test_a_restart_of_the_database_costs_no_training(
     assert endless.status == "cancelled"
 
 
+@pytest.mark.usefixtures("any_trainer")
 def test_a_store_that_is_away_is_waited_for(
     adapter: Adapter, dataset: Dataset, quick_waits: None, settings: Any
 ) -> None:
@@ -496,15 +513,15 @@ def test_one_lost_run_that_cannot_be_taken_care_of_keeps_no_other_from_it(
     first, second = make_run(), make_run()
     expire_lease(first, status="running", attempts=1)
     expire_lease(second, status="running", attempts=1)
-    real = execution._reconcile
+    real = lost_runs._reconcile
 
     def reconcile(run: TrainingRun) -> None:
         if run.pk == first.pk:
             raise ValueError("a fault of ours")
         real(run)
 
-    monkeypatch.setattr(execution, "_reconcile", reconcile)
-    execution.training_runs_reconcile()
+    monkeypatch.setattr(lost_runs, "_reconcile", reconcile)
+    lost_runs.training_runs_reconcile()
     second.refresh_from_db()
     assert second.status == "queued"
 
@@ -513,12 +530,12 @@ def test_a_run_lost_before_its_versions_check_waits_for_the_check(
     adapter: Adapter, dataset: Dataset
 ) -> None:
     run = publishing_run(adapter, "uploaded")
-    execution.training_runs_reconcile()
+    lost_runs.training_runs_reconcile()
     run.refresh_from_db()
     assert run.status == "publishing"
     AdapterVersion.objects.update(status="ready")
     expire_lease(run)
-    execution.training_runs_reconcile()
+    lost_runs.training_runs_reconcile()
     run.refresh_from_db()
     assert run.status == "succeeded"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from controlplane.training.loss_curve import MAX_POINTS, LossCurve
-from controlplane.training.trainer import _event
+from controlplane.training.trainer import parse_event
 
 
 def test_long_training_keeps_its_ends_and_few_points() -> None:
@@ -25,4 +25,4 @@ def test_same_step_told_twice_counts_once() -> None:
 
 
 def test_diverged_loss_is_nothing_to_draw_or_store() -> None:
-    assert _event(b'{"event": "progress", "step": 3, "loss": NaN}')["loss"] is None
+    assert parse_event(b'{"event": "progress", "step": 3, "loss": NaN}')["loss"] is None

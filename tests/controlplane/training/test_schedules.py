@@ -26,9 +26,24 @@ HOUR = dt.timedelta(hours=1)
 
 @pytest.fixture
 def schedule(adapter: Adapter, dataset: Dataset) -> Schedule:
+    return schedule_set(adapter=adapter, hyperparameters=FAST)
+
+
+def schedule_set(*, adapter: Adapter, cron_line: str = "0 * * * *", **fields: Any) -> Schedule:
+    """An hourly schedule that trains on the same rows again; the other fields are rules."""
+    own = {
+        name: fields.pop(name) for name in ("hyperparameters", "timezone_name") if name in fields
+    }
+    rules = {"skip_unchanged": False, **fields}
     return services.schedule_set(
-        adapter=adapter, dataset_name="chats", cron_line="0 * * * *", hyperparameters=FAST
+        adapter=adapter, dataset_name="chats", cron_line=cron_line, rules=rules, **own
     )
+
+
+def states() -> list[tuple[str, str]]:
+    """State and reason of each slot, oldest first."""
+    rows = ScheduleRun.objects.select_related("training_run").order_by("slot")
+    return [(row.state, row.reason) for row in rows]
 
 
 def finish_runs() -> None:
@@ -52,6 +67,8 @@ def test_a_slot_fires_once_when_its_time_has_come(schedule: Schedule) -> None:
 def test_slots_missed_while_down_fire_as_one(schedule: Schedule) -> None:
     slot = schedule.next_run_at
     assert schedules.schedules_fire(slot + 5 * HOUR) == 1
+    assert ScheduleRun.objects.exclude(training_run=None).get().slot == slot + 5 * HOUR
+    assert states() == [*[("missed", "late")] * 4, ("skipped", "merged"), ("queued", "")]
     finish_runs()
     assert schedules.schedules_fire(slot + 5 * HOUR) == 0
     schedule.refresh_from_db()
@@ -103,9 +120,7 @@ def test_a_run_belongs_to_its_schedules_tenant(schedule: Schedule, globex: Party
         services.dataset_upload(name="chats", content=ROWS)
         own = services.training_run_create(adapter_name="other", dataset_name="chats")
         finish_runs()
-        other = services.schedule_set(
-            adapter=own.adapter, dataset_name="chats", cron_line="0 * * * *"
-        )
+        other = schedule_set(adapter=own.adapter)
     assert schedules.schedules_fire(other.next_run_at) == 2
     with all_tenants(reason="test"):
         for fired in ScheduleRun.objects.select_related("schedule", "training_run__dataset"):
@@ -123,7 +138,7 @@ def test_one_schedule_that_fails_keeps_no_other_from_firing(
 ) -> None:
     run = services.training_run_create(adapter_name="second", dataset_name="chats")
     finish_runs()
-    services.schedule_set(adapter=run.adapter, dataset_name="chats", cron_line="0 * * * *")
+    schedule_set(adapter=run.adapter)
     Schedule.objects.filter(pk=schedule.pk).update(timezone="Gone/Zone")
     assert schedules.schedules_fire(schedule.next_run_at) == 1
     schedule.refresh_from_db()
@@ -135,7 +150,7 @@ def test_one_schedule_that_meets_a_fault_of_ours_keeps_no_other_from_firing(
 ) -> None:
     run = services.training_run_create(adapter_name="second", dataset_name="chats")
     finish_runs()
-    services.schedule_set(adapter=run.adapter, dataset_name="chats", cron_line="0 * * * *")
+    schedule_set(adapter=run.adapter)
     enqueue = services.training_run_enqueue
 
     def fail(*, adapter: Adapter, **fields: Any) -> TrainingRun:

@@ -58,7 +58,7 @@ def test_the_refusal_of_a_dataset_names_its_lines(in_acme: Party) -> None:
 
 def test_a_dataset_that_is_too_long_is_refused(in_acme: Party) -> None:
     with pytest.raises(PayloadTooLarge):
-        services.dataset_upload(name="chats", content=b" " * (services.MAX_DATASET_BYTES + 1))
+        services.dataset_upload(name="chats", content=b" " * (services.MAX_DIRECT_BYTES + 1))
 
 
 def test_a_run_of_an_unknown_adapter_makes_it(dataset: Dataset, tiny_base: Any) -> None:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from demo.seed import manage
 from tests.cli.runner import Cli
 from tests.e2e.adapters import lora_config
 from tests.e2e.cli.conftest import Files
 from tests.e2e.system import System, until
+from tests.receiver import answer, receiving
+
+BASES = "__import__('controlplane.adapters.models').adapters.models.BaseModel.objects"
 
 
 def test_an_uploaded_folder_answers(system: System, cli: Cli, files: Files) -> None:
@@ -42,6 +47,48 @@ def test_a_rejected_version_fails_with_its_reasons(cli: Cli, files: Files) -> No
     assert done.code == 1
     assert "misfit@1 was rejected: modules_to_save:" in done.err
     assert "modules_to_save" in cli.run("adapters", "get", "misfit", "--version=1").out
+
+
+def test_a_base_of_another_name_is_accepted_for_who_says_so(
+    system: System, cli: Cli, files: Files
+) -> None:
+    folder = files.adapter("copied")
+    config = lora_config(rank=4, base_model_name_or_path="lab/our-copy-7b")
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    set_names = f"{BASES}.filter(name={system.base_model!r}).update(known_names=%s)"
+    read_names = f"print({BASES}.get(name={system.base_model!r}).known_names)"
+    before = manage(system.env, "shell", "--no-imports", "-c", read_names).strip()
+    manage(system.env, "shell", "--no-imports", "-c", set_names % ["org/base-7b"])
+    try:
+        done = cli.run("adapters", "upload", str(folder), "--wait")
+        assert done.code == 1
+        assert "base_model_name_or_path: it is" in done.err
+        assert "--accept-base-mismatch" in done.err
+        accept = "--accept-base-mismatch"
+        version = cli.json("adapters", "upload", str(folder), accept, "--wait")
+        assert (version["model"], version["status"]) == ("copied@2", "ready")
+    finally:
+        manage(system.env, "shell", "--no-imports", "-c", set_names % before)
+
+
+def test_an_adapter_is_imported_from_addresses(cli: Cli, files: Files) -> None:
+    folder = files.adapter("fetched")
+
+    def send(handler: Any) -> None:
+        answer(200, (folder / handler.path[1:]).read_bytes())(handler)
+
+    with receiving() as receiver:
+        receiver.behave = send
+        url = f"http://127.0.0.1:{receiver.port}"
+        urls = ("--urls", f"{url}/adapter_config.json", f"{url}/adapter_model.safetensors")
+        version = cli.json("adapters", "import", "fetched", *urls, "--wait")
+        assert (version["status"], version["source"]) == ("ready", "import")
+        (folder / "adapter_model.safetensors").unlink()
+        receiver.behave = answer(404)
+        done = cli.run("adapters", "import", "fetched", *urls, "--wait")
+    assert done.code == 1 and "no such file" in done.err and "404" in done.err
+    done = cli.run("adapters", "import", "x", "--repository=a/b", "--token-env=NO_SUCH")
+    assert done.code == 1 and "NO_SUCH" in done.err
 
 
 def make_empty(folder: Path) -> None:

@@ -1,8 +1,8 @@
 """The examples of docs/cli.md do what they say: each block runs, in the order of the page.
 
-They share a home and a folder, in which are an adapter `invoices` and `chats.jsonl`. $SERVER,
-$API_KEY and $OPERATOR_KEY are what a reader has. A block after `<!-- not run: why -->` is left out;
-blocks after `<!-- operator -->` need the operators' API by key.
+They share a home and a folder, in which are an adapter `invoices`, `chats.jsonl`, `more.jsonl`.
+$SERVER, $API_KEY and $OPERATOR_KEY are what a reader has. A block after `<!-- not run: why -->` is
+left out; blocks after `<!-- operator -->` need the operators' API by key.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ def shell(
     folder = tmp_path_factory.mktemp("docs")
     write_adapter(folder / "invoices", lora_tensors(trainer.base_config, seed=3))
     Files(trainer, folder).chats()
+    Files(trainer, folder).chats("more.jsonl", rows=5)
     command = folder / "bin" / "lorikeet"
     command.parent.mkdir()
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m lorikeet_cli "$@"\n')
@@ -83,6 +84,20 @@ def test_an_example_runs(shell: tuple[Path, dict[str, str]], example: Example) -
     )
     assert done.returncode == 0, f"{example}\n{done.stdout}\n{done.stderr}"
     assert done.stdout.strip(), f"{example} says nothing"
+
+
+def test_the_uploads_of_the_adapters_page(shell: tuple[Path, dict[str, str]]) -> None:
+    folder, env = shell
+    text = (PAGE.parent / "adapters.md").read_text().partition("## Uploading")[2]
+    command = text.split("```sh\n")[1].split("```")[0]
+    program = text.split("```python\n")[1].split("```")[0]
+    env = {**env, "LORIKEET_URL": env["SERVER"], "LORIKEET_API_KEY": env["API_KEY"]}
+    for argv in (["bash", "-euo", "pipefail", "-c", command], [sys.executable, "-c", program]):
+        done = subprocess.run(
+            argv, env=env, cwd=folder, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, done.stderr
+    assert "'is_uploaded': True" in done.stdout and done.stdout.endswith("uploaded\n")
 
 
 def test_every_command_has_an_example() -> None:

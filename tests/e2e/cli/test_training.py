@@ -76,10 +76,28 @@ def test_a_schedule_is_set_shown_and_deleted(system: System, cli: Cli, files: Fi
     adapter = system.tenants["acme"].adapter
     cli.json("datasets", "upload", str(files.chats()), "--name=nightly")
     options = ("--dataset=nightly", "--cron=30 2 * * *", "--timezone=Europe/Berlin")
-    made = cli.json("schedules", "set", adapter, *options, "--set=rank=4", "--paused")
+    rules = ("--rule=window=22:00-06:00", "--rule=grace_s=600")
+    made = cli.json("schedules", "set", adapter, *options, *rules, "--set=rank=4", "--paused")
+    assert (made["window"], made["grace_s"], made["misfire"]) == ("22:00-06:00", 600, "run_once")
+    assert cli.json("schedules", "history", adapter)["data"] == []
     assert made["is_paused"] and made["hyperparameters"] == {"rank": 4}
     assert cli.json("schedules", "get", adapter) == made
     assert cli.json("schedules", "delete", adapter)["deleted"] is True
     assert cli.run("schedules", "get", adapter).code == 1
     done = cli.run("schedules", "set", adapter, "--dataset=nightly", "--cron=never")
     assert done.code == 1 and "cron" in done.err
+
+
+def test_a_large_dataset_goes_up_in_parts_and_grows(cli: Cli, files: Files) -> None:
+    large, more = files.chats("large.jsonl"), files.chats("more.jsonl", rows=3)
+    large.write_text(large.read_text().replace("36", "word " * 1700 * 100) * 12)
+    assert large.stat().st_size > 33 << 20
+    made = cli.json("datasets", "upload", str(large))
+    assert (made["num_rows"], made["num_bytes"]) == (48, large.stat().st_size)
+    assert made["sha256"] == hashlib.sha256(large.read_bytes()).hexdigest()
+    grown = cli.json("datasets", "upload", str(more), "--name=large", "--append")
+    assert (grown["version"], grown["num_rows"]) == (2, 51)
+    kinds = [each["kind"] for each in cli.json("datasets", "versions", "large")["data"]]
+    assert kinds == ["append", "upload"]
+    assert cli.json("datasets", "restore", "large", "1")["num_rows"] == 48
+    assert "no source" in cli.run("datasets", "pull", "large").err

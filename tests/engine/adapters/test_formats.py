@@ -21,6 +21,8 @@ from tests.engine.adapters.formats import (
     NARROW,
     NARROW_BLENDS,
     TOKENS,
+    WIDE,
+    WIDE_BLENDS,
     FormatOracle,
     check,
 )
@@ -62,16 +64,33 @@ def test_formats_on_a_cpu(make_oracle: MakeOracle, family: str, max_step_tokens:
 
 
 BY_GRAPHS, ALL = [*NARROW, *NARROW_BLENDS], [*FORMATS, *BLENDS]
+LAUNCHED = [*WIDE, *WIDE_BLENDS]
 ON_A_GPU = (
-    list(zip(CHOSEN, (ALL, BY_GRAPHS, BY_GRAPHS, ALL), strict=True))
+    [
+        ("qwen3-biases", LAUNCHED),
+        *zip(CHOSEN, (ALL, BY_GRAPHS, BY_GRAPHS, ALL), strict=True),
+    ]
     if IS_INTERPRETED
     else [(family, names) for family in FAMILIES for names in (BY_GRAPHS, ALL)]
 )
+#: Graphs and windows; launch by launch, norms and biases. `test_new_tokens_take_graphs` has a tied
+#: head; all formats over biases have `test_every_format_is_scored`.
+SHORT = [("mistral", BY_GRAPHS), ("qwen3-biases", LAUNCHED)]
+
+
+def interpreted_long(case: tuple[str, list[str]]) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.long] if IS_INTERPRETED and case not in SHORT else []
 
 
 @on_a_card
 @pytest.mark.parametrize(
-    ("family", "names"), ON_A_GPU, ids=[f"{f}-{len(names)}" for f, names in ON_A_GPU]
+    ("family", "names"),
+    [
+        pytest.param(
+            family, names, id=f"{family}-{len(names)}", marks=interpreted_long((family, names))
+        )
+        for family, names in ON_A_GPU
+    ],
 )
 def test_formats_on_a_gpu(make_oracle: MakeOracle, family: str, names: list[str]) -> None:
     """By graphs, and, with what is as wide as the vocabulary, launch by launch."""

@@ -198,7 +198,9 @@ def test_an_engine_puts_an_adapters_entries_once(make_engine: MakeEngine, oracle
     engine = make_engine()
     buffers, ends = engine._runner.entry_buffers, []
     for names in (["all-4"], ["qv-16", "all-4"], ["all-4"], ["qv-16"]):
-        requests = [request(str(i), prompt(i, 5), adapter=n) for i, n in enumerate(names)]
+        requests = [
+            request(str(i), prompt(i, 5), adapter=n, max_tokens=3) for i, n in enumerate(names)
+        ]
         results = run(engine, *requests)
         for i, name in enumerate(names):
             expected = oracle.generate(prompt(i, 5), len(results[str(i)].token_ids), name)

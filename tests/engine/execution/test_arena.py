@@ -108,8 +108,8 @@ def test_the_profile_run_writes_nothing(tiny_model: Path) -> None:
         layout=layout,
         arena=page,
         max_positions=64,
-        max_running=3,
-        max_tokens=20,
+        max_running=2,
+        max_tokens=8,
     )
     assert runner.profile_run() > 0
     assert page.isnan().all()

@@ -57,9 +57,10 @@ def test_mixed_batch_is_the_oracles(make_engine: MakeEngine, oracle: Oracle) -> 
 EXTENDED = ["dora", "dora-some", "bias", "bias-head", "ends", "embedding", "dora-embedding"]
 
 
+@pytest.mark.long
 def test_adapters_that_are_more_than_tiles(make_engine: MakeEngine, oracle: Oracle) -> None:
     """Beside others in one batch, in prefill and decode; some change the vocabulary's ends, so
-    that the steps take no graph."""
+    that the steps take no graph. `test_scored_beside_others` has them too."""
     engine = make_gpu_engine(make_engine, max_running=10, max_step_tokens=40)
     chosen = [None, *EXTENDED, "all-4", "dora"]
     prompts = [prompt(40 + i, 6 + i) for i in range(len(chosen))]

@@ -21,8 +21,12 @@ if torch.cuda.is_available():
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 # Prompts longer than the window and than the original context; decodes cross into a new page.
 CASES = [(None, 45), ("all", 15), ("kv", 20)]
-# The interpreter takes 15 s each: four models that have everything between them.
-CHOSEN = ["llama-biases", "mistral", "qwen2-sliding", "qwen3-yarn"]
+# The interpreter is slow: four models that have everything between them. Two are long, as
+# `test_formats_on_a_gpu` has biases, and windows in all layers.
+CHOSEN = [
+    *(pytest.param(name, marks=pytest.mark.long) for name in ("llama-biases", "mistral")),
+    *("qwen2-sliding", "qwen3-yarn"),
+]
 
 
 @pytest.mark.parametrize("name", FAMILIES if DEVICE == "cuda" else CHOSEN)

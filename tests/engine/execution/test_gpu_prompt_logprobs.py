@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.execution import prompt_scores
+from engine.execution import gpu_decoder, prompt_scores
 from tests.engine.adapters.formats import BLENDS, FORMATS, TOKENS, FormatOracle
 from tests.engine.adapters.formats import make_engine as make_engine_of
 from tests.engine.conftest import MakeEngine, Oracle, Result, prompt, request, run
@@ -21,6 +21,9 @@ from tests.engine.model.families import save_family
 
 if torch.cuda.is_available():
     pytestmark = pytest.mark.gpu
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+INTERPRETED_LONG = [pytest.mark.long] if IS_INTERPRETED else []
 
 
 def test_scored_beside_others(
@@ -73,11 +76,20 @@ def test_decodes_go_on_between_scored_chunks(make_engine: MakeEngine, oracle: Or
     assert_scored(results["r"].prompt_logprobs, tokens, expected, 2)
 
 
-def test_a_long_prefill(make_engine: MakeEngine, oracle: Oracle) -> None:
+@pytest.mark.parametrize("long", [pytest.param(512, marks=INTERPRETED_LONG), 96])
+def test_a_long_prefill(
+    make_engine: MakeEngine, oracle: Oracle, monkeypatch: pytest.MonkeyPatch, long: int
+) -> None:
     """Beyond 512 tokens the MLP takes another path, and products add themselves to the residual
-    in place: also of a prompt that is not scored."""
-    engine = make_gpu_engine(make_engine, max_step_tokens=600)
-    chosen = {"dora": prompt(50, 180), "bias": prompt(51, 175), "all-4": prompt(52, 190)}
+    in place: also of a prompt that is not scored. The interpreter has the path from 96 on."""
+    monkeypatch.setattr(gpu_decoder, "_LONG", long)
+    engine = make_gpu_engine(make_engine, max_step_tokens=long + 88)
+    third = long // 3
+    chosen = {
+        "dora": prompt(50, third + 10),
+        "bias": prompt(51, third + 5),
+        "all-4": prompt(52, third + 20),
+    }
     results = run(
         engine,
         *(
@@ -97,11 +109,13 @@ def test_a_long_prefill(make_engine: MakeEngine, oracle: Oracle) -> None:
             assert_scored(results[name].prompt_logprobs, tokens, oracle.logprobs(tokens, name), 1)
 
 
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 FORMATS_SCORED = [None, *FORMATS, *BLENDS]
 
 
-@pytest.mark.parametrize("family", ["llama-biases", "qwen2"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama-biases", pytest.param("qwen2", marks=INTERPRETED_LONG)],
+)
 def test_every_format_is_scored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:

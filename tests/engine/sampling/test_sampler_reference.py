@@ -95,7 +95,16 @@ def test_few_candidates_are_enough_or_say_so(fields: dict[str, Any]) -> None:
     assert torch.equal(few[sure], right[sure])
 
 
-@pytest.mark.parametrize("fields", [{}, {"top_p": 0.9}, {"top_k": 40}, {"min_p": 0.01}], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"top_k": 40},
+        pytest.param({"top_p": 0.9}, marks=pytest.mark.long),
+        pytest.param({"min_p": 0.01}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
 def test_logits_that_are_rounded_otherwise_give_the_same_tokens(fields: dict[str, Any]) -> None:
     """By the cumulative distribution, ten of these would differ, or by its order of size."""
     count, vocab_size = 1000, 20_000

@@ -76,6 +76,7 @@ def scheduler(
         prefixes=PrefixCache(pool, is_enabled=False),
         adapters=Residents(pool, *digests),
         page_size=16,
+        let_pinned_go=lambda: False,
         limits=SchedulerLimits(
             max_running=max_running,
             max_adapters=max_adapters,

@@ -141,7 +141,8 @@ def test_the_stats_come_when_the_engine_falls_idle(rig: Rig) -> None:
 def test_the_wire_and_the_engine_agree_on_sampling() -> None:
     ours = {field.name for field in dataclasses.fields(Sampling)}
     theirs = {field.name for field in dataclasses.fields(SamplingParams)}
-    assert ours - theirs == {"stop"}  # strings: the IO process's part
+    # Strings are the IO process's part; the other is a field of the engine's Request.
+    assert ours - theirs == {"stop", "speculation"}
     assert theirs - ours == {"stop_token_ids"}
 
 
@@ -159,6 +160,7 @@ def test_every_wire_field_reaches_the_engine() -> None:
         logit_bias={"3": 1.5},
         logprobs=2,
         ignore_eos=True,
+        speculation=False,
     )
     job = make_job(
         text="x",
@@ -170,8 +172,9 @@ def test_every_wire_field_reaches_the_engine() -> None:
         adapters=(AdapterRef(digest="d", config_key="", tensors_key="", num_bytes=0, weight=0.5),),
     )
     (request,) = to_requests(job, 1, [Prompt([1, 2])], context_length=100)
+    assert request.speculation is False
     for field in dataclasses.fields(Sampling):
-        if field.name in ("stop", "logit_bias"):
+        if field.name in ("stop", "logit_bias", "speculation"):
             continue
         assert getattr(request.sampling, field.name) == getattr(sampling, field.name), field.name
     assert request.sampling.logit_bias == {3: 1.5}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from contract.protocol import Sampling
+from contract.protocol import DoneRecord, Sampling
 from engine.errors import DeadlineExceeded, EngineError
 from engine.request import FinishReason, RequestOutput, TokenLogprob
 from tests.fakes import write_fake_base
@@ -44,6 +44,13 @@ def news_of(request: ActiveRequest) -> EventUpdate:
     """The one piece of news that there is."""
     (news,) = request.take_news()
     return news
+
+
+def done_of(request: ActiveRequest) -> DoneRecord:
+    """The record of a request that has ended."""
+    done = request.peek_news()[-1].done
+    assert done is not None
+    return done
 
 
 def feed(request: ActiveRequest, codec: TextCodec, text: str, **fields: Any) -> None:
@@ -217,7 +224,7 @@ def test_choices_end_each_for_itself_and_are_billed_together(codec: TextCodec) -
     (stopped,) = request.take_news()
     assert (stopped.event.index, stopped.event.finish_reason) == (1, "stop")
     assert stopped.event.usage is None
-    step(1, "a", 5)  # what the engine had under way; nobody sees it, but it was generated
+    step(1, "a", 5)  # what the engine had under way: nobody sees it or pays for it
     step(0, "b", 2, finish_reason=FinishReason.LENGTH)
     assert request.is_finished
     assert request.runs_on
@@ -227,8 +234,28 @@ def test_choices_end_each_for_itself_and_are_billed_together(codec: TextCodec) -
     assert last.done is not None
     for counts in (last.event.usage, last.done):
         assert (counts.prompt_tokens, counts.cached_tokens) == (7, 4)
-        assert counts.completion_tokens == 7
+        assert counts.completion_tokens == 6
     assert last.done.finish_reason == "length"
+
+
+def test_drafts_are_counted_by_source_and_billed_only_if_right(codec: TextCodec) -> None:
+    request = make_request(codec, n=2, stream=False)
+    request.in_engine = True
+    for index, right in enumerate(({"forced": 2, "lookup": 1}, {"forced": 1})):
+        output = RequestOutput(
+            request_id="r",
+            index=index,
+            num_prompt_tokens=7,
+            num_generated=9,
+            accepted_drafts=right,
+            num_rejected_drafts=4,
+            finish_reason=FinishReason.LENGTH,
+        )
+        request.feed(output, 101.0)
+    usage = request.take_news()[-1].event.usage
+    assert usage is not None and usage.completion_tokens == 18
+    assert (usage.accepted_drafts, usage.rejected_drafts) == ({"forced": 3, "lookup": 1}, 8)
+    assert done_of(request).drafts == {"forced": 3, "lookup": 1, "rejected": 8}
 
 
 def test_each_prompt_has_its_choices(codec: TextCodec) -> None:
@@ -279,6 +306,32 @@ def test_an_engine_that_waits_for_checks_of_answers_is_not_stuck(codec: TextCode
     feed(request, codec, "", finish_reason=FinishReason.STOP)
     assert request.awaits_check
     assert requests.stuck_s() < 1
+
+
+@pytest.mark.parametrize(
+    ("problem", "param", "obeys"), [(None, None, True), ("no", None, False), ("no", "x", False)]
+)
+def test_the_record_says_whether_answers_obey_their_schema(
+    codec: TextCodec, problem: str | None, param: str | None, obeys: bool
+) -> None:
+    request = make_request(codec, json_schema="{}", n=2)
+    for index in range(2):
+        output = RequestOutput(request_id="r", index=index, finish_reason=FinishReason.STOP)
+        request.feed(output, 101.0)
+    kept, broken = request.unchecked
+    kept.note_check(None)
+    broken.note_check(problem, param)
+    request.conclude(102.0)
+    assert done_of(request).obeys_schema is obeys
+    assert done_of(request).finish_reason == ("error" if param else "stop")
+
+
+def test_what_was_not_checked_neither_obeys_nor_breaks_a_schema(codec: TextCodec) -> None:
+    free = make_request(codec)
+    feed(free, codec, "a", finish_reason=FinishReason.STOP)
+    cut = make_request(codec, json_schema="{}")
+    feed(cut, codec, "a", finish_reason=FinishReason.LENGTH)
+    assert [done_of(request).obeys_schema for request in (free, cut)] == [None, None]
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])

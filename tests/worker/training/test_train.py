@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -15,17 +16,14 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
+from contract.training import Hyperparameters, JobError, TrainJob
 from tests.tiny_base import TINY_NAME, write_tiny_base
-from worker.training.chat_data import (
-    IGNORED,
-    DatasetError,
-    collate,
-    encode_chat,
-    load_examples,
-    read_chats,
-)
+from worker.text.codec import TextCodec
+from worker.train import EventLog, train
+from worker.training.chat_data import DatasetError, collate, load_examples, read_rows
+from worker.training.example_store import IGNORED
 
 ROOT = Path(__file__).parents[3]
 CHAT = [
@@ -95,6 +93,13 @@ def run(job: Path) -> tuple[int, list[dict[str, Any]], str]:
     return process.returncode, [json.loads(line) for line in stdout.splitlines()], stderr
 
 
+def run_here(job: Path) -> list[dict[str, Any]]:
+    """Run a job in this process, which has imported all that trainers do; its events."""
+    said = io.StringIO()
+    train(TrainJob.read(job), EventLog(said))
+    return [json.loads(line) for line in said.getvalue().splitlines()]
+
+
 def test_trains_reports_and_writes_an_adapter_that_peft_loads(
     tmp_path: Path, tiny_base: Path, dataset: Path
 ) -> None:
@@ -131,8 +136,7 @@ def test_trains_reports_and_writes_an_adapter_that_peft_loads(
 
 def hf_losses(base: Path, adapter: Path, dataset: Path) -> tuple[float, float]:
     """The mean loss over a dataset's answers, as HF computes it, with the adapter and without."""
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    examples = [encode_chat(tokenizer, messages, 512) for messages in read_chats(dataset)]
+    examples = load_examples(TextCodec(base), dataset, Hyperparameters()).examples
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
 
     def mean_loss() -> float:
@@ -151,49 +155,58 @@ def hf_losses(base: Path, adapter: Path, dataset: Path) -> tuple[float, float]:
 
 
 def test_the_same_seed_gives_the_same_bytes(tmp_path: Path, tiny_base: Path, dataset: Path) -> None:
-    contents = []
+    """In two processes: PEFT writes sets in an order that changes with each."""
+    jobs = []
     for name in ("one", "two"):
-        folder = tmp_path / name
-        folder.mkdir()
-        code, _, stderr = run(write_job(folder, tiny_base, dataset, max_steps=3, seed=7))
-        assert code == 0, stderr
-        contents.append([path.read_bytes() for path in sorted((folder / "adapter").iterdir())])
+        (tmp_path / name).mkdir()
+        jobs.append(write_job(tmp_path / name, tiny_base, dataset, max_steps=3, seed=7))
+    code, _, stderr = run(jobs[0])
+    assert code == 0, stderr
+    run_here(jobs[1])
+    contents = [
+        [path.read_bytes() for path in sorted((job.parent / "adapter").iterdir())] for job in jobs
+    ]
     assert contents[0] == contents[1]
 
 
-@pytest.mark.parametrize("max_length", [8, 512])
-def test_only_the_assistants_tokens_carry_a_loss(tiny_base: Path, max_length: int) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(tiny_base)
-    example = encode_chat(tokenizer, CHAT, max_length)
+@pytest.mark.parametrize("max_length", [32, 512])
+def test_only_the_assistants_tokens_carry_a_loss(
+    tmp_path: Path, tiny_base: Path, max_length: int
+) -> None:
+    codec = TextCodec(tiny_base)
+    path = write_rows(tmp_path / "rows.jsonl", [{"messages": CHAT}])
+    hyper = Hyperparameters(max_length=max_length, truncate=True)
+    data = load_examples(codec, path, hyper)
+    (example,) = data.examples
     assert len(example.input_ids) == len(example.labels) <= max_length
-    assert example.is_truncated == (max_length == 8)
+    assert (data.num_rows, data.num_cut, data.num_dropped) == (1, int(max_length == 32), 0)
     for token, label in zip(example.input_ids, example.labels, strict=True):
         assert label in (token, IGNORED)
-    if not example.is_truncated:
-        labelled = [label for label in example.labels if label != IGNORED]
-        assert tokenizer.decode(labelled) == "world <|im_end|>fine\n<|im_end|>"
-        # Where the labels begin is where generation begins.
-        prompt = tokenizer.apply_chat_template(CHAT[:2], add_generation_prompt=True)["input_ids"]
-        assert example.input_ids[: len(prompt)] == prompt
-        assert example.labels[len(prompt) - 1 : len(prompt) + 1][0] == IGNORED
-        assert example.labels[len(prompt)] == example.input_ids[len(prompt)]
-
-
-def test_a_template_that_rewrites_earlier_turns_is_refused(tiny_base: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(tiny_base)
-    tokenizer.chat_template = "{{ messages | length }}" + tokenizer.chat_template
-    with pytest.raises(ValueError, match=r"messages\[2\]"):
-        encode_chat(tokenizer, CHAT, 512)
+    labelled = codec.decode_whole([label for label in example.labels if label != IGNORED])
+    assert "world <|im_end|>fine\n<|im_end|>".startswith(labelled)
+    assert labelled.endswith("<|im_end|>") or data.num_cut
+    # Where the labels begin is where generation begins.
+    prompt = codec.encode_chat(codec.render(CHAT[:2]))
+    assert example.input_ids[: len(prompt)] == prompt
+    assert set(example.labels[: len(prompt)]) == {IGNORED}
+    assert example.labels[len(prompt)] == example.input_ids[len(prompt)]
 
 
 def test_a_row_that_the_template_refuses_is_named(tmp_path: Path, tiny_base: Path) -> None:
-    """As Mistral's templates refuse some roles."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny_base)
+    """As Mistral's templates refuse some roles, and some begin an answer as they never write it."""
     refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-    tokenizer.chat_template = refusal + tokenizer.chat_template
+    thinks = "{% if add_generation_prompt %}<think>{% endif %}"
+    template = (tiny_base / "chat_template.jinja").read_text()
+    for file in tiny_base.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
     dataset = write_rows(tmp_path / "rows.jsonl", [{"messages": CHAT[1:3]}, {"messages": CHAT}])
-    with pytest.raises(DatasetError, match=r"row 2: .*no system"):
-        load_examples(tokenizer, dataset, 512)
+    for changed, message in (
+        (refusal + template, r"line 2: .*no system"),
+        (template + thinks, r"line 1: .* does not begin messages\[1\] as it begins an answer"),
+    ):
+        (tmp_path / "chat_template.jinja").write_text(changed)
+        with pytest.raises(DatasetError, match=message):
+            load_examples(TextCodec(tmp_path), dataset, Hyperparameters())
 
 
 def test_a_batch_is_padded_to_its_own_longest_row() -> None:
@@ -217,9 +230,9 @@ GOOD = {"messages": [USER, ASSISTANT]}
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([GOOD, {"prompt": "a"}], "line 2: messages must be a list of messages"),
+        ([GOOD, {"prompt": "a"}], "line 2: completion must be a string"),
         ([GOOD, GOOD, {"messages": []}], "line 3: "),
-        ([{"messages": [USER, {"role": "tool", "content": "b"}]}], r"line 1: messages\[1\].role"),
+        ([{"messages": [USER, {"role": "bot", "content": "b"}]}], r"line 1: messages\[1\].role"),
         ([{"messages": [USER, {"role": "assistant"}]}], r"line 1: messages\[1\].content"),
         ([{"messages": [ASSISTANT, USER]}], "line 1: messages must begin with a user"),
         ([{"messages": [USER]}], "line 1: messages must have a message of the assistant"),
@@ -228,7 +241,7 @@ GOOD = {"messages": [USER, ASSISTANT]}
 )
 def test_a_bad_row_is_named_by_its_line(tmp_path: Path, rows: list[Any], message: str) -> None:
     with pytest.raises(DatasetError, match=message):
-        read_chats(write_rows(tmp_path / "bad.jsonl", rows))
+        list(read_rows(write_rows(tmp_path / "bad.jsonl", rows)))
 
 
 @pytest.mark.parametrize("line", [b"{", b"\xff\xfe", b"[" * 100_000, b'"' + b"a" * (1 << 20)])
@@ -236,13 +249,12 @@ def test_bytes_that_are_no_row_are_named_by_their_line(tmp_path: Path, line: byt
     path = tmp_path / "bad.jsonl"
     path.write_bytes(json.dumps(GOOD).encode() + b"\n\n" + line)
     with pytest.raises(DatasetError, match=r"^line 3 is "):
-        read_chats(path)
+        list(read_rows(path))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"hyperparameters": {"target_modules": ["q_proj", "lm_head"]}}, "'lm_head'"),
         ({"hyperparameters": {"rank": 300}}, "rank"),
         ({"dataset": "/nowhere"}, "dataset"),
         ({"base_model_dir": "/nowhere"}, "base_model_dir"),
@@ -262,16 +274,71 @@ def test_a_wrong_job_ends_with_one_error_event_and_exit_code_2(
     assert message in events[0]["message"]
 
 
-def test_a_row_too_long_is_cut_and_one_without_an_answer_left_is_dropped(
+def test_a_module_that_the_model_has_not_is_named(
+    tmp_path: Path, tiny_base: Path, dataset: Path
+) -> None:
+    job = write_job(tmp_path, tiny_base, dataset, target_modules=["q_proj", "lm_head"])
+    with pytest.raises(JobError, match="'lm_head' is not one of"):
+        run_here(job)
+    assert not (tmp_path / "adapter").exists()
+
+
+LONG_ANSWER = {"messages": [USER, {"role": "assistant", "content": "world " * 50}]}
+LONG_PROMPT = {"messages": [{"role": "user", "content": "hello " * 50}, ASSISTANT]}
+
+
+def test_a_row_too_long_is_an_error_with_its_line_and_tokens(
     tmp_path: Path, tiny_base: Path
 ) -> None:
-    long_answer = {"messages": [USER, {"role": "assistant", "content": "world " * 50}]}
-    long_prompt = {"messages": [{"role": "user", "content": "hello " * 50}, ASSISTANT]}
-    path = write_rows(tmp_path / "rows.jsonl", [GOOD, long_answer, long_prompt])
-    job = write_job(tmp_path, tiny_base, path, max_steps=1, max_length=32)
+    path = write_rows(tmp_path / "rows.jsonl", [GOOD, LONG_ANSWER, GOOD, LONG_PROMPT])
+    code, events, _ = run(write_job(tmp_path, tiny_base, path, max_steps=1, max_length=32))
+    assert code == 2
+    (event,) = events
+    codec = TextCodec(tiny_base)
+    longest = [
+        max(len(e.input_ids) for e in load_examples(codec, each, Hyperparameters()).examples)
+        for each in (
+            write_rows(tmp_path / "a", [LONG_ANSWER]),
+            write_rows(tmp_path / "b", [LONG_PROMPT]),
+        )
+    ]
+    told = f"max_length=32 tokens: line 2 has {longest[0]}, line 4 has {longest[1]}. Raise"
+    assert told in event["message"] and "context of 512" in event["message"]
+
+
+def test_a_row_longer_than_the_context_is_one_whatever_max_length_says(
+    tmp_path: Path, tiny_base: Path
+) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [{"messages": [USER, ASSISTANT] * 100}])
+    with pytest.raises(DatasetError, match=r"max_length=512 tokens: line 1 has \d{3,4}\. "):
+        load_examples(TextCodec(tiny_base), path, Hyperparameters(max_length=32_768))
+
+
+def test_rows_are_cut_when_that_is_asked_for_and_counted(tmp_path: Path, tiny_base: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [GOOD, LONG_ANSWER, LONG_PROMPT])
+    job = write_job(tmp_path, tiny_base, path, max_steps=1, max_length=32, truncate=True)
     code, events, stderr = run(job)
     assert code == 0, stderr
-    assert (events[0]["rows"], events[0]["truncated_rows"]) == (2, 1)
+    counts = {
+        name: events[0][name] for name in ("rows", "examples", "truncated_rows", "dropped_rows")
+    }
+    assert counts == {"rows": 3, "examples": 2, "truncated_rows": 2, "dropped_rows": 1}
+    with pytest.raises(DatasetError, match="no row has an answer within max_length=32"):
+        hyper = Hyperparameters(max_length=32, truncate=True)
+        load_examples(TextCodec(tiny_base), write_rows(path, [LONG_PROMPT]), hyper)
+
+
+def test_a_training_longer_than_it_may_be_is_refused(
+    tmp_path: Path, tiny_base: Path, dataset: Path
+) -> None:
+    job = write_job(tmp_path, tiny_base, dataset, epochs=2)
+    fields = json.loads(job.read_text())
+    for name, most in (("most_steps", 5), ("most_tokens", 100)):
+        job.write_text(json.dumps(fields | {name: most}))
+        code, events, _ = run(job)
+        assert code == 2
+        assert "hyperparameters.epochs: the run would have" in events[-1]["message"]
+        assert f"{most} is the limit" in events[-1]["message"]
 
 
 def test_a_loss_that_is_no_number_writes_nothing(
@@ -287,10 +354,10 @@ def test_a_loss_that_is_no_number_writes_nothing(
     tensors = load_file(weights)
     tensors["model.norm.weight"].fill_(float("nan"))
     save_file(tensors, broken / weights.name, metadata={"format": "pt"})
-    code, events, _ = run(write_job(tmp_path, broken, dataset, max_steps=2))
-    assert code == 2
-    assert [event["event"] for event in events] == ["started", "error"]
-    assert "infinite or NaN at step 1" in events[-1]["message"]
+    said = io.StringIO()
+    with pytest.raises(JobError, match="infinite or NaN at step 1"):
+        train(TrainJob.read(write_job(tmp_path, broken, dataset, max_steps=2)), EventLog(said))
+    assert [json.loads(line)["event"] for line in said.getvalue().splitlines()] == ["started"]
     assert not (tmp_path / "adapter").exists()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from demo.data import score
 from demo.data.jobs import HYPERPARAMETERS
+from tests.worker.training.demo_batch import train as demo_train
 from worker.base_model import packaged_model
 
 ROOT = Path(__file__).parents[3]
@@ -41,6 +43,31 @@ def train(tenant: str, base: Path, folder: Path) -> Path:
     return folder / tenant
 
 
+def train_together(base: Path, folder: Path) -> dict[str, Path]:
+    """As the demo does it."""
+    outputs = {tenant: folder / tenant for tenant in HYPERPARAMETERS}
+    shares: list[float] = []
+    last = demo_train(
+        outputs,
+        base_model_dir=base,
+        env=os.environ,
+        report=lambda share, note: shares.append(share),
+    )
+    assert {event["event"] for event in last.values()} == {"done"} and shares[-1] == 1
+    return outputs
+
+
+@pytest.fixture(scope="session", params=["alone", "together"])
+def trained(
+    request: pytest.FixtureRequest, smollm2: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    """Both tenants' adapters, by the present trainer and by the batch."""
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "together":
+        return train_together(smollm2, folder)
+    return {tenant: train(tenant, smollm2, folder) for tenant in HYPERPARAMETERS}
+
+
 def answers(base: Path, adapter: Path | None, rows: list[dict[str, Any]]) -> list[str]:
     """Greedy answers in one batch."""
     tokenizer = AutoTokenizer.from_pretrained(base)
@@ -61,7 +88,7 @@ def answers(base: Path, adapter: Path | None, rows: list[dict[str, Any]]) -> lis
 
 
 def test_acme_gets_the_fields_right_far_more_often_than_the_base(
-    smollm2: Path, tmp_path: Path
+    smollm2: Path, trained: dict[str, Path]
 ) -> None:
     rows = score.heldout("acme")
 
@@ -73,14 +100,16 @@ def test_acme_gets_the_fields_right_far_more_often_than_the_base(
         )
 
     assert right(None) < 0.3
-    assert right(train("acme", smollm2, tmp_path)) > 0.85
+    assert right(trained["acme"]) > 0.85
 
 
-def test_globex_speaks_in_its_voice_and_the_base_does_not(smollm2: Path, tmp_path: Path) -> None:
+def test_globex_speaks_in_its_voice_and_the_base_does_not(
+    smollm2: Path, trained: dict[str, Path]
+) -> None:
     rows = score.heldout("globex")
 
     def in_style(adapter: Path | None) -> float:
         return score.share(score.style_markers(text) for text in answers(smollm2, adapter, rows))
 
     assert in_style(None) < 0.4
-    assert in_style(train("globex", smollm2, tmp_path)) > 0.9
+    assert in_style(trained["globex"]) > 0.9

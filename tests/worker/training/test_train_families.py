@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine import AdapterPart, Engine, EngineConfig, Request, SamplingParams
 from tests.tiny_base import write_tiny_base
-from tests.worker.training.test_train import run, write_job, write_rows
+from tests.worker.training.test_train import run_here, write_job, write_rows
 from worker.text.codec import TextCodec
 
 FAMILIES = {
@@ -45,8 +45,7 @@ def test_a_trained_adapter_is_served(base: Path, tmp_path: Path) -> None:
         {"role": "assistant", "content": "world"},
     ]
     rows = write_rows(tmp_path / "data.jsonl", [{"messages": chat}] * 8)
-    code, events, stderr = run(write_job(tmp_path, base, rows, max_steps=20))
-    assert code == 0, stderr
+    events = run_here(write_job(tmp_path, base, rows, max_steps=20))
     adapter = Path(events[-1]["output"])
 
     codec = TextCodec(base)

@@ -19,6 +19,7 @@ _PLATFORM = "platform"
 
 class Command(BaseCommand):
     help = __doc__
+    requires_system_checks = []  # `migrate` has run them
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("--heads", type=Path)

@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 
 class Command(BaseCommand):
     help = "Have the lines of batches answered when the workers have room."
+    requires_system_checks = []  # `migrate` has run them
 
     def handle(self, *args: Any, **options: Any) -> None:
         asyncio.run(_run())

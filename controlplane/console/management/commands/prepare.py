@@ -1,8 +1,8 @@
 """Prepare an installation's start: check its servers, migrate, print how to sign in.
 
-Compose runs it at every start, before the other processes; a second run changes nothing. If a
-server cannot be used, it ends within seconds and says what to do. Until an operator has a password,
-it prints a link to choose one.
+Compose runs it at every start, before the other processes; a second run changes nothing. It makes
+the bucket and lets the console's pages upload to it. If a server cannot be used, it ends within
+seconds and says what to do. Until an operator has a password, it prints a link to choose one.
 """
 
 from typing import Any
@@ -28,6 +28,7 @@ class Command(BaseCommand):
             preflight.check_redis("REDIS_URL", settings.REDIS_URL)
             preflight.check_redis("CELERY_BROKER_URL", settings.CELERY_BROKER_URL)
             preflight.check_store()
+            kept = preflight.allow_uploads()
         except preflight.NotReady as error:
             raise CommandError(str(error)) from error
         call_command("migrate", interactive=False, verbosity=options["verbosity"])
@@ -35,6 +36,8 @@ class Command(BaseCommand):
             operator = first_operator(settings.OPERATOR_EMAIL)
         except ApiError as error:
             raise CommandError(f"LORIKEET_OPERATOR_EMAIL: {error.message}") from error
+        if kept:
+            self.stderr.write(kept)
         lines = ["", f"Lorikeet will be at {settings.BASE_URL}/admin/ (operators) and"]
         lines.append(f"{settings.BASE_URL}/console/ (tenants).")
         if operator is not None:

@@ -1,5 +1,8 @@
-// The adapter upload form: get presigned URLs from the console, PUT both files directly to the object
-// store with a progress bar, then tell the console that they are uploaded.
+// The adapter upload form: begin a version, send both files to the object store by parts, then tell
+// the console that they are uploaded. An unfinished upload is noted in the browser: after a reload
+// the person chooses the same files again, and it goes on.
+
+import { Paused, Refused, Transfer } from "./parts.js";
 
 const form = document.querySelector("[data-upload]");
 const inputs = { config: form.elements.config, tensors: form.elements.tensors };
@@ -7,7 +10,14 @@ const panel = form.querySelector("[data-progress]");
 const bar = panel.querySelector("progress");
 const status = panel.querySelector("[data-status]");
 const submit = form.querySelector("[type=submit]");
+const stop = form.querySelector("[data-pause]");
 const drop = form.querySelector("[data-drop]");
+const unfinished = form.querySelector("[data-unfinished]");
+const NOTE = `lorikeet-upload ${form.dataset.tenant}`;
+const NAMES = { config: "adapter_config.json", tensors: "adapter_model.safetensors" };
+
+let begun = null; // what the console answered when the upload began
+let transfer = null;
 
 class FieldErrors extends Error {
   constructor(errors) {
@@ -32,38 +42,23 @@ function showErrors(errors) {
   form.querySelector("[aria-invalid]")?.focus();
 }
 
-async function post(url, body) {
+async function call(url, body) {
   const response = await fetch(url, {
-    method: "POST",
+    method: body ? "POST" : "GET",
     headers: {
       Accept: "application/json",
       "Content-Type": "application/json",
       "X-CSRFToken": form.elements.csrfmiddlewaretoken.value,
     },
-    body: JSON.stringify(body),
+    body: body && JSON.stringify(body),
   });
-  if (response.redirected) throw new Error("You are signed out. Reload the page and sign in.");
+  if (response.redirected) throw new Refused("You are signed out. Reload the page and sign in.");
   const answer = await response.json().catch(() => ({}));
   if (response.ok) return answer;
   if (answer.errors) throw new FieldErrors(answer.errors);
-  throw new Error(answer.error?.message ?? `The console answered ${response.status}.`);
-}
-
-function put(url, file, onProgress) {
-  return new Promise((resolve, reject) => {
-    // fetch() cannot report how much of a body was sent.
-    const request = new XMLHttpRequest();
-    request.open("PUT", url);
-    request.upload.addEventListener("progress", (event) => onProgress(event.loaded));
-    request.addEventListener("load", () => {
-      if (request.status < 300) resolve();
-      else reject(new Error(`The object store refused ${file.name} (${request.status}).`));
-    });
-    request.addEventListener("error", () => {
-      reject(new Error(`The connection broke while sending ${file.name}. Try again.`));
-    });
-    request.send(file);
-  });
+  const message = answer.error?.message ?? `The console answered ${response.status}.`;
+  const isFinal = response.status < 500 && ![408, 429].includes(response.status);
+  throw new (isFinal ? Refused : Error)(message);
 }
 
 function size(numBytes) {
@@ -71,52 +66,154 @@ function size(numBytes) {
   return `${(numBytes / 1e6).toFixed(1)} MB`;
 }
 
-async function upload() {
-  const config = inputs.config.files[0];
-  const tensors = inputs.tensors.files[0];
+function chosenFiles() {
   const missing = {};
-  if (!config) missing.config = ["Choose the file adapter_config.json."];
-  if (!tensors) missing.tensors = ["Choose the file adapter_model.safetensors."];
-  if (config && !config.size) missing.config = ["This file is empty."];
-  if (tensors && !tensors.size) missing.tensors = ["This file is empty."];
+  for (const [field, name] of Object.entries(NAMES)) {
+    const file = inputs[field].files[0];
+    if (!file) missing[field] = [`Choose the file ${name}.`];
+    else if (!file.size) missing[field] = ["This file is empty."];
+    else if (begun && file.size !== begun.sizes[field])
+      missing[field] = [`The upload began with another file, of ${size(begun.sizes[field])}.`];
+  }
   if (Object.keys(missing).length) throw new FieldErrors(missing);
+  return { config: inputs.config.files[0], tensors: inputs.tensors.files[0] };
+}
 
-  status.textContent = "Preparing…";
-  const started = await post(form.dataset.upload, {
-    name: form.elements.name.value.trim(),
-    base_model: form.elements.base_model.value,
-    config: config.size,
-    tensors: tensors.size,
+function report({ sent, total, checked, waits_s }) {
+  bar.value = sent / total;
+  const amount = `${size(sent)} of ${size(total)}`;
+  if (checked) status.textContent = `Comparing ${checked} with what was sent…`;
+  else if (waits_s)
+    status.textContent = `The connection broke at ${amount}. Trying again in ${Math.ceil(waits_s)} s…`;
+  else status.textContent = `Uploading: ${amount}`;
+}
+
+async function begin(files) {
+  const sizes = { config: files.config.size, tensors: files.tensors.size };
+  const { name, base_model, accept_base_mismatch: accepts } = form.elements;
+  const answer = await call(form.dataset.upload, {
+    name: name.value.trim(),
+    base_model: base_model.value,
+    accept_base_mismatch: accepts.checked,
+    ...sizes,
   });
-
-  const total = config.size + tensors.size;
-  const report = (sent) => {
-    bar.value = sent / total;
-    status.textContent = `Uploading: ${size(sent)} of ${size(total)}`;
+  begun = {
+    ...answer,
+    sizes,
+    name: name.value.trim(),
+    base_model: base_model.value,
+    accepts_base_mismatch: accepts.checked,
   };
-  report(0);
-  await put(started.urls.config, config, report);
-  await put(started.urls.tensors, tensors, (sent) => report(config.size + sent));
+  keepNote();
+  lockFields();
+}
 
+async function upload() {
+  const files = chosenFiles();
+  panel.hidden = false;
+  status.textContent = "Preparing…";
+  if (!begun) await begin(files);
+  transfer = new Transfer({
+    files,
+    report,
+    state: async () => (await call(begun.state_url)).files,
+    sign: (file, number, sha256) => call(begun.parts_url, { file, number, sha256 }),
+  });
+  stop.hidden = false;
+  await transfer.run();
+  stop.hidden = true;
   status.textContent = "Uploaded. Starting the checks…";
-  await post(started.complete_url, {});
-  location.assign(started.version_url);
+  await call(begun.complete_url, {});
+  forgetNote();
+  location.assign(begun.version_url);
+}
+
+function keepNote() {
+  try {
+    localStorage.setItem(NOTE, JSON.stringify(begun));
+  } catch {} // without it a reload begins anew
+}
+
+function forgetNote() {
+  try {
+    localStorage.removeItem(NOTE);
+  } catch {}
+}
+
+// A begun upload is of one adapter and one base model.
+function lockFields() {
+  for (const field of ["name", "base_model"]) {
+    form.elements[field].value = begun[field];
+    form.elements[field].disabled = true;
+  }
+  const accepts = form.elements.accept_base_mismatch;
+  accepts.checked = Boolean(begun.accepts_base_mismatch);
+  accepts.disabled = true;
 }
 
 form.addEventListener("submit", async (event) => {
   event.preventDefault();
   showErrors({});
   submit.disabled = true;
-  panel.hidden = false;
-  bar.value = 0;
+  unfinished.hidden = true;
   try {
     await upload();
   } catch (error) {
-    panel.hidden = true;
+    stop.hidden = true;
     submit.disabled = false;
+    if (begun) submit.textContent = "Go on";
+    if (error instanceof Paused) {
+      status.textContent = `Paused. ${status.textContent}`;
+      return;
+    }
+    panel.hidden = true;
     showErrors(error instanceof FieldErrors ? error.errors : { __all__: [error.message] });
+    unfinished.hidden = !begun;
   }
 });
+
+stop.addEventListener("click", () => transfer.pause());
+
+async function offerUnfinished() {
+  let note = null;
+  try {
+    note = JSON.parse(localStorage.getItem(NOTE));
+  } catch {}
+  if (!note) return;
+  const state = await call(note.state_url).catch((error) => {
+    if (error instanceof Refused) forgetNote(); // it has ended, or its version is deleted
+  });
+  if (!state) return;
+  if (state.status !== "uploading") {
+    forgetNote();
+    return;
+  }
+  const parts = Object.values(state.files).flatMap((file) => file.parts);
+  const there = parts.filter((part) => part.is_uploaded);
+  const sent = there.reduce((sum, part) => sum + part.num_bytes, 0);
+  begun = note;
+  lockFields();
+  const total = note.sizes.config + note.sizes.tensors;
+  unfinished.querySelector("[data-of]").textContent =
+    `The upload of ${note.name} is not finished: ${size(sent)} of ${size(total)} arrived.`;
+  submit.textContent = "Go on";
+  unfinished.hidden = false;
+}
+
+unfinished.querySelector("[data-discard]").addEventListener("click", async () => {
+  try {
+    await call(begun.abort_url, {});
+  } catch (error) {
+    if (!(error instanceof Refused)) {
+      showErrors({ __all__: [error.message] });
+      return;
+    }
+  }
+  forgetNote();
+  location.reload();
+});
+
+offerUnfinished();
 
 // Files dropped on the area are assigned to the two fields by their names.
 

@@ -20,6 +20,7 @@ class Command(BaseCommand):
         "Print as JSON what PostgreSQL, the object store and Redis hold of a tenant. Exit with 1 "
         "if the tenant is deleted and more than its audit trail and totals is left."
     )
+    requires_system_checks = []  # `migrate` has run them
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("tenant", help="its id or slug; of a deleted tenant the slug it had")

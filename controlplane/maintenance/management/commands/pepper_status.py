@@ -16,6 +16,7 @@ from controlplane.maintenance.pepper import pepper_status, reencrypt
 
 class Command(BaseCommand):
     help = __doc__
+    requires_system_checks = []  # `migrate` has run them
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("--reencrypt", action="store_true")

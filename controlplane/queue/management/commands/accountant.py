@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 
 class Command(BaseCommand):
     help = "Write the workers' terminal records to the database."
+    requires_system_checks = []  # `migrate` has run them
 
     def handle(self, *args: Any, **options: Any) -> None:
         accountant = Accountant(settings.REDIS_URL, settings.POOL)

@@ -19,6 +19,7 @@ from controlplane.tenancy.scoping import all_tenants
 
 class Command(BaseCommand):
     help = __doc__
+    requires_system_checks = []  # `migrate` has run them
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("--name", required=True)

@@ -17,6 +17,7 @@ from controlplane.tenants.management.commands import find_tenant
 
 class Command(BaseCommand):
     help = __doc__
+    requires_system_checks = []  # `migrate` has run them
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("--tenant", required=True, help="its slug")

@@ -12,6 +12,7 @@ from controlplane.tenants.models import Tenant
 
 class Command(BaseCommand):
     help = __doc__
+    requires_system_checks = []  # `migrate` has run them
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("--slug", required=True)

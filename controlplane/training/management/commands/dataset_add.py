@@ -14,6 +14,7 @@ from controlplane.training import services
 
 class Command(BaseCommand):
     help = __doc__
+    requires_system_checks = []  # `migrate` has run them
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("--tenant", required=True, help="its slug")
@@ -23,7 +24,7 @@ class Command(BaseCommand):
     def handle(self, *, tenant: str, name: str, file: Path, **options: Any) -> None:
         try:
             with file.open("rb") as rows, tenant_scope(find_tenant(tenant).id):
-                content = rows.read(services.MAX_DATASET_BYTES + 1)
+                content = rows.read(services.MAX_DIRECT_BYTES + 1)
                 dataset = services.dataset_upload(name=name, content=content)
         except OSError as error:
             raise CommandError(f"{file} cannot be read: {error}") from error

@@ -1,6 +1,7 @@
 """Set when a tenant's adapter is retrained: prints {"adapter", "cron", "timezone", "next_run_at"}.
 
 --hyperparameters takes a JSON object; the trainer's defaults apply to all other hyperparameters.
+--base-model makes the adapter if there is none. --run-now starts a run at once, too.
 """
 
 import json
@@ -12,11 +13,12 @@ from controlplane.adapters.services import adapter_get
 from controlplane.errors import ApiError
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.management.commands import find_tenant
-from controlplane.training import services
+from controlplane.training import schedules, services
 
 
 class Command(BaseCommand):
     help = __doc__
+    requires_system_checks = []  # `migrate` has run them
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("--tenant", required=True, help="its slug")
@@ -25,17 +27,24 @@ class Command(BaseCommand):
         parser.add_argument("--cron", required=True, help='for example "30 2 * * *"')
         parser.add_argument("--timezone", default="UTC")
         parser.add_argument("--hyperparameters", default="{}")
+        parser.add_argument("--base-model", default=None)
+        parser.add_argument("--run-now", action="store_true")
 
     def handle(self, *, tenant: str, adapter: str, **options: Any) -> None:
         try:
             with tenant_scope(find_tenant(tenant).id):
+                base_model = options["base_model"]
                 schedule = services.schedule_set(
-                    adapter=adapter_get(name=adapter),
+                    adapter=services.adapter_for(adapter, base_model)
+                    if base_model
+                    else adapter_get(name=adapter),
                     dataset_name=options["dataset"],
                     cron_line=options["cron"],
                     timezone_name=options["timezone"],
                     hyperparameters=json.loads(options["hyperparameters"]),
                 )
+                if options["run_now"]:
+                    schedules.schedule_run_now(schedule)
         except ValueError as error:
             raise CommandError(f"--hyperparameters is not JSON: {error}") from error
         except ApiError as error:

@@ -13,6 +13,7 @@ from controlplane.usage.totals import usage_drift, usage_totals_rebuild
 
 class Command(BaseCommand):
     help = "Print each total that differs from its records as a line of JSON; exit with 1 if any."
+    requires_system_checks = []  # `migrate` has run them
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("--rebuild", action="store_true", help="first recompute all totals")

@@ -8,6 +8,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -54,14 +55,25 @@ def test_parts_of_any_size_and_order_become_a_file(site: Site) -> None:
 
 
 def test_the_clients_own_way_through_chunks(site: Site, tmp_path: Any) -> None:
+    """And on to a version of a dataset, as docs/training.md has it."""
     path = tmp_path / "chats.jsonl"
-    path.write_bytes(CHATS)
-    done = site.client().uploads.upload_file_chunked(
-        file=path, mime_type="application/jsonl", purpose="fine-tune", part_size=100
+    content = CHATS * (3_000_000 // len(CHATS))  # so much that a child checks the rows
+    path.write_bytes(content)
+    client = site.client()
+    done = client.uploads.upload_file_chunked(
+        file=path, mime_type="application/jsonl", purpose="fine-tune", part_size=1 << 20
     )
     assert done.file is not None
-    assert site.client().files.content(done.file.id).content == CHATS
-    site.client().files.delete(done.file.id)
+    assert client.files.content(done.file.id).content == content
+    versions = f"{site.url}/api/v1/datasets/in-parts/versions"
+    headers = {"Authorization": f"Bearer {client.api_key}"}
+    made = httpx.post(versions, json={"file": done.file.id, "append": True}, headers=headers)
+    assert (made.status_code, made.json()["num_bytes"]) == (201, len(content)), made.text
+    client.files.delete(done.file.id)
+    shown = httpx.get(versions.replace("versions", "preview?limit=1"), headers=headers)
+    assert shown.status_code == 200
+    gone = httpx.delete(versions.removesuffix("/versions"), headers=headers)
+    assert gone.status_code == 204
 
 
 def test_what_does_not_add_up_leaves_the_upload_open(site: Site) -> None:
@@ -140,9 +152,9 @@ def test_an_upload_that_expires_while_it_is_put_together_leaves_no_file(site: Si
         "from controlplane.files.models import Upload\n"
         "from controlplane.tenancy.scoping import tenant_scope\n"
         "check = contents.check\n"
-        "def expire(file):\n"  # as the sweep does
+        "def expire(file, heartbeat):\n"  # as the sweep does
         "    Upload.objects.filter(status='assembling').update(status='expired')\n"
-        "    check(file)\n"
+        "    check(file, heartbeat)\n"
         "contents.check = expire\n"
         f"with tenant_scope(uuid.UUID('{site.live.tenants['globex'].id}')):\n"
         f"    upload = services.upload_get('{upload.id}')\n"
@@ -166,10 +178,10 @@ def test_an_upload_whose_server_was_killed_can_be_completed_again(site: Site) ->
         "from controlplane.files import contents, services\n"
         "from controlplane.tenancy.scoping import tenant_scope\n"
         "check = contents.check\n"
-        "def pause(file):\n"
+        "def pause(file, heartbeat):\n"
         "    print('paused', flush=True)\n"
         "    input()\n"
-        "    check(file)\n"
+        "    check(file, heartbeat)\n"
         "contents.check = pause\n"
         f"with tenant_scope(uuid.UUID('{site.live.tenants['globex'].id}')):\n"
         f"    upload = services.upload_get('{upload.id}')\n"

@@ -1,0 +1,37 @@
+"""Divide a dataset's rows into those to train on and those to validate with.
+
+A row's part follows from its prompt and the dataset's salt alone: it stays in its part while rows
+are added, rows of the same prompt are in the same part, and a larger share only adds to validation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import unicodedata
+
+from contract.row_messages import Row
+
+_BITS = 64
+
+
+def normalised_prompt(row: Row) -> str:
+    """Return what users say before the first answer, without differences of case and blanks."""
+    texts = [row.prompt]
+    for message in row.messages:
+        if message["role"] == "assistant":
+            break
+        if message["role"] == "user":
+            texts.append(message["content"])
+    return " ".join(unicodedata.normalize("NFKC", "\n".join(texts)).casefold().split())
+
+
+def first_prompt_digest(row: Row, salt: str = "") -> bytes:
+    """Return 16 bytes that two rows share if they have the same normalised prompt."""
+    text = f"{salt}\n{normalised_prompt(row)}"
+    return hashlib.sha256(text.encode()).digest()[:16]
+
+
+def is_validation(row: Row, share: float, salt: str) -> bool:
+    """Whether the row is to validate with: a stated share of all prompts is."""
+    place = int.from_bytes(first_prompt_digest(row, salt)[: _BITS // 8], "big")
+    return bool(place < share * 2**_BITS)

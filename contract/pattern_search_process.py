@@ -1,0 +1,28 @@
+"""Search patterns in texts in a sealed process: `python -m contract.pattern_search_process`.
+
+Imports no Django and no settings. The work: {"searches": [[pattern, text], …]}, with patterns of
+JSON Schema that `contract.patterns.read_pattern` accepts. The answer: {"found": [whether, …]}.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, BinaryIO
+
+from contract.patterns import read_pattern
+from contract.sealed_process import serve
+
+
+def work(described: dict[str, Any], files: list[BinaryIO]) -> dict[str, Any]:
+    """Return whether each pattern is found in its text."""
+    return {"found": [is_found(pattern, text) for pattern, text in described["searches"]]}
+
+
+def is_found(pattern: str, text: str) -> bool:
+    """Whether a pattern is found in a text. Its time is not bounded here."""
+    # Python writes the end of a text as \Z, other engines as \z.
+    return re.search(read_pattern(pattern).search.replace(r"\z", r"\Z"), text) is not None
+
+
+if __name__ == "__main__":
+    serve(work)

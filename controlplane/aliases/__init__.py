@@ -1,0 +1,1 @@
+"""Aliases: names that callers use, and what stands behind them."""

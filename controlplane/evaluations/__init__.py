@@ -1,0 +1,1 @@
+"""Evaluations: suites of cases, their runs on models, comparisons of runs, and the gate."""

@@ -1,0 +1,11 @@
+from django.apps import AppConfig
+
+
+class EvaluationsConfig(AppConfig):
+    name = "controlplane.evaluations"
+
+    def ready(self) -> None:
+        from controlplane.adapters.promotion import awaits_gate
+        from controlplane.evaluations import gate
+
+        awaits_gate.connect(gate.version_ready)

@@ -1,0 +1,258 @@
+"""Ask the pool for the answers to cases, and for the log-probability of the expected answers.
+
+The requests go through the fair queue as the tenant's own, after interactive ones; they are limited
+and billed like the playground's, under `ENDPOINT`. Answers are greedy, with a seed. An expected
+answer is scored as it was learned: the chat template's tokens after the prompt, each given all
+before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from contract.protocol import GenerateJob, Task, TokenEvent
+from controlplane.aliases.models import AliasPart
+from controlplane.errors import ApiError, Unavailable
+from controlplane.evaluations.models import Case, Evaluation
+from controlplane.inference import access
+from controlplane.inference.access import Caller, ServedModel
+from controlplane.inference.model_selector import ModelSelector
+from controlplane.inference.parsing import make_body
+from controlplane.inference.schemas import ChatBody, CompletionBody
+from controlplane.inference.service import new_request_id, submit
+from controlplane.queue.dispatcher import close_dispatcher, get_dispatcher
+from controlplane.tenants.auth import Principal
+from controlplane.tenants.models import Role, Tenant
+
+#: What the request log and usage show as the address of these requests.
+ENDPOINT = "/api/v1/evaluations"
+#: Of one request.
+TIMEOUT_S = 120.0
+#: Cases that are asked at a time.
+CONCURRENCY = 8
+#: Of an answer; the rest is cut off.
+MAX_OUTPUT_CHARS = 32_000
+_WATCH_S = 2.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a model made of a case; `error`: why it made nothing."""
+
+    case: Case
+    output: str = ""
+    finish_reason: str = ""
+    error: str = ""
+    logprob: float | None = None
+    num_tokens: int = 0
+
+
+class Stopped(Exception):
+    """The evaluation is no longer this process's."""
+
+
+def principal_of(tenant: Tenant) -> Principal:
+    """Return the tenant itself as a caller: nobody's key or session is needed later."""
+    return Principal(tenant=tenant, role=Role.DEVELOPER)
+
+
+def caller_of(principal: Principal, model: str) -> Caller:
+    """Return the caller for a model; an alias means its primary. Raises ApiError."""
+    caller = access.resolve_now(principal, ModelSelector.model(model))
+    alias = caller.model.alias
+    if alias is None or caller.model.target == AliasPart.Target.PRIMARY:
+        return caller
+    served = dataclasses.replace(
+        caller.model,
+        models=(alias.primary,),
+        parts=alias.primary.parts,
+        target=AliasPart.Target.PRIMARY,
+    )
+    return dataclasses.replace(caller, model=served)
+
+
+def served_name(model: ServedModel) -> str:
+    """Return the exact name of what answers; two that answer alike have the same one."""
+    if not model.parts:
+        return f"{model.base_model.name} {model.base_model.revision[:12]}"
+    name = " + ".join(
+        f"{'' if weight == 1.0 else f'{weight:g} * '}{version.adapter.name}@{version.number}"
+        for version, weight in model.parts
+    )
+    return name if model.alias is None else f"{name} by {model.name} r{model.alias.number}"
+
+
+def ask(
+    evaluation: Evaluation, caller: Caller, cases: Sequence[Case], is_held: Callable[[], bool]
+) -> list[Asked]:
+    """Return the answers to some cases.
+
+    is_held  is called every two seconds: whether to go on
+    Raises ApiError when the pool or a limit refuses for now, Stopped.
+    """
+    return asyncio.run(_ask(evaluation, caller, cases, is_held))
+
+
+async def _ask(
+    evaluation: Evaluation, caller: Caller, cases: Sequence[Case], is_held: Callable[[], bool]
+) -> list[Asked]:
+    await get_dispatcher()
+    try:
+        places = asyncio.Semaphore(CONCURRENCY)
+
+        async def one(case: Case) -> Asked:
+            async with places:
+                return await _asked(evaluation, caller, case)
+
+        tasks = [asyncio.create_task(one(case)) for case in cases]
+        try:
+            return await _watched(tasks, is_held)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+    finally:
+        await close_dispatcher()
+
+
+async def _watched(tasks: list[asyncio.Task[Asked]], is_held: Callable[[], bool]) -> list[Asked]:
+    left = set(tasks)
+    while left:
+        done, left = await asyncio.wait(left, timeout=_WATCH_S, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
+        if left and not await asyncio.to_thread(is_held):
+            raise Stopped
+    return [task.result() for task in tasks]
+
+
+async def _asked(evaluation: Evaluation, caller: Caller, case: Case) -> Asked:
+    asked = Asked(case=case)
+    try:
+        if case.checks:
+            asked = await _answered(evaluation, caller, case)
+        if case.expected:
+            logprob, num_tokens = await _scored(caller, case)
+            asked = dataclasses.replace(asked, logprob=logprob, num_tokens=num_tokens)
+    except ApiError as error:
+        if error.status >= 500 or error.status in (402, 404, 408, 409, 425, 429):
+            raise
+        return dataclasses.replace(asked, error=error.message[:500])
+    return asked
+
+
+async def _answered(evaluation: Evaluation, caller: Caller, case: Case) -> Asked:
+    body = make_body(
+        ChatBody,
+        model=caller.model.name,
+        messages=case.messages,
+        temperature=0.0,
+        seed=evaluation.seed,
+        max_tokens=evaluation.max_tokens,
+        store=False,
+    )
+    events = await _events(caller, body)
+    text = "".join(event.text for event in events)
+    reasons = [event.finish_reason for event in events if event.finish_reason]
+    text = text[:MAX_OUTPUT_CHARS].replace("\0", "\ufffd")
+    return Asked(case=case, output=text, finish_reason=(reasons or [""])[-1])
+
+
+async def _scored(caller: Caller, case: Case) -> tuple[float | None, int]:
+    """Return the log-probability of the expected answer, and its tokens."""
+    answer = {"role": "assistant", "content": case.expected}
+    prompt = await _tokens(caller, case.messages, has_more=True)
+    whole = await _tokens(caller, [*case.messages, answer], has_more=False)
+    first = _common(prompt, whole)
+    if first == 0 or first == len(whole):
+        return None, 0
+    body = make_body(
+        CompletionBody,
+        model=caller.model.name,
+        prompt=whole,
+        max_tokens=1,
+        temperature=0.0,
+        prompt_logprobs=0,
+        store=False,
+    )
+    events = await _events(caller, body, _without_grammar)
+    told = next((e.prompt_logprobs for e in events if e.prompt_logprobs is not None), None)
+    if told is None or len(told) != len(whole):
+        raise Unavailable("The worker that answered does not score prompts.")
+    values = [float(entry["logprob"]) for entry in told[first:]]
+    return sum(values), len(values)
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many tokens two prompts begin with alike."""
+    for number, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return number
+    return min(len(one), len(other))
+
+
+def _without_grammar(job: GenerateJob) -> GenerateJob:
+    """An alias's schema is for its answers; the token that is generated here is nobody's."""
+    return dataclasses.replace(job, json_schema=None, decoding_schema=None, is_strict=False)
+
+
+async def _tokens(caller: Caller, messages: list[Any], *, has_more: bool) -> list[int]:
+    body = make_body(
+        ChatBody, model=caller.model.name, messages=messages, max_tokens=1, store=False
+    )
+
+    def tokenized(job: GenerateJob) -> GenerateJob:
+        # No adapter answers it, so it does not count for an alias's targets.
+        return dataclasses.replace(
+            _without_grammar(job),
+            task=Task.TOKENIZE,
+            generation_prompt=has_more,
+            adapters=(),
+            alias_revision_id=None,
+            alias_target=None,
+        )
+
+    events = await _events(caller, body, tokenized)
+    found = events[-1].token_ids
+    if found is None:
+        raise Unavailable("The worker that answered is of an older version.")
+    return list(found)
+
+
+async def _events(
+    caller: Caller,
+    body: ChatBody | CompletionBody,
+    adjust: Callable[[GenerateJob], GenerateJob] | None = None,
+) -> list[TokenEvent]:
+    generation = await submit(
+        caller,
+        body,
+        request_id=new_request_id(),
+        endpoint=ENDPOINT,
+        adjust=adjust,
+        is_batch=True,
+        deadline=time.time() + TIMEOUT_S,
+    )
+    events: list[TokenEvent] = []
+
+    async def read() -> None:
+        async for event in generation.events():
+            events.append(event)
+
+    try:
+        await _within(read(), TIMEOUT_S + 5)
+    finally:
+        generation.leave()
+    return events
+
+
+async def _within(work: Awaitable[None], seconds: float) -> None:
+    try:
+        async with asyncio.timeout(seconds):
+            await work
+    except TimeoutError as error:
+        raise Unavailable("No worker answered in time.") from error

@@ -1,0 +1,321 @@
+"""Do the work of evaluations, in short turns.
+
+A turn takes the evaluation of the tenant whose turn it is, under a lease with the number of its
+attempt, and writes the results of a few cases at a time. A process that is killed loses the cases
+it was asking for, and nothing else: the next turn asks for those without a result. Between turns
+the inspector does its other work.
+"""
+
+from __future__ import annotations
+
+import collections
+import datetime as dt
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from django.db import connection, transaction
+from django.db.models import Q, QuerySet
+from django.utils import timezone
+
+from controlplane.audit.services import record
+from controlplane.errors import ApiError, NotFound
+from controlplane.evaluations import asking, checks, searching, services
+from controlplane.evaluations.asking import Asked, Stopped
+from controlplane.evaluations.judge import JudgeFailed, NoMark, mark
+from controlplane.evaluations.models import Case, Evaluation, Judge, Result
+from controlplane.infra.metrics import EVALUATIONS_ENDED
+from controlplane.infra.outages import DATABASE_OUTAGE
+from controlplane.limits import turns
+from controlplane.limits.models import Turn
+from controlplane.tenancy.row_lease import RowLease
+from controlplane.tenancy.scoping import all_tenants, tenant_scope
+
+log = logging.getLogger(__name__)
+
+Status = Evaluation.Status
+
+#: A turn begins no more cases after so long.
+TURN_S = 15.0
+JUDGE_TURN_S = 5.0
+#: Cases whose results are written together.
+CHUNK = 16
+LEASE = dt.timedelta(seconds=90)
+#: A judge is asked for so long, and the next case's result is written after it.
+JUDGE_LEASE = dt.timedelta(minutes=5)
+#: Turns in a row that got no answer; the pauses between them grow to five minutes.
+MAX_FAILURES = 30
+_PAUSE, _LONGEST_PAUSE = dt.timedelta(seconds=5), dt.timedelta(minutes=5)
+
+
+class EvaluationLease(RowLease[Evaluation]):
+    """A process's lease on the evaluation that it does."""
+
+    fence_field = "attempts"
+
+
+class Failed(Exception):
+    """The evaluation cannot go on; the message is for the tenant."""
+
+
+def evaluate_next() -> bool:
+    """Do a turn of the evaluation that is next. -> False when none waits."""
+    return _turn_of_next((Status.QUEUED, Status.RUNNING), Status.RUNNING, LEASE)
+
+
+def judge_next() -> bool:
+    """Ask judges for marks, for a turn. -> False when no evaluation waits for them."""
+    return _turn_of_next((Status.JUDGING,), Status.JUDGING, JUDGE_LEASE)
+
+
+def _turn_of_next(before: Sequence[str], status: Status, lease: dt.timedelta) -> bool:
+    evaluation = _claim(before, status, lease)
+    if evaluation is None:
+        return False
+    with tenant_scope(evaluation.tenant_id):
+        try:
+            work = _judge if status == Status.JUDGING else _evaluate
+            is_over = work(evaluation)
+        except Stopped:
+            return True
+        except (Failed, NotFound) as error:
+            evaluation_end(evaluation, Status.FAILED, str(error))
+        except ApiError as error:
+            _put_off(evaluation, error.message)
+        except DATABASE_OUTAGE:
+            raise
+        except Exception:
+            log.exception("an evaluation failed", extra={"evaluation_id": str(evaluation.pk)})
+            _put_off(evaluation, "It failed; the log says why.")
+        else:
+            if not is_over:
+                _pass_on(evaluation)
+    return True
+
+
+def claimable(statuses: Sequence[str]) -> QuerySet[Evaluation]:
+    """Return the evaluations of the scope whose next turn may begin now."""
+    is_free = Q(status=Status.QUEUED) | Q(lease_until=None) | Q(lease_until__lte=timezone.now())
+    return Evaluation.objects.filter(is_free, status__in=statuses)
+
+
+def lost(statuses: Sequence[str]) -> QuerySet[Evaluation]:
+    """Return the evaluations of the scope that no process works on, though their time has come."""
+    rows = Evaluation.objects.filter(status__in=statuses, lease_until__lte=timezone.now())
+    return rows.order_by("lease_until")
+
+
+def _claim(before: Sequence[str], status: Status, lease: dt.timedelta) -> Evaluation | None:
+    while True:
+        with all_tenants(reason="the next evaluation is chosen among all tenants"):
+            row = turns.next_of(Turn.Kind.EVALUATION, claimable(before))
+        if row is None:
+            return None
+        with tenant_scope(row.tenant_id), transaction.atomic():
+            unchanged = Evaluation.objects.filter(pk=row.pk, attempts=row.attempts)
+            started = row.started_at or timezone.now()
+            rows = unchanged.filter(status=row.status)
+            if EvaluationLease.take(rows, lease, status=status, started_at=started):
+                turns.taken(Turn.Kind.EVALUATION)
+                related = ("suite_version__suite", "tenant")
+                return Evaluation.objects.select_related(*related).get(pk=row.pk)
+
+
+def _evaluate(evaluation: Evaluation) -> bool:
+    """Do a turn. -> whether nothing is left for the next one. Raises ApiError, Failed, Stopped."""
+    caller = asking.caller_of(asking.principal_of(evaluation.tenant), evaluation.model)
+    now_served = asking.served_name(caller.model)[:1000]
+    if now_served != evaluation.served:
+        raise Failed(f"{evaluation.model} meant {evaluation.served}; it is {now_served} now.")
+    lease, ends_at = EvaluationLease(evaluation), time.monotonic() + TURN_S
+
+    def is_held() -> bool:
+        try:
+            with tenant_scope(evaluation.tenant_id):
+                return lease.extend(lease.rows(Status.RUNNING), LEASE)
+        finally:
+            connection.close()  # the thread's own
+
+    while time.monotonic() < ends_at:
+        cases = list(_left(evaluation)[:CHUNK])
+        if not cases:
+            return _finish_asking(evaluation)
+        _keep(evaluation, asking.ask(evaluation, caller, cases, is_held))
+    return False
+
+
+def _left(evaluation: Evaluation) -> QuerySet[Case]:
+    done = Result.objects.filter(evaluation=evaluation).values("case_id")
+    cases = Case.objects.filter(suite_version=evaluation.suite_version).exclude(pk__in=done)
+    return cases.order_by("position")
+
+
+def _keep(evaluation: Evaluation, answers: Iterable[Asked]) -> None:
+    """Score answers and write their results. Raises Stopped when the lease is lost."""
+    answers = list(answers)
+    wanted = [
+        (check["pattern"], asked.output)
+        for asked in answers
+        for check in asked.case.checks
+        if check["type"] == "regex" and not asked.error
+    ]
+    found = searching.searched(wanted)
+    rows = [_result(evaluation, asked, found) for asked in answers]
+    with transaction.atomic():
+        lease = EvaluationLease(evaluation)
+        if not lease.rows(Status.RUNNING).select_for_update().exists():
+            raise Stopped
+        Result.objects.bulk_create(rows, ignore_conflicts=True)
+        num_done = Result.objects.filter(evaluation=evaluation).count()
+        lease.extend(lease.rows(Status.RUNNING), LEASE, num_done=num_done, failures=0)
+
+
+def _result(evaluation: Evaluation, asked: Asked, found: dict[tuple[str, str], bool]) -> Result:
+    case = asked.case
+    if asked.error:
+        scores: list[float | None] = [0.0] * len(case.checks)
+    else:
+        scores = checks.scores(
+            case.checks, asked.output, case.expected, lambda *search: found[search]
+        )
+    return Result(
+        evaluation=evaluation,
+        case=case,
+        output=asked.output,
+        finish_reason=asked.finish_reason,
+        error=asked.error,
+        scores=scores,
+        score=checks.mean_of(scores),
+        logprob=asked.logprob,
+        num_tokens=asked.num_tokens,
+    )
+
+
+def _finish_asking(evaluation: Evaluation) -> bool:
+    unmarked = _unmarked(evaluation)
+    if unmarked.exists():
+        lease = EvaluationLease(evaluation)
+        now = timezone.now()
+        if lease.rows(Status.RUNNING).update(status=Status.JUDGING, lease_until=now):
+            evaluation.status = Status.JUDGING
+            services.evaluation_send(evaluation)
+        return True
+    evaluation_end(evaluation, Status.SUCCEEDED)
+    return True
+
+
+def _unmarked(evaluation: Evaluation) -> QuerySet[Result]:
+    rows = Result.objects.filter(evaluation=evaluation, scores__contains=[None])
+    return rows.select_related("case").order_by("case__position")
+
+
+def _judge(evaluation: Evaluation) -> bool:
+    lease, ends_at = EvaluationLease(evaluation), time.monotonic() + JUDGE_TURN_S
+    judges = {judge.name: judge for judge in Judge.objects.all()}
+    for result in _unmarked(evaluation)[:1000]:
+        if time.monotonic() > ends_at:
+            return False
+        if not lease.extend(lease.rows(Status.JUDGING), JUDGE_LEASE):
+            raise Stopped
+        _mark(result, judges)
+        Result.objects.filter(pk=result.pk).update(
+            scores=result.scores, score=result.score, error=result.error
+        )
+        lease.rows(Status.JUDGING).update(failures=0)
+    evaluation_end(evaluation, Status.SUCCEEDED)
+    return True
+
+
+def _mark(result: Result, judges: dict[str, Judge]) -> None:
+    """Fill in a result's marks. Raises Failed, ApiError when a judge may answer later."""
+    case = result.case
+    for number, check in enumerate(case.checks):
+        if result.scores[number] is not None:
+            continue
+        judge = judges.get(check["judge"])
+        if judge is None:
+            raise Failed(f"There is no judge {check['judge']}.")
+        try:
+            result.scores[number] = mark(
+                judge,
+                rubric=check.get("rubric", ""),
+                prompt=case.messages,
+                expected=case.expected,
+                output=result.output,
+            )
+        except NoMark as error:
+            result.scores[number], result.error = 0.0, f"The judge {judge.name}: {error}"[:500]
+        except JudgeFailed as error:
+            message = f"The judge {judge.name} failed: {error}"
+            if error.is_final:
+                raise Failed(message) from error
+            raise ApiError(message) from error
+    result.score = checks.mean_of(result.scores)
+
+
+def _pass_on(evaluation: Evaluation) -> None:
+    """Let the next turn begin, in any process."""
+    lease = EvaluationLease(evaluation)
+    lease.rows(evaluation.status).update(lease_until=timezone.now())
+    services.evaluation_send(evaluation)
+
+
+def _put_off(evaluation: Evaluation, why: str) -> None:
+    failures = evaluation.failures + 1
+    if failures >= MAX_FAILURES:
+        evaluation_end(evaluation, Status.FAILED, why)
+        return
+    wait = min(_LONGEST_PAUSE, _PAUSE * 2 ** min(failures - 1, 10))
+    rows = EvaluationLease(evaluation).rows(evaluation.status)
+    rows.update(lease_until=timezone.now() + wait, failures=failures, error=why[:1000])
+    log.warning("an evaluation waits: %s", why, extra={"evaluation_id": str(evaluation.pk)})
+
+
+def evaluation_end(evaluation: Evaluation, status: Status, error: str = "") -> None:
+    """End an evaluation that is this process's."""
+    rows = EvaluationLease(evaluation).rows(*Evaluation.ACTIVE)
+    with transaction.atomic():
+        ended = rows.update(
+            status=status,
+            error=error[:1000],
+            summary=summary_of(evaluation),
+            finished_at=timezone.now(),
+            lease_until=None,
+        )
+        if not ended:
+            return
+        after = {"status": status, "error": error[:1000]}
+        record("ended", evaluation, after=after)
+    EVALUATIONS_ENDED.labels(status.value).inc()
+    extra = {"evaluation_id": str(evaluation.pk), "status": status.value}
+    log.info("evaluation ended", extra=extra)
+
+
+def summary_of(evaluation: Evaluation) -> dict[str, Any]:
+    """Return the means over an evaluation's results: of all cases, by slice and by check."""
+    slices: dict[str, list[float]] = collections.defaultdict(list)
+    by_check: dict[str, list[float]] = collections.defaultdict(list)
+    every: list[float] = []
+    logprob, num_tokens, num_errors = 0.0, 0, 0
+    for result in Result.objects.filter(evaluation=evaluation).select_related("case"):
+        num_errors += bool(result.error)
+        if result.logprob is not None:
+            logprob, num_tokens = logprob + result.logprob, num_tokens + result.num_tokens
+        for check, score in zip(result.case.checks, result.scores, strict=True):
+            if score is not None:
+                by_check[check["type"]].append(score)
+        if result.score is not None:
+            every.append(result.score)
+            slices[result.case.slice].append(result.score)
+    return {
+        "score": _mean(every),
+        "logprob": logprob / num_tokens if num_tokens else None,
+        "errors": num_errors,
+        "checks": {name: _mean(values) for name, values in sorted(by_check.items())},
+        "slices": {name: _mean(values) for name, values in sorted(slices.items()) if name},
+    }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,71 @@
+"""What an adapter's `gate` may say: the suite, the drops that matter, and what follows a pass."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from controlplane.errors import InvalidRequest
+from controlplane.evaluations.decision import Policy
+from controlplane.evaluations.services import MAX_TOKENS
+from controlplane.evaluations.suites import suite_get
+
+ON_PASS = ("promote", "canary", "hold")
+#: Field -> the range in which it is.
+_RANGES: dict[str, tuple[float, float]] = {
+    "score_drop": (0.001, 1.0),
+    "logprob_drop": (0.001, 10.0),
+    "slice_drop": (0.001, 1.0),
+    "alpha": (0.0001, 0.2),
+    "power": (0.5, 0.99),
+    "max_leaked": (0.0, 1.0),
+}
+_NUMBERS = {"max_tokens": (1, MAX_TOKENS), "canary_percent": (1, 100)}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GatePolicy:
+    """A checked `gate` of an adapter.
+
+    suite           the name of the suite; its newest version counts
+    on_pass         promote; canary: begin a canary of the adapter's default alias; hold: a person
+                    decides
+    canary_percent  of the callers, whom the canary answers
+    max_tokens      of each answer
+    """
+
+    suite: str = ""
+    on_pass: str = "promote"
+    canary_percent: int = 10
+    max_tokens: int = 256
+    decision: Policy = dataclasses.field(default_factory=Policy)
+
+    def as_json(self) -> dict[str, Any]:
+        own = {name: getattr(self, name) for name in ("suite", "on_pass", *_NUMBERS)}
+        return own | dataclasses.asdict(self.decision)
+
+
+def gate_policy(fields: Mapping[str, Any]) -> GatePolicy:
+    """Return the policy of an adapter's `gate`; what it leaves out has its default.
+
+    Raises InvalidRequest that names the field, NotFound for the suite.
+    """
+    for name in fields:
+        if name not in ("suite", "on_pass", *_NUMBERS, *_RANGES):
+            raise InvalidRequest("There is no such field.", param=f"gate.{str(name)[:60]}")
+    on_pass = fields.get("on_pass", "promote")
+    if on_pass not in ON_PASS:
+        raise InvalidRequest(f"It is one of {', '.join(ON_PASS)}.", param="gate.on_pass")
+    suite = fields.get("suite", "")
+    if suite:
+        suite_get(name=str(suite), param="gate.suite")
+    bounds = _NUMBERS | _RANGES
+    for name, (low, high) in bounds.items():
+        value = fields.get(name, low)
+        is_number = type(value) is int or (type(value) is float and name in _RANGES)
+        if not is_number or not low <= value <= high:
+            raise InvalidRequest(f"It is from {low} to {high}.", param=f"gate.{name}")
+    numbers = {name: fields[name] for name in _NUMBERS if name in fields}
+    matters = {name: float(fields[name]) for name in _RANGES if name in fields}
+    return GatePolicy(suite=str(suite), on_pass=on_pass, decision=Policy(**matters), **numbers)

@@ -1,0 +1,157 @@
+"""Ask a judge for its mark: a model behind any OpenAI-compatible endpoint that a tenant names.
+
+All calls go through `infra.outbound`, so no judge is inside this network. The key is encrypted, and
+read only where the call is made.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from cryptography.fernet import InvalidToken
+from django.db import transaction
+
+from controlplane.audit.services import record
+from controlplane.errors import Conflict, InvalidRequest, NotFound
+from controlplane.evaluations.models import Judge
+from controlplane.infra import outbound
+from controlplane.infra.ciphers import is_under_current_pepper, peppered_cipher
+from controlplane.infra.outbound import Bounds, CallFailed
+from controlplane.infra.outbound_policy import Refused
+from controlplane.tenants.models import is_slug, slug_validator
+
+MAX_JUDGES = 20
+_PURPOSE = b"judge key"
+_KEY = re.compile(r"[!-~]{0,500}")
+_BOUNDS = Bounds(connect_s=5.0, total_s=60.0, max_bytes=256 * 1024)
+_MARK = re.compile(r"-?\d+(?:\.\d+)?")
+DEFAULT_RUBRIC = "Is the answer correct and complete?"
+_ASK = """You give marks to answers. {rubric}
+
+The conversation:
+{prompt}
+
+The answer that was expected:
+{expected}
+
+The answer to mark:
+{output}
+
+Reply with one number from 0 (useless) to 10 (perfect), and nothing else."""
+#: The same call may succeed later.
+_LATER = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
+
+
+class JudgeFailed(Exception):
+    """The judge gave no mark; the message is for the tenant.
+
+    is_final  asking again will not help
+    """
+
+    def __init__(self, message: str, *, is_final: bool) -> None:
+        super().__init__(message)
+        self.is_final = is_final
+
+
+class NoMark(JudgeFailed):
+    """The judge answered something else than a mark."""
+
+
+def judge_get(*, name: str, param: str | None = None) -> Judge:
+    """Return the judge of this name. Raises NotFound."""
+    found = Judge.objects.filter(name=name).first() if is_slug(name) else None
+    if found is None:
+        raise NotFound("There is no such judge.", param=param)
+    return found
+
+
+@transaction.atomic
+def judge_set(*, name: str, url: str, model: str, api_key: str = "") -> Judge:
+    """Make or replace a judge. Raises InvalidRequest for an address that may not be called."""
+    if not is_slug(name):
+        raise InvalidRequest(str(slug_validator.message), param="name")
+    url = url.rstrip("/")
+    try:
+        outbound.check(f"{url}/chat/completions")
+    except Refused as error:
+        raise InvalidRequest(str(error), param="url") from error
+    if not _KEY.fullmatch(api_key):
+        raise InvalidRequest("It is at most 500 visible ASCII characters.", param="api_key")
+    known = Judge.objects.select_for_update().filter(name=name).first()
+    if known is None and Judge.objects.count() >= MAX_JUDGES:
+        raise Conflict(f"A tenant can have at most {MAX_JUDGES} judges.", code="too_many_judges")
+    sealed = peppered_cipher(_PURPOSE).encrypt(api_key.encode())
+    fields = {"url": url, "model": model, "sealed": sealed}
+    judge, is_new = Judge.objects.update_or_create(name=name, defaults=fields)
+    after = {"name": name, "url": url, "model": model}
+    record("created" if is_new else "changed", judge, after=after)
+    return judge
+
+
+@transaction.atomic
+def judge_delete(*, judge: Judge) -> None:
+    """Delete a judge; runs that still need it fail."""
+    record("deleted", judge, before={"name": judge.name, "url": judge.url})
+    judge.delete()
+
+
+def is_current(sealed: bytes) -> bool:
+    """Whether a key can be read under the current pepper."""
+    return is_under_current_pepper(_PURPOSE, sealed)
+
+
+def renewed(sealed: bytes) -> bytes | None:
+    """Return a key under the current pepper; None if it can no longer be read."""
+    try:
+        return peppered_cipher(_PURPOSE).rotate(sealed)
+    except InvalidToken:
+        return None
+
+
+def mark(judge: Judge, *, rubric: str, prompt: Any, expected: str, output: str) -> float:
+    """Return a judge's mark, from 0 to 1. Raises JudgeFailed."""
+    try:
+        key = peppered_cipher(_PURPOSE).decrypt(bytes(judge.sealed)).decode()
+    except InvalidToken as error:
+        raise JudgeFailed("Its key can no longer be read: set it again.", is_final=True) from error
+    shown = "\n".join(f"{message['role']}: {message.get('content')}" for message in prompt)
+    asked = _ASK.format(
+        rubric=rubric or DEFAULT_RUBRIC, prompt=shown, expected=expected or "(none)", output=output
+    )
+    body = {
+        "model": judge.model,
+        "messages": [{"role": "user", "content": asked}],
+        "temperature": 0,
+        "max_tokens": 8,
+    }
+    headers = {"Content-Type": "application/json"}
+    if key:
+        headers["Authorization"] = f"Bearer {key}"
+    return _mark_in(_called(f"{judge.url}/chat/completions", headers, json.dumps(body).encode()))
+
+
+def _called(url: str, headers: dict[str, str], body: bytes) -> bytes:
+    try:
+        with outbound.call("POST", url, headers=headers, body=body, bounds=_BOUNDS) as answer:
+            if answer.status != 200:
+                raise JudgeFailed(
+                    f"It answered {answer.status}.", is_final=answer.status not in _LATER
+                )
+            return answer.read()
+    except Refused as error:
+        raise JudgeFailed(f"Its address may not be called: {error}", is_final=True) from error
+    except CallFailed as error:
+        raise JudgeFailed(f"It was not reached: {error}", is_final=False) from error
+
+
+def _mark_in(answer: bytes) -> float:
+    try:
+        text = json.loads(answer)["choices"][0]["message"]["content"]
+        found = _MARK.search(text)
+    except (ValueError, KeyError, IndexError, TypeError, RecursionError):
+        raise JudgeFailed("Its answer is no chat completion.", is_final=True) from None
+    if found is None or not 0 <= float(found[0]) <= 10:
+        raise NoMark("It gave no number from 0 to 10.", is_final=True)
+    return float(found[0]) / 10

@@ -1,0 +1,209 @@
+"""Suites with their cases, runs of them with a result for each case, and the gate's decisions."""
+
+from __future__ import annotations
+
+from django.db import models
+
+from controlplane.adapters.models import Adapter, AdapterVersion
+from controlplane.tenancy.scoping import TenantModel
+from controlplane.tenants.models import User, slug_validator
+
+
+class Judge(TenantModel):
+    """A model behind any OpenAI-compatible endpoint that gives marks to answers."""
+
+    name = models.CharField(max_length=63, validators=[slug_validator])
+    #: Up to `/v1`; `/chat/completions` is added.
+    url = models.CharField(max_length=500)
+    model = models.CharField(max_length=200)
+    #: The API key, encrypted: see `evaluations.judge`.
+    sealed = models.BinaryField(default=b"")
+
+    class Meta:
+        constraints = [models.UniqueConstraint(fields=["tenant", "name"], name="judge_name_once")]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Suite(TenantModel):
+    """A named list of cases. It grows by versions; a version never changes."""
+
+    name = models.CharField(max_length=63, validators=[slug_validator])
+    description = models.CharField(max_length=500, blank=True)
+    #: The number of the newest version; numbers are not used again.
+    last_number = models.PositiveIntegerField(default=0)
+
+    class Meta:
+        constraints = [models.UniqueConstraint(fields=["tenant", "name"], name="suite_name_once")]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class SuiteVersion(TenantModel):
+    suite = models.ForeignKey(Suite, on_delete=models.CASCADE, related_name="versions")
+    number = models.PositiveIntegerField()
+    num_cases = models.PositiveIntegerField()
+    num_bytes = models.PositiveIntegerField()
+    #: Where its cases come from: {"kind": "api" | "dataset" | "requests", …}.
+    origin = models.JSONField(default=dict)
+    created_by = models.ForeignKey(User, null=True, on_delete=models.SET_NULL, related_name="+")
+
+    class Meta:
+        constraints = [
+            models.UniqueConstraint(fields=["suite", "number"], name="suite_version_once")
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.suite.name}@{self.number}"
+
+
+class Case(TenantModel):
+    """One prompt, the answer that is expected, and how answers are checked."""
+
+    suite_version = models.ForeignKey(SuiteVersion, on_delete=models.CASCADE, related_name="cases")
+    position = models.PositiveIntegerField()
+    #: The part of the suite that it belongs to; "": none.
+    slice = models.CharField(max_length=63, blank=True)
+    messages = models.JSONField()
+    expected = models.TextField(blank=True)
+    #: See `evaluations.checks`.
+    checks = models.JSONField(default=list)
+    #: `leakage.prompt_digest` of its messages.
+    prompt_sha256 = models.CharField(max_length=64)
+
+    class Meta:
+        constraints = [
+            models.UniqueConstraint(fields=["suite_version", "position"], name="case_once")
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.suite_version_id}#{self.position}"
+
+
+class Evaluation(TenantModel):
+    """A run of a suite's version on a model.
+
+    queued -> running -> judging -> succeeded | failed | cancelled. Its process holds a lease, under
+    the number of its attempt. `judging` follows only if cases have a judge: it is another process's
+    work, which has the keys of judges.
+    """
+
+    class Status(models.TextChoices):
+        QUEUED = "queued"
+        RUNNING = "running"
+        JUDGING = "judging"
+        SUCCEEDED = "succeeded"
+        FAILED = "failed"
+        CANCELLED = "cancelled"
+
+    ACTIVE = (Status.QUEUED, Status.RUNNING, Status.JUDGING)
+
+    suite_version = models.ForeignKey(
+        SuiteVersion, on_delete=models.CASCADE, related_name="evaluations"
+    )
+    #: As requests name it.
+    model = models.CharField(max_length=200)
+    #: What the name meant when it was made; another meaning fails the run.
+    served = models.CharField(max_length=1000)
+    adapter = models.ForeignKey(
+        Adapter, null=True, on_delete=models.CASCADE, related_name="evaluations"
+    )
+    status = models.CharField(max_length=16, choices=Status, default=Status.QUEUED)
+    max_tokens = models.PositiveIntegerField(default=256)
+    seed = models.PositiveIntegerField(default=0)
+    error = models.CharField(max_length=1000, blank=True)
+    num_done = models.PositiveIntegerField(default=0)
+    #: Means over the cases, by metric: see `evaluations.execution.summary_of`.
+    summary = models.JSONField(default=dict)
+    attempts = models.PositiveIntegerField(default=0)
+    #: Consecutive turns in which no case could be asked.
+    failures = models.PositiveSmallIntegerField(default=0)
+    lease_until = models.DateTimeField(null=True)
+    created_by = models.ForeignKey(User, null=True, on_delete=models.SET_NULL, related_name="+")
+    started_at = models.DateTimeField(null=True)
+    finished_at = models.DateTimeField(null=True)
+
+    class Meta:
+        indexes = [
+            models.Index(fields=["tenant", "created_at"], name="evaluations_by_age"),
+            models.Index(
+                fields=["lease_until"],
+                condition=models.Q(status__in=("queued", "running", "judging")),
+                name="evaluations_active",
+            ),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.id} {self.status}"
+
+
+class Result(TenantModel):
+    """What a model made of one case."""
+
+    evaluation = models.ForeignKey(Evaluation, on_delete=models.CASCADE, related_name="results")
+    case = models.ForeignKey(Case, on_delete=models.CASCADE, related_name="+")
+    output = models.TextField(blank=True)
+    finish_reason = models.CharField(max_length=16, blank=True)
+    #: Why there is no answer; "": there is one.
+    error = models.CharField(max_length=500, blank=True)
+    #: One for each check of the case: from 0 to 1; null: a judge has not given it yet.
+    scores = models.JSONField(default=list)
+    #: Their mean; null: not known yet, or the case has no checks.
+    score = models.FloatField(null=True)
+    #: Log-probability of the expected answer, and its tokens; 0: not scored.
+    logprob = models.FloatField(null=True)
+    num_tokens = models.PositiveIntegerField(default=0)
+
+    class Meta:
+        constraints = [
+            models.UniqueConstraint(fields=["evaluation", "case"], name="result_once"),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.evaluation_id} {self.case_id}"
+
+
+class GateDecision(TenantModel):
+    """The gate of one version: its two evaluations, and what followed from them."""
+
+    class Status(models.TextChoices):
+        WAITING = "waiting", "its evaluations run"
+        PROMOTE = "promote", "it passed"
+        HOLD = "hold", "it could not be shown that it is as good"
+        REJECT = "reject", "it is worse"
+
+    version = models.OneToOneField(AdapterVersion, on_delete=models.CASCADE, related_name="gate")
+    #: The number of the version that was live.
+    live_number = models.PositiveIntegerField(null=True)
+    suite_version = models.ForeignKey(
+        SuiteVersion, null=True, on_delete=models.SET_NULL, related_name="+"
+    )
+    candidate = models.ForeignKey(
+        Evaluation, null=True, on_delete=models.SET_NULL, related_name="+"
+    )
+    live = models.ForeignKey(Evaluation, null=True, on_delete=models.SET_NULL, related_name="+")
+    status = models.CharField(max_length=16, choices=Status, default=Status.WAITING)
+    #: `gate_policy.GatePolicy` as it was at the start.
+    policy = models.JSONField(default=dict)
+    #: Sentences, for people.
+    reasons = models.JSONField(default=list)
+    #: `decision.Decision`'s findings, with intervals.
+    findings = models.JSONField(default=list)
+    num_leaked = models.PositiveIntegerField(default=0)
+    #: What was done: "promoted", "canary", "held"; "" while it waits.
+    outcome = models.CharField(max_length=16, blank=True)
+    decided_at = models.DateTimeField(null=True)
+
+    class Meta:
+        indexes = [
+            models.Index(
+                fields=["created_at"],
+                condition=models.Q(status="waiting"),
+                name="gates_waiting",
+            )
+        ]
+
+    def __str__(self) -> str:
+        return f"gate of {self.version_id}"

@@ -1,0 +1,68 @@
+"""Files for training become rows that runs read, and versions of datasets.
+
+The store copies the bytes itself; none of them passes through this process.
+"""
+
+from __future__ import annotations
+
+from contract import chat_rows
+from contract.line_reader import lines
+from controlplane.errors import InvalidRequest, NotFound, Unavailable
+from controlplane.files.contents import pieces
+from controlplane.files.models import File, Purpose
+from controlplane.files.services import file_get
+from controlplane.infra import storage
+from controlplane.tenancy.scoping import current_tenant_id
+from controlplane.training import contents, versions
+from controlplane.training.contents import Rows
+from controlplane.training.models import Dataset, dataset_key
+
+
+def training_file_get(public_id: str, param: str) -> File:
+    """Return the file for training with this id. Raises NotFound, InvalidRequest."""
+    file = file_get(public_id, param=param)
+    if file.purpose != Purpose.FINE_TUNE:
+        raise InvalidRequest(
+            f"The file has the purpose {file.purpose}: upload it with purpose "
+            f"{Purpose.FINE_TUNE.value}.",
+            param=param,
+            code="invalid_file_purpose",
+        )
+    return file
+
+
+def take_over(file: File, param: str) -> Rows:
+    """Copy the file's bytes to where runs read theirs, within the tenant. -> the rows.
+
+    The copy is removed when no run or dataset needs it any more. Rows were checked as the file was
+    uploaded, and its bytes never change. Raises NotFound for a file that is deleted meanwhile, and
+    what `content_begin` raises.
+    """
+    tenant_id = current_tenant_id()
+    assert file.tenant_id == tenant_id
+    key = dataset_key(tenant_id, file.sha256)
+    contents.content_begin(tenant_id, file.sha256, file.num_bytes)
+    try:
+        if storage.object_size(key) != file.num_bytes:
+            storage.copy(file.key, key)
+        num_rows = file.num_rows
+        if num_rows is None:  # uploaded before files knew theirs
+            found = lines(pieces(file), max_bytes=chat_rows.MAX_LINE_BYTES)
+            num_rows = sum(1 for line in found if line.strip())
+    except storage.ObjectMissing as error:
+        raise NotFound("There is no such file.", param=param) from error
+    except storage.STORAGE_ERRORS as error:
+        raise Unavailable("The object store does not answer.") from error
+    return Rows(sha256=file.sha256, num_bytes=file.num_bytes, num_rows=num_rows)
+
+
+def dataset_from_file(*, name: str, file_id: str, appends: bool) -> Dataset:
+    """Make a file's rows the next version of a dataset, in place of its rows or behind them.
+
+    The file is no longer needed afterwards. Raises what `training_file_get`, `take_over` and
+    `versions.version_add` raise.
+    """
+    versions.name_check(name)
+    rows = take_over(training_file_get(file_id, "file"), "file")
+    kind = versions.Kind.APPEND if appends else versions.Kind.UPLOAD
+    return versions.version_add(name=name, rows=rows, kind=kind, appends=appends)

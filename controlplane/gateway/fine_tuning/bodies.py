@@ -1,0 +1,133 @@
+"""The bodies of requests to /v1/fine_tuning/jobs."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from contract.training import BOUNDS, Hyperparameters
+from controlplane.fine_tuning.services import JobForm
+from controlplane.inference.bodies import Body, at_most, without_nul
+from controlplane.inference.schemas import Metadata
+
+DEFAULTS = Hyperparameters()
+MAX_EXTRAS = 20
+Auto = Literal["auto"]
+FileName = Annotated[str, Field(max_length=100)]
+
+
+def _supervised(value: str) -> str:
+    if value != "supervised":
+        raise PydanticCustomError("unsupported", "is supervised; there are no other methods yet")
+    return value
+
+
+def _none_of(value: Any) -> Any:
+    if value:
+        raise PydanticCustomError("unsupported", "is not supported")
+    return value
+
+
+#: For fields of OpenAI's that we do not have; empty ones are accepted.
+Missing = Annotated[Any, AfterValidator(_none_of)]
+
+
+def _bounded(name: str) -> Any:
+    _, least, most = BOUNDS[name]
+    return Field(ge=least, le=most)
+
+
+#: The learning rate is so many times the default one.
+_LEAST_RATE, _MOST_RATE = (bound / DEFAULTS.learning_rate for bound in BOUNDS["learning_rate"][1:])
+
+
+class HyperparametersBody(Body):
+    """OpenAI's hyperparameters; null and "auto" are the same."""
+
+    n_epochs: Annotated[float, _bounded("epochs")] | Auto | None = None
+    batch_size: Annotated[int, _bounded("batch_size")] | Auto | None = None
+    learning_rate_multiplier: (
+        Annotated[float, Field(ge=_LEAST_RATE, le=_MOST_RATE)] | Auto | None
+    ) = None
+
+    def given(self) -> dict[str, Any]:
+        """Return those with a value, as the trainer names them."""
+        rate = self.learning_rate_multiplier
+        if isinstance(rate, int | float):
+            rate = min(max(rate * DEFAULTS.learning_rate, BOUNDS["learning_rate"][1]), 1.0)
+        found = {"epochs": self.n_epochs, "batch_size": self.batch_size, "learning_rate": rate}
+        return {name: value for name, value in found.items() if value not in (None, "auto")}
+
+
+class SupervisedBody(Body):
+    hyperparameters: HyperparametersBody | None = None
+
+
+class MethodBody(Body):
+    """How to train."""
+
+    type: Annotated[str, AfterValidator(_supervised)]
+    supervised: SupervisedBody | None = None
+    dpo: Missing = None
+    reinforcement: Missing = None
+
+
+def _are_ours(value: dict[str, Any]) -> dict[str, Any]:
+    for name in value:
+        if name in _OPENAIS:
+            raise ValueError(f"{name}: give it as {_OPENAIS[name]}")
+    return value
+
+
+#: The trainer's hyperparameters that OpenAI's jobs do not have; the service checks them.
+_OPENAIS = {
+    "epochs": "n_epochs",
+    "batch_size": "batch_size",
+    "learning_rate": "learning_rate_multiplier",
+    "seed": "seed",
+}
+Extras = Annotated[dict[str, Any], at_most(MAX_EXTRAS), AfterValidator(_are_ours)]
+
+
+class FineTuningJobBody(Body):
+    """POST /v1/fine_tuning/jobs."""
+
+    model: Annotated[str, Field(min_length=1, max_length=255), AfterValidator(without_nul)]
+    training_file: FileName
+    validation_file: FileName | None = None
+    suffix: Annotated[str | None, Field(min_length=1, max_length=64)] = None
+    hyperparameters: HyperparametersBody | None = None
+    method: MethodBody | None = None
+    seed: Annotated[int, _bounded("seed")] | None = None
+    metadata: Metadata = None
+    integrations: Missing = None
+    lorikeet: Extras | None = None
+
+    @model_validator(mode="after")
+    def _says_it_once(self) -> FineTuningJobBody:
+        if self.hyperparameters is not None and self._of_method is not None:
+            raise ValueError("hyperparameters: give them in method.supervised alone")
+        return self
+
+    @property
+    def _of_method(self) -> HyperparametersBody | None:
+        supervised = self.method.supervised if self.method else None
+        return supervised.hyperparameters if supervised else None
+
+    def form(self) -> JobForm:
+        of_method = self._of_method
+        found = of_method or self.hyperparameters
+        given = found.given() if found else {}
+        if self.seed is not None:
+            given["seed"] = self.seed
+        return JobForm(
+            model=self.model,
+            training_file=self.training_file,
+            validation_file=self.validation_file,
+            suffix=self.suffix,
+            hyperparameters=given | (self.lorikeet or {}),
+            place="method.supervised.hyperparameters" if of_method else "hyperparameters",
+            metadata=self.metadata,
+        )

@@ -1,0 +1,1 @@
+"""The inspector: probes adapters on a worker, and describes their weights."""

@@ -1,0 +1,397 @@
+"""/api/v1/aliases."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+from django.db.models import Prefetch
+from drf_spectacular.utils import extend_schema
+from rest_framework import serializers
+from rest_framework.request import Request
+from rest_framework.response import Response
+
+from controlplane.aliases import services
+from controlplane.aliases.contents import MAX_PARTS, MAX_WEIGHT, Contents, Part, contents_of
+from controlplane.aliases.models import Alias, AliasRevision, is_current
+from controlplane.inference.access import check_named
+from controlplane.management.base import StrictSerializer, TenantAPIView
+from controlplane.management.canaries import GuardSerializer, GuardSetField
+from controlplane.management.fields import ChoiceField
+from controlplane.management.residency import PrefetchedSerializer
+from controlplane.queue.residency import (
+    Prefetched,
+    before_alias_rollback,
+    before_alias_switch,
+    before_canary,
+)
+from controlplane.rest.fields import DescribedField
+from controlplane.rest.paging import PAGE_PARAMETERS, page, page_of
+from controlplane.tenants.auth import Permission, Principal
+
+_PART = {
+    "type": "object",
+    "required": ["adapter"],
+    "properties": {
+        "adapter": {"type": "string"},
+        "version": {
+            "type": ["integer", "null"],
+            "description": "Its number; null or left out: whichever version is live.",
+        },
+        "weight": {"type": "number", "minimum": -MAX_WEIGHT, "maximum": MAX_WEIGHT, "default": 1},
+    },
+}
+_TARGET = {
+    "type": "array",
+    "items": _PART,
+    "maxItems": MAX_PARTS,
+    "description": "What answers: the exact weighted sum of these adapters. Requests may send a "
+    "single adapter without the list.",
+}
+
+
+class TargetField(DescribedField):
+    """A target, as an adapter or a list of them."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(_TARGET, **options)
+
+    def to_internal_value(self, data: Any) -> tuple[Part, ...]:
+        parts = data if isinstance(data, list) else [data]
+        if len(parts) > MAX_PARTS:
+            raise serializers.ValidationError(f"A blend can have at most {MAX_PARTS} adapters.")
+        return tuple(map(self._part, parts))
+
+    def _part(self, data: Any) -> Part:
+        if not isinstance(data, Mapping) or not isinstance(data.get("adapter"), str):
+            raise serializers.ValidationError('It is {"adapter": …, "version": …}, or a list.')
+        for name in data:
+            if name not in ("adapter", "version", "weight"):
+                raise serializers.ValidationError(f"There is no field {str(name)[:100]}.")
+        version, weight = data.get("version"), data.get("weight", 1.0)
+        if version is not None and type(version) is not int:
+            raise serializers.ValidationError("A version is a whole number.")
+        if type(weight) not in (int, float):
+            raise serializers.ValidationError("A weight is a number.")
+        return Part(adapter=data["adapter"], version=version, weight=float(weight))
+
+    def to_representation(self, value: Any) -> Any:
+        return [
+            {"adapter": part.adapter, "version": part.version, "weight": part.weight}
+            for part in value
+        ]
+
+
+class _ContentsSerializer(serializers.Serializer[AliasRevision]):
+    """What a revision says, but for its long texts."""
+
+    base_model = serializers.CharField(source="base_model.name")
+    primary = TargetField(source="said.primary")
+    canary = TargetField(source="said.canary")
+    canary_percent = serializers.IntegerField(
+        help_text="Percent of the callers whom the canary answers."
+    )
+    sampling = serializers.DictField(help_text="For requests that do not say it themselves.")
+    warmth = serializers.CharField(
+        help_text="Where workers keep its adapters while nobody asks: `pinned` on the GPUs, `warm` "
+        "in memory, `cold` nowhere."
+    )
+    guard = GuardSerializer(source="said.whole_guard")
+
+    def to_representation(self, instance: AliasRevision) -> dict[str, Any]:
+        instance.said = contents_of(instance)  # type: ignore[attr-defined]
+        return super().to_representation(instance)
+
+
+class _LongSerializer(serializers.Serializer[AliasRevision]):
+    json_schema = serializers.DictField(
+        source="said.json_schema",
+        allow_null=True,
+        help_text="Answers obey it, to callers without a `response_format`.",
+    )
+    system_prompt = serializers.CharField(
+        help_text="Before messages without a system message of their own."
+    )
+
+
+class AliasSerializer(_ContentsSerializer):
+    id = serializers.UUIDField(source="alias_id")
+    object = serializers.CharField(default="alias", read_only=True)
+    name = serializers.CharField(source="alias.name")
+    revision = serializers.IntegerField(source="number", help_text="The one that holds now.")
+    created_at = serializers.DateTimeField(source="alias.created_at")
+    updated_at = serializers.DateTimeField(source="alias.updated_at")
+
+
+class AliasDetailSerializer(AliasSerializer, _LongSerializer):
+    pass
+
+
+class AliasSwitchedSerializer(AliasDetailSerializer):
+    prefetched = PrefetchedSerializer(
+        allow_null=True,
+        help_text="The workers that had what the revision names on the GPU before it held; null if "
+        "there was nothing to load.",
+    )
+
+
+class _AliasRowSerializer(serializers.Serializer[Alias]):
+    """An alias of a list: its current revision comes with the page's query."""
+
+    def to_representation(self, alias: Alias) -> dict[str, Any]:
+        return AliasSerializer(alias.current[0]).data  # type: ignore[attr-defined]
+
+
+class AliasRevisionSerializer(_ContentsSerializer):
+    id = serializers.UUIDField()
+    object = serializers.CharField(default="alias_revision", read_only=True)
+    alias = serializers.CharField(source="alias.name")
+    revision = serializers.IntegerField(source="number")
+    is_current = serializers.SerializerMethodField()
+    cause = serializers.CharField()
+    reason = serializers.CharField()
+    copied_from = serializers.IntegerField(
+        allow_null=True, help_text="After a rollback: the revision that it is a copy of."
+    )
+    actor_type = serializers.CharField()
+    actor_name = serializers.CharField()
+    created_at = serializers.DateTimeField()
+
+    def get_is_current(self, revision: AliasRevision) -> bool:
+        return revision.number == revision.alias.revision_number
+
+
+class AliasRevisionDetailSerializer(AliasRevisionSerializer, _LongSerializer):
+    pass
+
+
+class _ReasonSerializer(StrictSerializer):
+    reason = serializers.CharField(
+        required=False,
+        default="",
+        allow_blank=True,
+        max_length=services.MAX_REASON_CHARS,
+        help_text="Why; the revisions show it.",
+    )
+
+
+class AliasActionSerializer(_ReasonSerializer):
+    if_revision = serializers.IntegerField(
+        required=False, allow_null=True, default=None, help_text="409 if another one holds now."
+    )
+
+
+class _AliasContentsSerializer(StrictSerializer):
+    canary = TargetField(required=False, allow_null=True)
+    canary_percent = serializers.IntegerField(required=False, min_value=0, max_value=100)
+    json_schema = serializers.DictField(
+        required=False,
+        allow_null=True,
+        help_text="Each keyword must be enforced while decoding, as in a strict `response_format`.",
+    )
+    system_prompt = serializers.CharField(required=False, allow_blank=True, trim_whitespace=False)
+    sampling = serializers.DictField(
+        required=False, help_text="Of `temperature`, `top_p`, `max_tokens`, `stop` and the like."
+    )
+    warmth = ChoiceField(AliasRevision.Warmth.choices, required=False)
+    guard = GuardSetField(required=False)
+
+
+class AliasCreateSerializer(_AliasContentsSerializer, _ReasonSerializer):
+    name = serializers.CharField(max_length=63)
+    primary = TargetField()
+
+
+class AliasChangeSerializer(_AliasContentsSerializer, AliasActionSerializer):
+    primary = TargetField(required=False)
+    force = serializers.BooleanField(
+        required=False, default=False, help_text="Also with a schema that breaks callers."
+    )
+
+
+class AliasRampSerializer(AliasActionSerializer):
+    percent = serializers.IntegerField(min_value=0, max_value=100)
+
+
+class AliasRollbackSerializer(AliasActionSerializer):
+    revision = serializers.IntegerField(
+        required=False,
+        allow_null=True,
+        default=None,
+        min_value=1,
+        help_text="The revision to copy; left out: the one that held before.",
+    )
+
+
+_FIELDS = (
+    *("primary", "canary", "canary_percent", "json_schema", "system_prompt", "sampling"),
+    *("warmth", "guard"),
+)
+
+
+def _contents(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a body says of the contents."""
+    said = {name: body[name] for name in _FIELDS if name in body}
+    if said.get("canary", ()) is None:
+        said["canary"] = ()
+    return said
+
+
+def _check_named(principal: Principal, name: str, said: Mapping[str, Any]) -> None:
+    """Raise PermissionDenied for a key that may not name the alias or what it is to mean."""
+    check_named(principal, name, "name")
+    for field in ("primary", "canary"):
+        parts: Iterable[Part] = said.get(field, ())
+        for part in parts:
+            at = "" if part.version is None else f"@{part.version}"
+            check_named(principal, f"{part.adapter}{at}", field)
+
+
+def _answer(alias: Alias) -> Response:
+    return Response(AliasDetailSerializer(services.revision_get(alias=alias)).data)
+
+
+def _switched(alias: Alias, prefetched: Prefetched | None, status: int = 200) -> Response:
+    told = None if prefetched is None else dataclasses.asdict(prefetched)
+    body = AliasDetailSerializer(services.revision_get(alias=alias)).data
+    return Response({**body, "prefetched": told}, status=status)
+
+
+class _AliasAPIView(TenantAPIView):
+    permissions: ClassVar = dict.fromkeys(("POST", "PATCH", "DELETE"), Permission.ADAPTERS_WRITE)
+
+    def alias(self, name: str, said: Mapping[str, Any] | None = None) -> Alias:
+        """Return the alias to be changed."""
+        _check_named(self.principal, name, said or {})
+        return services.alias_get(name=name)
+
+
+class AliasesView(_AliasAPIView):
+    @extend_schema("aliases_list", PAGE_PARAMETERS, responses=page_of(AliasSerializer))
+    def get(self, request: Request) -> Response:
+        """List the tenant's aliases, newest first."""
+        current = AliasRevision.objects.filter(is_current()).defer("json_schema", "system_prompt")
+        current = current.select_related("alias", "base_model").prefetch_related("parts")
+        rows = Alias.objects.prefetch_related(Prefetch("revisions", current, to_attr="current"))
+        return page(request, rows, _AliasRowSerializer)
+
+    @extend_schema(request=AliasCreateSerializer, responses={201: AliasSwitchedSerializer})
+    def post(self, request: Request) -> Response:
+        """Make an alias: a name for requests, and what answers it.
+
+        The name is free, or that of one of the tenant's adapters: then each target must have a
+        version of this adapter.
+        """
+        body = AliasCreateSerializer.parsed(request)
+        said = _contents(body)
+        _check_named(self.principal, body["name"], said)
+        contents = Contents(**said).checked()
+        prefetched = before_alias_switch(contents.parts)
+        alias = services.alias_create(name=body["name"], contents=contents, reason=body["reason"])
+        return _switched(alias, prefetched, 201)
+
+
+class AliasView(_AliasAPIView):
+    @extend_schema(responses=AliasDetailSerializer)
+    def get(self, request: Request, name: str) -> Response:
+        """Return an alias with its current revision."""
+        return _answer(services.alias_get(name=name))
+
+    @extend_schema(request=AliasChangeSerializer, responses=AliasSwitchedSerializer)
+    def patch(self, request: Request, name: str) -> Response:
+        """Make a revision with these fields changed, and switch to it.
+
+        The workers load new targets first, as when a version is promoted. Every gateway uses it
+        within a second; running requests finish on what they began with. Without a difference
+        nothing changes. 409 `breaking_schema`: see `force`.
+        """
+        body = AliasChangeSerializer.parsed(request)
+        said = _contents(body)
+        found = self.alias(name, said)
+        prefetched = before_alias_switch((*said.get("primary", ()), *said.get("canary", ())))
+        alias = services.alias_change(
+            alias=found,
+            changes=said,
+            reason=body["reason"],
+            if_revision=body["if_revision"],
+            is_forced=body["force"],
+        )
+        return _switched(alias, prefetched)
+
+    @extend_schema(responses={204: None})
+    def delete(self, request: Request, name: str) -> Response:
+        """Delete the alias with its revisions. If an adapter has its name, that means it again."""
+        services.alias_delete(alias=self.alias(name))
+        return Response(status=204)
+
+
+class AliasRevisionsView(_AliasAPIView):
+    @extend_schema("alias_revisions", PAGE_PARAMETERS, responses=page_of(AliasRevisionSerializer))
+    def get(self, request: Request, name: str) -> Response:
+        """List the alias's revisions: what, who, when, why; newest first."""
+        rows = AliasRevision.objects.filter(alias=services.alias_get(name=name))
+        rows = rows.select_related("alias", "base_model").prefetch_related("parts")
+        return page(request, rows, AliasRevisionSerializer)
+
+
+class AliasRevisionView(_AliasAPIView):
+    @extend_schema("alias_revision", responses=AliasRevisionDetailSerializer)
+    def get(self, request: Request, name: str, number: int) -> Response:
+        """Return one revision, whole."""
+        alias = services.alias_get(name=name)
+        revision = services.revision_get(alias=alias, number=number)
+        return Response(AliasRevisionDetailSerializer(revision).data)
+
+
+class AliasRollbackView(_AliasAPIView):
+    @extend_schema(request=AliasRollbackSerializer, responses=AliasSwitchedSerializer)
+    def post(self, request: Request, name: str) -> Response:
+        """Make a revision that copies an earlier one; called again it goes back further.
+
+        Also to a schema that breaks callers. 409 `version_not_ready` or `target_deleted` if a
+        version of it cannot answer any more.
+        """
+        body = AliasRollbackSerializer.parsed(request)
+        found, number = self.alias(name), body["revision"]
+        prefetched = before_alias_rollback(found, number)
+        alias = services.alias_roll_back(
+            alias=found, number=number, reason=body["reason"], if_revision=body["if_revision"]
+        )
+        return _switched(alias, prefetched)
+
+
+class AliasRampView(_AliasAPIView):
+    @extend_schema(request=AliasRampSerializer, responses=AliasSwitchedSerializer)
+    def post(self, request: Request, name: str) -> Response:
+        """Set the percent of the callers whom the canary answers.
+
+        A higher percent moves callers from the primary to the canary, and none back.
+        """
+        body = AliasRampSerializer.parsed(request)
+        found = self.alias(name)
+        prefetched = before_canary(found) if body["percent"] else None
+        alias = services.alias_ramp(
+            alias=found,
+            percent=body["percent"],
+            reason=body["reason"],
+            if_revision=body["if_revision"],
+        )
+        return _switched(alias, prefetched)
+
+
+class AliasPromoteCanaryView(_AliasAPIView):
+    @extend_schema(request=AliasActionSerializer, responses=AliasSwitchedSerializer)
+    def post(self, request: Request, name: str) -> Response:
+        """Make the canary the primary.
+
+        If the primary is an adapter's live version, and the canary a version of the same adapter,
+        this version becomes live.
+        """
+        body = AliasActionSerializer.parsed(request)
+        found = self.alias(name)
+        prefetched = before_canary(found)
+        alias = services.canary_promote(
+            alias=found, reason=body["reason"], if_revision=body["if_revision"]
+        )
+        return _switched(alias, prefetched)

@@ -1,0 +1,170 @@
+"""/api/v1/datasets/{name}/source: where a dataset's rows are pulled from, and when."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from drf_spectacular.utils import extend_schema, extend_schema_field
+from rest_framework import serializers
+from rest_framework.request import Request
+from rest_framework.response import Response
+
+from controlplane.errors import InvalidRequest
+from controlplane.management.base import StrictSerializer, TenantAPIView
+from controlplane.rest.paging import PAGE_PARAMETERS, page, page_of
+from controlplane.tenants.auth import Permission
+from controlplane.training import sources
+from controlplane.training.models import DatasetPull, DatasetSource
+
+#: By kind: the fields of its place, with their defaults; None: it has to be given.
+_PLACE: dict[str, dict[str, str | None]] = {
+    "s3": {"endpoint": None, "region": "us-east-1", "bucket": None, "prefix": ""},
+    "hub": {"repository": None, "revision": "main", "prefix": ""},
+}
+_SECRETS = {
+    "s3": ("access_key_id", "secret_access_key", "session_token"),
+    "hub": ("token",),
+}
+
+
+class DatasetPullSerializer(serializers.ModelSerializer[DatasetPull]):
+    object = serializers.CharField(default="dataset_pull", read_only=True)
+    version = serializers.IntegerField(allow_null=True, help_text="The version that it made.")
+
+    class Meta:
+        model = DatasetPull
+        fields = (
+            *("id", "object", "status", "version", "added_rows", "error"),
+            *("created_at", "finished_at"),
+        )
+
+
+class DatasetSourceSerializer(serializers.ModelSerializer[DatasetSource]):
+    object = serializers.CharField(default="dataset_source", read_only=True)
+    dataset = serializers.CharField(source="name")
+    place = serializers.DictField(
+        child=serializers.CharField(),
+        help_text="endpoint, region, bucket, prefix of s3; repository, revision, prefix of hub.",
+    )
+    is_pulling = serializers.SerializerMethodField(help_text="A pull is due, or under way.")
+    last_pull = serializers.SerializerMethodField()
+
+    def get_is_pulling(self, source: DatasetSource) -> bool:
+        return sources.is_pulling(source=source)
+
+    @extend_schema_field(DatasetPullSerializer(allow_null=True))
+    def get_last_pull(self, source: DatasetSource) -> Any:
+        found = sources.last_pull(source)
+        return None if found is None else DatasetPullSerializer(found).data
+
+    class Meta:
+        model = DatasetSource
+        fields = (
+            *("id", "object", "dataset", "kind", "place", "cron", "timezone", "next_pull_at"),
+            *("is_pulling", "last_pull", "created_at"),
+        )
+
+
+class DatasetSourceSetSerializer(StrictSerializer):
+    kind = serializers.ChoiceField(choices=["s3", "hub"])
+    endpoint = serializers.CharField(
+        required=False, max_length=300, help_text="Of s3: https://s3.eu-central-1.amazonaws.com"
+    )
+    region = serializers.CharField(required=False, max_length=40, help_text="Else `us-east-1`.")
+    bucket = serializers.CharField(required=False, max_length=63)
+    repository = serializers.CharField(
+        required=False, max_length=200, help_text="A dataset of the operator's Hub: `owner/name`."
+    )
+    revision = serializers.CharField(
+        required=False, max_length=200, help_text="A branch, a tag or a commit; else `main`."
+    )
+    prefix = serializers.CharField(
+        required=False,
+        max_length=1000,
+        allow_blank=True,
+        help_text="An object's key, or the beginning of keys that end in .jsonl.",
+    )
+    access_key_id = serializers.CharField(required=False, max_length=2000, write_only=True)
+    secret_access_key = serializers.CharField(required=False, max_length=2000, write_only=True)
+    session_token = serializers.CharField(required=False, max_length=2000, write_only=True)
+    token = serializers.CharField(
+        required=False, max_length=500, write_only=True, help_text="Of a private dataset of a Hub."
+    )
+    cron = serializers.CharField(
+        required=False,
+        default="",
+        max_length=100,
+        allow_blank=True,
+        help_text="When it is pulled; empty: when asked for.",
+    )
+    timezone = serializers.CharField(required=False, default="UTC", max_length=64)
+
+
+def _divided(body: dict[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the place and the secrets of a body. Raises InvalidRequest."""
+    kind = body["kind"]
+    place: dict[str, str] = {}
+    for name, default in _PLACE[kind].items():
+        value = body.get(name, default)
+        if value is None:
+            raise InvalidRequest(f"A source of {kind} needs it.", param=name)
+        place[name] = value
+    secrets = {name: body[name] for name in _SECRETS[kind] if name in body}
+    known = {"kind", "cron", "timezone", *place, *secrets}
+    for name in body:
+        if name not in known:
+            raise InvalidRequest(f"A source of {kind} has no such field.", param=name)
+    return place, secrets
+
+
+class DatasetSourceView(TenantAPIView):
+    permissions: ClassVar = {
+        "PUT": Permission.TRAINING_WRITE,
+        "DELETE": Permission.TRAINING_WRITE,
+    }
+
+    @extend_schema(responses=DatasetSourceSerializer)
+    def get(self, request: Request, name: str) -> Response:
+        """Return where the dataset's rows are pulled from, without the credentials."""
+        return Response(DatasetSourceSerializer(sources.source_get(name=name)).data)
+
+    @extend_schema(request=DatasetSourceSetSerializer, responses=DatasetSourceSerializer)
+    def put(self, request: Request, name: str) -> Response:
+        """Set where rows are pulled from: a bucket of S3, or a dataset of the Hub.
+
+        The dataset need not exist. Credentials are stored encrypted, and never shown.
+        """
+        body = DatasetSourceSetSerializer.parsed(request)
+        place, secrets = _divided(body)
+        source = sources.source_set(
+            name=name,
+            kind=body["kind"],
+            place=place,
+            secrets=secrets,
+            cron_line=body["cron"],
+            timezone_name=body["timezone"],
+        )
+        return Response(DatasetSourceSerializer(source).data)
+
+    @extend_schema(responses={204: None})
+    def delete(self, request: Request, name: str) -> Response:
+        """Delete the source with its history; the rows that were pulled stay."""
+        sources.source_delete(source=sources.source_get(name=name))
+        return Response(status=204)
+
+
+class DatasetPullsView(TenantAPIView):
+    permissions: ClassVar = {"POST": Permission.TRAINING_WRITE}
+
+    @extend_schema("dataset_pulls_list", PAGE_PARAMETERS, responses=page_of(DatasetPullSerializer))
+    def get(self, request: Request, name: str) -> Response:
+        """List the pulls, newest first; 50 are kept."""
+        rows = sources.source_get(name=name).pulls.all()
+        return page(request, rows, DatasetPullSerializer)
+
+    @extend_schema(request=None, responses={202: DatasetSourceSerializer})
+    def post(self, request: Request, name: str) -> Response:
+        """Pull now: what is new becomes a version; if nothing is, there is none."""
+        source = sources.source_get(name=name)
+        sources.pull_request(source=source)
+        return Response(DatasetSourceSerializer(source).data, status=202)

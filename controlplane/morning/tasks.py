@@ -1,0 +1,13 @@
+"""Celery's task of the morning; queue `ops`."""
+
+from __future__ import annotations
+
+from celery import shared_task
+
+from controlplane.morning import telling
+
+
+@shared_task(name="controlplane.morning.tasks.mornings_tell", ignore_result=True)
+def mornings_tell() -> None:
+    """Tell tenants what their schedules did."""
+    telling.mornings_tell()

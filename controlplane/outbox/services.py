@@ -1,0 +1,31 @@
+"""Store events. The packages that change things call `publish`; they know no receiver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from django.db import connection, transaction
+
+from controlplane.outbox.models import EventType, OutboxEvent
+
+#: Called after the commit of an event; `controlplane.webhooks` adds its own.
+LISTENERS: list[Callable[[], None]] = []
+
+
+def publish(type: EventType, **data: Any) -> OutboxEvent:
+    """Store an event of the tenant in scope, in the transaction of the change that it tells.
+
+    So receivers hear of a change if and only if it was made.
+
+    data  values that JSON has; no secrets, prompts or answers
+    Raises TransactionManagementError outside a transaction.
+    """
+    if not connection.in_atomic_block:
+        raise transaction.TransactionManagementError(
+            "publish an event in the transaction of its change"
+        )
+    event = OutboxEvent.objects.create(type=type, data=data)
+    for listener in LISTENERS:
+        transaction.on_commit(listener, robust=True)
+    return event

@@ -1,0 +1,244 @@
+"""Run `python -m worker.train_many` over the jobs of several runs. Does not use the database.
+
+Each run has a thread, which calls `BatchChild.train` as it would call `run_trainer`; the thread
+that calls `BatchChild.run` starts the one child and hands its events to theirs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from contract.training import TrainJob
+from controlplane.training.last_lines import for_tenant, last_lines
+from controlplane.training.trainer import (
+    DISK_FULL,
+    LOST,
+    MAX_ERROR_CHARS,
+    MAX_LINE_BYTES,
+    NO_ROOM,
+    Listener,
+    Reader,
+    Ticks,
+    Told,
+    TrainerStopped,
+    TrainingAbandoned,
+    TrainingFailed,
+    TrainingPaused,
+    check_end,
+    parse_event,
+    stop_child,
+    tell_again,
+)
+
+log = logging.getLogger(__name__)
+
+#: A run's state is on the disk at most so long after it was.
+CHECKPOINT_S = 45.0
+#: How long a run that is paused may take to write its state.
+SAVE_TIMEOUT_S = 20.0
+Event = dict[str, Any]
+#: Where a GPU's memory is short, pieces of fixed sizes are made over again.
+_ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+
+class BatchChild:
+    """One child process for the runs of several threads.
+
+    folder        for what it writes to standard error
+    num_runs      threads that `train`, or `leave` without it
+    num_training  those that `train` now
+    """
+
+    def __init__(self, folder: Path, num_runs: int, environment: Mapping[str, str]) -> None:
+        self._stderr = folder / "stderr.log"
+        self._environment = {**_ALLOCATOR, **environment}
+        self._num_runs = self._missing = num_runs
+        self.num_training = 0
+        self._changed = threading.Condition()
+        self._events: dict[str, queue.SimpleQueue[Event | None]] = {}
+        self._locks: list[int] = []
+        self._dropped: set[str] = set()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._returncode = 0
+
+    def leave(self) -> None:
+        """Note that one of the runs will not be trained."""
+        with self._changed:
+            self._missing -= 1
+            self._changed.notify_all()
+
+    def train(
+        self,
+        job: TrainJob,
+        folder: Path,
+        listener: Listener,
+        reader: Reader = lambda event: None,
+        *,
+        lock: int,
+        tick_s: float,
+        timeout_s: float,
+    ) -> None:
+        """Train a run beside the others; `run_trainer` says the rest.
+
+        lock  a descriptor that the child keeps open
+        """
+        ticks = Ticks(listener, tick_s=tick_s, timeout_s=timeout_s)
+        if job.output_dir.exists():  # whole: the trainer before was lost as it was to publish it
+            self.leave()
+            tell_again(folder, ticks, reader)
+            return
+        path = str(folder / "job.json")
+        job.write(Path(path))
+        events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        with self._changed:
+            self._events[path] = events
+            self._locks.append(lock)
+            self.num_training += 1
+        self.leave()  # nobody waits for it any more
+        try:
+            self._follow(events, ticks, reader, folder)
+        except TrainingPaused:
+            if self._order("pause", path):
+                _await_end(events)
+            raise
+        except (TrainingAbandoned, TrainingFailed):
+            self._order("cancel", path)
+            raise
+        finally:
+            with self._changed:
+                self.num_training -= 1
+
+    def run(self) -> None:
+        """Start the child once every run is there, and hand out its events until it ends."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._missing == 0)
+        try:
+            child = self._start()
+            if child is None:
+                return
+            try:
+                self._hand_out(child)
+                self._returncode = child.wait()
+            finally:
+                stop_child(child)
+            self._log_end()
+        finally:
+            for events in self._events.values():
+                events.put(None)
+
+    def _start(self) -> subprocess.Popen[bytes] | None:
+        with self._changed, self._stderr.open("wb") as stderr:
+            paths = [path for path in self._events if path not in self._dropped]
+            if not paths:
+                return None
+            options = [
+                "--control",
+                "--checkpoint-s",
+                str(CHECKPOINT_S),
+                "--max-runs",
+                str(len(paths)),
+            ]
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", "worker.train_many", *options, "-", *paths],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                env=self._environment,
+                pass_fds=self._locks,
+            )
+            return self._child
+
+    def _hand_out(self, child: subprocess.Popen[bytes]) -> None:
+        assert child.stdout is not None
+        while line := child.stdout.readline(MAX_LINE_BYTES):
+            event = parse_event(line)
+            events = self._events.get(str(event.pop("run", "")))
+            if events is not None:
+                events.put(event)
+
+    def _order(self, order: str, path: str) -> bool:
+        """Have the child cancel or pause a run, or not begin it. -> whether there is a child."""
+        with self._changed:
+            self._dropped.add(path)
+            if self._child is None:
+                return False
+            assert self._child.stdin is not None
+            with contextlib.suppress(OSError, ValueError):  # it has ended
+                self._child.stdin.write(json.dumps({order: path}).encode() + b"\n")
+                self._child.stdin.flush()
+            return True
+
+    def _log_end(self) -> None:
+        if self._returncode in (0, 2):  # every run has said how it ended
+            return
+        told = {"exit_code": self._returncode, "last_lines": last_lines(self._stderr)}
+        is_stopped = self._returncode < 0 or self._returncode == 143
+        log.log(logging.WARNING if is_stopped else logging.ERROR, "the batch ended", extra=told)
+
+    def _follow(
+        self,
+        events: queue.SimpleQueue[Event | None],
+        ticks: Ticks,
+        reader: Reader,
+        folder: Path,
+    ) -> None:
+        """Read a run's events until its adapter is there; raises as `run_trainer` does."""
+        told = _Told()
+        while not told.is_done:
+            try:
+                event = events.get(timeout=ticks.tell_if_due(told.progress))
+            except queue.Empty:
+                continue
+            if event is None:
+                raise self._ended()
+            reader(event)
+            told.note(event)
+        told.keep(folder)
+        ticks.tell(told.progress)
+
+    def _ended(self) -> Exception:
+        """Why the child ended without a word on a run."""
+        if self._num_runs == 1:  # also raises
+            check_end(self._returncode, {}, self._stderr)
+        # Also when it crashed: any of the runs may be the reason, and each is tried again.
+        return TrainerStopped(NO_ROOM if self._returncode == DISK_FULL else LOST)
+
+
+def _await_end(events: queue.SimpleQueue[Event | None]) -> None:
+    """Wait until the child says that a run which is paused has ended: its state is written."""
+    give_up_at = time.monotonic() + SAVE_TIMEOUT_S
+    with contextlib.suppress(queue.Empty):
+        while (event := events.get(timeout=max(0.0, give_up_at - time.monotonic()))) is not None:
+            if event.get("event") in ("error", "done"):
+                return
+
+
+class _Told(Told):
+    """What the child has told of one run.
+
+    is_done  whether its adapter is there
+    """
+
+    is_done = False
+
+    def note(self, event: Event) -> None:
+        """Take an event in. Raises TrainingFailed."""
+        if event.get("event") == "error":
+            message = str(event.get("message"))
+            raise TrainingFailed(
+                for_tenant(message, [], max_chars=MAX_ERROR_CHARS),
+                code="invalid_job" if event.get("field") else "trainer_failed",
+                field=str(event.get("field") or ""),
+            )
+        super().note(event)
+        self.is_done = event.get("event") == "done"

@@ -1,0 +1,50 @@
+"""The first rows of a dataset, as they were uploaded."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from contract.chat_rows import MAX_LINE_BYTES
+from controlplane.errors import Conflict, Unavailable
+from controlplane.infra import storage
+from controlplane.training import contents
+from controlplane.training.models import Dataset
+
+MAX_PREVIEW = 100
+
+
+def rows_preview(dataset: Dataset, limit: int) -> list[dict[str, Any]]:
+    """Return up to `limit` rows with their lines' numbers; fewer when they are long.
+
+    Raises Conflict when the rows were replaced just now, or Unavailable.
+    """
+    most = MAX_LINE_BYTES + 1  # so that at least one line is whole
+    content = b""
+    try:
+        for piece in contents.pieces(dataset.sha256):
+            content += piece[: most - len(content)]
+            if len(content) == most:
+                break
+    except storage.ObjectMissing as error:
+        raise Conflict("The rows were replaced just now. Ask again.") from error
+    except storage.STORAGE_ERRORS as error:
+        raise Unavailable("The object store does not answer.") from error
+    lines = content.split(b"\n")
+    if len(content) == most:
+        lines.pop()  # it is cut
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip() and len(rows) < limit:
+            rows.append({"line": number, "row": _row(line)})
+    return rows
+
+
+def _row(line: bytes) -> Any:
+    """Return a row; None for one of before that cannot be written as JSON."""
+    try:
+        row = json.loads(line, parse_constant=lambda _: None)
+        json.dumps(row, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        return None
+    return row

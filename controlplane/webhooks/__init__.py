@@ -1,0 +1,1 @@
+"""Tell a tenant's servers and people what happened: webhooks and mails about events."""

@@ -1,0 +1,13 @@
+from django.apps import AppConfig
+
+
+class WebhooksConfig(AppConfig):
+    name = "controlplane.webhooks"
+
+    def ready(self) -> None:
+        from controlplane.infra import metrics
+        from controlplane.outbox import services as outbox
+        from controlplane.webhooks import readings, tasks
+
+        outbox.LISTENERS.append(tasks.wake)
+        metrics.READINGS["webhooks"] = readings.webhooks

@@ -1,0 +1,1 @@
+"""Drafts: guesses of an answer's next tokens, verified in one pass (docs/speculation.md)."""

@@ -1,0 +1,82 @@
+"""LookupIndex: where the last tokens of a sequence stood before, in its prompt or its answer.
+
+Source: prompt lookup decoding (Saxena, 2023). No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+#: The most tokens that are compared.
+LONGEST = 3
+#: Only the last so many tokens of a prompt are indexed.
+_MAX_INDEXED = 8192
+
+
+class LookupIndex:
+    """For each run of up to `LONGEST` tokens of one sequence, the place behind its last occurrence.
+
+    Compares within one sequence only. A number below 0 is no token: nothing leads to it.
+    """
+
+    __slots__ = ("_behind", "_num_indexed")
+
+    def __init__(self) -> None:
+        self._behind: dict[tuple[int, ...], int] = {}
+        self._num_indexed = 0  # positions whose next token was there when they were indexed
+
+    def update(self, token_ids: Sequence[int]) -> None:
+        """Index the tokens that were added; the last one waits until another follows it."""
+        end = len(token_ids) - 1
+        for i in range(max(self._num_indexed, end - _MAX_INDEXED), end):
+            if token_ids[i + 1] < 0:
+                continue
+            for length in range(1, min(LONGEST, i + 1) + 1):
+                self._behind[tuple(token_ids[i + 1 - length : i + 1])] = i + 1
+        self._num_indexed = max(self._num_indexed, end)
+
+    def find(self, suffix: Sequence[int]) -> tuple[int, int] | None:
+        """Find the longest end of `suffix`; return (its length, the place behind it)."""
+        for length in range(min(LONGEST, len(suffix)), 0, -1):
+            place = self._behind.get(tuple(suffix[-length:]))
+            if place is not None:
+                return length, place
+        return None
+
+
+class Copying:
+    """Reads on from a place that was found, token by token.
+
+    index, token_ids  what is read
+    behind            the tokens behind which it goes on: those of a sequence
+    """
+
+    def __init__(
+        self, index: LookupIndex, token_ids: Sequence[int], behind: Sequence[int] | None = None
+    ) -> None:
+        self._index, self._token_ids = index, token_ids
+        self._behind = token_ids if behind is None else behind
+        self._place = len(token_ids)
+        self._length = 0
+
+    def next(self, drafted: Sequence[int]) -> tuple[int, int] | None:
+        """Return (the token that may follow `drafted`, how many tokens before it agree).
+
+        Goes on where it is while `note` tells it the tokens that stand there.
+        """
+        if self._place >= len(self._token_ids):
+            suffix = [*self._behind[-LONGEST:], *drafted][-LONGEST:]
+            found = self._index.find(suffix)
+            if found is None:
+                return None
+            self._length, self._place = found
+        token_id = self._token_ids[self._place]
+        return None if token_id < 0 else (token_id, min(self._length, LONGEST))
+
+    def note(self, token_id: int) -> None:
+        """Note the token that was drafted, here or from elsewhere."""
+        if self._place < len(self._token_ids) and self._token_ids[self._place] == token_id:
+            self._place += 1
+            self._length += 1
+        else:
+            self._place = len(self._token_ids)

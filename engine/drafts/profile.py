@@ -1,0 +1,125 @@
+"""Profile: how well drafts were guessed for one tenant's adapters and grammar. No torch here."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from engine.memory.prefix_cache import AdapterKey
+from engine.sequence import Sequence
+
+_MAX_PROFILES = 512
+_MAX_CHOICES = 256
+#: Weight of one draft's outcome in its kind's rate; the first ones weigh more.
+_SLOWEST = 0.05
+#: Of the drafts that do not seem to pay, one in so many is tried all the same.
+_PROBE_EVERY = 32
+
+
+class Source(enum.StrEnum):
+    """Where a draft comes from.
+
+    FORCED  the grammar allows no other text
+    CHOICE  the grammar allows a few tokens; the same tenant's adapter and grammar last chose this
+    LOOKUP  the prompt or the answer goes on with it behind the same tokens
+    MEMORY  an earlier answer of the same tenant's adapters does
+    """
+
+    FORCED = "forced"
+    CHOICE = "choice"
+    LOOKUP = "lookup"
+    MEMORY = "memory"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Drafts that are about equally likely to be right.
+
+    agreeing  for LOOKUP and MEMORY, how many tokens before it agree
+    """
+
+    source: Source
+    agreeing: int = 0
+
+
+#: Assumed before there is experience.
+_PRIORS = {Source.FORCED: 1.0, Source.CHOICE: 0.7}
+_LOOKUP_PRIORS = (0.0, 0.25, 0.5, 0.7)
+
+#: A place in a grammar: the token before, and the few tokens that are allowed.
+Place = tuple[int, tuple[int, ...]]
+
+
+class Profile:
+    """Rates of right drafts by kind, and what was last chosen where a grammar allows few tokens."""
+
+    def __init__(self) -> None:
+        self._rates: dict[Kind, float] = {}
+        self._counts: dict[Kind, int] = {}
+        self._unpaid: dict[Kind, int] = {}
+        self._choices: OrderedDict[Place | tuple[int, ...], int] = OrderedDict()
+
+    def rate(self, kind: Kind) -> float:
+        """Return the chance that a draft of this kind is right, if those before it are."""
+        prior = _PRIORS.get(kind.source, _LOOKUP_PRIORS[kind.agreeing])
+        return self._rates.get(kind, prior)
+
+    def probes(self, kind: Kind) -> bool:
+        """Whether a draft that does not seem to pay is tried this time."""
+        self._unpaid[kind] = count = self._unpaid.get(kind, 0) + 1
+        return count % _PROBE_EVERY == 0
+
+    def note(self, kind: Kind, is_right: bool) -> None:
+        """Note the outcome of a draft that was verified."""
+        self._counts[kind] = count = self._counts.get(kind, 0) + 1
+        rate = self.rate(kind)
+        self._rates[kind] = rate + (is_right - rate) * max(_SLOWEST, 1.0 / (1 + count))
+
+    def choice(self, place: Place) -> int | None:
+        """Return the token that was last chosen at the place, or else among the same tokens."""
+        token_id = self._choices.get(place)
+        return self._choices.get(place[1]) if token_id is None else token_id
+
+    def note_choice(self, place: Place, token_id: int) -> None:
+        keys: tuple[Place | tuple[int, ...], ...] = (place, place[1])
+        for key in keys:
+            self._choices[key] = token_id
+            self._choices.move_to_end(key)
+            if len(self._choices) > _MAX_CHOICES:
+                self._choices.popitem(last=False)
+
+
+#: Tenant, adapters, their registrations, and the digest of the grammar.
+_Key = tuple[str, AdapterKey, tuple[int, ...], bytes | None]
+
+
+class Profiles:
+    """The profiles used last, one for each tenant, adapters and grammar."""
+
+    def __init__(self) -> None:
+        self._profiles: OrderedDict[_Key, Profile] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._profiles)
+
+    def of(self, sequence: Sequence) -> Profile:
+        request = sequence.request
+        digest = None
+        if request.grammar is not None:
+            digest = hashlib.sha256(repr(request.grammar).encode()).digest()
+        key = (request.tenant_id, sequence.adapter_key, sequence.versions, digest)
+        profile = self._profiles.get(key)
+        if profile is None:
+            profile = self._profiles[key] = Profile()
+            if len(self._profiles) > _MAX_PROFILES:
+                self._profiles.popitem(last=False)
+        self._profiles.move_to_end(key)
+        return profile
+
+    def forget_adapter(self, digest: str) -> None:
+        """Drop what is known of an adapter's answers."""
+        for key in list(self._profiles):
+            if any(digest == part for part, _ in key[1]):
+                del self._profiles[key]

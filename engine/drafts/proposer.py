@@ -1,0 +1,165 @@
+"""Proposes the drafts of one sequence: forced text, few choices, and what stood there before.
+
+Before means in its prompt or answer, or, if it asked for that, in the tenant's earlier answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from engine.drafts.answers import AnswerMemory
+from engine.drafts.lookup import Copying, LookupIndex
+from engine.drafts.profile import Kind, Place, Profile, Source
+from engine.sampling.grammar import Matcher, Walk
+from engine.sequence import Sequence
+
+_FORCED, _CHOICE = Kind(Source.FORCED), Kind(Source.CHOICE)
+_LOOKUPS = tuple(Kind(Source.LOOKUP, agreeing) for agreeing in range(4))
+_MEMORIES = tuple(Kind(Source.MEMORY, agreeing) for agreeing in range(4))
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is kept of a sequence while it runs: `Sequence.drafting`."""
+
+    profile: Profile
+    index: LookupIndex = field(default_factory=LookupIndex)
+    memory: AnswerMemory | None = None
+
+
+@dataclass(slots=True)
+class Proposal:
+    """The drafts of one sequence in one step.
+
+    first   its place in the sequence
+    kinds   of each draft
+    places  of each draft, and of the token behind the last one, as far as it was looked at; None:
+            the grammar allows many tokens there
+    """
+
+    profile: Profile
+    first: int
+    tokens: list[int] = field(default_factory=list)
+    kinds: list[Kind] = field(default_factory=list)
+    places: list[Place | None] = field(default_factory=list)
+
+    def learn(self, found: list[int]) -> None:
+        """Note the tokens that were chosen where the drafts are, and the one behind them."""
+        for token_id, place in zip(found, self.places, strict=False):
+            if place is not None:
+                self.profile.note_choice(place, token_id)
+        for token_id, draft, kind in zip(found, self.tokens, self.kinds, strict=False):
+            self.profile.note(kind, token_id == draft)
+            if token_id != draft:
+                break
+
+
+def propose(
+    sequence: Sequence,
+    matcher: Matcher | None,
+    most: int,
+    least_chance: Callable[[int], float],
+) -> Proposal:
+    """Draft up to `most` tokens of a sequence that has its `Known`.
+
+    least_chance  the chance at which one more draft pays, if there are so many of this sequence
+    """
+    known: Known = sequence.drafting
+    known.index.update(sequence.token_ids)
+    own = _Drafting(sequence, matcher, most, least_chance)
+    while own.add_forced() or own.add_choice() or own.add_remembered() or own.add_copied():
+        pass
+    return own.proposal
+
+
+class _Drafting:
+    """One proposal in the making."""
+
+    def __init__(
+        self,
+        sequence: Sequence,
+        matcher: Matcher | None,
+        most: int,
+        least_chance: Callable[[int], float],
+    ) -> None:
+        known: Known = sequence.drafting
+        self.proposal = Proposal(known.profile, sequence.num_tokens)
+        self._sequence, self._most, self._least_chance = sequence, most, least_chance
+        self._walk: Walk | None = None if matcher is None else matcher.walk()
+        self._copying = Copying(known.index, sequence.token_ids)
+        self._recalling: Copying | None = None
+        if (memory := known.memory) is not None:
+            self._recalling = Copying(memory.index, memory.token_ids, sequence.token_ids)
+        self._chance = 1.0
+
+    def add_forced(self) -> bool:
+        """Add the tokens of the text that the grammar forces."""
+        if self._walk is None or len(self.proposal.places) > len(self.proposal.tokens):
+            return False
+        count = len(self.proposal.tokens)
+        if count < self._most:
+            for token_id in self._walk.forced():
+                if not self._add(token_id, _FORCED):
+                    break
+        return len(self.proposal.tokens) > count
+
+    def add_choice(self) -> bool:
+        """Add the token that was last chosen where the grammar allows few."""
+        if self._walk is None or len(self.proposal.places) > len(self.proposal.tokens):
+            return False
+        if len(self.proposal.tokens) >= self._most:
+            return False
+        few = self._walk.few_allowed()
+        place = None if few is None else (self._last, few)
+        token_id = None if place is None else self.proposal.profile.choice(place)
+        if token_id is not None and self._add(token_id, _CHOICE, place):
+            return True
+        self.proposal.places.append(place)
+        return False
+
+    def add_copied(self) -> bool:
+        """Add the token that followed when the last ones stood there before."""
+        return self._add_from(self._copying, _LOOKUPS)
+
+    def add_remembered(self) -> bool:
+        """Add the token that followed the last two or more in an earlier answer."""
+        return self._recalling is not None and self._add_from(self._recalling, _MEMORIES, 2)
+
+    def _add_from(self, copying: Copying, kinds: tuple[Kind, ...], least: int = 1) -> bool:
+        """Add what stands at a place that was found, if so many tokens before it agree."""
+        found = copying.next(self.proposal.tokens)
+        if found is None or found[1] < least:
+            return False
+        token_id, agreeing = found
+        place = None
+        if len(self.proposal.places) > len(self.proposal.tokens):
+            place = self.proposal.places.pop()
+        is_added = self._add(token_id, kinds[agreeing], place)
+        if not is_added:
+            self.proposal.places.append(place)
+        return is_added
+
+    @property
+    def _last(self) -> int:
+        return (self.proposal.tokens or self._sequence.token_ids)[-1]
+
+    def _add(self, token_id: int, kind: Kind, place: Place | None = None) -> bool:
+        """Add a draft if it is legal and pays."""
+        proposal = self.proposal
+        count = len(proposal.tokens)
+        if count >= self._most or token_id in self._sequence.stop_ids:
+            return False
+        chance = self._chance * proposal.profile.rate(kind)
+        if chance < self._least_chance(count) and not proposal.profile.probes(kind):
+            return False
+        if self._walk is not None and not self._walk.accept(token_id):
+            return False
+        self._chance = chance
+        proposal.tokens.append(token_id)
+        proposal.kinds.append(kind)
+        proposal.places.append(place)
+        self._copying.note(token_id)
+        if self._recalling is not None:
+            self._recalling.note(token_id)
+        return True

@@ -1,0 +1,128 @@
+"""Speculation: which rows of a step bring drafts, and what became of them.
+
+Drafts are in nobody's way: they get what the step's rows leave of its tokens, and pages that are
+free. One more row costs a step about `_ROW_COST` of what a step of no row would take; a draft pays
+if it is right more often than that row would have given tokens elsewhere.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+from engine.config import EngineConfig
+from engine.drafts.answers import AnswerMemories
+from engine.drafts.profile import Profiles, Source
+from engine.drafts.proposer import Known, Proposal, propose
+from engine.sampling.grammar import Grammars
+from engine.scheduling.page_tables import PageTables
+from engine.sequence import Row, Sequence, Step
+from engine.stats import DraftCounts
+
+#: The most drafts of one sequence in one step.
+MAX_DRAFTS = 16
+#: From bench/results/cpu.json: 16 rows take 2.4 times as long as one.
+_ROW_COST = 0.1
+
+
+class Speculation:
+    """Adds drafts to steps; learns from their outcome.
+
+    context_limit  tokens that a sequence may have
+    """
+
+    def __init__(
+        self, config: EngineConfig, tables: PageTables, grammars: Grammars, context_limit: int
+    ) -> None:
+        self._tables, self._grammars, self._context_limit = tables, grammars, context_limit
+        self._is_on = config.speculation and not config.runs_triton
+        self._profiles, self._answers = Profiles(), AnswerMemories()
+        self._remembered: list[Sequence] = []  # of the step that runs
+        self._proposals: list[tuple[Row, Proposal]] = []  # of the step that runs
+        self._counts = {source: DraftCounts() for source in Source}
+
+    def propose(self, step: Step) -> None:
+        """Add drafts to the rows that sample."""
+        if not self._is_on:
+            return
+        sampling = [row for row in step.rows if row.samples]
+        self._remembered = [row.sequence for row in sampling if row.sequence.request.remember]
+        num_rows = step.num_tokens
+        for row in sampling:
+            most = min(MAX_DRAFTS, step.budget, self._most_useful(row.sequence))
+            if most < 1 or not row.sequence.request.speculation:
+                continue
+            sequence = row.sequence
+            if sequence.drafting is None:
+                memory = self._answers.of(sequence)
+                sequence.drafting = Known(self._profiles.of(sequence), memory=memory)
+            proposal = propose(
+                sequence,
+                self._grammars.matcher(sequence),
+                most,
+                functools.partial(_least_chance, len(sampling), num_rows),
+            )
+            self._proposals.append((row, proposal))
+            num = self._tables.reserve_drafts(row, len(proposal.tokens)) if proposal.tokens else 0
+            row.drafts = tuple(proposal.tokens[:num])
+            row.sources = tuple(kind.source.value for kind in proposal.kinds[:num])
+            needs_logits = sequence.request.sampling.logprobs is not None
+            row.certain = tuple(
+                kind.source is Source.FORCED and not needs_logits for kind in proposal.kinds[:num]
+            )
+            row.num_tokens += num
+            step.budget -= num
+            step.has_drafts = step.has_drafts or num > 0
+            num_rows += num
+            sequence.num_drafted += num
+
+    def settle(self) -> None:
+        """Give back the pages of wrong drafts and learn, once the step's tokens are known."""
+        for sequence in self._remembered:
+            known: Known | None = sequence.drafting
+            if sequence.has_ended and known is not None and known.memory is not None:
+                known.memory.add(sequence.token_ids[sequence.num_prompt :])
+        self._remembered = []
+        proposals, self._proposals = self._proposals, []
+        for row, proposal in proposals:
+            sequence = row.sequence
+            if row.drafts and sequence.is_running:
+                self._tables.trim(sequence)
+            found = sequence.token_ids[proposal.first :]
+            proposal.learn(found)
+            is_right = True
+            for i, draft in enumerate(row.drafts):
+                is_right = is_right and i < len(found) and found[i] == draft
+                self._counts[proposal.kinds[i].source].add(is_accepted=is_right)
+
+    def read_counts(self) -> dict[str, DraftCounts]:
+        """Return the drafts so far by source; nothing if it is off."""
+        if not self._is_on:
+            return {}
+        return {str(source): replace(counts) for source, counts in self._counts.items()}
+
+    def forget_adapter(self, digest: str) -> None:
+        """Drop what was learned of an adapter's answers."""
+        self._profiles.forget_adapter(digest)
+        self._answers.forget_adapter(digest)
+
+    def forget_answers(self, tenant_id: str) -> None:
+        """Drop what a tenant's requests with `Request.remember` left."""
+        self._answers.forget_tenant(tenant_id)
+
+    def _most_useful(self, sequence: Sequence) -> int:
+        """Return how many drafts could be of use before the sequence's limits."""
+        room = self._context_limit - sequence.num_tokens
+        most = sequence.request.sampling.max_tokens
+        if most is not None:
+            room = min(room, most - sequence.num_generated)
+        return room - 1  # the token behind the last draft is chosen as well
+
+
+def _least_chance(num_sampling: int, num_rows: int, num_drafts: int) -> float:
+    """Return how likely to be right a draft must be, if there are so many of its sequence before.
+
+    A step of R rows costs 1 + cR and gives a token to each of its S sequences; one more row pays if
+    it gives more tokens for its c than that.
+    """
+    return num_sampling * _ROW_COST / (1.0 + _ROW_COST * (num_rows + num_drafts))

@@ -1,0 +1,108 @@
+"""Verification: the tokens of a step with drafts, chosen one position after the other.
+
+A pass over a sequence's last token and its k drafts gives the logits behind each of them. The token
+behind the last one is chosen as always. If it equals the first draft, then the logits behind that
+draft are those that the next step would compute, and the next token is chosen from them, and so on:
+each token by the same sampler from the same logits, with its own penalties, mask and noise. So
+drafts change how many steps an answer takes, and nothing else.
+
+A draft that is the only token that its grammar allows (`Row.certain`) is taken without logits:
+whatever they are, the mask leaves that token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from engine.sampling.logits import LogitsProcessor
+from engine.sampling.sampler import Sampled
+from engine.sequence import Row, Sequence
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where a row's verification is.
+
+    depth  number of drafts that were right
+    next   row of the logits that the next token is chosen from, unless that is certain
+    """
+
+    row: Row
+    next: int
+    depth: int = 0
+
+    @property
+    def certain(self) -> int | None:
+        """The next token, if it is certain."""
+        row, depth = self.row, self.depth
+        return row.drafts[depth] if depth < len(row.certain) and row.certain[depth] else None
+
+    def advance(self, token: Sampled) -> bool:
+        """Note the token that was chosen; return whether it is the one drafted."""
+        row, depth = self.row, self.depth
+        self.next += self.certain is None
+        is_over = depth >= len(row.drafts) or row.sequence.has_ended or token.error is not None
+        if is_over or token.token_id != row.drafts[depth]:
+            return False
+        accepted, source = row.sequence.accepted, row.sources[depth]
+        accepted[source] = accepted.get(source, 0) + 1
+        self.depth += 1
+        return True
+
+
+class Verification:
+    """Chooses the tokens of one step.
+
+    rows    of the step; some have drafts
+    logits  [N, V] of `Batch.sample_rows`
+    """
+
+    def __init__(self, rows: list[Row], logits: torch.Tensor, processor: LogitsProcessor) -> None:
+        self._logits, self._processor = logits, processor
+        self._places: list[_Place] = []
+        self._right: list[_Place] = []  # whose newest token is the one drafted
+        count = 0
+        for row in rows:
+            if row.samples:
+                self._places.append(_Place(row, count))
+                count += row.num_wanted
+
+    def read(self) -> list[Sampled]:
+        """Return the token behind the last token of each sequence that samples."""
+        return self._choose(self._places)
+
+    def go_on(
+        self, commit: Callable[[Row], None]
+    ) -> Iterator[tuple[list[Sequence], list[Sampled]]]:
+        """Yield sequences whose newest token is the one drafted, each with its next token.
+
+        The caller appends the tokens to the sequences before it asks for more.
+
+        commit  is called for each right draft whose sequence goes on: its KV is in the pages
+        """
+        while True:
+            going = [place for place in self._right if not place.row.sequence.has_ended]
+            if not going:
+                return
+            sequences = [place.row.sequence for place in going]
+            for sequence in sequences:
+                commit(Row(sequence, 1))
+            yield sequences, self._choose(going)
+
+    def _choose(self, places: list[_Place]) -> list[Sampled]:
+        """Return the next token of each place; find those that are right."""
+        tokens: dict[int, Sampled] = {}
+        for i, place in enumerate(places):
+            if (certain := place.certain) is not None:
+                tokens[i] = self._processor.take(place.row.sequence, certain)
+        chosen = [i for i in range(len(places)) if i not in tokens]
+        if chosen:
+            logits = self._logits[[places[i].next for i in chosen]]
+            own = [places[i].row.sequence for i in chosen]
+            tokens |= zip(chosen, self._processor.choose_live(logits, own), strict=True)
+        sampled = [tokens[i] for i in range(len(places))]
+        self._right = [p for p, token in zip(places, sampled, strict=True) if p.advance(token)]
+        return sampled

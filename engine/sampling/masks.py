@@ -1,0 +1,106 @@
+"""Masks of grammars: kept for the requests that come to the same place, computed on many threads.
+
+llguidance does not name the states of its automaton. Two requests are at the same place for certain
+if their grammar and their tokens so far are the same; so that is the key.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import numpy as np
+
+#: Of one grammar: places whose requests are told apart, and masks that are kept.
+_MAX_PLACES = 256
+_MAX_MASKS = 32
+#: Fewer masks are computed one after the other: threads take some 10 us to wake.
+_LEAST = 4
+_MAX_THREADS = 8
+
+
+class Masked(Protocol):
+    """A place in a grammar: `engine.sampling.grammar.Matcher`."""
+
+    inner: Any
+    tree: MaskTree
+    place: int
+
+    @property
+    def knows_mask(self) -> bool: ...
+
+    def note_mask(self, mask: bytes) -> None: ...
+
+
+class MaskTree:
+    """The masks at one grammar's places, those used last, for all requests that have the grammar.
+
+    A place is a number; the beginning is 0. Places and masks that were not used for long go.
+
+    first      the mask at the beginning
+    num_words  of the vocabulary; a mask may have more
+    """
+
+    def __init__(self, first: bytes | None = None, num_words: int = 0) -> None:
+        self.num_words = num_words
+        self._places: OrderedDict[tuple[int, int], int] = OrderedDict()
+        self._masks: OrderedDict[int, bytes] = OrderedDict()
+        self._num_places = 1
+        if first is not None:
+            self.put(0, first)
+
+    def behind(self, place: int, token_id: int) -> int:
+        """Return the place behind a token."""
+        key = place, token_id
+        found = self._places.get(key)
+        if found is None:
+            found = self._places[key] = self._num_places
+            self._num_places += 1
+            if len(self._places) > _MAX_PLACES:
+                _, gone = self._places.popitem(last=False)
+                self._masks.pop(gone, None)
+        else:
+            self._places.move_to_end(key)
+        return found
+
+    def get(self, place: int) -> bytes | None:
+        mask = self._masks.get(place)
+        if mask is not None:
+            self._masks.move_to_end(place)
+        return mask
+
+    def put(self, place: int, mask: bytes) -> None:
+        self._masks[place] = mask
+        self._masks.move_to_end(place)
+        if len(self._masks) > _MAX_MASKS:
+            self._masks.popitem(last=False)
+
+
+class MaskThreads:
+    """Computes the masks of a step on threads, outside the interpreter's lock."""
+
+    def __init__(self) -> None:
+        self._num_threads = min(os.cpu_count() or 1, _MAX_THREADS)
+        self._executor: Any = None  # made with the first step that has use for it
+
+    def compute(self, matchers: Iterable[Masked]) -> None:
+        """Compute the masks that are not known yet, each place's once."""
+        missing = {(id(m.tree), m.place): m for m in matchers if not m.knows_mask}
+        if self._num_threads < 2 or len(missing) < _LEAST:
+            return
+        if self._executor is None:
+            import llguidance
+
+            self._executor = llguidance.LLExecutor(self._num_threads)
+        own = list(missing.values())
+        words = np.empty((len(own), own[0].tree.num_words), np.int32)
+        self._executor.unsafe_compute_mask_ptr(
+            [(matcher.inner, i) for i, matcher in enumerate(own)],
+            words.ctypes.data,
+            words.shape[1] * words.itemsize,
+            len(own),
+        )
+        for matcher, mask in zip(own, words, strict=True):
+            matcher.note_mask(mask.tobytes())

@@ -1,0 +1,272 @@
+"""Several runs in one child: real trainer, real database, real object store."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.conf import settings as django_settings
+from django.db import connection
+
+from controlplane.adapters.models import AdapterVersion, BaseModel
+from controlplane.adapters.services import adapter_create
+from controlplane.infra import storage
+from controlplane.tenancy.scoping import all_tenants, tenant_scope
+from controlplane.training import batch, batch_child, execution, pausing, services, tasks
+from controlplane.training.models import TrainingRun
+from controlplane.usage.models import TrainingUsage
+from tests.controlplane.conftest import Party
+from tests.controlplane.training.conftest import FAST, ROWS
+from tests.controlplane.training.test_execution import (
+    check_that_it_has_no_secret,
+    trainers,
+    wait_for,
+)
+
+pytestmark = pytest.mark.django_db(transaction=True)
+#: So many that a test ends them.
+ENDLESS = 20_000
+TICK_S = execution.TICK_S
+
+
+@pytest.fixture(autouse=True)
+def together(settings: Any, tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings.TRAIN_BATCH = 4
+    monkeypatch.setattr(execution, "TICK_S", 0.05)
+
+
+def make_run(party: Party, rows: bytes = ROWS, **hyperparameters: Any) -> TrainingRun:
+    with tenant_scope(party.tenant.id):
+        adapter_create(name="greeter", base_model_name="tiny-llama")
+        services.dataset_upload(name="chats", content=rows)
+        return services.training_run_create(
+            adapter_name="greeter", dataset_name="chats", hyperparameters=FAST | hyperparameters
+        )
+
+
+def fresh(run: TrainingRun) -> TrainingRun:
+    with tenant_scope(run.tenant_id):
+        run.refresh_from_db()
+    return run
+
+
+def step_of(run: TrainingRun) -> int:
+    step: int = fresh(run).progress.get("step", 0)
+    return step
+
+
+@pytest.fixture
+def night() -> Iterator[Any]:
+    """Starts what the message of a run starts, in a thread."""
+    threads = []
+
+    def start() -> threading.Thread:
+        def work() -> None:
+            try:
+                batch.training_next()
+            finally:
+                connection.close()
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        threads.append(thread)
+        return thread
+
+    yield start
+    for child in trainers():
+        child.kill()
+    for thread in threads:
+        thread.join(60)
+
+
+def kept() -> list[str]:
+    return [path.name for path in (Path(django_settings.WORK_DIR) / "runs").glob("*")]
+
+
+def test_two_tenants_runs_share_a_child_and_each_gets_its_own_adapter(
+    acme: Party, globex: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    children: list[tuple[list[str], bytes]] = []
+    hand_out = batch_child.BatchChild._hand_out
+
+    def look(self: Any, child: Any) -> None:
+        while not (environ := Path(f"/proc/{child.pid}/environ").read_bytes()):
+            time.sleep(0.01)
+        children.append((child.args, environ))
+        hand_out(self, child)
+
+    monkeypatch.setattr(batch_child.BatchChild, "_hand_out", look)
+    runs = [
+        make_run(acme, rank=2),
+        make_run(globex, ROWS.replace(b"world", b"moon"), max_steps=3, seed=1),
+    ]
+    began = time.monotonic()
+    tasks.training_run_execute(str(acme.tenant.id), str(runs[0].pk))
+    most_ms = (time.monotonic() - began) * 1000
+    tensors, shared_ms = [], 0
+    for run, steps in zip(runs, (2, 3), strict=True):
+        fresh(run)
+        assert (run.status, run.error, run.attempts) == ("succeeded", "", 1)
+        assert (run.progress["step"], run.progress["eta_s"]) == (steps, 0)
+        assert "alone" not in run.progress
+        with tenant_scope(run.tenant_id):
+            version = AdapterVersion.objects.get()
+            assert (run.version, version.status) == (version, "ready")
+            metrics = run.events.filter(kind="metrics").order_by("pk")
+            told = list(metrics.values_list("data", flat=True))
+            used = TrainingUsage.objects.get()
+        assert [data["step"] for data in told] == list(range(1, steps + 1))
+        assert all(data["memory_bytes"] > 0 for data in told)
+        assert told[-1]["trained_tokens"] == used.trained_tokens == run.trained_tokens > 0
+        shared_ms += used.device_ms
+        tensors.append(storage.read_bytes(version.tensors_key, max_bytes=1 << 24))
+    assert tensors[0] != tensors[1]
+    assert 0 < shared_ms <= most_ms  # not each the whole time
+    [(arguments, environ)] = children
+    assert {str(run.pk) for run in runs} <= {Path(word).parent.name for word in arguments}
+    check_that_it_has_no_secret(environ)
+    assert not trainers() and not kept()
+
+
+def test_a_run_that_is_cancelled_ends_within_5_s_and_the_other_goes_on(
+    acme: Party, globex: Party, night: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As often as the platform looks."""
+    monkeypatch.setattr(execution, "TICK_S", TICK_S)
+    first, second = make_run(acme, max_steps=ENDLESS), make_run(globex, max_steps=ENDLESS)
+    thread = night()
+    wait_for(lambda: step_of(first) > 0 and step_of(second) > 0)
+    with tenant_scope(first.tenant_id):
+        services.training_run_cancel(run=first)
+    began = time.monotonic()
+    wait_for(lambda: fresh(first).status == "cancelled")
+    assert time.monotonic() - began < 5
+    seen = step_of(second)
+    wait_for(lambda: step_of(second) > seen + 3)
+    [child] = trainers()
+    assert fresh(second).attempts == 1
+    with tenant_scope(second.tenant_id):
+        services.training_run_cancel(run=second)
+    thread.join(60)
+    assert not thread.is_alive() and not child.is_running() and not kept()
+    assert fresh(second).status == "cancelled"
+
+
+def test_a_killed_child_costs_no_run_more_than_its_last_checkpoint(
+    acme: Party, globex: Party, night: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the one that goes on at another machine, which has nothing of it on its disk."""
+    monkeypatch.setattr(batch_child, "CHECKPOINT_S", 0.05)
+    runs = [make_run(party, max_steps=ENDLESS) for party in (acme, globex)]
+    thread = night()
+    wait_for(lambda: all(step_of(run) > 20 for run in runs))
+    os.kill(trainers()[0].pid, signal.SIGKILL)
+    thread.join(60)
+    assert [(fresh(run).status, run.attempts) for run in runs] == [("queued", 1)] * 2
+    assert sorted(kept()) == sorted(str(run.pk) for run in runs)
+    assert all(list(storage.keys(checkpoints_of(run))) for run in runs)
+    shutil.rmtree(Path(django_settings.WORK_DIR) / "runs" / str(runs[0].pk))
+
+    first_seen: dict[str, int] = {}
+    monkeypatch.setattr(batch_child._Told, "note", note_first(first_seen))
+    thread = night()
+    wait_for(lambda: len(first_seen) == 2)
+    assert all(step > 10 for step in first_seen.values())
+    wait_for(lambda: all(step_of(run) > 80 for run in runs))
+    for run in runs:
+        assert fresh(run).attempts == 2
+        with tenant_scope(run.tenant_id):
+            said = run.events.get(message__startswith="The job goes on")
+            steps = run.events.filter(kind="metrics").values_list("data__step", flat=True)
+            assert set(steps) >= {1, 40} and said.data["step"] > 10
+            services.training_run_cancel(run=run)
+    thread.join(60)
+    for run in runs:
+        with tenant_scope(run.tenant_id):
+            used = TrainingUsage.objects.get()  # of the attempt that was not lost
+            steps = list(run.events.filter(kind="metrics").values_list("data__step", flat=True))
+        assert used.attempt == 2 and len(set(steps)) == len(steps)
+    assert not kept()
+    assert not any(list(storage.keys(checkpoints_of(run))) for run in runs)
+
+
+def checkpoints_of(run: TrainingRun) -> str:
+    return f"t/{run.tenant_id}/checkpoints/"
+
+
+def note_first(first_seen: dict[str, int]) -> Any:
+    """Keep the first step that each run's second child tells."""
+    note = batch_child._Told.note
+
+    def noting(self: Any, event: dict[str, Any]) -> None:
+        if event["event"] == "progress":
+            first_seen.setdefault(threading.current_thread().name, event["step"])
+        note(self, event)
+
+    return noting
+
+
+def test_what_the_batch_does_not_do_is_trained_alone_and_the_run_says_so(
+    acme: Party, globex: Party
+) -> None:
+    runs = [make_run(acme, target_modules=["c_attn"]), make_run(globex)]
+    batch.training_next()
+    assert fresh(runs[0]).status == "failed"
+    assert "'c_attn' is not one of down_proj" in runs[0].error
+    told = runs[0].error_code, runs[0].error_param
+    assert told == ("invalid_job", "hyperparameters.target_modules")
+    assert runs[0].progress["alone"] == "target_modules: the batch adapts no c_attn"
+    assert fresh(runs[1]).status == "succeeded"
+
+
+def test_a_run_that_lost_its_trainer_twice_is_by_itself(acme: Party, globex: Party) -> None:
+    lost, other = make_run(acme), make_run(globex)
+    with all_tenants(reason="test"):
+        TrainingRun.objects.filter(pk=lost.pk).update(num_lost=2)
+    batch.training_next()
+    assert (fresh(lost).status, fresh(other).status) == ("succeeded", "queued")
+    assert lost.attempts == 1
+
+
+def test_a_checkpoint_whose_run_was_cancelled_while_it_waited_is_removed(acme: Party) -> None:
+    run = make_run(acme)
+    key = f"{checkpoints_of(run)}{run.pk}.safetensors"
+    storage.put_bytes(key, b"x")
+    with tenant_scope(run.tenant_id):
+        TrainingRun.objects.update(attempts=1, stored_step=1)
+        tasks.datasets_sweep()
+        assert storage.object_size(key) == 1
+        services.training_run_cancel(run=run)
+    tasks.datasets_sweep()
+    assert storage.object_size(key) is None
+
+
+def test_a_paused_run_goes_on_from_its_state_while_the_batch_trains_another(
+    acme: Party, globex: Party, night: Any
+) -> None:
+    """The batch still has the run's folder: the state comes from the store."""
+    first, second = make_run(acme, max_steps=ENDLESS), make_run(globex, max_steps=ENDLESS)
+    night()
+    wait_for(lambda: step_of(first) > 5 and step_of(second) > 0)
+    with tenant_scope(first.tenant_id):
+        pausing.training_run_pause(run=first)
+        wait_for(lambda: fresh(first).status == "paused")
+        reached = step_of(first)
+        pausing.training_run_resume(run=first)
+    night()
+    with tenant_scope(first.tenant_id):
+        told = first.events.filter(message__startswith="The job goes on")
+        wait_for(told.exists)
+        assert told.get().data["step"] >= reached > 5
+    assert (fresh(first).attempts, fresh(first).num_lost, fresh(second).attempts) == (2, 0, 1)
+    for run in (first, second):
+        with tenant_scope(run.tenant_id):
+            services.training_run_cancel(run=run)
+    wait_for(lambda: fresh(first).status == fresh(second).status == "cancelled")

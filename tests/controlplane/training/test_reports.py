@@ -1,0 +1,161 @@
+"""What is said of a dataset's rows: counted by the real child, shown by the API and the console."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.utils import timezone
+
+from controlplane.adapters.models import Adapter, BaseModel
+from controlplane.tenancy.scoping import tenant_scope
+from controlplane.training import reports, services, tasks
+from controlplane.training.models import Dataset, TrainingRun
+from tests.controlplane.conftest import Party, as_key
+from tests.controlplane.console.conftest import browser_of
+from tests.controlplane.training.conftest import ROWS
+from tests.tiny_base import TINY_NAME
+from worker.text.codec import TextCodec
+from worker.training.chat_data import read_rows
+from worker.training.row_tokens import encode_row
+
+pytestmark = pytest.mark.django_db(transaction=True)
+DATASETS = "/api/v1/datasets"
+EVIL = "<script>alert(1)</script>"
+
+
+def row(prompt: str, answer: str = "world") -> bytes:
+    user, assistant = {"role": "user", "content": prompt}, {"role": "assistant", "content": answer}
+    return json.dumps({"messages": [user, assistant]}).encode() + b"\n"
+
+
+def test_a_report_is_pending_until_the_inspector_has_counted(
+    acme: Party, tiny_base: BaseModel, base_models_dir: Path, tmp_path: Path
+) -> None:
+    content = ROWS + row("hello 3") + row("long " * 600)
+    client = as_key(acme)
+    sent = client.generic("POST", f"{DATASETS}?name=chats", content)
+    assert sent.status_code == 201, sent.json()
+    report = client.get(f"{DATASETS}/chats/report").json()
+    assert (report["status"], report["duplicates"], report["bases"]) == ("pending", None, {})
+
+    tasks.dataset_report("")
+    report = client.get(f"{DATASETS}/chats/report").json()
+    assert (report["status"], report["num_rows"], report["sha256"]) == (
+        "ready", 10, sent.json()["sha256"],
+    )  # fmt: skip
+    assert report["duplicates"] == {"count": 1, "lines": [[9, 4]]}
+    (tmp_path / "rows").write_bytes(content)
+    codec = TextCodec(base_models_dir / TINY_NAME)
+    rows = [encode_row(codec, each)[0] for _, each in read_rows(tmp_path / "rows")]
+    lengths = [len(each.token_ids) for each in rows]
+    base = report["bases"][TINY_NAME]
+    assert (base["tokens"], base["max"]) == (sum(lengths), lengths[-1])
+    assert base["learned_tokens"] == sum(each.num_learned for each in rows)
+    assert base["longer_than_context"] == {"count": 1, "lines": [[10, lengths[-1]]]}
+    assert (base["refused"]["count"], base["epoch_s"]) == (0, None)
+    assert report["added"] == {"num_rows": 10, "duplicates": {"count": 0, "lines": []}}
+    # Of appended rows it says which were there before.
+    client.generic("POST", f"{DATASETS}?name=chats&append=true", row("new") + row("hello 1") * 2)
+    tasks.dataset_report("")
+    report = client.get(f"{DATASETS}/chats/report").json()
+    assert (report["version"], report["num_rows"], report["duplicates"]["count"]) == (2, 13, 3)
+    assert report["added"] == {
+        "num_rows": 3,
+        "duplicates": {"count": 2, "lines": [[12, 2], [13, 2]]},
+    }
+    assert client.get(f"{DATASETS}/chats@1/report").json()["num_rows"] == 10
+    # The same rows again keep their report; others make it pending.
+    client.generic("POST", f"{DATASETS}?name=chats&append=true", row("hello 1") * 2)
+    client.generic("POST", f"{DATASETS}?name=chats", content)
+    tasks.dataset_report("")
+    client.generic("POST", f"{DATASETS}?name=chats", content)
+    assert client.get(f"{DATASETS}/chats/report").json()["status"] == "ready"
+    client.generic("POST", f"{DATASETS}?name=chats", ROWS)
+    assert client.get(f"{DATASETS}/chats/report").json()["status"] == "pending"
+
+
+def test_the_time_is_estimated_from_recent_runs(
+    adapter: Adapter, dataset: Dataset, in_acme: Party
+) -> None:
+    for speed in (100.0, 300.0, 200.0):
+        TrainingRun.objects.create(
+            adapter=adapter,
+            dataset=dataset,
+            dataset_sha256=dataset.sha256,
+            status="succeeded",
+            finished_at=timezone.now(),
+            progress={"tokens_per_s": speed},
+        )
+    dataset.report = {"bases": {TINY_NAME: {"tokens": 5000}}}
+    base = reports.report_of(dataset)["bases"][TINY_NAME]
+    assert (base["tokens_per_s"], base["epoch_s"]) == (200.0, 25.0)
+
+
+def test_one_tenants_many_reports_delay_another_by_little(
+    acme: Party, globex: Party, tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(reports, "_make", lambda dataset: made.append(dataset.tenant_id))
+    for party, number in ((acme, 30), (globex, 1)):
+        with tenant_scope(party.tenant.id):
+            for index in range(number):
+                services.dataset_upload(name=f"rows-{index}", content=ROWS)
+    for _ in range(40):
+        reports.report_next()
+    assert globex.tenant.id in made
+
+
+def test_a_report_of_rows_that_the_child_refuses_fails_and_says_so(
+    in_acme: Party, tiny_base: BaseModel, dataset: Dataset
+) -> None:
+    """As rows do that were stored under earlier rules."""
+    from controlplane.infra import storage
+
+    storage.put_bytes(dataset.key, b"{}\n")
+    assert reports.report_next()
+    dataset.refresh_from_db()
+    assert (dataset.report_status, dataset.report) == (
+        "failed", {"error": "The report could not be made."},
+    )  # fmt: skip
+    assert not reports.report_next()
+
+
+def test_old_reports_that_are_pending_are_asked_for_again(
+    dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[Any] = []
+    monkeypatch.setattr(reports, "report_send", sent.append)
+    tasks.datasets_sweep()
+    assert sent == []  # its message is on its way
+    then = timezone.now() - reports.RESEND - dt.timedelta(seconds=1)
+    Dataset.objects.update(updated_at=then)
+    tasks.datasets_sweep()
+    assert sent == [dataset]
+
+
+def test_the_preview_shows_the_first_rows(acme: Party, globex: Party) -> None:
+    content = b"\n" + row(EVIL) + row("b" * 600_000) + row("c" * 600_000)
+    with tenant_scope(acme.tenant.id):
+        services.dataset_upload(name="chats", content=content)
+    client = as_key(acme)
+    shown = client.get(f"{DATASETS}/chats/preview").json()
+    assert [each["line"] for each in shown["data"]] == [2, 3]  # the third is cut
+    assert shown["data"][0]["row"] == json.loads(row(EVIL))
+    assert len(client.get(f"{DATASETS}/chats/preview?limit=1").json()["data"]) == 1
+    for limit in ("0", "101", "x", "-1", "9" * 5000):
+        answer = client.get(f"{DATASETS}/chats/preview?limit={limit}")
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "limit")
+    for path in ("report", "preview"):
+        assert as_key(globex).get(f"{DATASETS}/chats/{path}").status_code == 404
+
+    page = browser_of(acme.viewer).get("/console/training/datasets/chats").content.decode()
+    assert "alert(1)" not in page, "a viewer reads rows"
+    page = browser_of(acme.owner).get("/console/training/datasets/chats").content.decode()
+    assert EVIL not in page
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
+    assert "b" * 5000 not in page
+    assert browser_of(globex.owner).get("/console/training/datasets/chats").status_code == 404

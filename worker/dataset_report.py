@@ -1,0 +1,133 @@
+"""Report on a dataset's rows: duplicates, and their tokens under each base model.
+
+    python -m worker.dataset_report JOB.json
+
+JOB.json is `contract.dataset_report.ReportJob`. Standard output carries one JSON object:
+
+    {"num_rows", "duplicates": {"count", "lines": [[line, first line]]},
+     "added": {"num_rows", "duplicates"},    of these: duplicates of earlier rows
+     "counted_every",                        1: all rows are counted in tokens; else estimates
+     "bases": {name: {"context_length", "tokens", "learned_tokens", "mean", "median", "p95", "max",
+                      "longer_than_context": {"count", "lines": [[line, tokens]]},
+                      "refused": {"count", "lines": [[line, why]]}}}}
+
+`worker.one_job` has the exit codes.
+"""
+
+from __future__ import annotations
+
+import array
+import hashlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from contract.chat_rows import MAX_LINE_BYTES, Problem, numbered_rows
+from contract.dataset_report import MAX_PLACES, ReportJob
+from contract.row_messages import Row
+from worker.one_job import answer_job
+from worker.text.codec import PromptError, TextCodec
+from worker.training.row_tokens import encode_row, row_length
+
+_MAX_REASON_CHARS = 200
+
+
+class _Findings:
+    """Counts findings, and keeps the places of the first ones."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._lines: list[list[Any]] = []
+
+    def add(self, line: int, about: Any) -> None:
+        self._count += 1
+        if len(self._lines) < MAX_PLACES:
+            self._lines.append([line, about])
+
+    def told(self) -> dict[str, Any]:
+        return {"count": self._count, "lines": self._lines}
+
+
+class _Counts:
+    """The tokens of rows under one base; of `every` rows one was counted."""
+
+    def __init__(self, folder: Path, every: int) -> None:
+        self._codec, self._every = TextCodec(folder), every
+        self._lengths = array.array("L")
+        self._learned = 0
+        self._too_long, self._refused = _Findings(), _Findings()
+
+    def add(self, line: int, row: Row) -> None:
+        try:
+            examples = encode_row(self._codec, row)
+        except (PromptError, ValueError) as error:
+            # It may quote the row, and is stored where not every character can be.
+            reason = "".join(c if c.isprintable() else "?" for c in str(error)[:_MAX_REASON_CHARS])
+            self._refused.add(line, reason)
+            return
+        longest = row_length(examples)
+        self._lengths.append(longest)
+        self._learned += sum(example.num_learned for example in examples)
+        if longest > self._codec.context_length:
+            self._too_long.add(line, longest)
+
+    def told(self) -> dict[str, Any]:
+        lengths, number = sorted(self._lengths), len(self._lengths)
+        total = sum(lengths)
+        return {
+            "context_length": self._codec.context_length,
+            "tokens": total * self._every,
+            "learned_tokens": self._learned * self._every,
+            "mean": round(total / number, 1) if number else 0,
+            "median": lengths[number // 2] if number else 0,
+            "p95": lengths[number * 95 // 100] if number else 0,
+            "max": lengths[-1] if number else 0,
+            "longer_than_context": self._too_long.told(),
+            "refused": self._refused.told(),
+        }
+
+
+def report(job: ReportJob) -> dict[str, Any]:
+    """Return the report. Raises ValueError when the file has a line that is no row."""
+    bases = {name: _Counts(folder, job.counted_every) for name, folder in job.bases.items()}
+    duplicates, known = _Findings(), _Findings()
+    first_of: dict[bytes, int] = {}
+    num_rows, last_earlier = 0, 0
+    for line, row in _rows(job.rows):
+        num_rows += 1
+        if num_rows <= job.num_earlier_rows:
+            last_earlier = line
+        text = json.dumps([row.messages, row.learned, row.tools, row.prompt, row.completion])
+        first = first_of.setdefault(hashlib.sha256(text.encode()).digest()[:16], line)
+        if first != line:
+            duplicates.add(line, first)
+            if first <= last_earlier < line:
+                known.add(line, first)
+        if num_rows % job.counted_every == 0:
+            for counts in bases.values():
+                counts.add(line, row)
+    return {
+        "num_rows": num_rows,
+        "duplicates": duplicates.told(),
+        "added": {"num_rows": num_rows - job.num_earlier_rows, "duplicates": known.told()},
+        "counted_every": job.counted_every,
+        "bases": {name: counts.told() for name, counts in bases.items()},
+    }
+
+
+def _rows(path: Path) -> Iterator[tuple[int, Row]]:
+    with path.open("rb") as file:
+        for line, row in numbered_rows(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b"")):
+            if isinstance(row, Problem):
+                raise ValueError(str(row))
+            yield line, row
+
+
+def main() -> int:
+    return answer_job(ReportJob.read, report)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

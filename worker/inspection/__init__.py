@@ -1,0 +1,1 @@
+"""What an adapter computes by PEFT, and what its weights look like."""
