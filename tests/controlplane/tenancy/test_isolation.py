@@ -109,7 +109,8 @@ class TestCatalogue:
 
     def test_so_has_every_partition(self, db: None) -> None:
         names = partitions()
-        assert len(names) >= 5
+        # What was there before, all other times, and two or three months: it depends on the day.
+        assert len(names) >= 4
         for name in names:
             self.check(name)
 
