@@ -254,8 +254,7 @@ class Engine:
         self._requests.finish_later(request_id, reason, index=index)
 
     def has_work(self) -> bool:
-        """Whether `step` has anything to do, now or when an adapter, also a prefetched one, or a
-        grammar is ready."""
+        """Whether `step` has anything to do, now or once an adapter or a grammar is ready."""
         return bool(self._requests) or self._in_flight is not None or self._store.is_prefetching
 
     @torch.inference_mode()
@@ -263,7 +262,7 @@ class Engine:
         """Run one iteration: one new token for every running request, more where drafts are right.
 
         A CPU's step is committed by the call that launched it, a GPU's by the next: that one first
-        launches the step after it, if the device can choose its tokens from the logits alone.
+        launches the step after it, if the device can choose its tokens, by logits and masks alone.
         """
         began_at = time.perf_counter()
         now = self._poll()
@@ -281,9 +280,11 @@ class Engine:
             if previous is None or self._in_flight is not None:
                 break
             # Nothing was launched over the placeholders, or one was wrong: once more, without any.
-        if self._in_flight is not None and self._in_flight.is_done:  # on a CPU
-            previous, self._in_flight = self._in_flight, None
-            outputs += self._commit(previous, now)
+        if (launched := self._in_flight) is not None:
+            launched.choose()
+            if launched.is_done:  # on a CPU
+                self._in_flight = None
+                outputs += self._commit(launched, now)
         if step.rows:
             self._step_counts.add(len(step.rows), time.perf_counter() - began_at)
         elif not outputs:
@@ -371,8 +372,7 @@ class Engine:
     def _finish_early(self, now: float) -> list[RequestOutput]:
         """End sequences that were cancelled, failed or are late, after the step in flight.
 
-        If there are none, and the device chooses the step's tokens, the step stays in flight, with
-        placeholders for its tokens.
+        If there are none, a step whose tokens the device chooses stays in flight, as placeholders.
         """
         launched = self._in_flight
         if launched is not None and launched.tokens is not None and not self._requests.has_pending:

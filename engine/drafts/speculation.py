@@ -50,9 +50,10 @@ class Speculation:
         num_rows = step.num_tokens
         for row in sampling:
             most = min(MAX_DRAFTS, step.budget, self._most_useful(row.sequence))
-            if most < 1 or not row.sequence.request.speculation:
-                continue
             sequence = row.sequence
+            is_known = sequence.token_ids[-1] >= 0  # else its last token is in flight
+            if most < 1 or not sequence.request.speculation or not is_known:
+                continue
             if sequence.drafting is None:
                 memory = self._answers.of(sequence)
                 sequence.drafting = Known(self._profiles.of(sequence), memory=memory)

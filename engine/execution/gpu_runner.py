@@ -5,7 +5,9 @@ Either way the tokens are chosen on the device, and the host need not wait for t
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 
@@ -18,12 +20,14 @@ from engine.execution.decode_graphs import BUCKETS, DecodeGraphs
 from engine.execution.gpu_decoder import ChunkBlocks, GpuBatch, GpuModel
 from engine.execution.lora_inputs import MAX_BLOCKS, MAX_ENTRIES, LoraInputs
 from engine.execution.lora_table import LoraScope
+from engine.execution.mask_uploads import MaskUploads
 from engine.execution.mixed_graphs import BLOCK, MixedGraphs, cut_blocks
 from engine.execution.prompt_scores import Scores
 from engine.execution.uploads import upload
 from engine.model.config import ModelConfig
 from engine.model.weights import Weights
 from engine.request import MAX_LOGPROBS
+from engine.sampling.logits import StepMasks
 from engine.sampling.sampler import Draw, Drawn, Sampled
 from kernels import NUM_PROJECTIONS, LoraBatch, LoraTable, PageLayout
 from kernels.attention_decode import DecodeWorkspace
@@ -40,19 +44,33 @@ _MANY_DECODES = 16
 class Tokens:
     """A launched step's tokens, on their way to the host.
 
+    host        [N] int64, as `kernels.sampling.mark_ref` and `Drawn` have them
+    arrived     None: they are there
     drawn       what the rows that are not greedy were drawn from
+    later       launches their choice; None: it is launched
     can_replay  whether `GpuRunner.replay` may follow: all rows are decodes of one graph
     were_wrong  whether the device used another token than `sampled` returned
     """
 
-    host: torch.Tensor
-    arrived: torch.cuda.Event | None  # None: they are there
+    host: torch.Tensor | None = None
+    arrived: torch.cuda.Event | None = None
     drawn: Drawn | None = None
+    later: Callable[[], None] | None = None
     can_replay: bool = False
     were_wrong: bool = False
 
+    def choose(self) -> None:
+        """Launch the choice of the tokens, unless that has been done.
+
+        The tokens of the step before must have been read: masks follow from them.
+        """
+        if self.later is not None:
+            later, self.later = self.later, None
+            later()
+
     def sampled(self) -> list[Sampled]:
         """Wait for the step; return one token for each row."""
+        assert self.host is not None
         if self.arrived is not None:
             self.arrived.synchronize()
         token_ids: list[int] = self.host.tolist()
@@ -124,6 +142,7 @@ class GpuRunner:
             token_ids=torch.zeros(max_running, dtype=torch.int64, device=arena.device),
             marked=torch.zeros(max_running, dtype=torch.int64, device=arena.device),
         )
+        self._masks = MaskUploads(arena.device, max_running, model.vocab_size)
         # Two, because a step is launched before the tokens of the one before it are read.
         self._fetched = torch.empty(2, max_running, dtype=torch.int64, pin_memory=arena.is_cuda)
         self._turn = 0
@@ -162,27 +181,59 @@ class GpuRunner:
         """
         return self._run(batch)[0]
 
-    def start(self, batch: Batch, draw: Draw | None) -> Tokens:
-        """Launch a batch and the choice of its tokens.
+    def start(self, batch: Batch, draw: Draw | None, masks: StepMasks | None = None) -> Tokens:
+        """Launch a batch and, unless there are masks, the choice of its tokens.
 
-        draw  what the rows that are not greedy draw by; None: all are greedy
+        draw   what the rows that are not greedy draw by; None: all are greedy
+        masks  made by `Tokens.choose`, while the batch runs; None: no row has one
         """
         logits, graphs = self._run(batch)
         self._draw = draw
-        if graphs is not None:
-            return self._fetch(logits, graphs)
-        rows = slice(logits.shape[0])
-        if logits.shape[0]:
-            greedy_triton(logits, self._plain.token_ids[rows], self._plain.marked[rows])
-        return self._fetch(logits, self._plain)
+        if graphs is None and masks is None:
+            self._choose_greedy(logits, self._plain)
+        return self._launched(logits, graphs or self._plain, masks)
 
-    def replay(self, new_pages: SequenceOf[tuple[int, int, int]]) -> Tokens:
+    def replay(
+        self, new_pages: SequenceOf[tuple[int, int, int]], masks: StepMasks | None = None
+    ) -> Tokens:
         """Run the rows of the last step one token further: their inputs are on the device.
 
         new_pages  (row, column of its page table, page) that the rows need for it
         """
         self._graphs.add_pages(new_pages)
-        return self._fetch(self._graphs.step(), self._graphs)
+        return self._launched(self._graphs.step(), self._graphs, masks)
+
+    def _launched(
+        self,
+        logits: torch.Tensor,
+        chosen: DecodeGraphs | MixedGraphs | Chosen,
+        masks: StepMasks | None,
+    ) -> Tokens:
+        """The tokens of a pass whose greedy ones are chosen, unless there are masks."""
+        tokens = Tokens(can_replay=chosen is self._graphs)
+        if masks is None:
+            self._fetch(tokens, logits, chosen)
+        else:
+            tokens.later = functools.partial(self._choose_masked, tokens, logits, chosen, masks)
+        return tokens
+
+    def _choose_masked(
+        self,
+        tokens: Tokens,
+        logits: torch.Tensor,
+        chosen: DecodeGraphs | MixedGraphs | Chosen,
+        masks: StepMasks,
+    ) -> None:
+        self._masks.apply(logits, masks)
+        self._choose_greedy(logits, chosen)
+        self._fetch(tokens, logits, chosen)
+
+    def _choose_greedy(
+        self, logits: torch.Tensor, chosen: DecodeGraphs | MixedGraphs | Chosen
+    ) -> None:
+        rows = slice(logits.shape[0])
+        if logits.shape[0]:
+            greedy_triton(logits, chosen.token_ids[rows], chosen.marked[rows])
 
     def _run(self, batch: Batch) -> tuple[torch.Tensor, DecodeGraphs | MixedGraphs | None]:
         """Return the logits, and the graphs that computed them and the greedy tokens, if any."""
@@ -207,21 +258,20 @@ class GpuRunner:
             and self._graphs.fits(batch.token_ids.shape[0], batch.page_tables.shape[1], batch.lora)
         )
 
-    def _fetch(self, logits: torch.Tensor, chosen: DecodeGraphs | MixedGraphs | Chosen) -> Tokens:
+    def _fetch(
+        self, tokens: Tokens, logits: torch.Tensor, chosen: DecodeGraphs | MixedGraphs | Chosen
+    ) -> None:
         """Draw what is not greedy, into the `token_ids` of `chosen`, and send all to the host."""
         rows = slice(logits.shape[0])
         token_ids, marked = chosen.token_ids[rows], chosen.marked[rows]
         drawn = None if self._draw is None else self._draw.launch(logits, token_ids, marked)
         self._turn = 1 - self._turn
         self._chosen = token_ids
-        host = self._fetched[self._turn, : len(token_ids)]
-        host.copy_(marked if drawn is None else drawn.marked, non_blocking=True)
-        arrived = None
+        tokens.host, tokens.drawn = self._fetched[self._turn, : len(token_ids)], drawn
+        tokens.host.copy_(marked if drawn is None else drawn.marked, non_blocking=True)
         if token_ids.is_cuda:
-            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            arrived.record()
-        can_replay = chosen is self._graphs
-        return Tokens(host=host, arrived=arrived, drawn=drawn, can_replay=can_replay)
+            tokens.arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            tokens.arrived.record()
 
     def _load(self, batch: Batch) -> None:
         for arrival in batch.arrivals:

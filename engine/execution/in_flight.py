@@ -32,6 +32,11 @@ class InFlightStep:
     has_placeholders: bool = False
     drafted: Verification | None = None
 
+    def choose(self) -> None:
+        """Choose the tokens on the device, if that waited for the tokens of the step before."""
+        if self.tokens is not None:
+            self.tokens.choose()
+
     def append_placeholders(self, commit: Callable[[Row], None]) -> None:
         """Commit the rows and append ~i for token i, so that the next step can be scheduled.
 

@@ -20,7 +20,7 @@ from engine.execution.decoder import (
     PagedAttention,
     TiledAdapters,
 )
-from engine.execution.gpu_runner import GpuRunner
+from engine.execution.gpu_runner import GpuRunner, Tokens
 from engine.execution.in_flight import InFlightStep
 from engine.execution.lora_inputs import MAX_ENTRIES
 from engine.execution.lora_table import EntryBuffers
@@ -29,7 +29,7 @@ from engine.memory.prefix_cache import AdapterKey
 from engine.model.config import ModelConfig
 from engine.model.rope import RopeTables
 from engine.model.weights import Weights, load_weights
-from engine.sampling.logits import LogitsProcessor
+from engine.sampling.logits import LogitsProcessor, StepMasks
 from engine.sequence import Step
 from kernels.attention_cpu import CpuAttention
 from kernels.huge_pages import keep_freed_memory, lazy_zeros
@@ -138,18 +138,21 @@ class ModelRunner:
 
         batch  the step's inputs; None: replay the step before with `Step.new_pages`
 
-        A GPU chooses the tokens if they follow from the logits alone. If not, the host chooses them
-        when they are read: by then the tokens of the step before are known.
+        A GPU chooses the tokens if they follow from the logits and masks alone: at once, or, if
+        there are masks, by `InFlightStep.choose`. If not, the host chooses them when they are read.
+        By then the tokens of the step before are known.
         """
         gpu = self._gpu
         if batch is None:
             assert gpu is not None and step.new_pages is not None
-            tokens = gpu.replay(step.new_pages)
-            return InFlightStep(step=step, read=tokens.sampled, tokens=tokens)
+            masks = processor.masks(step.sampling)
+            return _chosen_on_device(step, gpu.replay(step.new_pages, masks), masks)
         step.sampling = sampling = [row.sequence for row in step.rows if row.samples]
-        if gpu is not None and batch.scores is None and processor.needs_logits_alone(sampling):
-            tokens = gpu.start(batch, processor.draw(sampling))
-            return InFlightStep(step=step, read=tokens.sampled, tokens=tokens)
+        is_plain = batch.scores is None and not step.has_drafts
+        if gpu is not None and is_plain and processor.needs_logits_alone(sampling):
+            masks = processor.masks(sampling)
+            tokens = gpu.start(batch, processor.draw(sampling), masks)
+            return _chosen_on_device(step, tokens, masks)
         logits = self.run(batch)
         if step.has_drafts:
             drafted = Verification(step.rows, logits, processor)
@@ -188,3 +191,8 @@ class ModelRunner:
         )
         extras = batch.lora.extras
         return tiled if extras is None else ExtendedAdapters(tiled, extras, self.arena)
+
+
+def _chosen_on_device(step: Step, tokens: Tokens, masks: StepMasks | None) -> InFlightStep:
+    read = tokens.sampled if masks is None else functools.partial(masks.read, tokens.sampled)
+    return InFlightStep(step=step, read=read, tokens=tokens)

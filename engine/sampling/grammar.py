@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.errors import BadGrammar
@@ -86,16 +87,16 @@ class Matcher:
         self._ahead = ahead
         return Walk(self, ahead)
 
-    def fill_mask(self, words: torch.Tensor) -> None:
-        """Write the allowed next tokens into `words` [ceil(V / 32)] int32 on the CPU."""
+    def fill_mask(self, words: npt.NDArray[np.int32]) -> None:
+        """Write the allowed next tokens into `words` [ceil(V / 32)]."""
         mask = self.mask
         if self._has_failed():
-            words.fill_(-1)  # the token will be discarded
+            words.fill(-1)  # the token will be discarded
             return
-        own, target = np.frombuffer(mask, dtype=np.int32), words.numpy()
-        count = min(len(own), len(target))
-        target[:count] = own[:count]
-        target[count:] = 0
+        own = np.frombuffer(mask, dtype=np.int32)
+        count = min(len(own), len(words))
+        words[:count] = own[:count]
+        words[count:] = 0
 
     def accept(self, token_id: int) -> bool:
         """Advance by a token that the mask allowed; return whether the text is complete.
@@ -377,14 +378,24 @@ class Grammars:
 
     def mask(self, logits: torch.Tensor, sequences: SequenceOf[Sequence]) -> None:
         """Mask in `logits` [N, V], in place, the tokens that a row's grammar does not allow."""
-        rows = [i for i, sequence in enumerate(sequences) if sequence in self._matchers]
-        if not rows:
+        if not any(sequence in self._matchers for sequence in sequences):
             return
-        self._threads.compute(self._matchers[sequences[i]] for i in rows)
         bitmask = torch.zeros(len(sequences), self._num_words, dtype=torch.int32)
-        for i in rows:
-            self._matchers[sequences[i]].fill_mask(bitmask[i])
+        rows = self.fill_masks(bitmask.numpy(), sequences)
         apply_bitmask(logits, bitmask.to(logits.device), torch.tensor(rows, device=logits.device))
+
+    def fill_masks(
+        self, words: npt.NDArray[np.int32], sequences: SequenceOf[Sequence]
+    ) -> list[int]:
+        """Write the masks of those that have a grammar into their rows; return these rows.
+
+        words  [N or more, ceil(V / 32)]; the other rows are left as they are
+        """
+        rows = [i for i, sequence in enumerate(sequences) if sequence in self._matchers]
+        self._threads.compute(self._matchers[sequences[i]] for i in rows)
+        for i in rows:
+            self._matchers[sequences[i]].fill_mask(words[i])
+        return rows
 
     def remove(self, sequence: Sequence) -> None:
         self._matchers.pop(sequence, None)

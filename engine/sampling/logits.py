@@ -13,6 +13,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.errors import AdapterOverflow, EngineError
@@ -32,9 +34,14 @@ class LogitsProcessor:
         self._sampler, self._grammars = sampler, grammars
 
     def needs_logits_alone(self, sequences: SequenceOf[Sequence]) -> bool:
-        """Whether a device can choose the next tokens of all, from the model's logits."""
-        matcher, is_free = self._grammars.matcher, self._sampler.is_free
-        return all(matcher(sequence) is None and is_free(sequence) for sequence in sequences)
+        """Whether a device can choose the next tokens of all, from the logits and `masks`."""
+        return all(map(self._sampler.is_free, sequences))
+
+    def masks(self, sequences: SequenceOf[Sequence]) -> StepMasks | None:
+        """Return what masks the sequences' next tokens; None: none of them has a grammar."""
+        if all(self._grammars.matcher(sequence) is None for sequence in sequences):
+            return None
+        return StepMasks(self._grammars, sequences)
 
     def draw(self, sequences: SequenceOf[Sequence]) -> Draw | None:
         """See `Sampler.draw`."""
@@ -89,6 +96,45 @@ class LogitsProcessor:
             _failed(sequence, failed[i]) if i in failed else sampled[i]
             for i, sequence in enumerate(sequences)
         ]
+
+
+class StepMasks:
+    """The masks of one step's tokens.
+
+    They follow from the tokens before, so a step may be launched before it has them; only the
+    choice of its tokens waits for `fill`.
+
+    sequences  of each row of the step's logits
+    """
+
+    def __init__(self, grammars: Grammars, sequences: SequenceOf[Sequence]) -> None:
+        self._grammars, self._sequences = grammars, sequences
+        self._failed: dict[int, Exception] = {}
+
+    def fill(self, words: npt.NDArray[np.int32]) -> list[int]:
+        """Write the rows' masks into `words` [N or more, ceil(V / 32)]; return which have one.
+
+        The tokens before must be known. Sequences that have ended have no mask.
+        """
+        sequences = self._sequences
+        try:
+            return self._grammars.fill_masks(words, sequences)
+        except Exception:
+            rows = []
+            for i, sequence in enumerate(sequences):
+                try:
+                    if self._grammars.fill_masks(words[i : i + 1], [sequence]):
+                        rows.append(i)
+                except Exception as error:
+                    self._failed[i] = error
+            return rows
+
+    def read(self, sampled: Callable[[], list[Sampled]]) -> list[Sampled]:
+        """Return the tokens, with an error in place of each whose mask could not be made."""
+        tokens = sampled()
+        for i, error in self._failed.items():
+            tokens[i] = _failed(self._sequences[i], error)
+        return tokens
 
 
 def _failed(sequence: Sequence, error: Exception) -> Sampled:

@@ -77,7 +77,7 @@ def test_choices_are_bounded() -> None:
 
 def mask_of(matcher: Matcher) -> torch.Tensor:
     words = torch.zeros(-(-NUM_TOKENS // 32), dtype=torch.int32)
-    matcher.fill_mask(words)
+    matcher.fill_mask(words.numpy())
     bits = (words[:, None] >> torch.arange(32)) & 1
     return bits.flatten()[:NUM_TOKENS].bool()
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from engine import Engine
 from engine.execution.batch import Batch
 from engine.execution.gpu_runner import Tokens
+from engine.sampling.logits import StepMasks
 from engine.sampling.sampler import Draw
+from kernels import apply_bitmask
 from kernels.sampling import fill_unread_ref, mark_ref
 
 PAGE_SIZE = 16
@@ -35,12 +39,14 @@ class AheadRunner:
         self.counts["unread" if batch.has_unread else "known"] += 1
         return self._forward(batch)
 
-    def start(self, batch: Batch, draw: Draw | None) -> Tokens:
+    def start(self, batch: Batch, draw: Draw | None, masks: StepMasks | None = None) -> Tokens:
         self._draw = draw
         can_replay = batch.max_new == 1 and len(batch.sample_rows) == len(batch.token_ids)
-        return self._choose(self.run(batch), can_replay)
+        return self._launched(self.run(batch), can_replay, masks)
 
-    def replay(self, new_pages: Sequence[tuple[int, int, int]]) -> Tokens:
+    def replay(
+        self, new_pages: Sequence[tuple[int, int, int]], masks: StepMasks | None = None
+    ) -> Tokens:
         self.counts["same"] += 1
         last = self._last
         assert last is not None
@@ -60,7 +66,7 @@ class AheadRunner:
             contexts=last.contexts + 1,
             page_tables=tables,
         )
-        return self._choose(self._forward(batch), can_replay=True)
+        return self._launched(self._forward(batch), can_replay=True, masks=masks)
 
     def _forward(self, batch: Batch) -> torch.Tensor:
         if batch.has_unread:
@@ -73,9 +79,20 @@ class AheadRunner:
         )
         return logits
 
-    def _choose(self, logits: torch.Tensor, can_replay: bool) -> Tokens:
+    def _launched(self, logits: torch.Tensor, can_replay: bool, masks: StepMasks | None) -> Tokens:
+        tokens = Tokens(can_replay=can_replay)
+        tokens.later = partial(self._choose, tokens, logits, masks)
+        if masks is None:
+            tokens.choose()
+        return tokens
+
+    def _choose(self, tokens: Tokens, logits: torch.Tensor, masks: StepMasks | None) -> None:
+        if masks is not None:
+            words = np.zeros((len(logits), -(-logits.shape[1] // 32)), np.int32)
+            rows = masks.fill(words)
+            apply_bitmask(logits, torch.from_numpy(words), torch.tensor(rows, dtype=torch.int64))
         self._chosen = logits.argmax(-1)
         marked = mark_ref(logits, self._chosen)
         drawn = None if self._draw is None else self._draw.launch(logits, self._chosen, marked)
-        host = (marked if drawn is None else drawn.marked).clone()
-        return Tokens(host=host, arrived=None, drawn=drawn, can_replay=can_replay)
+        tokens.host = (marked if drawn is None else drawn.marked).clone()
+        tokens.drawn = drawn

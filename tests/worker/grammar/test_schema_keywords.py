@@ -11,7 +11,6 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-import torch
 
 from controlplane.schemas import Status, plan
 from controlplane.schemas.plan import HANDLERS
@@ -32,7 +31,7 @@ class Decoder:
 
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self._compiler = GrammarCompiler(folder)
-        self._words = torch.zeros(-(-self._tokenizer.get_vocab_size() // 32), dtype=torch.int32)
+        self._words = np.zeros(-(-self._tokenizer.get_vocab_size() // 32), np.int32)
 
     def close(self) -> None:
         self._compiler.close()
@@ -42,7 +41,7 @@ class Decoder:
 
     def allowed(self, matcher: Matcher) -> list[int]:
         matcher.fill_mask(self._words)
-        bits = np.unpackbits(self._words.numpy().view(np.uint8), bitorder="little")
+        bits = np.unpackbits(self._words.view(np.uint8), bitorder="little")
         return [int(token_id) for token_id in np.flatnonzero(bits)]
 
     def takes(self, schema: str, value: Any) -> bool:
